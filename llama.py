@@ -66,14 +66,24 @@ class Config:
     tie_word_embeddings: bool = False
 
 
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x (..., in) times weight (out, in) -> (..., out).
+
+    A handful of rows, the verification of a draft, should cost what one row costs: reading the weights once. On a CPU
+    F.linear's kernel for x @ W.T does not get there, the one for W @ x.T almost does.
+    """
+    rows = x.numel() // x.shape[-1]
+    if 1 < rows <= 32 and x.device.type == "cpu":
+        return (weight @ x.reshape(rows, -1).T).T.view(*x.shape[:-1], -1)
+    return F.linear(x, weight)
+
+
 class Linear(nn.Linear):
-    """y = W x. For a handful of rows on a CPU, W @ x.T reads W once where F.linear's x @ W.T runs a slower kernel."""
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.numel() // x.shape[-1]
-        if 1 < rows <= 32 and self.bias is None and x.device.type == "cpu":
-            return (self.weight @ x.reshape(rows, -1).T).T.view(*x.shape[:-1], -1)
-        return super().forward(x)
+        return linear(x, self.weight)
 
 
 class RMSNorm(nn.Module):
@@ -85,12 +95,12 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.type_as(x), self.eps)
 
 
-def rotary_table(length: int, head_dim: int, theta: float, factors: tuple[float, ...] | None = None) -> Tensor:
+def rotary_table(length: int, head_dim: int, theta: float, device, factors: tuple[float, ...] | None = None) -> Tensor:
     """Cosines and sines of every position times every frequency, float32 (2, length, D/2) (Su et al. 2021)."""
-    frequencies = theta ** (-torch.arange(0, head_dim - 1, 2, dtype=torch.float32) / head_dim)  # (D/2)
+    frequencies = theta ** (-torch.arange(0, head_dim - 1, 2, dtype=torch.float32, device=device) / head_dim)  # (D/2)
     if factors is not None:
-        frequencies = frequencies / torch.tensor(factors)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)  # (length, D/2)
+        frequencies = frequencies / torch.tensor(factors, device=device)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)  # (length, D/2)
     return torch.stack([angles.cos(), angles.sin()])
 
 
@@ -107,10 +117,10 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int):
         super().__init__()
         self.head_dim = head_dim
-        self.q_proj = Linear(width, heads * head_dim, bias=False)
-        self.k_proj = Linear(width, kv_heads * head_dim, bias=False)
-        self.v_proj = Linear(width, kv_heads * head_dim, bias=False)
-        self.o_proj = Linear(heads * head_dim, width, bias=False)
+        self.q_proj = Linear(width, heads * head_dim)
+        self.k_proj = Linear(width, kv_heads * head_dim)
+        self.v_proj = Linear(width, kv_heads * head_dim)
+        self.o_proj = Linear(heads * head_dim, width)
 
     def keys_values(self, x: Tensor, rope: Tensor) -> Tensor:
         """Key (rotated) and value side by side. x (B, T, E) -> (B, Hkv, T, 2D)."""
@@ -129,9 +139,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, width: int, inner: int):
         super().__init__()
-        self.gate_proj = Linear(width, inner, bias=False)
-        self.up_proj = Linear(width, inner, bias=False)
-        self.down_proj = Linear(inner, width, bias=False)
+        self.gate_proj = Linear(width, inner)
+        self.up_proj = Linear(width, inner)
+        self.down_proj = Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -228,7 +238,7 @@ class Llama(nn.Module):
             DecoderLayer(c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim,
                          c.rms_norm_eps) for _ in range(c.num_hidden_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.lm_head = Linear(c.hidden_size, c.vocab_size, bias=False)
+        self.lm_head = Linear(c.hidden_size, c.vocab_size)
         if c.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.make_rotary_table()
@@ -236,8 +246,8 @@ class Llama(nn.Module):
 
     def make_rotary_table(self) -> None:
         c, device = self.config, self.embed_tokens.weight.device
-        table = rotary_table(c.max_position_embeddings, c.head_dim, c.rope_theta, c.rope_factors)
-        self.register_buffer("rotary", table.to(device), persistent=False)  # (2, context, D/2)
+        table = rotary_table(c.max_position_embeddings, c.head_dim, c.rope_theta, device, c.rope_factors)
+        self.register_buffer("rotary", table, persistent=False)  # (2, context, D/2)
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         c, weight = self.config, self.embed_tokens.weight
