@@ -1,0 +1,654 @@
+"""Distillation: a frozen target teaches its drafter (paper, section 3.4 and appendix).
+
+One target pass gives the KV cache, the hidden states and, through the LM head, soft labels. One drafter pass then covers
+every position, with no unrolling: a random `horizon` cuts each answer into runs, and a query sees only the memory of
+tokens before its run, which is the state it will meet while drafting. The loss of one position is
+
+    0.1 KL(p || q) + 1.0 SmoothL1(h, h'),    p, h the target's distribution and hidden state, q, h' the drafter's.
+
+    python train.py --data ultrachat.jsonl --out runs/drafter                 # the paper's recipe
+    python train.py --data ultrachat.jsonl --out runs/drafter --resume        # goes on after any interruption
+    torchrun --nproc-per-node 8 train.py --data ultrachat.jsonl               # the same, on eight GPUs
+    python train.py --synthesize 1000 --data own.jsonl                        # no data? let the target write it
+
+Shapes: B batch, T tokens, L layers, E hidden, V vocabulary, N reused layers, R horizons.
+"""
+import json
+import math
+import os
+import random
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from llama import (DTYPES, InputError, Llama, Parser, Tokenizer, add_model_arguments, load_target, natural, number,
+                   probabilities, run_command, sample)
+from moa import Drafter, DrafterConfig, load_drafter, save_drafter
+
+RUN_LENGTH = (5, 15)  # T ~ U[5, 15]
+DEPTHS = 8  # of the evaluation
+LOSS_CHUNK = 256  # positions whose V-wide distributions exist at once
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The method: horizons, the target's pass, the losses
+# ---------------------------------------------------------------------------------------------------------------------
+
+def run_horizon(reply: Tensor, length: int, phase: int) -> Tensor:
+    """The last position whose memory each query may read, (T). reply (T) is True at the assistant's tokens.
+
+    Each answer is cut into runs of `length`, the first one shortened by `phase`; a query sees memory up to the token
+    before its run. Outside answers everything is verified: a position sees itself.
+    """
+    position = torch.arange(len(reply))
+    begins = reply & ~F.pad(reply[:-1], (1, 0))
+    offset = position - torch.where(begins, position, 0).cummax(0).values  # within its answer
+    in_run = torch.minimum((offset + phase) % length, offset)
+    return torch.where(reply, position - in_run - 1, position)
+
+
+def queries(reply: Tensor) -> Tensor:
+    """Where drafting can ask: at an assistant's token that another one follows. (T) -> (T) bool."""
+    return reply & F.pad(reply[1:], (0, 1))
+
+
+@torch.no_grad()
+def target_pass(target: Llama, tokens: Tensor, N: int) -> tuple[Tensor, Tensor, Tensor]:
+    """kv (B, T, L, 2 Ekv), the hidden states that enter the last N layers and the final ones, both (B, T, E)."""
+    (batch, count), layers = tokens.shape, len(target.layers)
+    cache = target.new_cache(count, batch)
+    entering = target.run(target.embed_tokens(tokens), range(layers - N), cache)
+    final = target.norm(target.run(entering, range(layers - N, layers), cache))
+    return cache.read(0, count), entering, final
+
+
+class ForwardKL(torch.autograd.Function):
+    """Sum over positions of KL(p || q), p from the target's hidden states and q from the drafter's features.
+
+    The gradient of KL(p || q) in q's logits is q - p, so the gradient in the features is known as soon as the loss is:
+    both are made chunk by chunk, and no more than a chunk of the positions x V matrix ever exists.
+    """
+
+    @staticmethod
+    def forward(ctx, features: Tensor, hidden: Tensor, head: Tensor) -> Tensor:  # (R, n, E), (n, E), (V, E)
+        loss, gradient = features.new_zeros(()), torch.empty_like(features)
+        head = head.to(torch.get_autocast_dtype(features.device.type)) if torch.is_autocast_enabled(features.device.type) else head
+        for a in range(0, hidden.shape[0], LOSS_CHUNK):
+            chunk = slice(a, a + LOSS_CHUNK)
+            log_p = torch.log_softmax(F.linear(hidden[chunk].to(head.dtype), head).float(), dim=-1)  # (c, V)
+            p = log_p.exp()
+            for r in range(len(features)):
+                log_q = torch.log_softmax(F.linear(features[r, chunk].to(head.dtype), head).float(), dim=-1)
+                loss += (p * (log_p - log_q)).sum()
+                gradient[r, chunk] = (log_q.exp() - p).to(head.dtype) @ head
+        ctx.save_for_backward(gradient)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor):
+        return ctx.saved_tensors[0] * grad_output, None, None
+
+
+def hidden_loss(predicted: Tensor, true: Tensor) -> Tensor:
+    """Smooth L1, mean over E, summed over positions. (R, n, E), (n, E)."""
+    return F.smooth_l1_loss(predicted.float(), true.float().expand_as(predicted), reduction="none").mean(-1).sum()
+
+
+def distillation_loss(drafter: Drafter, tokens: Tensor, reply: Tensor, horizons: Tensor, kl_weight: float,
+                      feature_weight: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, its KL part and its hidden-state part, each summed over the queries of all horizons.
+
+    tokens, reply (B, T); horizons (R, B, T). The target's pass, the memory and SA are paid for once, CA R times.
+    """
+    kv, entering, final = target_pass(drafter.target, tokens, drafter.N)
+    ask = torch.stack([queries(row) for row in reply])  # (B, T)
+    memory, x = drafter.memory(kv, final), drafter.self_attend(tokens)
+    guesses, features = [], []
+    for horizon in horizons:
+        guess = drafter.guess(x, memory, horizon)
+        guesses.append(guess[ask])
+        features.append(drafter.infer_target_layers(guess, kv, horizon)[ask])
+    features = torch.stack(features).float()  # (R, n, E)
+    kl = ForwardKL.apply(features, final[ask], drafter.head)
+    hidden = hidden_loss(features, final[ask])
+    if drafter.N > 0:  # half on the state the frozen layers make, half on the one the drafter predicts
+        hidden = (hidden + hidden_loss(torch.stack(guesses), entering[ask])) / 2
+    return kl_weight * kl + feature_weight * hidden, kl.detach(), hidden.detach()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data: one JSON object a line, four formats, read by offset so that a file of any size can be shuffled
+# ---------------------------------------------------------------------------------------------------------------------
+
+def read_messages(line: str) -> list[dict]:
+    """The conversation in a line of UltraChat (either form), ShareGPT or Alpaca. Raises ValueError, saying why not."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        raise ValueError("not JSON") from None
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    if "messages" in record:
+        messages = record["messages"]
+    elif "data" in record:
+        if not isinstance(record["data"], list):
+            raise ValueError("data is not a list")
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(record["data"])]
+    elif "conversations" in record:
+        roles = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+        try:
+            messages = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in record["conversations"]]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a turn without a known speaker and a value: {error}") from None
+    elif "instruction" in record and "output" in record:
+        question = "\n\n".join(str(part) for part in (record["instruction"], record.get("input")) if part)
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
+    else:
+        raise ValueError("none of messages, data, conversations, instruction + output")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError("messages is not a list of objects")
+    return messages
+
+
+@dataclass
+class Sequence:
+    tokens: Tensor  # (T)
+    reply: Tensor  # (T), True at the assistant's tokens
+
+
+def encode_conversation(tokenizer: Tokenizer, messages: list[dict], seq_len: int) -> Sequence:
+    """Chat template applied, cut at seq_len. Raises ValueError where nothing is left to learn from."""
+    ids, reply = [], []
+    for piece, is_reply in tokenizer.turns(messages):
+        ids += piece
+        reply += [is_reply] * len(piece)
+    sequence = Sequence(torch.tensor(ids[:seq_len]), torch.tensor(reply[:seq_len]))
+    if not queries(sequence.reply).any():
+        raise ValueError(f"no answer within the first {seq_len} tokens")
+    return sequence
+
+
+class Conversations:
+    """Random access to the conversations of some .jsonl files, of which only the lines' offsets are in memory."""
+
+    def __init__(self, paths: list[str], tokenizer: Tokenizer, seq_len: int, verbose: bool = True):
+        self.paths, self.tokenizer, self.seq_len, self.verbose = paths, tokenizer, seq_len, verbose
+        self.skipped: set[int] = set()
+        offsets = []
+        for path in paths:
+            try:
+                with open(path, "rb") as file:
+                    lengths = np.fromiter((len(line) for line in file), dtype=np.int64)
+            except OSError as error:
+                raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+            offsets.append(np.concatenate([np.zeros(1, np.int64), lengths.cumsum()]))
+        self.offsets = offsets
+        self.first = np.cumsum([0] + [len(o) - 1 for o in offsets])  # line number of each file's first line
+
+    def __len__(self) -> int:
+        return int(self.first[-1])
+
+    def get(self, index: int) -> Sequence | None:
+        """One conversation; None for a line that cannot be used, which is named and counted."""
+        if index in self.skipped:
+            return None
+        which = int(np.searchsorted(self.first, index, side="right")) - 1
+        number = index - int(self.first[which])
+        start, end = self.offsets[which][number:number + 2]
+        with open(self.paths[which], "rb") as file:
+            file.seek(start)
+            line = file.read(end - start)
+        try:
+            return encode_conversation(self.tokenizer, read_messages(line.decode()), self.seq_len)
+        except ValueError as error:  # InputError and UnicodeDecodeError are ValueErrors too
+            self.skipped.add(index)
+            if self.verbose and line.strip():
+                tqdm.write(f"skipped {self.paths[which]}, line {number + 1}: {error}", file=sys.stderr)
+            return None
+
+
+class Order:
+    """An endless shuffled walk over some indices, a new permutation each epoch. Its state is two numbers."""
+
+    def __init__(self, indices: np.ndarray, seed: int, epoch: int = 0, position: int = 0):
+        self.indices, self.seed, self.epoch, self.position = indices, seed, epoch, position
+        self.permutation = self.permute()
+
+    def permute(self) -> np.ndarray:
+        return np.random.default_rng((self.seed, self.epoch)).permutation(self.indices)
+
+    def __next__(self) -> int:
+        if self.position == len(self.indices):
+            self.epoch, self.position = self.epoch + 1, 0
+            self.permutation = self.permute()
+        self.position += 1
+        return int(self.permutation[self.position - 1])
+
+
+def draw_batch(data: Conversations, order: Order, size: int) -> list[Sequence]:
+    """The next `size` usable conversations. Raises InputError when a whole epoch has none."""
+    batch, misses = [], 0
+    while len(batch) < size:
+        sequence = data.get(next(order))
+        if sequence is not None:
+            batch.append(sequence)
+        misses = 0 if sequence is not None else misses + 1
+        if misses > len(order.indices):
+            raise InputError(f"{', '.join(data.paths)}: no usable conversation; see train.py for the formats it reads")
+    return batch
+
+
+def pad(sequences: list[Sequence], device) -> tuple[Tensor, Tensor]:
+    """tokens and reply (B, T), padded on the right, where no causal query looks."""
+    tokens = torch.nn.utils.rnn.pad_sequence([s.tokens for s in sequences], batch_first=True)
+    reply = torch.nn.utils.rnn.pad_sequence([s.reply for s in sequences], batch_first=True)
+    return tokens.to(device), reply.to(device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimisation
+# ---------------------------------------------------------------------------------------------------------------------
+
+def learning_rate(update: int, args, epoch_updates: int) -> float:
+    """`paper`: 50 updates up to 20 times the rate, linearly down to the rate over the first epoch, constant after.
+    `cosine`: warm-up to the rate, then half a cosine down to 0 at the last update."""
+    warm = min(1.0, (update + 1) / args.warmup)
+    if args.schedule == "paper":
+        decay = min(1.0, max(0, update - args.warmup) / max(1, epoch_updates - args.warmup))
+        return args.lr * warm * (20 - 19 * decay)
+    return args.lr * warm * (1 + math.cos(math.pi * min(1.0, update / args.updates))) / 2
+
+
+class Optimizer:
+    """AdamW, or Muon (Jordan et al. 2024) for the matrices and AdamW for the rest; one interface for both."""
+
+    def __init__(self, drafter: Drafter, kind: str):
+        matrices = [p for p in drafter.parameters() if p.ndim == 2 and kind == "muon"]
+        rest = [p for p in drafter.parameters() if p.ndim != 2 or kind == "adamw"]
+        self.parts = [torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0)]
+        if matrices:
+            self.parts.append(torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+
+    def step(self, rate: float, scaler: torch.amp.GradScaler) -> None:
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = rate
+            scaler.step(part)
+        scaler.update()
+
+    def state_dict(self) -> list[dict]:
+        return [part.state_dict() for part in self.parts]
+
+    def load_state_dict(self, states: list[dict]) -> None:
+        for part, state in zip(self.parts, states):
+            part.load_state_dict(state)
+
+
+@dataclass
+class Worker:
+    """One of `count` processes of a data-parallel run: it computes every count-th sequence of a batch."""
+
+    rank: int
+    count: int
+
+    @classmethod
+    def join(cls, device: str) -> "Worker":
+        if "RANK" not in os.environ:  # not under torchrun
+            return cls(0, 1)
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    def sum_(self, tensors: list[Tensor]) -> None:
+        """Replace tensors by their sums over all processes, as one message."""
+        if self.count == 1:
+            return
+        flat = torch.cat([t.flatten() for t in tensors])
+        dist.all_reduce(flat)
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+            tensor.copy_(part.view_as(tensor))
+
+
+def train_batch(drafter: Drafter, batch: list[Sequence], update: int, args, worker: Worker,
+                scaler: torch.amp.GradScaler) -> tuple[float, float, float]:
+    """Accumulate the gradient of one global batch; returns loss, KL and hidden-state loss per query.
+
+    Every process draws the same batch and the same horizons and takes its share: the sum does not depend on how many
+    processes there are.
+    """
+    device = next(drafter.parameters()).device
+    draws = np.random.default_rng((args.seed, update))
+    lengths = draws.integers(RUN_LENGTH[0], RUN_LENGTH[1] + 1, (len(batch), args.horizons))
+    phases = draws.integers(0, lengths)
+    horizons = [torch.stack([run_horizon(s.reply, int(n), int(k)) for n, k in zip(lengths[i], phases[i])])
+                for i, s in enumerate(batch)]  # each (R, T)
+    total = args.horizons * sum(int(queries(s.reply).sum()) for s in batch)
+    share = sorted(range(len(batch))[worker.rank::worker.count], key=lambda i: len(batch[i].tokens))  # little padding
+    sums = torch.zeros(3, device=device)
+    for a in range(0, len(share), args.micro_batch_size):
+        part = share[a:a + args.micro_batch_size]
+        tokens, reply = pad([batch[i] for i in part], device)
+        horizon = torch.nn.utils.rnn.pad_sequence([horizons[i].T for i in part], batch_first=True)  # (B, T, R)
+        with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
+            losses = distillation_loss(drafter, tokens, reply, horizon.permute(2, 0, 1).to(device), args.kl_weight,
+                                       args.feature_weight)
+        scaler.scale(losses[0] / total).backward()
+        sums += torch.stack([loss.detach() for loss in losses])
+    for parameter in drafter.parameters():
+        if parameter.grad is None:  # this process had no share of a small batch
+            parameter.grad = torch.zeros_like(parameter)
+    worker.sum_([p.grad for p in drafter.parameters()] + [sums])
+    return tuple((sums / total).tolist())
+
+
+@torch.no_grad()
+def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
+    """Losses and, per draft depth 1..8, how often the drafter's first choice is the target's, if it was so before.
+
+    Text is the data's, so at a depth both have read the same tokens. With a_d the share at depth d, a cycle's expected
+    new tokens are 1 + a_1 + a_1 a_2 + ... : the acceptance length this implies.
+    """
+    device = next(drafter.parameters()).device
+    sums, count = torch.zeros(3), 0
+    reached, right = torch.zeros(DEPTHS), torch.zeros(DEPTHS)
+    for index, sequence in enumerate(held_out):
+        tokens, reply = pad([sequence], device)
+        horizon = run_horizon(sequence.reply, DEPTHS, index % DEPTHS)  # (T)
+        with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
+            losses = distillation_loss(drafter, tokens, reply, horizon.to(device)[None, None], args.kl_weight, args.feature_weight)
+            kv, _, final = target_pass(drafter.target, tokens, drafter.N)
+            features = drafter.features(tokens, kv, horizon.to(device)[None], final)
+            choice = drafter.logits(features[0]).argmax(-1)
+            choice = choice if drafter.vocabulary is None else drafter.vocabulary[choice]
+            agree = (choice == drafter.target.lm_head(final[0]).argmax(-1)).cpu()  # (T)
+        sums += torch.stack([loss.cpu() for loss in losses])
+        ask = queries(sequence.reply)
+        count += int(ask.sum())
+        alive = True
+        for i in ask.nonzero()[:, 0].tolist():
+            depth = i - int(horizon[i])  # 1 at a run's first query
+            alive = alive or depth == 1
+            if alive:
+                reached[depth - 1] += 1
+                alive = bool(agree[i])
+                right[depth - 1] += alive
+    rates = (right / reached.clamp(min=1)).tolist()
+    loss, kl, hidden = (sums / max(1, count)).tolist()
+    return {"held_out_loss": loss, "held_out_kl": kl, "held_out_hidden": hidden, "depth_accuracy": rates,
+            "implied_acceptance_length": 1 + float(np.cumprod(rates).sum())}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+# ---------------------------------------------------------------------------------------------------------------------
+
+FREE_TO_CHANGE = {"out", "resume", "updates", "eval_every", "save_every", "device", "micro_batch_size", "synthesize"}
+
+
+def save_checkpoint(path: Path, drafter: Drafter, optimizer: Optimizer, scaler, order: Order, update: int, args) -> None:
+    """All that is needed to go on as if nothing had happened, written whole or not at all."""
+    state = {"update": update, "epoch": order.epoch, "position": order.position, "drafter": drafter.state_dict(),
+             "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "arguments": vars(args)}
+    torch.save(state, path.with_suffix(".part"))
+    os.replace(path.with_suffix(".part"), path)
+
+
+def load_checkpoint(path: Path, args) -> dict:
+    """Raises InputError if there is none or it was made by other arguments."""
+    if not path.exists():
+        raise InputError(f"{path}: no checkpoint to resume; run without --resume first")
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    for name, value in state["arguments"].items():
+        if name not in FREE_TO_CHANGE and value != getattr(args, name):
+            raise InputError(f"{path} was made with --{name.replace('_', '-')} {value}, not {getattr(args, name)}; "
+                             "resume with the same arguments or choose another --out")
+    return state
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Synthesis: training data from the target alone
+# ---------------------------------------------------------------------------------------------------------------------
+
+ANSWER_TEMPERATURES = (0.0, 0.0, 0.6, 1.0)  # half of the answers greedy, as most use of a drafter is
+QUESTION_TEMPERATURE, TOP_P = 1.0, 0.95
+NEXT_TURN = 0.3  # the chance that a conversation goes on after an answer
+
+
+class Dialogue:
+    """One conversation that the target writes with itself: a queue of given ids, then the model's own, turn by turn."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int):
+        self.tokenizer, self.random = tokenizer, random.Random(seed)
+        self.given = tokenizer.chat([], add_generation_prompt=False) + tokenizer.opening("user")
+        self.messages, self.body, self.role = [], [], "user"
+        self.temperature, self.done = QUESTION_TEMPERATURE, False
+
+    def accept(self, token: int) -> None:
+        """Take in the model's next token; at the end of a turn, queue what opens the next or finish."""
+        if token not in self.tokenizer.stop_ids:
+            self.body.append(token)
+            return
+        self.close_turn()
+        if self.role == "assistant" and self.random.random() > NEXT_TURN:
+            self.done = True
+            return
+        self.role = "assistant" if self.role == "user" else "user"
+        self.given = self.tokenizer.ending()[1:] + self.tokenizer.opening(self.role)
+        self.temperature = (self.random.choice(ANSWER_TEMPERATURES) if self.role == "assistant" else QUESTION_TEMPERATURE)
+
+    def close_turn(self) -> None:
+        text = self.tokenizer.decode(self.body).strip()
+        if text:
+            self.messages.append({"role": self.role, "content": text})
+        else:
+            self.done = True
+        self.body = []
+
+
+@torch.inference_mode()
+def synthesize_batch(target: Llama, tokenizer: Tokenizer, seeds: list[int], seq_len: int) -> list[list[dict]]:
+    """One conversation a seed, all in step: each row is fed its given ids or its own last choice."""
+    device = target.embed_tokens.weight.device
+    generator = torch.Generator(device).manual_seed(seeds[0])
+    rows = everyone = [Dialogue(tokenizer, seed) for seed in seeds]
+    cache = target.new_cache(seq_len, len(rows))
+    tokens = [row.given.pop(0) for row in rows]
+    for _ in range(seq_len - 1):
+        logits = target(torch.tensor(tokens, device=device)[:, None], cache)[:, -1]  # (B, V)
+        drawn = sample(probabilities(logits, 1.0, TOP_P), generator)
+        for temperature in {row.temperature for row in rows} - {1.0}:
+            those = [i for i, row in enumerate(rows) if row.temperature == temperature]
+            drawn[those] = sample(probabilities(logits[those], temperature, TOP_P), generator)
+        for i, (row, token) in enumerate(zip(rows, drawn.tolist())):
+            if row.given:
+                token = row.given.pop(0)
+            elif not row.done:
+                row.accept(token)
+            tokens[i] = token
+        going = [i for i, row in enumerate(rows) if not row.done]
+        if not going:
+            break
+        if len(going) <= len(rows) // 2:  # drop finished rows
+            cache.kv, rows, tokens = cache.kv[:, going], [rows[i] for i in going], [tokens[i] for i in going]
+    for row in rows:
+        if not row.done and row.role == "assistant":
+            row.close_turn()  # cut at seq_len
+    return [row.messages for row in everyone]
+
+
+def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
+    """Write args.synthesize conversations to args.data; a file that has some already is continued."""
+    path, batch_size = Path(args.data[0]), args.batch_size
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = 0
+    if path.exists():
+        text = path.read_bytes()
+        whole = text.rfind(b"\n") + 1
+        written = text[:whole].count(b"\n")
+        with open(path, "r+b") as file:
+            file.truncate(whole)  # an interrupted run may have left half a line
+    seed = written
+    with open(path, "a") as file, tqdm(total=args.synthesize, initial=written, unit=" conversations") as bar:
+        while written < args.synthesize:
+            seeds = [args.seed * 10**9 + seed + i for i in range(batch_size)]
+            seed += batch_size
+            for messages in synthesize_batch(target, tokenizer, seeds, args.seq_len):
+                if len(messages) >= 2 and written < args.synthesize:
+                    file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+                    written += 1
+                    bar.update()
+            file.flush()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------------------------------------------
+
+def parse() -> "argparse.Namespace":
+    parser = Parser(description="Distil a target into a Mixture-of-Attentions drafter.")
+    parser.add_argument("--data", nargs="+", required=True, metavar="FILE", help="conversations, one JSON object a line")
+    parser.add_argument("--out", default="runs/drafter", help="folder for drafter, checkpoint and log (default: %(default)s)")
+    add_model_arguments(parser)
+    parser.add_argument("--init", metavar="DIR", help="start from this drafter's weights and sizes")
+    parser.add_argument("--updates", type=natural, help="default: one pass over the data")
+    parser.add_argument("--batch-size", type=natural, default=32, help="sequences an update (default: %(default)s)")
+    parser.add_argument("--micro-batch-size", type=natural, default=1, help="sequences at once; memory (default: %(default)s)")
+    parser.add_argument("--seq-len", type=number(int, 16, what="a whole number from 16 up"), default=2048)
+    parser.add_argument("--lr", type=number(float, 0), default=3e-5)
+    parser.add_argument("--schedule", choices=("paper", "cosine"), default="paper")
+    parser.add_argument("--warmup", type=natural, default=50, help="updates (default: %(default)s)")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    parser.add_argument("--clip", type=number(float, 0), default=1.0, help="gradient norm (default: %(default)s)")
+    parser.add_argument("--kl-weight", type=number(float, 0), default=0.1)
+    parser.add_argument("--feature-weight", type=number(float, 0), default=1.0)
+    parser.add_argument("--horizons", type=natural, default=1, metavar="R", help="horizons for each target pass")
+    parser.add_argument("--tli", type=number(int, 0), default=0, metavar="N", help="target layers that the drafter reuses")
+    parser.add_argument("--no-lsa", action="store_true", help="ablation: memory from the last hidden state")
+    parser.add_argument("--no-ca", action="store_true", help="ablation: the drafter reads its own guesses")
+    parser.add_argument("--lsa-heads", type=natural, help="default: the target's")
+    parser.add_argument("--lsa-mlp", type=natural, help="LSA's MLP width")
+    parser.add_argument("--mlp", type=natural, help="SA's and CA's MLP width")
+    parser.add_argument("--kv-heads", type=natural, help="SA's and CA's kv heads")
+    parser.add_argument("--draft-vocabulary", type=natural, metavar="COUNT", help="draft only the data's COUNT most frequent tokens")
+    parser.add_argument("--eval-every", type=natural, default=200, help="updates (default: %(default)s)")
+    parser.add_argument("--save-every", type=natural, default=50, help="updates between checkpoints (default: %(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    parser.add_argument("--synthesize", type=natural, metavar="COUNT", help="write COUNT conversations to --data instead")
+    return parser.parse_args()
+
+
+def frequent_tokens(data: Conversations, indices: np.ndarray, count: int) -> tuple[int, ...]:
+    """The tokens that answers use most, and always the stop tokens, in order of their ids."""
+    counts = torch.zeros(data.tokenizer.backend.get_vocab_size(), dtype=torch.long)
+    for index in indices[:5000]:
+        sequence = data.get(int(index))
+        if sequence is not None:
+            counts += torch.bincount(sequence.tokens[sequence.reply], minlength=len(counts))
+    counts[list(data.tokenizer.stop_ids)] = counts.max() + 1
+    return tuple(sorted(counts.topk(min(count, len(counts))).indices.tolist()))
+
+
+def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -> Drafter:
+    if args.init:
+        return load_drafter(args.init, target).float().requires_grad_(True)
+    choices = {
+        "layer_self_attention_num_attention_heads": args.lsa_heads, "layer_self_attention_intermediate_size": args.lsa_mlp,
+        "self_attention_intermediate_size": args.mlp, "cross_attention_intermediate_size": args.mlp,
+        "self_attention_num_key_value_heads": args.kv_heads, "cross_attention_num_key_value_heads": args.kv_heads,
+        "draft_vocabulary": args.draft_vocabulary and frequent_tokens(data, indices, args.draft_vocabulary)}
+    config = DrafterConfig.sized_for(
+        target, target_layer_inference=args.tli, use_layer_self_attention=not args.no_lsa,
+        use_cross_attention=not args.no_ca, **{name: value for name, value in choices.items() if value is not None})
+    torch.manual_seed(args.seed)
+    return Drafter(target, config).to(target.embed_tokens.weight.device)
+
+
+def main() -> None:
+    args = parse()
+    if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(args.device)
+    args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
+    out, checkpoint = Path(args.out), Path(args.out) / "checkpoint.pt"
+    if not args.synthesize and not args.resume and checkpoint.exists():
+        raise InputError(f"{out} holds a checkpoint: add --resume to go on, or choose another --out")
+    target, tokenizer = load_target(args)
+    if args.synthesize:
+        return synthesize(target, tokenizer, args)
+    worker = Worker.join(args.device)
+    data = Conversations(args.data, tokenizer, args.seq_len, verbose=worker.rank == 0)
+    if len(data) == 0:
+        raise InputError(f"{', '.join(args.data)}: empty")
+    shuffled = np.random.default_rng(args.seed).permutation(len(data))
+    held = min(64, max(1, len(data) // 10)) if len(data) > 1 else 0
+    held_out, training = shuffled[:held], shuffled[held:]
+    order = Order(training, args.seed)
+    draw_batch(data, Order(training, args.seed), 1)  # raises if nothing is usable
+    epoch_updates = math.ceil(len(training) / args.batch_size)
+    args.updates = args.updates or epoch_updates
+    drafter = new_drafter(target, data, training, args)
+    optimizer, start = Optimizer(drafter, args.optimizer), 0
+    scaler = torch.amp.GradScaler(args.device.split(":")[0], enabled=args.dtype == "float16")
+    log_path = out / "log.jsonl"
+    if args.resume:
+        state = load_checkpoint(checkpoint, args)
+        drafter.load_state_dict(state["drafter"])
+        optimizer.load_state_dict(state["optimizer"])
+        scaler.load_state_dict(state["scaler"])
+        order, start = Order(training, args.seed, state["epoch"], state["position"]), state["update"]
+    if worker.rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        lines = log_path.read_text().splitlines() if args.resume and log_path.exists() else []
+        log_path.write_text("".join(line + "\n" for line in lines if json.loads(line)["update"] <= start))
+    held_out = [s for s in (data.get(int(i)) for i in held_out) if s is not None] or draw_batch(data, Order(training, args.seed), 1)
+    train(drafter, optimizer, scaler, data, order, held_out, start, epoch_updates, worker, args)
+    if worker.count > 1:
+        dist.destroy_process_group()
+
+
+def train(drafter: Drafter, optimizer: Optimizer, scaler, data: Conversations, order: Order, held_out: list[Sequence],
+          start: int, epoch_updates: int, worker: Worker, args) -> None:
+    out, parameters = Path(args.out), list(drafter.parameters())
+
+    def log(**record) -> None:
+        with open(out / "log.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    bar = tqdm(range(start, args.updates), initial=start, total=args.updates, unit=" updates", disable=worker.rank > 0)
+    for update in bar:
+        began = time.perf_counter()
+        batch = draw_batch(data, order, args.batch_size)
+        rate = learning_rate(update, args, epoch_updates)
+        loss, kl, hidden = train_batch(drafter, batch, update, args, worker, scaler)
+        for part in optimizer.parts:
+            scaler.unscale_(part)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, args.clip or math.inf).item()
+        optimizer.step(rate, scaler)
+        drafter.zero_grad()
+        if worker.rank > 0:
+            continue
+        speed = sum(len(s.tokens) for s in batch) / (time.perf_counter() - began)
+        bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} tokens/s")
+        done, last = update + 1, update + 1 == args.updates
+        log(update=done, loss=loss, kl=kl, hidden=hidden, lr=rate, grad_norm=norm, tokens_per_second=speed)
+        if done % args.eval_every == 0 or last:
+            figures = evaluate(drafter, held_out, args)
+            log(update=done, skipped_lines=len(data.skipped), **figures)
+            depths = " ".join(f"{rate:.2f}" for rate in figures["depth_accuracy"])
+            tqdm.write(f"update {done}: held-out loss {figures['held_out_loss']:.3f}, right at depth 1..{DEPTHS} {depths}, "
+                       f"acceptance length {figures['implied_acceptance_length']:.2f}", file=sys.stderr)
+        if done % args.save_every == 0 or last:
+            save_checkpoint(out / "checkpoint.pt", drafter, optimizer, scaler, order, done, args)
+            save_drafter(drafter, out)
+
+
+if __name__ == "__main__":
+    run_command(main)
