@@ -24,7 +24,7 @@ import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator
 
 import numpy as np
 import tokenizers
@@ -455,17 +455,20 @@ def read_hugging_face(path: Path) -> tuple[Config, Iterator[tuple[str, Tensor]]]
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise InputError(f"{path}: unsupported rope_scaling {kind!r}; only llama3 is supported")
-    heads = raw["num_attention_heads"]
-    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
-    theta = rope.get("rope_theta") or raw.get("rope_theta", 10000.0)
-    config = Config(
-        vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"], intermediate_size=raw["intermediate_size"],
-        num_hidden_layers=raw["num_hidden_layers"], num_attention_heads=heads,
-        num_key_value_heads=raw.get("num_key_value_heads", heads), head_dim=head_dim,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6), rope_theta=theta,
-        rope_factors=llama3_factors(rope, head_dim, theta) if kind == "llama3" else None,
-        max_position_embeddings=raw.get("max_position_embeddings", 2048),
-        tie_word_embeddings=raw.get("tie_word_embeddings", False))
+    try:
+        heads = raw["num_attention_heads"]
+        head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+        theta = rope.get("rope_theta") or raw.get("rope_theta", 10000.0)
+        config = Config(
+            vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"], intermediate_size=raw["intermediate_size"],
+            num_hidden_layers=raw["num_hidden_layers"], num_attention_heads=heads,
+            num_key_value_heads=raw.get("num_key_value_heads", heads), head_dim=head_dim,
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6), rope_theta=theta,
+            rope_factors=llama3_factors(rope, head_dim, theta) if kind == "llama3" else None,
+            max_position_embeddings=raw.get("max_position_embeddings", 2048),
+            tie_word_embeddings=raw.get("tie_word_embeddings", False))
+    except KeyError as error:
+        raise InputError(f"{path / 'config.json'}: {error} missing") from None
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         index = path / "model.safetensors.index.json"
@@ -629,14 +632,15 @@ class ChatFormat:
     begin: str
     opening: str
     lead: str
+    clean: Callable[[str], str]  # what the template does to the content
     end: str
     separator: str
 
 
 CHAT_FORMATS = {  # told apart by the token that opens a turn
-    "<|im_start|>": ChatFormat("", "<|im_start|>", "{role}\n", "<|im_end|>", "\n"),  # ChatML
+    "<|im_start|>": ChatFormat("", "<|im_start|>", "{role}\n", str, "<|im_end|>", "\n"),  # ChatML
     "<|start_header_id|>": ChatFormat(  # Llama-3
-        "<|begin_of_text|>", "<|start_header_id|>{role}<|end_header_id|>", "\n\n", "<|eot_id|>", "")}
+        "<|begin_of_text|>", "<|start_header_id|>{role}<|end_header_id|>", "\n\n", str.strip, "<|eot_id|>", "")}
 ROLES = ("system", "user", "assistant")
 
 
@@ -693,6 +697,7 @@ class Tokenizer:
             role, content = message.get("role"), message.get("content")
             if role not in ROLES or not isinstance(content, str):
                 raise InputError(f"a message needs a role ({', '.join(ROLES)}) and text as content, not {message!r}"[:200])
+            content = self.format.clean(content)
             if role == "assistant":  # as while generating: the opening is given, the answer's first token is its own
                 yield self.opening(role), False
                 yield self.encode(content) + self.ending()[:1], True

@@ -360,23 +360,27 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
     path = Path(path)
     if not path.is_dir():
         raise InputError(f"{path}: no such drafter; give a folder with config.json and model.safetensors")
-    raw = read_json(path / "config.json")
+    stated = read_config(path / "config.json")
     tensors = dict(read_tensors(path / "model.safetensors"))
     t = target.config
-    heads = raw.get("num_attention_heads", t.num_attention_heads)
-    lsa_heads = raw.get("layer_self_attention_num_attention_heads", t.num_attention_heads)
+    heads = stated.get("num_attention_heads", t.num_attention_heads)
+    lsa_heads = stated.get("layer_self_attention_num_attention_heads", t.num_attention_heads)
+    kv_width = 2 * t.num_key_value_heads * t.head_dim  # 2 Ekv
+    for name, count, width in (("num_attention_heads", heads, t.hidden_size),
+                               ("layer_self_attention_num_attention_heads", lsa_heads, kv_width)):
+        if not 0 < count <= width:
+            raise InputError(f"{path}: {name} is {count}, which does not fit the target's width of {width}")
     head_dims = {"self_attention": t.hidden_size // heads, "cross_attention": t.hidden_size // heads,
-                 "layer_self_attention": 2 * t.num_key_value_heads * t.head_dim // lsa_heads}
+                 "layer_self_attention": kv_width // lsa_heads}
     sizes = {}
     for block, head_dim in head_dims.items():
         key, gate = tensors.get(f"{block}.self_attn.k_proj.weight"), tensors.get(f"{block}.mlp.gate_proj.weight")
         sizes[f"{block}_num_key_value_heads"] = 1 if key is None else max(1, len(key) // head_dim)
         sizes[f"{block}_intermediate_size"] = 1 if gate is None else len(gate)
-    stated = {field.name: raw[field.name] for field in fields(DrafterConfig) if raw.get(field.name) is not None}
     if "draft_vocabulary" in stated:
-        stated["draft_vocabulary"] = tuple(stated["draft_vocabulary"])
-        if max(stated["draft_vocabulary"]) >= t.vocab_size or min(stated["draft_vocabulary"]) < 0:
-            raise InputError(f"{path}: draft_vocabulary holds an id that the target's {t.vocab_size} tokens do not have")
+        ids = stated["draft_vocabulary"] = tuple(stated["draft_vocabulary"])
+        if not all(type(i) is int and 0 <= i < t.vocab_size for i in ids) or not 0 < len(ids) == len(set(ids)):
+            raise InputError(f"{path}: draft_vocabulary is not a list of distinct ids below the target's {t.vocab_size}")
     config = DrafterConfig(**{
         "num_attention_heads": heads, "layer_self_attention_num_attention_heads": lsa_heads, **sizes,
         "rms_norm_eps": t.rms_norm_eps, "rope_theta": t.rope_theta, **stated})
@@ -386,6 +390,22 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
     fill(drafter, iter(tensors.items()), path, weight.device, weight.dtype)
     drafter.attach()
     return drafter.requires_grad_(False).eval()
+
+
+def read_config(path: Path) -> dict:
+    """What a drafter's config.json states of DrafterConfig. Raises InputError for values that make no sense."""
+    raw, stated = read_json(path), {}
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: not a drafter's config")
+    for field in fields(DrafterConfig):
+        value = raw.get(field.name)
+        if value is None:
+            continue
+        kind = {int: int, float: (int, float), bool: bool}.get(field.type, list)
+        if not isinstance(value, kind) or (field.type in (int, float) and value < 0):
+            raise InputError(f"{path}: {field.name} cannot be {str(value)[:40]!r}")
+        stated[field.name] = value
+    return stated
 
 
 def save_drafter(drafter: Drafter, path: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -34,9 +34,9 @@ from llama import (DTYPES, InputError, Llama, Parser, Tokenizer, add_model_argum
                    probabilities, run_command, sample)
 from moa import Drafter, DrafterConfig, load_drafter, save_drafter
 
-RUN_LENGTH = (5, 15)  # T ~ U[5, 15]
 DEPTHS = 8  # of the evaluation
 LOSS_CHUNK = 256  # positions whose V-wide distributions exist at once
+WARM_START = 64  # conversations that the closed-form start is fitted to
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def read_messages(line: str) -> list[dict]:
     """The conversation in a line of UltraChat (either form), ShareGPT or Alpaca. Raises ValueError, saying why not."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError("not JSON") from None
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
@@ -171,7 +171,7 @@ def encode_conversation(tokenizer: Tokenizer, messages: list[dict], seq_len: int
     for piece, is_reply in tokenizer.turns(messages):
         ids += piece
         reply += [is_reply] * len(piece)
-    sequence = Sequence(torch.tensor(ids[:seq_len]), torch.tensor(reply[:seq_len]))
+    sequence = Sequence(torch.tensor(ids[:seq_len]), torch.tensor(reply[:seq_len], dtype=torch.bool))
     if not queries(sequence.reply).any():
         raise ValueError(f"no answer within the first {seq_len} tokens")
     return sequence
@@ -293,6 +293,63 @@ class Optimizer:
             part.load_state_dict(state)
 
 
+# A start near the answer (ours, not the paper's). Initialised at random a drafter spends its first hundreds of updates
+# growing to the scale of hidden states, and its CA averages hundreds of memories of nothing. Three closed forms, fitted
+# to a few conversations, save that time.
+
+def ridge(x: Tensor, y: Tensor) -> Tensor:
+    """The W (out, in) that minimises |x W' - y|^2, slightly damped. x (n, in), y (n, out)."""
+    gram = x.T @ x
+    return torch.linalg.solve(gram + 1e-2 * torch.diag(gram.diagonal()), x.T @ y).T
+
+
+@torch.no_grad()
+def warm_start(drafter: Drafter, sequences: list[Sequence]) -> None:
+    """LSA reads every channel at unit scale, a memory is its token's final hidden state as far as the mean over layers
+    tells it, CA looks at the newest memories, and CA's MLP makes up for what then lacks in the state to guess."""
+    device, ca = next(drafter.parameters()).device, drafter.cross_attention
+    passes = []  # tokens, reply, kv, the hidden states to guess, the final ones
+    for sequence in sequences:
+        tokens, reply = pad([sequence], device)
+        kv, entering, final = target_pass(drafter.target, tokens, drafter.N)
+        passes.append((tokens, reply, kv.float(), (entering if drafter.N else final).float(), final.float()))
+
+    if drafter.config.use_layer_self_attention:
+        rows = torch.cat([kv[0, ::8].flatten(0, 1) for _, _, kv, _, _ in passes])  # (n, 2 Ekv)
+        rows = rows * rows.square().mean(-1, keepdim=True).rsqrt()
+        drafter.layer_self_attention.input_layernorm.weight.copy_(rows.square().mean(0).rsqrt())
+        means = [drafter.layer_self_attention(kv[0], drafter.layer_rotary).mean(dim=1) for _, _, kv, _, _ in passes]
+    else:
+        means = [final[0] for *_, final in passes]
+    x = F.pad(torch.cat(means), (0, 1), value=1.0)  # (n, 2 Ekv + 1), the last column for the bias
+    solution = ridge(x, torch.cat([final[0] for *_, final in passes]))
+    drafter.Ekv2E.weight.copy_(solution[:, :-1])
+    drafter.Ekv2E.bias.copy_(solution[:, -1])
+
+    # A component that all queries share and one that all keys share, on the fastest third of the rotary pairs: their
+    # product falls with the distance between query and memory.
+    query = torch.cat([ca.input_layernorm(drafter.self_attend(tokens))[0] for tokens, *_ in passes]).mean(0)  # (E)
+    key = torch.cat([ca.input_layernorm(drafter.memory(kv, final))[0] for _, _, kv, _, final in passes]).mean(0)  # (E)
+    head_dim = ca.self_attn.head_dim
+    pairs = (torch.arange(head_dim, device=device) < head_dim // 6).float()
+    for projection, shared in ((ca.self_attn.q_proj, query), (ca.self_attn.k_proj, key)):
+        heads = len(projection.weight) // head_dim
+        projection.weight.add_(torch.outer(2 * pairs.repeat(heads), shared / shared.square().sum()))
+
+    inner, lacking, seen = [], [], {}
+    hooks = [ca.mlp.down_proj.register_forward_pre_hook(lambda _, inputs: seen.update(inner=inputs[0])),
+             ca.post_attention_layernorm.register_forward_pre_hook(lambda _, inputs: seen.update(stream=inputs[0]))]
+    for i, (tokens, reply, kv, aim, final) in enumerate(passes):
+        horizon = run_horizon(reply[0].cpu(), 8, i % 8).to(device)
+        drafter.guess(drafter.self_attend(tokens), drafter.memory(kv, final), horizon[None])
+        ask = queries(reply[0])
+        inner.append(seen["inner"][0, ask])
+        lacking.append((aim - seen["stream"])[0, ask])
+    for hook in hooks:
+        hook.remove()
+    ca.mlp.down_proj.weight.copy_(ridge(torch.cat(inner), torch.cat(lacking)))
+
+
 @dataclass
 class Worker:
     """One of `count` processes of a data-parallel run: it computes every count-th sequence of a batch."""
@@ -326,7 +383,7 @@ def train_batch(drafter: Drafter, batch: list[Sequence], update: int, args, work
     """
     device = next(drafter.parameters()).device
     draws = np.random.default_rng((args.seed, update))
-    lengths = draws.integers(RUN_LENGTH[0], RUN_LENGTH[1] + 1, (len(batch), args.horizons))
+    lengths = draws.integers(args.run_length[0], args.run_length[1] + 1, (len(batch), args.horizons))
     phases = draws.integers(0, lengths)
     horizons = [torch.stack([run_horizon(s.reply, int(n), int(k)) for n, k in zip(lengths[i], phases[i])])
                 for i, s in enumerate(batch)]  # each (R, T)
@@ -518,6 +575,7 @@ def parse() -> "argparse.Namespace":
     parser.add_argument("--out", default="runs/drafter", help="folder for drafter, checkpoint and log (default: %(default)s)")
     add_model_arguments(parser)
     parser.add_argument("--init", metavar="DIR", help="start from this drafter's weights and sizes")
+    parser.add_argument("--warm-start", action="store_true", help="fit a start in closed form instead of a random one")
     parser.add_argument("--updates", type=natural, help="default: one pass over the data")
     parser.add_argument("--batch-size", type=natural, default=32, help="sequences an update (default: %(default)s)")
     parser.add_argument("--micro-batch-size", type=natural, default=1, help="sequences at once; memory (default: %(default)s)")
@@ -529,6 +587,8 @@ def parse() -> "argparse.Namespace":
     parser.add_argument("--clip", type=number(float, 0), default=1.0, help="gradient norm (default: %(default)s)")
     parser.add_argument("--kl-weight", type=number(float, 0), default=0.1)
     parser.add_argument("--feature-weight", type=number(float, 0), default=1.0)
+    parser.add_argument("--run-length", nargs=2, type=natural, default=[5, 15], metavar=("LOW", "HIGH"),
+                        help="runs are of U[LOW, HIGH] tokens (default: 5 15)")
     parser.add_argument("--horizons", type=natural, default=1, metavar="R", help="horizons for each target pass")
     parser.add_argument("--tli", type=number(int, 0), default=0, metavar="N", help="target layers that the drafter reuses")
     parser.add_argument("--no-lsa", action="store_true", help="ablation: memory from the last hidden state")
@@ -568,7 +628,10 @@ def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -
         target, target_layer_inference=args.tli, use_layer_self_attention=not args.no_lsa,
         use_cross_attention=not args.no_ca, **{name: value for name, value in choices.items() if value is not None})
     torch.manual_seed(args.seed)
-    return Drafter(target, config).to(target.embed_tokens.weight.device)
+    drafter = Drafter(target, config).to(target.embed_tokens.weight.device)
+    if args.warm_start:
+        warm_start(drafter, draw_batch(data, Order(indices, args.seed), WARM_START))
+    return drafter
 
 
 def main() -> None:
@@ -606,8 +669,10 @@ def main() -> None:
         order, start = Order(training, args.seed, state["epoch"], state["position"]), state["update"]
     if worker.rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-        lines = log_path.read_text().splitlines() if args.resume and log_path.exists() else []
-        log_path.write_text("".join(line + "\n" for line in lines if json.loads(line)["update"] <= start))
+        lines = log_path.read_text().splitlines(keepends=True) if args.resume and log_path.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]  # an interrupted run may have left half a line
+        log_path.with_suffix(".part").write_text("".join(line for line in whole if json.loads(line)["update"] <= start))
+        os.replace(log_path.with_suffix(".part"), log_path)
     held_out = [s for s in (data.get(int(i)) for i in held_out) if s is not None] or draw_batch(data, Order(training, args.seed), 1)
     train(drafter, optimizer, scaler, data, order, held_out, start, epoch_updates, worker, args)
     if worker.count > 1:
@@ -646,8 +711,8 @@ def train(drafter: Drafter, optimizer: Optimizer, scaler, data: Conversations, o
             tqdm.write(f"update {done}: held-out loss {figures['held_out_loss']:.3f}, right at depth 1..{DEPTHS} {depths}, "
                        f"acceptance length {figures['implied_acceptance_length']:.2f}", file=sys.stderr)
         if done % args.save_every == 0 or last:
+            save_drafter(drafter, out)  # first: a run whose last checkpoint exists has nothing left to do
             save_checkpoint(out / "checkpoint.pt", drafter, optimizer, scaler, order, done, args)
-            save_drafter(drafter, out)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,485 @@
+"""Claims about the distillation: horizons, losses, data, and a training run that survives being killed."""
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+import tracemalloc
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+import llama
+import moa
+import train
+
+ROOT, GOLDEN = Path(__file__).parent.parent, Path(__file__).parent / "golden"
+SMALL = ["--mlp", 32, "--lsa-mlp", 32]
+CHAT = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."},
+        {"role": "user", "content": "Döner?"}, {"role": "assistant", "content": "Gladly, döner."}]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """A random Llama as Hugging Face would write it. Its tokens are bytes, about every twelfth a stop token."""
+    path = tmp_path_factory.mktemp("tiny")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    backend.save(str(path / "tokenizer.json"))
+    sizes = dict(vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=256)
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 257}))
+    torch.manual_seed(0)
+    model = llama.Llama(llama.Config(**sizes, head_dim=8))
+    model.lm_head.weight.normal_(std=0.45)
+    model.embed_tokens.weight[:, 0] = 4  # a constant, which the stop token's row of the head turns into its logit
+    model.lm_head.weight[257, 0] = 1.8
+    save_file({f"model.{name}".replace("model.lm_head", "lm_head"): p.clone() for name, p in model.named_parameters()},
+              path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Twelve conversations."""
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+    counts = {n: ", ".join(map(str, range(1, n + 1))) for n in range(3, 15)}
+    return write(path, *({"data": [f"Count to {n}.", text, "Thanks!", "Any time."]} for n, text in counts.items()))
+
+
+@pytest.fixture(scope="module")
+def target(tiny) -> llama.Llama:
+    return llama.load_model(tiny)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny) -> llama.Tokenizer:
+    return llama.load_tokenizer(tiny)
+
+
+@pytest.fixture(scope="module")
+def command(tiny):
+    """train.py's command line on the tiny target, in this process."""
+    def run(*arguments) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["train.py", *map(str, flags(tiny, *arguments))])
+            llama.run_command(train.main)
+    return run
+
+
+def flags(tiny: Path, *arguments) -> list:
+    return ["--model", tiny, "--device", "cpu", "--seq-len", 96, "--batch-size", 3, "--warmup", 2, *SMALL, *arguments]
+
+
+def write(path: Path, *lines) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def read_log(out: Path) -> list[dict]:
+    """The log without its timings."""
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in read_log(out) if "loss" in line]
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
+    assert read_log(a) == read_log(b)
+
+
+def random_drafter(target: llama.Llama, kind: type = moa.Drafter, **choices) -> moa.Drafter:
+    torch.manual_seed(1)
+    return kind(target, moa.DrafterConfig.sized_for(target, **choices))
+
+
+def arguments(**changes) -> Namespace:
+    defaults = dict(seed=0, horizons=1, run_length=[5, 15], micro_batch_size=1, dtype="float32", kl_weight=0.1,
+                    feature_weight=1.0)
+    return Namespace(**{**defaults, **changes})
+
+
+def sequences(*sizes: tuple[int, int]) -> list[train.Sequence]:
+    """Random ones, each of a prompt and an answer of these sizes."""
+    g = torch.Generator().manual_seed(0)
+    return [train.Sequence(torch.randint(256, (a + b,), generator=g), torch.arange(a + b) >= a) for a, b in sizes]
+
+
+def gradient_of(drafter: moa.Drafter, batch: list[train.Sequence], **changes) -> tuple[tuple, torch.Tensor]:
+    drafter.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    figures = train.train_batch(drafter, batch, 0, arguments(**changes), train.Worker(0, 1), scaler)
+    return figures, torch.cat([p.grad.flatten() for p in drafter.parameters()])
+
+
+# The losses ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_losses_are_the_authors(n):
+    """Averages over the response. Their KL leaves out the target's own entropy, which no gradient feels."""
+    folder = GOLDEN / f"moa-tiny-n{n}"
+    target, golden = llama.load_model(folder / "target"), load_file(folder / "expected.safetensors")
+    drafter, expected = moa.load_drafter(folder / "drafter", target), json.loads((folder / "expected.json").read_text())
+    response = golden["response_mask"][0].bool()
+    # one token more, so that every position of the response is a query
+    tokens, reply = F.pad(golden["input_ids"], (0, 1)), F.pad(response, (0, 1), value=True)
+    horizon = train.run_horizon(reply, len(reply), 0)
+    sums = train.distillation_loss(drafter, tokens, reply[None], horizon[None, None], 0.1, 1.0)
+    loss, kl, hidden = (x / response.sum() for x in sums)
+    entropy = torch.distributions.Categorical(logits=golden["target_logits"][0, response]).entropy().mean()
+    features = expected["feature_loss"] if n == 0 else (expected["feature_loss"] + expected["prev_feature_loss"]) / 2
+    assert kl + entropy == pytest.approx(expected["forward_KL"], abs=1e-4)
+    assert hidden == pytest.approx(features, abs=1e-4)
+    assert loss + 0.1 * entropy == pytest.approx(expected["loss"], abs=1e-4)
+
+
+def test_forward_kl_and_its_gradient_are_the_formulas_whatever_the_chunk(monkeypatch):
+    torch.manual_seed(0)
+    features, hidden, head = torch.randn(2, 10, 16, requires_grad=True), torch.randn(10, 16), torch.randn(40, 16)
+    log_q, log_p = (features @ head.T).log_softmax(-1), (hidden @ head.T).log_softmax(-1)
+    plain = (log_p.exp() * (log_p - log_q)).sum()
+    gradient, = torch.autograd.grad(plain, features)
+    for chunk in (3, 5, 256):
+        monkeypatch.setattr(train, "LOSS_CHUNK", chunk)
+        loss = train.ForwardKL.apply(features, hidden, head)
+        torch.testing.assert_close(loss, plain)
+        torch.testing.assert_close(torch.autograd.grad(3 * loss, features)[0], 3 * gradient)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_many_horizons_in_one_call_are_as_many_calls(target, n):
+    drafter, (sequence,) = random_drafter(target, target_layer_inference=n), sequences((9, 30))
+    tokens, reply = train.pad([sequence], "cpu")
+    horizons = torch.stack([train.run_horizon(sequence.reply, *run) for run in ((5, 0), (7, 3), (11, 10))])
+
+    def total(horizons) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, _, _ = train.distillation_loss(drafter, tokens, reply, horizons[:, None], 0.1, 1.0)
+        return loss, torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(drafter.parameters()))])
+    together, separate = total(horizons), [total(h[None]) for h in horizons]
+    torch.testing.assert_close(together[0], sum(loss for loss, _ in separate))
+    torch.testing.assert_close(together[1], sum(gradient for _, gradient in separate), atol=1e-5, rtol=1e-4)
+
+
+def test_padding_and_micro_batches_change_nothing(target):
+    drafter, batch = random_drafter(target), sequences((5, 12), (20, 31), (3, 4))
+    (loss, *_), gradient = gradient_of(drafter, batch, micro_batch_size=1, horizons=2)
+    (padded_loss, *_), padded_gradient = gradient_of(drafter, batch, micro_batch_size=3, horizons=2)
+    assert padded_loss == pytest.approx(loss, rel=1e-5)
+    torch.testing.assert_close(padded_gradient, gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_only_the_assistants_tokens_are_learnt(target, tokenizer):
+    """Where a prompt alone is given there is no loss, and each query's loss stops at the end of its answer."""
+    drafter, sequence = random_drafter(target), train.encode_conversation(tokenizer, CHAT, 96)
+    tokens, reply = train.pad([sequence], "cpu")
+    horizon = train.run_horizon(sequence.reply, 5, 0)[None, None]
+    assert train.distillation_loss(drafter, tokens, torch.zeros_like(reply), horizon, 0.1, 1.0)[0] == 0
+    last = int(sequence.reply.nonzero()[-1, 0])
+    whole = train.distillation_loss(drafter, tokens, reply, horizon, 0.1, 1.0)[0]
+    changed = tokens.clone()
+    changed[0, last:] = 0  # the stop token itself is no query, and nothing behind it counts
+    torch.testing.assert_close(train.distillation_loss(drafter, changed, reply, horizon, 0.1, 1.0)[0], whole)
+
+
+# The horizon ---------------------------------------------------------------------------------------------------------
+
+def test_a_query_sees_memory_up_to_the_token_before_its_run():
+    reply = torch.tensor([0] * 3 + [1] * 12 + [0] * 2 + [1] * 4).bool()
+    horizon = train.run_horizon(reply, length=5, phase=2)  # the first run of each answer is 5 - 2 long
+    assert horizon.tolist() == [0, 1, 2] + [2] * 3 + [5] * 5 + [10] * 4 + [15, 16] + [16] * 3 + [19]
+
+
+def test_runs_have_their_length_and_all_that_drafting_can_reach_is_trained():
+    reply = torch.arange(40) >= 4
+    depths = {}
+    for length, phase in ((length, phase) for length in range(5, 16) for phase in range(length)):
+        depth = torch.arange(40) - train.run_horizon(reply, length, phase)
+        starts = (depth[4:] == 1).nonzero()[:, 0]
+        assert starts[0] == 0 and starts[1] == length - phase and (starts[1:].diff() == length).all()
+        assert depth[:4].tolist() == [0] * 4  # a prompt sees itself
+        for offset in range(36):
+            depths.setdefault((length, offset), set()).add(int(depth[4 + offset]))
+    for (length, offset), reached in depths.items():
+        assert reached == set(range(1, min(length, offset + 1) + 1))
+
+
+def test_a_query_is_an_answers_token_that_another_one_follows():
+    reply = torch.tensor([0, 1, 1, 1, 0, 1, 0, 1, 1]).bool()
+    assert train.queries(reply).tolist() == [False, True, True] + [False] * 4 + [True, False]
+
+
+# Data ----------------------------------------------------------------------------------------------------------------
+
+def test_the_reply_is_the_assistants_tokens_and_their_stop_token(tokenizer):
+    sequence = train.encode_conversation(tokenizer, CHAT, 1000)
+    assert sequence.tokens.tolist() == tokenizer.chat(CHAT, add_generation_prompt=False)
+    replies = [tokenizer.encode(message["content"]) + [257] for message in CHAT if message["role"] == "assistant"]
+    assert sequence.tokens[sequence.reply].tolist() == replies[0] + replies[1]
+    assert int(sequence.reply.int().diff().clamp(min=0).sum()) == 2  # two stretches
+
+
+def test_a_conversation_is_cut_at_seq_len(tokenizer):
+    whole, cut = (train.encode_conversation(tokenizer, CHAT, length) for length in (1000, 50))
+    assert len(cut.tokens) == 50 and torch.equal(cut.tokens, whole.tokens[:50])
+    assert torch.equal(cut.reply, whole.reply[:50])
+    with pytest.raises(ValueError, match="no answer within the first 20 tokens"):
+        train.encode_conversation(tokenizer, CHAT, 20)
+
+
+def test_four_formats_one_conversation():
+    texts = [message["content"] for message in CHAT[:2]]
+    records = [{"messages": CHAT[:2]}, {"data": texts}, {"instruction": texts[0], "input": "", "output": texts[1]},
+               {"conversations": [{"from": "human", "value": texts[0]}, {"from": "gpt", "value": texts[1]}]}]
+    for record in records:
+        assert train.read_messages(json.dumps(record)) == CHAT[:2]
+
+
+BROKEN = {
+    "{half": "not JSON", "[" * 100_000: "not JSON", '"text"': "not a JSON object", '{"data": 3}': "data is not a list",
+    '{"text": "?"}': "none of messages", '{"messages": []}': "no answer", '{"messages": [3]}': "not a list of objects",
+    '{"data": ["a", 3]}': "text as content", '{"data": ["only a question"]}': "no answer",
+    '{"conversations": [{"from": "tool", "value": ""}]}': "known speaker",
+    '{"data": ["\\ud800", "b"]}': "not valid UTF-8"}
+
+
+def test_a_broken_line_is_counted_named_and_skipped(tmp_path, tokenizer, capsys):
+    path = write(tmp_path / "mixed.jsonl", {"messages": CHAT}, *BROKEN, {"messages": CHAT})
+    data = train.Conversations([str(path)], tokenizer, 96)
+    for _ in range(2):
+        usable = [data.get(i) is not None for i in range(len(data))]
+    assert usable == [True] + [False] * len(BROKEN) + [True] and len(data.skipped) == len(BROKEN)
+    named = capsys.readouterr().err.splitlines()  # once each
+    assert len(named) == len(BROKEN)
+    for number, (line, why) in enumerate(zip(named, BROKEN.values()), 2):
+        assert line.startswith(f"skipped {path}, line {number}: ") and why in line
+
+
+def test_random_access_to_several_files_equals_reading_them_in_order(tmp_path, tokenizer):
+    records = [{"data": [f"ö{'?' * i}", f"answer {i}"]} for i in range(20)]
+    paths = [write(tmp_path / "a", *records[:7]), write(tmp_path / "b"), write(tmp_path / "c", *records[7:])]
+    data = train.Conversations([str(path) for path in paths], tokenizer, 96)
+    assert len(data) == 20
+    for i in random.Random(0).sample(range(20), 20):
+        expected = train.encode_conversation(tokenizer, train.read_messages(json.dumps(records[i])), 96)
+        assert torch.equal(data.get(i).tokens, expected.tokens)
+
+
+def test_a_large_file_is_not_read_into_memory(tmp_path, tokenizer):
+    path = tmp_path / "large.jsonl"
+    path.write_text((json.dumps({"data": ["a", "b" * 10_000]}) + "\n") * 2000)  # 20 MB
+    tracemalloc.start()
+    data = train.Conversations([str(path)], tokenizer, 96)
+    data.get(1234)
+    assert tracemalloc.get_traced_memory()[1] < 1e6
+    tracemalloc.stop()
+
+
+def test_an_epoch_is_a_permutation_and_the_order_can_be_taken_up_anywhere():
+    indices = np.arange(5, 15)
+    order = train.Order(indices, seed=3)
+    walk = [next(order) for _ in range(25)]
+    assert sorted(walk[:10]) == sorted(walk[10:20]) == indices.tolist() and walk[:10] != walk[10:20]
+    for taken in (0, 4, 10, 17):
+        order = train.Order(indices, seed=3)
+        assert [next(order) for _ in range(taken)] == walk[:taken]
+        again = train.Order(indices, 3, order.epoch, order.position)
+        assert [next(again) for _ in range(25 - taken)] == walk[taken:]
+
+
+@pytest.mark.parametrize("lines, why", [
+    (None, "cannot be read"), ([], "empty"), (list(BROKEN), "no usable conversation")], ids=["missing", "empty", "broken"])
+def test_data_without_anything_usable_is_an_error_of_one_line(tmp_path, command, capsys, lines, why):
+    path = tmp_path / "data.jsonl"
+    if lines is not None:
+        write(path, *lines)
+    with pytest.raises(SystemExit) as error:
+        command("--data", path, "--out", tmp_path / "out")
+    messages = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("skipped ")]
+    assert error.value.code == 2 and len(messages) == 1 and str(path) in messages[0] and why in messages[0]
+
+
+# Optimisation --------------------------------------------------------------------------------------------------------
+
+def test_schedules():
+    paper = Namespace(lr=3e-5, schedule="paper", warmup=50)
+    rate = [train.learning_rate(update, paper, 1050) / 3e-5 for update in range(2000)]
+    assert rate[:50] == pytest.approx([20 * (i + 1) / 50 for i in range(50)])  # up to 20 times the rate,
+    assert rate[50:1051] == pytest.approx(np.linspace(20, 1, 1001))  # down to it over the first epoch,
+    assert rate[1050:] == pytest.approx([1] * 950)  # constant after
+    cosine = Namespace(lr=1.0, schedule="cosine", warmup=1, updates=100)
+    assert [train.learning_rate(update, cosine, 10) for update in (0, 50, 100)] == pytest.approx([1, 0.5, 0])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_training_lowers_the_loss(tmp_path, data, command, optimizer):
+    few = write(tmp_path / "few.jsonl", *data.read_text().splitlines()[:4])
+    command("--data", few, "--out", tmp_path / "out", "--updates", 60, "--optimizer", optimizer, "--lr", 3e-3,
+            "--schedule", "cosine")
+    loss = losses(tmp_path / "out")
+    assert np.mean(loss[-3:]) < 0.7 * np.mean(loss[:3])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("n", [0, 1])
+def test_half_precision_trains(tmp_path, data, command, dtype, n):
+    command("--data", data, "--out", tmp_path / "out", "--updates", 3, "--dtype", dtype, "--tli", n)
+    command("--data", data, "--out", tmp_path / "full", "--updates", 3, "--tli", n)
+    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "full"), rel=0.05)
+
+
+@pytest.mark.parametrize("choice, stated", [
+    (["--tli", 1], {"target_layer_inference": 1}), (["--no-lsa"], {"use_layer_self_attention": False}),
+    (["--no-ca"], {"use_cross_attention": False}), (["--draft-vocabulary", 20], {}),
+    (["--kv-heads", 2, "--lsa-heads", 2],
+     {"self_attention_num_key_value_heads": 2, "layer_self_attention_num_attention_heads": 2})])
+def test_every_kind_of_drafter_trains_and_its_config_says_what_it_is(tmp_path, data, command, target, choice, stated):
+    command("--data", data, "--out", tmp_path, "--updates", 2, *choice)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert {name: config[name] for name in stated} == stated and np.isfinite(losses(tmp_path)).all()
+    drafter = moa.load_drafter(tmp_path, target)
+    if "--draft-vocabulary" in choice:  # digits and commas, mostly; and a draft may end an answer
+        assert len(drafter.config.draft_vocabulary) == 20 and 257 in drafter.config.draft_vocabulary
+
+
+# Evaluation ----------------------------------------------------------------------------------------------------------
+
+class Oracle(moa.Drafter):
+    """Reuses every layer of the target, and knows what enters them."""
+
+    def self_attend(self, tokens):
+        return self.target.embed_tokens(tokens)
+
+    def guess(self, x, memory, horizon):
+        return x
+
+
+def test_a_drafter_that_knows_the_hidden_state_is_always_right(target):
+    oracle, batch = random_drafter(target, Oracle, target_layer_inference=3), sequences((5, 60), (9, 50))
+    assert train.evaluate(random_drafter(target), batch, arguments())["implied_acceptance_length"] < 2
+    figures = train.evaluate(oracle, batch, arguments())
+    assert figures["depth_accuracy"] == [1.0] * 8 and figures["implied_acceptance_length"] == 9
+    assert figures["held_out_loss"] == pytest.approx(0, abs=1e-5)
+
+
+def test_accuracy_at_a_depth_is_among_runs_that_were_right_before(target, monkeypatch):
+    """An answer of three runs: 8, 8 and 3 queries."""
+    drafter, (sequence,) = random_drafter(target), sequences((4, 20))
+    truth = target.lm_head(train.target_pass(target, sequence.tokens[None], 0)[2])
+    wrong = [4 + 2, 4 + 3, 4 + 8 + 5]  # depths 3 and 4 of the first run, depth 6 of the second
+    truth[0, wrong] = -truth[0, wrong]
+    monkeypatch.setattr(drafter, "logits", lambda features: truth[0])
+    figures = train.evaluate(drafter, [sequence], arguments())
+    assert figures["depth_accuracy"] == pytest.approx([1, 1, 2 / 3, 1, 1, 0, 0, 0])
+    assert figures["implied_acceptance_length"] == pytest.approx(1 + 1 + 1 + 2 / 3 * 3)
+
+
+# Checkpoints, processes, synthesis -----------------------------------------------------------------------------------
+
+LONG = ["--updates", 40, "--save-every", 2, "--eval-every", 7, "--lr", 1e-3]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, data, command) -> Path:
+    out = tmp_path_factory.mktemp("undisturbed")
+    command("--data", data, "--out", out, *LONG)
+    return out
+
+
+def test_a_run_killed_at_random_moments_ends_as_if_it_had_not_been(tmp_path, tiny, data, command, undisturbed):
+    checkpoint, draw = tmp_path / "checkpoint.pt", random.Random(0)
+    for attempt in range(3):
+        before = checkpoint.stat().st_mtime_ns if attempt else 0
+        arguments = flags(tiny, "--data", data, "--out", tmp_path, *LONG, *["--resume"] * (attempt > 0))
+        process = subprocess.Popen([sys.executable, ROOT / "train.py", *map(str, arguments)], stderr=subprocess.DEVNULL)
+        while process.poll() is None and not (checkpoint.exists() and checkpoint.stat().st_mtime_ns > before):
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.1))
+        process.kill()
+        process.wait()
+    command("--data", data, "--out", tmp_path, *LONG, "--resume")
+    assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("owner, name, call", [
+    (train, "evaluate", 3), (train, "train_batch", 20), (train, "save_drafter", 20), (train, "save_checkpoint", 20),
+    (torch, "save", 1 + 9), (os, "replace", 58), (os, "replace", 60)])
+def test_no_moment_is_a_bad_one_to_die(tmp_path, data, command, undisturbed, monkeypatch, owner, name, call):
+    """Before the `call`-th call of a function: in the middle of a run, and around its very last save."""
+    original, left = getattr(owner, name), [call]
+
+    def fatal(*arguments, **keywords):
+        left[0] -= 1
+        if left[0] == 0:
+            raise SystemError("killed")
+        return original(*arguments, **keywords)
+    with monkeypatch.context() as patch, pytest.raises(SystemError):
+        patch.setattr(owner, name, fatal)
+        command("--data", data, "--out", tmp_path, *LONG)
+    with open(tmp_path / "log.jsonl", "a") as log:
+        log.write('{"update": 3')  # what was being written
+    command("--data", data, "--out", tmp_path, *LONG, "--resume")
+    assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("arguments, why", [
+    (["--resume", "--lr", 1], "was made with --lr 0.001, not 1.0"), (["--resume", "--tli", 1], "was made with --tli 0, not 1"),
+    ([], "holds a checkpoint: add --resume"), (["--resume", "--out", "elsewhere"], "no checkpoint to resume")])
+def test_a_checkpoint_is_neither_misused_nor_overwritten(data, command, undisturbed, capsys, arguments, why):
+    before = (undisturbed / "checkpoint.pt").read_bytes()
+    with pytest.raises(SystemExit) as error:
+        command("--data", data, "--out", undisturbed, *LONG, *arguments)
+    message, = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and why in message and (undisturbed / "checkpoint.pt").read_bytes() == before
+
+
+def test_two_processes_train_as_one_does(tmp_path, tiny, data, command):
+    arguments = ["--data", data, "--updates", 4, "--eval-every", 2, "--horizons", 2]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, ROOT / "train.py"]
+    subprocess.run(list(map(str, torchrun + flags(tiny, *arguments, "--out", tmp_path / "two"))), check=True)
+    command(*arguments, "--out", tmp_path / "one")
+    one, two = (torch.load(tmp_path / name / "checkpoint.pt")["drafter"] for name in ("one", "two"))
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], atol=1e-5, rtol=1e-5)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+
+
+def test_the_target_writes_its_own_training_data(tmp_path, data, command, tokenizer):
+    path = tmp_path / "own.jsonl"
+    command("--synthesize", 5, "--data", path)
+    lines = path.read_text().splitlines()
+    path.write_text("".join(line + "\n" for line in lines) + lines[0][:20])  # interrupted in the middle of a line
+    command("--synthesize", 12, "--data", path)
+    continued = path.read_text().splitlines()
+    assert len(lines) == 5 and continued[:5] == lines and len(set(continued)) == 12
+    for line in continued:
+        messages = json.loads(line)["messages"]
+        assert [message["role"] for message in messages] == (["user", "assistant"] * len(messages))[:len(messages)]
+        assert len(messages) > 1 and all(message["content"] for message in messages)
+        train.encode_conversation(tokenizer, messages, 200)
+    command("--data", path, "--out", tmp_path / "out", "--updates", 2, "--seq-len", 200)
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_the_default_target_trains_a_drafter_that_speculate_loads(tmp_path, data):
+    def run(*arguments) -> str:
+        return subprocess.run([sys.executable, *map(str, arguments)], check=True, stdout=subprocess.PIPE, text=True).stdout
+    run(ROOT / "train.py", "--data", data, "--out", tmp_path, "--device", "cpu", "--seq-len", 64, "--batch-size", 2, "--updates", 2,
+        "--mlp", 64, "--lsa-mlp", 32, "--lsa-heads", 6, "--kv-heads", 3)
+    assert np.isfinite(losses(tmp_path)).all()
+    answer = json.loads(run(ROOT / "speculate.py", "--drafter", tmp_path, "--device", "cpu", "--prompt", "Hello", "--max-new-tokens", 8,
+                            "--draft-length", 2, "--json"))
+    assert answer["new_tokens"] == len(answer["tokens"]) == 8
