@@ -293,7 +293,7 @@ def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Ten
 
     top_p keeps the likeliest tokens until their sum reaches it (nucleus sampling, Holtzman et al. 2020).
     """
-    if temperature == 0:
+    if temperature < 1e-6:  # as good as 0, and logits divided by less would overflow
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     p = torch.softmax(logits.float() / temperature, dim=-1)
     if top_p < 1:
@@ -427,11 +427,14 @@ def one_line(error: object) -> str:
 
 def read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except (ValueError, OSError) as error:
         raise InputError(f"{path}: not readable as JSON: {one_line(error)}") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: not a JSON object")
+    return value
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -455,25 +458,28 @@ def read_hugging_face(path: Path) -> tuple[Config, Iterator[tuple[str, Tensor]]]
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise InputError(f"{path}: unsupported rope_scaling {kind!r}; only llama3 is supported")
-    try:
-        heads = raw["num_attention_heads"]
-        head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
-        theta = rope.get("rope_theta") or raw.get("rope_theta", 10000.0)
-        config = Config(
-            vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"], intermediate_size=raw["intermediate_size"],
-            num_hidden_layers=raw["num_hidden_layers"], num_attention_heads=heads,
-            num_key_value_heads=raw.get("num_key_value_heads", heads), head_dim=head_dim,
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6), rope_theta=theta,
-            rope_factors=llama3_factors(rope, head_dim, theta) if kind == "llama3" else None,
-            max_position_embeddings=raw.get("max_position_embeddings", 2048),
-            tie_word_embeddings=raw.get("tie_word_embeddings", False))
-    except KeyError as error:
-        raise InputError(f"{path / 'config.json'}: {error} missing") from None
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    scaling = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    absent = [name for name in sizes if name not in raw]
+    absent += [name for name in scaling if kind == "llama3" and name not in rope]
+    if absent:
+        raise InputError(f"{path}: config.json lacks {', '.join(absent)}")
+    heads = raw["num_attention_heads"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    theta = rope.get("rope_theta") or raw.get("rope_theta", 10000.0)
+    config = Config(
+        vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"], intermediate_size=raw["intermediate_size"],
+        num_hidden_layers=raw["num_hidden_layers"], num_attention_heads=heads,
+        num_key_value_heads=raw.get("num_key_value_heads", heads), head_dim=head_dim,
+        rms_norm_eps=raw.get("rms_norm_eps", 1e-6), rope_theta=theta,
+        rope_factors=llama3_factors(rope, head_dim, theta) if kind == "llama3" else None,
+        max_position_embeddings=raw.get("max_position_embeddings", 2048),
+        tie_word_embeddings=raw.get("tie_word_embeddings", False))
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         index = path / "model.safetensors.index.json"
-        names = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
-        for name in names:
+        shards = read_json(index).get("weight_map", {}).values() if index.exists() else ["model.safetensors"]
+        for name in sorted(set(shards)):
             for tensor_name, tensor in read_tensors(path / name):
                 yield tensor_name.removeprefix("model."), tensor
     return config, tensors()
@@ -614,6 +620,8 @@ def read_gguf(path: Path) -> tuple[Config, Iterator[tuple[str, Tensor]]]:
             tensor = decode(name)
             if name.endswith(("attn_q.weight", "attn_k.weight")):  # rows of a head: (x0, y0, x1, y1, ..) -> (x.., y..)
                 rows = heads if name.endswith("attn_q.weight") else kv_heads
+                if len(tensor) != rows * head_dim:
+                    raise InputError(f"{path}: tensor {name} is {tuple(tensor.shape)}, expected {rows * head_dim} rows")
                 tensor = tensor.view(rows, head_dim // 2, 2, -1).transpose(1, 2).reshape(tensor.shape)
             block, part = re.fullmatch(r"(?:blk\.(\d+)\.)?(.+?)(?:\.weight)?", name).groups()
             part = GGUF_NAMES.get(part, part) + ".weight"
@@ -813,7 +821,7 @@ def add_model_arguments(parser: Parser) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="the target: directory, .gguf file, hub id (default: %(default)s)")
     parser.add_argument("--device", default=default_device(), help="cpu, cuda, mps (default here: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, else bfloat16")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0)
 
 
 def add_generation_arguments(parser: Parser) -> None:

@@ -395,8 +395,6 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
 def read_config(path: Path) -> dict:
     """What a drafter's config.json states of DrafterConfig. Raises InputError for values that make no sense."""
     raw, stated = read_json(path), {}
-    if not isinstance(raw, dict):
-        raise InputError(f"{path}: not a drafter's config")
     for field in fields(DrafterConfig):
         value = raw.get(field.name)
         if value is None:

@@ -190,7 +190,7 @@ def read_prompts(path: str) -> list[tuple[str, list[str]]]:
     """(category, turns) of each line of a prompt set: {"prompt": text} or {"category": name, "turns": [text, ...]}."""
     prompts = []
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
     for number, line in enumerate(lines, 1):
@@ -199,7 +199,7 @@ def read_prompts(path: str) -> list[tuple[str, list[str]]]:
         try:
             record = json.loads(line)
             turns = [record["prompt"]] if "prompt" in record else record["turns"]
-            if not turns or not all(isinstance(turn, str) for turn in turns):
+            if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
                 raise ValueError
         except (ValueError, KeyError, TypeError):
             raise InputError(f'{path}, line {number}: expected {{"prompt": text}} or '

@@ -13,6 +13,7 @@ tokens before its run, which is the state it will meet while drafting. The loss 
 
 Shapes: B batch, T tokens, L layers, E hidden, V vocabulary, N reused layers, R horizons.
 """
+import argparse
 import json
 import math
 import os
@@ -103,26 +104,40 @@ def hidden_loss(predicted: Tensor, true: Tensor) -> Tensor:
     return F.smooth_l1_loss(predicted.float(), true.float().expand_as(predicted), reduction="none").mean(-1).sum()
 
 
-def distillation_loss(drafter: Drafter, tokens: Tensor, reply: Tensor, horizons: Tensor, kl_weight: float,
-                      feature_weight: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, its KL part and its hidden-state part, each summed over the queries of all horizons.
+@dataclass
+class Passes:
+    """What target and drafter made of the same sequences."""
 
-    tokens, reply (B, T); horizons (R, B, T). The target's pass, the memory and SA are paid for once, CA R times.
-    """
+    guesses: Tensor  # (R, B, T, E), CA's output
+    features: Tensor  # (R, B, T, E), after the reused layers; for N = 0 the same
+    entering: Tensor  # (B, T, E), what the guesses should be where N > 0
+    final: Tensor  # (B, T, E), what the features should be
+
+
+def both_passes(drafter: Drafter, tokens: Tensor, horizons: Tensor) -> Passes:
+    """tokens (B, T), horizons (R, B, T). The target's pass, the memory and SA are paid for once, CA R times."""
     kv, entering, final = target_pass(drafter.target, tokens, drafter.N)
-    ask = torch.stack([queries(row) for row in reply])  # (B, T)
     memory, x = drafter.memory(kv, final), drafter.self_attend(tokens)
-    guesses, features = [], []
-    for horizon in horizons:
-        guess = drafter.guess(x, memory, horizon)
-        guesses.append(guess[ask])
-        features.append(drafter.infer_target_layers(guess, kv, horizon)[ask])
-    features = torch.stack(features).float()  # (R, n, E)
-    kl = ForwardKL.apply(features, final[ask], drafter.head)
-    hidden = hidden_loss(features, final[ask])
+    guesses = [drafter.guess(x, memory, horizon) for horizon in horizons]
+    features = [drafter.infer_target_layers(guess, kv, horizon) for guess, horizon in zip(guesses, horizons)]
+    return Passes(torch.stack(guesses), torch.stack(features), entering, final)
+
+
+def losses(drafter: Drafter, passes: Passes, reply: Tensor, kl_weight: float, feature_weight: float) -> Tensor:
+    """The loss, its KL part and its hidden-state part (3), each summed over the queries in reply (B, T) of all horizons."""
+    ask = torch.stack([queries(row) for row in reply])  # (B, T)
+    features, final = passes.features[:, ask].float(), passes.final[ask]  # (R, n, E), (n, E)
+    kl = ForwardKL.apply(features, final, drafter.head)
+    hidden = hidden_loss(features, final)
     if drafter.N > 0:  # half on the state the frozen layers make, half on the one the drafter predicts
-        hidden = (hidden + hidden_loss(torch.stack(guesses), entering[ask])) / 2
-    return kl_weight * kl + feature_weight * hidden, kl.detach(), hidden.detach()
+        hidden = (hidden + hidden_loss(passes.guesses[:, ask], passes.entering[ask])) / 2
+    return torch.stack([kl_weight * kl + feature_weight * hidden, kl.detach(), hidden.detach()])
+
+
+def distillation_loss(drafter: Drafter, tokens: Tensor, reply: Tensor, horizons: Tensor, kl_weight: float,
+                      feature_weight: float) -> Tensor:
+    """`losses` of some sequences: tokens, reply (B, T), horizons (R, B, T)."""
+    return losses(drafter, both_passes(drafter, tokens, horizons), reply, kl_weight, feature_weight)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -298,9 +313,9 @@ class Optimizer:
 # to a few conversations, save that time.
 
 def ridge(x: Tensor, y: Tensor) -> Tensor:
-    """The W (out, in) that minimises |x W' - y|^2, slightly damped. x (n, in), y (n, out)."""
+    """The W (out, in) that minimises |x W' - y|^2, damped. x (n, in), y (n, out)."""
     gram = x.T @ x
-    return torch.linalg.solve(gram + 1e-2 * torch.diag(gram.diagonal()), x.T @ y).T
+    return torch.linalg.solve(gram + 0.1 * torch.diag(gram.diagonal()), x.T @ y).T
 
 
 @torch.no_grad()
@@ -364,7 +379,7 @@ class Worker:
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
         return cls(dist.get_rank(), dist.get_world_size())
 
-    def sum_(self, tensors: list[Tensor]) -> None:
+    def add_up(self, tensors: list[Tensor]) -> None:
         """Replace tensors by their sums over all processes, as one message."""
         if self.count == 1:
             return
@@ -395,14 +410,14 @@ def train_batch(drafter: Drafter, batch: list[Sequence], update: int, args, work
         tokens, reply = pad([batch[i] for i in part], device)
         horizon = torch.nn.utils.rnn.pad_sequence([horizons[i].T for i in part], batch_first=True)  # (B, T, R)
         with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
-            losses = distillation_loss(drafter, tokens, reply, horizon.permute(2, 0, 1).to(device), args.kl_weight,
-                                       args.feature_weight)
-        scaler.scale(losses[0] / total).backward()
-        sums += torch.stack([loss.detach() for loss in losses])
+            parts = distillation_loss(drafter, tokens, reply, horizon.permute(2, 0, 1).to(device), args.kl_weight,
+                                      args.feature_weight)
+        scaler.scale(parts[0] / total).backward()
+        sums += parts.detach()
     for parameter in drafter.parameters():
         if parameter.grad is None:  # this process had no share of a small batch
             parameter.grad = torch.zeros_like(parameter)
-    worker.sum_([p.grad for p in drafter.parameters()] + [sums])
+    worker.add_up([p.grad for p in drafter.parameters()] + [sums])
     return tuple((sums / total).tolist())
 
 
@@ -420,13 +435,11 @@ def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
         tokens, reply = pad([sequence], device)
         horizon = run_horizon(sequence.reply, DEPTHS, index % DEPTHS)  # (T)
         with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
-            losses = distillation_loss(drafter, tokens, reply, horizon.to(device)[None, None], args.kl_weight, args.feature_weight)
-            kv, _, final = target_pass(drafter.target, tokens, drafter.N)
-            features = drafter.features(tokens, kv, horizon.to(device)[None], final)
-            choice = drafter.logits(features[0]).argmax(-1)
+            passes = both_passes(drafter, tokens, horizon.to(device)[None, None])
+            sums += losses(drafter, passes, reply, args.kl_weight, args.feature_weight).cpu()
+            choice = drafter.logits(passes.features[0, 0]).argmax(-1)
             choice = choice if drafter.vocabulary is None else drafter.vocabulary[choice]
-            agree = (choice == drafter.target.lm_head(final[0]).argmax(-1)).cpu()  # (T)
-        sums += torch.stack([loss.cpu() for loss in losses])
+            agree = (choice == drafter.target.lm_head(passes.final[0]).argmax(-1)).cpu()  # (T)
         ask = queries(sequence.reply)
         count += int(ask.sum())
         alive = True
@@ -545,17 +558,17 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
     """Write args.synthesize conversations to args.data; a file that has some already is continued."""
     path, batch_size = Path(args.data[0]), args.batch_size
     path.parent.mkdir(parents=True, exist_ok=True)
-    written = 0
+    written = seed = 0
     if path.exists():
         text = path.read_bytes()
         whole = text.rfind(b"\n") + 1
         written = text[:whole].count(b"\n")
         with open(path, "r+b") as file:
             file.truncate(whole)  # an interrupted run may have left half a line
-    seed = written
+        seed = whole  # bytes: beyond all seeds used so far, of which some made nothing
     with open(path, "a") as file, tqdm(total=args.synthesize, initial=written, unit=" conversations") as bar:
         while written < args.synthesize:
-            seeds = [args.seed * 10**9 + seed + i for i in range(batch_size)]
+            seeds = [(args.seed * 10**9 + seed + i) % 2**63 for i in range(batch_size)]
             seed += batch_size
             for messages in synthesize_batch(target, tokenizer, seeds, args.seq_len):
                 if len(messages) >= 2 and written < args.synthesize:
@@ -569,7 +582,7 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
 # Command line
 # ---------------------------------------------------------------------------------------------------------------------
 
-def parse() -> "argparse.Namespace":
+def parse() -> argparse.Namespace:
     parser = Parser(description="Distil a target into a Mixture-of-Attentions drafter.")
     parser.add_argument("--data", nargs="+", required=True, metavar="FILE", help="conversations, one JSON object a line")
     parser.add_argument("--out", default="runs/drafter", help="folder for drafter, checkpoint and log (default: %(default)s)")

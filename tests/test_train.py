@@ -459,10 +459,10 @@ def test_two_processes_train_as_one_does(tmp_path, tiny, data, command):
 
 def test_the_target_writes_its_own_training_data(tmp_path, data, command, tokenizer):
     path = tmp_path / "own.jsonl"
-    command("--synthesize", 5, "--data", path)
+    command("--synthesize", 5, "--data", path, "--batch-size", 1)
     lines = path.read_text().splitlines()
     path.write_text("".join(line + "\n" for line in lines) + lines[0][:20])  # interrupted in the middle of a line
-    command("--synthesize", 12, "--data", path)
+    command("--synthesize", 12, "--data", path, "--batch-size", 1)
     continued = path.read_text().splitlines()
     assert len(lines) == 5 and continued[:5] == lines and len(set(continued)) == 12
     for line in continued:

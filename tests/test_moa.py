@@ -1,0 +1,329 @@
+"""The drafter: parity with the authors' numbers, one pass against step by step, ablations, checkpoints."""
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import moa
+from llama import Config, InputError, Llama, RMSNorm, load_model, probabilities
+from moa import Drafter, DrafterConfig, Memory, load_drafter, save_drafter
+
+GOLDEN = Path(__file__).parent / "golden"
+CLOSE = dict(atol=1e-4, rtol=1e-4)
+V, LAYERS = 32, 4
+
+
+@pytest.fixture(scope="module")
+def target() -> Llama:
+    torch.manual_seed(0)
+    return Llama(Config(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS,
+                        num_attention_heads=4, num_key_value_heads=2, head_dim=10, max_position_embeddings=64))
+
+
+def new_drafter(target: Llama, seed: int = 1, **choices) -> Drafter:
+    torch.manual_seed(seed)
+    drafter = Drafter(target, DrafterConfig.sized_for(target, **choices)).requires_grad_(False).eval()
+    for module in drafter.modules():
+        if isinstance(module, RMSNorm):
+            module.weight.uniform_(0.5, 1.5)
+    return drafter
+
+
+def read(target: Llama, tokens: list[int]):
+    """What the target makes of tokens: its cache, kv (1, T, L, 2 Ekv) and final hidden states (1, T, E)."""
+    cache = target.new_cache(len(tokens))
+    hidden = target.hidden(torch.tensor([tokens]), cache)
+    return cache, cache.read(0, len(tokens)), hidden
+
+
+def first_memory(target: Llama, drafter: Drafter, tokens: list[int]) -> Memory:
+    cache, _, hidden = read(target, tokens)
+    return drafter.remember(tokens, cache, 0, hidden)
+
+
+def random_tokens(count: int, seed: int = 3) -> list[int]:
+    return torch.randint(V, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+# The authors' numbers ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("N", [0, 1])
+def test_lsa_memory_features_and_logits_are_those_of_the_authors(N):
+    folder = GOLDEN / f"moa-tiny-n{N}"
+    expected = load_file(folder / "expected.safetensors")
+    target = load_model(folder / "target")
+    drafter = load_drafter(folder / "drafter", target)
+    tokens, response = expected["input_ids"], expected["response_mask"].bool()
+    _, kv, hidden = read(target, tokens[0].tolist())
+    torch.testing.assert_close(kv, expected["target_kv"], **CLOSE)  # the cache's order is what LSA was trained on
+    torch.testing.assert_close(hidden, expected["target_hidden"][:, -1], **CLOSE)
+
+    projected = []
+    drafter.Ekv2E.register_forward_pre_hook(lambda module, inputs: projected.append(inputs[0]))
+    torch.testing.assert_close(drafter.memory(kv), expected["memory"], **CLOSE)
+    torch.testing.assert_close(projected[0].view_as(expected["lsa_mean"]), expected["lsa_mean"], **CLOSE)
+
+    last_of_prompt = int((~response).sum()) - 1
+    horizon = torch.arange(tokens.shape[1]).clamp(max=last_of_prompt).unsqueeze(0)
+    features = drafter.features(tokens, kv, horizon)
+    torch.testing.assert_close(features[response], expected["features"][response], **CLOSE)
+    torch.testing.assert_close(drafter.logits(features)[response], expected["draft_logits"][response], **CLOSE)
+
+
+# One pass, and step by step ------------------------------------------------------------------------------------------
+
+CYCLES = [  # (drafted, then verified): each way a cycle can end
+    ([5, 6, 7, 8], [5, 6]),  # a rejection
+    ([1, 2, 3], [1, 2, 3, 4]),  # all accepted; the last draft was proposed but never read
+    ([9, 10, 11], [12, 13]),  # other tokens than the drafted ones
+    ([14, 15], [14]),
+    ([], [16, 17]),  # nothing was drafted
+    ([18, 19, 20, 21], [18, 30, 20]),  # they part and meet again
+    ([22, 23], [22, 23])]
+
+
+def both_ways(target: Llama, drafter: Drafter):
+    """Of each cycle the features of every draft, step by step, and of the same in one pass under its horizon (K, E)."""
+    verified, cache, drafting = random_tokens(7), target.new_cache(64), drafter.start(64)
+    drafting.observe(drafter.remember(verified, cache, 0, target.hidden(torch.tensor([verified]), cache)))
+    for drafted, then_verified in CYCLES:
+        if drafted:
+            steps = torch.stack([drafting.step(token) for token in drafted])
+            tokens = verified + drafted
+            _, kv, hidden = read(target, tokens)
+            horizon = torch.full((1, len(tokens)), len(verified) - 1)
+            yield steps, drafter.features(torch.tensor([tokens]), kv, horizon, hidden)[0, len(verified):]
+        start = cache.length
+        hidden = target.hidden(torch.tensor([then_verified]), cache)
+        drafting.observe(drafter.remember(then_verified, cache, start, hidden))
+        verified = verified + then_verified
+
+
+@pytest.mark.parametrize("choices", [
+    dict(), dict(target_layer_inference=1), dict(target_layer_inference=3), dict(target_layer_inference=LAYERS),
+    dict(use_layer_self_attention=False), dict(use_layer_self_attention=False, target_layer_inference=2)], ids=str)
+def test_drafting_step_by_step_gives_the_features_of_one_pass_under_its_horizon(target, choices):
+    for steps, features in both_ways(target, new_drafter(target, **choices)):
+        torch.testing.assert_close(steps, features, **CLOSE)
+
+
+@pytest.mark.parametrize("N", [1, 2, LAYERS])
+def test_from_the_true_hidden_state_the_draft_distribution_is_the_targets_own(target, N):
+    drafter, tokens = new_drafter(target, target_layer_inference=N), torch.tensor([random_tokens(12)])
+    _, kv, hidden = read(target, tokens[0].tolist())
+    true_state = target.run(target.embed_tokens(tokens), range(LAYERS - N))
+    for horizon in (torch.full((12,), -1), torch.arange(12), torch.arange(12) - 1, torch.arange(12).clamp(max=5)):
+        features = drafter.infer_target_layers(true_state, kv, horizon.unsqueeze(0))
+        torch.testing.assert_close(features, hidden, **CLOSE)
+        torch.testing.assert_close(drafter.logits(features), target(tokens), **CLOSE)
+
+
+def test_without_any_memory_features_are_finite_and_do_not_depend_on_the_target(target):
+    drafter, tokens = new_drafter(target), torch.tensor([random_tokens(9)])
+    _, kv, _ = read(target, tokens[0].tolist())
+    horizon = torch.full((1, 9), -1)
+    features = drafter.features(tokens, kv, horizon)
+    assert features.isfinite().all()
+    torch.testing.assert_close(features, drafter.features(tokens, torch.randn_like(kv), horizon), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("N", [0, 1, 3])
+def test_features_do_not_depend_on_memory_beyond_the_horizon_nor_on_later_tokens(target, N):
+    drafter, tokens = new_drafter(target, target_layer_inference=N), torch.tensor([random_tokens(12)])
+    _, kv, _ = read(target, tokens[0].tolist())
+    horizon = torch.arange(12).clamp(max=4).unsqueeze(0)
+    features = drafter.features(tokens, kv, horizon)
+
+    other_kv = torch.cat([kv[:, :5], torch.randn_like(kv[:, 5:])], dim=1)  # positions 0..4 lie within the horizon
+    torch.testing.assert_close(drafter.features(tokens, other_kv, horizon), features)
+    other_kv[:, 4] = torch.randn_like(kv[:, 4])
+    changed = (drafter.features(tokens, other_kv, horizon) - features).abs().amax(-1)[0] > 1e-4
+    assert changed.tolist() == [False] * 4 + [True] * 8
+
+    other_tokens = tokens.clone()
+    other_tokens[0, 8:] = (tokens[0, 8:] + 1) % V
+    torch.testing.assert_close(drafter.features(other_tokens, kv, horizon)[:, :8], features[:, :8])
+
+
+# Cost ----------------------------------------------------------------------------------------------------------------
+
+def test_a_cycle_costs_its_new_tokens_only(target):
+    drafter, rows = new_drafter(target), {"SA": 0, "LSA": 0, "CA keys": 0}
+    for name, module in (("SA", drafter.self_attention), ("LSA", drafter.layer_self_attention),
+                         ("CA keys", drafter.cross_attention.self_attn.k_proj)):
+        module.register_forward_pre_hook(
+            lambda module, inputs, name=name: rows.update({name: rows[name] + inputs[0].shape[:-1].numel()}))
+    cache, drafting = target.new_cache(64), drafter.start(64)
+
+    def verify(tokens: list[int]) -> None:
+        start = cache.length
+        drafting.observe(drafter.remember(tokens, cache, start, target.hidden(torch.tensor([tokens]), cache)))
+
+    verify(random_tokens(10))
+    assert rows == {"SA": 0, "LSA": 10 * LAYERS, "CA keys": 10}  # SA reads the prompt with the first draft
+    for token in (1, 2, 3, 4):
+        drafting.step(token)
+    assert rows == {"SA": 14, "LSA": 10 * LAYERS, "CA keys": 10}
+    verify([1, 2, 3])  # of four drafted tokens three are kept
+    drafting.step(5)
+    assert rows == {"SA": 15, "LSA": 13 * LAYERS, "CA keys": 13}
+    verify([5, 6, 7])  # two tokens that SA has not read
+    drafting.step(8)
+    assert rows == {"SA": 18, "LSA": 16 * LAYERS, "CA keys": 16}
+
+
+def test_a_long_prompt_is_remembered_in_chunks_as_in_one_piece(target, monkeypatch):
+    drafter, tokens = new_drafter(target, target_layer_inference=1), random_tokens(13)
+    whole = first_memory(target, drafter, tokens)
+    monkeypatch.setattr(moa, "PROMPT_CHUNK", 5)
+    chunked = first_memory(target, drafter, tokens)
+    torch.testing.assert_close(chunked.states, whole.states)
+    torch.testing.assert_close(chunked.reused, whole.reused)
+
+
+@pytest.mark.parametrize("vocabulary", [None, (3, 5, 8, 13, 21, 30)])
+def test_a_draft_is_drawn_from_exactly_the_q_it_reports(target, vocabulary):
+    drafter = new_drafter(target, draft_vocabulary=vocabulary)
+    memory = first_memory(target, drafter, random_tokens(6))
+    generator, counts = torch.Generator().manual_seed(0), torch.zeros(V)
+    for _ in range(500):
+        drafting = drafter.start(16)
+        drafting.observe(memory)
+        draft = drafting.draft(2, 1, temperature=0.7, top_p=0.9, generator=generator)
+        counts[draft.tokens[0]] += 1
+    q = draft.q[0]
+    torch.testing.assert_close(q.sum(), torch.tensor(1.0))
+    assert (counts[q == 0] == 0).all()  # neither beyond top-p nor outside the draft vocabulary
+    assert ((counts - 500 * q).abs() <= 4.5 * (500 * q * (1 - q)).sqrt() + 1).all()
+    allowed = torch.tensor(vocabulary or range(V))
+    assert set(q.nonzero().flatten().tolist()) <= set(allowed.tolist())
+    drafting = drafter.start(16)
+    drafting.observe(memory)
+    own = probabilities(target.lm_head(drafting.step(2))[allowed], 0.7, 0.9)
+    torch.testing.assert_close(q[allowed], own)
+
+
+def test_a_draft_ends_once_the_drafter_is_not_confident(target):
+    drafter, lengths = new_drafter(target), {}
+    for threshold in (0.0, 1e-4, 1e-2, 1.0):
+        drafting = drafter.start(32)
+        drafting.observe(first_memory(target, drafter, random_tokens(6)))
+        lengths[threshold] = len(drafting.draft(2, 8, threshold).tokens)
+    assert lengths[0.0] == 8 > lengths[1e-4] > lengths[1e-2] > lengths[1.0] == 1  # one is always proposed
+
+
+# Ablations -----------------------------------------------------------------------------------------------------------
+
+def test_without_lsa_the_memory_is_a_function_of_the_last_hidden_state_only(target):
+    drafter = new_drafter(target, use_layer_self_attention=False)
+    _, kv, hidden = read(target, random_tokens(8))
+    memory = drafter.memory(kv, hidden)
+    torch.testing.assert_close(drafter.memory(torch.randn_like(kv), hidden), memory, atol=0, rtol=0)
+    torch.testing.assert_close(memory, torch.nn.functional.linear(hidden, drafter.Ekv2E.weight, drafter.Ekv2E.bias))
+
+
+@pytest.mark.parametrize("use_lsa", [True, False])
+def test_without_ca_the_horizon_has_no_effect(target, use_lsa):
+    drafter = new_drafter(target, use_cross_attention=False, use_layer_self_attention=use_lsa)
+    tokens = torch.tensor([random_tokens(10)])
+    _, kv, hidden = read(target, tokens[0].tolist())
+    horizons = torch.full((1, 10), -1), torch.arange(10).unsqueeze(0)
+    features = [drafter.features(tokens, kv, horizon, hidden) for horizon in horizons]
+    torch.testing.assert_close(*features, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("choices", [
+    dict(), dict(use_layer_self_attention=False), dict(target_layer_inference=2)], ids=str)
+def test_without_ca_the_first_draft_of_each_cycle_has_the_features_of_one_pass(target, choices):
+    for steps, features in both_ways(target, new_drafter(target, use_cross_attention=False, **choices)):
+        torch.testing.assert_close(steps[0], features[0], **CLOSE)  # later ones read guesses, not truth
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+AUTHORS_NAMES = {f"{block}.{part}.weight" for block in ("self_attention", "cross_attention", "layer_self_attention")
+                 for part in ("input_layernorm", "post_attention_layernorm", *(f"self_attn.{x}_proj" for x in "qkvo"),
+                              *(f"mlp.{x}_proj" for x in ("gate", "up", "down")))} | {"Ekv2E.weight", "Ekv2E.bias"}
+
+
+@pytest.mark.parametrize("choices", [
+    dict(), dict(target_layer_inference=2), dict(draft_vocabulary=(1, 2, 31)), dict(use_layer_self_attention=False),
+    dict(use_cross_attention=False), dict(layer_self_attention_num_attention_heads=10)], ids=str)
+def test_a_saved_drafter_comes_back_as_it_was(target, tmp_path, choices):
+    drafter = new_drafter(target, **choices)
+    save_drafter(drafter, tmp_path / "drafter", torch.float32)
+    assert sorted(file.name for file in (tmp_path / "drafter").iterdir()) == ["config.json", "model.safetensors"]
+    loaded, tokens = load_drafter(tmp_path / "drafter", target), torch.tensor([random_tokens(9)])
+    assert loaded.config == drafter.config
+    _, kv, hidden = read(target, tokens[0].tolist())
+    horizon = torch.arange(9).clamp(max=3).unsqueeze(0)
+    features = drafter.features(tokens, kv, horizon, hidden)
+    torch.testing.assert_close(loaded.features(tokens, kv, horizon, hidden), features)
+    torch.testing.assert_close(loaded.logits(features), drafter.logits(features))
+
+
+def test_parameters_have_the_authors_names_and_none_is_the_targets(target, tmp_path):
+    drafter = new_drafter(target, target_layer_inference=2)
+    assert {name for name, _ in drafter.named_parameters()} == set(drafter.state_dict()) == AUTHORS_NAMES
+    save_drafter(drafter, tmp_path)
+    assert set(load_file(tmp_path / "model.safetensors")) == AUTHORS_NAMES
+
+
+def test_sizes_that_the_config_leaves_out_are_read_off_the_tensors(target, tmp_path):
+    drafter = new_drafter(target, self_attention_num_key_value_heads=2, cross_attention_num_key_value_heads=4,
+                          layer_self_attention_intermediate_size=7, self_attention_intermediate_size=9)
+    save_drafter(drafter, tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert load_drafter(tmp_path, target).config == drafter.config
+
+
+def test_a_save_that_fails_leaves_the_old_checkpoint_whole(target, tmp_path, monkeypatch):
+    save_drafter(new_drafter(target, seed=1), tmp_path)
+    old = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    monkeypatch.setattr(moa, "save_file", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save_drafter(new_drafter(target, seed=2, target_layer_inference=2), tmp_path)
+    assert {name: (tmp_path / name).read_bytes() for name in old} == old
+
+
+def change(folder: Path, edit) -> None:
+    """Apply `edit` to the dict of a checkpoint's tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("damage, complaint", [
+    (lambda folder: folder.rename(folder.parent / "elsewhere"), "no such drafter"),
+    (lambda folder: (folder / "config.json").unlink(), "no such file"),
+    (lambda folder: (folder / "config.json").write_text("{"), "not readable as JSON"),
+    (lambda folder: (folder / "config.json").write_text("[]"), "not a JSON object"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "not a readable safetensors file"),
+    (lambda folder: (folder / "model.safetensors").write_bytes(b"?"), "not a readable safetensors file"),
+    (lambda folder: change(folder, lambda tensors: tensors.pop("Ekv2E.bias")), "Ekv2E.bias missing"),
+    (lambda folder: change(folder, lambda tensors: tensors.update({"Ekv2E.bias": torch.ones(3)})), "Ekv2E.bias is"),
+    (lambda folder: change(folder, lambda tensors: tensors.update(more=torch.ones(3))), "unknown tensor more")])
+def test_a_damaged_checkpoint_is_refused_in_one_line(target, tmp_path, damage, complaint):
+    folder = tmp_path / "drafter"
+    save_drafter(new_drafter(target), folder)
+    damage(folder)
+    with pytest.raises(InputError) as error:
+        load_drafter(folder, target)
+    assert complaint in str(error.value) and str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name, value", [
+    ("target_layer_inference", LAYERS + 1), ("target_layer_inference", -1), ("target_layer_inference", "one"),
+    ("num_attention_heads", 0), ("num_attention_heads", "four"), ("num_attention_heads", 64),
+    ("layer_self_attention_num_attention_heads", 41), ("rope_theta", []), ("use_cross_attention", "yes"),
+    ("draft_vocabulary", [V]), ("draft_vocabulary", [-1]), ("draft_vocabulary", []), ("draft_vocabulary", [3, 3]),
+    ("draft_vocabulary", "all")])
+def test_a_config_that_does_not_fit_the_target_is_refused_in_one_line(target, tmp_path, name, value):
+    save_drafter(new_drafter(target), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, name: value}))
+    with pytest.raises(InputError) as error:
+        load_drafter(tmp_path, target)
+    assert name in str(error.value) and "\n" not in str(error.value)
