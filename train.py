@@ -642,13 +642,17 @@ def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -
         use_cross_attention=not args.no_ca, **{name: value for name, value in choices.items() if value is not None})
     torch.manual_seed(args.seed)
     drafter = Drafter(target, config).to(target.embed_tokens.weight.device)
-    if args.warm_start:
+    if args.warm_start and not args.resume:
         warm_start(drafter, draw_batch(data, Order(indices, args.seed), WARM_START))
     return drafter
 
 
 def main() -> None:
     args = parse()
+    if args.run_length[0] > args.run_length[1]:
+        raise InputError(f"--run-length {args.run_length[0]} {args.run_length[1]}: the low end comes first")
+    if Path(args.out).is_file():
+        raise InputError(f"--out {args.out} is a file; name a folder")
     if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(args.device)

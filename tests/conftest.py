@@ -1,4 +1,5 @@
 """What the tests share: where things lie, the real default target, and running a script as a person would."""
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from threads that spin, a busy machine loses
 
 import llama  # noqa: E402
 

@@ -171,9 +171,8 @@ def convert(folder: Path, path: Path, kind: str = "F32", change=lambda metadata,
         "general.architecture": "llama", "llama.embedding_length": raw["hidden_size"],
         "llama.attention.head_count": heads, "llama.attention.head_count_kv": kv_heads,
         "llama.feed_forward_length": raw["intermediate_size"], "llama.block_count": raw["num_hidden_layers"],
-        "llama.attention.key_length": dim,
         "llama.attention.layer_norm_rms_epsilon": raw["rms_norm_eps"], "llama.rope.freq_base": raw["rope_theta"],
-        "llama.context_length": raw["max_position_embeddings"]}
+        "llama.context_length": raw["max_position_embeddings"], "llama.attention.key_length": dim}
     for name, weight in model.named_parameters():  # a tied head is not among them
         gguf = "output_norm.weight" if name == "norm.weight" else name
         for ours, theirs in PARTS.items():

@@ -81,7 +81,8 @@ CYCLES = [  # (drafted, then verified): each way a cycle can end
     ([14, 15], [14]),
     ([], [16, 17]),  # nothing was drafted
     ([18, 19, 20, 21], [18, 30, 20]),  # they part and meet again
-    ([22, 23], [22, 23])]
+    ([22], [24]),  # a single draft
+    ([23, 25], [23, 25])]
 
 
 def both_ways(target: Llama, drafter: Drafter):
