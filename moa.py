@@ -10,7 +10,8 @@ M_Small guesses the next tokens of a frozen target from three attentions, each a
     TLI  Target Layer Inference: CA's output stands for the hidden state that enters the target's last N layers (for
          N = 0: that leaves the final norm); those run on it, and the frozen LM head makes it a distribution.
 
-`Drafter.features` is the training forward, all positions at once; `Drafting` does the same step by step with caches.
+`Drafter.features` is the forward over all positions at once, under one horizon (train.py runs its parts under several);
+`Drafting` does the same step by step with caches.
 
 Shapes: B batch, T tokens, L layers, E hidden, H heads, D head size, V vocabulary, N reused layers, K draft length;
 Ekv = Hkv * D is the width of one layer's keys.
@@ -71,8 +72,8 @@ class Memory:
     """What the target's side tells the drafter of T newly verified tokens."""
 
     tokens: list[int]
-    states: Tensor  # CA's keys and values of their memories, (1, Hkv, T, 2D); without CA the memories (1, T, E)
-    reused: Tensor  # the target's own keys and values in its last N layers, (N, 1, Hkv, T, 2D)
+    cross_kv: Tensor  # CA's keys and values of their memories, (1, Hkv, T, 2D); without CA the memories (1, T, E)
+    reused_kv: Tensor  # the target's own in its last N layers, (N, 1, Hkv, T, 2D): a view of its cache, read it at once
 
 
 @dataclass
@@ -97,29 +98,31 @@ class Drafter(nn.Module):
         self._target = (target,)  # in a tuple, or its weights would become ours to train and save
         self.N = c.target_layer_inference
         kv_width, width = 2 * t.num_key_value_heads * t.head_dim, t.hidden_size  # 2 Ekv, E
-        head_dim = width // c.num_attention_heads
+        head_dim, lsa_head_dim = width // c.num_attention_heads, kv_width // c.layer_self_attention_num_attention_heads
+        for name, heads, kv_heads, size in (
+                ("SA", c.num_attention_heads, c.self_attention_num_key_value_heads, head_dim),
+                ("CA", c.num_attention_heads, c.cross_attention_num_key_value_heads, head_dim),
+                ("LSA", c.layer_self_attention_num_attention_heads, c.layer_self_attention_num_key_value_heads, lsa_head_dim)):
+            if heads % kv_heads or size < 2 or size % 2:
+                raise InputError(f"{name} cannot have {heads} heads of size {size} over {kv_heads} kv heads: the size must "
+                                 "be even and the heads a multiple of the kv heads")
         self.self_attention = DecoderLayer(width, c.self_attention_intermediate_size, c.num_attention_heads,
                                            c.self_attention_num_key_value_heads, head_dim, c.rms_norm_eps)
         self.cross_attention = DecoderLayer(width, c.cross_attention_intermediate_size, c.num_attention_heads,
                                             c.cross_attention_num_key_value_heads, head_dim, c.rms_norm_eps)
         if c.use_layer_self_attention:
-            lsa_head_dim = kv_width // c.layer_self_attention_num_attention_heads
             self.layer_self_attention = DecoderLayer(
                 kv_width, c.layer_self_attention_intermediate_size, c.layer_self_attention_num_attention_heads,
                 c.layer_self_attention_num_key_value_heads, lsa_head_dim, c.rms_norm_eps)
         self.Ekv2E = nn.Linear(kv_width if c.use_layer_self_attention else width, width)
-        self.attach()
 
-    def attach(self) -> None:
-        """Make what is derived from the config and the target: rotary tables and the rows of the LM head in use."""
-        c, target = self.config, self.target
-        device, context = target.embed_tokens.weight.device, target.config.max_position_embeddings
-        head_dim = target.config.hidden_size // c.num_attention_heads
-        self.register_buffer("rotary", rotary_table(context, head_dim, c.rope_theta, device), persistent=False)
+        # Derived, never saved: rotary tables (layers are positions 0..L-1) and the rows of the LM head in use.
+        device = target.embed_tokens.weight.device
+        table = rotary_table(t.max_position_embeddings, head_dim, c.rope_theta, device)
+        self.register_buffer("rotary", table, persistent=False)
         if c.use_layer_self_attention:
-            lsa_head_dim = self.layer_self_attention.self_attn.head_dim
-            table = rotary_table(target.config.num_hidden_layers, lsa_head_dim, c.rope_theta, device)
-            self.register_buffer("layer_rotary", table, persistent=False)  # layers are positions 0..L-1
+            table = rotary_table(t.num_hidden_layers, lsa_head_dim, c.rope_theta, device)
+            self.register_buffer("layer_rotary", table, persistent=False)
         head, vocabulary = target.lm_head.weight.detach(), None
         if c.draft_vocabulary is not None:
             vocabulary = torch.tensor(c.draft_vocabulary, device=device)
@@ -203,7 +206,7 @@ class Drafter(nn.Module):
     def remember(self, tokens: list[int], cache: KVCache, start: int, hidden: Tensor) -> Memory:
         """Memory of newly verified tokens, which lie in the target's cache from position `start` on.
 
-        hidden (1, T, E) are their final hidden states, which only a drafter without LSA reads.
+        hidden (1, T or more, E) begins with their final hidden states, which only a drafter without LSA reads.
         """
         states, end = [], start + len(tokens)
         for a in range(start, end, PROMPT_CHUNK):
@@ -245,9 +248,9 @@ class Drafting:
         self.self_cache.truncate(self.self_cache.length - len(self.drafted) + kept)
         self.pending += memory.tokens[kept:]
         self.drafted = []
-        self.append_states(memory.states)
+        self.append_states(memory.cross_kv)
         self.reused_cache.truncate(self.verified)
-        for n, kv in enumerate(memory.reused):
+        for n, kv in enumerate(memory.reused_kv):
             self.reused_cache.append(n, kv)
         self.reused_cache.advance(len(memory.tokens))
         self.verified += len(memory.tokens)
@@ -296,8 +299,8 @@ class Drafting:
     def guess(self, x: Tensor) -> Tensor:
         """CA of the newest token, (1, 1, E)."""
         position = self.self_cache.length - 1
-        memory = self.cross_cache.kv[0, :, :, :self.verified]
-        return self.drafter.cross_attention.attend(x, memory, self.drafter.rotary[:, position:position + 1])
+        kv = self.cross_cache.kv[0, :, :, :self.verified]  # (1, Hkv, S, 2D)
+        return self.drafter.cross_attention.attend(x, kv, self.drafter.rotary[:, position:position + 1])
 
     def infer_target_layers(self, x: Tensor) -> Tensor:
         if self.drafter.N == 0:
@@ -320,7 +323,8 @@ class OffPolicyDrafting(Drafting):
     def __init__(self, drafter: Drafter, capacity: int):
         super().__init__(drafter, capacity)
         self.previous = torch.zeros(1, 1, drafter.target.config.hidden_size, dtype=drafter.dtype,
-                                    device=self.self_cache.kv.device)  # what the next token reads
+                                    device=self.self_cache.kv.device)  # (1, T, E), what the next tokens read
+        self.before_draft = self.previous  # (1, 1, E), what the first drafted token read
 
     def observe(self, memory: Memory) -> None:
         self.self_cache.truncate(self.self_cache.length - len(self.drafted))
@@ -388,7 +392,6 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
         drafter = Drafter(target, config)
     weight = target.embed_tokens.weight
     fill(drafter, iter(tensors.items()), path, weight.device, weight.dtype)
-    drafter.attach()
     return drafter.requires_grad_(False).eval()
 
 

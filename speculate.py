@@ -18,7 +18,7 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Iterator
 
@@ -80,14 +80,21 @@ def speculate(target: "LocalTarget", drafting: Drafting, prompt: list[int], sett
         yield tokens[:min(end, verdict.accepted)], tokens[verdict.accepted:end]
         if left == 0 or tokens[end - 1] in s.stop_ids:
             return
-        start = time.perf_counter()
+        start = clock(target)
         drafting.observe(verdict.memory)
         draft = drafting.draft(verdict.token, min(longest, left - 1), threshold, s.temperature, s.top_p, generator)
-        drafted = time.perf_counter()
+        drafted = clock(target)
         verdict, drafts = target.verify(draft), draft.tokens
         figures.draft_seconds += drafted - start
-        figures.verify_seconds += time.perf_counter() - drafted
+        figures.verify_seconds += clock(target) - drafted  # LSA runs on the target's side
         figures.target_calls += 1
+
+
+def clock(target: "LocalTarget") -> float:
+    """Seconds, once the device has done what it was given."""
+    if target.cache.kv.device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 def accept(p: Tensor, q: Tensor | None, drafts: Tensor, generator: torch.Generator) -> tuple[int, int]:
@@ -103,11 +110,9 @@ def accept(p: Tensor, q: Tensor | None, drafts: Tensor, generator: torch.Generat
     accepted = int((u * q_x < p_x).int().cumprod(0).sum())  # each with probability min(1, p(x) / q(x))
     last = p[accepted]  # (V)
     if accepted < K:  # draw from norm(max(p - q, 0)); sample() needs no norm
-        last = last.clone()
-        if q is None:
-            last[drafts[accepted]] = 0
-        else:
-            last = (last - q[accepted]).clamp_(min=0)
+        certain = torch.zeros_like(last).index_fill_(0, drafts[accepted], 1.0)
+        residual = (last - (certain if q is None else q[accepted])).clamp(min=0)
+        last = residual if residual.any() else last  # all 0 where p = q up to rounding
     return accepted, int(sample(last, generator))
 
 
@@ -158,8 +163,8 @@ class Generation:
 
 
 @torch.inference_mode()
-def run(model: Llama, drafter: Drafter | None, prompt: list[int], settings: Settings, seed: int = 0,
-        emit=lambda token, drafted: None) -> Generation:
+def answer(model: Llama, drafter: Drafter | None, prompt: list[int], settings: Settings, seed: int = 0,
+           emit=lambda token, drafted: None) -> Generation:
     """One answer to a prompt, speculatively or, without a drafter, by the target alone. `emit` sees each token."""
     device, result = model.embed_tokens.weight.device, Generation()
     generator = torch.Generator(device).manual_seed(seed)
@@ -212,18 +217,17 @@ def read_prompts(path: str) -> list[tuple[str, list[str]]]:
 
 def bench(model: Llama, drafter: Drafter, tokenizer: Tokenizer, prompts: list[tuple[str, list[str]]], settings: Settings,
           seed: int) -> list[dict]:
-    """Every prompt by the target alone and by chain speculation, in turn, after a warm-up. Rows as DESIGN states them."""
-    methods = {"target": None, "chain": drafter}
+    """Every prompt by the target alone and by speculation, in turn, after a warm-up. Rows by category, then overall."""
+    methods = {"target": None, "chain": drafter}  # a chain: one draft token behind the other
     runs: dict[str, list[dict[str, Generation]]] = {}
-    jobs = [(category, turns) for category, turns in prompts]
-    for number, (category, turns) in enumerate(tqdm([jobs[0]] + jobs, unit=" prompts")):
+    for number, (category, turns) in enumerate(tqdm(prompts[:1] + prompts, unit=" prompts")):
         messages: list[dict] = []
         for turn in turns:
             messages.append({"role": "user", "content": turn})
             prompt, results = tokenizer.chat(messages), {}
-            s = Settings(**{**vars(settings), "max_new_tokens": answer_length(model, prompt, settings.max_new_tokens)})
+            s = replace(settings, max_new_tokens=answer_length(model, prompt, settings.max_new_tokens))
             for method in sorted(methods, reverse=number % 2 == 0):
-                results[method] = run(model, methods[method], prompt, s, seed)
+                results[method] = answer(model, methods[method], prompt, s, seed)
             messages.append({"role": "assistant", "content": tokenizer.decode(results["target"].tokens)})
             if number > 0:  # the first was the warm-up
                 runs.setdefault(category, []).append(results)
@@ -236,9 +240,8 @@ def row(category: str, method: str, runs: list[dict[str, Generation]]) -> dict:
     mine = [results[method] for results in runs]
     new_tokens, seconds = sum(len(g.tokens) for g in mine), sum(g.seconds for g in mine)
     calls = sum(g.figures.target_calls for g in mine)
-    pace = [results["target"].seconds / len(results["target"].tokens) / (results[method].seconds / len(results[method].tokens))
-            for results in runs]
-    base = sum(r["target"].seconds for r in runs) / sum(len(r["target"].tokens) for r in runs)
+    base = sum(r["target"].seconds for r in runs) / sum(len(r["target"].tokens) for r in runs)  # seconds a token
+    pace = [r["target"].seconds / len(r["target"].tokens) * len(r[method].tokens) / r[method].seconds for r in runs]
     low, _, high = statistics.quantiles(pace, n=4) if len(pace) > 1 else pace * 3
     return {"category": category, "method": method, "tokens_per_second": new_tokens / seconds,
             "speedup": base / (seconds / new_tokens), "speedup_quartiles": [low, high],
@@ -292,7 +295,7 @@ def main() -> None:
         print(json.dumps({"rows": rows})) if args.json else print_table(rows)
         return
     prompt = tokenizer.chat([{"role": "user", "content": args.prompt}])
-    count = answer_length(model, prompt, args.max_new_tokens)
+    settings = replace(settings, max_new_tokens=answer_length(model, prompt, args.max_new_tokens))
     stream = tokenizer.stream()
 
     def emit(token: int, drafted: bool) -> None:
@@ -300,7 +303,7 @@ def main() -> None:
         if not args.json:
             print(f"{GREEN}{text}{RESET}" if args.show and drafted and text else text, end="", flush=True)
 
-    result = run(model, drafter, prompt, Settings(**{**vars(settings), "max_new_tokens": count}), args.seed, emit)
+    result = answer(model, drafter, prompt, settings, args.seed, emit)
     f = result.figures
     report(tokenizer, result.tokens, result.seconds, args.json, target_calls=f.target_calls,
            acceptance_length=result.acceptance_length(), draft_seconds=f.draft_seconds, verify_seconds=f.verify_seconds)

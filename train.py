@@ -13,6 +13,8 @@ tokens before its run, which is the state it will meet while drafting. The loss 
 
 Shapes: B batch, T tokens, L layers, E hidden, V vocabulary, N reused layers, R horizons.
 """
+from __future__ import annotations
+
 import argparse
 import json
 import math
@@ -31,13 +33,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from llama import (DTYPES, InputError, Llama, Parser, Tokenizer, add_model_arguments, load_target, natural, number,
-                   probabilities, run_command, sample)
+from llama import (DTYPES, InputError, Llama, Parser, Tokenizer, add_model_arguments, default_dtype, load_target, natural,
+                   number, one_line, probabilities, run_command, sample)
 from moa import Drafter, DrafterConfig, load_drafter, save_drafter
 
 DEPTHS = 8  # of the evaluation
 LOSS_CHUNK = 256  # positions whose V-wide distributions exist at once
-WARM_START = 64  # conversations that the closed-form start is fitted to
+WARM_START = 64  # conversations that the closed-form start is fitted to, all in memory at once
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -66,9 +68,9 @@ def queries(reply: Tensor) -> Tensor:
 def target_pass(target: Llama, tokens: Tensor, N: int) -> tuple[Tensor, Tensor, Tensor]:
     """kv (B, T, L, 2 Ekv), the hidden states that enter the last N layers and the final ones, both (B, T, E)."""
     (batch, count), layers = tokens.shape, len(target.layers)
-    cache = target.new_cache(count, batch)
-    entering = target.run(target.embed_tokens(tokens), range(layers - N), cache)
-    final = target.norm(target.run(entering, range(layers - N, layers), cache))
+    cache = target.new_cache(count, batch)  # its length stays 0: each layer writes its own slot from position 0
+    entering = target.run_layers(target.embed_tokens(tokens), range(layers - N), cache)
+    final = target.norm(target.run_layers(entering, range(layers - N, layers), cache))
     return cache.read(0, count), entering, final
 
 
@@ -76,13 +78,15 @@ class ForwardKL(torch.autograd.Function):
     """Sum over positions of KL(p || q), p from the target's hidden states and q from the drafter's features.
 
     The gradient of KL(p || q) in q's logits is q - p, so the gradient in the features is known as soon as the loss is:
-    both are made chunk by chunk, and no more than a chunk of the positions x V matrix ever exists.
+    both are made chunk by chunk, and no more than a chunk of the positions x V matrix ever exists. Where head holds the
+    draft vocabulary only, p and q are the distributions over it.
     """
 
     @staticmethod
     def forward(ctx, features: Tensor, hidden: Tensor, head: Tensor) -> Tensor:  # (R, n, E), (n, E), (V, E)
         loss, gradient = features.new_zeros(()), torch.empty_like(features)
-        head = head.to(torch.get_autocast_dtype(features.device.type)) if torch.is_autocast_enabled(features.device.type) else head
+        if torch.is_autocast_enabled(features.device.type):
+            head = head.to(torch.get_autocast_dtype(features.device.type))
         for a in range(0, hidden.shape[0], LOSS_CHUNK):
             chunk = slice(a, a + LOSS_CHUNK)
             log_p = torch.log_softmax(F.linear(hidden[chunk].to(head.dtype), head).float(), dim=-1)  # (c, V)
@@ -90,7 +94,8 @@ class ForwardKL(torch.autograd.Function):
             for r in range(len(features)):
                 log_q = torch.log_softmax(F.linear(features[r, chunk].to(head.dtype), head).float(), dim=-1)
                 loss += (p * (log_p - log_q)).sum()
-                gradient[r, chunk] = (log_q.exp() - p).to(head.dtype) @ head
+                if ctx.needs_input_grad[0]:
+                    gradient[r, chunk] = (log_q.exp() - p).to(head.dtype) @ head
         ctx.save_for_backward(gradient)
         return loss
 
@@ -124,7 +129,7 @@ def both_passes(drafter: Drafter, tokens: Tensor, horizons: Tensor) -> Passes:
 
 
 def losses(drafter: Drafter, passes: Passes, reply: Tensor, kl_weight: float, feature_weight: float) -> Tensor:
-    """The loss, its KL part and its hidden-state part (3), each summed over the queries in reply (B, T) of all horizons."""
+    """Loss, its KL part and its hidden-state part (3), each summed over the queries in reply (B, T) of all horizons."""
     ask = torch.stack([queries(row) for row in reply])  # (B, T)
     features, final = passes.features[:, ask].float(), passes.final[ask]  # (R, n, E), (n, E)
     kl = ForwardKL.apply(features, final, drafter.head)
@@ -138,6 +143,114 @@ def distillation_loss(drafter: Drafter, tokens: Tensor, reply: Tensor, horizons:
                       feature_weight: float) -> Tensor:
     """`losses` of some sequences: tokens, reply (B, T), horizons (R, B, T)."""
     return losses(drafter, both_passes(drafter, tokens, horizons), reply, kl_weight, feature_weight)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop
+# ---------------------------------------------------------------------------------------------------------------------
+
+def train(drafter: Drafter, optimizer: Optimizer, scaler, data: Conversations, order: Order, held_out: list[Sequence],
+          start: int, epoch_updates: int, worker: Worker, args) -> None:
+    out, parameters = Path(args.out), list(drafter.parameters())
+
+    def log(**record) -> None:
+        with open(out / "log.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    bar = tqdm(range(start, args.updates), initial=start, total=args.updates, unit=" updates", disable=worker.rank > 0)
+    for update in bar:
+        began = time.perf_counter()
+        batch = draw_batch(data, order, args.batch_size)
+        rate = learning_rate(update, args, epoch_updates)
+        loss, kl, hidden = train_batch(drafter, batch, update, args, worker, scaler)
+        for part in optimizer.parts:
+            scaler.unscale_(part)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, args.clip or math.inf).item()
+        optimizer.step(rate, scaler)
+        drafter.zero_grad()
+        if worker.rank > 0:
+            continue
+        speed = sum(len(s.tokens) for s in batch) / (time.perf_counter() - began)
+        bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} tokens/s")
+        done, last = update + 1, update + 1 == args.updates
+        log(update=done, loss=loss, kl=kl, hidden=hidden, lr=rate, grad_norm=norm, tokens_per_second=speed)
+        if done % args.eval_every == 0 or last:
+            figures = evaluate(drafter, held_out, args)
+            log(update=done, skipped_lines=len(data.skipped), **figures)
+            depths = " ".join(f"{rate:.2f}" for rate in figures["depth_accuracy"])
+            tqdm.write(f"update {done}: held-out loss {figures['held_out_loss']:.3f}, right at depth 1..{DEPTHS} {depths}, "
+                       f"acceptance length {figures['implied_acceptance_length']:.2f}", file=sys.stderr)
+        if done % args.save_every == 0 or last:
+            save_drafter(drafter, out)  # first: a run whose last checkpoint exists has nothing left to do
+            save_checkpoint(out / "checkpoint.pt", drafter, optimizer, scaler, order, done, args)
+
+
+def train_batch(drafter: Drafter, batch: list[Sequence], update: int, args, worker: Worker,
+                scaler: torch.amp.GradScaler) -> tuple[float, float, float]:
+    """Accumulate the gradient of one global batch; returns loss, KL and hidden-state loss per query.
+
+    Every process draws the same batch and the same horizons and takes its share: the sum does not depend on how many
+    processes there are.
+    """
+    device = next(drafter.parameters()).device
+    draws = np.random.default_rng((args.seed, update))
+    lengths = draws.integers(args.run_length[0], args.run_length[1] + 1, (len(batch), args.horizons))
+    phases = draws.integers(0, lengths)
+    horizons = [torch.stack([run_horizon(s.reply, int(n), int(k)) for n, k in zip(lengths[i], phases[i])])
+                for i, s in enumerate(batch)]  # each (R, T)
+    total = args.horizons * sum(int(queries(s.reply).sum()) for s in batch)
+    share = sorted(range(len(batch))[worker.rank::worker.count], key=lambda i: len(batch[i].tokens))  # little padding
+    sums = torch.zeros(3, device=device)
+    for a in range(0, len(share), args.micro_batch_size):
+        part = share[a:a + args.micro_batch_size]
+        tokens, reply = pad([batch[i] for i in part], device)
+        horizon = torch.nn.utils.rnn.pad_sequence([horizons[i].T for i in part], batch_first=True)  # (B, T, R)
+        with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
+            parts = distillation_loss(drafter, tokens, reply, horizon.permute(2, 0, 1).to(device), args.kl_weight,
+                                      args.feature_weight)
+        scaler.scale(parts[0] / total).backward()
+        sums += parts.detach()
+    for parameter in drafter.parameters():
+        if parameter.grad is None:  # this process had no share of a small batch
+            parameter.grad = torch.zeros_like(parameter)
+    worker.add_up([p.grad for p in drafter.parameters()] + [sums])
+    return tuple((sums / total).tolist())
+
+
+@torch.no_grad()
+def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
+    """Losses and, per draft depth 1..8, how often the drafter's first choice is the target's, if it was so before.
+
+    Text is the data's, so at a depth both have read the same tokens. With a_d the share at depth d, a cycle's expected
+    new tokens are 1 + a_1 + a_1 a_2 + ... : the acceptance length this implies. Without CA only depth 1 is measured: what
+    comes deeper would be scored on true memories that drafting does not have.
+    """
+    device = next(drafter.parameters()).device
+    sums, count = torch.zeros(3), 0
+    reached, right = torch.zeros(DEPTHS), torch.zeros(DEPTHS)
+    for index, sequence in enumerate(held_out):
+        tokens, reply = pad([sequence], device)
+        horizon = run_horizon(sequence.reply, DEPTHS, index % DEPTHS)  # (T)
+        with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
+            passes = both_passes(drafter, tokens, horizon.to(device)[None, None])
+            sums += losses(drafter, passes, reply, args.kl_weight, args.feature_weight).cpu()
+            choice = drafter.logits(passes.features[0, 0]).argmax(-1)
+            choice = choice if drafter.vocabulary is None else drafter.vocabulary[choice]
+            agree = (choice == drafter.target.lm_head(passes.final[0]).argmax(-1)).cpu()  # (T)
+        ask = queries(sequence.reply)
+        count += int(ask.sum())
+        alive = True
+        for i in ask.nonzero()[:, 0].tolist():
+            depth = i - int(horizon[i])  # 1 at a run's first query
+            alive = alive or depth == 1
+            if alive:
+                reached[depth - 1] += 1
+                alive = bool(agree[i])
+                right[depth - 1] += alive
+    rates = (right / reached.clamp(min=1)).tolist()[:DEPTHS if drafter.config.use_cross_attention else 1]
+    loss, kl, hidden = (sums / max(1, count)).tolist()
+    return {"held_out_loss": loss, "held_out_kl": kl, "held_out_hidden": hidden, "depth_accuracy": rates,
+            "implied_acceptance_length": 1 + float(np.cumprod(rates).sum())}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -308,9 +421,35 @@ class Optimizer:
             part.load_state_dict(state)
 
 
+@dataclass
+class Worker:
+    """One of `count` processes of a data-parallel run: it computes every count-th sequence of a batch."""
+
+    rank: int
+    count: int
+
+    @classmethod
+    def join(cls, device: str) -> "Worker":
+        if "RANK" not in os.environ:  # not under torchrun
+            return cls(0, 1)
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    def add_up(self, tensors: list[Tensor]) -> None:
+        """Replace tensors by their sums over all processes, as one message."""
+        if self.count == 1:
+            return
+        flat = torch.cat([t.flatten() for t in tensors])
+        dist.all_reduce(flat)
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+            tensor.copy_(part.view_as(tensor))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # A start near the answer (ours, not the paper's). Initialised at random a drafter spends its first hundreds of updates
 # growing to the scale of hidden states, and its CA averages hundreds of memories of nothing. Three closed forms, fitted
 # to a few conversations, save that time.
+# ---------------------------------------------------------------------------------------------------------------------
 
 def ridge(x: Tensor, y: Tensor) -> Tensor:
     """The W (out, in) that minimises |x W' - y|^2, damped. x (n, in), y (n, out)."""
@@ -365,121 +504,36 @@ def warm_start(drafter: Drafter, sequences: list[Sequence]) -> None:
     ca.mlp.down_proj.weight.copy_(ridge(torch.cat(inner), torch.cat(lacking)))
 
 
-@dataclass
-class Worker:
-    """One of `count` processes of a data-parallel run: it computes every count-th sequence of a batch."""
-
-    rank: int
-    count: int
-
-    @classmethod
-    def join(cls, device: str) -> "Worker":
-        if "RANK" not in os.environ:  # not under torchrun
-            return cls(0, 1)
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-        return cls(dist.get_rank(), dist.get_world_size())
-
-    def add_up(self, tensors: list[Tensor]) -> None:
-        """Replace tensors by their sums over all processes, as one message."""
-        if self.count == 1:
-            return
-        flat = torch.cat([t.flatten() for t in tensors])
-        dist.all_reduce(flat)
-        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
-            tensor.copy_(part.view_as(tensor))
-
-
-def train_batch(drafter: Drafter, batch: list[Sequence], update: int, args, worker: Worker,
-                scaler: torch.amp.GradScaler) -> tuple[float, float, float]:
-    """Accumulate the gradient of one global batch; returns loss, KL and hidden-state loss per query.
-
-    Every process draws the same batch and the same horizons and takes its share: the sum does not depend on how many
-    processes there are.
-    """
-    device = next(drafter.parameters()).device
-    draws = np.random.default_rng((args.seed, update))
-    lengths = draws.integers(args.run_length[0], args.run_length[1] + 1, (len(batch), args.horizons))
-    phases = draws.integers(0, lengths)
-    horizons = [torch.stack([run_horizon(s.reply, int(n), int(k)) for n, k in zip(lengths[i], phases[i])])
-                for i, s in enumerate(batch)]  # each (R, T)
-    total = args.horizons * sum(int(queries(s.reply).sum()) for s in batch)
-    share = sorted(range(len(batch))[worker.rank::worker.count], key=lambda i: len(batch[i].tokens))  # little padding
-    sums = torch.zeros(3, device=device)
-    for a in range(0, len(share), args.micro_batch_size):
-        part = share[a:a + args.micro_batch_size]
-        tokens, reply = pad([batch[i] for i in part], device)
-        horizon = torch.nn.utils.rnn.pad_sequence([horizons[i].T for i in part], batch_first=True)  # (B, T, R)
-        with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
-            parts = distillation_loss(drafter, tokens, reply, horizon.permute(2, 0, 1).to(device), args.kl_weight,
-                                      args.feature_weight)
-        scaler.scale(parts[0] / total).backward()
-        sums += parts.detach()
-    for parameter in drafter.parameters():
-        if parameter.grad is None:  # this process had no share of a small batch
-            parameter.grad = torch.zeros_like(parameter)
-    worker.add_up([p.grad for p in drafter.parameters()] + [sums])
-    return tuple((sums / total).tolist())
-
-
-@torch.no_grad()
-def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
-    """Losses and, per draft depth 1..8, how often the drafter's first choice is the target's, if it was so before.
-
-    Text is the data's, so at a depth both have read the same tokens. With a_d the share at depth d, a cycle's expected
-    new tokens are 1 + a_1 + a_1 a_2 + ... : the acceptance length this implies.
-    """
-    device = next(drafter.parameters()).device
-    sums, count = torch.zeros(3), 0
-    reached, right = torch.zeros(DEPTHS), torch.zeros(DEPTHS)
-    for index, sequence in enumerate(held_out):
-        tokens, reply = pad([sequence], device)
-        horizon = run_horizon(sequence.reply, DEPTHS, index % DEPTHS)  # (T)
-        with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
-            passes = both_passes(drafter, tokens, horizon.to(device)[None, None])
-            sums += losses(drafter, passes, reply, args.kl_weight, args.feature_weight).cpu()
-            choice = drafter.logits(passes.features[0, 0]).argmax(-1)
-            choice = choice if drafter.vocabulary is None else drafter.vocabulary[choice]
-            agree = (choice == drafter.target.lm_head(passes.final[0]).argmax(-1)).cpu()  # (T)
-        ask = queries(sequence.reply)
-        count += int(ask.sum())
-        alive = True
-        for i in ask.nonzero()[:, 0].tolist():
-            depth = i - int(horizon[i])  # 1 at a run's first query
-            alive = alive or depth == 1
-            if alive:
-                reached[depth - 1] += 1
-                alive = bool(agree[i])
-                right[depth - 1] += alive
-    rates = (right / reached.clamp(min=1)).tolist()
-    loss, kl, hidden = (sums / max(1, count)).tolist()
-    return {"held_out_loss": loss, "held_out_kl": kl, "held_out_hidden": hidden, "depth_accuracy": rates,
-            "implied_acceptance_length": 1 + float(np.cumprod(rates).sum())}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints
 # ---------------------------------------------------------------------------------------------------------------------
 
-FREE_TO_CHANGE = {"out", "resume", "updates", "eval_every", "save_every", "device", "micro_batch_size", "synthesize"}
+FREE_TO_CHANGE = {"out", "resume", "updates", "eval_every", "save_every", "device", "micro_batch_size"}
 
 
 def save_checkpoint(path: Path, drafter: Drafter, optimizer: Optimizer, scaler, order: Order, update: int, args) -> None:
     """All that is needed to go on as if nothing had happened, written whole or not at all."""
     state = {"update": update, "epoch": order.epoch, "position": order.position, "drafter": drafter.state_dict(),
-             "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "arguments": vars(args)}
+             "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "arguments": vars(args),
+             "data_bytes": [os.path.getsize(path) for path in args.data]}
     torch.save(state, path.with_suffix(".part"))
     os.replace(path.with_suffix(".part"), path)
 
 
 def load_checkpoint(path: Path, args) -> dict:
-    """Raises InputError if there is none or it was made by other arguments."""
+    """Raises InputError if there is none, or it was made by other arguments or from other data."""
     if not path.exists():
         raise InputError(f"{path}: no checkpoint to resume; run without --resume first")
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises what the damage happens to cause
+        raise InputError(f"{path}: not a readable checkpoint: {one_line(error)}") from None
     for name, value in state["arguments"].items():
         if name not in FREE_TO_CHANGE and value != getattr(args, name):
             raise InputError(f"{path} was made with --{name.replace('_', '-')} {value}, not {getattr(args, name)}; "
                              "resume with the same arguments or choose another --out")
+    if state["data_bytes"] != [os.path.getsize(path) for path in args.data]:
+        raise InputError(f"{', '.join(args.data)}: changed since {path} was made; restore the data or choose another --out")
     return state
 
 
@@ -489,6 +543,7 @@ def load_checkpoint(path: Path, args) -> dict:
 
 ANSWER_TEMPERATURES = (0.0, 0.0, 0.6, 1.0)  # half of the answers greedy, as most use of a drafter is
 QUESTION_TEMPERATURE, TOP_P = 1.0, 0.95
+BARREN = 500  # conversations without an answer, in a row, after which --synthesize gives up
 NEXT_TURN = 0.3  # the chance that a conversation goes on after an answer
 
 
@@ -554,28 +609,42 @@ def synthesize_batch(target: Llama, tokenizer: Tokenizer, seeds: list[int], seq_
     return [row.messages for row in everyone]
 
 
+def is_conversation(line: bytes) -> bool:
+    try:
+        return bool(read_messages(line.decode()))
+    except ValueError:
+        return False
+
+
 def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
-    """Write args.synthesize conversations to args.data; a file that has some already is continued."""
-    path, batch_size = Path(args.data[0]), args.batch_size
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = seed = 0
-    if path.exists():
-        text = path.read_bytes()
-        whole = text.rfind(b"\n") + 1
-        written = text[:whole].count(b"\n")
-        with open(path, "r+b") as file:
-            file.truncate(whole)  # an interrupted run may have left half a line
-        seed = whole  # bytes: beyond all seeds used so far, of which some made nothing
-    with open(path, "a") as file, tqdm(total=args.synthesize, initial=written, unit=" conversations") as bar:
+    """Write args.synthesize conversations to a file; one that has some already is continued. Raises InputError."""
+    path, written, seed, barren = Path(args.data[0]), 0, 0, 0
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            text = path.read_bytes()
+            tail = text.rpartition(b"\n")[2]
+            if tail and not is_conversation(tail):  # an interrupted run may have left half a line
+                os.truncate(path, len(text) - len(tail))
+            elif tail:
+                path.write_bytes(text + b"\n")
+            written, seed = path.read_bytes().count(b"\n"), len(text)  # bytes: beyond all seeds used so far
+        file = open(path, "a")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+    with file, tqdm(total=args.synthesize, initial=written, unit=" conversations") as bar:
         while written < args.synthesize:
-            seeds = [(args.seed * 10**9 + seed + i) % 2**63 for i in range(batch_size)]
-            seed += batch_size
-            for messages in synthesize_batch(target, tokenizer, seeds, args.seq_len):
-                if len(messages) >= 2 and written < args.synthesize:
-                    file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
-                    written += 1
-                    bar.update()
+            seeds = [(args.seed * 10**9 + seed + i) % 2**63 for i in range(args.batch_size)]
+            seed += args.batch_size
+            made = [m for m in synthesize_batch(target, tokenizer, seeds, args.seq_len) if len(m) >= 2]
+            for messages in made[:args.synthesize - written]:
+                file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+                written += 1
+                bar.update()
             file.flush()
+            barren = 0 if made else barren + args.batch_size
+            if barren >= BARREN:
+                raise InputError(f"{barren} conversations in a row came to no answer; raise --seq-len above {args.seq_len}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -631,7 +700,10 @@ def frequent_tokens(data: Conversations, indices: np.ndarray, count: int) -> tup
 
 def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -> Drafter:
     if args.init:
-        return load_drafter(args.init, target).float().requires_grad_(True)
+        drafter = load_drafter(args.init, target).requires_grad_(True)
+        for parameter in drafter.parameters():  # not .float(): the LM head's rows belong to the target
+            parameter.data = parameter.data.float()
+        return drafter
     choices = {
         "layer_self_attention_num_attention_heads": args.lsa_heads, "layer_self_attention_intermediate_size": args.lsa_mlp,
         "self_attention_intermediate_size": args.mlp, "cross_attention_intermediate_size": args.mlp,
@@ -647,20 +719,39 @@ def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -
     return drafter
 
 
-def main() -> None:
-    args = parse()
+def check(args: argparse.Namespace) -> None:
+    """Raises InputError for arguments that contradict each other or an --out that cannot be written."""
     if args.run_length[0] > args.run_length[1]:
         raise InputError(f"--run-length {args.run_length[0]} {args.run_length[1]}: the low end comes first")
-    if Path(args.out).is_file():
-        raise InputError(f"--out {args.out} is a file; name a folder")
+    if args.synthesize:
+        if len(args.data) > 1:
+            raise InputError("--synthesize writes one file; name one --data")
+        return
+    sizes = ("tli", "no_lsa", "no_ca", "lsa_heads", "lsa_mlp", "mlp", "kv_heads", "draft_vocabulary", "warm_start")
+    ignored = [f"--{name.replace('_', '-')}" for name in sizes if getattr(args, name)]
+    if args.init and ignored:
+        raise InputError(f"--init takes sizes and start from its drafter; leave out {', '.join(ignored)}")
+    if args.warm_start and args.no_ca:
+        raise InputError("--warm-start fits a drafter with CA; leave out --no-ca")
+    try:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {args.out} cannot be a folder: {error.strerror}") from None
+
+
+def main() -> None:
+    args = parse()
+    check(args)
     if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(args.device)
-    args.dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
+    args.dtype = args.dtype or default_dtype(args.device)
     out, checkpoint = Path(args.out), Path(args.out) / "checkpoint.pt"
     if not args.synthesize and not args.resume and checkpoint.exists():
         raise InputError(f"{out} holds a checkpoint: add --resume to go on, or choose another --out")
     target, tokenizer = load_target(args)
+    if args.seq_len > target.config.max_position_embeddings:
+        raise InputError(f"--seq-len {args.seq_len} is beyond the target's context of {target.config.max_position_embeddings}")
     if args.synthesize:
         return synthesize(target, tokenizer, args)
     worker = Worker.join(args.device)
@@ -685,51 +776,15 @@ def main() -> None:
         scaler.load_state_dict(state["scaler"])
         order, start = Order(training, args.seed, state["epoch"], state["position"]), state["update"]
     if worker.rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
         lines = log_path.read_text().splitlines(keepends=True) if args.resume and log_path.exists() else []
         whole = [line for line in lines if line.endswith("\n")]  # an interrupted run may have left half a line
         log_path.with_suffix(".part").write_text("".join(line for line in whole if json.loads(line)["update"] <= start))
         os.replace(log_path.with_suffix(".part"), log_path)
-    held_out = [s for s in (data.get(int(i)) for i in held_out) if s is not None] or draw_batch(data, Order(training, args.seed), 1)
+    held_out = [s for s in (data.get(int(i)) for i in held_out) if s is not None]
+    held_out = held_out or draw_batch(data, Order(training, args.seed), 1)
     train(drafter, optimizer, scaler, data, order, held_out, start, epoch_updates, worker, args)
     if worker.count > 1:
         dist.destroy_process_group()
-
-
-def train(drafter: Drafter, optimizer: Optimizer, scaler, data: Conversations, order: Order, held_out: list[Sequence],
-          start: int, epoch_updates: int, worker: Worker, args) -> None:
-    out, parameters = Path(args.out), list(drafter.parameters())
-
-    def log(**record) -> None:
-        with open(out / "log.jsonl", "a") as file:
-            file.write(json.dumps(record) + "\n")
-
-    bar = tqdm(range(start, args.updates), initial=start, total=args.updates, unit=" updates", disable=worker.rank > 0)
-    for update in bar:
-        began = time.perf_counter()
-        batch = draw_batch(data, order, args.batch_size)
-        rate = learning_rate(update, args, epoch_updates)
-        loss, kl, hidden = train_batch(drafter, batch, update, args, worker, scaler)
-        for part in optimizer.parts:
-            scaler.unscale_(part)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, args.clip or math.inf).item()
-        optimizer.step(rate, scaler)
-        drafter.zero_grad()
-        if worker.rank > 0:
-            continue
-        speed = sum(len(s.tokens) for s in batch) / (time.perf_counter() - began)
-        bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} tokens/s")
-        done, last = update + 1, update + 1 == args.updates
-        log(update=done, loss=loss, kl=kl, hidden=hidden, lr=rate, grad_norm=norm, tokens_per_second=speed)
-        if done % args.eval_every == 0 or last:
-            figures = evaluate(drafter, held_out, args)
-            log(update=done, skipped_lines=len(data.skipped), **figures)
-            depths = " ".join(f"{rate:.2f}" for rate in figures["depth_accuracy"])
-            tqdm.write(f"update {done}: held-out loss {figures['held_out_loss']:.3f}, right at depth 1..{DEPTHS} {depths}, "
-                       f"acceptance length {figures['implied_acceptance_length']:.2f}", file=sys.stderr)
-        if done % args.save_every == 0 or last:
-            save_drafter(drafter, out)  # first: a run whose last checkpoint exists has nothing left to do
-            save_checkpoint(out / "checkpoint.pt", drafter, optimizer, scaler, order, done, args)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def test_keeping_a_path_of_a_tree_equals_having_run_only_that_path(tiny, path):
     tiny(TOKENS[:1, :10], cache)
     tree, rope = TOKENS[1:2, :7], tiny.rotary[:, 10 + torch.tensor(depths)]
     mask = torch.cat([torch.ones(7, 10, dtype=torch.bool), ancestors], dim=1)
-    x = tiny.run(tiny.embed_tokens(tree), range(3), cache, rope, mask)
+    x = tiny.run_layers(tiny.embed_tokens(tree), range(3), cache, rope, mask)
     cache.advance(7)
     linear = torch.cat([TOKENS[:1, :10], tree[:, path], TOKENS[2:, :5]], dim=1)
     close(tiny.lm_head(tiny.norm(x))[:, path], tiny(linear)[:, 10:10 + len(path)])

@@ -114,7 +114,7 @@ def test_drafting_step_by_step_gives_the_features_of_one_pass_under_its_horizon(
 def test_from_the_true_hidden_state_the_draft_distribution_is_the_targets_own(target, N):
     drafter, tokens = new_drafter(target, target_layer_inference=N), torch.tensor([random_tokens(12)])
     _, kv, hidden = read(target, tokens[0].tolist())
-    true_state = target.run(target.embed_tokens(tokens), range(LAYERS - N))
+    true_state = target.run_layers(target.embed_tokens(tokens), range(LAYERS - N))
     for horizon in (torch.full((12,), -1), torch.arange(12), torch.arange(12) - 1, torch.arange(12).clamp(max=5)):
         features = drafter.infer_target_layers(true_state, kv, horizon.unsqueeze(0))
         torch.testing.assert_close(features, hidden, **CLOSE)
@@ -180,8 +180,8 @@ def test_a_long_prompt_is_remembered_in_chunks_as_in_one_piece(target, monkeypat
     whole = first_memory(target, drafter, tokens)
     monkeypatch.setattr(moa, "PROMPT_CHUNK", 5)
     chunked = first_memory(target, drafter, tokens)
-    torch.testing.assert_close(chunked.states, whole.states)
-    torch.testing.assert_close(chunked.reused, whole.reused)
+    torch.testing.assert_close(chunked.cross_kv, whole.cross_kv)
+    torch.testing.assert_close(chunked.reused_kv, whole.reused_kv)
 
 
 @pytest.mark.parametrize("vocabulary", [None, (3, 5, 8, 13, 21, 30)])

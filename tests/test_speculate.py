@@ -12,7 +12,7 @@ import torch
 import speculate
 from llama import Config, Llama, probabilities, run_command
 from moa import Drafter, DrafterConfig, load_drafter
-from speculate import Settings, accept, run
+from speculate import Settings, accept, answer
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / "weights" / "smollm2"
@@ -121,7 +121,7 @@ def sequences_excess(target: Llama, drafter: Drafter, draft_length: int | None, 
     counts = torch.zeros(VOCABULARY ** LENGTH)
     for seed in range(count):
         index = 0
-        for token in run(target, drafter, PROMPT, settings, seed).tokens:
+        for token in answer(target, drafter, PROMPT, settings, seed).tokens:
             index = index * VOCABULARY + token
         counts[index] += 1
     return excess(counts, exact_distribution(target, top_p))
@@ -162,23 +162,23 @@ def test_the_same_test_rejects_a_wrong_rule(wrong, monkeypatch):
 def test_greedy_tokens_are_those_of_the_target_alone(choices):
     target = new_target(16)
     drafter = new_drafter(target, **choices)
-    alone = run(target, None, PROMPT, Settings(24)).tokens
+    alone = answer(target, None, PROMPT, Settings(24)).tokens
     for draft_length in (*range(1, 9), None):
-        assert run(target, drafter, PROMPT, Settings(24, draft_length=draft_length)).tokens == alone
+        assert answer(target, drafter, PROMPT, Settings(24, draft_length=draft_length)).tokens == alone
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_drafter_that_is_the_target_is_always_accepted(temperature):
     target = new_target(16)
     drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)
-    result = run(target, drafter, PROMPT, Settings(21, temperature, 0.9, draft_length=4))
+    result = answer(target, drafter, PROMPT, Settings(21, temperature, 0.9, draft_length=4))
     assert result.figures.target_calls == 4 and result.acceptance_length() == 5  # the prefill's token, and 4 x (4 + 1)
 
 
 def test_every_token_is_emitted_once_and_told_apart_as_drafted_or_the_targets_own():
     target, emitted = new_target(16), []
     drafter = new_drafter(target, target_layer_inference=4, likeness=0.8)
-    result = run(target, drafter, PROMPT, Settings(24, draft_length=3), emit=lambda *event: emitted.append(event))
+    result = answer(target, drafter, PROMPT, Settings(24, draft_length=3), emit=lambda *event: emitted.append(event))
     assert [token for token, _ in emitted] == result.tokens
     assert sum(not drafted for _, drafted in emitted) in (result.figures.target_calls, result.figures.target_calls + 1)
     assert 1 < result.acceptance_length() < 4  # some drafts are accepted and some are not
@@ -187,32 +187,32 @@ def test_every_token_is_emitted_once_and_told_apart_as_drafted_or_the_targets_ow
 def test_as_many_tokens_as_asked_and_no_more():
     target = new_target(16)
     drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)
-    alone = run(target, None, PROMPT, Settings(12)).tokens
+    alone = answer(target, None, PROMPT, Settings(12)).tokens
     for count in range(1, 13):
-        result = run(target, drafter, PROMPT, Settings(count, draft_length=4))
+        result = answer(target, drafter, PROMPT, Settings(count, draft_length=4))
         assert result.tokens == alone[:count]
-    assert run(target, drafter, PROMPT, Settings(1)).figures.target_calls == 0
+    assert answer(target, drafter, PROMPT, Settings(1)).figures.target_calls == 0
 
 
 @pytest.mark.parametrize("likeness", [0.0, 1.0])
 def test_nothing_follows_a_stop_token(likeness):
     target = new_target(16)
     drafter = new_drafter(target, likeness, target_layer_inference=4)
-    alone = run(target, None, PROMPT, Settings(20)).tokens
+    alone = answer(target, None, PROMPT, Settings(20)).tokens
     for stop in set(alone):
         expected = alone[:alone.index(stop) + 1]
-        assert run(target, None, PROMPT, Settings(20, stop_ids=frozenset([stop]))).tokens == expected
+        assert answer(target, None, PROMPT, Settings(20, stop_ids=frozenset([stop]))).tokens == expected
         for draft_length in (1, 3, 8):
             settings = Settings(20, draft_length=draft_length, stop_ids=frozenset([stop]))
-            assert run(target, drafter, PROMPT, settings).tokens == expected
+            assert answer(target, drafter, PROMPT, settings).tokens == expected
 
 
 def test_prompt_and_answer_may_fill_the_context_to_its_end():
     target = new_target(16, context=24)
-    alone = run(target, None, PROMPT, Settings(20)).tokens
+    alone = answer(target, None, PROMPT, Settings(20)).tokens
     for N in (0, 4):
         drafter = new_drafter(target, likeness=1.0, target_layer_inference=N)
-        assert run(target, drafter, PROMPT, Settings(20, draft_length=8)).tokens == alone
+        assert answer(target, drafter, PROMPT, Settings(20, draft_length=8)).tokens == alone
 
 
 # The default model and its drafter -----------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def shipped(smollm2) -> Drafter:
 def test_with_the_shipped_drafter_every_token_is_the_default_models_own_choice(smollm2, shipped, number):
     model, tokenizer = smollm2
     prompt = tokenizer.chat([{"role": "user", "content": PROMPTS[number]}])
-    tokens = run(model, shipped, prompt, Settings(32, stop_ids=frozenset(tokenizer.stop_ids))).tokens
+    tokens = answer(model, shipped, prompt, Settings(32, stop_ids=frozenset(tokenizer.stop_ids))).tokens
     assert len(tokens) == 32 or tokens[-1] in tokenizer.stop_ids
     best = model(torch.tensor([prompt + tokens[:-1]]))[0, len(prompt) - 1:].topk(2)
     for token, (first, second), (high, low) in zip(tokens, best.indices.tolist(), best.values.tolist()):
