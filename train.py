@@ -521,9 +521,7 @@ def save_checkpoint(path: Path, drafter: Drafter, optimizer: Optimizer, scaler, 
 
 
 def load_checkpoint(path: Path, args) -> dict:
-    """Raises InputError if there is none, or it was made by other arguments or from other data."""
-    if not path.exists():
-        raise InputError(f"{path}: no checkpoint to resume; run without --resume first")
+    """Raises InputError if it is damaged, or was made by other arguments or from other data."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises what the damage happens to cause
@@ -720,7 +718,7 @@ def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises InputError for arguments that contradict each other or an --out that cannot be written."""
+    """Raises InputError for arguments that contradict each other."""
     if args.run_length[0] > args.run_length[1]:
         raise InputError(f"--run-length {args.run_length[0]} {args.run_length[1]}: the low end comes first")
     if args.synthesize:
@@ -733,10 +731,6 @@ def check(args: argparse.Namespace) -> None:
         raise InputError(f"--init takes sizes and start from its drafter; leave out {', '.join(ignored)}")
     if args.warm_start and args.no_ca:
         raise InputError("--warm-start fits a drafter with CA; leave out --no-ca")
-    try:
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out {args.out} cannot be a folder: {error.strerror}") from None
 
 
 def main() -> None:
@@ -754,6 +748,8 @@ def main() -> None:
         raise InputError(f"--seq-len {args.seq_len} is beyond the target's context of {target.config.max_position_embeddings}")
     if args.synthesize:
         return synthesize(target, tokenizer, args)
+    if args.resume and not checkpoint.exists():
+        raise InputError(f"{checkpoint}: no checkpoint to resume; run without --resume first")
     worker = Worker.join(args.device)
     data = Conversations(args.data, tokenizer, args.seq_len, verbose=worker.rank == 0)
     if len(data) == 0:
@@ -763,6 +759,10 @@ def main() -> None:
     held_out, training = shuffled[:held], shuffled[held:]
     order = Order(training, args.seed)
     draw_batch(data, Order(training, args.seed), 1)  # raises if nothing is usable
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {out} cannot be a folder: {error.strerror}") from None
     epoch_updates = math.ceil(len(training) / args.batch_size)
     args.updates = args.updates or epoch_updates
     drafter = new_drafter(target, data, training, args)

@@ -297,6 +297,17 @@ def test_data_without_anything_usable_is_an_error_of_one_line(tmp_path, command,
     assert error.value.code == 2 and len(messages) == 1 and str(path) in messages[0] and why in messages[0]
 
 
+@pytest.mark.parametrize("arguments, why", [
+    (["--run-length", 9, 3], "low end"), (["--kv-heads", 3], "multiple of the kv heads"), (["--lsa-heads", 500], "cannot have"),
+    (["--tli", 9], "3 layers"), (["--seq-len", 100000], "beyond the target's context"), (["--init", "x", "--tli", 1], "leave out --tli"),
+    (["--no-ca", "--warm-start"], "leave out --no-ca"), (["--synthesize", 1, "--data", "a", "b"], "one --data")])
+def test_arguments_that_cannot_be_meant_are_errors_of_one_line(tmp_path, data, command, capsys, arguments, why):
+    with pytest.raises(SystemExit) as error:
+        command("--data", data, "--out", tmp_path / "out", *arguments)
+    message, = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and why in message
+
+
 # Optimisation --------------------------------------------------------------------------------------------------------
 
 def test_schedules():
