@@ -32,7 +32,7 @@ from moa import Draft, Drafter, Drafting, Memory, load_drafter
 
 SHIPPED = {DEFAULT_MODEL: Path(__file__).parent / "weights" / DEFAULT_MODEL}
 LONGEST_DRAFT = 8  # where --draft-length does not say
-CONFIDENCE = 0.4  # and there a draft ends once the product of the drafter's confidences is below this
+CONFIDENCE = 0.6  # and there a draft ends once the product of the drafter's confidences is below this
 
 
 @dataclass(frozen=True)
