@@ -269,16 +269,18 @@ class Drafting:
         tokens, qs, confidence = [], [], 1.0
         while len(tokens) < length and confidence >= threshold:
             features = self.step(tokens[-1] if tokens else token)  # (E)
-            logits = self.drafter.logits(features)  # (V) or the draft vocabulary
-            q = probabilities(logits, temperature, top_p)
-            choice = sample(q, generator) if temperature > 0 else logits.argmax()
+            logits, vocabulary = self.drafter.logits(features), self.drafter.vocabulary  # (V) or the draft vocabulary
+            if temperature > 0:
+                q = probabilities(logits, temperature, top_p)
+                choice = sample(q, generator)
+                if vocabulary is not None:
+                    q = q.new_zeros(self.drafter.target.config.vocab_size).scatter_(0, vocabulary, q)
+                qs.append(q)
+            else:
+                choice = logits.argmax()
             confidence *= torch.softmax(logits.float(), dim=-1)[choice].item()
-            if self.drafter.vocabulary is not None:
-                choice = self.drafter.vocabulary[choice]
-                q = q.new_zeros(self.drafter.target.config.vocab_size).scatter_(0, self.drafter.vocabulary, q)
-            tokens.append(choice.item())
-            qs.append(q)
-        return Draft(token, tokens, torch.stack(qs) if temperature > 0 and qs else None)
+            tokens.append((choice if vocabulary is None else vocabulary[choice]).item())
+        return Draft(token, tokens, torch.stack(qs) if qs else None)
 
     def step(self, token: int) -> Tensor:
         """Features (E) at `token`, which follows all tokens drafted so far."""

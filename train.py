@@ -6,10 +6,10 @@ tokens before its run, which is the state it will meet while drafting. The loss 
 
     0.1 KL(p || q) + 1.0 SmoothL1(h, h'),    p, h the target's distribution and hidden state, q, h' the drafter's.
 
-    python train.py --data ultrachat.jsonl --out runs/drafter                 # the paper's recipe
-    python train.py --data ultrachat.jsonl --out runs/drafter --resume        # goes on after any interruption
-    torchrun --nproc-per-node 8 train.py --data ultrachat.jsonl               # the same, on eight GPUs
-    python train.py --synthesize 1000 --data own.jsonl                        # no data? let the target write it
+    python train.py --data ultrachat.jsonl                           # the paper's recipe, one pass over the data
+    python train.py --data ultrachat.jsonl --resume                  # goes on after any interruption
+    torchrun --nproc-per-node 8 train.py --data ultrachat.jsonl      # the same, on eight GPUs
+    python train.py --synthesize 1000 --data own.jsonl               # no data? let the target write it
 
 Shapes: B batch, T tokens, L layers, E hidden, V vocabulary, N reused layers, R horizons.
 """
