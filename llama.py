@@ -66,27 +66,65 @@ class Config:
     tie_word_embeddings: bool = False
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x (..., in) times weight (out, in) -> (..., out).
+def can_pack(weight: Tensor) -> bool:
+    """Whether `pack` helps here: on a CPU that oneDNN has kernels for, in a type that it multiplies in."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
-    One row or a handful, a step or the verification of a draft, should cost the same: reading the weights once. On a CPU
-    F.linear's kernel for x @ W.T does not get there, the one for W @ x.T almost does, if x has at least two rows: for one
-    row it falls back to a matrix-vector product that is three times as slow, so a single row is doubled.
+
+def pack(*layers: nn.Linear) -> Tensor:
+    """The weights of some layers, one below the other, in oneDNN's own blocked layout. The layers give theirs up.
+
+    A pass over one token or over a draft of several should cost the same: reading the weights once. F.linear does not get
+    there on a CPU. Two to sixteen rows take two to five times as long as they should, and so do other orders of the same
+    product for one row or another. Only the kernel that inductor picks for frozen weights is at the speed of memory up to
+    six rows, and then grows slowly, as arithmetic takes over.
     """
-    rows = x.numel() // x.shape[-1]
-    if rows <= 32 and x.device.type == "cpu":
-        few = x.reshape(rows, -1).contiguous()  # row-major: the kernel depends on the layout too
-        few = few.repeat(2, 1) if rows == 1 else few
-        return (weight @ few.T).T[:rows].contiguous().view(*x.shape[:-1], -1)
-    return F.linear(x, weight)
+    weight = torch.cat([layer.weight for layer in layers])
+    for layer in layers:
+        layer.weight = None
+    return torch.ops.mkldnn._reorder_linear_weight(weight, 16)  # 16 rows: what the layout is chosen for
+
+
+def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
+    """x (..., in) times packed weights -> (..., out)."""
+    rows = x.reshape(-1, x.shape[-1])
+    count = len(rows)
+    if count < 4:  # which the kernel is slower for: repeat them to 4 or 6
+        rows = torch.cat([rows] * -(-4 // count))
+    y = torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")[:count]
+    return y.view(*x.shape[:-1], -1)
 
 
 class Linear(nn.Linear):
+    """Without a bias. Once packed it can be applied, but neither trained nor saved."""
+
+    packed: Tensor | None = None
+
     def __init__(self, inputs: int, outputs: int):
         super().__init__(inputs, outputs, bias=False)
 
+    def pack(self) -> None:
+        self.packed = pack(self)
+
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        return F.linear(x, self.weight) if self.packed is None else packed_linear(x, self.packed)
+
+
+class Joint:
+    """Linear layers of the same input: once packed, one product."""
+
+    def __init__(self, *layers: Linear):
+        self.layers, self.sizes, self.packed = layers, [layer.out_features for layer in layers], None
+
+    def pack(self) -> None:
+        self.packed = pack(*self.layers)
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        if self.packed is None:
+            return [layer(x) for layer in self.layers]
+        return packed_linear(x, self.packed).split_with_sizes(self.sizes, dim=-1)
 
 
 class RMSNorm(nn.Module):
@@ -99,19 +137,19 @@ class RMSNorm(nn.Module):
 
 
 def rotary_table(length: int, head_dim: int, theta: float, device, factors: tuple[float, ...] | None = None) -> Tensor:
-    """Cosines and sines of every position times every frequency, float32 (2, length, D/2) (Su et al. 2021)."""
+    """Cosine and signed sine of every position times every frequency, float32 (2, length, D) (Su et al. 2021)."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)  # (D/2)
     if factors is not None:
         frequencies = frequencies / torch.tensor(factors, device=device)
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)  # (length, D/2)
-    return torch.stack([angles.cos(), angles.sin()])
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)])
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_{i+D/2}) by its position's angle. x (..., T, D), rope (2, T, D/2)."""
+    """Turn each pair (x_i, x_{i+D/2}) by its position's angle. x (..., T, D), rope (2, T, D)."""
     cos, sin = rope
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin).type_as(x)
 
 
 class Attention(nn.Module):
@@ -119,21 +157,38 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int):
         super().__init__()
-        self.head_dim = head_dim
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.q_proj = Linear(width, heads * head_dim)
         self.k_proj = Linear(width, kv_heads * head_dim)
         self.v_proj = Linear(width, kv_heads * head_dim)
         self.o_proj = Linear(heads * head_dim, width)
+        self.qkv, self.kv = Joint(self.q_proj, self.k_proj, self.v_proj), Joint(self.k_proj, self.v_proj)
+
+    def pack(self, *products: Joint | Linear) -> None:
+        """Pack what is used: q, k and v as one product, or q apart from k and v where these come from elsewhere."""
+        for product in products + (self.o_proj,):
+            product.pack()
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """(B, T, H * D) -> (B, H, T, D)"""
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+    def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Of x (B, T, E): queries (B, H, T, D), and keys and values side by side (B, Hkv, T, 2D)."""
+        q, k, v = self.qkv(x)
+        qk = rotate(self.split_heads(torch.cat([q, k], dim=-1)), rope)  # (B, H + Hkv, T, D)
+        q, k = qk[:, :self.heads], qk[:, self.heads:]
+        return q, torch.cat([k, self.split_heads(v)], dim=-1)
+
+    def queries(self, x: Tensor, rope: Tensor) -> Tensor:
+        return rotate(self.split_heads(self.q_proj(x)), rope)
 
     def keys_values(self, x: Tensor, rope: Tensor) -> Tensor:
-        """Key (rotated) and value side by side. x (B, T, E) -> (B, Hkv, T, 2D)."""
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, Hkv, T, D)
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, Hkv, T, D)
+        k, v = map(self.split_heads, self.kv(x))
         return torch.cat([rotate(k, rope), v], dim=-1)
 
-    def forward(self, x: Tensor, kv: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
-        """Queries of x (B, T, E) over kv (B, Hkv, S, 2D); mask (T, S) or (B, 1, T, S) is True where they may look."""
-        q = rotate(self.q_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2), rope)  # (B, H, T, D)
+    def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
+        """Queries (B, H, T, D) over kv (B, Hkv, S, 2D); mask (T, S) or (B, 1, T, S) is True where they may look."""
         k, v = kv.chunk(2, dim=-1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)  # (B, H, T, D)
         return self.o_proj(out.transpose(1, 2).flatten(2))
@@ -145,9 +200,15 @@ class MLP(nn.Module):
         self.gate_proj = Linear(width, inner)
         self.up_proj = Linear(width, inner)
         self.down_proj = Linear(inner, width)
+        self.gate_up = Joint(self.gate_proj, self.up_proj)
+
+    def pack(self) -> None:
+        self.gate_up.pack()
+        self.down_proj.pack()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_up(x)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class DecoderLayer(nn.Module):
@@ -162,9 +223,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None = None, append=lambda kv: kv) -> Tensor:
         """Self-attention. `append` takes the new keys and values and returns all there are to attend to."""
-        h = self.input_layernorm(x)
-        kv = append(self.self_attn.keys_values(h, rope))
-        return self.feed_forward(x + self.self_attn(h, kv, rope, mask))
+        q, kv = self.self_attn.queries_keys_values(self.input_layernorm(x), rope)
+        return self.feed_forward(x + self.self_attn(q, append(kv), mask))
 
     def keys_values(self, x: Tensor, rope: Tensor) -> Tensor:
         """What `attend` reads of another sequence x (B, S, E): (B, Hkv, S, 2D)."""
@@ -172,10 +232,21 @@ class DecoderLayer(nn.Module):
 
     def attend(self, x: Tensor, kv: Tensor, rope: Tensor, mask: Tensor | None = None) -> Tensor:
         """Cross-attention: queries from x (B, T, E), keys and values made elsewhere."""
-        return self.feed_forward(x + self.self_attn(self.input_layernorm(x), kv, rope, mask))
+        q = self.self_attn.queries(self.input_layernorm(x), rope)
+        return self.feed_forward(x + self.self_attn(q, kv, mask))
 
     def feed_forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.post_attention_layernorm(x))
+
+    def pack(self) -> None:
+        """For self-attention."""
+        self.self_attn.pack(self.self_attn.qkv)
+        self.mlp.pack()
+
+    def pack_cross(self) -> None:
+        """For cross-attention."""
+        self.self_attn.pack(self.self_attn.q_proj, self.self_attn.kv)
+        self.mlp.pack()
 
 
 class KVCache:
@@ -250,14 +321,24 @@ class Llama(nn.Module):
     def make_rotary_table(self) -> None:
         c, device = self.config, self.embed_tokens.weight.device
         table = rotary_table(c.max_position_embeddings, c.head_dim, c.rope_theta, device, c.rope_factors)
-        self.register_buffer("rotary", table, persistent=False)  # (2, context, D/2)
+        self.register_buffer("rotary", table, persistent=False)  # (2, context, D)
+
+    def pack(self) -> "Llama":
+        """Lay the weights out for fast inference, where `can_pack`. They are then neither trained through nor saved.
+
+        A tied LM head parts from the embedding and has its own copy.
+        """
+        if can_pack(self.embed_tokens.weight):
+            for module in [*self.layers, self.lm_head]:
+                module.pack()
+        return self
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         c, weight = self.config, self.embed_tokens.weight
         return KVCache(c.num_hidden_layers, batch, c.num_key_value_heads, capacity, c.head_dim, weight.device, weight.dtype)
 
     def rope(self, start: int, end: int) -> Tensor:
-        """Angles of positions start..end-1, (2, T, D/2). Raises InputError beyond the model's context."""
+        """Angles of positions start..end-1, (2, T, D). Raises InputError beyond the model's context."""
         if end > self.config.max_position_embeddings:
             raise InputError(f"{end} tokens do not fit the model's context of {self.config.max_position_embeddings}; "
                              "shorten the prompt or the answer")
@@ -885,6 +966,7 @@ def main() -> None:
     add_generation_arguments(parser)
     arguments = parser.parse_args()
     model, tokenizer = load_target(arguments)
+    model.pack()
     prompt = tokenizer.chat([{"role": "user", "content": arguments.prompt}])
     count = answer_length(model, prompt, arguments.max_new_tokens)
     generator = torch.Generator(arguments.device).manual_seed(arguments.seed)

@@ -25,8 +25,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from llama import (DecoderLayer, InputError, KVCache, Llama, causal_mask, fill, linear, probabilities, read_json,
-                   read_tensors, rotary_table, sample)
+from llama import (DecoderLayer, InputError, KVCache, Linear, Llama, can_pack, causal_mask, fill, probabilities, read_json, read_tensors,
+                   rotary_table, sample)
 
 PROMPT_CHUNK = 256  # LSA works on T x L rows: a long prompt is remembered this many tokens at a time
 
@@ -95,7 +95,6 @@ class Drafter(nn.Module):
             raise InputError(f"target_layer_inference is {c.target_layer_inference}, but the target has "
                              f"{t.num_hidden_layers} layers")
         self.config = config
-        self._target = (target,)  # in a tuple, or its weights would become ours to train and save
         self.N = c.target_layer_inference
         kv_width, width = 2 * t.num_key_value_heads * t.head_dim, t.hidden_size  # 2 Ekv, E
         head_dim, lsa_head_dim = width // c.num_attention_heads, kv_width // c.layer_self_attention_num_attention_heads
@@ -116,23 +115,30 @@ class Drafter(nn.Module):
                 c.layer_self_attention_num_key_value_heads, lsa_head_dim, c.rms_norm_eps)
         self.Ekv2E = nn.Linear(kv_width if c.use_layer_self_attention else width, width)
 
-        # Derived, never saved: rotary tables (layers are positions 0..L-1) and the rows of the LM head in use.
-        device = target.embed_tokens.weight.device
+        # The target and, of its LM head, the rows in use: in a tuple, or they would become ours to train and save.
+        head, vocabulary, device = target.lm_head, None, target.embed_tokens.weight.device
+        if c.draft_vocabulary is not None:
+            vocabulary = torch.tensor(c.draft_vocabulary, device=device)
+            head = Linear(width, len(vocabulary))
+            head.weight = nn.Parameter(target.lm_head.weight[vocabulary], requires_grad=False)
+        self._frozen = target, head
+        self.register_buffer("vocabulary", vocabulary, persistent=False)
+
+        # Derived, never saved: rotary tables (LSA's positions are the layers).
         table = rotary_table(t.max_position_embeddings, head_dim, c.rope_theta, device)
         self.register_buffer("rotary", table, persistent=False)
         if c.use_layer_self_attention:
             table = rotary_table(t.num_hidden_layers, lsa_head_dim, c.rope_theta, device)
             self.register_buffer("layer_rotary", table, persistent=False)
-        head, vocabulary = target.lm_head.weight.detach(), None
-        if c.draft_vocabulary is not None:
-            vocabulary = torch.tensor(c.draft_vocabulary, device=device)
-            head = head[vocabulary]
-        self.register_buffer("vocabulary", vocabulary, persistent=False)
-        self.register_buffer("head", head, persistent=False)  # (V, E), or its rows that may be drafted
 
     @property
     def target(self) -> Llama:
-        return self._target[0]
+        return self._frozen[0]
+
+    @property
+    def head(self) -> Linear:
+        """The target's LM head, (V, E), or its rows that may be drafted."""
+        return self._frozen[1]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,7 +146,21 @@ class Drafter(nn.Module):
 
     def logits(self, features: Tensor) -> Tensor:
         """Frozen LM head, (..., E) -> (..., V), or one logit for each token of the draft vocabulary."""
-        return linear(features.to(self.head.dtype), self.head)
+        return self.head(features.to(self.target.norm.weight.dtype))
+
+    def pack(self) -> "Drafter":
+        """As `Llama.pack`."""
+        if can_pack(self.Ekv2E.weight):
+            self.self_attention.pack()
+            if self.config.use_cross_attention:
+                self.cross_attention.pack_cross()
+            else:
+                self.cross_attention.pack()
+            if self.config.use_layer_self_attention:
+                self.layer_self_attention.pack()
+            if self.vocabulary is not None:
+                self.head.pack()
+        return self
 
     def memory(self, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
         """LSA, mean, projection: kv (B, T, L, 2 Ekv) -> (B, T, E). Without LSA: a projection of hidden (B, T, E)."""

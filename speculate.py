@@ -288,7 +288,8 @@ def main() -> None:
         raise InputError(f"no drafter is shipped for {args.model}: name one with --drafter (train.py makes them), or add "
                          "--no-speculation")
     model, tokenizer = load_target(args)
-    drafter = None if args.no_speculation else load_drafter(folder, model)
+    drafter = None if args.no_speculation else load_drafter(folder, model).pack()
+    model.pack()
     settings = Settings(args.max_new_tokens, args.temperature, args.top_p, args.draft_length, frozenset(tokenizer.stop_ids))
     if prompts:
         rows = bench(model, drafter, tokenizer, prompts, settings, args.seed)

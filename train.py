@@ -132,7 +132,7 @@ def losses(drafter: Drafter, passes: Passes, reply: Tensor, kl_weight: float, fe
     """Loss, its KL part and its hidden-state part (3), each summed over the queries in reply (B, T) of all horizons."""
     ask = torch.stack([queries(row) for row in reply])  # (B, T)
     features, final = passes.features[:, ask].float(), passes.final[ask]  # (R, n, E), (n, E)
-    kl = ForwardKL.apply(features, final, drafter.head)
+    kl = ForwardKL.apply(features, final, drafter.head.weight)
     hidden = hidden_loss(features, final)
     if drafter.N > 0:  # half on the state the frozen layers make, half on the one the drafter predicts
         hidden = (hidden + hidden_loss(passes.guesses[:, ask], passes.entering[ask])) / 2
