@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import math
+import mmap
 import os
 import re
 import struct
@@ -287,8 +288,9 @@ class KVCache:
         """Of the positions from `start` on keep only start + rows, in that order: the accepted path of a tree."""
         if rows and not 0 <= min(rows) <= max(rows) < self.length - start:
             raise ValueError(f"rows {rows} are not among the {self.length - start} positions after {start}")
-        index = torch.tensor(rows, device=self.kv.device, dtype=torch.long) + start
-        self.kv[:, :, :, start:start + len(rows)] = self.kv[:, :, :, index]
+        if rows != list(range(len(rows))):
+            index = torch.tensor(rows, device=self.kv.device) + start
+            self.kv[:, :, :, start:start + len(rows)] = self.kv[:, :, :, index]
         self.length = start + len(rows)
 
     def read(self, start: int, end: int) -> Tensor:
@@ -307,7 +309,9 @@ class Llama(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         c = self.config = config
-        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        weight = torch.empty(c.vocab_size, c.hidden_size)  # nothing is drawn for a model that is about to be loaded:
+        self.embed_tokens = nn.Embedding(  # on the meta device that would import a compiler, a second of start-up
+            c.vocab_size, c.hidden_size, _weight=weight if weight.is_meta else weight.normal_())
         self.layers = nn.ModuleList(
             DecoderLayer(c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim,
                          c.rms_norm_eps) for _ in range(c.num_hidden_layers))
@@ -356,9 +360,13 @@ class Llama(nn.Module):
             x = self.layers[i](x, rope, mask, (lambda kv: cache.append(i, kv)) if cache else (lambda kv: kv))
         return x
 
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Final hidden states, after the final norm. tokens (B, T), which follow those in the cache -> (B, T, E)."""
-        x = self.run_layers(self.embed_tokens(tokens), range(len(self.layers)), cache)
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None, rope: Tensor | None = None,
+               mask: Tensor | None = None) -> Tensor:
+        """Final hidden states, after the final norm. tokens (B, T), which follow those in the cache -> (B, T, E).
+
+        A tree of tokens states each one's angles (2, T, D) and what it sees (T, S).
+        """
+        x = self.run_layers(self.embed_tokens(tokens), range(len(self.layers)), cache, rope, mask)
         if cache:
             cache.advance(tokens.shape[1])
         return self.norm(x)
@@ -388,10 +396,15 @@ def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Ten
     return p
 
 
-def sample(p: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw from p (..., V) -> (...): argmax p_x / e_x with e_x ~ Exp(1) is x with probability p_x (a race)."""
+def race(p: Tensor, generator: torch.Generator) -> Tensor:
+    """p_x / e_x with e_x ~ Exp(1): x comes first with probability p_x, and the order is one drawn without replacement."""
     e = torch.empty_like(p).exponential_(generator=generator)
-    return (p / e.clamp_(min=torch.finfo(p.dtype).tiny)).argmax(-1)  # some devices draw 0, and 0 / 0 would win
+    return p / e.clamp_(min=torch.finfo(p.dtype).tiny)  # some devices draw 0, and 0 / 0 would win
+
+
+def sample(p: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw from p (..., V), which need not be normalised -> (...)."""
+    return race(p, generator).argmax(-1)
 
 
 @torch.inference_mode()
@@ -612,18 +625,20 @@ GGUF_NAMES = {
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 
 
-def read_gguf_header(path: Path) -> tuple[dict, dict[str, tuple[list[int], int, int]], np.ndarray]:
+def read_gguf_header(path: Path) -> tuple[dict, dict[str, tuple[list[int], int, int]], mmap.mmap]:
     """Metadata, tensors as name: (shape, type id, offset of the first byte), and the whole file, memory-mapped."""
     try:
-        data = np.memmap(path, dtype=np.uint8, mode="r")
+        with open(path, "rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read: {one_line(error)}") from None
-    at = 0
+    at, unpackers = 0, {form: struct.Struct("<" + form) for form in ["4s", *GGUF_SCALARS.values()]}
 
     def read(form: str):
         nonlocal at
-        value, = struct.unpack_from("<" + form, data, at)
-        at += struct.calcsize("<" + form)
+        unpacker = unpackers[form]
+        value, = unpacker.unpack_from(data, at)
+        at += unpacker.size
         return value
 
     def text() -> str:
@@ -632,7 +647,7 @@ def read_gguf_header(path: Path) -> tuple[dict, dict[str, tuple[list[int], int, 
         if count > len(data) - at:
             raise struct.error("a string runs past the end of the file")
         at += count
-        return data[at - count:at].tobytes().decode("utf-8", errors="replace")
+        return data[at - count:at].decode("utf-8", errors="replace")
 
     def value(kind: int):
         if kind == GGUF_STRING:
@@ -682,7 +697,7 @@ def read_gguf(path: Path) -> tuple[Config, Iterator[tuple[str, Tensor]]]:
         blocks = math.prod(shape) // weights
         if start + blocks * size > len(data):
             raise InputError(f"{path}: truncated: tensor {name} ends beyond the end of the file")
-        raw = torch.from_numpy(np.array(data[start:start + blocks * size]))
+        raw = torch.from_numpy(np.frombuffer(data, np.uint8, blocks * size, start).copy())
         return decoder(raw.view(blocks, size)).view(shape)
 
     def get(key: str):

@@ -22,11 +22,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from llama import (DecoderLayer, InputError, KVCache, Linear, Llama, can_pack, causal_mask, fill, probabilities, read_json, read_tensors,
-                   rotary_table, sample)
+from llama import (DecoderLayer, InputError, KVCache, Linear, Llama, can_pack, causal_mask, fill, probabilities, race, read_json, read_tensors,
+                   rotary_table)
 
 PROMPT_CHUNK = 256  # LSA works on T x L rows: a long prompt is remembered this many tokens at a time
 
@@ -72,17 +73,58 @@ class Memory:
     """What the target's side tells the drafter of T newly verified tokens."""
 
     tokens: list[int]
-    cross_kv: Tensor  # CA's keys and values of their memories, (1, Hkv, T, 2D); without CA the memories (1, T, E)
-    reused_kv: Tensor  # the target's own in its last N layers, (N, 1, Hkv, T, 2D): a view of its cache, read it at once
+    cross_kv: Tensor | None = None  # CA's keys and values of their memories, (1, Hkv, T, 2D); without CA the memories (1, T, E)
+    reused_kv: Tensor | None = None  # the target's own in its last N layers, (N, 1, Hkv, T, 2D): a view, read it at once
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a draft may grow. A chain is a tree of breadth 1.
+
+    A token is not proposed if its path's probability is below `token_threshold`, and those of a level are the last if
+    theirs add up to less than `level_threshold`: what they stand to gain would not pay for itself.
+    """
+
+    depth: int
+    breadth: int = 1  # leaves that are expanded together
+    nodes: int = 8  # tokens in all
+    token_threshold: float = 0.0
+    level_threshold: float = 0.0
+
+    def room(self, drafted: int, temperature: float) -> int:
+        """How many tokens the next level may have. At temperature 0 those too many are dropped in the end."""
+        if self.breadth == 1:
+            return 1
+        return self.nodes if temperature == 0 else min(-(-self.nodes // self.depth), self.nodes - drafted)
 
 
 @dataclass
 class Draft:
-    """What the drafter proposes to follow `token`, the newest the target has said."""
+    """What the drafter proposes to follow `token`, the newest the target has said: a tree, parents before children."""
 
     token: int
     tokens: list[int]  # K
-    q: Tensor | None = None  # the distribution each was drawn from, (K, V); None where drafting was greedy
+    parents: list[int]  # the index in tokens that each follows, -1 for `token`; siblings in the order they were drawn
+    q: Tensor | None = None  # what each parent's children were drawn from, parents in order, (., V); None: not drawn
+
+    def depths(self) -> list[int]:
+        """Of `token`, which is 0, and of every draft: K + 1."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent + 1] + 1)
+        return depths
+
+    def is_chain(self) -> bool:
+        return self.parents == list(range(-1, len(self.parents) - 1))
+
+
+def ancestor_mask(parents: list[int]) -> Tensor:
+    """(n, n) bool: each node sees itself and its ancestors. Parents come before children; a root's is -1."""
+    rows: list[list[bool]] = []
+    for i, parent in enumerate(parents):
+        rows.append(list(rows[parent]) if parent >= 0 else [False] * len(parents))
+        rows[i][i] = True
+    return torch.tensor(rows)
 
 
 class Drafter(nn.Module):
@@ -147,6 +189,16 @@ class Drafter(nn.Module):
     def logits(self, features: Tensor) -> Tensor:
         """Frozen LM head, (..., E) -> (..., V), or one logit for each token of the draft vocabulary."""
         return self.head(features.to(self.target.norm.weight.dtype))
+
+    def token(self, choice: int) -> int:
+        """The id of a token by its place in the draft vocabulary."""
+        return choice if self.vocabulary is None else self.config.draft_vocabulary[choice]
+
+    def spread(self, q: Tensor) -> Tensor:
+        """From probabilities over the draft vocabulary to ones over all tokens, (..., V)."""
+        if self.vocabulary is None:
+            return q
+        return q.new_zeros(*q.shape[:-1], self.target.config.vocab_size).index_copy_(-1, self.vocabulary, q)
 
     def pack(self) -> "Drafter":
         """As `Llama.pack`."""
@@ -242,6 +294,24 @@ class Drafter(nn.Module):
         return (Drafting if self.config.use_cross_attention else OffPolicyDrafting)(self, capacity)
 
 
+def children(q: Tensor, reach: list[float], room: int, threshold: float, temperature: float,
+             generator: torch.Generator | None) -> list[tuple[int, int, float]]:
+    """Up to `room` children of a level's leaves as (leaf, choice, value), by leaf and in order. q (leaves, V).
+
+    A child's value is its probability times its leaf's, which is in reach. At temperature 0 a leaf proposes its likeliest
+    tokens. Above it as many as would be that good are drawn instead, without replacement: as they finish in a race.
+    """
+    likely, choice = q.topk(min(room, q.shape[-1]))  # (leaves, room)
+    scale = torch.tensor(reach, device=q.device)[:, None]
+    best = sorted((-value, leaf, rank) for leaf, values in enumerate((likely * scale).tolist())
+                  for rank, value in enumerate(values) if value > 0 and value >= threshold)[:room]
+    if temperature > 0:
+        choice = race(q, generator).topk(choice.shape[1]).indices
+        likely = q.gather(-1, choice)
+    choices, values = choice.tolist(), (likely * scale).tolist()
+    return [(leaf, choices[leaf][rank], values[leaf][rank]) for leaf, rank in sorted((leaf, rank) for _, leaf, rank in best)]
+
+
 class Drafting:
     """The state of one conversation: SA's cache over all tokens, CA's over memories, the N reused layers' over both.
 
@@ -257,17 +327,21 @@ class Drafting:
         self.reused_cache = KVCache(drafter.N, 1, target.config.num_key_value_heads, capacity, target.config.head_dim,
                                     device, target.embed_tokens.weight.dtype)
         self.verified = 0  # tokens that have a memory
-        self.drafted: list[int] = []  # tokens in SA's cache behind the verified ones
         self.pending: list[int] = []  # verified tokens that SA has not read yet
+        self.drafted: list[int] = []  # tokens in the caches behind the verified: the one to follow, and expanded drafts
+        self.parents: list[int] = []  # of each the index in drafted, -1 for the first
 
     def observe(self, memory: Memory) -> None:
         """Take in newly verified tokens. Costs time in these alone: SA's work on accepted drafts is kept."""
-        kept = 0
-        while kept < min(len(self.drafted), len(memory.tokens)) and self.drafted[kept] == memory.tokens[kept]:
-            kept += 1
-        self.self_cache.truncate(self.self_cache.length - len(self.drafted) + kept)
-        self.pending += memory.tokens[kept:]
-        self.drafted = []
+        path, child = [], {(parent, token): i for i, (parent, token) in enumerate(zip(self.parents, self.drafted))}
+        for token in memory.tokens:
+            node = child.get((path[-1] if path else -1, token))
+            if node is None:
+                break
+            path.append(node)
+        self.self_cache.keep(self.self_cache.length - len(self.drafted), path)
+        self.pending += memory.tokens[len(path):]
+        self.drafted, self.parents = [], []
         self.append_states(memory.cross_kv)
         self.reused_cache.truncate(self.verified)
         for n, kv in enumerate(memory.reused_kv):
@@ -279,99 +353,108 @@ class Drafting:
         self.cross_cache.append(0, states)
         self.cross_cache.advance(states.shape[2])
 
-    def draft(self, token: int, length: int, threshold: float = 0.0, temperature: float = 0.0, top_p: float = 1.0,
+    def draft(self, token: int, shape: Shape, temperature: float = 0.0, top_p: float = 1.0,
               generator: torch.Generator | None = None) -> Draft:
-        """Up to `length` tokens to follow `token`, ending early once the product of confidences is under `threshold`.
+        """A draft to follow `token`, grown level by level: EAGLE-2's dynamic tree (Li et al. 2024).
 
-        Whether to go on is decided before the next token is drawn: a token once drawn is always proposed. To drop it
-        for its low probability would change the distribution it came from, and q would no longer be that one.
+        A node's value is the product of the drafter's probabilities on its path. The best leaves of a level are expanded
+        together, and at temperature 0 the best nodes overall are kept. Above it a token once drawn is always proposed, or
+        its q would not be the distribution it came from: a level's size is settled before it is drawn.
         """
-        tokens, qs, confidence = [], [], 1.0
-        while len(tokens) < length and confidence >= threshold:
-            features = self.step(tokens[-1] if tokens else token)  # (E)
-            logits, vocabulary = self.drafter.logits(features), self.drafter.vocabulary  # (V) or the draft vocabulary
-            if temperature > 0:
-                q = probabilities(logits, temperature, top_p)
-                choice = sample(q, generator)
-                if vocabulary is not None:
-                    q = q.new_zeros(self.drafter.target.config.vocab_size).scatter_(0, vocabulary, q)
-                qs.append(q)
+        tokens, parents, values, qs = [], [], [], []
+        leaves, row = [-1], {}  # row: the index in self.drafted of an expanded node
+        for _ in range(shape.depth):
+            if leaves == [-1]:
+                features = self.step([token], [-1])  # (1, E)
             else:
-                choice = logits.argmax()
-            confidence *= torch.softmax(logits.float(), dim=-1)[choice].item()
-            tokens.append((choice if vocabulary is None else vocabulary[choice]).item())
-        return Draft(token, tokens, torch.stack(qs) if qs else None)
+                features = self.step([tokens[i] for i in leaves], [row[parents[i]] for i in leaves])  # (leaves, E)
+            row.update({leaf: len(self.drafted) - len(leaves) + i for i, leaf in enumerate(leaves)})
+            q = probabilities(self.drafter.logits(features), temperature or 1.0, top_p if temperature > 0 else 1.0)
+            room = shape.room(len(tokens), temperature)
+            reach = [values[i] if i >= 0 else 1.0 for i in leaves]
+            level = children(q, reach, room, shape.token_threshold, temperature, generator) if room else []
+            if not level:
+                break
+            qs.append(q[sorted({leaf for leaf, _, _ in level})])
+            start = len(tokens)
+            for leaf, choice, value in level:
+                tokens.append(self.drafter.token(choice))
+                parents.append(leaves[leaf])
+                values.append(value)
+            leaves = sorted(sorted(range(start, len(tokens)), key=lambda i: -values[i])[:shape.breadth])
+            if sum(values[i] for i in leaves) < shape.level_threshold:
+                break
+        if temperature > 0:
+            return Draft(token, tokens, parents, self.drafter.spread(torch.cat(qs)) if qs else None)
+        kept = sorted(sorted(range(len(tokens)), key=lambda i: -values[i])[:shape.nodes])  # never a node without its parent
+        index = {-1: -1, **{node: i for i, node in enumerate(kept)}}
+        return Draft(token, [tokens[i] for i in kept], [index[parents[i]] for i in kept])
 
-    def step(self, token: int) -> Tensor:
-        """Features (E) at `token`, which follows all tokens drafted so far."""
-        x = self.self_attend(self.pending + [token])
-        self.pending = []
-        self.drafted.append(token)
-        return self.infer_target_layers(self.guess(x[:, -1:]))[0, 0]
-
-    def self_attend(self, tokens: list[int]) -> Tensor:
+    def step(self, tokens: list[int], parents: list[int]) -> Tensor:
+        """Features (T, E) at the tokens of one level. parents index self.drafted; the first of a draft has none, -1."""
         drafter, cache = self.drafter, self.self_cache
-        end = cache.length + len(tokens)
-        x = drafter.target.embed_tokens(torch.tensor([tokens], device=cache.kv.device)).to(drafter.dtype)
-        x = drafter.self_attention(x, drafter.rotary[:, cache.length:end], causal_mask(len(tokens), end, x.device),
-                                   lambda kv: cache.append(0, kv))  # (1, T, E)
-        cache.advance(len(tokens))
-        return x
+        unread, self.pending = self.pending, []
+        self.drafted += tokens
+        self.parents += parents
+        ancestors = ancestor_mask(self.parents)[-len(tokens):]  # (T, drafted)
+        mask = None if ancestors.all() else F.pad(ancestors, (self.verified, 0), value=True).to(cache.kv.device)
+        position = self.verified + int(ancestors[0].sum()) - 1  # of all these tokens: a level is one depth
+        rope = drafter.rotary[:, position - len(unread):position + 1]
+        x = drafter.target.embed_tokens(torch.tensor([unread + tokens], device=cache.kv.device)).to(drafter.dtype)
+        causal = causal_mask(len(unread) + 1, position + 1, x.device) if unread else mask
+        x = drafter.self_attention(x, rope, causal, lambda kv: cache.append(0, kv))  # (1, unread + T, E)
+        cache.advance(x.shape[1])
+        x = self.guess(x, rope, causal, parents)  # (1, T, E)
+        return self.infer_target_layers(x, position, mask)[0]
 
-    def guess(self, x: Tensor) -> Tensor:
-        """CA of the newest token, (1, 1, E)."""
-        position = self.self_cache.length - 1
+    def guess(self, x: Tensor, rope: Tensor, mask: Tensor | None, parents: list[int]) -> Tensor:
+        """CA of the newest tokens, (1, T, E)."""
         kv = self.cross_cache.kv[0, :, :, :self.verified]  # (1, Hkv, S, 2D)
-        return self.drafter.cross_attention.attend(x, kv, self.drafter.rotary[:, position:position + 1])
+        return self.drafter.cross_attention.attend(x[:, -len(parents):], kv, rope[:, -1:])
 
-    def infer_target_layers(self, x: Tensor) -> Tensor:
+    def infer_target_layers(self, x: Tensor, position: int, mask: Tensor | None) -> Tensor:
         if self.drafter.N == 0:
             return x
         target, cache = self.drafter.target, self.reused_cache
-        first, rope = len(target.layers) - self.drafter.N, target.rope(cache.length, cache.length + 1)
+        first, rope = len(target.layers) - self.drafter.N, target.rope(position, position + 1)
         for n in range(self.drafter.N):
-            x = target.layers[first + n](x, rope, append=lambda kv: cache.append(n, kv))
-        cache.advance(1)
+            x = target.layers[first + n](x, rope, mask, lambda kv: cache.append(n, kv))
+        cache.advance(x.shape[1])
         return target.norm(x)
 
 
 class OffPolicyDrafting(Drafting):
     """Drafting without CA: a causal layer over SA's output plus the memory of the token before.
 
-    A drafted token has no memory; its predecessor's guessed hidden state stands in. Accepted tokens are read again once
-    their true memories are there, as EAGLE does.
+    A drafted token has no memory; its parent's guessed hidden state stands in. Accepted tokens are read again once their
+    true memories are there, as EAGLE does.
     """
 
     def __init__(self, drafter: Drafter, capacity: int):
         super().__init__(drafter, capacity)
         self.previous = torch.zeros(1, 1, drafter.target.config.hidden_size, dtype=drafter.dtype,
-                                    device=self.self_cache.kv.device)  # (1, T, E), what the next tokens read
-        self.before_draft = self.previous  # (1, 1, E), what the first drafted token read
+                                    device=self.self_cache.kv.device)  # (1, unread + 1, E), what the next tokens read
+        self.guesses: list[Tensor] = []  # of each token in drafted, (1, 1, E)
 
     def observe(self, memory: Memory) -> None:
         self.self_cache.truncate(self.self_cache.length - len(self.drafted))
         self.cross_cache.truncate(self.self_cache.length)
-        if self.drafted:
-            self.previous = self.before_draft
-        self.drafted = []
+        self.drafted, self.parents, self.guesses = [], [], []
         super().observe(memory)
 
     def append_states(self, states: Tensor) -> None:
         self.previous = torch.cat([self.previous, states], dim=1)
 
-    def step(self, token: int) -> Tensor:
-        if not self.drafted:
-            self.before_draft = self.previous[:, -1:]
-        start = self.self_cache.length
-        x = self.self_attend(self.pending + [token]) + self.previous
-        self.pending = []
-        self.drafted.append(token)
-        end = self.self_cache.length
-        guess = self.drafter.cross_attention(x, self.drafter.rotary[:, start:end], causal_mask(end - start, end, x.device),
-                                             lambda kv: self.cross_cache.append(0, kv))
-        self.cross_cache.advance(end - start)
-        self.previous = guess[:, -1:]
-        return self.infer_target_layers(self.previous)[0, 0]
+    def guess(self, x: Tensor, rope: Tensor, mask: Tensor | None, parents: list[int]) -> Tensor:
+        if parents == [-1]:
+            previous, self.previous = self.previous, self.previous[:, -1:]
+        else:
+            previous = torch.cat([self.guesses[i] for i in parents], dim=1)
+        x = self.drafter.cross_attention(x + previous, rope, mask, lambda kv: self.cross_cache.append(0, kv))
+        self.cross_cache.advance(x.shape[1])
+        x = x[:, -len(parents):]
+        self.guesses += x.split(1, dim=1)
+        return x
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ import struct
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import Iterable
 
 import numpy as np
 import torch
@@ -45,7 +46,6 @@ PACKET = 1460  # bytes that a TCP segment carries over Ethernet
 FLIGHT = 10 * PACKET  # what TCP sends without waiting for an acknowledgement (RFC 6928)
 LEAST_TIMEOUT = 0.2  # of a retransmission, as in Linux
 FIRST_TIMEOUT = 1.0  # before any round trip has been seen (RFC 6298)
-LONGEST_WORK = 86400.0  # seconds; a server that says more is not to be believed
 
 HEADER = struct.Struct("!4sBIQ")  # magic, version, length of the JSON part, length of the tensor bytes
 MAGIC, VERSION = b"MoAs", 1
@@ -145,7 +145,7 @@ class Network:
         return arrival
 
 
-def symmetric(link: Link, seed: int = 0, outages: list[Outage] = ()) -> Network:
+def symmetric(link: Link, seed: int = 0, outages: Iterable[Outage] = ()) -> Network:
     """A network with the same conditions, but not the same chances, both ways."""
     return Network(replace(link, seed=2 * seed), replace(link, seed=2 * seed + 1), [replace(o) for o in outages])
 
@@ -205,7 +205,7 @@ class VirtualClock:
     `patience`: for how many real seconds to wait for a reply, whose virtual arrival is not known before it is here.
     """
 
-    def __init__(self, costs: dict[str, float], patience: float = 60.0):
+    def __init__(self, costs: dict[str, float], patience: float = 300.0):
         self.costs, self.patience, self.moment = costs, patience, 0.0
 
     def now(self) -> float:
@@ -244,7 +244,8 @@ class Reply:
     tensors: dict[str, Tensor]
     size: int
     left: float  # the server
-    arrival: float  # if no outage stops it
+    arrival: float  # by the link; an outage may come between
+    read: float  # when it was really here
 
 
 class Channel:
@@ -263,9 +264,8 @@ class Channel:
         self.connect(sock)
 
     def connect(self, sock: socket.socket) -> None:
-        """Take a (new) connection; what the old one still owed is forgotten."""
+        """Take a connection: the first, or after close() another one. What the old one still owed is forgotten."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.settimeout(self.clock.patience)
         self.sock, self.dead = sock, ""  # or why it is
         self.requests: deque[Request] = deque()  # not, or not wholly, answered
         self.reply: Reply | None = None  # read, but not yet told
@@ -275,12 +275,14 @@ class Channel:
         self.sock.close()
 
     def send(self, fields: dict, tensors: dict[str, Tensor]) -> None:
-        """Hand a request over. Raises Lost if the connection is known to be dead."""
+        """Hand a request over. Raises Lost if the connection is dead."""
+        if self.dead:
+            raise Lost(self.dead)
         sent = self.clock.now()
         try:
-            size = send_message(self.sock, fields, tensors)
+            size = send_message(self.sock, fields, tensors, time.monotonic() + self.clock.patience)
         except OSError as error:
-            self.dead = self.dead or f"the server is gone: {error}"
+            self.dead = f"the server is gone: it takes no message ({error})"
             raise Lost(self.dead)
         self.bytes_up += size
         self.requests.append(Request(sent, self.network.through(sent, self.network.up.arrival(sent, size))))
@@ -313,7 +315,9 @@ class Channel:
 
     def arrival(self) -> float:
         """When the reply at hand arrives, by all that is known of outages now; inf without one."""
-        return math.inf if self.reply is None else self.network.through(self.reply.left, self.reply.arrival)
+        if self.reply is None:
+            return math.inf
+        return max(self.network.through(self.reply.left, self.reply.arrival), self.reply.read)
 
     def look(self, until: float) -> None:
         """Read the next reply, if one is owed and really comes by the moment `until`."""
@@ -323,7 +327,7 @@ class Channel:
             fields, tensors, size = receive_message(self.sock, self.limit, time.monotonic() + self.clock.patience)
             self.bytes_down += size
             worked = float(self.clock.worked(fields))
-            if not 0 <= worked <= LONGEST_WORK:
+            if not 0 <= worked < math.inf:
                 raise ValueError
         except ProtocolError as error:
             self.dead = f"the server is gone: {error}"
@@ -331,21 +335,22 @@ class Channel:
             self.dead = "the server answers rubbish: a reply does not say for how long it worked"
         else:
             self.server = max(self.server, self.requests[0].delivered) + worked
-            arrival = max(self.network.down.arrival(self.server, size), self.clock.now())  # not before it is really here
-            self.reply = Reply(fields, tensors, size, self.server, arrival)
+            arrival = self.network.down.arrival(self.server, size)
+            self.reply = Reply(fields, tensors, size, self.server, arrival, self.clock.now())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Framed messages: header, JSON part {"fields": {...}, "tensors": {name: [dtype, shape]}}, tensor bytes (little-endian)
 # ---------------------------------------------------------------------------------------------------------------------
 
-def send_message(sock: socket.socket, fields: dict, tensors: dict[str, Tensor]) -> int:
-    """Send one message and return its size in bytes. Raises OSError if the peer is gone."""
+def send_message(sock: socket.socket, fields: dict, tensors: dict[str, Tensor], deadline: float = math.inf) -> int:
+    """Send one message by `deadline` (of time.monotonic); its size in bytes. Raises OSError if the peer does not take it."""
     layout = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
     data = b"".join(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
                     for tensor in tensors.values())
     text = json.dumps({"fields": fields, "tensors": layout}, separators=(",", ":")).encode()
     message = HEADER.pack(MAGIC, VERSION, len(text), len(data)) + text + data
+    wait_no_longer_than(deadline, sock)
     sock.sendall(message)
     return len(message)
 
@@ -356,22 +361,24 @@ def receive_message(sock: socket.socket, limit: int, deadline: float = math.inf)
     All of it must have come by `deadline` (of time.monotonic), however the peer spreads it. Raises ConnectionClosed if the
     peer closed before its first byte, ProtocolError if it is longer than `limit` bytes, malformed, cut short or late.
     """
-    header = read_exactly(sock, HEADER.size, deadline, ConnectionClosed)
-    magic, version, text_size, data_size = HEADER.unpack(header)
+    message = bytearray()
+    fill(message, HEADER.size, sock, deadline)
+    magic, version, text_size, data_size = HEADER.unpack(message)
+    start = HEADER.size + text_size  # of the tensor bytes
+    size = start + data_size
     if (magic, version) != (MAGIC, VERSION):
         raise ProtocolError("what came is not a message of ours, or of another version")
-    size = HEADER.size + text_size + data_size
     if text_size > LONGEST_JSON or size > limit:
-        raise ProtocolError(f"a message of {size} bytes ({text_size} of JSON) is too long")
-    fields, layout = parse_description(read_exactly(sock, text_size, deadline))
-    tensors, start = {}, 0
-    if sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in layout.values()) != data_size:
+        raise ProtocolError(f"a message of {size} bytes, {text_size} of them JSON, is too long")
+    fill(message, start, sock, deadline)
+    fields, layout = parse_description(message[HEADER.size:])
+    sizes = [math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in layout.values()]
+    if sum(sizes) != data_size:
         raise ProtocolError("the tensors of a message do not add up to its length")
-    data = np.frombuffer(read_exactly(sock, data_size, deadline), np.uint8)
-    for name, (dtype, shape) in layout.items():
-        end = start + math.prod(shape) * DTYPES[dtype].itemsize
-        tensors[name] = torch.from_numpy(data[start:end].copy()).view(DTYPES[dtype]).view(shape)  # copied: aligned
-        start = end
+    fill(message, size, sock, deadline)
+    pieces = torch.from_numpy(np.frombuffer(message, np.uint8, offset=start)).split(sizes)
+    tensors = {name: piece.clone().view(DTYPES[dtype]).view(shape)  # cloned: aligned, and free of the message
+               for (name, (dtype, shape)), piece in zip(layout.items(), pieces)}
     return fields, tensors, size
 
 
@@ -391,26 +398,30 @@ def is_tensor(entry: object) -> bool:
     """Whether this is a [dtype, shape] that can be; an empty tensor's other sizes must not be absurd either."""
     match entry:
         case [str(dtype), list(shape)] if len(shape) <= MOST_DIMENSIONS and all(type(n) is int and n >= 0 for n in shape):
-            return dtype in DTYPES and math.prod(max(1, n) for n in shape) < 2**62
+            return dtype in DTYPES and math.prod(max(1, n) for n in shape) < 2**60
     return False
 
 
-def read_exactly(sock: socket.socket, size: int, deadline: float, at_start: type[ProtocolError] = ProtocolError) -> bytearray:
-    """Exactly `size` bytes. Memory is taken for what has come, not for what was announced."""
-    data = bytearray()
-    while len(data) < size:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise ProtocolError("a message took too long")
-        sock.settimeout(None if left == math.inf else left)
+def fill(message: bytearray, size: int, sock: socket.socket, deadline: float) -> None:
+    """Read on until the message has `size` bytes. Memory is taken for what has come, not for what was announced."""
+    while len(message) < size:
         try:
-            piece = sock.recv(min(size - len(data), 1 << 16))
+            wait_no_longer_than(deadline, sock)
+            piece = sock.recv(min(size - len(message), 1 << 16))
+        except TimeoutError:
+            raise ProtocolError("a message took too long")
         except OSError as error:
-            raise ProtocolError("a message took too long" if isinstance(error, TimeoutError) else f"{error}")
+            raise ProtocolError(f"the connection broke ({error})")
         if not piece:
-            raise ProtocolError("the connection ended in the middle of a message") if data else at_start("it hung up")
-        data += piece
-    return data
+            raise ProtocolError("the connection ended within a message") if message else ConnectionClosed("it hung up")
+        message += piece
+
+
+def wait_no_longer_than(deadline: float, sock: socket.socket) -> None:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    sock.settimeout(None if left == math.inf else left)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

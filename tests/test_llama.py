@@ -64,6 +64,20 @@ def test_a_cached_forward_in_chunks_equals_the_uncached_one(tiny, chunks):
     close(torch.cat([tiny(part, cache) for part in TOKENS.split(chunks, dim=1)], dim=1), tiny(TOKENS))
 
 
+@pytest.mark.skipif(not llama.can_pack(torch.ones(1)), reason="PyTorch has no oneDNN here, which packing is for")
+@pytest.mark.parametrize("folder", [UNTIED, TIED], ids=lambda path: path.name)
+def test_a_packed_model_gives_the_same_logits_for_any_number_of_rows(folder):
+    model, packed = llama.load_model(folder), llama.load_model(folder).pack()
+    assert {name for name, _ in packed.named_parameters() if "norm" not in name} == {"embed_tokens.weight"}
+    caches = model.new_cache(180), packed.new_cache(180)
+    for rows in range(1, 18):
+        tokens = TOKENS[:1, :rows]
+        expected, hidden = model.hidden(tokens, caches[0]), packed.hidden(tokens, caches[1])
+        close(hidden, expected, 1e-5)
+        close(packed.lm_head(hidden), model.lm_head(expected), 1e-5)
+    close(packed(TOKENS), model(TOKENS), 1e-5)
+
+
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.03), (torch.float16, 0.004)])
 @pytest.mark.parametrize("folder", [UNTIED, TIED], ids=lambda path: path.name)
 def test_half_precision_is_close_to_float32(folder, dtype, tolerance):

@@ -1,5 +1,8 @@
-"""The drafter: parity with the authors' numbers, one pass against step by step, ablations, checkpoints."""
+"""The drafter: parity with the authors' numbers, one pass against step by step, drafts, ablations, checkpoints."""
+import copy
+import itertools
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -7,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import moa
-from llama import Config, InputError, Llama, RMSNorm, load_model, probabilities
-from moa import Drafter, DrafterConfig, Memory, load_drafter, save_drafter
+from llama import Config, InputError, Llama, RMSNorm, can_pack, load_model, probabilities
+from moa import Draft, Drafter, DrafterConfig, Drafting, Memory, Shape, children, load_drafter, save_drafter
 
 GOLDEN = Path(__file__).parent / "golden"
 CLOSE = dict(atol=1e-4, rtol=1e-4)
@@ -43,6 +46,12 @@ def first_memory(target: Llama, drafter: Drafter, tokens: list[int]) -> Memory:
     return drafter.remember(tokens, cache, 0, hidden)
 
 
+def start_behind(target: Llama, drafter: Drafter, tokens: list[int]) -> Drafting:
+    drafting = drafter.start(64)
+    drafting.observe(first_memory(target, drafter, tokens))
+    return drafting
+
+
 def random_tokens(count: int, seed: int = 3) -> list[int]:
     return torch.randint(V, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -74,28 +83,43 @@ def test_lsa_memory_features_and_logits_are_those_of_the_authors(N):
 
 # One pass, and step by step ------------------------------------------------------------------------------------------
 
-CYCLES = [  # (drafted, then verified): each way a cycle can end
-    ([5, 6, 7, 8], [5, 6]),  # a rejection
-    ([1, 2, 3], [1, 2, 3, 4]),  # all accepted; the last draft was proposed but never read
-    ([9, 10, 11], [12, 13]),  # other tokens than the drafted ones
-    ([14, 15], [14]),
-    ([], [16, 17]),  # nothing was drafted
-    ([18, 19, 20, 21], [18, 30, 20]),  # they part and meet again
-    ([22], [24]),  # a single draft
-    ([23, 25], [23, 25])]
+CYCLES = [  # (drafted, whom each follows, then verified): each way a cycle can end
+    ([5, 6, 7, 8], [-1, 0, 1, 2], [5, 6]),  # a rejection
+    ([1, 2, 3], [-1, 0, 1], [1, 2, 3, 4]),  # all accepted; the last draft was proposed but never read
+    ([9, 10, 11], [-1, 0, 1], [12, 13]),  # other tokens than the drafted ones
+    ([14, 15, 16, 17, 18, 19, 20], [-1, 0, 0, 0, 1, 3, 3], [14, 17, 19]),  # a tree, of which another branch is kept
+    ([], [], [16, 17]),  # nothing was drafted
+    ([18, 19, 20, 21], [-1, 0, 1, 2], [18, 30, 20]),  # they part and meet again
+    ([2, 3, 4, 5, 5, 6, 7], [-1, 0, 0, 1, 2, 3, 4], [2, 4, 5, 8]),  # a token that occurs on two branches
+    ([22], [-1], [24]),  # a single draft
+    ([23, 25], [-1, 0], [23, 25])]
+
+
+def path_to(node: int, tokens: list[int], parents: list[int]) -> list[int]:
+    return (path_to(parents[node], tokens, parents) if parents[node] >= 0 else []) + [tokens[node]]
+
+
+def step_through(drafting: Drafting, tokens: list[int], parents: list[int]) -> torch.Tensor:
+    """Features (K, E) of a tree, level by level."""
+    levels: dict[int, list[int]] = {}
+    for node in range(len(tokens)):
+        levels.setdefault(len(path_to(node, tokens, parents)), []).append(node)
+    return torch.cat([drafting.step([tokens[i] for i in level], [parents[i] for i in level]) for level in levels.values()])
 
 
 def both_ways(target: Llama, drafter: Drafter):
-    """Of each cycle the features of every draft, step by step, and of the same in one pass under its horizon (K, E)."""
+    """Of each cycle the features of every draft, step by step, and of its path in one pass under the horizon (K, E)."""
     verified, cache, drafting = random_tokens(7), target.new_cache(64), drafter.start(64)
     drafting.observe(drafter.remember(verified, cache, 0, target.hidden(torch.tensor([verified]), cache)))
-    for drafted, then_verified in CYCLES:
+    for drafted, parents, then_verified in CYCLES:
         if drafted:
-            steps = torch.stack([drafting.step(token) for token in drafted])
-            tokens = verified + drafted
-            _, kv, hidden = read(target, tokens)
-            horizon = torch.full((1, len(tokens)), len(verified) - 1)
-            yield steps, drafter.features(torch.tensor([tokens]), kv, horizon, hidden)[0, len(verified):]
+            features = []
+            for node in range(len(drafted)):
+                tokens = verified + path_to(node, drafted, parents)
+                _, kv, hidden = read(target, tokens)
+                horizon = torch.full((1, len(tokens)), len(verified) - 1)
+                features.append(drafter.features(torch.tensor([tokens]), kv, horizon, hidden)[0, -1])
+            yield step_through(drafting, drafted, parents), torch.stack(features)
         start = cache.length
         hidden = target.hidden(torch.tensor([then_verified]), cache)
         drafting.observe(drafter.remember(then_verified, cache, start, hidden))
@@ -164,14 +188,13 @@ def test_a_cycle_costs_its_new_tokens_only(target):
 
     verify(random_tokens(10))
     assert rows == {"SA": 0, "LSA": 10 * LAYERS, "CA keys": 10}  # SA reads the prompt with the first draft
-    for token in (1, 2, 3, 4):
-        drafting.step(token)
+    step_through(drafting, [1, 2, 3, 4], [-1, 0, 0, 2])
     assert rows == {"SA": 14, "LSA": 10 * LAYERS, "CA keys": 10}
-    verify([1, 2, 3])  # of four drafted tokens three are kept
-    drafting.step(5)
+    verify([1, 3, 4])  # of four drafted tokens three are kept
+    drafting.step([5], [-1])
     assert rows == {"SA": 15, "LSA": 13 * LAYERS, "CA keys": 13}
     verify([5, 6, 7])  # two tokens that SA has not read
-    drafting.step(8)
+    drafting.step([8], [-1])
     assert rows == {"SA": 18, "LSA": 16 * LAYERS, "CA keys": 16}
 
 
@@ -184,6 +207,26 @@ def test_a_long_prompt_is_remembered_in_chunks_as_in_one_piece(target, monkeypat
     torch.testing.assert_close(chunked.reused_kv, whole.reused_kv)
 
 
+@pytest.mark.skipif(not can_pack(torch.ones(1)), reason="PyTorch has no oneDNN here, which packing is for")
+@pytest.mark.parametrize("choices", [
+    dict(), dict(target_layer_inference=2), dict(use_cross_attention=False), dict(use_layer_self_attention=False),
+    dict(draft_vocabulary=(3, 5, 8, 13, 21, 30))], ids=str)
+def test_a_packed_drafter_of_a_packed_target_drafts_the_same(target, choices):
+    drafter, twin, tokens = new_drafter(target, **choices), copy.deepcopy(target), random_tokens(9)
+    packed = new_drafter(twin, **choices).pack()
+    twin.pack()
+    assert packed.self_attention.self_attn.o_proj.weight is None is packed.head.weight
+    for rows in range(1, 18):
+        pair = start_behind(target, drafter, tokens), start_behind(twin, packed, tokens)
+        expected, features = (step_through(side, random_tokens(1 + rows), [-1] + [0] * rows) for side in pair)
+        torch.testing.assert_close(features, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(packed.logits(features), drafter.logits(expected), atol=1e-5, rtol=1e-5)
+    assert start_behind(twin, packed, tokens).draft(2, Shape(3, 4, 12)) == start_behind(target, drafter, tokens).draft(
+        2, Shape(3, 4, 12))
+
+
+# Drafts --------------------------------------------------------------------------------------------------------------
+
 @pytest.mark.parametrize("vocabulary", [None, (3, 5, 8, 13, 21, 30)])
 def test_a_draft_is_drawn_from_exactly_the_q_it_reports(target, vocabulary):
     drafter = new_drafter(target, draft_vocabulary=vocabulary)
@@ -192,7 +235,7 @@ def test_a_draft_is_drawn_from_exactly_the_q_it_reports(target, vocabulary):
     for _ in range(500):
         drafting = drafter.start(16)
         drafting.observe(memory)
-        draft = drafting.draft(2, 1, temperature=0.7, top_p=0.9, generator=generator)
+        draft = drafting.draft(2, Shape(1), temperature=0.7, top_p=0.9, generator=generator)
         counts[draft.tokens[0]] += 1
     q = draft.q[0]
     torch.testing.assert_close(q.sum(), torch.tensor(1.0))
@@ -202,17 +245,76 @@ def test_a_draft_is_drawn_from_exactly_the_q_it_reports(target, vocabulary):
     assert set(q.nonzero().flatten().tolist()) <= set(allowed.tolist())
     drafting = drafter.start(16)
     drafting.observe(memory)
-    own = probabilities(target.lm_head(drafting.step(2))[allowed], 0.7, 0.9)
+    own = probabilities(target.lm_head(drafting.step([2], [-1])[0])[allowed], 0.7, 0.9)
     torch.testing.assert_close(q[allowed], own)
 
 
-def test_a_draft_ends_once_the_drafter_is_not_confident(target):
-    drafter, lengths = new_drafter(target), {}
-    for threshold in (0.0, 1e-4, 1e-2, 1.0):
-        drafting = drafter.start(32)
-        drafting.observe(first_memory(target, drafter, random_tokens(6)))
-        lengths[threshold] = len(drafting.draft(2, 8, threshold).tokens)
-    assert lengths[0.0] == 8 > lengths[1e-4] > lengths[1e-2] > lengths[1.0] == 1  # one is always proposed
+def test_siblings_are_drawn_one_after_the_other_without_replacement():
+    q, count, generator = [0.4, 0.3, 0.2, 0.1, 0.0], 3000, torch.Generator().manual_seed(0)
+    pairs = Counter(tuple(choice for _, choice, _ in children(torch.tensor([q]), [1.0], 2, 0.0, 1.0, generator))
+                    for _ in range(count))
+    for first, second in itertools.product(range(5), repeat=2):
+        p = q[first] * q[second] / (1 - q[first]) if first != second else 0.0
+        assert abs(pairs[first, second] - count * p) <= 4.5 * (count * p * (1 - p)) ** 0.5
+
+
+@pytest.mark.parametrize("room, threshold", [(1, 0.0), (4, 0.0), (9, 0.0), (9, 0.1)])
+def test_how_many_children_each_leaf_has_is_settled_before_they_are_drawn(room, threshold):
+    q = probabilities(torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), 0.5, 0.95)
+    likeliest = children(q, [0.5, 0.3, 0.2], room, threshold, 0.0, None)
+    draws = [children(q, [0.5, 0.3, 0.2], room, threshold, 1.0, torch.Generator().manual_seed(seed)) for seed in range(20)]
+    for drawn in draws:
+        assert [leaf for leaf, _, _ in drawn] == [leaf for leaf, _, _ in likeliest]
+        assert all(value == pytest.approx(q[leaf, choice].item() * [0.5, 0.3, 0.2][leaf]) for leaf, choice, value in drawn)
+    assert len({tuple(choice for _, choice, _ in drawn) for drawn in draws}) > 1
+
+
+def paths(draft: Draft) -> set[tuple[int, ...]]:
+    return {tuple(path_to(node, draft.tokens, draft.parents)) for node in range(len(draft.tokens))}
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.02])
+@pytest.mark.parametrize("N", [0, 1, 3])
+def test_a_greedy_tree_has_the_paths_that_the_drafter_finds_likeliest_of_all(target, N, threshold):
+    vocabulary, verified, depth, nodes = (3, 5, 8, 13, 21, 30), random_tokens(6), 3, 20
+    drafter = new_drafter(target, target_layer_inference=N, draft_vocabulary=vocabulary)
+    endings = list(itertools.product(range(len(vocabulary)), repeat=depth))
+    tokens = torch.tensor([verified + [2] + [vocabulary[choice] for choice in ending] for ending in endings])  # (B, T)
+    kv = torch.nn.functional.pad(read(target, verified)[1], (0, 0, 0, 0, 0, 1 + depth)).expand(len(tokens), -1, -1, -1)
+    features = drafter.features(tokens, kv, torch.full_like(tokens, len(verified) - 1))[:, len(verified):-1]  # (B, depth, E)
+    q = drafter.logits(3 * features).softmax(-1).gather(-1, torch.tensor(endings)[..., None])[..., 0].cumprod(-1)
+    values = {tuple(tokens[i, -depth:][:n + 1].tolist()): q[i, n].item() for i in range(len(endings)) for n in range(depth)}
+    best = {path for path in sorted(values, key=lambda path: -values[path])[:nodes] if values[path] >= threshold}
+
+    logits = drafter.logits
+    drafter.logits = lambda features: logits(3 * features)  # not all alike, so that deep paths beat shallow ones
+    draft = start_behind(target, drafter, verified).draft(2, Shape(depth, nodes, nodes, threshold))
+    assert paths(draft) == best and max(draft.depths()) == depth
+    assert all(parent < child for child, parent in enumerate(draft.parents))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [Shape(1), Shape(12), Shape(3, 2, 6), Shape(5, 2, 30), Shape(2, 8, 12)], ids=str)
+def test_a_draft_is_as_large_as_its_shape_and_no_larger(target, shape, temperature):
+    drafting = start_behind(target, new_drafter(target), random_tokens(6))
+    draft = drafting.draft(2, shape, temperature, generator=torch.Generator().manual_seed(0))
+    depths = draft.depths()[1:]
+    if shape.breadth == 1:
+        assert draft.is_chain() and len(draft.tokens) == shape.depth
+    else:
+        assert len(draft.tokens) == shape.nodes and max(depths) <= shape.depth
+    expanded = Counter(depths[parent] for parent in set(draft.parents) - {-1})
+    assert all(count <= shape.breadth for count in expanded.values())
+    assert len(paths(draft)) == len(draft.tokens)  # no token twice among siblings
+
+
+def test_a_level_whose_leaves_are_unlikely_is_the_last(target):
+    drafting = start_behind(target, new_drafter(target), random_tokens(6))
+    lengths = []
+    for threshold in (0.0, 1e-4, 1e-2, 1.1):
+        lengths.append(len(drafting.draft(2, Shape(8, level_threshold=threshold)).tokens))
+        drafting = start_behind(target, new_drafter(target), random_tokens(6))
+    assert lengths[0] == 8 > lengths[1] > lengths[2] > lengths[3] == 1
 
 
 # Ablations -----------------------------------------------------------------------------------------------------------
@@ -240,6 +342,17 @@ def test_without_ca_the_horizon_has_no_effect(target, use_lsa):
 def test_without_ca_the_first_draft_of_each_cycle_has_the_features_of_one_pass(target, choices):
     for steps, features in both_ways(target, new_drafter(target, use_cross_attention=False, **choices)):
         torch.testing.assert_close(steps[0], features[0], **CLOSE)  # later ones read guesses, not truth
+
+
+@pytest.mark.parametrize("N", [0, 2])
+def test_without_ca_a_node_of_a_tree_has_the_features_it_has_in_a_chain(target, N):
+    drafter, tokens = new_drafter(target, use_cross_attention=False, target_layer_inference=N), random_tokens(7)
+    drafted, parents = [14, 15, 16, 17, 18, 19, 20], [-1, 0, 0, 0, 1, 3, 3]
+    features = step_through(start_behind(target, drafter, tokens), drafted, parents)
+    for node in range(7):
+        path = path_to(node, drafted, parents)
+        chain = step_through(start_behind(target, drafter, tokens), path, list(range(-1, len(path) - 1)))
+        torch.testing.assert_close(features[node], chain[-1], **CLOSE)
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------

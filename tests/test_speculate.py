@@ -1,4 +1,5 @@
 """Draft, verify, accept: the target's own tokens at temperature 0, the target's own distribution above it."""
+import copy
 import itertools
 import json
 import math
@@ -9,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import moa
 import speculate
-from llama import Config, Llama, probabilities, run_command
-from moa import Drafter, DrafterConfig, load_drafter
-from speculate import Settings, accept, answer
+from llama import Config, Llama, Tokenizer, probabilities, run_command, sample
+from moa import Draft, Drafter, DrafterConfig, Shape, children, load_drafter
+from speculate import Lookup, Pace, Settings, accept, answer, follow, read_prompts
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / "weights" / "smollm2"
@@ -34,6 +36,18 @@ def new_drafter(target: Llama, likeness: float = 0.0, **choices) -> Drafter:
         block.self_attn.o_proj.weight.mul_(1 - likeness)
         block.mlp.down_proj.weight.mul_(1 - likeness)
     return drafter
+
+
+def chain(tokens: list[int], q: torch.Tensor | None = None) -> Draft:
+    return Draft(0, tokens, list(range(-1, len(tokens) - 1)), q)
+
+
+def siblings(tokens: list[int], q: torch.Tensor | None) -> Draft:
+    return Draft(0, tokens, [-1] * len(tokens), None if q is None else q[None])
+
+
+def fixed(shape: Shape, count: int = 24, **choices) -> Settings:
+    return Settings(count, shape=shape, adaptive=False, **choices)
 
 
 def excess(counts: torch.Tensor, p: torch.Tensor) -> float:
@@ -58,28 +72,35 @@ def excess(counts: torch.Tensor, p: torch.Tensor) -> float:
 
 P = torch.tensor([0.5, 0.2, 0.15, 0.15, 0.0])
 QS = [torch.tensor([0.1, 0.6, 0.1, 0.1, 0.1]), torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0]),
-      torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0]), P]
+      torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0]), torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0]), P]
 
 
-@pytest.mark.parametrize("q", [*QS, None])
-def test_a_draft_is_accepted_with_probability_min_1_p_over_q(q):
-    generator, count = torch.Generator().manual_seed(0), 2000
-    for x in range(5):
-        rate = P[x].item() if q is None else min(1.0, (P[x] / q[x]).item()) if q[x] > 0 else None
-        if rate is None:
-            continue  # never proposed
-        kept = sum(accept(P.expand(2, 5), None if q is None else q[None], torch.tensor([x]), generator)[0]
-                   for _ in range(count))
-        assert abs(kept - count * rate) <= 4.5 * math.sqrt(count * rate * (1 - rate))
+@pytest.mark.parametrize("q", [*QS, None], ids=str)
+@pytest.mark.parametrize("family", [[1, 3, 0], [4, 0, 1], [0, 2, 3]], ids=str)
+def test_each_sibling_is_accepted_with_probability_min_1_p_over_q(q, family):
+    """p: the residual that those before it have left. q: without those before it; a point mass where nothing was drawn."""
+    family = family if q is None else [x for x in family if q[x] > 0]
+    generator, p, left, tries = torch.Generator().manual_seed(0), P, q, 1500
+    paths = [accept(P.expand(len(family) + 1, 5), siblings(family, q), generator)[0] for _ in range(tries)]
+    for rank, x in enumerate(family):
+        left = torch.eye(5)[x] if q is None else left / left.sum()
+        rate, kept = min(1.0, (p[x] / left[x]).item()), paths.count([rank])
+        assert abs(kept - tries * rate) <= 4.5 * math.sqrt(tries * rate * (1 - rate)) + 1e-3
+        tries -= kept
+        if tries == 0:
+            return
+        p = (p - left).clamp(min=0) / (p - left).clamp(min=0).sum()
+        left = left.index_fill(0, torch.tensor(x), 0.0)
 
 
-@pytest.mark.parametrize("q", [*QS, None])
-def test_the_token_that_results_is_distributed_as_p_whatever_q_is(q):
+@pytest.mark.parametrize("q", [*QS, None], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_token_that_results_is_distributed_as_p_whatever_q_is(q, count):
     generator, counts = torch.Generator().manual_seed(0), torch.zeros(5)
-    for _ in range(4000):
-        x = torch.tensor([1]) if q is None else torch.multinomial(q, 1, generator=generator)
-        accepted, token = accept(P.expand(2, 5), None if q is None else q[None], x, generator)
-        counts[x.item() if accepted else token] += 1
+    for _ in range(2000):
+        family = [1, 4, 0, 3][:count] if q is None else [x for _, x, _ in children(q[None], [1.0], count, 0.0, 1.0, generator)]
+        path, token = accept(P.expand(len(family) + 1, 5), siblings(family, q), generator)
+        counts[family[path[0]] if path else token] += 1
     assert excess(counts, P) < 4
 
 
@@ -87,20 +108,21 @@ def test_when_every_draft_is_accepted_one_more_is_drawn_from_p():
     generator, counts = torch.Generator().manual_seed(0), torch.zeros(5)
     p = torch.stack([QS[0], QS[1], P])
     for _ in range(3000):
-        drafts = torch.multinomial(p[:2], 1, generator=generator)[:, 0]
-        accepted, token = accept(p, p[:2], drafts, generator)
-        assert accepted == 2
+        path, token = accept(p, chain(sample(p[:2], generator).tolist(), p[:2]), generator)
+        assert path == [0, 1]
         counts[token] += 1
     assert excess(counts, P) < 4
 
 
-def test_greedy_acceptance_keeps_drafts_while_they_are_the_argmax_then_takes_the_argmax():
-    argmax = [3, 1, 4, 1]
-    p, generator = torch.eye(5)[argmax], torch.Generator().manual_seed(0)
-    for drafts, expected in (([3, 1, 4], (3, 1)), ([3, 1, 0], (2, 4)), ([3, 0, 4], (1, 1)), ([0, 1, 4], (0, 3))):
-        for q in (None, torch.eye(5)[drafts]):
-            assert accept(p, q, torch.tensor(drafts), generator) == expected
-    assert accept(p[:1], None, torch.tensor([], dtype=torch.long), generator) == (0, 3)
+@pytest.mark.parametrize("draft, choices, expected", [
+    (chain([3, 1, 4]), [3, 1, 4, 1], ([0, 1, 2], 1)), (chain([3, 1, 0]), [3, 1, 4, 1], ([0, 1], 4)),
+    (chain([3, 0, 4]), [3, 1, 4, 1], ([0], 1)), (chain([0, 1, 4]), [3, 1, 4, 1], ([], 3)), (chain([]), [3], ([], 3)),
+    (Draft(0, [3, 1, 4, 4, 2], [-1, -1, 0, 1, 1]), [1, 0, 4, 0, 2, 3], ([1, 3], 2)),  # not the 4 of the other branch
+    (Draft(0, [3, 1, 4, 4, 2], [-1, -1, 0, 1, 1]), [1, 0, 2, 0, 2, 3], ([1, 4], 3)),
+    (Draft(0, [3, 1, 4, 4, 2], [-1, -1, 0, 1, 1]), [3, 0, 2, 0, 2, 3], ([0], 0))], ids=str)
+def test_greedy_acceptance_follows_the_argmax_while_it_was_drafted_then_takes_it(draft, choices, expected):
+    assert follow(choices, draft) == expected
+    assert accept(torch.eye(5)[choices], draft, torch.Generator().manual_seed(0)) == expected  # point masses
 
 
 # Whole sequences at temperature > 0 ----------------------------------------------------------------------------------
@@ -116,8 +138,8 @@ def exact_distribution(target: Llama, top_p: float) -> torch.Tensor:
     return p.gather(-1, sequences.unsqueeze(-1))[..., 0].prod(dim=1)
 
 
-def sequences_excess(target: Llama, drafter: Drafter, draft_length: int | None, top_p: float, count: int) -> float:
-    settings = Settings(LENGTH, TEMPERATURE, top_p, draft_length)
+def sequences_excess(target: Llama, drafter: Drafter | Lookup, shape: Shape, top_p: float, count: int) -> float:
+    settings = fixed(shape, LENGTH, temperature=TEMPERATURE, top_p=top_p)
     counts = torch.zeros(VOCABULARY ** LENGTH)
     for seed in range(count):
         index = 0
@@ -127,32 +149,73 @@ def sequences_excess(target: Llama, drafter: Drafter, draft_length: int | None, 
     return excess(counts, exact_distribution(target, top_p))
 
 
-@pytest.mark.parametrize("draft_length, top_p, choices", [
-    (1, 1.0, {}), (2, 0.8, {}), (None, 1.0, {}), (None, 0.8, dict(target_layer_inference=1)),
-    (2, 0.9, dict(use_cross_attention=False)), (2, 1.0, dict(draft_vocabulary=(0, 2, 4))),
-    (None, 0.8, dict(draft_vocabulary=(0, 2, 4)))], ids=str)
-def test_whole_sequences_are_distributed_as_the_targets_own(draft_length, top_p, choices):
+WIDE, SELECTIVE = Shape(2, breadth=3, nodes=6), dict(token_threshold=0.03, level_threshold=0.4)  # as an adaptive shape is
+
+
+@pytest.mark.parametrize("shape, top_p, choices", [
+    (Shape(1), 1.0, {}), (Shape(2), 0.8, {}), (Shape(2, **SELECTIVE), 0.8, dict(target_layer_inference=1)),
+    (Shape(2), 0.9, dict(use_cross_attention=False)), (Shape(2), 1.0, dict(draft_vocabulary=(0, 2, 4))),
+    (WIDE, 1.0, {}), (WIDE, 0.8, dict(target_layer_inference=1)), (WIDE, 1.0, dict(draft_vocabulary=(0, 2, 4))),
+    (Shape(2, 1, 6), 0.9, {}), (Shape(2, 2, 4), 0.9, dict(use_cross_attention=False)),
+    (Shape(2, 3, 8, **SELECTIVE), 0.8, dict(draft_vocabulary=(0, 2, 4))),
+    (Shape(2, 2, 8, **SELECTIVE), 1.0, dict(target_layer_inference=1))], ids=str)
+def test_whole_sequences_are_distributed_as_the_targets_own(shape, top_p, choices):
     target = new_target(VOCABULARY, layers=1)
-    assert sequences_excess(target, new_drafter(target, **choices), draft_length, top_p, 1200) < 4
+    assert sequences_excess(target, new_drafter(target, **choices), shape, top_p, 1200) < 4
 
 
-def always_accept(p, q, drafts, generator):
-    return len(drafts), int(torch.multinomial(p[-1], 1, generator=generator))
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_with_lookup_too(top_p):
+    assert sequences_excess(new_target(VOCABULARY, layers=1), Lookup(), Shape(2), top_p, 1200) < 4
 
 
-def redraw_from_p(p, q, drafts, generator):
-    accepted, _ = accept(p, q, drafts, generator)
-    return accepted, int(torch.multinomial(p[accepted], 1, generator=generator))
+def accept_the_first_of_each_family(p, draft, generator):
+    path = []
+    while (node := path[-1] if path else -1) in draft.parents:
+        path.append(draft.parents.index(node))
+    return path, int(sample(p[node + 1], generator))
 
 
-@pytest.mark.parametrize("wrong", [always_accept, redraw_from_p])
-def test_the_same_test_rejects_a_wrong_rule(wrong, monkeypatch):
-    monkeypatch.setattr(speculate, "accept", wrong)
+def redraw_from_p(p, draft, generator):
+    path, _ = accept(p, draft, generator)
+    return path, int(sample(p[path[-1] + 1 if path else 0], generator))
+
+
+def try_siblings_against_p_itself(p, draft, generator):
+    path, node, parents = [], -1, sorted(set(draft.parents))
+    while node in parents:
+        q, mother = draft.q[parents.index(node)], p[node + 1]
+        node = next((i for i, (parent, x) in enumerate(zip(draft.parents, draft.tokens)) if parent == node
+                     and torch.rand(1, generator=generator) * q[x] < mother[x]), None)
+        if node is None:
+            return path, int(sample((mother - q).clamp(min=0), generator))
+        path.append(node)
+    return path, int(sample(p[node + 1], generator))
+
+
+def keep_the_best_of_what_was_drawn(q, reach, room, threshold, temperature, generator):
+    drawn = children(q, reach, 2 * room, threshold, temperature, generator)
+    best = sorted(drawn, key=lambda child: -child[2])[:room]
+    return [child for child in drawn if child in best]
+
+
+@pytest.mark.parametrize("shape", [Shape(2), WIDE], ids=["chain", "tree"])
+@pytest.mark.parametrize("module, wrong", [
+    (speculate, accept_the_first_of_each_family), (speculate, redraw_from_p), (speculate, try_siblings_against_p_itself),
+    (moa, keep_the_best_of_what_was_drawn)])
+def test_the_same_test_rejects_a_wrong_rule(module, wrong, shape, monkeypatch):
+    if wrong is try_siblings_against_p_itself and shape.breadth == 1:
+        return
+    monkeypatch.setattr(module, "children" if module is moa else "accept", wrong)
     target = new_target(VOCABULARY, layers=1)
-    assert sequences_excess(target, new_drafter(target, draft_vocabulary=(0, 2, 4)), 2, 1.0, 1000) > 6
+    assert sequences_excess(target, new_drafter(target, draft_vocabulary=(0, 2, 4)), shape, 1.0, 1000) > 6
 
 
 # Greedy: the target's own tokens -------------------------------------------------------------------------------------
+
+CHAIN, TREE = Shape(4), Shape(4, breadth=2, nodes=8)
+SHAPES = [*map(Shape, range(1, 9)), Shape(1, 1, 5), Shape(2, 2, 4), TREE, Shape(3, 4, 30), Shape(6, 4, 8)]
+
 
 @pytest.mark.parametrize("choices", [
     *(dict(target_layer_inference=N) for N in range(5)), dict(use_layer_self_attention=False),
@@ -163,35 +226,52 @@ def test_greedy_tokens_are_those_of_the_target_alone(choices):
     target = new_target(16)
     drafter = new_drafter(target, **choices)
     alone = answer(target, None, PROMPT, Settings(24)).tokens
-    for draft_length in (*range(1, 9), None):
-        assert answer(target, drafter, PROMPT, Settings(24, draft_length=draft_length)).tokens == alone
+    for shape in SHAPES:
+        assert answer(target, drafter, PROMPT, fixed(shape)).tokens == alone
+    assert answer(target, drafter, PROMPT, Settings(24, shape=TREE)).tokens == alone
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_drafter_that_is_the_target_is_always_accepted(temperature):
+def test_greedy_tokens_with_lookup_are_those_of_the_target_alone_and_cost_fewer_calls():
+    target = new_target(16, sharpness=10.0)
+    alone = answer(target, None, PROMPT, Settings(40))
+    for length in range(1, 9):
+        result = answer(target, Lookup(), PROMPT, fixed(Shape(length), 40))
+        assert result.tokens == alone.tokens and result.figures.target_calls < 39
+
+
+@pytest.mark.parametrize("temperature, shape", [(0.0, CHAIN), (0.8, CHAIN), (0.0, Shape(4, 3, 60))], ids=str)
+def test_a_drafter_that_is_the_target_is_always_accepted(temperature, shape):
     target = new_target(16)
     drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)
-    result = answer(target, drafter, PROMPT, Settings(21, temperature, 0.9, draft_length=4))
+    result = answer(target, drafter, PROMPT, fixed(shape, 21, temperature=temperature, top_p=0.9))
     assert result.figures.target_calls == 4 and result.acceptance_length() == 5  # the prefill's token, and 4 x (4 + 1)
 
 
-def test_every_token_is_emitted_once_and_told_apart_as_drafted_or_the_targets_own():
+def test_a_tree_is_accepted_further_than_the_chain_of_its_depth():
+    target = new_target(16)
+    drafter = new_drafter(target, target_layer_inference=4, likeness=0.8)
+    lengths = [answer(target, drafter, PROMPT, fixed(shape, 48)).acceptance_length() for shape in (CHAIN, Shape(4, 4, 32))]
+    assert 1 < lengths[0] < lengths[1] < 5
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_every_token_is_emitted_once_and_told_apart_as_drafted_or_the_targets_own(shape):
     target, emitted = new_target(16), []
     drafter = new_drafter(target, target_layer_inference=4, likeness=0.8)
-    result = answer(target, drafter, PROMPT, Settings(24, draft_length=3), emit=lambda *event: emitted.append(event))
+    result = answer(target, drafter, PROMPT, fixed(shape), emit=lambda *event: emitted.append(event))
     assert [token for token, _ in emitted] == result.tokens
     assert sum(not drafted for _, drafted in emitted) in (result.figures.target_calls, result.figures.target_calls + 1)
-    assert 1 < result.acceptance_length() < 4  # some drafts are accepted and some are not
+    assert 1 < result.acceptance_length() < 5  # some drafts are accepted and some are not
 
 
-def test_as_many_tokens_as_asked_and_no_more():
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_as_many_tokens_as_asked_and_no_more(shape):
     target = new_target(16)
     drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)
     alone = answer(target, None, PROMPT, Settings(12)).tokens
     for count in range(1, 13):
-        result = answer(target, drafter, PROMPT, Settings(count, draft_length=4))
-        assert result.tokens == alone[:count]
-    assert answer(target, drafter, PROMPT, Settings(1)).figures.target_calls == 0
+        assert answer(target, drafter, PROMPT, fixed(shape, count)).tokens == alone[:count]
+    assert answer(target, drafter, PROMPT, fixed(shape, 1)).figures.target_calls == 0
 
 
 @pytest.mark.parametrize("likeness", [0.0, 1.0])
@@ -202,17 +282,57 @@ def test_nothing_follows_a_stop_token(likeness):
     for stop in set(alone):
         expected = alone[:alone.index(stop) + 1]
         assert answer(target, None, PROMPT, Settings(20, stop_ids=frozenset([stop]))).tokens == expected
-        for draft_length in (1, 3, 8):
-            settings = Settings(20, draft_length=draft_length, stop_ids=frozenset([stop]))
-            assert answer(target, drafter, PROMPT, settings).tokens == expected
+        for shape in (Shape(1), Shape(3), Shape(8), TREE):
+            assert answer(target, drafter, PROMPT, fixed(shape, 20, stop_ids=frozenset([stop]))).tokens == expected
 
 
 def test_prompt_and_answer_may_fill_the_context_to_its_end():
     target = new_target(16, context=24)
     alone = answer(target, None, PROMPT, Settings(20)).tokens
-    for N in (0, 4):
+    for N, shape in itertools.product((0, 4), (Shape(8), TREE)):
         drafter = new_drafter(target, likeness=1.0, target_layer_inference=N)
-        assert answer(target, drafter, PROMPT, Settings(20, draft_length=8)).tokens == alone
+        assert answer(target, drafter, PROMPT, fixed(shape, 20)).tokens == alone
+
+
+# How much to draft ---------------------------------------------------------------------------------------------------
+
+def measured(level: float, row: float, cycles: int = 200, pace: Pace | None = None) -> Pace:
+    """A pace after cycles in which a level and a row cost this much, in passes of the target over one token."""
+    pace = pace or Pace()
+    for i in range(cycles):
+        pace.record(levels=4, draft_seconds=4 * level, rows=1 + i % 16, verify_seconds=1 + row * (i % 16), tokens=3)
+    return pace
+
+
+def test_the_cost_of_one_more_row_is_the_slope_of_what_was_measured_lately():
+    for slope in (0.0, 0.02, 0.2):
+        assert measured(0.1, slope).row_seconds() == pytest.approx(slope, abs=0.004)
+    assert measured(0.1, 0.2, pace=measured(0.1, 0.0, cycles=1000)).row_seconds() > 0.15
+    assert measured(0.1, 0.2, cycles=1).row_seconds() == Pace.PRIOR  # nothing to draw a line through
+
+
+def test_a_draft_grows_as_long_as_it_pays_at_the_measured_costs():
+    target = new_target(16, sharpness=6.0)
+    drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)
+
+    def drafted(pace: Pace, shape: Shape) -> int:
+        drafting = drafter.start(64)
+        cache = target.new_cache(64)
+        drafting.observe(drafter.remember(PROMPT, cache, 0, target.hidden(torch.tensor([PROMPT]), cache)))
+        return len(drafting.draft(2, pace.fit(shape)).tokens)
+
+    for shape in (Shape(8), Shape(8, 3, 16)):
+        free, fair = drafted(measured(0.0, 0.0), shape), drafted(measured(0.1, 0.02), shape)
+        assert drafted(Pace(), shape) >= free > fair > max(drafted(measured(1.0, 0.02), shape), drafted(measured(0.1, 0.5), shape))
+
+
+def test_only_an_adaptive_draft_minds_its_cost():
+    target = new_target(16)
+    dear, drafter = measured(1e6, 0.0), new_drafter(target)
+    result = answer(target, drafter, PROMPT, Settings(24), pace=copy.copy(dear))
+    assert result.figures.drafted <= result.figures.target_calls
+    result = answer(target, drafter, PROMPT, fixed(CHAIN), pace=copy.copy(dear))
+    assert result.figures.drafted > 3 * result.figures.target_calls
 
 
 # The default model and its drafter -----------------------------------------------------------------------------------
@@ -233,19 +353,23 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def shipped(smollm2) -> Drafter:
-    return load_drafter(SHIPPED, smollm2[0])
+def packed(smollm2) -> tuple[Llama, Drafter, Tokenizer]:
+    """The default target and its drafter as speculate.py runs them."""
+    model = copy.deepcopy(smollm2[0])
+    drafter = load_drafter(SHIPPED, model).pack()
+    return model.pack(), drafter, smollm2[1]
 
 
 @pytest.mark.parametrize("number", range(len(PROMPTS)))
-def test_with_the_shipped_drafter_every_token_is_the_default_models_own_choice(smollm2, shipped, number):
-    model, tokenizer = smollm2
+def test_with_the_shipped_drafter_every_token_is_the_default_models_own_choice(packed, number):
+    model, drafter, tokenizer = packed
     prompt = tokenizer.chat([{"role": "user", "content": PROMPTS[number]}])
-    tokens = answer(model, shipped, prompt, Settings(32, stop_ids=frozenset(tokenizer.stop_ids))).tokens
-    assert len(tokens) == 32 or tokens[-1] in tokenizer.stop_ids
-    best = model(torch.tensor([prompt + tokens[:-1]]))[0, len(prompt) - 1:].topk(2)
-    for token, (first, second), (high, low) in zip(tokens, best.indices.tolist(), best.values.tolist()):
-        assert token == first or token == second and high - low < 1e-3  # a tie: rounding decides
+    for shape in (speculate.CHAIN, speculate.TREE):
+        tokens = answer(model, drafter, prompt, fixed(shape, stop_ids=frozenset(tokenizer.stop_ids))).tokens
+        assert len(tokens) == 24 or tokens[-1] in tokenizer.stop_ids
+        best = model(torch.tensor([prompt + tokens[:-1]]))[0, len(prompt) - 1:].topk(2)
+        for token, (first, second), (high, low) in zip(tokens, best.indices.tolist(), best.values.tolist()):
+            assert token == first or token == second and high - low < 1e-3  # a tie: rounding decides
 
 
 # Command line --------------------------------------------------------------------------------------------------------
@@ -262,6 +386,7 @@ def command(smollm2, monkeypatch, capsys):
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["speculate.py", "--device", "cpu", *arguments])
         monkeypatch.setattr(speculate, "load_target", lambda _: smollm2)
+        monkeypatch.setattr(Llama, "pack", lambda model: model)  # others need its weights as they are
         status = 0
         try:
             run_command(speculate.main)
@@ -271,9 +396,10 @@ def command(smollm2, monkeypatch, capsys):
     return call
 
 
-def test_the_command_line_gives_the_same_tokens_with_and_without_speculation(command):
+@pytest.mark.parametrize("flags", [[], ["--tree", "--breadth", "2", "--nodes", "6"]], ids=["chain", "tree"])
+def test_the_command_line_gives_the_same_tokens_with_and_without_speculation(command, flags):
     arguments = ["--prompt", "Why is the sky blue?", "--max-new-tokens", "24", "--json"]
-    done = subprocess.run([sys.executable, ROOT / "speculate.py", "--device", "cpu", *arguments],
+    done = subprocess.run([sys.executable, ROOT / "speculate.py", "--device", "cpu", *arguments, *flags],
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -301,15 +427,22 @@ def test_the_benchmark_reads_both_formats_and_reports_each_category_and_all_toge
     rows = json.loads(out)["rows"]
     assert status == 0 and all(ROW_KEYS <= set(row) for row in rows)
     assert {(row["category"], row["method"]) for row in rows} == {
-        (category, method) for category in ("all", "math", "overall") for method in ("target", "chain")}
+        (category, method) for category in ("all", "math", "overall")
+        for method in ("target", "chain", "tree", "lookup")}
     assert all(row["identical"] == 1 and row["acceptance_length"] >= 1 for row in rows)
     assert all(row["speedup"] == 1 for row in rows if row["method"] == "target")
+
+
+def test_the_default_prompts_have_a_few_of_each_category():
+    categories = [category for category, _ in read_prompts(speculate.PROMPTS)]
+    assert {c: categories.count(c) >= 2 for c in ("writing", "maths", "code", "questions", "summaries", "dialogue")} == dict.fromkeys(categories, True)
 
 
 @pytest.mark.parametrize("arguments, complaint", [
     (["--prompt", "Hi", "--model", "some/model"], "no drafter is shipped for some/model"),
     (["--prompt", "Hi", "--drafter", "no/such/folder"], "no such drafter"),
     (["--prompt", "Hi", "--draft-length", "0"], "--draft-length"),
+    (["--prompt", "Hi", "--tree", "--nodes", "0"], "--nodes"),
     (["--prompt", "Hi", "--temperature", "hot"], "--temperature"),
     (["--prompt", "word " * 9000], "shorten"),
     (["--prompt", "\udcff"], "not valid UTF-8"),
