@@ -309,9 +309,10 @@ class Llama(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         c = self.config = config
-        weight = torch.empty(c.vocab_size, c.hidden_size)  # nothing is drawn for a model that is about to be loaded:
-        self.embed_tokens = nn.Embedding(  # on the meta device that would import a compiler, a second of start-up
-            c.vocab_size, c.hidden_size, _weight=weight if weight.is_meta else weight.normal_())
+        weight = torch.empty(c.vocab_size, c.hidden_size)
+        if not weight.is_meta:  # else the model is about to be loaded, and to draw would import a compiler for a second
+            weight.normal_()
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size, _weight=weight)
         self.layers = nn.ModuleList(
             DecoderLayer(c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim,
                          c.rms_norm_eps) for _ in range(c.num_hidden_layers))
@@ -319,7 +320,8 @@ class Llama(nn.Module):
         self.lm_head = Linear(c.hidden_size, c.vocab_size)
         if c.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.make_rotary_table()
+        if not weight.is_meta:
+            self.make_rotary_table()
         self.requires_grad_(False)  # the target is frozen, always
 
     def make_rotary_table(self) -> None:

@@ -41,12 +41,12 @@ TREE = Shape(depth=6, breadth=3, nodes=8)
 
 @dataclass(frozen=True)
 class Settings:
-    """How to generate. adaptive: of a draft of this shape, only what pays for itself at the measured costs."""
+    """How to generate. shapes: of drafts; of several the fastest. adaptive: drafted of them is only what pays."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
-    shape: Shape = CHAIN
+    shapes: tuple[Shape, ...] = (CHAIN, TREE)
     adaptive: bool = True
     stop_ids: frozenset[int] = frozenset()
 
@@ -62,15 +62,23 @@ class Figures:
 
 
 class Pace:
-    """What drafting and verifying cost on this machine, measured as they happen; older cycles count less and less."""
+    """What drafts of a shape cost and bring on this machine, measured as they are made; older cycles count less and less."""
 
     DECAY = 0.98
     PRIOR = 1 / 20  # of a pass: what one more token in it costs, until there are measurements
+    TRIAL = 8  # cycles before a shape is judged
 
-    def __init__(self):
+    def __init__(self, shape: Shape):
+        self.shape = shape
         self.cycles = self.tokens = self.seconds = 0.0
         self.levels = self.draft_seconds = 0.0
         self.rows = self.rows_squared = self.verify_seconds = self.rows_seconds = 0.0
+
+    @staticmethod
+    def fastest(paces: "list[Pace]") -> "Pace":
+        """Each in turn until all are tried, then whichever brings the most tokens a second."""
+        least = min(paces, key=lambda pace: pace.cycles)
+        return least if least.cycles < Pace.TRIAL * Pace.DECAY ** Pace.TRIAL else max(paces, key=lambda p: p.tokens / p.seconds)
 
     def record(self, levels: int, draft_seconds: float, rows: int, verify_seconds: float, tokens: int) -> None:
         """One cycle: levels drafted, rows in the verifying pass, tokens it brought."""
@@ -87,13 +95,13 @@ class Pace:
         variance = self.rows_squared / self.cycles - mean_rows ** 2
         return max(0.0, (covariance + self.PRIOR * mean_seconds) / (variance + 1))
 
-    def fit(self, shape: Shape) -> Shape:
+    def fit(self) -> Shape:
         """The shape, ending where the expected gain, in tokens, no longer covers the time at the present rate of tokens."""
         if self.cycles == 0:
-            return shape
+            return self.shape
         rate, row = self.tokens / self.seconds, self.row_seconds()
         level = self.draft_seconds / max(1.0, self.levels)
-        return replace(shape, token_threshold=rate * row, level_threshold=rate * (level + row))
+        return replace(self.shape, token_threshold=rate * row, level_threshold=rate * (level + row))
 
 
 @dataclass
@@ -106,7 +114,7 @@ class Verdict:
 
 
 def speculate(target: "LocalTarget", drafting: Drafting, prompt: list[int], settings: Settings,
-              generator: torch.Generator, figures: Figures, pace: Pace) -> Iterator[tuple[list[int], list[int]]]:
+              generator: torch.Generator, figures: Figures, paces: list[Pace]) -> Iterator[tuple[list[int], list[int]]]:
     """The loop. Yields, each cycle, the drafts that were accepted and the target's own token behind them.
 
     Ends with a stop token or at max_new_tokens: what lies beyond is not yielded.
@@ -122,7 +130,8 @@ def speculate(target: "LocalTarget", drafting: Drafting, prompt: list[int], sett
             return
         start = clock(target)
         drafting.observe(verdict.memory)
-        shape = pace.fit(s.shape) if s.adaptive else s.shape
+        pace = Pace.fastest(paces)
+        shape = pace.fit() if s.adaptive else pace.shape
         draft = drafting.draft(verdict.token, replace(shape, depth=min(shape.depth, left - 1)), s.temperature, s.top_p,
                                generator)
         drafted = clock(target)
@@ -244,8 +253,11 @@ class Generation:
 
 @torch.inference_mode()
 def answer(model: Llama, drafter: "Drafter | Lookup | None", prompt: list[int], settings: Settings, seed: int = 0,
-           emit=lambda token, drafted: None, pace: Pace | None = None) -> Generation:
-    """One answer to a prompt, speculatively or, without a drafter, by the target alone. `emit` sees each token."""
+           emit=lambda token, drafted: None, paces: list[Pace] | None = None) -> Generation:
+    """One answer to a prompt, speculatively or, without a drafter, by the target alone. `emit` sees each token.
+
+    paces: of earlier answers, to go on from; one a shape.
+    """
     device, result, s = model.embed_tokens.weight.device, Generation(), settings
     generator = torch.Generator(device).manual_seed(seed)
     start = time.perf_counter()
@@ -253,9 +265,10 @@ def answer(model: Llama, drafter: "Drafter | Lookup | None", prompt: list[int], 
         stream = (([], [token]) for token in
                   generate(model, prompt, s.max_new_tokens, s.stop_ids, s.temperature, s.top_p, generator))
     else:
-        capacity = len(prompt) + s.max_new_tokens + max(s.shape.depth, s.shape.nodes)  # with what will be rejected
+        capacity = len(prompt) + s.max_new_tokens + max(max(shape.depth, shape.nodes) for shape in s.shapes)  # with what will be rejected
         target = LocalTarget(model, drafter, capacity, s, generator)
-        stream = speculate(target, drafter.start(capacity), prompt, s, generator, result.figures, pace or Pace())
+        stream = speculate(target, drafter.start(capacity), prompt, s, generator, result.figures,
+                           paces or [Pace(shape) for shape in s.shapes])
     for drafts, own in stream:
         for i, token in enumerate(drafts + own):
             result.tokens.append(token)
@@ -322,7 +335,7 @@ def bench(model: Llama, drafter: Drafter, tokenizer: Tokenizer, prompts: list[tu
           seed: int) -> list[dict]:
     """Every prompt by every method, in turn, after a warm-up. Rows by category, then overall."""
     methods = {"target": (None, CHAIN), "chain": (drafter, CHAIN), "tree": (drafter, TREE), "lookup": (Lookup(), CHAIN)}
-    paces = {method: Pace() for method in methods}
+    paces = {method: [Pace(shape)] for method, (_, shape) in methods.items()}
     runs: dict[str, list[dict[str, Generation]]] = {}
     for number, (category, turns) in enumerate(tqdm(prompts[:1] + prompts, unit=" prompts")):
         messages: list[dict] = []
@@ -332,8 +345,8 @@ def bench(model: Llama, drafter: Drafter, tokenizer: Tokenizer, prompts: list[tu
             length = answer_length(model, prompt, settings.max_new_tokens)
             for method in random.Random(number).sample(list(methods), len(methods)):
                 proposer, shape = methods[method]
-                s = replace(settings, max_new_tokens=length, shape=replace(shape, depth=settings.shape.depth))
-                results[method] = answer(model, proposer, prompt, s, seed, pace=paces[method])
+                s = replace(settings, max_new_tokens=length, shapes=(shape,))
+                results[method] = answer(model, proposer, prompt, s, seed, paces=paces[method])
             messages.append({"role": "assistant", "content": tokenizer.decode(results["target"].tokens)})
             if number > 0:  # the first was the warm-up
                 runs.setdefault(category, []).append(results)
@@ -384,7 +397,7 @@ def main() -> None:
     parser.add_argument("--drafter", metavar="DIR", help="default: the one shipped for the default model")
     parser.add_argument("--draft-length", type=natural, metavar="K",
                         help="draft exactly this far (default: as far as pays, by the costs measured while generating)")
-    parser.add_argument("--tree", action="store_true", help="draft a tree, not a chain")
+    parser.add_argument("--tree", action="store_true", help="draft trees (default: trees or chains, whichever are faster)")
     parser.add_argument("--breadth", type=natural, default=TREE.breadth, help="leaves expanded together (default: %(default)s)")
     parser.add_argument("--nodes", type=natural, default=TREE.nodes, help="tokens in a tree (default: %(default)s)")
     parser.add_argument("--no-speculation", action="store_true", help="the target alone")
@@ -402,8 +415,9 @@ def main() -> None:
     drafter = None if args.no_speculation else load_drafter(folder, model).pack()
     model.pack()
     depth = args.draft_length or TREE.depth
-    shape = Shape(depth, args.breadth, args.nodes) if args.tree else Shape(depth)
-    settings = Settings(args.max_new_tokens, args.temperature, args.top_p, shape, args.draft_length is None,
+    chain, tree = Shape(depth), Shape(depth, args.breadth, args.nodes)
+    shapes = (tree,) if args.tree else (chain,) if args.draft_length else (chain, tree)
+    settings = Settings(args.max_new_tokens, args.temperature, args.top_p, shapes, args.draft_length is None,
                         frozenset(tokenizer.stop_ids))
     if prompts:
         rows = bench(model, drafter, tokenizer, prompts, settings, args.seed)
