@@ -216,11 +216,14 @@ class Drafter(nn.Module):
 
     def memory(self, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
         """LSA, mean, projection: kv (B, T, L, 2 Ekv) -> (B, T, E). Without LSA: a projection of hidden (B, T, E)."""
+        return self.Ekv2E(self.pool(kv, hidden))
+
+    def pool(self, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """What is projected: LSA's mean over layers (B, T, 2 Ekv), or hidden."""
         if not self.config.use_layer_self_attention:
-            return self.Ekv2E(hidden.to(self.dtype))
+            return hidden.to(self.dtype)
         x = kv.to(self.dtype).flatten(0, 1)  # (B T, L, 2 Ekv): each token's layers are a sequence of their own
-        x = self.layer_self_attention(x, self.layer_rotary).mean(dim=1)  # (B T, 2 Ekv)
-        return self.Ekv2E(x).unflatten(0, kv.shape[:2])
+        return self.layer_self_attention(x, self.layer_rotary).mean(dim=1).unflatten(0, kv.shape[:2])
 
     # The training forward ---------------------------------------------------------------------------------------
 

@@ -115,17 +115,36 @@ class Passes:
 
     guesses: Tensor  # (R, B, T, E), CA's output
     features: Tensor  # (R, B, T, E), after the reused layers; for N = 0 the same
-    entering: Tensor  # (B, T, E), what the guesses should be where N > 0
+    entering: Tensor | None  # (B, T, E), what the guesses should be where N > 0
     final: Tensor  # (B, T, E), what the features should be
 
 
-def both_passes(drafter: Drafter, tokens: Tensor, horizons: Tensor) -> Passes:
-    """tokens (B, T), horizons (R, B, T). The target's pass, the memory and SA are paid for once, CA R times."""
-    kv, entering, final = target_pass(drafter.target, tokens, drafter.N)
-    memory, x = drafter.memory(kv, final), drafter.self_attend(tokens)
+def both_passes(drafter: Drafter, tokens: Tensor, horizons: Tensor, frozen: tuple[Tensor, Tensor] | None = None) -> Passes:
+    """tokens (B, T), horizons (R, B, T). The target's pass, the memory and SA are paid for once, CA R times.
+
+    frozen: what LSA and target made of these tokens before, pooled (B, T, 2 Ekv) and final (B, T, E), for N = 0.
+    """
+    if frozen is None:
+        kv, entering, final = target_pass(drafter.target, tokens, drafter.N)
+        pooled = drafter.pool(kv, final)
+    else:
+        kv, (pooled, final), entering = None, frozen, None
+    memory, x = drafter.Ekv2E(pooled), drafter.self_attend(tokens)
     guesses = [drafter.guess(x, memory, horizon) for horizon in horizons]
     features = [drafter.infer_target_layers(guess, kv, horizon) for guess, horizon in zip(guesses, horizons)]
     return Passes(torch.stack(guesses), torch.stack(features), entering, final)
+
+
+@torch.no_grad()
+def freeze(drafter: Drafter, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
+    """Pooled and final states of these sequences, padded; computed the first time a sequence comes, then kept."""
+    device = next(drafter.parameters()).device
+    for sequence in sequences:
+        if sequence.frozen is None:
+            kv, _, final = target_pass(drafter.target, sequence.tokens[None].to(device), 0)
+            sequence.frozen = drafter.pool(kv)[0].bfloat16().cpu(), final[0].bfloat16().cpu()
+    pooled, final = zip(*(sequence.frozen for sequence in sequences))
+    return tuple(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device, drafter.dtype) for rows in (pooled, final))
 
 
 def losses(drafter: Drafter, passes: Passes, reply: Tensor, kl_weight: float, feature_weight: float) -> Tensor:
@@ -140,9 +159,9 @@ def losses(drafter: Drafter, passes: Passes, reply: Tensor, kl_weight: float, fe
 
 
 def distillation_loss(drafter: Drafter, tokens: Tensor, reply: Tensor, horizons: Tensor, kl_weight: float,
-                      feature_weight: float) -> Tensor:
+                      feature_weight: float, frozen: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """`losses` of some sequences: tokens, reply (B, T), horizons (R, B, T)."""
-    return losses(drafter, both_passes(drafter, tokens, horizons), reply, kl_weight, feature_weight)
+    return losses(drafter, both_passes(drafter, tokens, horizons, frozen), reply, kl_weight, feature_weight)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,14 +225,16 @@ def train_batch(drafter: Drafter, batch: list[Sequence], update: int, args, work
         tokens, reply = pad([batch[i] for i in part], device)
         horizon = torch.nn.utils.rnn.pad_sequence([horizons[i].T for i in part], batch_first=True)  # (B, T, R)
         with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
+            frozen = freeze(drafter, [batch[i] for i in part]) if args.freeze_lsa else None
             parts = distillation_loss(drafter, tokens, reply, horizon.permute(2, 0, 1).to(device), args.kl_weight,
-                                      args.feature_weight)
+                                      args.feature_weight, frozen)
         scaler.scale(parts[0] / total).backward()
         sums += parts.detach()
-    for parameter in drafter.parameters():
+    learning = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    for parameter in learning:
         if parameter.grad is None:  # this process had no share of a small batch
             parameter.grad = torch.zeros_like(parameter)
-    worker.add_up([p.grad for p in drafter.parameters()] + [sums])
+    worker.add_up([p.grad for p in learning] + [sums])
     return tuple((sums / total).tolist())
 
 
@@ -291,6 +312,7 @@ def read_messages(line: str) -> list[dict]:
 class Sequence:
     tokens: Tensor  # (T)
     reply: Tensor  # (T), True at the assistant's tokens
+    frozen: tuple[Tensor, Tensor] | None = None  # see `freeze`: (T, 2 Ekv) and (T, E), bfloat16
 
 
 def encode_conversation(tokenizer: Tokenizer, messages: list[dict], seq_len: int) -> Sequence:
@@ -308,8 +330,9 @@ def encode_conversation(tokenizer: Tokenizer, messages: list[dict], seq_len: int
 class Conversations:
     """Random access to the conversations of some .jsonl files, of which only the lines' offsets are in memory."""
 
-    def __init__(self, paths: list[str], tokenizer: Tokenizer, seq_len: int, verbose: bool = True):
-        self.paths, self.tokenizer, self.seq_len, self.verbose = paths, tokenizer, seq_len, verbose
+    def __init__(self, paths: list[str], tokenizer: Tokenizer, seq_len: int, verbose: bool = True, keep: bool = False):
+        self.paths, self.tokenizer, self.seq_len, self.verbose, self.keep = paths, tokenizer, seq_len, verbose, keep
+        self.kept: dict[int, Sequence] = {}
         self.skipped: set[int] = set()
         offsets = []
         for path in paths:
@@ -327,8 +350,8 @@ class Conversations:
 
     def get(self, index: int) -> Sequence | None:
         """One conversation; None for a line that cannot be used, which is named and counted."""
-        if index in self.skipped:
-            return None
+        if index in self.skipped or index in self.kept:
+            return self.kept.get(index)
         which = int(np.searchsorted(self.first, index, side="right")) - 1
         number = index - int(self.first[which])
         start, end = self.offsets[which][number:number + 2]
@@ -336,7 +359,10 @@ class Conversations:
             file.seek(start)
             line = file.read(end - start)
         try:
-            return encode_conversation(self.tokenizer, read_messages(line.decode()), self.seq_len)
+            sequence = encode_conversation(self.tokenizer, read_messages(line.decode()), self.seq_len)
+            if self.keep:
+                self.kept[index] = sequence
+            return sequence
         except ValueError as error:  # InputError and UnicodeDecodeError are ValueErrors too
             self.skipped.add(index)
             if self.verbose and line.strip():
@@ -400,8 +426,9 @@ class Optimizer:
     """AdamW, or Muon (Jordan et al. 2024) for the matrices and AdamW for the rest; one interface for both."""
 
     def __init__(self, drafter: Drafter, kind: str):
-        matrices = [p for p in drafter.parameters() if p.ndim == 2 and kind == "muon"]
-        rest = [p for p in drafter.parameters() if p.ndim != 2 or kind == "adamw"]
+        learning = [p for p in drafter.parameters() if p.requires_grad]
+        matrices = [p for p in learning if p.ndim == 2 and kind == "muon"]
+        rest = [p for p in learning if p.ndim != 2 or kind == "adamw"]
         self.parts = [torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0)]
         if matrices:
             self.parts.append(torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
@@ -548,11 +575,16 @@ NEXT_TURN = 0.3  # the chance that a conversation goes on after an answer
 class Dialogue:
     """One conversation that the target writes with itself: a queue of given ids, then the model's own, turn by turn."""
 
-    def __init__(self, tokenizer: Tokenizer, seed: int):
+    def __init__(self, tokenizer: Tokenizer, seed: int, question: str | None):
         self.tokenizer, self.random = tokenizer, random.Random(seed)
-        self.given = tokenizer.chat([], add_generation_prompt=False) + tokenizer.opening("user")
-        self.messages, self.body, self.role = [], [], "user"
-        self.temperature, self.done = QUESTION_TEMPERATURE, False
+        self.messages, self.body, self.done = [], [], False
+        if question is None:
+            self.given = tokenizer.chat([], add_generation_prompt=False) + tokenizer.opening("user")
+            self.role, self.temperature = "user", QUESTION_TEMPERATURE
+        else:
+            self.messages.append({"role": "user", "content": question})
+            self.given = tokenizer.chat(self.messages)
+            self.role, self.temperature = "assistant", self.random.choice(ANSWER_TEMPERATURES)
 
     def accept(self, token: int) -> None:
         """Take in the model's next token; at the end of a turn, queue what opens the next or finish."""
@@ -577,11 +609,12 @@ class Dialogue:
 
 
 @torch.inference_mode()
-def synthesize_batch(target: Llama, tokenizer: Tokenizer, seeds: list[int], seq_len: int) -> list[list[dict]]:
+def synthesize_batch(target: Llama, tokenizer: Tokenizer, seeds: list[int], questions: list[str | None],
+                     seq_len: int) -> list[list[dict]]:
     """One conversation a seed, all in step: each row is fed its given ids or its own last choice."""
     device = target.embed_tokens.weight.device
     generator = torch.Generator(device).manual_seed(seeds[0])
-    rows = everyone = [Dialogue(tokenizer, seed) for seed in seeds]
+    rows = everyone = [Dialogue(tokenizer, seed, question) for seed, question in zip(seeds, questions)]
     cache = target.new_cache(seq_len, len(rows))
     tokens = [row.given.pop(0) for row in rows]
     for _ in range(seq_len - 1):
@@ -607,6 +640,21 @@ def synthesize_batch(target: Llama, tokenizer: Tokenizer, seeds: list[int], seq_
     return [row.messages for row in everyone]
 
 
+def read_questions(path: str) -> list[str]:
+    """What the user asks first in each conversation of a file. Raises InputError."""
+    questions = []
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                if is_conversation(line):
+                    questions += [m["content"] for m in read_messages(line.decode()) if m.get("role") == "user"][:1]
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    if not questions:
+        raise InputError(f"{path}: no conversation with a question; see train.py for the formats it reads")
+    return questions
+
+
 def is_conversation(line: bytes) -> bool:
     try:
         return bool(read_messages(line.decode()))
@@ -617,6 +665,7 @@ def is_conversation(line: bytes) -> bool:
 def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
     """Write args.synthesize conversations to a file; one that has some already is continued. Raises InputError."""
     path, written, seed, barren = Path(args.data[0]), 0, 0, 0
+    questions = read_questions(args.questions) if args.questions else [None]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -634,7 +683,8 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
         while written < args.synthesize:
             seeds = [(args.seed * 10**9 + seed + i) % 2**63 for i in range(args.batch_size)]
             seed += args.batch_size
-            made = [m for m in synthesize_batch(target, tokenizer, seeds, args.seq_len) if len(m) >= 2]
+            asked = [questions[(written + i) % len(questions)] for i in range(args.batch_size)]
+            made = [m for m in synthesize_batch(target, tokenizer, seeds, asked, args.seq_len) if len(m) >= 2]
             for messages in made[:args.synthesize - written]:
                 file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
                 written += 1
@@ -673,6 +723,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tli", type=number(int, 0), default=0, metavar="N", help="target layers that the drafter reuses")
     parser.add_argument("--no-lsa", action="store_true", help="ablation: memory from the last hidden state")
     parser.add_argument("--no-ca", action="store_true", help="ablation: the drafter reads its own guesses")
+    parser.add_argument("--freeze-lsa", action="store_true",
+                        help="train the rest on memories that are kept from one epoch to the next (2 kB a token)")
     parser.add_argument("--lsa-heads", type=natural, help="default: the target's")
     parser.add_argument("--lsa-mlp", type=natural, help="LSA's MLP width")
     parser.add_argument("--mlp", type=natural, help="SA's and CA's MLP width")
@@ -682,6 +734,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save-every", type=natural, default=50, help="updates between checkpoints (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--synthesize", type=natural, metavar="COUNT", help="write COUNT conversations to --data instead")
+    parser.add_argument("--questions", metavar="FILE", help="--synthesize answers to this file's questions, not to its own")
     return parser.parse_args()
 
 
@@ -699,6 +752,10 @@ def frequent_tokens(data: Conversations, indices: np.ndarray, count: int) -> tup
 def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -> Drafter:
     if args.init:
         drafter = load_drafter(args.init, target).requires_grad_(True)
+        if args.freeze_lsa:
+            if drafter.N > 0 or not drafter.config.use_layer_self_attention:
+                raise InputError(f"{args.init}: --freeze-lsa needs a drafter with LSA and without reused layers")
+            drafter.layer_self_attention.requires_grad_(False)
         for parameter in drafter.parameters():  # not .float(): the LM head's rows belong to the target
             parameter.data = parameter.data.float()
         return drafter
@@ -721,6 +778,8 @@ def check(args: argparse.Namespace) -> None:
     """Raises InputError for arguments that contradict each other."""
     if args.run_length[0] > args.run_length[1]:
         raise InputError(f"--run-length {args.run_length[0]} {args.run_length[1]}: the low end comes first")
+    if args.questions and not args.synthesize:
+        raise InputError("--questions says what --synthesize COUNT answers; add it")
     if args.synthesize:
         if len(args.data) > 1:
             raise InputError("--synthesize writes one file; name one --data")
@@ -729,6 +788,8 @@ def check(args: argparse.Namespace) -> None:
     ignored = [f"--{name.replace('_', '-')}" for name in sizes if getattr(args, name)]
     if args.init and ignored:
         raise InputError(f"--init takes sizes and start from its drafter; leave out {', '.join(ignored)}")
+    if args.freeze_lsa and not args.init:
+        raise InputError("--freeze-lsa goes on from a drafter whose LSA has learnt: name it with --init")
     if args.warm_start and args.no_ca:
         raise InputError("--warm-start fits a drafter with CA; leave out --no-ca")
 
@@ -751,7 +812,7 @@ def main() -> None:
     if args.resume and not checkpoint.exists():
         raise InputError(f"{checkpoint}: no checkpoint to resume; run without --resume first")
     worker = Worker.join(args.device)
-    data = Conversations(args.data, tokenizer, args.seq_len, verbose=worker.rank == 0)
+    data = Conversations(args.data, tokenizer, args.seq_len, verbose=worker.rank == 0, keep=args.freeze_lsa)
     if len(data) == 0:
         raise InputError(f"{', '.join(args.data)}: empty")
     shuffled = np.random.default_rng(args.seed).permutation(len(data))

@@ -108,7 +108,7 @@ def random_drafter(target: llama.Llama, kind: type = moa.Drafter, **choices) -> 
 
 def arguments(**changes) -> Namespace:
     defaults = dict(seed=0, horizons=1, run_length=[5, 15], micro_batch_size=1, dtype="float32", kl_weight=0.1,
-                    feature_weight=1.0)
+                    feature_weight=1.0, freeze_lsa=False)
     return Namespace(**{**defaults, **changes})
 
 
@@ -173,6 +173,19 @@ def test_padding_and_micro_batches_change_nothing(target):
         figures = train.train_batch(drafter, batch, 0, args, train.Worker(0, 1), scaler)
         results.append([torch.tensor(figures)] + [p.grad for p in drafter.parameters()])
     torch.testing.assert_close(*results, atol=1e-6, rtol=1e-4)
+
+
+def test_a_memory_that_is_kept_gives_the_same_loss_without_the_target(target, monkeypatch):
+    drafter, batch = random_drafter(target), sequences((5, 20), (9, 30))
+    tokens, reply = train.pad(batch, "cpu")
+    horizon = torch.nn.utils.rnn.pad_sequence([train.run_horizon(s.reply, 4, 1) for s in batch], batch_first=True)
+    full = train.distillation_loss(drafter, tokens, reply, horizon[None], 0.1, 1.0)
+    train.freeze(drafter, batch)
+    monkeypatch.setattr(train, "target_pass", None)  # a further visit does without
+    again = train.distillation_loss(drafter, tokens, reply, horizon[None], 0.1, 1.0, train.freeze(drafter, batch))
+    torch.testing.assert_close(again, full, rtol=5e-3, atol=0)  # kept in bfloat16
+    again[0].backward()
+    assert all((p.grad is None) == name.startswith("layer_self_attention") for name, p in drafter.named_parameters())
 
 
 def test_only_the_assistants_tokens_are_learnt(target, tokenizer):
@@ -300,7 +313,8 @@ def test_data_without_anything_usable_is_an_error_of_one_line(tmp_path, command,
 @pytest.mark.parametrize("arguments, why", [
     (["--run-length", 9, 3], "low end"), (["--kv-heads", 3], "multiple of the kv heads"), (["--lsa-heads", 500], "cannot have"),
     (["--tli", 9], "3 layers"), (["--seq-len", 100000], "beyond the target's context"), (["--init", "x", "--tli", 1], "leave out --tli"),
-    (["--no-ca", "--warm-start"], "leave out --no-ca"), (["--synthesize", 1, "--data", "a", "b"], "one --data")])
+    (["--no-ca", "--warm-start"], "leave out --no-ca"), (["--synthesize", 1, "--data", "a", "b"], "one --data"),
+    (["--freeze-lsa"], "name it with --init"), (["--questions", "file"], "--synthesize COUNT")])
 def test_arguments_that_cannot_be_meant_are_errors_of_one_line(tmp_path, data, command, capsys, arguments, why):
     with pytest.raises(SystemExit) as error:
         command("--data", data, "--out", tmp_path / "out", *arguments)
@@ -335,6 +349,18 @@ def test_half_precision_trains(tmp_path, data, command, dtype, n):
     command("--data", data, "--out", tmp_path / "out", "--updates", 3, "--dtype", dtype, "--tli", n)
     command("--data", data, "--out", tmp_path / "full", "--updates", 3, "--tli", n)
     assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "full"), rel=0.05)
+
+
+def test_frozen_lsa_stays_as_it_was_while_the_rest_learns(tmp_path, tiny, data, command):
+    command("--data", data, "--out", tmp_path / "first", "--updates", 1)
+    common = ["--seq-len", 96, "--batch-size", 3, "--data", data, "--init", tmp_path / "first", "--freeze-lsa", "--lr", 1e-2,
+              "--out", tmp_path / "second", "--updates", 4]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", list(map(str, ["train.py", "--model", tiny, "--device", "cpu", *common])))
+        llama.run_command(train.main)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
+    for name in before:
+        assert torch.equal(before[name], after[name]) == name.startswith("layer_self_attention"), name
 
 
 @pytest.mark.parametrize("choice, stated", [
@@ -470,8 +496,16 @@ def test_the_target_writes_its_own_training_data(tmp_path, command, tokenizer):
     assert np.isfinite(losses(tmp_path)).all()
 
 
+def test_the_target_answers_the_questions_it_is_given(tmp_path, command, data):
+    command("--synthesize", 6, "--questions", data, "--data", tmp_path / "own.jsonl")
+    asked = [json.loads(line)["data"][0] for line in data.read_text().splitlines()]
+    for line in (tmp_path / "own.jsonl").read_text().splitlines():
+        question, answer, *_ = json.loads(line)["messages"]
+        assert question["role"] == "user" and question["content"] in asked and answer["role"] == "assistant"
+
+
 def test_a_file_that_is_continued_repeats_no_conversation(tmp_path, command, monkeypatch):
-    def write_seeds(target, tokenizer, seeds, seq_len) -> list[list[dict]]:  # in two of three cases nothing comes of it
+    def write_seeds(target, tokenizer, seeds, questions, seq_len) -> list[list[dict]]:  # in two of three cases nothing comes of it
         return [CHAT + [{"role": "user", "content": str(seed)}] if seed % 3 == 0 else [] for seed in seeds]
     monkeypatch.setattr(train, "synthesize_batch", write_seeds)
     for count in (3, 6, 9):
