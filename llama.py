@@ -24,6 +24,7 @@ import tempfile
 import time
 import zipfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Callable, Iterator
 
@@ -306,7 +307,8 @@ def causal_mask(count: int, total: int, device) -> Tensor | None:
 class Llama(nn.Module):
     """The target. Weights are named as in a Hugging Face checkpoint, less the prefix `model.`."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, last: int | None = None):
+        """last: of the layers only so many, from the end: what a drafter needs whose target is elsewhere."""
         super().__init__()
         c = self.config = config
         weight = torch.empty(c.vocab_size, c.hidden_size)
@@ -315,7 +317,7 @@ class Llama(nn.Module):
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size, _weight=weight)
         self.layers = nn.ModuleList(
             DecoderLayer(c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim,
-                         c.rms_norm_eps) for _ in range(c.num_hidden_layers))
+                         c.rms_norm_eps) for _ in range(c.num_hidden_layers if last is None else last))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = Linear(c.hidden_size, c.vocab_size)
         if c.tie_word_embeddings:
@@ -337,6 +339,12 @@ class Llama(nn.Module):
         if can_pack(self.embed_tokens.weight):
             for module in [*self.layers, self.lm_head]:
                 module.pack()
+        return self
+
+    def compile_layers(self) -> "Llama":
+        """Instead: every layer by torch.compile, which fuses what stands between the products. For a GPU."""
+        for layer in self.layers:
+            layer.compile(dynamic=True)
         return self
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
@@ -430,8 +438,8 @@ def generate(model: Llama, prompt: list[int], max_new_tokens: int, stop_ids: set
 # Checkpoints: a Hugging Face directory, a GGUF file, a hub id, or the default's name
 # ---------------------------------------------------------------------------------------------------------------------
 
-def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Llama:
-    """A frozen Llama from a Hugging Face directory, a .gguf file, a hub id or "smollm2".
+def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32, last: int | None = None) -> Llama:
+    """A frozen Llama from a Hugging Face directory, a .gguf file, a hub id or "smollm2"; or only its `last` layers.
 
     Tensors are read, converted and moved one at a time. Raises InputError, naming the culprit, for a path, an
     architecture, a tensor or a file that cannot be used.
@@ -439,10 +447,20 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch
     path = locate(path)
     config, tensors = read_gguf(path) if path.suffix == ".gguf" else read_hugging_face(path)
     with torch.device("meta"):
-        model = Llama(config)
-    fill(model, tensors, path, device, dtype)
+        model = Llama(config, last)
+    fill(model, from_layer(config.num_hidden_layers - len(model.layers), tensors), path, device, dtype)
     model.make_rotary_table()
     return model.eval()
+
+
+def from_layer(first: int, tensors: Iterator[tuple[str, Callable[[], Tensor]]]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors read, of layers from `first` on, which is layer 0 here. The others are not read."""
+    for name, read in tensors:
+        block = re.fullmatch(r"layers\.(\d+)(\..+)", name)
+        if block is None:
+            yield name, read()
+        elif int(block[1]) >= first:
+            yield f"layers.{int(block[1]) - first}{block[2]}", read()
 
 
 def fill(module: nn.Module, tensors: Iterator[tuple[str, Tensor]], path: Path, device, dtype) -> None:
@@ -537,18 +555,18 @@ def read_json(path: Path) -> dict:
     return value
 
 
-def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a .safetensors file, one at a time, in the type it is stored in."""
+def read_tensors(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Every tensor of a .safetensors file and how to read it, in the type it is stored in, before the next is asked for."""
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():
-                yield name, file.get_tensor(name)
+                yield name, partial(file.get_tensor, name)
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path}: not a readable safetensors file: {one_line(error)}") from None
 
 
-def read_hugging_face(path: Path) -> tuple[Config, Iterator[tuple[str, Tensor]]]:
-    """Config and tensors of a directory as `save_pretrained` writes it, in one file or in shards with an index."""
+def read_hugging_face(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[[], Tensor]]]]:
+    """Config and tensors, each with how to read it, of a directory as `save_pretrained` writes it, in one file or in shards with an index."""
     raw = read_json(path / "config.json")
     if raw.get("model_type") != "llama":
         raise InputError(f"{path}: unsupported architecture {raw.get('model_type')!r}; only llama is supported")
@@ -576,12 +594,12 @@ def read_hugging_face(path: Path) -> tuple[Config, Iterator[tuple[str, Tensor]]]
         max_position_embeddings=raw.get("max_position_embeddings", 2048),
         tie_word_embeddings=raw.get("tie_word_embeddings", False))
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
+    def tensors() -> Iterator[tuple[str, Callable[[], Tensor]]]:
         index = path / "model.safetensors.index.json"
         shards = read_json(index).get("weight_map", {}).values() if index.exists() else ["model.safetensors"]
         for name in sorted(set(shards)):
-            for tensor_name, tensor in read_tensors(path / name):
-                yield tensor_name.removeprefix("model."), tensor
+            for tensor_name, read in read_tensors(path / name):
+                yield tensor_name.removeprefix("model."), read
     return config, tensors()
 
 
@@ -678,8 +696,8 @@ def read_gguf_header(path: Path) -> tuple[dict, dict[str, tuple[list[int], int, 
     return metadata, {name: (shape, kind, start + offset) for name, (shape, kind, offset) in table.items()}, data
 
 
-def read_gguf(path: Path) -> tuple[Config, Iterator[tuple[str, Tensor]]]:
-    """Config and tensors of a GGUF file, dequantised one at a time."""
+def read_gguf(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[[], Tensor]]]]:
+    """Config and tensors of a GGUF file, dequantised as they are read."""
     metadata, table, data = read_gguf_header(path)
     if metadata.get("general.architecture") != "llama":
         raise InputError(f"{path}: unsupported architecture {metadata.get('general.architecture')!r}; "
@@ -718,19 +736,22 @@ def read_gguf(path: Path) -> tuple[Config, Iterator[tuple[str, Tensor]]]:
         rope_theta=metadata.get("llama.rope.freq_base", 10000.0), rope_factors=factors,
         max_position_embeddings=get("context_length"), tie_word_embeddings="output.weight" not in table)
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
+    def read(name: str) -> Tensor:
+        tensor = decode(name)
+        if name.endswith(("attn_q.weight", "attn_k.weight")):  # rows of a head: (x0, y0, x1, y1, ..) -> (x.., y..)
+            rows = heads if name.endswith("attn_q.weight") else kv_heads
+            if len(tensor) != rows * head_dim:
+                raise InputError(f"{path}: tensor {name} is {tuple(tensor.shape)}, expected {rows * head_dim} rows")
+            tensor = tensor.view(rows, head_dim // 2, 2, -1).transpose(1, 2).reshape(tensor.shape)
+        return tensor
+
+    def tensors() -> Iterator[tuple[str, Callable[[], Tensor]]]:
         for name in table:
             if name == "rope_freqs.weight":
                 continue
-            tensor = decode(name)
-            if name.endswith(("attn_q.weight", "attn_k.weight")):  # rows of a head: (x0, y0, x1, y1, ..) -> (x.., y..)
-                rows = heads if name.endswith("attn_q.weight") else kv_heads
-                if len(tensor) != rows * head_dim:
-                    raise InputError(f"{path}: tensor {name} is {tuple(tensor.shape)}, expected {rows * head_dim} rows")
-                tensor = tensor.view(rows, head_dim // 2, 2, -1).transpose(1, 2).reshape(tensor.shape)
             block, part = re.fullmatch(r"(?:blk\.(\d+)\.)?(.+?)(?:\.weight)?", name).groups()
             part = GGUF_NAMES.get(part, part) + ".weight"
-            yield (f"layers.{block}.{part}" if block else part), tensor
+            yield (f"layers.{block}.{part}" if block else part), partial(read, name)
     return config, tensors()
 
 
@@ -941,15 +962,15 @@ def add_generation_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
 
 
-def load_target(arguments: argparse.Namespace) -> tuple[Llama, Tokenizer]:
-    """Model and tokenizer that the command line names."""
+def load_target(arguments: argparse.Namespace, last: int | None = None) -> tuple[Llama, Tokenizer]:
+    """Model, or its `last` layers, and tokenizer that the command line names."""
     try:
         torch.empty(1, device=arguments.device)
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"--device {arguments.device} cannot be used here: {one_line(error)}") from None
     dtype = DTYPES[arguments.dtype or default_dtype(arguments.device)]
     path = locate(arguments.model)
-    return load_model(path, arguments.device, dtype), load_tokenizer(path)
+    return load_model(path, arguments.device, dtype, last), load_tokenizer(path)
 
 
 def answer_length(model: Llama, prompt: list[int], max_new_tokens: int) -> int:

@@ -26,9 +26,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from llama import (DecoderLayer, InputError, KVCache, Linear, Llama, can_pack, causal_mask, fill, probabilities, race, read_json, read_tensors,
-                   rotary_table)
+from llama import (DecoderLayer, InputError, KVCache, Linear, Llama, can_pack, causal_mask, fill, probabilities, race,
+                   read_json, read_tensors, rotary_table)
 
+COUNTED = 64  # tokens of a q that is sent: see to_counts
 PROMPT_CHUNK = 256  # LSA works on T x L rows: a long prompt is remembered this many tokens at a time
 
 
@@ -87,9 +88,10 @@ class Shape:
 
     depth: int
     breadth: int = 1  # leaves that are expanded together
-    nodes: int = 8  # tokens in all
+    nodes: int = 8  # tokens of a tree in all
     token_threshold: float = 0.0
     level_threshold: float = 0.0
+    counted: bool = False  # drawn from a q that is small enough to be sent: see to_counts
 
     def room(self, drafted: int, temperature: float) -> int:
         """How many tokens the next level may have. At temperature 0 those too many are dropped in the end."""
@@ -116,6 +118,14 @@ class Draft:
 
     def is_chain(self) -> bool:
         return self.parents == list(range(-1, len(self.parents) - 1))
+
+    def first_path(self) -> list[int]:
+        """Tokens of the path that the drafter itself would take: at temperature 0 likeliest first, else as drawn."""
+        path, node = [], -1
+        while node in self.parents:
+            node = self.parents.index(node)
+            path.append(self.tokens[node])
+        return path
 
 
 def ancestor_mask(parents: list[int]) -> Tensor:
@@ -201,7 +211,7 @@ class Drafter(nn.Module):
         return q.new_zeros(*q.shape[:-1], self.target.config.vocab_size).index_copy_(-1, self.vocabulary, q)
 
     def pack(self) -> "Drafter":
-        """As `Llama.pack`."""
+        """As `Llama.pack`; of the two the first, while the target's LM head can still be read."""
         if can_pack(self.Ekv2E.weight):
             self.self_attention.pack()
             if self.config.use_cross_attention:
@@ -297,6 +307,18 @@ class Drafter(nn.Module):
         return (Drafting if self.config.use_cross_attention else OffPolicyDrafting)(self, capacity)
 
 
+def to_counts(q: Tensor) -> tuple[Tensor, Tensor]:
+    """q (., V) in five bytes a token: ids int32 and counts uint8 (., 64) of its likeliest, the first of which has 255."""
+    likely, ids = q.topk(min(COUNTED, q.shape[-1]))
+    return ids.int(), (255 * likely / likely[..., :1]).round().to(torch.uint8)
+
+
+def from_counts(ids: Tensor, counts: Tensor, vocab_size: int) -> Tensor:
+    """The distribution (., V) that has these counts: the same floats wherever it is made."""
+    q = counts.float() / counts.sum(-1, keepdim=True)
+    return q.new_zeros(*q.shape[:-1], vocab_size).scatter_(-1, ids.long(), q)
+
+
 def children(q: Tensor, reach: list[float], room: int, threshold: float, temperature: float,
              generator: torch.Generator | None) -> list[tuple[int, int, float]]:
     """Up to `room` children of a level's leaves as (leaf, choice, value), by leaf and in order. q (leaves, V).
@@ -319,6 +341,7 @@ class Drafting:
     """The state of one conversation: SA's cache over all tokens, CA's over memories, the N reused layers' over both.
 
     Verified tokens come first in each cache; what is drafted behind them is cut off when the next memory arrives.
+    Of that, the first `assumed` are a chain that stands in for verified tokens while the target is waited for.
     """
 
     def __init__(self, drafter: Drafter, capacity: int):
@@ -333,24 +356,49 @@ class Drafting:
         self.pending: list[int] = []  # verified tokens that SA has not read yet
         self.drafted: list[int] = []  # tokens in the caches behind the verified: the one to follow, and expanded drafts
         self.parents: list[int] = []  # of each the index in drafted, -1 for the first
+        self.assumed = 0
 
     def observe(self, memory: Memory) -> None:
         """Take in newly verified tokens. Costs time in these alone: SA's work on accepted drafts is kept."""
-        path, child = [], {(parent, token): i for i, (parent, token) in enumerate(zip(self.parents, self.drafted))}
-        for token in memory.tokens:
-            node = child.get((path[-1] if path else -1, token))
-            if node is None:
-                break
-            path.append(node)
+        path = self.path(memory.tokens)
         self.self_cache.keep(self.self_cache.length - len(self.drafted), path)
         self.pending += memory.tokens[len(path):]
-        self.drafted, self.parents = [], []
+        self.drafted, self.parents, self.assumed = [], [], 0
         self.append_states(memory.cross_kv)
         self.reused_cache.truncate(self.verified)
         for n, kv in enumerate(memory.reused_kv):
             self.reused_cache.append(n, kv)
         self.reused_cache.advance(len(memory.tokens))
         self.verified += len(memory.tokens)
+
+    def path(self, tokens: list[int]) -> list[int]:
+        """Where these tokens, the first behind the last verified one, are in drafted: as many of them as are there."""
+        path, child = [], {(parent, token): i for i, (parent, token) in enumerate(zip(self.parents, self.drafted))}
+        for token in tokens:
+            node = child.get((path[-1] if path else -1, token))
+            if node is None:
+                break
+            path.append(node)
+        return path
+
+    def assume(self, tokens: list[int]) -> None:
+        """Go on behind these tokens as if they were verified; CA reads no more than the memory that has come.
+
+        tokens: the one that was drafted from, then drafts on a path behind it. Free where these were expanded.
+        """
+        path = self.path(self.drafted[:self.assumed] + tokens)
+        unread = tokens[len(path) - self.assumed:]
+        self.keep(path)
+        self.drafted, self.parents = [self.drafted[i] for i in path], list(range(-1, len(path) - 1))
+        for token in unread:
+            self.step([token], [len(self.drafted) - 1])
+        self.assumed = len(self.drafted)
+
+    def keep(self, path: list[int]) -> None:
+        """Of what is in the caches behind the verified tokens, keep this path."""
+        self.self_cache.keep(self.self_cache.length - len(self.drafted), path)
+        if self.drafter.N > 0:
+            self.reused_cache.keep(self.verified, path)
 
     def append_states(self, states: Tensor) -> None:
         self.cross_cache.append(0, states)
@@ -368,11 +416,13 @@ class Drafting:
         leaves, row = [-1], {}  # row: the index in self.drafted of an expanded node
         for _ in range(shape.depth):
             if leaves == [-1]:
-                features = self.step([token], [-1])  # (1, E)
+                features = self.step([token], [len(self.drafted) - 1])  # (1, E)
             else:
                 features = self.step([tokens[i] for i in leaves], [row[parents[i]] for i in leaves])  # (leaves, E)
             row.update({leaf: len(self.drafted) - len(leaves) + i for i, leaf in enumerate(leaves)})
             q = probabilities(self.drafter.logits(features), temperature or 1.0, top_p if temperature > 0 else 1.0)
+            if shape.counted and temperature > 0:
+                q = from_counts(*to_counts(q), q.shape[-1])
             room = shape.room(len(tokens), temperature)
             reach = [values[i] if i >= 0 else 1.0 for i in leaves]
             level = children(q, reach, room, shape.token_threshold, temperature, generator) if room else []
@@ -387,14 +437,14 @@ class Drafting:
             leaves = sorted(sorted(range(start, len(tokens)), key=lambda i: -values[i])[:shape.breadth])
             if sum(values[i] for i in leaves) < shape.level_threshold:
                 break
-        if temperature > 0:
-            return Draft(token, tokens, parents, self.drafter.spread(torch.cat(qs)) if qs else None)
+        if temperature > 0 or shape.breadth == 1:
+            return Draft(token, tokens, parents, self.drafter.spread(torch.cat(qs)) if temperature > 0 and qs else None)
         kept = sorted(sorted(range(len(tokens)), key=lambda i: -values[i])[:shape.nodes])  # never a node without its parent
         index = {-1: -1, **{node: i for i, node in enumerate(kept)}}
         return Draft(token, [tokens[i] for i in kept], [index[parents[i]] for i in kept])
 
     def step(self, tokens: list[int], parents: list[int]) -> Tensor:
-        """Features (T, E) at the tokens of one level. parents index self.drafted; the first of a draft has none, -1."""
+        """Features (T, E) at the tokens of one level. parents index self.drafted; behind the last verified token it is -1."""
         drafter, cache = self.drafter, self.self_cache
         unread, self.pending = self.pending, []
         self.drafted += tokens
@@ -445,6 +495,11 @@ class OffPolicyDrafting(Drafting):
         self.drafted, self.parents, self.guesses = [], [], []
         super().observe(memory)
 
+    def keep(self, path: list[int]) -> None:
+        super().keep(path)
+        self.cross_cache.keep(self.cross_cache.length - len(self.drafted), path)
+        self.guesses = [self.guesses[i] for i in path]
+
     def append_states(self, states: Tensor) -> None:
         self.previous = torch.cat([self.previous, states], dim=1)
 
@@ -473,7 +528,7 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
     if not path.is_dir():
         raise InputError(f"{path}: no such drafter; give a folder with config.json and model.safetensors")
     stated = read_config(path / "config.json")
-    tensors = dict(read_tensors(path / "model.safetensors"))
+    tensors = {name: read() for name, read in read_tensors(path / "model.safetensors")}
     t = target.config
     heads = stated.get("num_attention_heads", t.num_attention_heads)
     lsa_heads = stated.get("layer_self_attention_num_attention_heads", t.num_attention_heads)

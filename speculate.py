@@ -12,17 +12,39 @@ draws without replacement. At temperature 0 both are point masses and this is: f
 
     python speculate.py --prompt "Explain why the sky is blue." --show
     python speculate.py --bench                           # target alone, chain, tree and lookup, interleaved
+    python speculate.py --remote --network 4g --prompt "..."   # the target in another process, behind a simulated network
+    python speculate.py --serve HOST:PORT                 # the two halves by hand: MOA_SECRET=... for both,
+    python speculate.py --remote HOST:PORT --prompt "..." # and of the target the client loads what its drafter needs
+
+The target may be on another machine (`RemoteTarget`, `Server`): the loop is the same. While the server is out of reach the
+drafter writes alone, without a guarantee, and once it is back the server takes that as given.
 
 Shapes: T tokens, K drafts, E hidden, V vocabulary.
 """
+import argparse
+import hmac
+import ipaddress
+import itertools
 import json
+import math
+import os
 import random
+import secrets
+import select
+import signal
+import socket
+import socketserver
 import statistics
+import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -30,13 +52,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from llama import (DEFAULT_MODEL, InputError, KVCache, Llama, Parser, Tokenizer, add_generation_arguments, add_model_arguments,
-                   answer_length, generate, load_target, natural, probabilities, report, run_command, sample)
-from moa import Draft, Drafter, Drafting, Memory, Shape, ancestor_mask, load_drafter
+                   answer_length, generate, load_target, natural, one_line, probabilities, report, run_command, sample)
+from moa import (COUNTED, PROMPT_CHUNK, Draft, Drafter, Drafting, Memory, Shape, ancestor_mask, from_counts, load_drafter,
+                 read_config, to_counts)
+from netsim import (PROFILES, Channel, ConnectionClosed, Link, Lost, Outage, ProtocolError, RoundTrip, VirtualClock, WallClock,
+                    duration, fill, rate, receive_message, send_message, share, symmetric)
 
 SHIPPED = {DEFAULT_MODEL: Path(__file__).parent / "weights" / DEFAULT_MODEL}
 PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
 CHAIN = Shape(depth=6)
 TREE = Shape(depth=6, breadth=3, nodes=8)
+REMOTE_CHAIN = Shape(depth=8, counted=True)  # a round trip is dear: draft further
+REMOTE_TREE = Shape(depth=8, breadth=3, nodes=16, counted=True)
 
 
 @dataclass(frozen=True)
@@ -59,6 +86,12 @@ class Figures:
     drafted: int = 0  # tokens proposed
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    unverified_tokens: int = 0  # written while the target was out of reach
+    disconnected: str = ""  # why it was
+    bytes_up: int = 0
+    bytes_down: int = 0
+    round_trips: int = 0
+    network_seconds: float = 0.0
 
 
 class Pace:
@@ -106,15 +139,27 @@ class Pace:
 
 @dataclass
 class Verdict:
-    """The target's answer: the drafts it accepts, its own next token, and the memory of what is now verified."""
+    """The target's answer: the drafts it accepts, its own next token, and the memory of what is now verified.
+
+    From a target that is out of reach: what the drafter wrote instead, and no memory.
+    """
 
     accepted: list[int]
     token: int
-    memory: Memory
+    memory: Memory | None
+    ahead: Draft | None = None  # behind the token, if it was guessed and drafted on from while the verdict was on its way
 
 
-def speculate(target: "LocalTarget", drafting: Drafting, prompt: list[int], settings: Settings,
-              generator: torch.Generator, figures: Figures, paces: list[Pace]) -> Iterator[tuple[list[int], list[int]]]:
+class Origin(IntEnum):
+    """Whose a token is."""
+
+    TARGET = 0
+    DRAFT = 1  # and the target accepted it
+    UNVERIFIED = 2
+
+
+def speculate(target: "LocalTarget | RemoteTarget", drafting: Drafting, prompt: list[int], settings: Settings,
+              generator: torch.Generator, figures: Figures, paces: list[Pace]) -> Iterator[list[tuple[int, Origin]]]:
     """The loop. Yields, each cycle, the drafts that were accepted and the target's own token behind them.
 
     Ends with a stop token or at max_new_tokens: what lies beyond is not yielded.
@@ -125,30 +170,28 @@ def speculate(target: "LocalTarget", drafting: Drafting, prompt: list[int], sett
         tokens = (verdict.accepted + [verdict.token])[:left]
         end = next((i + 1 for i, token in enumerate(tokens) if token in s.stop_ids), len(tokens))
         left -= end
-        yield tokens[:min(end, len(verdict.accepted))], tokens[len(verdict.accepted):end]
+        origins = [Origin.DRAFT] * len(verdict.accepted) + [Origin.TARGET]
+        yield list(zip(tokens[:end], origins if verdict.memory else [Origin.UNVERIFIED] * end))
         if left == 0 or tokens[end - 1] in s.stop_ids:
             return
-        start = clock(target)
-        drafting.observe(verdict.memory)
+        start = target.clock()
+        if verdict.memory:
+            drafting.observe(verdict.memory)
         pace = Pace.fastest(paces)
         shape = pace.fit() if s.adaptive else pace.shape
-        draft = drafting.draft(verdict.token, replace(shape, depth=min(shape.depth, left - 1)), s.temperature, s.top_p,
-                               generator)
-        drafted = clock(target)
+        draft = verdict.ahead or drafting.draft(verdict.token, replace(shape, depth=min(shape.depth, left - 1)),
+                                                s.temperature, s.top_p, generator)
+        drafted = target.clock()
         verdict = target.verify(draft)  # LSA runs on the target's side
-        verified = clock(target)
-        pace.record(max(draft.depths()), drafted - start, 1 + len(draft.tokens), verified - drafted, 1 + len(verdict.accepted))
-        figures.target_calls += 1
-        figures.drafted += len(draft.tokens)
+        verified = target.clock()
         figures.draft_seconds += drafted - start
         figures.verify_seconds += verified - drafted
-
-
-def clock(target: "LocalTarget") -> float:
-    """Seconds, once the device has done what it was given."""
-    if target.cache.kv.device.type != "cpu":
-        torch.accelerator.synchronize()
-    return time.perf_counter()
+        if verdict.memory:
+            if figures.target_calls > 0:  # the first draft reads the whole prompt too
+                pace.record(max(1, *draft.depths()), drafted - start, 1 + len(draft.tokens), verified - drafted,
+                            1 + len(verdict.accepted))
+            figures.target_calls += 1
+            figures.drafted += len(draft.tokens)
 
 
 def follow(choices: list[int], draft: Draft) -> tuple[list[int], int]:
@@ -206,10 +249,11 @@ class LocalTarget:
         self.cache = model.new_cache(capacity)
 
     def prefill(self, prompt: list[int]) -> Verdict:
-        """Read the prompt: first token, and the memory of all of it."""
+        """Read the prompt, or a piece of one: next token, and the memory of all of it."""
+        start = self.cache.length
         hidden = self.model.hidden(torch.tensor([prompt], device=self.cache.kv.device), self.cache)  # (1, T, E)
         _, token = self.judge(hidden[0, -1:], Draft(prompt[-1], [], []))
-        return Verdict([], token, self.drafter.remember(prompt, self.cache, 0, hidden))
+        return Verdict([], token, self.drafter.remember(prompt, self.cache, start, hidden))
 
     def verify(self, draft: Draft) -> Verdict:
         """Check a draft in one pass; the cache keeps its root and the nodes that are accepted."""
@@ -227,6 +271,12 @@ class LocalTarget:
         memory = self.drafter.remember([draft.token] + accepted, self.cache, start, hidden[:, rows])
         return Verdict(accepted, token, memory)
 
+    def clock(self) -> float:
+        """Seconds, once the device has done what it was given."""
+        if self.cache.kv.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
     def judge(self, hidden: Tensor, draft: Draft) -> tuple[list[int], int]:
         """Accepted nodes and next token, from the hidden states (K + 1, E) of draft.token and the drafts."""
         logits, s = self.model.lm_head(hidden), self.settings  # (K + 1, V)
@@ -236,47 +286,544 @@ class LocalTarget:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Client and server: the drafter here, the target there (paper, client-server experiments)
+#
+# A connection opens with a nonce and its HMAC under the shared secret. Then the client asks, in messages of netsim.py:
+#     read {start} + tokens               the cache is cut to `start` and takes these as given: next token and memory
+#     verify {start, token} + draft       what is accepted, next token and memory
+#     generate {max_new_tokens} + tokens  plain use of an API: the target's own tokens, one a message
+# ---------------------------------------------------------------------------------------------------------------------
+
+SECRET = "MOA_SECRET"  # the environment variable that holds it
+MOST_CLIENTS, MOST_DRAFTS = 8, 64
+IDLE_SECONDS = 300.0  # after which a silent client is dropped
+PEER_SECONDS = 10.0  # for a message that has begun, and for the handshake
+PREFILL_SECONDS = 60.0  # for a piece of the prompt
+NONCE = 32  # bytes
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values side by side (..., 2D) as int8 (..., 2, D) and a float16 scale (..., 2, 1) for each."""
+    x = x.float().unflatten(-1, (2, -1))
+    scale = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=2**-14).half()
+    return (x / scale).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def pack_memory(memory: Memory, exact: bool) -> dict[str, Tensor]:
+    """A memory as it crosses the network: int8 and scales, or float16 if it is to be (almost) exact."""
+    tensors = {}
+    for name, x in (("cross", memory.cross_kv), ("reused", memory.reused_kv)):
+        if len(x) and exact:
+            tensors[name] = x.half()
+        elif len(x):
+            tensors[name], tensors[name + "_scale"] = quantise(x)
+    return tensors
+
+
+def unpack_memory(tokens: list[int], tensors: dict[str, Tensor], drafting: Drafting) -> Memory:
+    """The memory of these tokens. Raises LookupError, RuntimeError or ValueError if the tensors are not that."""
+    def states(name: str, like: Tensor) -> Tensor:  # like (..., capacity, 2D) -> (..., T, 2D)
+        *outer, _, width = like.shape
+        x = tensors[name].float().view(*outer, len(tokens), 2, width // 2)
+        if name + "_scale" in tensors:
+            x = x * tensors[name + "_scale"].float().view(*x.shape[:-1], 1)
+        if not x.isfinite().all():
+            raise ValueError(f"{name} is not finite")
+        return x.flatten(-2).to(like)
+
+    reused = drafting.reused_cache.kv  # (N, 1, Hkv, capacity, 2D)
+    cross = drafting.cross_cache.kv[0] if drafting.drafter.config.use_cross_attention else drafting.previous
+    return Memory(tokens, states("cross", cross), states("reused", reused) if len(reused) else reused[..., :0, :])
+
+
+def sampling(settings: Settings, generator: torch.Generator) -> dict:
+    """How the server is to sample: with chances of its own, which must not be those that drafts were drawn with."""
+    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    return {"temperature": settings.temperature, "top_p": settings.top_p, "seed": seed}
+
+
+def int32(tokens: list[int]) -> Tensor:
+    return torch.tensor(tokens, dtype=torch.int32)
+
+
+def fingerprint(drafter: Drafter) -> list[int]:
+    """Sizes that both sides must agree on."""
+    t, c = drafter.target.config, drafter.config
+    return [t.vocab_size, t.hidden_size, t.num_hidden_layers, t.num_key_value_heads, t.head_dim, drafter.N,
+            c.cross_attention_num_key_value_heads, c.num_attention_heads, int(c.use_cross_attention)]
+
+
+@dataclass(frozen=True)
+class Remote:
+    """Where a server is, and the network that is simulated on the way."""
+
+    host: str
+    port: int
+    secret: str = ""
+    link: Link = field(default_factory=Link)
+    outages: tuple[Outage, ...] = ()
+    exact: bool = False  # memories in float16
+    clock: Callable[[], WallClock | VirtualClock] = WallClock
+
+    def channel(self, drafter: Drafter | None, seed: int) -> Channel:
+        """A connection for one answer. Raises InputError if there is no server."""
+        try:
+            return Channel(self.connect(drafter, PEER_SECONDS), symmetric(self.link, seed, self.outages), self.clock())
+        except Lost as error:
+            raise InputError(str(error)) from None
+
+    def connect(self, drafter: Drafter | None, seconds: float) -> socket.socket:
+        """A connection to a server that has this drafter and its target. Raises Lost, after so long at most."""
+        deadline, sock, nonce = time.monotonic() + seconds, None, bytearray()
+        try:
+            sock = socket.create_connection((self.host, self.port), seconds)
+            fill(nonce, NONCE, sock, deadline)
+            sock.sendall(hmac.digest(self.secret.encode(), nonce, "sha256"))
+            fields, _, _ = receive_message(sock, 4096, deadline)
+            if "models" in fields and (drafter is None or fields["models"] == fingerprint(drafter)):
+                return sock
+            reason = fields.get("refused", "it serves another target or drafter")
+        except (OSError, ProtocolError) as error:
+            reason = error
+        if sock:
+            sock.close()
+        raise Lost(f"no server at {self.host}:{self.port}: {one_line(reason)}")
+
+
+class RemoteTarget:
+    """The target of one conversation, on a server; it is asked what a LocalTarget is asked.
+
+    While a verdict is on its way, the drafter goes on from its own guess. If none comes the guess is the answer, and so
+    on, until the server is back and takes what was written meanwhile as given.
+    """
+
+    def __init__(self, channel: Channel, remote: Remote, drafting: Drafting, capacity: int, settings: Settings,
+                 generator: torch.Generator, figures: Figures):
+        self.channel, self.remote, self.drafting, self.capacity = channel, remote, drafting, capacity
+        self.settings, self.generator, self.figures = settings, generator, figures
+        self.tokens: list[int] = []  # of prompt and answer, all there are
+        self.verified = 0  # so many of them have a memory, and lie in the server's cache
+        self.worked = RoundTrip()  # how long a verification takes the server
+        self.whole = 0.5  # how often, of late, a draft's whole first path was accepted
+        self.lost = False
+        self.retry, self.pause = 0.0, 0.5  # when to connect again at the earliest, and for how long not to after that
+
+    def clock(self) -> float:
+        return self.channel.clock.now()
+
+    def prefill(self, prompt: list[int]) -> Verdict:
+        """Have the prompt read. Raises InputError: without any memory the drafter cannot go on alone."""
+        self.tokens, self.begin = list(prompt), len(prompt)
+        try:
+            return self.read(0, PREFILL_SECONDS)
+        except Lost as error:
+            raise InputError(f"the server was lost before its first token: {error}") from None
+
+    def verify(self, draft: Draft) -> Verdict:
+        """The server's verdict, or else what the drafter makes of its own draft."""
+        self.channel.clock.work("draft")
+        text = [draft.token] + draft.first_path()
+        try:
+            if self.lost:
+                return self.catch_up()
+            self.channel.send({"call": "verify", "start": self.verified, "token": draft.token}, pack_draft(draft))
+        except Lost as error:
+            self.lose(error)
+            self.drafting.assume(text[:-1])
+        else:
+            verdict = self.wait(draft, text)
+            if verdict:
+                return verdict
+        if len(text) == 1:
+            self.draft_on(text)
+        self.tokens += text[1:]
+        return Verdict(text[1:-1], text[-1], None)
+
+    def wait(self, draft: Draft, text: list[int]) -> Verdict | None:
+        """The verdict that is on its way, or None. Meanwhile we draft on, as far again, behind `text`, our guess of it.
+
+        So we do if that guess is right often enough; until the verdict is there, which ends it.
+        """
+        path, qs, depth = len(text), [], max(draft.depths())
+        self.drafting.assume(text[:-1])
+        room = self.begin + self.settings.max_new_tokens - len(self.tokens)
+        length = min(path + depth + 1, room + 1) if self.whole > 1 / 4 else path
+        try:
+            while len(text) < length and not self.channel.ready():
+                qs.append(self.draft_on(text))
+            fields, memory = self.receive(self.patience(), lambda fields: along(draft, fields["accepted"]))
+        except Lost as error:
+            return self.lose(error)
+        self.worked.observe(self.channel.clock.worked(fields))
+        self.whole += ((memory.tokens == text[:path]) - self.whole) / 8
+        verdict = Verdict(memory.tokens[1:], fields["token"], memory)
+        chain = text[path + 1:]  # drafted behind the guessed next token
+        if len(chain) == depth > 0 and memory.tokens + [verdict.token] == text[:path + 1]:
+            verdict.ahead = Draft(verdict.token, chain, list(range(-1, len(chain) - 1)),
+                                  None if draft.q is None else torch.cat(qs[1:]))
+        return self.note(verdict)
+
+    def draft_on(self, text: list[int]) -> Tensor | None:
+        """Draft one more token behind `text`, of which all but the last is assumed; its q."""
+        s = self.settings
+        step = self.drafting.draft(text[-1], Shape(1, counted=True), s.temperature, s.top_p, self.generator)
+        self.channel.clock.work("draft")
+        self.drafting.assume(text[-1:])
+        text += step.tokens
+        return step.q
+
+    def lose(self, error: Lost) -> None:
+        self.lost, self.figures.disconnected = True, self.figures.disconnected or str(error)
+
+    def catch_up(self) -> Verdict:
+        """Where the server's own text goes on, if it is back. Raises Lost if it is not."""
+        channel = self.channel
+        while channel.requests and not channel.dead:  # first comes what it still owes us
+            if not channel.ready():
+                raise Lost("nothing yet")
+            channel.receive(0)
+        start = self.verified
+        if channel.dead:
+            now = self.clock()
+            if now < self.retry or channel.network.through(now, now) > now:
+                raise Lost("not yet")
+            self.retry, self.pause = now + self.pause, 2 * self.pause
+            channel.close()
+            channel.connect(self.remote.connect(self.drafting.drafter, 1.0))
+            start = 0
+        verdict = self.read(start, self.patience(pieces=10))
+        self.lost = False
+        return verdict
+
+    def read(self, start: int, patience: float) -> Verdict:
+        """The server takes the tokens from `start` on as given: its next one, and the memory of those that had none."""
+        s = self.settings
+        self.channel.send({"call": "read", "start": start, "capacity": self.capacity, "exact": self.remote.exact,
+                           **sampling(s, self.generator)}, {"tokens": int32(self.tokens[start:])})
+        pieces = [self.tokens[a:a + PROMPT_CHUNK] for a in range(start, len(self.tokens), PROMPT_CHUNK)]
+        answers = [self.receive(patience, lambda _: piece) for piece in pieces]
+        unknown = self.tokens[self.verified:]
+        cross, reused = (torch.cat([getattr(memory, name) for _, memory in answers], dim=-2)[..., -len(unknown):, :]
+                         for name in ("cross_kv", "reused_kv"))
+        return self.note(Verdict([], answers[-1][0]["token"], Memory(unknown, cross, reused)))
+
+    def receive(self, patience: float, tokens_of: Callable[[dict], list[int]]) -> tuple[dict, Memory]:
+        """A reply, and its memory of these tokens. Raises Lost, and for a reply that makes no sense too."""
+        fields, tensors = self.channel.receive(patience)
+        try:
+            if type(fields["token"]) is not int or not 0 <= fields["token"] < self.drafting.drafter.target.config.vocab_size:
+                raise ValueError
+            return fields, unpack_memory(tokens_of(fields), tensors, self.drafting)
+        except (LookupError, TypeError, ValueError, RuntimeError):
+            self.channel.dead = "the server answers rubbish"
+            raise Lost(self.channel.dead) from None
+
+    def patience(self, pieces: int = 1) -> float:
+        """How long to wait for a reply: for the work, and for a packet that is lost twice."""
+        return pieces * self.worked.timeout() + 3 * self.channel.round_trip.timeout()
+
+    def note(self, verdict: Verdict) -> Verdict:
+        """Take down what the server has verified."""
+        self.tokens += verdict.accepted + [verdict.token]
+        self.verified = len(self.tokens) - 1
+        self.channel.network.tokens(len(self.tokens) - self.begin, self.clock())
+        return verdict
+
+
+def pack_draft(draft: Draft) -> dict[str, Tensor]:
+    tensors = {"drafts": int32(draft.tokens), "parents": int32(draft.parents)}
+    if draft.q is not None:
+        tensors["ids"], tensors["counts"] = to_counts(draft.q)
+    return tensors
+
+
+def along(draft: Draft, accepted: list[int]) -> list[int]:
+    """draft.token and these tokens behind it. Raises ValueError if they are no path of the draft."""
+    nodes, node = list(zip(draft.parents, draft.tokens)), -1
+    for token in accepted:
+        node = nodes.index((node, token))
+    return [draft.token] + accepted
+
+
+def call_api(channel: Channel, prompt: list[int], settings: Settings, generator: torch.Generator) -> Iterator[int]:
+    """Plain use of an API: the server decodes alone and streams its tokens. Raises InputError when it is lost."""
+    s = settings
+    try:
+        channel.send({"call": "generate", "max_new_tokens": s.max_new_tokens, "stop_ids": sorted(s.stop_ids),
+                      **sampling(s, generator)}, {"tokens": int32(prompt)})
+        for count in range(1, s.max_new_tokens + 1):
+            fields, _ = channel.receive(PREFILL_SECONDS)
+            channel.network.tokens(count, channel.clock.now())
+            yield fields["token"]
+            if not fields.get("more"):
+                return
+    except Lost as error:
+        raise InputError(f"the answer ends here: {error}") from None
+
+
+class Server(socketserver.ThreadingTCPServer):
+    """The target for several clients, a thread and a cache each. All models' work is done by one worker, in turn."""
+
+    allow_reuse_address = True
+
+    def __init__(self, model: Llama, drafter: Drafter, host: str, port: int, secret: str = "",
+                 most_clients: int = MOST_CLIENTS, idle_seconds: float = IDLE_SECONDS):
+        self.model, self.drafter, self.secret = model, drafter, secret
+        self.most_clients, self.idle_seconds = most_clients, idle_seconds
+        self.places = threading.BoundedSemaphore(most_clients)
+        self.connections: set[socket.socket] = set()
+        try:
+            super().__init__((host, port), Session)
+        except OSError as error:
+            raise InputError(f"cannot serve at {host}:{port}: {error}") from None
+        if not (secret or ipaddress.ip_address(self.server_address[0]).is_loopback):
+            super().server_close()
+            raise InputError(f"to serve beyond this machine, set a secret for both sides in {SECRET}")
+        self.worker = ThreadPoolExecutor(1)
+
+    def verify_request(self, request: socket.socket, client_address) -> bool:
+        """Whether to listen to a connection at all: not to more than could be clients soon."""
+        return len(self.connections) < 4 * self.most_clients
+
+    def process_request(self, request: socket.socket, client_address) -> None:
+        self.connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: socket.socket) -> None:
+        self.connections.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """Hang up on everyone, and wait for their threads."""
+        for connection in list(self.connections):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        super().server_close()
+        self.worker.shutdown()
+
+    def work(self, function: Callable, *arguments):
+        """What the function returns, called by the worker."""
+        def in_turn():
+            with torch.inference_mode():
+                return function(*arguments)
+        return self.worker.submit(in_turn).result()
+
+
+class Session(socketserver.BaseRequestHandler):
+    """One client's connection: who breaks a rule of it is hung up on, with a line on stderr."""
+
+    target: LocalTarget | None = None
+
+    def handle(self) -> None:
+        self.model = self.server.model
+        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            self.admit()
+            if not self.server.places.acquire(blocking=False):
+                return self.tell({"refused": f"the server is full, it has {self.server.most_clients} clients"})
+            try:
+                self.tell({"models": fingerprint(self.server.drafter)})
+                while True:
+                    self.answer_request()
+            finally:
+                self.server.places.release()
+        except ConnectionClosed:
+            pass
+        except (ProtocolError, InputError, OSError) as error:
+            print(f"{self.client_address[0]}: {one_line(error)}", file=sys.stderr)
+
+    def admit(self) -> None:
+        """Check that the client knows the secret, before anything else of it is read. Raises ProtocolError."""
+        nonce, digest, deadline = os.urandom(NONCE), bytearray(), time.monotonic() + PEER_SECONDS
+        self.request.sendall(nonce)
+        fill(digest, 32, self.request, deadline)
+        if not hmac.compare_digest(digest, hmac.digest(self.server.secret.encode(), nonce, "sha256")):
+            self.tell({"refused": f"wrong secret; both sides take it from {SECRET}"})
+            raise ProtocolError("a wrong secret")
+
+    def tell(self, fields: dict, tensors: dict[str, Tensor] = {}) -> None:
+        send_message(self.request, fields, tensors, time.monotonic() + PEER_SECONDS)
+
+    def reply(self, work: str, fields: dict, tensors: dict[str, Tensor] = {}) -> None:
+        now = time.perf_counter()
+        self.tell({"work": work, "elapsed": round(now - self.since, 6), **fields}, tensors)
+        self.since = now
+
+    def answer_request(self) -> None:
+        """Wait for a request, and answer it. Raises ProtocolError for one that makes no sense."""
+        if not select.select([self.request], [], [], self.server.idle_seconds)[0]:
+            raise ProtocolError(f"silent for {self.server.idle_seconds:g} s")
+        limit = (1 << 20) + 4 * self.server.model.config.max_position_embeddings
+        fields, tensors, _ = receive_message(self.request, limit, time.monotonic() + PEER_SECONDS)
+        self.since = time.perf_counter()
+        try:
+            calls = {"generate": self.generate, "read": self.read, **({"verify": self.verify} if self.target else {})}
+            calls[fields["call"]](fields, tensors)
+        except (LookupError, TypeError, ValueError) as error:
+            raise ProtocolError(f"a request that makes no sense: {error!r}") from None
+
+    def read(self, fields: dict, tensors: dict[str, Tensor]) -> None:
+        """Take tokens as given; their memory goes back in pieces, while the next is worked on."""
+        tokens, context = ids(tensors["tokens"], 0, self.model.config.vocab_size), self.model.config.max_position_embeddings
+        if fields["start"] == 0:
+            capacity, self.exact = whole(fields["capacity"], 1, context + MOST_DRAFTS), fields["exact"] is True
+            self.target = LocalTarget(self.model, self.server.drafter, capacity, *self.sampling(fields))
+        start = whole(fields["start"], 0, self.target.cache.length)
+        whole(start + len(tokens), start + 1, min(context, self.target.cache.capacity))
+        self.target.cache.truncate(start)
+        for a in range(0, len(tokens), PROMPT_CHUNK):
+            verdict, memory = self.server.work(self.judge, self.target.prefill, tokens[a:a + PROMPT_CHUNK])
+            self.reply("read", {"token": verdict.token, "more": a + PROMPT_CHUNK < len(tokens)}, memory)
+
+    def verify(self, fields: dict, tensors: dict[str, Tensor]) -> None:
+        """Check a draft."""
+        vocab_size = self.model.config.vocab_size
+        token, drafts = whole(fields["token"], 0, vocab_size - 1), ids(tensors["drafts"], 0, vocab_size)
+        parents, q = ids(tensors["parents"], -1, len(drafts)), None
+        whole(fields["start"], self.target.cache.length, self.target.cache.length)
+        whole(len(drafts), 0, min(MOST_DRAFTS, self.target.cache.capacity - self.target.cache.length - 1))
+        if len(parents) != len(drafts) or any(parent >= i for i, parent in enumerate(parents)):
+            raise ValueError("the parents of drafts must come before them")
+        if self.target.settings.temperature > 0 and drafts:
+            counts = tensors["counts"]
+            size = (len(set(parents)), min(COUNTED, vocab_size))
+            ids(tensors["ids"].flatten(), 0, vocab_size)
+            if not tensors["ids"].shape == counts.shape == size or counts.dtype != torch.uint8 or not counts.sum(-1).all():
+                raise ValueError("q does not fit the drafts")
+            q = from_counts(tensors["ids"], counts, vocab_size).to(self.model.embed_tokens.weight.device)
+        verdict, memory = self.server.work(self.judge, self.target.verify, Draft(token, drafts, parents, q))
+        self.reply("verify", {"accepted": verdict.accepted, "token": verdict.token}, memory)
+
+    def generate(self, fields: dict, tensors: dict[str, Tensor]) -> None:
+        """The target's own tokens, one a reply."""
+        tokens, stop_ids = ids(tensors["tokens"], 0, self.model.config.vocab_size), set(fields["stop_ids"])
+        room = self.model.config.max_position_embeddings - len(tokens)
+        count, (settings, generator) = whole(fields["max_new_tokens"], 1, room if tokens else 0), self.sampling(fields)
+        stream = generate(self.model, tokens, count, stop_ids, settings.temperature, settings.top_p, generator)
+        for left in reversed(range(count)):
+            token = self.server.work(next, stream)
+            more = left > 0 and token not in stop_ids
+            self.reply("token", {"token": token, "more": more})
+            if not more:
+                return
+
+    def sampling(self, fields: dict) -> tuple[Settings, torch.Generator]:
+        temperature, top_p, seed = float(fields["temperature"]), float(fields["top_p"]), whole(fields["seed"], 0, 2**63 - 1)
+        if not 0 <= temperature <= 100 or not 0 < top_p <= 1:
+            raise ValueError(f"no such sampling: temperature {temperature}, top-p {top_p}")
+        generator = torch.Generator(self.model.embed_tokens.weight.device).manual_seed(seed)
+        return Settings(temperature=temperature, top_p=top_p), generator
+
+    def judge(self, call: Callable, request) -> tuple[Verdict, dict[str, Tensor]]:
+        verdict = call(request)
+        return verdict, pack_memory(verdict.memory, self.exact)
+
+
+def whole(value: object, low: int, high: int) -> int:
+    """The value, if it is a whole number within [low, high]. Raises ValueError."""
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{value!r:.40} is not a whole number from {low} to {high}")
+    return value
+
+
+def ids(tensor: Tensor, low: int, end: int) -> list[int]:
+    """The values of an int32 vector, if all are within [low, end). Raises ValueError."""
+    if tensor.dtype != torch.int32 or tensor.dim() != 1:
+        raise ValueError(f"expected an int32 vector, not {tensor.dtype} {list(tensor.shape)}")
+    return [whole(value, low, end - 1) for value in tensor.tolist()]
+
+
+def serve(server: Server) -> None:
+    """Serve until a signal ends it. The address is the one line on stdout."""
+    with server:
+        print("{}:{}".format(*server.server_address), flush=True)
+        server.serve_forever()
+
+
+@contextmanager
+def server_of(args: argparse.Namespace, folder: str | Path) -> Iterator[tuple[str, int, str]]:
+    """Host, port and secret of the server: the one that is named, or a process of our own, which ends with the context."""
+    secret = os.environ.get(SECRET, "")
+    if args.remote[0]:
+        yield *args.remote, secret
+        return
+    secret = secret or secrets.token_hex(16)
+    flags = ["--model", args.model, "--drafter", folder, "--device", args.device]
+    flags += ["--dtype", args.dtype] if args.dtype else []
+    process = subprocess.Popen([sys.executable, __file__, "--serve", "127.0.0.1:0", *flags], stdin=subprocess.DEVNULL,
+                               stdout=subprocess.PIPE, env={**os.environ, SECRET: secret}, text=True)
+    try:
+        line = process.stdout.readline()
+        if not line:
+            raise InputError("the server did not start")
+        yield *address(line.strip()), secret
+    finally:
+        process.terminate()
+        try:
+            process.wait(PEER_SECONDS)
+        except subprocess.TimeoutExpired:  # it hangs
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # One generation, by either method
 # ---------------------------------------------------------------------------------------------------------------------
 
 @dataclass
 class Generation:
-    """Tokens as they come, each with whether it was drafted, and the figures once they have all come."""
+    """Tokens as they come, and the figures once they have all come."""
 
     tokens: list[int] = field(default_factory=list)
     figures: Figures = field(default_factory=Figures)
     seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    prompt: list[int] = field(default_factory=list)
 
     def acceptance_length(self) -> float:
-        return (len(self.tokens) - 1) / max(1, self.figures.target_calls)
+        return (len(self.tokens) - 1 - self.figures.unverified_tokens) / max(1, self.figures.target_calls)
 
 
 @torch.inference_mode()
 def answer(model: Llama, drafter: "Drafter | Lookup | None", prompt: list[int], settings: Settings, seed: int = 0,
-           emit=lambda token, drafted: None, paces: list[Pace] | None = None) -> Generation:
+           emit=lambda token, origin: None, paces: list[Pace] | None = None, remote: Remote | None = None) -> Generation:
     """One answer to a prompt, speculatively or, without a drafter, by the target alone. `emit` sees each token.
 
-    paces: of earlier answers, to go on from; one a shape.
+    paces: of earlier answers, to go on from; one a shape. remote: where the target is, of which `model` is then a part.
+    Raises InputError if it was never there.
     """
-    device, result, s = model.embed_tokens.weight.device, Generation(), settings
+    device, result, s = model.embed_tokens.weight.device, Generation(prompt=prompt), settings
     generator = torch.Generator(device).manual_seed(seed)
-    start = time.perf_counter()
+    start, channel = time.perf_counter(), remote and remote.channel(drafter, seed)
     if drafter is None:
-        stream = (([], [token]) for token in
-                  generate(model, prompt, s.max_new_tokens, s.stop_ids, s.temperature, s.top_p, generator))
+        stream = ([(token, Origin.TARGET)] for token in (
+            call_api(channel, prompt, s, generator) if remote else
+            generate(model, prompt, s.max_new_tokens, s.stop_ids, s.temperature, s.top_p, generator)))
     else:
-        capacity = len(prompt) + s.max_new_tokens + max(max(shape.depth, shape.nodes) for shape in s.shapes)  # with what will be rejected
-        target = LocalTarget(model, drafter, capacity, s, generator)
-        stream = speculate(target, drafter.start(capacity), prompt, s, generator, result.figures,
+        spare = max(max(shape.nodes, shape.depth * shape.breadth) for shape in s.shapes)  # for what will be rejected
+        capacity = len(prompt) + s.max_new_tokens + spare
+        drafting = drafter.start(capacity)
+        target = (RemoteTarget(channel, remote, drafting, capacity, s, generator, result.figures) if remote else
+                  LocalTarget(model, drafter, capacity, s, generator))
+        stream = speculate(target, drafting, prompt, s, generator, result.figures,
                            paces or [Pace(shape) for shape in s.shapes])
-    for drafts, own in stream:
-        for i, token in enumerate(drafts + own):
+    try:
+        for token, origin in itertools.chain.from_iterable(stream):
             result.tokens.append(token)
-            emit(token, i < len(drafts))
+            result.first_token_seconds = result.first_token_seconds or time.perf_counter() - start
+            result.figures.unverified_tokens += origin == Origin.UNVERIFIED
+            emit(token, origin)
+    finally:
+        if channel:
+            channel.close()
     result.seconds = time.perf_counter() - start
     if drafter is None:
         result.figures.target_calls = len(result.tokens) - 1
         result.figures.verify_seconds = result.seconds
+    if channel:
+        for name in ("bytes_up", "bytes_down", "round_trips", "network_seconds"):
+            setattr(result.figures, name, getattr(channel, name))
     return result
 
 
@@ -331,60 +878,179 @@ def read_prompts(path: str) -> list[tuple[str, list[str]]]:
     return prompts
 
 
-def bench(model: Llama, drafter: Drafter, tokenizer: Tokenizer, prompts: list[tuple[str, list[str]]], settings: Settings,
-          seed: int) -> list[dict]:
+Method = Callable[[list[int], Settings], Generation]
+
+
+def method(model: Llama, drafter: "Drafter | Lookup | None", shapes: tuple[Shape, ...], seed: int,
+           remote: Remote | None = None) -> Method:
+    """One way to answer. What it measures on one prompt it goes on from on the next."""
+    paces = [Pace(shape) for shape in shapes]
+    return lambda prompt, s: answer(model, drafter, prompt, replace(s, shapes=shapes), seed, paces=paces, remote=remote)
+
+
+def local_methods(model: Llama, drafter: Drafter, seed: int, chain: Shape, tree: Shape) -> dict[str, Method]:
+    return {"target": method(model, None, (chain,), seed), "chain": method(model, drafter, (chain,), seed),
+            "tree": method(model, drafter, (tree,), seed), "lookup": method(model, Lookup(), (chain,), seed)}
+
+
+def remote_methods(model: Llama, drafter: Drafter, seed: int, shapes: tuple[Shape, ...], remotes: dict[str, Remote],
+                   length: int) -> dict[str, Method]:
+    """For each network: plain use of an API, our own, and ours with the network down after a quarter of `length` tokens."""
+    methods = {}
+    for name, remote in remotes.items():
+        broken = replace(remote, outages=(Outage(tokens=length // 4),))
+        methods |= {f"api:{name}": method(model, None, shapes, seed, remote),
+                    f"remote:{name}": method(model, drafter, shapes, seed, remote),
+                    f"disconnected:{name}": method(model, drafter, shapes, seed, broken)}
+    return methods
+
+
+def base_of(method: str) -> str:
+    """The method that one is compared with: the target alone, by itself or behind an API on the same network."""
+    _, _, network = method.partition(":")
+    return f"api:{network}" if network else "target"
+
+
+def bench(model: Llama, methods: dict[str, Method], tokenizer: Tokenizer, prompts: list[tuple[str, list[str]]],
+          settings: Settings) -> list[dict]:
     """Every prompt by every method, in turn, after a warm-up. Rows by category, then overall."""
-    methods = {"target": (None, CHAIN), "chain": (drafter, CHAIN), "tree": (drafter, TREE), "lookup": (Lookup(), CHAIN)}
-    paces = {method: [Pace(shape)] for method, (_, shape) in methods.items()}
     runs: dict[str, list[dict[str, Generation]]] = {}
     for number, (category, turns) in enumerate(tqdm(prompts[:1] + prompts, unit=" prompts")):
         messages: list[dict] = []
         for turn in turns:
             messages.append({"role": "user", "content": turn})
             prompt, results = tokenizer.chat(messages), {}
-            length = answer_length(model, prompt, settings.max_new_tokens)
-            for method in random.Random(number).sample(list(methods), len(methods)):
-                proposer, shape = methods[method]
-                s = replace(settings, max_new_tokens=length, shapes=(shape,))
-                results[method] = answer(model, proposer, prompt, s, seed, paces=paces[method])
-            messages.append({"role": "assistant", "content": tokenizer.decode(results["target"].tokens)})
+            s = replace(settings, max_new_tokens=answer_length(model, prompt, settings.max_new_tokens))
+            for name in random.Random(number).sample(list(methods), len(methods)):
+                results[name] = methods[name](prompt, s)
+            messages.append({"role": "assistant", "content": tokenizer.decode(results[base_of(name)].tokens)})
             if number > 0:  # the first was the warm-up
                 runs.setdefault(category, []).append(results)
     runs["overall"] = [results for category in runs.values() for results in category]
-    return [row(category, method, results) for category, results in runs.items() for method in methods]
+    return [row(model, category, name, results) for category, results in runs.items() for name in methods]
 
 
-def row(category: str, method: str, runs: list[dict[str, Generation]]) -> dict:
+def row(model: Llama, category: str, method: str, runs: list[dict[str, Generation]]) -> dict:
     """One line of the benchmark: totals of a method over a category's prompts, and the spread over prompts."""
-    mine = [results[method] for results in runs]
+    mine, bases = [results[method] for results in runs], [results[base_of(method)] for results in runs]
     new_tokens, seconds = sum(len(g.tokens) for g in mine), sum(g.seconds for g in mine)
-    calls = sum(g.figures.target_calls for g in mine)
+    calls, unverified = (sum(getattr(g.figures, name) for g in mine) for name in ("target_calls", "unverified_tokens"))
     draft, verify = (sum(getattr(g.figures, f"{part}_seconds") for g in mine) / seconds for part in ("draft", "verify"))
-    base = sum(r["target"].seconds for r in runs) / sum(len(r["target"].tokens) for r in runs)  # seconds a token
-    pace = [r["target"].seconds / len(r["target"].tokens) * len(r[method].tokens) / r[method].seconds for r in runs]
+    base = sum(g.seconds for g in bases) / sum(len(g.tokens) for g in bases)  # seconds a token
+    pace = [b.seconds / len(b.tokens) * len(g.tokens) / g.seconds for g, b in zip(mine, bases)]
     low, _, high = statistics.quantiles(pace, n=4) if len(pace) > 1 else pace * 3
-    return {"category": category, "method": method, "tokens_per_second": new_tokens / seconds,
-            "speedup": base / (seconds / new_tokens), "speedup_quartiles": [low, high],
-            "acceptance_length": (new_tokens - len(mine)) / max(1, calls), "target_calls": calls, "new_tokens": new_tokens,
-            "drafted_per_call": sum(g.figures.drafted for g in mine) / max(1, calls),
-            "draft_share": draft, "verify_share": verify, "other_share": 1 - draft - verify,
-            "identical": sum(results[method].tokens == results["target"].tokens for results in runs) / len(runs)}
+    result = {"category": category, "method": method, "tokens_per_second": new_tokens / seconds,
+              "speedup": base / (seconds / new_tokens), "speedup_quartiles": [low, high],
+              "acceptance_length": (new_tokens - unverified - len(mine)) / max(1, calls), "target_calls": calls,
+              "new_tokens": new_tokens, "drafted_per_call": sum(g.figures.drafted for g in mine) / max(1, calls),
+              "draft_share": draft, "verify_share": verify, "other_share": 1 - draft - verify,
+              "identical": sum(g.tokens == b.tokens for g, b in zip(mine, bases)) / len(runs)}
+    if ":" in method:
+        result |= {"first_token_seconds": statistics.median(g.first_token_seconds for g in mine)}
+        result |= {f"{name}_per_token": sum(getattr(g.figures, name) for g in mine) / (new_tokens - unverified)
+                   for name in ("round_trips", "bytes_up", "bytes_down")}
+    return result | (aftermath(model, mine, bases) if unverified else {})
+
+
+@torch.inference_mode()
+def aftermath(model: Llama, mine: list[Generation], bases: list[Generation]) -> dict:
+    """Of the text behind a disconnection: the share of it that the target wrote too, and the target's perplexity of it."""
+    unverified, agreed, nll = 0, 0, 0.0
+    for g, base in zip(mine, bases):
+        start = len(g.tokens) - g.figures.unverified_tokens
+        tokens = torch.tensor(g.prompt + g.tokens, device=model.embed_tokens.weight.device)
+        first = len(g.prompt) + start
+        unverified += len(tokens) - first
+        agreed += sum(a == b for a, b in zip(g.tokens[start:], base.tokens[start:]))
+        nll += F.cross_entropy(model(tokens[None, :-1])[0, first - 1:].float(), tokens[first:], reduction="sum").item()
+    return {"unverified_tokens": unverified, "agreement": agreed / unverified, "perplexity": math.exp(nll / unverified)}
+
+
+@torch.inference_mode()
+def pass_costs(model: Llama, past: int = 256, repeats: int = 9) -> dict[int, float]:
+    """Seconds of a pass over 1 to 16 tokens behind `past` others: medians, taken in turn."""
+    device, seconds = model.embed_tokens.weight.device, {count: [] for count in (1, 2, 3, 4, 6, 8, 12, 16)}
+    cache = model.new_cache(past + max(seconds))
+    for _ in range(repeats):
+        for count, times in seconds.items():
+            cache.length = past
+            start = time.perf_counter()
+            model(torch.zeros(1, count, dtype=torch.long, device=device), cache).argmax(-1).tolist()
+            times.append(time.perf_counter() - start)
+    return {count: statistics.median(times) for count, times in seconds.items()}
 
 
 def print_table(rows: list[dict]) -> None:
-    print("category         method  tokens/s speed-up   (quartiles) acceptance  calls tokens draft verify rest identical")
+    print("category         method           tokens/s speed-up   (quartiles) acceptance  calls tokens draft verify rest "
+          "identical")
     for r in rows:
         low, high = r["speedup_quartiles"]
-        print(f"{r['category']:<16} {r['method']:<7} {r['tokens_per_second']:>8.1f} {r['speedup']:>8.2f} "
+        print(f"{r['category']:<16} {r['method']:<16} {r['tokens_per_second']:>8.1f} {r['speedup']:>8.2f} "
               f"({low:>5.2f}-{high:>5.2f}) {r['acceptance_length']:>10.2f} {r['target_calls']:>6} {r['new_tokens']:>6} "
               f"{r['draft_share']:>5.0%} {r['verify_share']:>6.0%} {r['other_share']:>4.0%} {r['identical']:>9.0%}")
+    if any("round_trips_per_token" in r for r in rows):
+        print("\ncategory         method           first token  per token: round trips  bytes up  bytes down  "
+              "unverified  agreement  perplexity")
+    for r in rows:
+        if "round_trips_per_token" in r:
+            print(f"{r['category']:<16} {r['method']:<16} {r['first_token_seconds']:>9.2f} s "
+                  f"{r['round_trips_per_token']:>23.2f} {r['bytes_up_per_token']:>9.0f} "
+                  f"{r['bytes_down_per_token']:>11.0f}", end="")
+            print(f" {r['unverified_tokens']:>11} {r['agreement']:>10.0%} {r['perplexity']:>11.1f}" if "agreement" in r else "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line
 # ---------------------------------------------------------------------------------------------------------------------
 
-GREEN, RESET = "\033[32m", "\033[0m"
+COLOURS = {Origin.DRAFT: "\033[32m", Origin.UNVERIFIED: "\033[33m"}  # green, yellow
+RESET = "\033[0m"
+LINK = ("latency", "jitter", "bandwidth", "loss")
+
+
+def address(text: str) -> tuple[str, int]:
+    """"HOST:PORT" -> host and port."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+    return host, int(port)
+
+
+def add_remote_arguments(parser: Parser) -> None:
+    parser.add_argument("--remote", nargs="?", const=("", 0), type=address, metavar="HOST:PORT",
+                        help="the target is on a server: there or, by default, in a process that starts and ends with this one")
+    parser.add_argument("--network", choices=PROFILES, help="simulate this on the way to the server")
+    parser.add_argument("--latency", type=duration, help="one way, like 21ms; this and the next three override --network")
+    parser.add_argument("--jitter", type=duration, help="standard deviation of the latency, like 19ms")
+    parser.add_argument("--bandwidth", type=rate, help="each way, like 20Mbit")
+    parser.add_argument("--loss", type=share, help="of packets, like 0.1%%")
+    parser.add_argument("--disconnect-after", type=natural, metavar="N", help="the network goes down when N tokens have come")
+    parser.add_argument("--disconnect-for", type=duration, metavar="TIME", help="and is back after so long (default: never)")
+    parser.add_argument("--float16", action="store_true", help="the memory crosses in 16 bits (default: in 8)")
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raises InputError for flags that contradict each other or would have no effect."""
+    if args.bench and args.no_speculation:
+        raise InputError("--bench compares with and without speculation; leave out --no-speculation")
+    if args.serve and (args.remote or args.no_speculation):
+        raise InputError("--serve is the other half of --remote, for a drafter; leave out --remote and --no-speculation")
+    for name in ("network", *LINK, "disconnect_after", "disconnect_for", "float16"):
+        if args.remote is None and getattr(args, name):
+            raise InputError(f"--{name.replace('_', '-')} is about the way to a server; add --remote")
+    if args.disconnect_for and not args.disconnect_after:
+        raise InputError("--disconnect-for: say with --disconnect-after when it begins")
+    if args.remote and max(args.nodes or 0, args.draft_length or 0) > MOST_DRAFTS:
+        raise InputError(f"a server verifies at most {MOST_DRAFTS} drafts at once")
+
+
+def networks(args: argparse.Namespace, host: str, port: int, secret: str) -> dict[str, Remote]:
+    """The server behind the network that the command line describes; to be measured, by default behind each profile."""
+    override = {name: getattr(args, name) for name in LINK if getattr(args, name) is not None}
+    outages = (Outage(tokens=args.disconnect_after, seconds=args.disconnect_for or math.inf),) if args.disconnect_after else ()
+    names = [args.network] if args.network or override or not args.bench else PROFILES
+    return {name or "link": Remote(host, port, secret, replace(PROFILES.get(name, Link()), **override), outages, args.float16)
+            for name in names}
 
 
 def main() -> None:
@@ -393,49 +1059,88 @@ def main() -> None:
     work.add_argument("--prompt")
     work.add_argument("--bench", nargs="?", const=PROMPTS, metavar="FILE",
                       help="measure all methods on a .jsonl file of prompts (default: a few of our own)")
+    work.add_argument("--serve", type=address, metavar="HOST:PORT", help="be the server for --remote, until SIGTERM")
     add_model_arguments(parser)
     parser.add_argument("--drafter", metavar="DIR", help="default: the one shipped for the default model")
     parser.add_argument("--draft-length", type=natural, metavar="K",
                         help="draft exactly this far (default: as far as pays, by the costs measured while generating)")
     parser.add_argument("--tree", action="store_true", help="draft trees (default: trees or chains, whichever are faster)")
     parser.add_argument("--breadth", type=natural, default=TREE.breadth, help="leaves expanded together (default: %(default)s)")
-    parser.add_argument("--nodes", type=natural, default=TREE.nodes, help="tokens in a tree (default: %(default)s)")
+    parser.add_argument("--nodes", type=natural, help=f"tokens in a tree (default: {TREE.nodes}, remote {REMOTE_TREE.nodes})")
     parser.add_argument("--no-speculation", action="store_true", help="the target alone")
-    parser.add_argument("--show", action="store_true", help="colour the accepted drafts green")
+    parser.add_argument("--show", action="store_true", help="colour accepted drafts green, unverified text yellow")
+    add_remote_arguments(parser)
     add_generation_arguments(parser)
     args = parser.parse_args()
-    if args.bench and args.no_speculation:
-        raise InputError("--bench compares with and without speculation; leave out --no-speculation")
-    prompts = read_prompts(args.bench) if args.bench else None
+    check_arguments(args)
     folder = args.drafter or SHIPPED.get(args.model)
-    if folder is None and not args.no_speculation:
+    if folder is None and (args.remote or not args.no_speculation):
         raise InputError(f"no drafter is shipped for {args.model}: name one with --drafter (train.py makes them), or add "
                          "--no-speculation")
-    model, tokenizer = load_target(args)
+    if args.remote or args.serve:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0 if args.serve else 128 + signal.SIGTERM))
+    if args.remote and not args.bench:  # of the target, what the drafter needs
+        N = 0 if args.no_speculation else read_config(Path(folder) / "config.json").get("target_layer_inference", 0)
+        model, tokenizer = load_target(args, last=N)
+    else:
+        model, tokenizer = load_target(args)
     drafter = None if args.no_speculation else load_drafter(folder, model).pack()
-    model.pack()
-    depth = args.draft_length or TREE.depth
-    chain, tree = Shape(depth), Shape(depth, args.breadth, args.nodes)
+    if not args.remote:
+        model.pack()
+    if args.serve:
+        serve(Server(model, drafter, *args.serve, os.environ.get(SECRET, "")))
+    elif args.remote:
+        with server_of(args, folder) as place:
+            run(args, model, drafter, tokenizer, networks(args, *place))
+    else:
+        run(args, model, drafter, tokenizer, {})
+
+
+def run(args: argparse.Namespace, model: Llama, drafter: Drafter | None, tokenizer: Tokenizer,
+        remotes: dict[str, Remote]) -> None:
+    """The benchmark, or an answer; with the target here, or on a server behind some networks."""
+    chain, tree = (REMOTE_CHAIN, REMOTE_TREE) if remotes else (CHAIN, TREE)
+    depth = args.draft_length or chain.depth
+    chain, tree = replace(chain, depth=depth), replace(tree, depth=depth, breadth=args.breadth, nodes=args.nodes or tree.nodes)
     shapes = (tree,) if args.tree else (chain,) if args.draft_length else (chain, tree)
     settings = Settings(args.max_new_tokens, args.temperature, args.top_p, shapes, args.draft_length is None,
                         frozenset(tokenizer.stop_ids))
-    if prompts:
-        rows = bench(model, drafter, tokenizer, prompts, settings, args.seed)
-        print(json.dumps({"rows": rows})) if args.json else print_table(rows)
+    if args.bench:
+        methods = (remote_methods(model, drafter, args.seed, shapes, remotes, args.max_new_tokens) if remotes else
+                   local_methods(model, drafter, args.seed, chain, tree))
+        rows = bench(model, methods, tokenizer, read_prompts(args.bench), settings)
+        costs = {} if remotes else pass_costs(model)
+        if args.json:
+            print(json.dumps({"rows": rows, "pass_seconds": costs}))
+            return
+        print_table(rows)
+        if costs:
+            print("\ntokens in a pass " + " ".join(f"{count:>6}" for count in costs))
+            print("milliseconds     " + " ".join(f"{1000 * seconds:>6.1f}" for seconds in costs.values()))
+            print("of one token's   " + " ".join(f"{seconds / costs[1]:>6.2f}" for seconds in costs.values()))
         return
     prompt = tokenizer.chat([{"role": "user", "content": args.prompt}])
     settings = replace(settings, max_new_tokens=answer_length(model, prompt, args.max_new_tokens))
     stream = tokenizer.stream()
 
-    def emit(token: int, drafted: bool) -> None:
+    def emit(token: int, origin: Origin) -> None:
         text = stream(token)
         if not args.json:
-            print(f"{GREEN}{text}{RESET}" if args.show and drafted and text else text, end="", flush=True)
+            coloured = args.show and text and origin != Origin.TARGET
+            print(f"{COLOURS[origin]}{text}{RESET}" if coloured else text, end="", flush=True)
 
-    result = answer(model, drafter, prompt, settings, args.seed, emit)
+    result = answer(model, drafter, prompt, settings, args.seed, emit, remote=next(iter(remotes.values()), None))
     f = result.figures
-    report(tokenizer, result.tokens, result.seconds, args.json, target_calls=f.target_calls,
-           acceptance_length=result.acceptance_length(), draft_seconds=f.draft_seconds, verify_seconds=f.verify_seconds)
+    figures = {"target_calls": f.target_calls, "acceptance_length": result.acceptance_length(),
+               "draft_seconds": f.draft_seconds, "verify_seconds": f.verify_seconds}
+    if remotes:
+        figures |= {name: getattr(f, name) for name in ("bytes_up", "bytes_down", "round_trips", "network_seconds",
+                                                        "unverified_tokens")}
+        figures |= {"disconnected": f.disconnected != ""}
+    report(tokenizer, result.tokens, result.seconds, args.json, **figures)
+    if f.disconnected:
+        print(f"the server was out of reach ({f.disconnected}): {f.unverified_tokens} of these tokens are the drafter's own",
+              file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -75,17 +75,17 @@ QS = [torch.tensor([0.1, 0.6, 0.1, 0.1, 0.1]), torch.tensor([0.0, 0.5, 0.0, 0.5,
       torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0]), torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0]), P]
 
 
-@pytest.mark.parametrize("q", [*QS, None], ids=str)
-@pytest.mark.parametrize("family", [[1, 3, 0], [4, 0, 1], [0, 2, 3]], ids=str)
+@pytest.mark.parametrize("q, family", [
+    (QS[0], [1, 3, 0]), (QS[0], [4, 0, 1]), (QS[1], [1, 3]), (QS[1], [3, 1]), (QS[2], [1]), (QS[3], [4]), (P, [2, 0, 3]),
+    (None, [1, 3, 0]), (None, [4, 0, 1])], ids=str)
 def test_each_sibling_is_accepted_with_probability_min_1_p_over_q(q, family):
     """p: the residual that those before it have left. q: without those before it; a point mass where nothing was drawn."""
-    family = family if q is None else [x for x in family if q[x] > 0]
     generator, p, left, tries = torch.Generator().manual_seed(0), P, q, 1500
     paths = [accept(P.expand(len(family) + 1, 5), siblings(family, q), generator)[0] for _ in range(tries)]
     for rank, x in enumerate(family):
         left = torch.eye(5)[x] if q is None else left / left.sum()
         rate, kept = min(1.0, (p[x] / left[x]).item()), paths.count([rank])
-        assert abs(kept - tries * rate) <= 4.5 * math.sqrt(tries * rate * (1 - rate)) + 1e-3
+        assert abs(kept - tries * rate) <= 4.5 * math.sqrt(tries * rate * (1 - rate))
         tries -= kept
         if tries == 0:
             return
@@ -98,7 +98,8 @@ def test_each_sibling_is_accepted_with_probability_min_1_p_over_q(q, family):
 def test_the_token_that_results_is_distributed_as_p_whatever_q_is(q, count):
     generator, counts = torch.Generator().manual_seed(0), torch.zeros(5)
     for _ in range(2000):
-        family = [1, 4, 0, 3][:count] if q is None else [x for _, x, _ in children(q[None], [1.0], count, 0.0, 1.0, generator)]
+        drawn = [] if q is None else children(q[None], [1.0], count, 0.0, 1.0, generator)
+        family = [1, 4, 0, 3][:count] if q is None else [x for _, x, _ in drawn]
         path, token = accept(P.expand(len(family) + 1, 5), siblings(family, q), generator)
         counts[family[path[0]] if path else token] += 1
     assert excess(counts, P) < 4
@@ -320,8 +321,9 @@ def test_a_draft_grows_as_far_as_it_pays_at_the_measured_costs():
         return len(drafting.draft(2, shape).tokens)
 
     for shape in (Shape(8), Shape(8, breadth=3, nodes=24)):
-        size = {costs: drafted(measured(shape, *costs).fit()) for costs in ((0.0, 0.0), (0.1, 0.02), (0.1, 0.5), (3.0, 0.02))}
-        assert drafted(Pace(shape).fit()) == size[0.0, 0.0] > size[0.1, 0.02] > max(size[0.1, 0.5], size[3.0, 0.02])
+        free, fair, dear_rows, dear_levels = (drafted(measured(shape, level, row).fit()) for level, row in (
+            (0.0, 0.0), (0.1, 0.02), (0.1, 0.5), (3.0, 0.02)))
+        assert drafted(Pace(shape).fit()) == free > fair > max(dear_rows, dear_levels)
 
 
 def test_only_an_adaptive_draft_minds_its_cost():
@@ -371,9 +373,9 @@ def shipped(packed) -> Drafter:
 def test_with_the_shipped_drafter_every_token_is_the_default_models_own_choice(smollm2, packed, shipped, number):
     model, tokenizer = smollm2
     prompt = tokenizer.chat([{"role": "user", "content": PROMPTS[number]}])
-    for tokens in {tuple(answer(packed, shipped, prompt, fixed(shape, 20, stop_ids=frozenset(tokenizer.stop_ids))).tokens)
+    for tokens in {tuple(answer(packed, shipped, prompt, fixed(shape, 16, stop_ids=frozenset(tokenizer.stop_ids))).tokens)
                    for shape in (speculate.CHAIN, speculate.TREE)}:
-        assert len(tokens) == 20 or tokens[-1] in tokenizer.stop_ids
+        assert len(tokens) == 16 or tokens[-1] in tokenizer.stop_ids
         best = model(torch.tensor([prompt + list(tokens[:-1])]))[0, len(prompt) - 1:].topk(2)
         for token, (first, second), (high, low) in zip(tokens, best.indices.tolist(), best.values.tolist()):
             assert token == first or token == second and high - low < 1e-3  # a tie: rounding decides

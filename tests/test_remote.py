@@ -1,0 +1,492 @@
+"""Client and server: the target's own tokens over any network, and an answer whatever becomes of the server.
+
+The sockets are real. Where time itself is not the matter the clock is virtual.
+"""
+import contextlib
+import gc
+import hmac
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+
+import speculate
+from conftest import run_script
+from llama import InputError, KVCache, Llama, generate, load_model, run_command
+from moa import COUNTED, PROMPT_CHUNK, Drafter, Drafting, Shape, from_counts, to_counts
+from netsim import PROFILES, Link, Outage, VirtualClock, receive_message, send_message
+from speculate import Origin, Remote, Server, Settings, answer, quantise
+from test_speculate import KEYS as LOCAL_KEYS
+from test_speculate import (LENGTH, PROMPT, TEMPERATURE, VOCABULARY, exact_distribution, excess, fixed, new_drafter, new_target)
+
+COSTS = {"draft": 0.002, "read": 0.03, "verify": 0.03, "token": 0.03}
+SLOW_DRAFTS = partial(VirtualClock, {**COSTS, "draft": 0.1})  # so that an outage ends before the answer does
+CHAIN, TREE = Shape(4, counted=True), Shape(4, breadth=2, nodes=8, counted=True)
+
+
+@contextlib.contextmanager
+def serving(target: Llama, drafter: Drafter, **choices):
+    """A server in threads of this process; afterwards none of them is left."""
+    before = threading.active_count()
+    with Server(target, drafter, "127.0.0.1", 0, **choices) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+    assert threading.active_count() == before and not server.connections
+
+
+def remote_to(server: Server, **choices) -> Remote:
+    return Remote("127.0.0.1", server.server_address[1], **{"clock": partial(VirtualClock, COSTS), **choices})
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+# What is sent --------------------------------------------------------------------------------------------------------
+
+def test_a_memory_in_8_bits_is_off_by_half_a_step_of_its_own_scale():
+    x = torch.randn(1, 3, 7, 2 * 8) * torch.logspace(-3, 3, 7).view(1, 1, 7, 1)
+    values, scale = quantise(x)
+    assert values.dtype == torch.int8 and scale.dtype == torch.float16 and scale.shape == (1, 3, 7, 2, 1)
+    assert ((values * scale.float()).flatten(-2) - x).abs().le(0.51 * scale.float().expand(values.shape).flatten(-2)).all()
+
+
+def test_a_counted_q_is_a_distribution_over_few_tokens_that_comes_through_unchanged():
+    q = torch.softmax(3 * torch.randn(5, 300), dim=-1)
+    sent = to_counts(q)
+    counted = from_counts(*sent, 300)
+    assert torch.allclose(counted.sum(-1), torch.ones(5)) and ((counted > 0).sum(-1) <= COUNTED).all()
+    assert (counted - q).abs().max() < 0.02
+    assert torch.equal(from_counts(*to_counts(counted), 300), counted)
+
+
+# The target's own tokens ---------------------------------------------------------------------------------------------
+
+LINKS = {**PROFILES, "lossy": Link(0.02, 0.02, 1e6, 0.3)}
+
+
+@pytest.mark.parametrize("choices", [
+    dict(target_layer_inference=0), dict(target_layer_inference=2), dict(use_cross_attention=False),
+    dict(use_layer_self_attention=False), dict(target_layer_inference=4, likeness=0.8)], ids=str)
+def test_greedy_tokens_are_those_of_the_target_alone_over_every_network(choices):
+    target = new_target(16)
+    drafter = new_drafter(target, **choices)
+    alone = answer(target, None, PROMPT, Settings(24)).tokens
+    with serving(target, drafter) as server:
+        for (name, link), exact, shape in itertools.product(LINKS.items(), (False, True), (CHAIN, TREE)):
+            result = answer(target, drafter, PROMPT, fixed(shape), remote=remote_to(server, link=link, exact=exact))
+            assert result.tokens == alone and not result.figures.disconnected, name
+        assert answer(target, None, PROMPT, Settings(24), remote=remote_to(server)).tokens == alone  # plain use of an API
+
+
+def test_the_memory_of_a_long_prompt_comes_in_pieces():
+    target, prompt = new_target(16, context=2048), [i * i % 13 for i in range(2 * PROMPT_CHUNK + 50)]
+    drafter = new_drafter(target, target_layer_inference=2)
+    with serving(target, drafter) as server:
+        remote = answer(target, drafter, prompt, fixed(CHAIN, 12), remote=remote_to(server))
+    assert remote.tokens == answer(target, None, prompt, Settings(12)).tokens
+    assert remote.figures.round_trips == 1 + remote.figures.target_calls
+
+
+def test_what_was_drafted_on_the_way_is_kept_when_the_guess_was_right(monkeypatch):
+    target, calls, draft = new_target(16, sharpness=10.0), [], Drafting.draft
+    monkeypatch.setattr(Drafting, "draft", lambda self, token, shape, *how:
+                        calls.append(shape.depth) or draft(self, token, shape, *how))
+    drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)  # whose guess always is
+    with serving(target, drafter) as server:
+        for temperature, most in ((0.0, 1), (0.8, 4)):  # who draws cannot always guess what the target will draw
+            calls.clear()
+            settings = fixed(CHAIN, 41, temperature=temperature)
+            result = answer(target, drafter, PROMPT, settings, remote=remote_to(server, link=Link(0.1), exact=True))
+            assert result.figures.target_calls == 8  # of 5 tokens each
+            assert 1 <= calls.count(CHAIN.depth) <= most  # the other drafts were there before the verdict
+
+
+@pytest.mark.parametrize("shape, top_p, choices", [
+    (Shape(2, counted=True), 1.0, {}), (Shape(2, 3, 6, counted=True), 0.8, dict(target_layer_inference=1)),
+    (Shape(2, 2, 4, counted=True), 1.0, dict(draft_vocabulary=(0, 2, 4)))], ids=str)
+def test_whole_sequences_are_distributed_as_the_targets_own(shape, top_p, choices):
+    target = new_target(VOCABULARY, layers=1)
+    drafter, counts = new_drafter(target, **choices), torch.zeros(VOCABULARY ** LENGTH)
+    settings = fixed(shape, LENGTH, temperature=TEMPERATURE, top_p=top_p)
+    with serving(target, drafter) as server:
+        remote = remote_to(server, link=PROFILES["4g"])
+        for seed in range(600):
+            tokens = answer(target, drafter, PROMPT, settings, seed, remote=remote).tokens
+            counts[sum(token * VOCABULARY ** i for i, token in enumerate(reversed(tokens)))] += 1
+    assert excess(counts, exact_distribution(target, top_p)) < 4
+
+
+def test_eight_clients_at_once_each_get_their_own_answer():
+    target = new_target(16)
+    drafter, results = new_drafter(target, target_layer_inference=2), {}
+    with serving(target, drafter, most_clients=8) as server:
+        def client(number: int) -> None:
+            results[number] = answer(target, drafter, PROMPT + [number], fixed(TREE), remote=remote_to(server)).tokens
+        clients = [threading.Thread(target=client, args=(number,)) for number in range(8)]
+        [thread.start() for thread in clients]
+        [thread.join() for thread in clients]
+    assert results == {number: answer(target, None, PROMPT + [number], Settings(24)).tokens for number in range(8)}
+
+
+# Without the server --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("choices", [{}, dict(target_layer_inference=2), dict(use_cross_attention=False)], ids=str)
+def test_to_assume_drafts_and_draft_on_is_to_draft_further(choices):
+    target = new_target(16)
+    drafter, cache = new_drafter(target, **choices), target.new_cache(16)
+    memory = drafter.remember(PROMPT, cache, 0, target.hidden(torch.tensor([PROMPT]), cache))
+    long, short, tree = (drafter.start(64) for _ in range(3))
+    for drafting in (long, short, tree):
+        drafting.observe(memory)
+    expected, text, guess = long.draft(2, Shape(9)).tokens, [2], [2]
+    for depth in (2, 3, 1, 3):
+        draft = short.draft(text[-1], Shape(depth))
+        short.assume([text[-1]] + draft.tokens[:-1])
+        text += draft.tokens
+    assert text == [2] + expected
+    for depth in (2, 3, 1, 3):  # and other branches are forgotten
+        draft = tree.draft(guess[-1], Shape(depth, 3, 12))
+        path = long.draft(5, Shape(0)).tokens or [expected[len(guess) - 1 + i] for i in range(depth)]
+        tree.assume([guess[-1]] + path[:-1])
+        guess += path
+    assert tree.draft(guess[-1], Shape(3)).tokens == short.draft(text[-1], Shape(3)).tokens
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_an_outage_costs_the_targets_word_only_for_as_long_as_it_lasts(seed):
+    rng = random.Random(seed)
+    target = new_target(16, context=128)
+    drafter = new_drafter(target, **rng.choice([{}, dict(target_layer_inference=2), dict(use_cross_attention=False)]))
+    after, seconds, emitted = rng.randrange(1, 40), rng.choice([0.05, 2.0, 2.4, math.inf]), []
+    sockets = len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
+    with serving(target, drafter) as server:
+        remote = remote_to(server, link=PROFILES["4g"], outages=(Outage(tokens=after, seconds=seconds),), clock=SLOW_DRAFTS)
+        result = answer(target, drafter, PROMPT, fixed(rng.choice([CHAIN, TREE]), 100), seed,
+                        emit=lambda *event: emitted.append(event), remote=remote)
+        wait_for(lambda: not server.connections)
+    tokens = [token for token, _ in emitted]
+    assert tokens == result.tokens and len(tokens) == 100  # nothing twice, nothing lost
+    verified = [origin != Origin.UNVERIFIED for _, origin in emitted]
+    known = verified.index(False) if False in verified else 100
+    assert known >= after or known == 100
+    assert tokens[:known] == answer(target, None, PROMPT, Settings(100)).tokens[:known]
+    assert result.figures.unverified_tokens == verified.count(False)
+    assert bool(result.figures.disconnected) == (False in verified)
+    own = target(torch.tensor([PROMPT + tokens[:-1]]))[0, len(PROMPT) - 1:].argmax(-1).tolist()
+    assert all(token == best for token, best, sure in zip(tokens, own, verified) if sure)  # given what was written before
+    if seconds == math.inf:
+        assert not any(verified[known:])
+    assert not sockets or len(os.listdir("/proc/self/fd")) == sockets
+
+
+def test_after_an_outage_that_ends_the_target_has_the_word_again():
+    target = new_target(16, context=512)
+    drafter = new_drafter(target)
+    with serving(target, drafter) as server:
+        remote = remote_to(server, link=Link(0.02), outages=(Outage(tokens=10, seconds=2.0),), clock=SLOW_DRAFTS)
+        origins = []
+        answer(target, drafter, PROMPT, fixed(CHAIN, 400), emit=lambda _, origin: origins.append(origin), remote=remote)
+    assert Origin.UNVERIFIED in origins and origins[-1] != Origin.UNVERIFIED
+
+
+@contextlib.contextmanager
+def forked(target: Llama, drafter: Drafter, port: int = 0):
+    """A server in a process of its own: the process and the port. Afterwards it is gone."""
+    ours, theirs = multiprocessing.Pipe()
+
+    def child() -> None:
+        server = Server(target, drafter, "127.0.0.1", port)
+        theirs.send(server.server_address[1])
+        server.serve_forever()
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    try:
+        yield process, ours.recv()
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+        theirs.close()
+
+
+def end_of_truth(emitted: list[tuple[int, Origin]], alone: list[int]) -> int:
+    """How many tokens came before the first unverified one; they are the target's."""
+    known = [origin for _, origin in emitted + [(0, Origin.UNVERIFIED)]].index(Origin.UNVERIFIED)
+    assert [token for token, _ in emitted[:known]] == alone[:known]
+    return known
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_server_that_is_killed_at_any_moment_costs_its_word_and_nothing_else(seed):
+    rng, target, emitted = random.Random(seed), new_target(16, context=128), []
+    drafter = new_drafter(target, target_layer_inference=rng.choice([0, 2]))
+    with forked(target, drafter) as (process, port):
+        killer = threading.Timer(rng.uniform(0, 0.15), process.kill)
+
+        def emit(*event) -> None:
+            emitted.append(event)
+            if len(emitted) == 1:
+                killer.start()
+
+        remote = Remote("127.0.0.1", port, clock=partial(VirtualClock, COSTS))
+        result = answer(target, drafter, PROMPT, fixed(CHAIN, 100), seed, emit, remote=remote)
+        killer.join()
+    assert len(emitted) == 100 and [token for token, _ in emitted] == result.tokens
+    known = end_of_truth(emitted, answer(target, None, PROMPT, Settings(100)).tokens)
+    assert result.figures.unverified_tokens == 100 - known
+    assert threading.active_count() == 1
+
+
+def test_a_server_that_restarts_between_two_messages_is_told_everything_again():
+    target, emitted = new_target(16, context=128), []
+    drafter = new_drafter(target, target_layer_inference=2)
+    with contextlib.ExitStack() as stack:
+        first, port = stack.enter_context(forked(target, drafter))
+
+        def emit(*event) -> None:
+            emitted.append(event)
+            if len(emitted) == 20:
+                first.kill()
+                first.join()
+                stack.enter_context(forked(target, drafter, port))
+
+        remote = Remote("127.0.0.1", port, clock=partial(VirtualClock, COSTS))
+        result = answer(target, drafter, PROMPT, fixed(CHAIN, 100), emit=emit, remote=remote)
+    assert 20 <= end_of_truth(emitted, answer(target, None, PROMPT, Settings(100)).tokens) <= 20 + CHAIN.depth
+    assert 0 < result.figures.unverified_tokens <= 2 * CHAIN.depth and emitted[-1][1] != Origin.UNVERIFIED
+
+
+def test_a_server_that_hangs_is_waited_for_no_longer_than_its_round_trips_suggest():
+    target, emitted = new_target(16, context=128), []
+    drafter = new_drafter(target)
+    with forked(target, drafter) as (process, port):
+        def emit(*event) -> None:
+            emitted.append(event)
+            if len(emitted) == 60:
+                os.kill(process.pid, signal.SIGSTOP)
+
+        result = answer(target, drafter, PROMPT, fixed(CHAIN, 100), emit=emit, remote=Remote("127.0.0.1", port))
+    assert len(result.tokens) == 100 and "no answer" in result.figures.disconnected
+    assert end_of_truth(emitted, answer(target, None, PROMPT, Settings(100)).tokens) >= 60
+
+
+NOISE = torch.full((1, 1, 1, 2, 8), math.nan, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("rubbish", [
+    lambda fields, tensors: ({}, {}), lambda fields, tensors: (fields | {"work": "?"}, tensors),
+    lambda fields, tensors: (fields | {"token": 16}, tensors), lambda fields, tensors: (fields | {"token": "a"}, tensors),
+    lambda fields, tensors: (fields | {"accepted": [3, 3, 3, 3, 3]}, tensors),
+    lambda fields, tensors: (fields | {"accepted": {}}, tensors), lambda fields, tensors: (fields | {"accepted": [[]]}, tensors),
+    lambda fields, tensors: (fields, {}), lambda fields, tensors: (fields, tensors | {"cross": torch.zeros(3)}),
+    lambda fields, tensors: (fields, {"cross": NOISE}), lambda fields, tensors: (fields, tensors | {"cross_scale": NOISE}),
+    None], ids=str)
+def test_a_server_that_answers_rubbish_is_as_good_as_gone(rubbish, monkeypatch):
+    target, emitted, replies, reply = new_target(16, context=128), [], itertools.count(), speculate.Session.reply
+    drafter = new_drafter(target)
+
+    def misreply(session, work: str, fields: dict, tensors: dict) -> None:
+        if next(replies) < 5:
+            return reply(session, work, fields, tensors)
+        if rubbish is None:
+            return session.request.sendall(random.Random(0).randbytes(1000))
+        fields, tensors = rubbish({"work": work, "elapsed": 0.0, "accepted": [], **fields}, tensors)
+        send_message(session.request, fields, tensors)
+
+    monkeypatch.setattr(speculate.Session, "reply", misreply)
+    with serving(target, drafter) as server:
+        result = answer(target, drafter, PROMPT, fixed(Shape(4, counted=True), 60), emit=lambda *event: emitted.append(event),
+                        remote=remote_to(server))
+    assert len(result.tokens) == 60 and result.figures.unverified_tokens > 30
+    assert end_of_truth(emitted, answer(target, None, PROMPT, Settings(60)).tokens) >= 5
+
+
+# The server and its peers --------------------------------------------------------------------------------------------
+
+READ = {"call": "read", "start": 0, "capacity": 99, "exact": False, "temperature": 0.8, "top_p": 1.0, "seed": 0}
+
+
+def connect(server: Server, secret: str = "") -> socket.socket:
+    """A connection that has passed the handshake."""
+    sock = socket.create_connection(server.server_address, timeout=30)
+    sock.sendall(hmac.digest(secret.encode(), sock.recv(32, socket.MSG_WAITALL), "sha256"))
+    receive_message(sock, 4096)
+    return sock
+
+
+def test_a_client_without_the_secret_is_told_so_and_nothing_else(capsys):
+    target = new_target(16)
+    drafter = new_drafter(target)
+    with serving(target, drafter, secret="tulip") as server:
+        for wrong in ("", "tulips"):
+            with pytest.raises(InputError, match="wrong secret"):
+                answer(target, drafter, PROMPT, fixed(CHAIN), remote=remote_to(server, secret=wrong))
+        tokens = answer(target, drafter, PROMPT, fixed(CHAIN), remote=remote_to(server, secret="tulip")).tokens
+    assert tokens == answer(target, None, PROMPT, Settings(24)).tokens
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_beyond_this_machine_a_secret_is_required():
+    target = new_target(16)
+    with pytest.raises(InputError, match="MOA_SECRET"):
+        Server(target, new_drafter(target), "0.0.0.0", 0)
+    with Server(target, new_drafter(target), "0.0.0.0", 0, secret="tulip"):
+        pass
+
+
+def test_both_sides_must_speak_of_the_same_models():
+    target = new_target(16)
+    with serving(target, new_drafter(target)) as server:
+        with pytest.raises(InputError, match="another target or drafter"):
+            answer(target, new_drafter(target, target_layer_inference=1), PROMPT, fixed(CHAIN), remote=remote_to(server))
+
+
+def test_a_client_too_many_is_told_that_the_server_is_full():
+    target = new_target(16)
+    drafter = new_drafter(target)
+    with serving(target, drafter, most_clients=2) as server:
+        guests = [connect(server), connect(server)]
+        with pytest.raises(InputError, match="full"):
+            answer(target, drafter, PROMPT, fixed(CHAIN), remote=remote_to(server))
+        guests.pop().close()
+        wait_for(lambda: len(server.connections) == 1)
+        assert answer(target, drafter, PROMPT, fixed(CHAIN), remote=remote_to(server)).tokens
+        guests.pop().close()
+
+
+def test_a_silent_client_is_dropped_and_its_cache_freed(capsys):
+    target = new_target(16)
+    drafter = new_drafter(target)
+    caches = lambda: sum(type(thing) is KVCache and thing.capacity == 99 for thing in gc.get_objects())
+    with serving(target, drafter, idle_seconds=0.2) as server:
+        sock = connect(server)
+        send_message(sock, READ, {"tokens": torch.tensor(PROMPT, dtype=torch.int32)})
+        receive_message(sock, 1 << 20)
+        assert caches() == 1
+        wait_for(lambda: not server.connections)
+        assert caches() == 0 and sock.recv(1) == b""
+        sock.close()
+    assert "silent" in capsys.readouterr().err
+
+
+def random_request(rng: random.Random) -> tuple[dict, dict]:
+    """A request that is nearly right."""
+    odd = [None, -1, 0, 1, 3, 10**9, 2**70, "0", [], {}, 1.5, math.nan, math.inf, True]
+    fields = READ | {"call": rng.choice(["read", "verify", "generate", "verify", "stop", None, []]), "token": 1,
+                     "start": rng.choice([0, 4]), "temperature": rng.choice([0, 0.8]), "max_new_tokens": 3, "stop_ids": []}
+    fields |= {name: rng.choice(odd) for name in rng.sample(sorted(fields), rng.choice([0, 1, 1, 3]))}
+    shapes = [(0,), (1,), (3,), (3,), (3,), (70,), (2, 2), (), (3, 16)]
+    kinds = [torch.int32, torch.int32, torch.uint8, torch.float16, torch.int64]
+    tensors = {name: torch.randint(-1, rng.choice([2, 16, 17]), rng.choice(shapes)).to(rng.choice(kinds))
+               for name in ("tokens", "drafts", "parents", "ids", "counts") if rng.random() < 0.9}
+    return fields, tensors
+
+
+def test_thousands_of_bad_frames_harm_nobody_else(capsys):
+    rng, target, (near, far) = random.Random(0), new_target(16), socket.socketpair()
+    drafter = new_drafter(target)
+    send_message(near, READ, {"tokens": torch.tensor(PROMPT, dtype=torch.int32)})
+    whole = far.recv(1 << 16)  # the bytes of a good message
+    near.close()
+    far.close()
+    with serving(target, drafter) as server:
+        for number in range(1500):
+            if number % 10 == 0:  # before the secret is known
+                with socket.create_connection(server.server_address, timeout=30) as sock:
+                    sock.sendall(rng.randbytes(rng.randrange(64)))
+                continue
+            with connect(server) as sock, contextlib.suppress(OSError):
+                if number % 3 == 0:
+                    sock.sendall(whole[:rng.randrange(len(whole))])
+                elif number % 3 == 1:
+                    at = rng.randrange(len(whole))
+                    sock.sendall(whole[:at] + rng.randbytes(rng.randrange(9)) + whole[at + rng.randrange(9):])
+                else:
+                    sock.sendall(whole)
+                    for _ in range(3):
+                        send_message(sock, *random_request(rng))
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(1 << 16):
+                    pass
+        wait_for(lambda: not server.connections)
+        tokens = answer(target, drafter, PROMPT, fixed(CHAIN), remote=remote_to(server)).tokens
+    assert tokens == answer(target, None, PROMPT, Settings(24)).tokens
+    assert "Traceback" not in capsys.readouterr().err
+
+
+# The default model, and the command line -----------------------------------------------------------------------------
+
+def test_a_client_needs_only_the_layers_that_its_drafter_reuses(smollm2):
+    whole, part = smollm2[0], load_model("smollm2", last=2)
+    assert len(part.layers) == 2 and part.config == whole.config
+    theirs = dict(whole.layers[-2:].named_parameters())
+    assert all(torch.equal(p, theirs[name]) for name, p in part.layers.named_parameters())
+    assert torch.equal(part.lm_head.weight, whole.lm_head.weight)
+
+
+REMOTE_KEYS = {"bytes_up", "bytes_down", "round_trips", "network_seconds", "unverified_tokens", "disconnected"}
+
+
+def servers() -> set[str]:
+    """Processes of this machine that serve."""
+    return set(subprocess.run(["pgrep", "-f", "speculate.py --serve"], capture_output=True, text=True).stdout.split())
+
+
+def test_the_command_line_gives_the_same_tokens_with_the_target_elsewhere(smollm2):
+    model, tokenizer = smollm2
+    prompt, before = tokenizer.chat([{"role": "user", "content": "Why is the sky blue?"}]), servers()
+    done = run_script("speculate.py", "--remote", "--latency", "21ms", "--prompt", "Why is the sky blue?",
+                      "--max-new-tokens", "24", "--json", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert set(result) == LOCAL_KEYS | REMOTE_KEYS and result["bytes_down"] > result["bytes_up"] > 0
+    assert result["disconnected"] or result["tokens"] == list(generate(model, prompt, 24))  # unless this machine stalls
+    assert servers() == before
+
+
+def test_the_command_line_finishes_its_answer_without_the_network():
+    before = servers()
+    done = run_script("speculate.py", "--remote", "--network", "4g", "--disconnect-after", "20", "--max-new-tokens", "40",
+                      "--prompt", "Why is the sky blue?", "--show", "--device", "cpu")
+    assert done.returncode == 0 and "\033[33m" in done.stdout
+    assert "the drafter's own" in done.stderr and servers() == before
+
+
+@pytest.mark.parametrize("arguments, complaint", [
+    (["--prompt", "Hi", "--latency", "21ms"], "add --remote"), (["--prompt", "Hi", "--network", "4g"], "add --remote"),
+    (["--prompt", "Hi", "--remote", "--latency", "21"], "is not a duration"), (["--prompt", "Hi", "--remote", "--loss", "5"], "share"),
+    (["--prompt", "Hi", "--remote", "--network", "3g"], "--network"), (["--prompt", "Hi", "--remote", "here"], "HOST:PORT"),
+    (["--prompt", "Hi", "--remote", "localhost:99999"], "HOST:PORT"), (["--serve", "1234"], "HOST:PORT"),
+    (["--prompt", "Hi", "--remote", "--disconnect-for", "2s"], "--disconnect-after"),
+    (["--serve", "127.0.0.1:0", "--remote"], "--serve"), (["--serve", "127.0.0.1:0", "--prompt", "Hi"], "not allowed with"),
+    (["--prompt", "Hi", "--remote", "--nodes", "65"], "at most 64"),
+    (["--prompt", "Hi", "--remote", "--model", "some/model", "--no-speculation"], "no drafter is shipped"),
+    (["--prompt", "Hi", "--remote", "127.0.0.1:9"], "no server at 127.0.0.1:9")], ids=str)
+def test_bad_input_ends_in_one_line_and_exit_status_2(arguments, complaint, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["speculate.py", "--device", "cpu", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        run_command(speculate.main)
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and out == "" and err.count("\n") == 1 and complaint in err
