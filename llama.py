@@ -566,7 +566,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 
 def read_hugging_face(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[[], Tensor]]]]:
-    """Config and tensors, each with how to read it, of a directory as `save_pretrained` writes it, in one file or in shards with an index."""
+    """Config and tensors, each with how to read it, of a directory as `save_pretrained` writes it, in one file or in shards."""
     raw = read_json(path / "config.json")
     if raw.get("model_type") != "llama":
         raise InputError(f"{path}: unsupported architecture {raw.get('model_type')!r}; only llama is supported")
@@ -959,6 +959,7 @@ def add_generation_arguments(parser: Parser) -> None:
     parser.add_argument("--max-new-tokens", type=natural, default=256)
     parser.add_argument("--temperature", type=number(float, 0, 100), default=0.0, help="0 (default) takes the likeliest token")
     parser.add_argument("--top-p", type=number(float, 1e-6, 1), default=1.0, help="draw from the likeliest tokens of this mass")
+    parser.add_argument("--compile", action="store_true", help="run the target's layers through torch.compile (for a GPU)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
 
 
@@ -1004,7 +1005,7 @@ def main() -> None:
     add_generation_arguments(parser)
     arguments = parser.parse_args()
     model, tokenizer = load_target(arguments)
-    model.pack()
+    model.compile_layers() if arguments.compile else model.pack()
     prompt = tokenizer.chat([{"role": "user", "content": arguments.prompt}])
     count = answer_length(model, prompt, arguments.max_new_tokens)
     generator = torch.Generator(arguments.device).manual_seed(arguments.seed)
@@ -1022,7 +1023,8 @@ def report(tokenizer: Tokenizer, tokens: list[int], seconds: float, as_json: boo
         print(json.dumps({"text": tokenizer.decode(tokens), "tokens": tokens, "new_tokens": len(tokens), "seconds": seconds,
                           "tokens_per_second": len(tokens) / seconds, **figures}))
         return
-    extra = "".join(f", {name.replace('_', ' ')} {value:.3g}" for name, value in figures.items())
+    extra = "".join(f", {name.replace('_', ' ')} {f'{value:.3g}' if isinstance(value, float) else value}"
+                    for name, value in figures.items())
     print(f"\n\n{len(tokens)} tokens in {seconds:.2f} s, {len(tokens) / seconds:.1f} tokens/s{extra}", file=sys.stderr)
 
 

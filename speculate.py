@@ -1035,6 +1035,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise InputError("--bench compares with and without speculation; leave out --no-speculation")
     if args.serve and (args.remote or args.no_speculation):
         raise InputError("--serve is the other half of --remote, for a drafter; leave out --remote and --no-speculation")
+    if args.remote and args.compile:
+        raise InputError("--compile is for a target on this side; leave it out or start the server with it")
     for name in ("network", *LINK, "disconnect_after", "disconnect_for", "float16"):
         if args.remote is None and getattr(args, name):
             raise InputError(f"--{name.replace('_', '-')} is about the way to a server; add --remote")
@@ -1086,7 +1088,7 @@ def main() -> None:
         model, tokenizer = load_target(args)
     drafter = None if args.no_speculation else load_drafter(folder, model).pack()
     if not args.remote:
-        model.pack()
+        model.compile_layers() if args.compile else model.pack()
     if args.serve:
         serve(Server(model, drafter, *args.serve, os.environ.get(SECRET, "")))
     elif args.remote:

@@ -734,7 +734,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save-every", type=natural, default=50, help="updates between checkpoints (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--synthesize", type=natural, metavar="COUNT", help="write COUNT conversations to --data instead")
-    parser.add_argument("--questions", metavar="FILE", help="--synthesize answers to this file's questions, not to its own")
+    parser.add_argument("--questions", metavar="FILE", help="let --synthesize answer this file's questions, not its own")
     return parser.parse_args()
 
 

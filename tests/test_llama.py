@@ -64,6 +64,13 @@ def test_a_cached_forward_in_chunks_equals_the_uncached_one(tiny, chunks):
     close(torch.cat([tiny(part, cache) for part in TOKENS.split(chunks, dim=1)], dim=1), tiny(TOKENS))
 
 
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a compiler on a CPU")
+def test_compiled_layers_give_the_same_tokens():
+    model = llama.load_model(TIED)
+    expected = list(llama.generate(model, TOKENS[0, :5].tolist(), 8))
+    assert list(llama.generate(model.compile_layers(), TOKENS[0, :5].tolist(), 8)) == expected
+
+
 @pytest.mark.skipif(not llama.can_pack(torch.ones(1)), reason="PyTorch has no oneDNN here, which packing is for")
 @pytest.mark.parametrize("folder", [UNTIED, TIED], ids=lambda path: path.name)
 def test_a_packed_model_gives_the_same_logits_for_any_number_of_rows(folder):
