@@ -78,10 +78,9 @@ def can_pack(weight: Tensor) -> bool:
 def pack(*layers: nn.Linear) -> Tensor:
     """The weights of some layers, one below the other, in oneDNN's own blocked layout. The layers give theirs up.
 
-    A pass over one token or over a draft of several should cost the same: reading the weights once. F.linear does not get
-    there on a CPU. Two to sixteen rows take two to five times as long as they should, and so do other orders of the same
-    product for one row or another. Only the kernel that inductor picks for frozen weights is at the speed of memory up to
-    six rows, and then grows slowly, as arithmetic takes over.
+    A pass over one token or over a draft of several should cost the same: reading the weights once. On a CPU F.linear takes
+    two to five times as long for 2 to 16 rows, and (W @ x.T).T is fast for two rows and slow for one or six. The kernel that
+    torch.compile picks for frozen weights runs at the speed of memory up to six rows, then arithmetic takes over.
     """
     weight = torch.cat([layer.weight for layer in layers])
     for layer in layers:

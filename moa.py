@@ -154,7 +154,7 @@ class Drafter(nn.Module):
                 ("SA", c.num_attention_heads, c.self_attention_num_key_value_heads, head_dim),
                 ("CA", c.num_attention_heads, c.cross_attention_num_key_value_heads, head_dim),
                 ("LSA", c.layer_self_attention_num_attention_heads, c.layer_self_attention_num_key_value_heads, lsa_head_dim)):
-            if heads % kv_heads or size < 2 or size % 2:
+            if kv_heads < 1 or heads % kv_heads or size < 2 or size % 2:
                 raise InputError(f"{name} cannot have {heads} heads of size {size} over {kv_heads} kv heads: the size must "
                                  "be even and the heads a multiple of the kv heads")
         self.self_attention = DecoderLayer(width, c.self_attention_intermediate_size, c.num_attention_heads,
@@ -308,7 +308,7 @@ class Drafter(nn.Module):
 
 
 def to_counts(q: Tensor) -> tuple[Tensor, Tensor]:
-    """q (., V) in five bytes a token: ids int32 and counts uint8 (., 64) of its likeliest, the first of which has 255."""
+    """Each q (., V) as its 64 likeliest ids, int32, and their weights, uint8, of which the largest is 255; both (., 64)."""
     likely, ids = q.topk(min(COUNTED, q.shape[-1]))
     return ids.int(), (255 * likely / likely[..., :1]).round().to(torch.uint8)
 
@@ -338,7 +338,8 @@ def children(q: Tensor, reach: list[float], room: int, threshold: float, tempera
 
 
 class Drafting:
-    """The state of one conversation: SA's cache over all tokens, CA's over memories, the N reused layers' over both.
+    """The state of one conversation: SA's cache over all tokens, CA's over memories, the N reused layers' over the target's
+    own keys and values at verified tokens and guessed ones at drafts.
 
     Verified tokens come first in each cache; what is drafted behind them is cut off when the next memory arrives.
     Of that, the first `assumed` are a chain that stands in for verified tokens while the target is waited for.

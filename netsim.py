@@ -167,7 +167,7 @@ class RoundTrip:
             self.mean += (seconds - self.mean) / 8
 
     def timeout(self) -> float:
-        """After so long a packet is taken for lost. Sent again once it costs this much, twice three times as much."""
+        """After so long a packet is taken for lost. One loss costs one time-out; two cost three, as the second is doubled."""
         return FIRST_TIMEOUT if self.mean is None else max(LEAST_TIMEOUT, self.mean + 4 * self.deviation)
 
 

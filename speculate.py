@@ -147,6 +147,7 @@ class Verdict:
     accepted: list[int]
     token: int
     memory: Memory | None
+    checked: bool = True  # whether the draft was looked at
     ahead: Draft | None = None  # behind the token, if it was guessed and drafted on from while the verdict was on its way
 
 
@@ -179,16 +180,17 @@ def speculate(target: "LocalTarget | RemoteTarget", drafting: Drafting, prompt: 
             drafting.observe(verdict.memory)
         pace = Pace.fastest(paces)
         shape = pace.fit() if s.adaptive else pace.shape
-        draft = verdict.ahead or drafting.draft(verdict.token, replace(shape, depth=min(shape.depth, left - 1)),
-                                                s.temperature, s.top_p, generator)
-        drafted = target.clock()
+        ahead = verdict.ahead
+        draft = ahead or drafting.draft(verdict.token, replace(shape, depth=min(shape.depth, left - 1)), s.temperature,
+                                        s.top_p, generator)
+        middle = target.clock()
         verdict = target.verify(draft)  # LSA runs on the target's side
-        verified = target.clock()
-        figures.draft_seconds += drafted - start
-        figures.verify_seconds += verified - drafted
-        if verdict.memory:
-            if figures.target_calls > 0:  # the first draft reads the whole prompt too
-                pace.record(max(1, *draft.depths()), drafted - start, 1 + len(draft.tokens), verified - drafted,
+        end_time = target.clock()
+        figures.draft_seconds += middle - start
+        figures.verify_seconds += end_time - middle
+        if verdict.memory and verdict.checked:
+            if figures.target_calls > 0 and not ahead:  # the first draft reads the whole prompt too
+                pace.record(max(1, *draft.depths()), middle - start, 1 + len(draft.tokens), end_time - middle,
                             1 + len(verdict.accepted))
             figures.target_calls += 1
             figures.drafted += len(draft.tokens)
@@ -210,7 +212,8 @@ def follow(choices: list[int], draft: Draft) -> tuple[list[int], int]:
 def accept(p: Tensor, draft: Draft, generator: torch.Generator) -> tuple[list[int], int]:
     """Which nodes to keep, and the token behind them: distributed as p, whatever q is. p (K + 1, V).
 
-    Siblings of one rank are tried together in all families: the device waits for the host once, not once a node.
+    Siblings of one rank are tried together in all families, so that the device waits for the host once, not once a node.
+    rest is what p has become, one row for each parent; q what the siblings of this rank were drawn from.
     """
     parents = sorted(set(draft.parents))
     families = [[i for i, parent in enumerate(draft.parents) if parent == mother] for mother in parents]
@@ -404,7 +407,7 @@ class RemoteTarget:
         self.tokens: list[int] = []  # of prompt and answer, all there are
         self.verified = 0  # so many of them have a memory, and lie in the server's cache
         self.worked = RoundTrip()  # how long a verification takes the server
-        self.whole = 0.5  # how often, of late, a draft's whole first path was accepted
+        self.guess_rate = 0.5  # how often, of late, a draft's whole first path was accepted
         self.lost = False
         self.retry, self.pause = 0.0, 0.5  # when to connect again at the earliest, and for how long not to after that
 
@@ -440,14 +443,15 @@ class RemoteTarget:
         return Verdict(text[1:-1], text[-1], None)
 
     def wait(self, draft: Draft, text: list[int]) -> Verdict | None:
-        """The verdict that is on its way, or None. Meanwhile we draft on, as far again, behind `text`, our guess of it.
+        """The verdict that is on its way, or None. text is our guess of what it accepts.
 
-        So we do if that guess is right often enough; until the verdict is there, which ends it.
+        Where such guesses are right often enough, we draft meanwhile: the token that should follow, and a chain as deep as
+        the draft behind it, which is used if the verdict is as guessed.
         """
-        path, qs, depth = len(text), [], max(draft.depths())
+        guessed, qs, depth = len(text), [], max(draft.depths())
         self.drafting.assume(text[:-1])
         room = self.begin + self.settings.max_new_tokens - len(self.tokens)
-        length = min(path + depth + 1, room + 1) if self.whole > 1 / 4 else path
+        length = min(guessed + depth + 1, room + 1) if self.guess_rate > 1 / 4 else guessed
         try:
             while len(text) < length and not self.channel.ready():
                 qs.append(self.draft_on(text))
@@ -455,10 +459,10 @@ class RemoteTarget:
         except Lost as error:
             return self.lose(error)
         self.worked.observe(self.channel.clock.worked(fields))
-        self.whole += ((memory.tokens == text[:path]) - self.whole) / 8
+        self.guess_rate += ((memory.tokens == text[:guessed]) - self.guess_rate) / 8
         verdict = Verdict(memory.tokens[1:], fields["token"], memory)
-        chain = text[path + 1:]  # drafted behind the guessed next token
-        if len(chain) == depth > 0 and memory.tokens + [verdict.token] == text[:path + 1]:
+        chain = text[guessed + 1:]  # drafted behind the guessed next token
+        if len(chain) == depth > 0 and memory.tokens + [verdict.token] == text[:guessed + 1]:
             verdict.ahead = Draft(verdict.token, chain, list(range(-1, len(chain) - 1)),
                                   None if draft.q is None else torch.cat(qs[1:]))
         return self.note(verdict)
@@ -491,14 +495,14 @@ class RemoteTarget:
             channel.close()
             channel.connect(self.remote.connect(self.drafting.drafter, 1.0))
             start = 0
-        verdict = self.read(start, self.patience(pieces=10))
-        self.lost = False
+        verdict = self.read(start, self.patience(10))  # to read the text again may take ten times a verification
+        verdict.checked = self.lost = False
         return verdict
 
     def read(self, start: int, patience: float) -> Verdict:
         """The server takes the tokens from `start` on as given: its next one, and the memory of those that had none."""
-        s = self.settings
-        self.channel.send({"call": "read", "start": start, "capacity": self.capacity, "exact": self.remote.exact,
+        s, context = self.settings, self.drafting.drafter.target.config.max_position_embeddings
+        self.channel.send({"call": "read", "start": start, "capacity": min(self.capacity, context + MOST_DRAFTS), "exact": self.remote.exact,
                            **sampling(s, self.generator)}, {"tokens": int32(self.tokens[start:])})
         pieces = [self.tokens[a:a + PROMPT_CHUNK] for a in range(start, len(self.tokens), PROMPT_CHUNK)]
         answers = [self.receive(patience, lambda _: piece) for piece in pieces]
@@ -518,9 +522,9 @@ class RemoteTarget:
             self.channel.dead = "the server answers rubbish"
             raise Lost(self.channel.dead) from None
 
-    def patience(self, pieces: int = 1) -> float:
-        """How long to wait for a reply: for the work, and for a packet that is lost twice."""
-        return pieces * self.worked.timeout() + 3 * self.channel.round_trip.timeout()
+    def patience(self, verifications: int = 1) -> float:
+        """How long to wait for a reply: for work as long as these, and for a packet that is lost twice."""
+        return verifications * self.worked.timeout() + 3 * self.channel.round_trip.timeout()
 
     def note(self, verdict: Verdict) -> Verdict:
         """Take down what the server has verified."""
@@ -659,7 +663,7 @@ class Session(socketserver.BaseRequestHandler):
         try:
             calls = {"generate": self.generate, "read": self.read, **({"verify": self.verify} if self.target else {})}
             calls[fields["call"]](fields, tensors)
-        except (LookupError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"a request that makes no sense: {error!r}") from None
 
     def read(self, fields: dict, tensors: dict[str, Tensor]) -> None:
@@ -668,6 +672,8 @@ class Session(socketserver.BaseRequestHandler):
         if fields["start"] == 0:
             capacity, self.exact = whole(fields["capacity"], 1, context + MOST_DRAFTS), fields["exact"] is True
             self.target = LocalTarget(self.model, self.server.drafter, capacity, *self.sampling(fields))
+        elif self.target is None:
+            raise ValueError("the first read must start at 0")
         start = whole(fields["start"], 0, self.target.cache.length)
         whole(start + len(tokens), start + 1, min(context, self.target.cache.capacity))
         self.target.cache.truncate(start)
@@ -923,7 +929,7 @@ def bench(model: Llama, methods: dict[str, Method], tokenizer: Tokenizer, prompt
             s = replace(settings, max_new_tokens=answer_length(model, prompt, settings.max_new_tokens))
             for name in random.Random(number).sample(list(methods), len(methods)):
                 results[name] = methods[name](prompt, s)
-            messages.append({"role": "assistant", "content": tokenizer.decode(results[base_of(name)].tokens)})
+            messages.append({"role": "assistant", "content": tokenizer.decode(results[base_of(next(iter(methods)))].tokens)})
             if number > 0:  # the first was the warm-up
                 runs.setdefault(category, []).append(results)
     runs["overall"] = [results for category in runs.values() for results in category]
@@ -1038,9 +1044,13 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.remote and args.compile:
         raise InputError("--compile is for a target on this side; leave it out or start the server with it")
     for name in ("network", *LINK, "disconnect_after", "disconnect_for", "float16"):
-        if args.remote is None and getattr(args, name):
+        if args.remote is None and getattr(args, name) not in (None, False):
             raise InputError(f"--{name.replace('_', '-')} is about the way to a server; add --remote")
-    if args.disconnect_for and not args.disconnect_after:
+    if args.bench and args.disconnect_after:
+        raise InputError("--bench --remote cuts the network on its own; leave out --disconnect-after")
+    if args.bench and args.tree:
+        raise InputError("--bench measures chains and trees; leave out --tree")
+    if args.disconnect_for is not None and not args.disconnect_after:
         raise InputError("--disconnect-for: say with --disconnect-after when it begins")
     if args.remote and max(args.nodes or 0, args.draft_length or 0) > MOST_DRAFTS:
         raise InputError(f"a server verifies at most {MOST_DRAFTS} drafts at once")
@@ -1049,7 +1059,8 @@ def check_arguments(args: argparse.Namespace) -> None:
 def networks(args: argparse.Namespace, host: str, port: int, secret: str) -> dict[str, Remote]:
     """The server behind the network that the command line describes; to be measured, by default behind each profile."""
     override = {name: getattr(args, name) for name in LINK if getattr(args, name) is not None}
-    outages = (Outage(tokens=args.disconnect_after, seconds=args.disconnect_for or math.inf),) if args.disconnect_after else ()
+    outage = math.inf if args.disconnect_for is None else args.disconnect_for
+    outages = (Outage(tokens=args.disconnect_after, seconds=outage),) if args.disconnect_after else ()
     names = [args.network] if args.network or override or not args.bench else PROFILES
     return {name or "link": Remote(host, port, secret, replace(PROFILES.get(name, Link()), **override), outages, args.float16)
             for name in names}
