@@ -240,7 +240,7 @@ def end_of_truth(emitted: list[tuple[int, Origin]], alone: list[int]) -> int:
 
 @pytest.mark.parametrize("seed", range(50))
 def test_a_server_that_is_killed_at_any_moment_costs_its_word_and_nothing_else(seed):
-    rng, target, emitted = random.Random(seed), new_target(16, context=128), []
+    rng, target, emitted, threads = random.Random(seed), new_target(16, context=128), [], threading.active_count()
     drafter = new_drafter(target, target_layer_inference=rng.choice([0, 2]))
     with forked(target, drafter) as (process, port):
         killer = threading.Timer(rng.uniform(0, 0.15), process.kill)
@@ -256,7 +256,7 @@ def test_a_server_that_is_killed_at_any_moment_costs_its_word_and_nothing_else(s
     assert len(emitted) == 100 and [token for token, _ in emitted] == result.tokens
     known = end_of_truth(emitted, answer(target, None, PROMPT, Settings(100)).tokens)
     assert result.figures.unverified_tokens == 100 - known
-    assert threading.active_count() == 1
+    assert threading.active_count() == threads
 
 
 def test_a_server_that_restarts_between_two_messages_is_told_everything_again():
