@@ -211,7 +211,7 @@ class Drafter(nn.Module):
         return q.new_zeros(*q.shape[:-1], self.target.config.vocab_size).index_copy_(-1, self.vocabulary, q)
 
     def pack(self) -> "Drafter":
-        """As `Llama.pack`; of the two the first, while the target's LM head can still be read."""
+        """As `Llama.pack`. A drafter is made before its target is packed, while rows of the LM head can still be read."""
         if can_pack(self.Ekv2E.weight):
             self.self_attention.pack()
             if self.config.use_cross_attention:
@@ -338,8 +338,8 @@ def children(q: Tensor, reach: list[float], room: int, threshold: float, tempera
 
 
 class Drafting:
-    """The state of one conversation: SA's cache over all tokens, CA's over memories, the N reused layers' over the target's
-    own keys and values at verified tokens and guessed ones at drafts.
+    """The state of one conversation, in three caches: SA's of all tokens, CA's of memories, and the N reused layers', with
+    the target's own keys and values of verified tokens and guessed ones of drafts.
 
     Verified tokens come first in each cache; what is drafted behind them is cut off when the next memory arrives.
     Of that, the first `assumed` are a chain that stands in for verified tokens while the target is waited for.

@@ -1076,7 +1076,7 @@ def main() -> None:
     add_model_arguments(parser)
     parser.add_argument("--drafter", metavar="DIR", help="default: the one shipped for the default model")
     parser.add_argument("--draft-length", type=natural, metavar="K",
-                        help="draft exactly this far (default: as far as pays, by the costs measured while generating)")
+                        help="draft exactly this far, a chain unless --tree (default: as far as pays, by measured costs)")
     parser.add_argument("--tree", action="store_true", help="draft trees (default: trees or chains, whichever are faster)")
     parser.add_argument("--breadth", type=natural, default=TREE.breadth, help="leaves expanded together (default: %(default)s)")
     parser.add_argument("--nodes", type=natural, help=f"tokens in a tree (default: {TREE.nodes}, remote {REMOTE_TREE.nodes})")
