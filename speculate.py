@@ -739,16 +739,25 @@ def ids(tensor: Tensor, low: int, end: int) -> list[int]:
     return [whole(value, low, end - 1) for value in tensor.tolist()]
 
 
-def serve(server: Server) -> None:
-    """Serve until a signal ends it. The address is the one line on stdout."""
+def serve(server: Server, until_eof: bool) -> None:
+    """Serve until a signal ends it, or the end of stdin. The address is the one line on stdout."""
+    def end_with_stdin() -> None:
+        sys.stdin.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+
     with server:
+        if until_eof:
+            threading.Thread(target=end_with_stdin, daemon=True).start()
         print("{}:{}".format(*server.server_address), flush=True)
         server.serve_forever()
 
 
 @contextmanager
 def server_of(args: argparse.Namespace, folder: str | Path) -> Iterator[tuple[str, int, str]]:
-    """Host, port and secret of the server: the one that is named, or a process of our own, which ends with the context."""
+    """Host, port and secret of the server: the one that is named, or a process of our own, which ends with the context.
+
+    However this process ends: the other reads its stdin, which nobody else holds, and ends with it.
+    """
     secret = os.environ.get(SECRET, "")
     if args.remote[0]:
         yield *args.remote, secret
@@ -756,8 +765,8 @@ def server_of(args: argparse.Namespace, folder: str | Path) -> Iterator[tuple[st
     secret = secret or secrets.token_hex(16)
     flags = ["--model", args.model, "--drafter", folder, "--device", args.device]
     flags += ["--dtype", args.dtype] if args.dtype else []
-    process = subprocess.Popen([sys.executable, __file__, "--serve", "127.0.0.1:0", *flags], stdin=subprocess.DEVNULL,
-                               stdout=subprocess.PIPE, env={**os.environ, SECRET: secret}, text=True)
+    process = subprocess.Popen([sys.executable, __file__, "--serve", "127.0.0.1:0", "--until-eof", *flags], text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, SECRET: secret})
     try:
         line = process.stdout.readline()
         if not line:
@@ -770,6 +779,7 @@ def server_of(args: argparse.Namespace, folder: str | Path) -> Iterator[tuple[st
         except subprocess.TimeoutExpired:  # it hangs
             process.kill()
             process.wait()
+        process.stdin.close()
         process.stdout.close()
 
 
@@ -1041,6 +1051,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise InputError("--bench compares with and without speculation; leave out --no-speculation")
     if args.serve and (args.remote or args.no_speculation):
         raise InputError("--serve is the other half of --remote, for a drafter; leave out --remote and --no-speculation")
+    if args.until_eof and not args.serve:
+        raise InputError("--until-eof is for --serve")
     if args.remote and args.compile:
         raise InputError("--compile is for a target on this side; leave it out or start the server with it")
     for name in ("network", *LINK, "disconnect_after", "disconnect_for", "float16"):
@@ -1073,6 +1085,7 @@ def main() -> None:
     work.add_argument("--bench", nargs="?", const=PROMPTS, metavar="FILE",
                       help="measure all methods on a .jsonl file of prompts (default: a few of our own)")
     work.add_argument("--serve", type=address, metavar="HOST:PORT", help="be the server for --remote, until SIGTERM")
+    parser.add_argument("--until-eof", action="store_true", help="with --serve: end when stdin does, as with a parent that died")
     add_model_arguments(parser)
     parser.add_argument("--drafter", metavar="DIR", help="default: the one shipped for the default model")
     parser.add_argument("--draft-length", type=natural, metavar="K",
@@ -1101,7 +1114,7 @@ def main() -> None:
     if not args.remote:
         model.compile_layers() if args.compile else model.pack()
     if args.serve:
-        serve(Server(model, drafter, *args.serve, os.environ.get(SECRET, "")))
+        serve(Server(model, drafter, *args.serve, os.environ.get(SECRET, "")), args.until_eof)
     elif args.remote:
         with server_of(args, folder) as place:
             run(args, model, drafter, tokenizer, networks(args, *place))

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import speculate
-from conftest import run_script
+from conftest import ROOT, run_script
 from llama import InputError, KVCache, Llama, generate, load_model, run_command
 from moa import COUNTED, PROMPT_CHUNK, Drafter, Drafting, Shape, from_counts, to_counts
 from netsim import PROFILES, Link, Outage, VirtualClock, receive_message, send_message
@@ -474,8 +474,22 @@ def test_the_command_line_finishes_its_answer_without_the_network():
     assert "the drafter's own" in done.stderr and servers() == before
 
 
+@pytest.mark.parametrize("end, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_however_the_client_ends_its_server_ends_too(end, status):
+    before = servers()
+    client = subprocess.Popen([sys.executable, ROOT / "speculate.py", "--remote", "--latency", "50ms", "--device", "cpu",
+                               "--max-new-tokens", "1000", "--prompt", "Tell me a long story."],
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    with client:
+        client.stdout.read(1)  # it is in the midst of its answer
+        assert len(servers() - before) == 1
+        os.killpg(client.pid, end) if end == signal.SIGINT else client.send_signal(end)  # Ctrl-C goes to both
+        assert client.wait(30) == status and client.stderr.read() == b""
+    wait_for(lambda: servers() <= before)
+
+
 @pytest.mark.parametrize("arguments, complaint", [
-    (["--prompt", "Hi", "--latency", "21ms"], "add --remote"), (["--prompt", "Hi", "--network", "4g"], "add --remote"),
+    (["--prompt", "Hi", "--until-eof"], "--serve"), (["--prompt", "Hi", "--latency", "21ms"], "add --remote"), (["--prompt", "Hi", "--network", "4g"], "add --remote"),
     (["--prompt", "Hi", "--remote", "--latency", "21"], "is not a duration"), (["--prompt", "Hi", "--remote", "--loss", "5"], "share"),
     (["--prompt", "Hi", "--remote", "--network", "3g"], "--network"), (["--prompt", "Hi", "--remote", "here"], "HOST:PORT"),
     (["--prompt", "Hi", "--remote", "localhost:99999"], "HOST:PORT"), (["--serve", "1234"], "HOST:PORT"),
