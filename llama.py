@@ -635,7 +635,7 @@ GGUF_TYPES = {  # type id: (name, weights a block, bytes a block, decoder of blo
     30: ("BF16", 1, 2, lambda b: b.view(torch.bfloat16)),
     8: ("Q8_0", 32, 34, lambda b: half(b, 0) * b[:, 2:].contiguous().view(torch.int8)),
     2: ("Q4_0", 32, 18, lambda b: half(b, 0) * (nibbles(b[:, 2:]) - 8)),
-    3: ("Q4_1", 32, 20, lambda b: half(b, 0) * nibbles(b[:, 4:]) + half(b, 2)),
+    3: ("Q4_1", 32, 20, lambda b: torch.addcmul(half(b, 2), half(b, 0), nibbles(b[:, 4:]))),
 }
 GGUF_NAMES = {
     "token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "attn_norm": "input_layernorm",
@@ -648,7 +648,7 @@ def read_gguf_header(path: Path) -> tuple[dict, dict[str, tuple[list[int], int, 
     """Metadata, tensors as name: (shape, type id, offset of the first byte), and the whole file, memory-mapped."""
     try:
         with open(path, "rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # tensors look into it: what they write is theirs
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read: {one_line(error)}") from None
     at, unpackers = 0, {form: struct.Struct("<" + form) for form in ["4s", *GGUF_SCALARS.values()]}
@@ -716,7 +716,7 @@ def read_gguf(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[[], Tens
         blocks = math.prod(shape) // weights
         if start + blocks * size > len(data):
             raise InputError(f"{path}: truncated: tensor {name} ends beyond the end of the file")
-        raw = torch.from_numpy(np.frombuffer(data, np.uint8, blocks * size, start).copy())
+        raw = torch.frombuffer(data, dtype=torch.uint8, count=blocks * size, offset=start)
         return decoder(raw.view(blocks, size)).view(shape)
 
     def get(key: str):

@@ -68,7 +68,10 @@ REMOTE_TREE = Shape(depth=8, breadth=3, nodes=16, counted=True)
 
 @dataclass(frozen=True)
 class Settings:
-    """How to generate. shapes: of drafts; of several the fastest. adaptive: drafted of them is only what pays."""
+    """How to generate. shapes: of drafts; of several the fastest. adaptive: drafted of them is only what pays.
+
+    lookup: where the last so many tokens occurred before, what followed them is the draft, and the drafter is not asked.
+    """
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -76,6 +79,7 @@ class Settings:
     shapes: tuple[Shape, ...] = (CHAIN, TREE)
     adaptive: bool = True
     stop_ids: frozenset[int] = frozenset()
+    lookup: tuple[int, ...] = ()
 
 
 @dataclass
@@ -166,6 +170,7 @@ def speculate(target: "LocalTarget | RemoteTarget", drafting: Drafting, prompt: 
     Ends with a stop token or at max_new_tokens: what lies beyond is not yielded.
     """
     s, left = settings, settings.max_new_tokens
+    lookup = Lookup(*s.lookup)
     verdict = target.prefill(prompt)
     while True:
         tokens = (verdict.accepted + [verdict.token])[:left]
@@ -176,20 +181,22 @@ def speculate(target: "LocalTarget | RemoteTarget", drafting: Drafting, prompt: 
         if left == 0 or tokens[end - 1] in s.stop_ids:
             return
         start = target.clock()
-        if verdict.memory:
-            drafting.observe(verdict.memory)
         pace = Pace.fastest(paces)
         shape = pace.fit() if s.adaptive else pace.shape
-        ahead = verdict.ahead
-        draft = ahead or drafting.draft(verdict.token, replace(shape, depth=min(shape.depth, left - 1)), s.temperature,
-                                        s.top_p, generator)
+        shape = replace(shape, depth=min(shape.depth, left - 1))
+        ready = verdict.ahead
+        if verdict.memory:
+            drafting.observe(verdict.memory)
+            lookup.observe(verdict.memory)
+            ready = ready or lookup.find(verdict.token, shape.depth)
+        draft = ready or drafting.draft(verdict.token, shape, s.temperature, s.top_p, generator)
         middle = target.clock()
         verdict = target.verify(draft)  # LSA runs on the target's side
         end_time = target.clock()
         figures.draft_seconds += middle - start
         figures.verify_seconds += end_time - middle
         if verdict.memory and verdict.checked:
-            if figures.target_calls > 0 and not ahead:  # the first draft reads the whole prompt too
+            if figures.target_calls > 0 and not ready:  # the first draft reads the whole prompt too
                 pace.record(max(1, *draft.depths()), middle - start, 1 + len(draft.tokens), end_time - middle,
                             1 + len(verdict.accepted))
             figures.target_calls += 1
@@ -464,7 +471,7 @@ class RemoteTarget:
         chain = text[guessed + 1:]  # drafted behind the guessed next token
         if len(chain) == depth > 0 and memory.tokens + [verdict.token] == text[:guessed + 1]:
             verdict.ahead = Draft(verdict.token, chain, list(range(-1, len(chain) - 1)),
-                                  None if draft.q is None else torch.cat(qs[1:]))
+                                  None if self.settings.temperature == 0 else torch.cat(qs[1:]))
         return self.note(verdict)
 
     def draft_on(self, text: list[int]) -> Tensor | None:
@@ -690,7 +697,7 @@ class Session(socketserver.BaseRequestHandler):
         whole(len(drafts), 0, min(MOST_DRAFTS, self.target.cache.capacity - self.target.cache.length - 1))
         if len(parents) != len(drafts) or any(parent >= i for i, parent in enumerate(parents)):
             raise ValueError("the parents of drafts must come before them")
-        if self.target.settings.temperature > 0 and drafts:
+        if self.target.settings.temperature > 0 and "counts" in tensors:
             counts = tensors["counts"]
             size = (len(set(parents)), min(COUNTED, vocab_size))
             ids(tensors["ids"].flatten(), 0, vocab_size)
@@ -846,9 +853,13 @@ def answer(model: Llama, drafter: "Drafter | Lookup | None", prompt: list[int], 
 class Lookup:
     """A drafter that has learnt nothing: what followed the last few tokens when they occurred before (Saxena 2023)."""
 
-    def start(self, capacity: int) -> "Lookup":
+    def __init__(self, *sizes: int):
+        """sizes: how many last tokens to look for, one after the other."""
+        self.sizes = sizes
         self.history: list[int] = []
-        return self
+
+    def start(self, capacity: int) -> "Lookup":
+        return Lookup(*self.sizes)
 
     def remember(self, tokens: list[int], cache: KVCache, start: int, hidden: Tensor) -> Memory:
         return Memory(tokens)
@@ -856,14 +867,18 @@ class Lookup:
     def observe(self, memory: Memory) -> None:
         self.history += memory.tokens
 
-    def draft(self, token: int, shape: Shape, temperature: float, top_p: float, generator: torch.Generator) -> Draft:
+    def find(self, token: int, length: int) -> Draft | None:
+        """What to follow `token`, at most so long a chain, if there is anything."""
         text = self.history + [token]
-        for n in (3, 2, 1):
-            for i in range(len(text) - n - 1, -1, -1):
-                if text[i:i + n] == text[-n:]:
-                    found = text[i + n:i + n + shape.depth]
+        for size in self.sizes:
+            for i in reversed(range(len(text) - size)):
+                if text[i:i + size] == text[-size:]:
+                    found = text[i + size:i + size + length]
                     return Draft(token, found, list(range(-1, len(found) - 1)))
-        return Draft(token, [], [])
+        return None
+
+    def draft(self, token: int, shape: Shape, temperature: float, top_p: float, generator: torch.Generator) -> Draft:
+        return self.find(token, shape.depth) or Draft(token, [], [])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -897,26 +912,34 @@ def read_prompts(path: str) -> list[tuple[str, list[str]]]:
 Method = Callable[[list[int], Settings], Generation]
 
 
+LAST = (3,)  # tokens to look for
+
+
 def method(model: Llama, drafter: "Drafter | Lookup | None", shapes: tuple[Shape, ...], seed: int,
-           remote: Remote | None = None) -> Method:
+           remote: Remote | None = None, lookup: tuple[int, ...] = ()) -> Method:
     """One way to answer. What it measures on one prompt it goes on from on the next."""
     paces = [Pace(shape) for shape in shapes]
-    return lambda prompt, s: answer(model, drafter, prompt, replace(s, shapes=shapes), seed, paces=paces, remote=remote)
+    return lambda prompt, s: answer(model, drafter, prompt, replace(s, shapes=shapes, lookup=lookup), seed, paces=paces,
+                                    remote=remote)
 
 
 def local_methods(model: Llama, drafter: Drafter, seed: int, chain: Shape, tree: Shape) -> dict[str, Method]:
     return {"target": method(model, None, (chain,), seed), "chain": method(model, drafter, (chain,), seed),
-            "tree": method(model, drafter, (tree,), seed), "lookup": method(model, Lookup(), (chain,), seed)}
+            "tree": method(model, drafter, (tree,), seed), "lookup": method(model, Lookup(3, 2, 1), (chain,), seed),
+            "tree+lookup": method(model, drafter, (tree,), seed, lookup=LAST)}
 
 
 def remote_methods(model: Llama, drafter: Drafter, seed: int, shapes: tuple[Shape, ...], remotes: dict[str, Remote],
                    length: int) -> dict[str, Method]:
-    """For each network: plain use of an API, our own, and ours with the network down after a quarter of `length` tokens."""
+    """For each network: plain use of an API; ours, without and with lookup; and ours with the network down after a quarter
+    of `length` tokens.
+    """
     methods = {}
     for name, remote in remotes.items():
         broken = replace(remote, outages=(Outage(tokens=length // 4),))
         methods |= {f"api:{name}": method(model, None, shapes, seed, remote),
                     f"remote:{name}": method(model, drafter, shapes, seed, remote),
+                    f"remote+lookup:{name}": method(model, drafter, shapes, seed, remote, LAST),
                     f"disconnected:{name}": method(model, drafter, shapes, seed, broken)}
     return methods
 
@@ -1060,8 +1083,8 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise InputError(f"--{name.replace('_', '-')} is about the way to a server; add --remote")
     if args.bench and args.disconnect_after:
         raise InputError("--bench --remote cuts the network on its own; leave out --disconnect-after")
-    if args.bench and args.tree:
-        raise InputError("--bench measures chains and trees; leave out --tree")
+    if args.bench and (args.tree or args.lookup):
+        raise InputError("--bench measures chains and trees, without lookup and with it; leave out --tree and --lookup")
     if args.disconnect_for is not None and not args.disconnect_after:
         raise InputError("--disconnect-for: say with --disconnect-after when it begins")
     if args.remote and max(args.nodes or 0, args.draft_length or 0) > MOST_DRAFTS:
@@ -1093,6 +1116,8 @@ def main() -> None:
     parser.add_argument("--tree", action="store_true", help="draft trees (default: trees or chains, whichever are faster)")
     parser.add_argument("--breadth", type=natural, default=TREE.breadth, help="leaves expanded together (default: %(default)s)")
     parser.add_argument("--nodes", type=natural, help=f"tokens in a tree (default: {TREE.nodes}, remote {REMOTE_TREE.nodes})")
+    parser.add_argument("--lookup", action="store_true",
+                        help="ask the drafter only where the last three tokens are new, else draft what followed them before")
     parser.add_argument("--no-speculation", action="store_true", help="the target alone")
     parser.add_argument("--show", action="store_true", help="colour accepted drafts green, unverified text yellow")
     add_remote_arguments(parser)
@@ -1130,7 +1155,7 @@ def run(args: argparse.Namespace, model: Llama, drafter: Drafter | None, tokeniz
     chain, tree = replace(chain, depth=depth), replace(tree, depth=depth, breadth=args.breadth, nodes=args.nodes or tree.nodes)
     shapes = (tree,) if args.tree else (chain,) if args.draft_length else (chain, tree)
     settings = Settings(args.max_new_tokens, args.temperature, args.top_p, shapes, args.draft_length is None,
-                        frozenset(tokenizer.stop_ids))
+                        frozenset(tokenizer.stop_ids), LAST if args.lookup else ())
     if args.bench:
         methods = (remote_methods(model, drafter, args.seed, shapes, remotes, args.max_new_tokens) if remotes else
                    local_methods(model, drafter, args.seed, chain, tree))

@@ -11,7 +11,14 @@ GOLDEN = ROOT / "tests" / "golden"
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from threads that spin, a busy machine loses
 
+import torch  # noqa: E402
+
 import llama  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def the_same_chances_every_time() -> None:
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

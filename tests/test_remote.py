@@ -76,7 +76,7 @@ def test_a_counted_q_is_a_distribution_over_few_tokens_that_comes_through_unchan
     sent = to_counts(q)
     counted = from_counts(*sent, 300)
     assert torch.allclose(counted.sum(-1), torch.ones(5)) and ((counted > 0).sum(-1) <= COUNTED).all()
-    assert (counted - q).abs().max() < 0.02
+    assert (counted - q).abs().max() < 0.05
     assert torch.equal(from_counts(*to_counts(counted), 300), counted)
 
 
@@ -96,6 +96,8 @@ def test_greedy_tokens_are_those_of_the_target_alone_over_every_network(choices)
         for (name, link), exact, shape in itertools.product(LINKS.items(), (False, True), (CHAIN, TREE)):
             result = answer(target, drafter, PROMPT, fixed(shape), remote=remote_to(server, link=link, exact=exact))
             assert result.tokens == alone and not result.figures.disconnected, name
+        looking = fixed(TREE, lookup=(2, 1))
+        assert answer(target, drafter, PROMPT, looking, remote=remote_to(server, link=LINKS["4g"])).tokens == alone
         assert answer(target, None, PROMPT, Settings(24), remote=remote_to(server)).tokens == alone  # plain use of an API
 
 
@@ -123,12 +125,12 @@ def test_what_was_drafted_on_the_way_is_kept_when_the_guess_was_right(monkeypatc
 
 
 @pytest.mark.parametrize("shape, top_p, choices", [
-    (Shape(2, counted=True), 1.0, {}), (Shape(2, 3, 6, counted=True), 0.8, dict(target_layer_inference=1)),
+    (Shape(2, counted=True), 1.0, {}), (Shape(2, 2, 4, counted=True), 1.0, dict(lookup=(2, 1))), (Shape(2, 3, 6, counted=True), 0.8, dict(target_layer_inference=1)),
     (Shape(2, 2, 4, counted=True), 1.0, dict(draft_vocabulary=(0, 2, 4)))], ids=str)
 def test_whole_sequences_are_distributed_as_the_targets_own(shape, top_p, choices):
     target = new_target(VOCABULARY, layers=1)
+    settings = fixed(shape, LENGTH, temperature=TEMPERATURE, top_p=top_p, lookup=choices.pop("lookup", ()))
     drafter, counts = new_drafter(target, **choices), torch.zeros(VOCABULARY ** LENGTH)
-    settings = fixed(shape, LENGTH, temperature=TEMPERATURE, top_p=top_p)
     with serving(target, drafter) as server:
         remote = remote_to(server, link=PROFILES["4g"])
         for seed in range(600):

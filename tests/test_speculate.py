@@ -13,7 +13,7 @@ import torch
 
 import speculate
 from llama import Config, Llama, probabilities, run_command, sample
-from moa import Draft, Drafter, DrafterConfig, Shape, children, load_drafter
+from moa import Draft, Drafter, DrafterConfig, Drafting, Shape, children, load_drafter
 from speculate import Lookup, Pace, Settings, accept, answer, follow, read_prompts
 
 ROOT = Path(__file__).parents[1]
@@ -139,8 +139,9 @@ def exact_distribution(target: Llama, top_p: float) -> torch.Tensor:
     return p.gather(-1, sequences.unsqueeze(-1))[..., 0].prod(dim=1)
 
 
-def sequences_excess(target: Llama, drafter: Drafter | Lookup, shape: Shape, top_p: float, count: int) -> float:
-    settings = fixed(shape, LENGTH, temperature=TEMPERATURE, top_p=top_p)
+def sequences_excess(target: Llama, drafter: Drafter | Lookup, shape: Shape, top_p: float, count: int,
+                     lookup: tuple[int, ...] = ()) -> float:
+    settings = fixed(shape, LENGTH, temperature=TEMPERATURE, top_p=top_p, lookup=lookup)
     counts = torch.zeros(VOCABULARY ** LENGTH)
     for seed in range(count):
         index = 0
@@ -166,7 +167,9 @@ def test_whole_sequences_are_distributed_as_the_targets_own(shape, top_p, choice
 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 def test_with_lookup_too(top_p):
-    assert sequences_excess(new_target(VOCABULARY, layers=1), Lookup(), Shape(2), top_p, 500) < 4
+    target = new_target(VOCABULARY, layers=1)
+    assert sequences_excess(target, Lookup(3, 2, 1), Shape(2), top_p, 500) < 4
+    assert sequences_excess(target, new_drafter(target), WIDE, top_p, 500, lookup=(2, 1)) < 4
 
 
 def always_accept(p, draft, generator):
@@ -222,6 +225,7 @@ def test_greedy_tokens_are_those_of_the_target_alone(choices):
     alone = answer(target, None, PROMPT, Settings(24)).tokens
     for shape in SHAPES:
         assert answer(target, drafter, PROMPT, fixed(shape)).tokens == alone
+    assert answer(target, drafter, PROMPT, fixed(TREE, lookup=(2, 1))).tokens == alone
     assert answer(target, drafter, PROMPT, Settings(24)).tokens == alone  # adaptive, by what this machine measures
 
 
@@ -235,8 +239,17 @@ def test_greedy_tokens_with_lookup_are_those_of_the_target_alone_and_cost_fewer_
     target = new_target(16, sharpness=10.0)
     alone = answer(target, None, PROMPT, Settings(40))
     for length in range(1, 9):
-        result = answer(target, Lookup(), PROMPT, fixed(Shape(length), 40))
+        result = answer(target, Lookup(3, 2, 1), PROMPT, fixed(Shape(length), 40))
         assert result.tokens == alone.tokens and result.figures.target_calls < 39
+
+
+def test_the_drafter_is_asked_only_where_lookup_finds_nothing(monkeypatch):
+    target, asked, draft = new_target(16, sharpness=10.0), [], Drafting.draft
+    monkeypatch.setattr(Drafting, "draft", lambda self, *how: asked.append(self.verified) or draft(self, *how))
+    result = answer(target, new_drafter(target), PROMPT, fixed(TREE, 40, lookup=(2,)))
+    text = PROMPT + result.tokens
+    assert 0 < len(asked) < result.figures.target_calls
+    assert not any(tuple(text[i - 1:i + 1]) in zip(text[:i], text[1:i]) for i in asked)
 
 
 @pytest.mark.parametrize("temperature, shape", [(0.0, CHAIN), (0.8, CHAIN), (0.0, TREE)], ids=str)
@@ -413,6 +426,7 @@ def test_the_command_line_gives_the_same_tokens_with_and_without_speculation(com
     result = json.loads(done.stdout)
     status, out, _ = command(*arguments, "--no-speculation")
     alone = json.loads(out)
+    assert json.loads(command(*arguments, "--lookup")[1])["tokens"] == alone["tokens"]
     assert status == 0 and set(result) == set(alone) == KEYS
     assert result["tokens"] == alone["tokens"] and result["text"] == alone["text"] != ""
     assert result["new_tokens"] == len(result["tokens"]) == 24 == alone["target_calls"] + 1
@@ -436,7 +450,7 @@ def test_the_benchmark_reads_both_formats_and_reports_each_category_and_all_toge
     assert status == 0 and all(ROW_KEYS <= set(row) for row in rows)
     assert {(row["category"], row["method"]) for row in rows} == {
         (category, method) for category in ("all", "math", "overall")
-        for method in ("target", "chain", "tree", "lookup")}
+        for method in ("target", "chain", "tree", "lookup", "tree+lookup")}
     assert all(row["identical"] == 1 and row["acceptance_length"] >= 1 for row in rows)
     assert all(row["speedup"] == 1 for row in rows if row["method"] == "target")
 
