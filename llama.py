@@ -163,7 +163,7 @@ class Attention(nn.Module):
         self.k_proj = Linear(width, kv_heads * head_dim)
         self.v_proj = Linear(width, kv_heads * head_dim)
         self.o_proj = Linear(heads * head_dim, width)
-        self.qkv, self.kv = Joint(self.q_proj, self.k_proj, self.v_proj), Joint(self.k_proj, self.v_proj)
+        self.joint_qkv, self.joint_kv = Joint(self.q_proj, self.k_proj, self.v_proj), Joint(self.k_proj, self.v_proj)
 
     def pack(self, *products: Joint | Linear) -> None:
         """Pack what is used: q, k and v as one product, or q apart from k and v where these come from elsewhere."""
@@ -176,7 +176,7 @@ class Attention(nn.Module):
 
     def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """Of x (B, T, E): queries (B, H, T, D), and keys and values side by side (B, Hkv, T, 2D)."""
-        q, k, v = self.qkv(x)
+        q, k, v = self.joint_qkv(x)
         qk = rotate(self.split_heads(torch.cat([q, k], dim=-1)), rope)  # (B, H + Hkv, T, D)
         q, k = qk[:, :self.heads], qk[:, self.heads:]
         return q, torch.cat([k, self.split_heads(v)], dim=-1)
@@ -185,7 +185,7 @@ class Attention(nn.Module):
         return rotate(self.split_heads(self.q_proj(x)), rope)
 
     def keys_values(self, x: Tensor, rope: Tensor) -> Tensor:
-        k, v = map(self.split_heads, self.kv(x))
+        k, v = map(self.split_heads, self.joint_kv(x))
         return torch.cat([rotate(k, rope), v], dim=-1)
 
     def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
@@ -241,12 +241,12 @@ class DecoderLayer(nn.Module):
 
     def pack(self) -> None:
         """For self-attention."""
-        self.self_attn.pack(self.self_attn.qkv)
+        self.self_attn.pack(self.self_attn.joint_qkv)
         self.mlp.pack()
 
     def pack_cross(self) -> None:
         """For cross-attention."""
-        self.self_attn.pack(self.self_attn.q_proj, self.self_attn.kv)
+        self.self_attn.pack(self.self_attn.q_proj, self.self_attn.joint_kv)
         self.mlp.pack()
 
 
@@ -572,6 +572,8 @@ def read_hugging_face(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[
     if raw.get("attention_bias") or raw.get("mlp_bias") or raw.get("hidden_act", "silu") != "silu":
         raise InputError(f"{path}: a Llama with biases or an activation other than silu is not supported")
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise InputError(f"{path}: rope_scaling is {one_line(rope)!r:.40}, not an object")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise InputError(f"{path}: unsupported rope_scaling {kind!r}; only llama3 is supported")
@@ -581,13 +583,16 @@ def read_hugging_face(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[
     absent += [name for name in scaling if kind == "llama3" and name not in rope]
     if absent:
         raise InputError(f"{path}: config.json lacks {', '.join(absent)}")
+    for name in sizes:
+        if type(raw[name]) is not int or raw[name] < 1:
+            raise InputError(f"{path}: config.json: {name} cannot be {raw[name]!r:.40}")
     heads = raw["num_attention_heads"]
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     theta = rope.get("rope_theta") or raw.get("rope_theta", 10000.0)
     config = Config(
         vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"], intermediate_size=raw["intermediate_size"],
         num_hidden_layers=raw["num_hidden_layers"], num_attention_heads=heads,
-        num_key_value_heads=raw.get("num_key_value_heads", heads), head_dim=head_dim,
+        num_key_value_heads=raw.get("num_key_value_heads") or heads, head_dim=head_dim,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6), rope_theta=theta,
         rope_factors=llama3_factors(rope, head_dim, theta) if kind == "llama3" else None,
         max_position_embeddings=raw.get("max_position_embeddings", 2048),
@@ -690,7 +695,7 @@ def read_gguf_header(path: Path) -> tuple[dict, dict[str, tuple[list[int], int, 
             table[name] = (shape, read("I"), read("Q"))
     except (struct.error, KeyError) as error:
         raise InputError(f"{path}: truncated or corrupted GGUF header: {one_line(error)}") from None
-    alignment = metadata.get("general.alignment", 32)
+    alignment = metadata.get("general.alignment") or 32
     start = -(-at // alignment) * alignment
     return metadata, {name: (shape, kind, start + offset) for name, (shape, kind, offset) in table.items()}, data
 
@@ -720,7 +725,7 @@ def read_gguf(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[[], Tens
         return decoder(raw.view(blocks, size)).view(shape)
 
     def get(key: str):
-        if f"llama.{key}" not in metadata:
+        if not metadata.get(f"llama.{key}"):
             raise InputError(f"{path}: metadata llama.{key} missing")
         return metadata[f"llama.{key}"]
 
@@ -929,14 +934,13 @@ def number(kind: type, low: float, high: float = math.inf, what: str = ""):
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not low <= value <= high:
+        if not low <= value <= high or math.isinf(value):
             raise argparse.ArgumentTypeError(f"{text!r} is not {what or f'a number from {low} to {high}'}")
         return value
     return parse
 
 
-def natural(text: str) -> int:
-    return number(int, 1, what="a whole number from 1 up")(text)
+natural = number(int, 1, what="a whole number from 1 up")
 
 
 def default_device() -> str:
@@ -944,7 +948,7 @@ def default_device() -> str:
 
 
 def default_dtype(device: str) -> str:
-    return "float32" if device == "cpu" else "bfloat16"
+    return "float32" if device.startswith("cpu") else "bfloat16"
 
 
 def add_model_arguments(parser: Parser) -> None:
@@ -965,7 +969,7 @@ def add_generation_arguments(parser: Parser) -> None:
 def load_target(arguments: argparse.Namespace, last: int | None = None) -> tuple[Llama, Tokenizer]:
     """Model, or its `last` layers, and tokenizer that the command line names."""
     try:
-        torch.empty(1, device=arguments.device)
+        torch.zeros(1, device=arguments.device).item()
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"--device {arguments.device} cannot be used here: {one_line(error)}") from None
     dtype = DTYPES[arguments.dtype or default_dtype(arguments.device)]

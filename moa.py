@@ -94,7 +94,7 @@ class Shape:
     counted: bool = False  # drawn from a q that is small enough to be sent: see to_counts
 
     def room(self, drafted: int, temperature: float) -> int:
-        """How many tokens the next level may have. At temperature 0 those too many are dropped in the end."""
+        """How many tokens the next level may have. At temperature 0 it may be too many: `draft` drops them in the end."""
         if self.breadth == 1:
             return 1
         return self.nodes if temperature == 0 else min(-(-self.nodes // self.depth), self.nodes - drafted)
@@ -126,6 +126,17 @@ class Draft:
             node = self.parents.index(node)
             path.append(self.tokens[node])
         return path
+
+
+def walk(parents: list[int], nodes: list[int], tokens: list[int]) -> list[int]:
+    """Down a tree along these tokens, as far as it goes: the indices of the nodes that are they."""
+    path, child = [], {(parent, node): i for i, (parent, node) in enumerate(zip(parents, nodes))}
+    for token in tokens:
+        i = child.get((path[-1] if path else -1, token))
+        if i is None:
+            break
+        path.append(i)
+    return path
 
 
 def ancestor_mask(parents: list[int]) -> Tensor:
@@ -361,7 +372,7 @@ class Drafting:
 
     def observe(self, memory: Memory) -> None:
         """Take in newly verified tokens. Costs time in these alone: SA's work on accepted drafts is kept."""
-        path = self.path(memory.tokens)
+        path = walk(self.parents, self.drafted, memory.tokens)
         self.self_cache.keep(self.self_cache.length - len(self.drafted), path)
         self.pending += memory.tokens[len(path):]
         self.drafted, self.parents, self.assumed = [], [], 0
@@ -372,22 +383,12 @@ class Drafting:
         self.reused_cache.advance(len(memory.tokens))
         self.verified += len(memory.tokens)
 
-    def path(self, tokens: list[int]) -> list[int]:
-        """Where these tokens, the first behind the last verified one, are in drafted: as many of them as are there."""
-        path, child = [], {(parent, token): i for i, (parent, token) in enumerate(zip(self.parents, self.drafted))}
-        for token in tokens:
-            node = child.get((path[-1] if path else -1, token))
-            if node is None:
-                break
-            path.append(node)
-        return path
-
     def assume(self, tokens: list[int]) -> None:
         """Go on behind these tokens as if they were verified; CA reads no more than the memory that has come.
 
         tokens: the one that was drafted from, then drafts on a path behind it. Free where these were expanded.
         """
-        path = self.path(self.drafted[:self.assumed] + tokens)
+        path = walk(self.parents, self.drafted, self.drafted[:self.assumed] + tokens)
         unread = tokens[len(path) - self.assumed:]
         self.keep(path)
         self.drafted, self.parents = [self.drafted[i] for i in path], list(range(-1, len(path) - 1))
@@ -416,10 +417,8 @@ class Drafting:
         tokens, parents, values, qs = [], [], [], []
         leaves, row = [-1], {}  # row: the index in self.drafted of an expanded node
         for _ in range(shape.depth):
-            if leaves == [-1]:
-                features = self.step([token], [len(self.drafted) - 1])  # (1, E)
-            else:
-                features = self.step([tokens[i] for i in leaves], [row[parents[i]] for i in leaves])  # (leaves, E)
+            features = (self.step([token], [len(self.drafted) - 1]) if leaves == [-1] else
+                        self.step([tokens[i] for i in leaves], [row[parents[i]] for i in leaves]))  # (leaves, E)
             row.update({leaf: len(self.drafted) - len(leaves) + i for i, leaf in enumerate(leaves)})
             q = probabilities(self.drafter.logits(features), temperature or 1.0, top_p if temperature > 0 else 1.0)
             if shape.counted and temperature > 0:
@@ -450,9 +449,10 @@ class Drafting:
         unread, self.pending = self.pending, []
         self.drafted += tokens
         self.parents += parents
-        ancestors = ancestor_mask(self.parents)[-len(tokens):]  # (T, drafted)
-        mask = None if ancestors.all() else F.pad(ancestors, (self.verified, 0), value=True).to(cache.kv.device)
-        position = self.verified + int(ancestors[0].sum()) - 1  # of all these tokens: a level is one depth
+        known = self.verified + self.assumed  # a chain, which all behind it see
+        ancestors = ancestor_mask([max(i - self.assumed, -1) for i in self.parents[self.assumed:]])[-len(tokens):]
+        mask = None if ancestors.all() else F.pad(ancestors, (known, 0), value=True).to(cache.kv.device)  # (T, all so far)
+        position = known + int(ancestors[0].sum()) - 1  # of all these tokens: a level is one depth
         rope = drafter.rotary[:, position - len(unread):position + 1]
         x = drafter.target.embed_tokens(torch.tensor([unread + tokens], device=cache.kv.device)).to(drafter.dtype)
         causal = causal_mask(len(unread) + 1, position + 1, x.device) if unread else mask

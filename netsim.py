@@ -151,14 +151,14 @@ def symmetric(link: Link, seed: int = 0, outages: Iterable[Outage] = ()) -> Netw
 
 
 @dataclass
-class RoundTrip:
-    """The smoothed round trip and its mean deviation (RFC 6298), of round trips as they are observed."""
+class SmoothedTime:
+    """A mean that follows what is observed, and its deviation: as TCP estimates its round trip (RFC 6298)."""
 
     mean: float | None = None
     deviation: float = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one round trip, for no more than two time-outs: else the first one after an outage would rule all."""
+        """Count one more, for no more than two time-outs: else the first one after an outage would rule all."""
         seconds = min(seconds, 2 * self.timeout())
         if self.mean is None:
             self.mean, self.deviation = seconds, seconds / 2
@@ -260,7 +260,7 @@ class Channel:
     def __init__(self, sock: socket.socket, network: Network, clock: WallClock | VirtualClock, limit: int = 1 << 28):
         self.network, self.clock, self.limit = network, clock, limit
         self.bytes_up = self.bytes_down = self.round_trips = 0
-        self.network_seconds, self.round_trip = 0.0, RoundTrip()
+        self.network_seconds, self.round_trip = 0.0, SmoothedTime()
         self.connect(sock)
 
     def connect(self, sock: socket.socket) -> None:

@@ -4,14 +4,14 @@ The drafter proposes K tokens, a chain or a tree of them; the target checks all 
 the text is distributed exactly as if the target had written it alone (Leviathan et al. 2023; Chen et al. 2023). With p the
 target's and q the drafter's distribution of the token at hand:
 
-    accept x ~ q with probability min(1, p(x) / q(x)); if it is rejected, p becomes norm(max(p - q, 0)) and q loses x:
-    so goes on the next sibling; after the last one, or behind the last accepted token, draw from what p is then.
+    accept x ~ q with probability min(1, p(x) / q(x)); if it is rejected, p becomes norm(max(p - q, 0)) and q loses x; then
+    the next sibling is tried against these. When none is left, or behind the last accepted token, draw from p as it then is.
 
 For a chain, with no siblings, that is the algorithm of the two papers; for a tree, SpecInfer's (Miao et al. 2024) with
 draws without replacement. At temperature 0 both are point masses and this is: follow the target's argmax while it was drafted.
 
     python speculate.py --prompt "Explain why the sky is blue." --show
-    python speculate.py --bench                           # target alone, chain, tree and lookup, interleaved
+    python speculate.py --bench                           # target alone, chain, tree, lookup, and both, interleaved
     python speculate.py --remote --network 4g --prompt "..."   # the target in another process, behind a simulated network
     python speculate.py --serve HOST:PORT                 # the two halves by hand: MOA_SECRET=... for both,
     python speculate.py --remote HOST:PORT --prompt "..." # and of the target the client loads what its drafter needs
@@ -39,6 +39,8 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -52,10 +54,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from llama import (DEFAULT_MODEL, InputError, KVCache, Llama, Parser, Tokenizer, add_generation_arguments, add_model_arguments,
-                   answer_length, generate, load_target, natural, one_line, probabilities, report, run_command, sample)
+                   answer_length, generate, load_target, natural, one_line, probabilities, number, one_line, probabilities, report, run_command, sample)
 from moa import (COUNTED, PROMPT_CHUNK, Draft, Drafter, Drafting, Memory, Shape, ancestor_mask, from_counts, load_drafter,
-                 read_config, to_counts)
-from netsim import (PROFILES, Channel, ConnectionClosed, Link, Lost, Outage, ProtocolError, RoundTrip, VirtualClock, WallClock,
+                 read_config, to_counts, walk)
+from netsim import (PROFILES, Channel, ConnectionClosed, Link, Lost, Outage, ProtocolError, SmoothedTime, VirtualClock, WallClock,
                     duration, fill, rate, receive_message, send_message, share, symmetric)
 
 SHIPPED = {DEFAULT_MODEL: Path(__file__).parent / "weights" / DEFAULT_MODEL}
@@ -64,13 +66,15 @@ CHAIN = Shape(depth=6)
 TREE = Shape(depth=6, breadth=3, nodes=8)
 REMOTE_CHAIN = Shape(depth=8, counted=True)  # a round trip is dear: draft further
 REMOTE_TREE = Shape(depth=8, breadth=3, nodes=16, counted=True)
+LOOKUP_SIZES = (3,)  # of --lookup
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to generate. shapes: of drafts; of several the fastest. adaptive: drafted of them is only what pays.
+    """How to generate.
 
-    lookup: where the last so many tokens occurred before, what followed them is the draft, and the drafter is not asked.
+    shapes: what drafts may look like; of several, the one that measures fastest. adaptive: a draft ends where more of it would
+    not pay. lookup: sizes n; if the last n tokens occurred before, what followed them is the draft, and the drafter is not asked.
     """
 
     max_new_tokens: int = 256
@@ -99,46 +103,47 @@ class Figures:
 
 
 class Pace:
-    """What drafts of a shape cost and bring on this machine, measured as they are made; older cycles count less and less."""
+    """What drafts of a shape cost and bring on this machine, measured as they are made."""
 
-    DECAY = 0.98
+    RECENT = 64  # cycles that count
     PRIOR = 1 / 20  # of a pass: what one more token in it costs, until there are measurements
     TRIAL = 8  # cycles before a shape is judged
 
     def __init__(self, shape: Shape):
         self.shape = shape
-        self.cycles = self.tokens = self.seconds = 0.0
-        self.levels = self.draft_seconds = 0.0
-        self.rows = self.rows_squared = self.verify_seconds = self.rows_seconds = 0.0
+        self.cycles: deque[tuple[int, float, int, float, int]] = deque(maxlen=self.RECENT)  # as they were recorded
 
     @staticmethod
     def fastest(paces: "list[Pace]") -> "Pace":
-        """Each in turn until all are tried, then whichever brings the most tokens a second."""
-        least = min(paces, key=lambda pace: pace.cycles)
-        return least if least.cycles < Pace.TRIAL * Pace.DECAY ** Pace.TRIAL else max(paces, key=lambda p: p.tokens / p.seconds)
+        """Each in turn until all are tried, then whichever brought the most tokens a second."""
+        least = min(paces, key=lambda pace: len(pace.cycles))
+        return least if len(least.cycles) < Pace.TRIAL else max(paces, key=Pace.tokens_per_second)
 
     def record(self, levels: int, draft_seconds: float, rows: int, verify_seconds: float, tokens: int) -> None:
         """One cycle: levels drafted, rows in the verifying pass, tokens it brought."""
-        for name, value in (("cycles", 1), ("tokens", tokens), ("seconds", draft_seconds + verify_seconds),
-                            ("levels", levels), ("draft_seconds", draft_seconds), ("rows", rows),
-                            ("rows_squared", rows * rows), ("verify_seconds", verify_seconds),
-                            ("rows_seconds", rows * verify_seconds)):
-            setattr(self, name, self.DECAY * getattr(self, name) + value)
+        self.cycles.append((levels, draft_seconds, rows, verify_seconds, tokens))
+
+    def tokens_per_second(self) -> float:
+        _, draft_seconds, _, verify_seconds, tokens = map(sum, zip(*self.cycles))
+        return tokens / (draft_seconds + verify_seconds)
+
+    def level_seconds(self) -> float:
+        levels, draft_seconds, *_ = map(sum, zip(*self.cycles))
+        return draft_seconds / levels
 
     def row_seconds(self) -> float:
         """Seconds of one more token in a verifying pass: the slope of a line through the measurements, and the prior."""
-        mean_rows, mean_seconds = self.rows / self.cycles, self.verify_seconds / self.cycles
-        covariance = self.rows_seconds / self.cycles - mean_rows * mean_seconds
-        variance = self.rows_squared / self.cycles - mean_rows ** 2
-        return max(0.0, (covariance + self.PRIOR * mean_seconds) / (variance + 1))
+        _, _, rows, seconds, _ = zip(*self.cycles)
+        mean_rows, mean_seconds = statistics.fmean(rows), statistics.fmean(seconds)
+        covariance = statistics.fmean(r * s for r, s in zip(rows, seconds)) - mean_rows * mean_seconds
+        return max(0.0, (covariance + self.PRIOR * mean_seconds) / (statistics.pvariance(rows) + 1))
 
     def fit(self) -> Shape:
-        """The shape, ending where the expected gain, in tokens, no longer covers the time at the present rate of tokens."""
-        if self.cycles == 0:
+        """The shape, ending where the expected gain, in tokens, no longer covers the time at the present pace."""
+        if not self.cycles:
             return self.shape
-        rate, row = self.tokens / self.seconds, self.row_seconds()
-        level = self.draft_seconds / max(1.0, self.levels)
-        return replace(self.shape, token_threshold=rate * row, level_threshold=rate * (level + row))
+        pace, row = self.tokens_per_second(), self.row_seconds()
+        return replace(self.shape, token_threshold=pace * row, level_threshold=pace * (self.level_seconds() + row))
 
 
 @dataclass
@@ -151,8 +156,8 @@ class Verdict:
     accepted: list[int]
     token: int
     memory: Memory | None
-    checked: bool = True  # whether the draft was looked at
-    ahead: Draft | None = None  # behind the token, if it was guessed and drafted on from while the verdict was on its way
+    checked: bool = True  # whether the target looked at the draft
+    ahead: Draft | None = None  # a draft behind `token`, made while the verdict was on its way, if `token` was guessed right
 
 
 class Origin(IntEnum):
@@ -195,7 +200,7 @@ def speculate(target: "LocalTarget | RemoteTarget", drafting: Drafting, prompt: 
         end_time = target.clock()
         figures.draft_seconds += middle - start
         figures.verify_seconds += end_time - middle
-        if verdict.memory and verdict.checked:
+        if verdict.checked:
             if figures.target_calls > 0 and not ready:  # the first draft reads the whole prompt too
                 pace.record(max(1, *draft.depths()), middle - start, 1 + len(draft.tokens), end_time - middle,
                             1 + len(verdict.accepted))
@@ -309,6 +314,8 @@ MOST_CLIENTS, MOST_DRAFTS = 8, 64
 IDLE_SECONDS = 300.0  # after which a silent client is dropped
 PEER_SECONDS = 10.0  # for a message that has begun, and for the handshake
 PREFILL_SECONDS = 60.0  # for a piece of the prompt
+OVERDUE_SECONDS = 30.0  # after which a connection that owes a reply is given up for a new one
+FIRST_PAUSE = 0.5  # seconds between two attempts to connect; it doubles
 NONCE = 32  # bytes
 
 
@@ -357,9 +364,10 @@ def int32(tokens: list[int]) -> Tensor:
 
 
 def fingerprint(drafter: Drafter) -> list[int]:
-    """Sizes that both sides must agree on."""
-    t, c = drafter.target.config, drafter.config
-    return [t.vocab_size, t.hidden_size, t.num_hidden_layers, t.num_key_value_heads, t.head_dim, drafter.N,
+    """What both sides must agree on: the target's sizes, and a drafter's sizes and, as a sample of its weights, its bias."""
+    t, c, bias = drafter.target.config, drafter.config, drafter.Ekv2E.bias
+    sample = (256 * bias.detach().float()).round().int().cpu()  # the same in every dtype
+    return [zlib.crc32(sample.numpy().tobytes()), len(c.draft_vocabulary or ()), t.vocab_size, t.hidden_size, t.num_hidden_layers, t.num_key_value_heads, t.head_dim, drafter.N,
             c.cross_attention_num_key_value_heads, c.num_attention_heads, int(c.use_cross_attention)]
 
 
@@ -393,7 +401,7 @@ class Remote:
             if "models" in fields and (drafter is None or fields["models"] == fingerprint(drafter)):
                 return sock
             reason = fields.get("refused", "it serves another target or drafter")
-        except (OSError, ProtocolError) as error:
+        except (OSError, UnicodeError, ProtocolError) as error:  # UnicodeError: for a name like a..b
             reason = error
         if sock:
             sock.close()
@@ -413,10 +421,10 @@ class RemoteTarget:
         self.settings, self.generator, self.figures = settings, generator, figures
         self.tokens: list[int] = []  # of prompt and answer, all there are
         self.verified = 0  # so many of them have a memory, and lie in the server's cache
-        self.worked = RoundTrip()  # how long a verification takes the server
+        self.worked = SmoothedTime()  # how long a verification takes the server
         self.guess_rate = 0.5  # how often, of late, a draft's whole first path was accepted
         self.lost = False
-        self.retry, self.pause = 0.0, 0.5  # when to connect again at the earliest, and for how long not to after that
+        self.retry, self.pause = 0.0, FIRST_PAUSE  # when to connect again at the earliest, and for how long not to after that
 
     def clock(self) -> float:
         return self.channel.clock.now()
@@ -447,7 +455,7 @@ class RemoteTarget:
         if len(text) == 1:
             self.draft_on(text)
         self.tokens += text[1:]
-        return Verdict(text[1:-1], text[-1], None)
+        return Verdict(text[1:-1], text[-1], None, checked=False)
 
     def wait(self, draft: Draft, text: list[int]) -> Verdict | None:
         """The verdict that is on its way, or None. text is our guess of what it accepts.
@@ -490,9 +498,12 @@ class RemoteTarget:
         """Where the server's own text goes on, if it is back. Raises Lost if it is not."""
         channel = self.channel
         while channel.requests and not channel.dead:  # first comes what it still owes us
-            if not channel.ready():
+            if channel.ready():
+                channel.receive(0)
+            elif self.clock() - channel.requests[0].sent < OVERDUE_SECONDS:
                 raise Lost("nothing yet")
-            channel.receive(0)
+            else:
+                channel.dead = "the server does not answer"
         start = self.verified
         if channel.dead:
             now = self.clock()
@@ -503,13 +514,14 @@ class RemoteTarget:
             channel.connect(self.remote.connect(self.drafting.drafter, 1.0))
             start = 0
         verdict = self.read(start, self.patience(10))  # to read the text again may take ten times a verification
-        verdict.checked = self.lost = False
+        self.lost, self.pause, verdict.checked = False, FIRST_PAUSE, False
         return verdict
 
     def read(self, start: int, patience: float) -> Verdict:
         """The server takes the tokens from `start` on as given: its next one, and the memory of those that had none."""
         s, context = self.settings, self.drafting.drafter.target.config.max_position_embeddings
-        self.channel.send({"call": "read", "start": start, "capacity": min(self.capacity, context + MOST_DRAFTS), "exact": self.remote.exact,
+        capacity = min(self.capacity, context + MOST_DRAFTS)
+        self.channel.send({"call": "read", "start": start, "capacity": capacity, "exact": self.remote.exact,
                            **sampling(s, self.generator)}, {"tokens": int32(self.tokens[start:])})
         pieces = [self.tokens[a:a + PROMPT_CHUNK] for a in range(start, len(self.tokens), PROMPT_CHUNK)]
         answers = [self.receive(patience, lambda _: piece) for piece in pieces]
@@ -522,8 +534,7 @@ class RemoteTarget:
         """A reply, and its memory of these tokens. Raises Lost, and for a reply that makes no sense too."""
         fields, tensors = self.channel.receive(patience)
         try:
-            if type(fields["token"]) is not int or not 0 <= fields["token"] < self.drafting.drafter.target.config.vocab_size:
-                raise ValueError
+            whole(fields["token"], 0, self.drafting.drafter.target.config.vocab_size - 1)
             return fields, unpack_memory(tokens_of(fields), tensors, self.drafting)
         except (LookupError, TypeError, ValueError, RuntimeError):
             self.channel.dead = "the server answers rubbish"
@@ -550,9 +561,8 @@ def pack_draft(draft: Draft) -> dict[str, Tensor]:
 
 def along(draft: Draft, accepted: list[int]) -> list[int]:
     """draft.token and these tokens behind it. Raises ValueError if they are no path of the draft."""
-    nodes, node = list(zip(draft.parents, draft.tokens)), -1
-    for token in accepted:
-        node = nodes.index((node, token))
+    if len(walk(draft.parents, draft.tokens, accepted)) < len(accepted):
+        raise ValueError(f"{accepted} is no path of the draft")
     return [draft.token] + accepted
 
 
@@ -565,15 +575,18 @@ def call_api(channel: Channel, prompt: list[int], settings: Settings, generator:
         for count in range(1, s.max_new_tokens + 1):
             fields, _ = channel.receive(PREFILL_SECONDS)
             channel.network.tokens(count, channel.clock.now())
-            yield fields["token"]
+            yield whole(fields.get("token"), 0, 2**31)
             if not fields.get("more"):
                 return
-    except Lost as error:
+    except (Lost, ValueError) as error:
         raise InputError(f"the answer ends here: {error}") from None
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """The target for several clients, a thread and a cache each. All models' work is done by one worker, in turn."""
+    """The target for several clients, a thread and a cache each.
+
+    All models' work is done in turn by one worker thread: PyTorch keeps a pool of threads for each thread that calls it.
+    """
 
     allow_reuse_address = True
 
@@ -585,7 +598,7 @@ class Server(socketserver.ThreadingTCPServer):
         self.connections: set[socket.socket] = set()
         try:
             super().__init__((host, port), Session)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise InputError(f"cannot serve at {host}:{port}: {error}") from None
         if not (secret or ipaddress.ip_address(self.server_address[0]).is_loopback):
             super().server_close()
@@ -685,7 +698,7 @@ class Session(socketserver.BaseRequestHandler):
         whole(start + len(tokens), start + 1, min(context, self.target.cache.capacity))
         self.target.cache.truncate(start)
         for a in range(0, len(tokens), PROMPT_CHUNK):
-            verdict, memory = self.server.work(self.judge, self.target.prefill, tokens[a:a + PROMPT_CHUNK])
+            verdict, memory = self.server.work(self.with_memory, self.target.prefill, tokens[a:a + PROMPT_CHUNK])
             self.reply("read", {"token": verdict.token, "more": a + PROMPT_CHUNK < len(tokens)}, memory)
 
     def verify(self, fields: dict, tensors: dict[str, Tensor]) -> None:
@@ -704,7 +717,7 @@ class Session(socketserver.BaseRequestHandler):
             if not tensors["ids"].shape == counts.shape == size or counts.dtype != torch.uint8 or not counts.sum(-1).all():
                 raise ValueError("q does not fit the drafts")
             q = from_counts(tensors["ids"], counts, vocab_size).to(self.model.embed_tokens.weight.device)
-        verdict, memory = self.server.work(self.judge, self.target.verify, Draft(token, drafts, parents, q))
+        verdict, memory = self.server.work(self.with_memory, self.target.verify, Draft(token, drafts, parents, q))
         self.reply("verify", {"accepted": verdict.accepted, "token": verdict.token}, memory)
 
     def generate(self, fields: dict, tensors: dict[str, Tensor]) -> None:
@@ -727,7 +740,7 @@ class Session(socketserver.BaseRequestHandler):
         generator = torch.Generator(self.model.embed_tokens.weight.device).manual_seed(seed)
         return Settings(temperature=temperature, top_p=top_p), generator
 
-    def judge(self, call: Callable, request) -> tuple[Verdict, dict[str, Tensor]]:
+    def with_memory(self, call: Callable, request) -> tuple[Verdict, dict[str, Tensor]]:
         verdict = call(request)
         return verdict, pack_memory(verdict.memory, self.exact)
 
@@ -766,28 +779,25 @@ def server_of(args: argparse.Namespace, folder: str | Path) -> Iterator[tuple[st
     However this process ends: the other reads its stdin, which nobody else holds, and ends with it.
     """
     secret = os.environ.get(SECRET, "")
-    if args.remote[0]:
+    if args.remote != OWN_SERVER:
         yield *args.remote, secret
         return
     secret = secret or secrets.token_hex(16)
     flags = ["--model", args.model, "--drafter", folder, "--device", args.device]
     flags += ["--dtype", args.dtype] if args.dtype else []
-    process = subprocess.Popen([sys.executable, __file__, "--serve", "127.0.0.1:0", "--until-eof", *flags], text=True,
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, SECRET: secret})
-    try:
-        line = process.stdout.readline()
-        if not line:
-            raise InputError("the server did not start")
-        yield *address(line.strip()), secret
-    finally:
-        process.terminate()
+    with subprocess.Popen([sys.executable, __file__, "--serve", "127.0.0.1:0", "--until-eof", *flags], text=True,
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, SECRET: secret}) as process:
         try:
-            process.wait(PEER_SECONDS)
-        except subprocess.TimeoutExpired:  # it hangs
-            process.kill()
-            process.wait()
-        process.stdin.close()
-        process.stdout.close()
+            line = process.stdout.readline()
+            if not line:
+                raise InputError("the server did not start")
+            yield *address(line.strip()), secret
+        finally:
+            process.terminate()
+            try:
+                process.wait(PEER_SECONDS)
+            except subprocess.TimeoutExpired:  # it hangs
+                process.kill()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -912,9 +922,6 @@ def read_prompts(path: str) -> list[tuple[str, list[str]]]:
 Method = Callable[[list[int], Settings], Generation]
 
 
-LAST = (3,)  # tokens to look for
-
-
 def method(model: Llama, drafter: "Drafter | Lookup | None", shapes: tuple[Shape, ...], seed: int,
            remote: Remote | None = None, lookup: tuple[int, ...] = ()) -> Method:
     """One way to answer. What it measures on one prompt it goes on from on the next."""
@@ -926,7 +933,7 @@ def method(model: Llama, drafter: "Drafter | Lookup | None", shapes: tuple[Shape
 def local_methods(model: Llama, drafter: Drafter, seed: int, chain: Shape, tree: Shape) -> dict[str, Method]:
     return {"target": method(model, None, (chain,), seed), "chain": method(model, drafter, (chain,), seed),
             "tree": method(model, drafter, (tree,), seed), "lookup": method(model, Lookup(3, 2, 1), (chain,), seed),
-            "tree+lookup": method(model, drafter, (tree,), seed, lookup=LAST)}
+            "tree+lookup": method(model, drafter, (tree,), seed, lookup=LOOKUP_SIZES)}
 
 
 def remote_methods(model: Llama, drafter: Drafter, seed: int, shapes: tuple[Shape, ...], remotes: dict[str, Remote],
@@ -939,7 +946,7 @@ def remote_methods(model: Llama, drafter: Drafter, seed: int, shapes: tuple[Shap
         broken = replace(remote, outages=(Outage(tokens=length // 4),))
         methods |= {f"api:{name}": method(model, None, shapes, seed, remote),
                     f"remote:{name}": method(model, drafter, shapes, seed, remote),
-                    f"remote+lookup:{name}": method(model, drafter, shapes, seed, remote, LAST),
+                    f"remote+lookup:{name}": method(model, drafter, shapes, seed, remote, LOOKUP_SIZES),
                     f"disconnected:{name}": method(model, drafter, shapes, seed, broken)}
     return methods
 
@@ -959,12 +966,18 @@ def bench(model: Llama, methods: dict[str, Method], tokenizer: Tokenizer, prompt
         for turn in turns:
             messages.append({"role": "user", "content": turn})
             prompt, results = tokenizer.chat(messages), {}
-            s = replace(settings, max_new_tokens=answer_length(model, prompt, settings.max_new_tokens))
+            try:
+                s = replace(settings, max_new_tokens=answer_length(model, prompt, settings.max_new_tokens))
+            except InputError as error:
+                tqdm.write(f"{turn[:40]!r} is left out: {error}", file=sys.stderr)
+                break
             for name in random.Random(number).sample(list(methods), len(methods)):
                 results[name] = methods[name](prompt, s)
             messages.append({"role": "assistant", "content": tokenizer.decode(results[base_of(next(iter(methods)))].tokens)})
             if number > 0:  # the first was the warm-up
                 runs.setdefault(category, []).append(results)
+    if not runs:
+        raise InputError("no prompt fits the model's context")
     runs["overall"] = [results for category in runs.values() for results in category]
     return [row(model, category, name, results) for category, results in runs.items() for name in methods]
 
@@ -977,7 +990,7 @@ def row(model: Llama, category: str, method: str, runs: list[dict[str, Generatio
     draft, verify = (sum(getattr(g.figures, f"{part}_seconds") for g in mine) / seconds for part in ("draft", "verify"))
     base = sum(g.seconds for g in bases) / sum(len(g.tokens) for g in bases)  # seconds a token
     pace = [b.seconds / len(b.tokens) * len(g.tokens) / g.seconds for g, b in zip(mine, bases)]
-    low, _, high = statistics.quantiles(pace, n=4) if len(pace) > 1 else pace * 3
+    low, _, high = statistics.quantiles(pace, n=4, method="inclusive") if len(pace) > 1 else pace * 3
     result = {"category": category, "method": method, "tokens_per_second": new_tokens / seconds,
               "speedup": base / (seconds / new_tokens), "speedup_quartiles": [low, high],
               "acceptance_length": (new_tokens - unverified - len(mine)) / max(1, calls), "target_calls": calls,
@@ -1045,6 +1058,7 @@ def print_table(rows: list[dict]) -> None:
 COLOURS = {Origin.DRAFT: "\033[32m", Origin.UNVERIFIED: "\033[33m"}  # green, yellow
 RESET = "\033[0m"
 LINK = ("latency", "jitter", "bandwidth", "loss")
+OWN_SERVER = ("", 0)
 
 
 def address(text: str) -> tuple[str, int]:
@@ -1056,7 +1070,7 @@ def address(text: str) -> tuple[str, int]:
 
 
 def add_remote_arguments(parser: Parser) -> None:
-    parser.add_argument("--remote", nargs="?", const=("", 0), type=address, metavar="HOST:PORT",
+    parser.add_argument("--remote", nargs="?", const=OWN_SERVER, type=address, metavar="HOST:PORT",
                         help="the target is on a server: there or, by default, in a process that starts and ends with this one")
     parser.add_argument("--network", choices=PROFILES, help="simulate this on the way to the server")
     parser.add_argument("--latency", type=duration, help="one way, like 21ms; this and the next three override --network")
@@ -1072,6 +1086,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raises InputError for flags that contradict each other or would have no effect."""
     if args.bench and args.no_speculation:
         raise InputError("--bench compares with and without speculation; leave out --no-speculation")
+    if args.json and args.show:
+        raise InputError("--show colours a text and --json prints none; leave out one of them")
     if args.serve and (args.remote or args.no_speculation):
         raise InputError("--serve is the other half of --remote, for a drafter; leave out --remote and --no-speculation")
     if args.until_eof and not args.serve:
@@ -1087,8 +1103,10 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise InputError("--bench measures chains and trees, without lookup and with it; leave out --tree and --lookup")
     if args.disconnect_for is not None and not args.disconnect_after:
         raise InputError("--disconnect-for: say with --disconnect-after when it begins")
-    if args.remote and max(args.nodes or 0, args.draft_length or 0) > MOST_DRAFTS:
-        raise InputError(f"a server verifies at most {MOST_DRAFTS} drafts at once")
+    if args.draft_length and (args.breadth or args.nodes) and not (args.tree or args.bench):
+        raise InputError("--draft-length makes chains; for a tree with --breadth and --nodes add --tree")
+    if args.no_speculation and (args.tree or args.lookup or args.draft_length or args.breadth or args.nodes):
+        raise InputError("--no-speculation drafts nothing; leave out what describes the drafts")
 
 
 def networks(args: argparse.Namespace, host: str, port: int, secret: str) -> dict[str, Remote]:
@@ -1111,11 +1129,12 @@ def main() -> None:
     parser.add_argument("--until-eof", action="store_true", help="with --serve: end when stdin does, as with a parent that died")
     add_model_arguments(parser)
     parser.add_argument("--drafter", metavar="DIR", help="default: the one shipped for the default model")
-    parser.add_argument("--draft-length", type=natural, metavar="K",
+    size = number(int, 1, MOST_DRAFTS)
+    parser.add_argument("--draft-length", type=size, metavar="K",
                         help="draft exactly this far, a chain unless --tree (default: as far as pays, by measured costs)")
     parser.add_argument("--tree", action="store_true", help="draft trees (default: trees or chains, whichever are faster)")
-    parser.add_argument("--breadth", type=natural, default=TREE.breadth, help="leaves expanded together (default: %(default)s)")
-    parser.add_argument("--nodes", type=natural, help=f"tokens in a tree (default: {TREE.nodes}, remote {REMOTE_TREE.nodes})")
+    parser.add_argument("--breadth", type=size, help=f"leaves expanded together (default: {TREE.breadth})")
+    parser.add_argument("--nodes", type=size, help=f"tokens in a tree (default: {TREE.nodes}, remote {REMOTE_TREE.nodes})")
     parser.add_argument("--lookup", action="store_true",
                         help="ask the drafter only where the last three tokens are new, else draft what followed them before")
     parser.add_argument("--no-speculation", action="store_true", help="the target alone")
@@ -1124,10 +1143,11 @@ def main() -> None:
     add_generation_arguments(parser)
     args = parser.parse_args()
     check_arguments(args)
+    prompts = read_prompts(args.bench) if args.bench else []
     folder = args.drafter or SHIPPED.get(args.model)
-    if folder is None and (args.remote or not args.no_speculation):
-        raise InputError(f"no drafter is shipped for {args.model}: name one with --drafter (train.py makes them), or add "
-                         "--no-speculation")
+    if folder is None and (not args.no_speculation or args.remote == OWN_SERVER):
+        instead = "" if args.no_speculation else ", or add --no-speculation"
+        raise InputError(f"no drafter is shipped for {args.model}: name one with --drafter (train.py makes them){instead}")
     if args.remote or args.serve:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0 if args.serve else 128 + signal.SIGTERM))
     if args.remote and not args.bench:  # of the target, what the drafter needs
@@ -1136,30 +1156,32 @@ def main() -> None:
     else:
         model, tokenizer = load_target(args)
     drafter = None if args.no_speculation else load_drafter(folder, model).pack()
-    if not args.remote:
-        model.compile_layers() if args.compile else model.pack()
+    if args.compile:
+        model.compile_layers()
+    elif not args.remote or drafter and (drafter.N > 0 or drafter.vocabulary is None):  # else the drafter runs none of it
+        model.pack()
     if args.serve:
         serve(Server(model, drafter, *args.serve, os.environ.get(SECRET, "")), args.until_eof)
     elif args.remote:
         with server_of(args, folder) as place:
-            run(args, model, drafter, tokenizer, networks(args, *place))
+            run(args, model, drafter, tokenizer, prompts, networks(args, *place))
     else:
-        run(args, model, drafter, tokenizer, {})
+        run(args, model, drafter, tokenizer, prompts, {})
 
 
 def run(args: argparse.Namespace, model: Llama, drafter: Drafter | None, tokenizer: Tokenizer,
-        remotes: dict[str, Remote]) -> None:
+        prompts: list[tuple[str, list[str]]], remotes: dict[str, Remote]) -> None:
     """The benchmark, or an answer; with the target here, or on a server behind some networks."""
     chain, tree = (REMOTE_CHAIN, REMOTE_TREE) if remotes else (CHAIN, TREE)
     depth = args.draft_length or chain.depth
-    chain, tree = replace(chain, depth=depth), replace(tree, depth=depth, breadth=args.breadth, nodes=args.nodes or tree.nodes)
+    chain, tree = replace(chain, depth=depth), replace(tree, depth=depth, breadth=args.breadth or tree.breadth, nodes=args.nodes or tree.nodes)
     shapes = (tree,) if args.tree else (chain,) if args.draft_length else (chain, tree)
     settings = Settings(args.max_new_tokens, args.temperature, args.top_p, shapes, args.draft_length is None,
-                        frozenset(tokenizer.stop_ids), LAST if args.lookup else ())
+                        frozenset(tokenizer.stop_ids), LOOKUP_SIZES if args.lookup else ())
     if args.bench:
         methods = (remote_methods(model, drafter, args.seed, shapes, remotes, args.max_new_tokens) if remotes else
                    local_methods(model, drafter, args.seed, chain, tree))
-        rows = bench(model, methods, tokenizer, read_prompts(args.bench), settings)
+        rows = bench(model, methods, tokenizer, prompts, settings)
         costs = {} if remotes else pass_costs(model)
         if args.json:
             print(json.dumps({"rows": rows, "pass_seconds": costs}))

@@ -16,6 +16,7 @@ Shapes: B batch, T tokens, L layers, E hidden, V vocabulary, N reused layers, R 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -328,7 +329,10 @@ def encode_conversation(tokenizer: Tokenizer, messages: list[dict], seq_len: int
 
 
 class Conversations:
-    """Random access to the conversations of some .jsonl files, of which only the lines' offsets are in memory."""
+    """Random access to the conversations of some .jsonl files, of which only the lines' offsets are in memory.
+
+    keep: and what has been read of them, with what `freeze` adds to it.
+    """
 
     def __init__(self, paths: list[str], tokenizer: Tokenizer, seq_len: int, verbose: bool = True, keep: bool = False):
         self.paths, self.tokenizer, self.seq_len, self.verbose, self.keep = paths, tokenizer, seq_len, verbose, keep
@@ -647,7 +651,8 @@ def read_questions(path: str) -> list[str]:
         with open(path, "rb") as file:
             for line in file:
                 if is_conversation(line):
-                    questions += [m["content"] for m in read_messages(line.decode()) if m.get("role") == "user"][:1]
+                    turns = [m.get("content") for m in read_messages(line.decode()) if m.get("role") == "user"]
+                    questions += [text for text in turns[:1] if isinstance(text, str) and text]
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     if not questions:
@@ -679,11 +684,12 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
         file = open(path, "a")
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+    remaining = itertools.islice(itertools.cycle(questions), written % len(questions), None)
     with file, tqdm(total=args.synthesize, initial=written, unit=" conversations") as bar:
         while written < args.synthesize:
             seeds = [(args.seed * 10**9 + seed + i) % 2**63 for i in range(args.batch_size)]
             seed += args.batch_size
-            asked = [questions[(written + i) % len(questions)] for i in range(args.batch_size)]
+            asked = list(itertools.islice(remaining, args.batch_size))
             made = [m for m in synthesize_batch(target, tokenizer, seeds, asked, args.seq_len) if len(m) >= 2]
             for messages in made[:args.synthesize - written]:
                 file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
@@ -714,7 +720,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--schedule", choices=("paper", "cosine"), default="paper")
     parser.add_argument("--warmup", type=natural, default=50, help="updates (default: %(default)s)")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
-    parser.add_argument("--clip", type=number(float, 0), default=1.0, help="gradient norm (default: %(default)s)")
+    parser.add_argument("--clip", type=number(float, 0), default=1.0, help="gradient norm, 0 for no limit (default: %(default)s)")
     parser.add_argument("--kl-weight", type=number(float, 0), default=0.1)
     parser.add_argument("--feature-weight", type=number(float, 0), default=1.0)
     parser.add_argument("--run-length", nargs=2, type=natural, default=[5, 15], metavar=("LOW", "HIGH"),
@@ -724,7 +730,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-lsa", action="store_true", help="ablation: memory from the last hidden state")
     parser.add_argument("--no-ca", action="store_true", help="ablation: the drafter reads its own guesses")
     parser.add_argument("--freeze-lsa", action="store_true",
-                        help="train the rest on memories that are kept from one epoch to the next (2 kB a token)")
+                        help="train the rest, on pooled memories that are kept from one epoch to the next (2 kB a token of smollm2)")
     parser.add_argument("--lsa-heads", type=natural, help="default: the target's")
     parser.add_argument("--lsa-mlp", type=natural, help="LSA's MLP width")
     parser.add_argument("--mlp", type=natural, help="SA's and CA's MLP width")
@@ -804,13 +810,13 @@ def main() -> None:
     out, checkpoint = Path(args.out), Path(args.out) / "checkpoint.pt"
     if not args.synthesize and not args.resume and checkpoint.exists():
         raise InputError(f"{out} holds a checkpoint: add --resume to go on, or choose another --out")
+    if args.resume and not args.synthesize and not checkpoint.exists():
+        raise InputError(f"{checkpoint}: no checkpoint to resume; run without --resume first")
     target, tokenizer = load_target(args)
     if args.seq_len > target.config.max_position_embeddings:
         raise InputError(f"--seq-len {args.seq_len} is beyond the target's context of {target.config.max_position_embeddings}")
     if args.synthesize:
         return synthesize(target, tokenizer, args)
-    if args.resume and not checkpoint.exists():
-        raise InputError(f"{checkpoint}: no checkpoint to resume; run without --resume first")
     worker = Worker.join(args.device)
     data = Conversations(args.data, tokenizer, args.seq_len, verbose=worker.rank == 0, keep=args.freeze_lsa)
     if len(data) == 0:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from netsim import (DTYPES, HEADER, LEAST_TIMEOUT, MAGIC, PACKET, PROFILES, VERSION, Channel, ConnectionClosed, Link, Lost,
-                    Network, Outage, ProtocolError, RoundTrip, VirtualClock, WallClock, duration, rate, receive_message,
+                    Network, Outage, ProtocolError, SmoothedTime, VirtualClock, WallClock, duration, rate, receive_message,
                     send_message, share, symmetric)
 
 LIMIT = 1 << 20
@@ -136,7 +136,7 @@ def test_an_outage_after_tokens_begins_once_they_have_come():
 
 
 def test_the_round_trip_is_smoothed_as_in_rfc_6298():
-    trip = RoundTrip()
+    trip = SmoothedTime()
     assert trip.timeout() == 1.0
     trip.observe(0.4)
     assert (trip.mean, trip.timeout()) == (0.4, pytest.approx(3 * 0.4))
@@ -146,7 +146,7 @@ def test_the_round_trip_is_smoothed_as_in_rfc_6298():
 
 
 def test_the_smoothed_round_trip_finds_the_true_one_and_an_outage_does_not_spoil_it():
-    trip, link = RoundTrip(), Link(latency=0.06, jitter=0.01, seed=6)
+    trip, link = SmoothedTime(), Link(latency=0.06, jitter=0.01, seed=6)
     for delay in delays(link, 200):
         trip.observe(delay)
     assert trip.mean == pytest.approx(0.06, abs=0.015)

@@ -280,6 +280,35 @@ def test_a_server_that_restarts_between_two_messages_is_told_everything_again():
     assert 0 < result.figures.unverified_tokens <= 2 * CHAIN.depth and emitted[-1][1] != Origin.UNVERIFIED
 
 
+def test_a_connection_whose_reply_is_long_overdue_is_given_up_for_a_new_one(monkeypatch):
+    target, emitted, stopped = new_target(16, context=128), [], []
+    drafter, verify, never = new_drafter(target), speculate.Session.verify, threading.Event()
+
+    def stop_once(session, *request) -> None:
+        if len(emitted) > 20 and not stopped:
+            stopped.append(True)
+            never.wait()
+        else:
+            verify(session, *request)
+
+    monkeypatch.setattr(speculate, "OVERDUE_SECONDS", 0.0)
+    monkeypatch.setattr(speculate.Session, "verify", stop_once)
+    with serving(target, drafter) as server:
+        result = answer(target, drafter, PROMPT, fixed(CHAIN, 100), emit=lambda *event: emitted.append(event),
+                        remote=Remote("127.0.0.1", server.server_address[1]))
+        never.set()
+    assert 20 <= end_of_truth(emitted, answer(target, None, PROMPT, Settings(100)).tokens) < 100
+    assert result.figures.unverified_tokens > 0 and emitted[-1][1] != Origin.UNVERIFIED
+
+
+def test_a_server_with_another_drafter_of_the_same_size_is_refused():
+    target = new_target(16)
+    drafter, other = new_drafter(target), new_drafter(target)
+    torch.nn.init.normal_(other.Ekv2E.bias)
+    with serving(target, other) as server, pytest.raises(InputError, match="another target or drafter"):
+        answer(target, drafter, PROMPT, fixed(CHAIN), remote=remote_to(server))
+
+
 def test_a_server_that_hangs_is_waited_for_no_longer_than_its_round_trips_suggest():
     target, emitted = new_target(16, context=128), []
     drafter = new_drafter(target)
@@ -491,13 +520,15 @@ def test_however_the_client_ends_its_server_ends_too(end, status):
 
 
 @pytest.mark.parametrize("arguments, complaint", [
-    (["--prompt", "Hi", "--until-eof"], "--serve"), (["--prompt", "Hi", "--latency", "21ms"], "add --remote"), (["--prompt", "Hi", "--network", "4g"], "add --remote"),
-    (["--prompt", "Hi", "--remote", "--latency", "21"], "is not a duration"), (["--prompt", "Hi", "--remote", "--loss", "5"], "share"),
+    (["--prompt", "Hi", "--until-eof"], "--serve"),
+    (["--prompt", "Hi", "--latency", "21ms"], "add --remote"), (["--prompt", "Hi", "--network", "4g"], "add --remote"),
+    (["--prompt", "Hi", "--remote", "--latency", "21"], "is not a duration"),
+    (["--prompt", "Hi", "--remote", "--loss", "5"], "share"), (["--prompt", "Hi", "--remote", "a..b:7000"], "no server at a..b"),
     (["--prompt", "Hi", "--remote", "--network", "3g"], "--network"), (["--prompt", "Hi", "--remote", "here"], "HOST:PORT"),
     (["--prompt", "Hi", "--remote", "localhost:99999"], "HOST:PORT"), (["--serve", "1234"], "HOST:PORT"),
     (["--prompt", "Hi", "--remote", "--disconnect-for", "2s"], "--disconnect-after"),
     (["--serve", "127.0.0.1:0", "--remote"], "--serve"), (["--serve", "127.0.0.1:0", "--prompt", "Hi"], "not allowed with"),
-    (["--prompt", "Hi", "--remote", "--nodes", "65"], "at most 64"),
+    (["--prompt", "Hi", "--remote", "--nodes", "65"], "from 1 to 64"),
     (["--prompt", "Hi", "--remote", "--model", "some/model", "--no-speculation"], "no drafter is shipped"),
     (["--prompt", "Hi", "--remote", "127.0.0.1:9"], "no server at 127.0.0.1:9")], ids=str)
 def test_bad_input_ends_in_one_line_and_exit_status_2(arguments, complaint, monkeypatch, capsys):

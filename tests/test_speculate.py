@@ -455,6 +455,14 @@ def test_the_benchmark_reads_both_formats_and_reports_each_category_and_all_toge
     assert all(row["speedup"] == 1 for row in rows if row["method"] == "target")
 
 
+def test_a_prompt_that_is_too_long_is_left_out_of_the_benchmark_and_said_so(command, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Say hello."}\n' + json.dumps({"category": "long", "prompt": "hello " * 9000}) + "\n")
+    status, out, err = command("--bench", str(prompts), "--max-new-tokens", "2", "--json")
+    assert status == 0 and {row["category"] for row in json.loads(out)["rows"]} == {"all", "overall"}
+    assert "'hello hello" in err and "context" in err
+
+
 def test_the_default_prompts_have_a_few_of_each_category():
     counts = Counter(category for category, _ in read_prompts(speculate.PROMPTS))
     assert set(counts) == {"writing", "maths", "code", "questions", "summaries", "dialogue"} and min(counts.values()) >= 2
@@ -465,6 +473,10 @@ def test_the_default_prompts_have_a_few_of_each_category():
     (["--prompt", "Hi", "--drafter", "no/such/folder"], "no such drafter"),
     (["--prompt", "Hi", "--draft-length", "0"], "--draft-length"),
     (["--prompt", "Hi", "--tree", "--nodes", "0"], "--nodes"),
+    (["--prompt", "Hi", "--tree", "--breadth", "1000000"], "from 1 to 64"),
+    (["--prompt", "Hi", "--draft-length", "4", "--nodes", "6"], "add --tree"),
+    (["--prompt", "Hi", "--no-speculation", "--lookup"], "drafts nothing"),
+    (["--prompt", "Hi", "--json", "--show"], "leave out one"), (["--bench", "--lookup"], "leave out --tree and --lookup"),
     (["--prompt", "Hi", "--temperature", "hot"], "--temperature"),
     (["--prompt", "word " * 9000], "shorten"),
     (["--prompt", "\udcff"], "not valid UTF-8"),
