@@ -952,7 +952,7 @@ def default_dtype(device: str) -> str:
 
 
 def add_model_arguments(parser: Parser) -> None:
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="the target: directory, .gguf file, hub id (default: %(default)s)")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="directory, .gguf file or hub id (default: %(default)s)")
     parser.add_argument("--device", default=default_device(), help="cpu, cuda, mps (default here: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, else bfloat16")
     parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0)

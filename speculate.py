@@ -54,11 +54,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from llama import (DEFAULT_MODEL, InputError, KVCache, Llama, Parser, Tokenizer, add_generation_arguments, add_model_arguments,
-                   answer_length, generate, load_target, natural, one_line, probabilities, number, one_line, probabilities, report, run_command, sample)
+                   answer_length, generate, load_target, natural, number, one_line, probabilities, report, run_command, sample)
 from moa import (COUNTED, PROMPT_CHUNK, Draft, Drafter, Drafting, Memory, Shape, ancestor_mask, from_counts, load_drafter,
                  read_config, to_counts, walk)
-from netsim import (PROFILES, Channel, ConnectionClosed, Link, Lost, Outage, ProtocolError, SmoothedTime, VirtualClock, WallClock,
-                    duration, fill, rate, receive_message, send_message, share, symmetric)
+from netsim import (PROFILES, Channel, ConnectionClosed, Link, Lost, Outage, ProtocolError, SmoothedTime, VirtualClock,
+                    WallClock, duration, fill, rate, receive_message, send_message, share, symmetric)
 
 SHIPPED = {DEFAULT_MODEL: Path(__file__).parent / "weights" / DEFAULT_MODEL}
 PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
@@ -73,8 +73,9 @@ LOOKUP_SIZES = (3,)  # of --lookup
 class Settings:
     """How to generate.
 
-    shapes: what drafts may look like; of several, the one that measures fastest. adaptive: a draft ends where more of it would
-    not pay. lookup: sizes n; if the last n tokens occurred before, what followed them is the draft, and the drafter is not asked.
+    shapes: what drafts may look like; of several, the one that measures fastest. adaptive: a draft ends where more of it
+    would not pay. lookup: sizes n; where the last n tokens occurred before, what followed them is the draft, and the drafter
+    is not asked.
     """
 
     max_new_tokens: int = 256
@@ -367,8 +368,9 @@ def fingerprint(drafter: Drafter) -> list[int]:
     """What both sides must agree on: the target's sizes, and a drafter's sizes and, as a sample of its weights, its bias."""
     t, c, bias = drafter.target.config, drafter.config, drafter.Ekv2E.bias
     sample = (256 * bias.detach().float()).round().int().cpu()  # the same in every dtype
-    return [zlib.crc32(sample.numpy().tobytes()), len(c.draft_vocabulary or ()), t.vocab_size, t.hidden_size, t.num_hidden_layers, t.num_key_value_heads, t.head_dim, drafter.N,
-            c.cross_attention_num_key_value_heads, c.num_attention_heads, int(c.use_cross_attention)]
+    return [t.vocab_size, t.hidden_size, t.num_hidden_layers, t.num_key_value_heads, t.head_dim, drafter.N,
+            c.cross_attention_num_key_value_heads, c.num_attention_heads, int(c.use_cross_attention),
+            len(c.draft_vocabulary or ()), zlib.crc32(sample.numpy().tobytes())]
 
 
 @dataclass(frozen=True)
@@ -651,7 +653,7 @@ class Session(socketserver.BaseRequestHandler):
                     self.answer_request()
             finally:
                 self.server.places.release()
-        except ConnectionClosed:
+        except (ConnectionClosed, ConnectionError):  # the client has gone
             pass
         except (ProtocolError, InputError, OSError) as error:
             print(f"{self.client_address[0]}: {one_line(error)}", file=sys.stderr)
@@ -1126,7 +1128,7 @@ def main() -> None:
     work.add_argument("--bench", nargs="?", const=PROMPTS, metavar="FILE",
                       help="measure all methods on a .jsonl file of prompts (default: a few of our own)")
     work.add_argument("--serve", type=address, metavar="HOST:PORT", help="be the server for --remote, until SIGTERM")
-    parser.add_argument("--until-eof", action="store_true", help="with --serve: end when stdin does, as with a parent that died")
+    parser.add_argument("--until-eof", action="store_true", help="with --serve: end when stdin does, too")
     add_model_arguments(parser)
     parser.add_argument("--drafter", metavar="DIR", help="default: the one shipped for the default model")
     size = number(int, 1, MOST_DRAFTS)
@@ -1174,7 +1176,8 @@ def run(args: argparse.Namespace, model: Llama, drafter: Drafter | None, tokeniz
     """The benchmark, or an answer; with the target here, or on a server behind some networks."""
     chain, tree = (REMOTE_CHAIN, REMOTE_TREE) if remotes else (CHAIN, TREE)
     depth = args.draft_length or chain.depth
-    chain, tree = replace(chain, depth=depth), replace(tree, depth=depth, breadth=args.breadth or tree.breadth, nodes=args.nodes or tree.nodes)
+    chain = replace(chain, depth=depth)
+    tree = replace(tree, depth=depth, breadth=args.breadth or tree.breadth, nodes=args.nodes or tree.nodes)
     shapes = (tree,) if args.tree else (chain,) if args.draft_length else (chain, tree)
     settings = Settings(args.max_new_tokens, args.temperature, args.top_p, shapes, args.draft_length is None,
                         frozenset(tokenizer.stop_ids), LOOKUP_SIZES if args.lookup else ())

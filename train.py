@@ -720,7 +720,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--schedule", choices=("paper", "cosine"), default="paper")
     parser.add_argument("--warmup", type=natural, default=50, help="updates (default: %(default)s)")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
-    parser.add_argument("--clip", type=number(float, 0), default=1.0, help="gradient norm, 0 for no limit (default: %(default)s)")
+    parser.add_argument("--clip", type=number(float, 0), default=1.0, help="gradient norm, 0: none (default: %(default)s)")
     parser.add_argument("--kl-weight", type=number(float, 0), default=0.1)
     parser.add_argument("--feature-weight", type=number(float, 0), default=1.0)
     parser.add_argument("--run-length", nargs=2, type=natural, default=[5, 15], metavar=("LOW", "HIGH"),
@@ -730,12 +730,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-lsa", action="store_true", help="ablation: memory from the last hidden state")
     parser.add_argument("--no-ca", action="store_true", help="ablation: the drafter reads its own guesses")
     parser.add_argument("--freeze-lsa", action="store_true",
-                        help="train the rest, on pooled memories that are kept from one epoch to the next (2 kB a token of smollm2)")
+                        help="train the rest, and keep LSA's outputs from one epoch to the next (2 kB a token of smollm2)")
     parser.add_argument("--lsa-heads", type=natural, help="default: the target's")
     parser.add_argument("--lsa-mlp", type=natural, help="LSA's MLP width")
     parser.add_argument("--mlp", type=natural, help="SA's and CA's MLP width")
     parser.add_argument("--kv-heads", type=natural, help="SA's and CA's kv heads")
-    parser.add_argument("--draft-vocabulary", type=natural, metavar="COUNT", help="draft only the data's COUNT most frequent tokens")
+    parser.add_argument("--draft-vocabulary", type=natural, metavar="COUNT", help="draft only the COUNT most frequent tokens")
     parser.add_argument("--eval-every", type=natural, default=200, help="updates (default: %(default)s)")
     parser.add_argument("--save-every", type=natural, default=50, help="updates between checkpoints (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")

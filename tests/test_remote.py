@@ -125,7 +125,8 @@ def test_what_was_drafted_on_the_way_is_kept_when_the_guess_was_right(monkeypatc
 
 
 @pytest.mark.parametrize("shape, top_p, choices", [
-    (Shape(2, counted=True), 1.0, {}), (Shape(2, 2, 4, counted=True), 1.0, dict(lookup=(2, 1))), (Shape(2, 3, 6, counted=True), 0.8, dict(target_layer_inference=1)),
+    (Shape(2, counted=True), 1.0, {}), (Shape(2, 2, 4, counted=True), 1.0, dict(lookup=(2, 1))),
+    (Shape(2, 3, 6, counted=True), 0.8, dict(target_layer_inference=1)),
     (Shape(2, 2, 4, counted=True), 1.0, dict(draft_vocabulary=(0, 2, 4)))], ids=str)
 def test_whole_sequences_are_distributed_as_the_targets_own(shape, top_p, choices):
     target = new_target(VOCABULARY, layers=1)
@@ -508,7 +509,7 @@ def test_the_command_line_finishes_its_answer_without_the_network():
 @pytest.mark.parametrize("end, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_however_the_client_ends_its_server_ends_too(end, status):
     before = servers()
-    client = subprocess.Popen([sys.executable, ROOT / "speculate.py", "--remote", "--latency", "50ms", "--device", "cpu",
+    client = subprocess.Popen([sys.executable, ROOT / "speculate.py", "--remote", "--latency", "300ms", "--device", "cpu",
                                "--max-new-tokens", "1000", "--prompt", "Tell me a long story."],
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     with client:
