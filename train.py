@@ -25,14 +25,14 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator
+from typing import Iterable, Iterator
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-from tqdm import tqdm
+from torch import Tensor, nn
+from tqdm import tqdm, trange
 
 from llama import (DTYPES, InputError, Llama, Parser, Tokenizer, add_model_arguments, default_dtype, load_target, natural,
                    number, one_line, probabilities, run_command, sample)
@@ -40,7 +40,8 @@ from moa import Drafter, DrafterConfig, load_drafter, save_drafter
 
 DEPTHS = 8  # of the evaluation
 LOSS_CHUNK = 256  # positions whose V-wide distributions exist at once
-WARM_START = 64  # conversations that the closed-form start is fitted to, all in memory at once
+WARM_START = 128  # conversations that --warm-start is fitted to, all in memory at once
+FIT_UPDATES, FIT_TOKENS, FIT_RATE = 600, 384, 4e-3  # of LSA in --warm-start
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -429,8 +430,8 @@ def learning_rate(update: int, args, epoch_updates: int) -> float:
 class Optimizer:
     """AdamW, or Muon (Jordan et al. 2024) for the matrices and AdamW for the rest; one interface for both."""
 
-    def __init__(self, drafter: Drafter, kind: str):
-        learning = [p for p in drafter.parameters() if p.requires_grad]
+    def __init__(self, parameters: Iterable[nn.Parameter], kind: str):
+        learning = [p for p in parameters if p.requires_grad]
         matrices = [p for p in learning if p.ndim == 2 and kind == "muon"]
         rest = [p for p in learning if p.ndim != 2 or kind == "adamw"]
         self.parts = [torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0)]
@@ -475,11 +476,17 @@ class Worker:
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
             tensor.copy_(part.view_as(tensor))
 
+    def take_the_first(self, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors by those of process 0."""
+        for tensor in tensors if self.count > 1 else ():
+            dist.broadcast(tensor.detach(), src=0)
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A start near the answer (ours, not the paper's). Initialised at random a drafter spends its first hundreds of updates
-# growing to the scale of hidden states, and its CA averages hundreds of memories of nothing. Three closed forms, fitted
-# to a few conversations, save that time.
+# growing to the scale of hidden states, its LSA tells little more than the mean over layers does, and its CA averages
+# hundreds of memories of nothing. A few conversations are enough to do better: LSA is trained on its own, which is cheap,
+# the rest has closed forms.
 # ---------------------------------------------------------------------------------------------------------------------
 
 def ridge(x: Tensor, y: Tensor) -> Tensor:
@@ -488,28 +495,50 @@ def ridge(x: Tensor, y: Tensor) -> Tensor:
     return torch.linalg.solve(gram + 0.1 * torch.diag(gram.diagonal()), x.T @ y).T
 
 
+@torch.enable_grad()
+def fit_memory(drafter: Drafter, kv: Tensor, final: Tensor, dtype: torch.dtype) -> None:
+    """LSA and the projection learn to tell tokens' final hidden states (n, E) from their keys and values (n, L, 2 Ekv).
+
+    The last layers say most about what comes next, but in the mean over layers they weigh no more than the first. LSA has
+    to carry them over into it, and the whole drafter's loss teaches that slowly.
+    """
+    optimizer = Optimizer([*drafter.layer_self_attention.parameters(), *drafter.Ekv2E.parameters()], "muon")
+    scaler, scale = torch.amp.GradScaler(enabled=False), final.var()
+    bar = trange(FIT_UPDATES, desc="warm start", unit=" updates")
+    for update in bar:
+        some = torch.randint(len(kv), (FIT_TOKENS,), device=kv.device)
+        with torch.autocast(kv.device.type, dtype, enabled=dtype != torch.float32):
+            memory, true = drafter.memory(kv[None, some]), final[some]
+            kl = ForwardKL.apply(memory.float(), true, drafter.head.weight) / FIT_TOKENS
+        lacking = F.mse_loss(memory[0].float(), true) / scale
+        (lacking + 0.3 * kl).backward()
+        bar.set_postfix_str(f"{1 - lacking.item():.2f} of the variance told")
+        optimizer.step(FIT_RATE * min(1, (update + 1) / 20) * (1 - update / FIT_UPDATES), scaler)
+        drafter.zero_grad()
+
+
 @torch.no_grad()
-def warm_start(drafter: Drafter, sequences: list[Sequence]) -> None:
-    """LSA reads every channel at unit scale, a memory is its token's final hidden state as far as the mean over layers
-    tells it, CA looks at the newest memories, and CA's MLP makes up for what then lacks in the state to guess."""
+def warm_start(drafter: Drafter, sequences: list[Sequence], dtype: torch.dtype) -> None:
+    """A memory is its token's final hidden state, as far as LSA can tell it; CA looks at the newest memories, and CA's MLP
+    makes up for what then lacks in the state to guess."""
     device, ca = next(drafter.parameters()).device, drafter.cross_attention
-    passes = []  # tokens, reply, kv, the hidden states to guess, the final ones
+    passes = []  # tokens (1, T), reply (1, T), kv (1, T, L, 2 Ekv), the hidden states to guess and the final ones (1, T, E)
     for sequence in sequences:
         tokens, reply = pad([sequence], device)
         kv, entering, final = target_pass(drafter.target, tokens, drafter.N)
-        passes.append((tokens, reply, kv.float(), (entering if drafter.N else final).float(), final.float()))
+        passes.append((tokens, reply, kv, (entering if drafter.N else final).float(), final.float()))
 
     if drafter.config.use_layer_self_attention:
-        rows = torch.cat([kv[0, ::8].flatten(0, 1) for _, _, kv, _, _ in passes])  # (n, 2 Ekv)
+        rows = torch.cat([kv[0, ::8].flatten(0, 1) for _, _, kv, _, _ in passes]).float()  # (n, 2 Ekv)
         rows = rows * rows.square().mean(-1, keepdim=True).rsqrt()
-        drafter.layer_self_attention.input_layernorm.weight.copy_(rows.square().mean(0).rsqrt())
-        means = [drafter.layer_self_attention(kv[0], drafter.layer_rotary).mean(dim=1) for _, _, kv, _, _ in passes]
-    else:
-        means = [final[0] for *_, final in passes]
-    x = F.pad(torch.cat(means), (0, 1), value=1.0)  # (n, 2 Ekv + 1), the last column for the bias
-    solution = ridge(x, torch.cat([final[0] for *_, final in passes]))
+        drafter.layer_self_attention.input_layernorm.weight.copy_(rows.square().mean(0).rsqrt())  # unit scale
+    finals = torch.cat([final[0] for *_, final in passes])  # (n, E)
+    pooled = torch.cat([drafter.pool(kv, final)[0] for _, _, kv, _, final in passes])  # (n, 2 Ekv or E)
+    solution = ridge(F.pad(pooled, (0, 1), value=1.0), finals)  # the last column is the bias
     drafter.Ekv2E.weight.copy_(solution[:, :-1])
     drafter.Ekv2E.bias.copy_(solution[:, -1])
+    if drafter.config.use_layer_self_attention:
+        fit_memory(drafter, torch.cat([kv[0] for _, _, kv, _, _ in passes]), finals, dtype)
 
     # A component that all queries share and one that all keys share, on the fastest third of the rotary pairs: their
     # product falls with the distance between query and memory.
@@ -711,7 +740,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", default="runs/drafter", help="folder for drafter, checkpoint and log (default: %(default)s)")
     add_model_arguments(parser)
     parser.add_argument("--init", metavar="DIR", help="start from this drafter's weights and sizes")
-    parser.add_argument("--warm-start", action="store_true", help="fit a start in closed form instead of a random one")
+    parser.add_argument("--warm-start", action="store_true", help="start from LSA and CA fitted to a few conversations")
     parser.add_argument("--updates", type=natural, help="default: one pass over the data")
     parser.add_argument("--batch-size", type=natural, default=32, help="sequences an update (default: %(default)s)")
     parser.add_argument("--micro-batch-size", type=natural, default=1, help="sequences at once; memory (default: %(default)s)")
@@ -775,8 +804,6 @@ def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -
         use_cross_attention=not args.no_ca, **{name: value for name, value in choices.items() if value is not None})
     torch.manual_seed(args.seed)
     drafter = Drafter(target, config).to(target.embed_tokens.weight.device)
-    if args.warm_start and not args.resume:
-        warm_start(drafter, draw_batch(data, Order(indices, args.seed), WARM_START))
     return drafter
 
 
@@ -833,7 +860,11 @@ def main() -> None:
     epoch_updates = math.ceil(len(training) / args.batch_size)
     args.updates = args.updates or epoch_updates
     drafter = new_drafter(target, data, training, args)
-    optimizer, start = Optimizer(drafter, args.optimizer), 0
+    if args.warm_start and not args.resume:
+        if worker.rank == 0:
+            warm_start(drafter, draw_batch(data, Order(training, args.seed), WARM_START), DTYPES[args.dtype])
+        worker.take_the_first(drafter.parameters())
+    optimizer, start = Optimizer(drafter.parameters(), args.optimizer), 0
     scaler = torch.amp.GradScaler(args.device.split(":")[0], enabled=args.dtype == "float16")
     log_path = out / "log.jsonl"
     if args.resume:

@@ -377,6 +377,21 @@ def test_every_kind_of_drafter_trains_and_its_config_says_what_it_is(tmp_path, d
         assert len(drafter.config.draft_vocabulary) == 3 and 257 in drafter.config.draft_vocabulary
 
 
+def test_after_a_warm_start_a_memory_tells_the_final_hidden_state(target, monkeypatch):
+    """LSA, trained, tells what the plain mean over layers that it starts near to does not."""
+    batch = sequences(*[(5, 60)] * 20)
+    tokens, _ = train.pad(batch[:1], "cpu")
+    kv, _, final = train.target_pass(target, tokens, 0)
+    lacking = []
+    for updates in (0, 200):
+        monkeypatch.setattr(train, "FIT_UPDATES", updates)
+        drafter = random_drafter(target)
+        train.warm_start(drafter, batch, torch.float32)
+        error = F.mse_loss(drafter.memory(kv, final), final) / final.var()
+        lacking.append(error.item())
+    assert lacking[1] < 0.8 * lacking[0] < 0.8
+
+
 # Evaluation ----------------------------------------------------------------------------------------------------------
 
 class Oracle(moa.Drafter):
@@ -469,7 +484,7 @@ def test_a_checkpoint_is_neither_misused_nor_overwritten(data, command, undistur
 
 
 def test_two_processes_train_as_one_does(tmp_path, tiny, data, command):
-    arguments = ["--data", data, "--updates", 4, "--eval-every", 2, "--horizons", 2]
+    arguments = ["--data", data, "--updates", 4, "--eval-every", 2, "--horizons", 2, "--warm-start"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, ROOT / "train.py"]
     subprocess.run([*map(str, torchrun), *flags(tiny, *arguments, "--out", tmp_path / "two")], check=True)
     command(*arguments, "--out", tmp_path / "one")
