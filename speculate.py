@@ -771,7 +771,11 @@ def serve(server: Server, until_eof: bool) -> None:
         if until_eof:
             threading.Thread(target=end_with_stdin, daemon=True).start()
         print("{}:{}".format(*server.server_address), flush=True)
-        server.serve_forever()
+        try:
+            server.serve_forever()
+        finally:  # a second signal must not end the wait for the threads: PyTorch aborts when Python ends one of its
+            for end in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(end, signal.SIG_IGN)
 
 
 @contextmanager
@@ -1035,19 +1039,19 @@ def pass_costs(model: Llama, past: int = 256, repeats: int = 9) -> dict[int, flo
 
 
 def print_table(rows: list[dict]) -> None:
-    print("category         method           tokens/s speed-up   (quartiles) acceptance  calls tokens draft verify rest "
+    print("category         method            tokens/s speed-up   (quartiles) acceptance  calls tokens draft verify rest "
           "identical")
     for r in rows:
         low, high = r["speedup_quartiles"]
-        print(f"{r['category']:<16} {r['method']:<16} {r['tokens_per_second']:>8.1f} {r['speedup']:>8.2f} "
+        print(f"{r['category']:<16} {r['method']:<17} {r['tokens_per_second']:>8.1f} {r['speedup']:>8.2f} "
               f"({low:>5.2f}-{high:>5.2f}) {r['acceptance_length']:>10.2f} {r['target_calls']:>6} {r['new_tokens']:>6} "
               f"{r['draft_share']:>5.0%} {r['verify_share']:>6.0%} {r['other_share']:>4.0%} {r['identical']:>9.0%}")
     if any("round_trips_per_token" in r for r in rows):
-        print("\ncategory         method           first token  per token: round trips  bytes up  bytes down  "
+        print("\ncategory         method            first token  per token: round trips  bytes up  bytes down  "
               "unverified  agreement  perplexity")
     for r in rows:
         if "round_trips_per_token" in r:
-            print(f"{r['category']:<16} {r['method']:<16} {r['first_token_seconds']:>9.2f} s "
+            print(f"{r['category']:<16} {r['method']:<17} {r['first_token_seconds']:>9.2f} s "
                   f"{r['round_trips_per_token']:>23.2f} {r['bytes_up_per_token']:>9.0f} "
                   f"{r['bytes_down_per_token']:>11.0f}", end="")
             print(f" {r['unverified_tokens']:>11} {r['agreement']:>10.0%} {r['perplexity']:>11.1f}" if "agreement" in r else "")

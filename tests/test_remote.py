@@ -509,7 +509,7 @@ def test_the_command_line_finishes_its_answer_without_the_network():
 @pytest.mark.parametrize("end, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_however_the_client_ends_its_server_ends_too(end, status):
     before = servers()
-    client = subprocess.Popen([sys.executable, ROOT / "speculate.py", "--remote", "--latency", "300ms", "--device", "cpu",
+    client = subprocess.Popen([sys.executable, ROOT / "speculate.py", "--remote", "--latency", "5ms", "--device", "cpu",
                                "--max-new-tokens", "1000", "--prompt", "Tell me a long story."],
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     with client:
