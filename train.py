@@ -745,7 +745,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=natural, default=32, help="sequences an update (default: %(default)s)")
     parser.add_argument("--micro-batch-size", type=natural, default=1, help="sequences at once; memory (default: %(default)s)")
     parser.add_argument("--seq-len", type=number(int, 16, what="a whole number from 16 up"), default=2048)
-    parser.add_argument("--lr", type=number(float, 0), default=3e-5)
+    parser.add_argument("--lr", type=number(float, 0), default=3e-5, help="rate; the paper's schedule peaks at 20 times it")
     parser.add_argument("--schedule", choices=("paper", "cosine"), default="paper")
     parser.add_argument("--warmup", type=natural, default=50, help="updates (default: %(default)s)")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
