@@ -773,7 +773,7 @@ def serve(server: Server, until_eof: bool) -> None:
         print("{}:{}".format(*server.server_address), flush=True)
         try:
             server.serve_forever()
-        finally:  # a second signal must not end the wait for the threads: PyTorch aborts when Python ends one of its
+        finally:  # a second signal must not cut the wait for the threads short: one that Python ends within PyTorch aborts
             for end in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(end, signal.SIG_IGN)
 

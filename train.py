@@ -803,8 +803,7 @@ def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -
         target, target_layer_inference=args.tli, use_layer_self_attention=not args.no_lsa,
         use_cross_attention=not args.no_ca, **{name: value for name, value in choices.items() if value is not None})
     torch.manual_seed(args.seed)
-    drafter = Drafter(target, config).to(target.embed_tokens.weight.device)
-    return drafter
+    return Drafter(target, config).to(target.embed_tokens.weight.device)
 
 
 def check(args: argparse.Namespace) -> None:
