@@ -82,7 +82,7 @@ def pack(*layers: nn.Linear) -> Tensor:
     two to five times as long for 2 to 16 rows, and (W @ x.T).T is fast for two rows and slow for one or six. The kernel that
     torch.compile picks for frozen weights runs at the speed of memory up to six rows, then arithmetic takes over.
     """
-    weight = torch.cat([layer.weight for layer in layers])
+    weight = torch.cat([layer.weight for layer in layers]) if len(layers) > 1 else layers[0].weight
     for layer in layers:
         layer.weight = None
     return torch.ops.mkldnn._reorder_linear_weight(weight, 16)  # 16 rows: what the layout is chosen for
@@ -579,24 +579,37 @@ def read_hugging_face(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[
         raise InputError(f"{path}: unsupported rope_scaling {kind!r}; only llama3 is supported")
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     scaling = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    absent = [name for name in sizes if name not in raw]
-    absent += [name for name in scaling if kind == "llama3" and name not in rope]
+    absent = [name for name in sizes if raw.get(name) is None]
+    absent += [name for name in scaling if kind == "llama3" and rope.get(name) is None]
     if absent:
         raise InputError(f"{path}: config.json lacks {', '.join(absent)}")
-    for name in sizes:
-        if type(raw[name]) is not int or raw[name] < 1:
-            raise InputError(f"{path}: config.json: {name} cannot be {raw[name]!r:.40}")
+
+    def check(values: dict, kinds: tuple[type, ...], *names: str) -> None:
+        for name in names:
+            value = values.get(name)
+            if value is not None and (type(value) not in kinds or not 0 < value < math.inf):
+                raise InputError(f"{path}: config.json: {name} cannot be {value!r:.40}")
+
+    check(raw, (int,), *sizes, "num_key_value_heads", "head_dim", "max_position_embeddings")
+    check(raw, (int, float), "rms_norm_eps", "rope_theta")
+    check(rope, (int, float), "rope_theta", *scaling)
+    if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        raise InputError(f"{path}: config.json: low_freq_factor is not below high_freq_factor")
+    if not isinstance(raw.get("tie_word_embeddings"), bool | None):
+        raise InputError(f"{path}: config.json: tie_word_embeddings cannot be {raw['tie_word_embeddings']!r:.40}")
     heads = raw["num_attention_heads"]
-    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
-    theta = rope.get("rope_theta") or raw.get("rope_theta", 10000.0)
+    kv_heads, head_dim = raw.get("num_key_value_heads") or heads, raw.get("head_dim") or raw["hidden_size"] // heads
+    if heads % kv_heads or head_dim % 2 or not head_dim:
+        raise InputError(f"{path}: config.json: {heads} heads of size {head_dim} over {kv_heads} kv heads cannot be")
+    theta = rope.get("rope_theta") or raw.get("rope_theta") or 10000.0
     config = Config(
         vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"], intermediate_size=raw["intermediate_size"],
         num_hidden_layers=raw["num_hidden_layers"], num_attention_heads=heads,
-        num_key_value_heads=raw.get("num_key_value_heads") or heads, head_dim=head_dim,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6), rope_theta=theta,
+        num_key_value_heads=kv_heads, head_dim=head_dim,
+        rms_norm_eps=raw.get("rms_norm_eps") or 1e-6, rope_theta=theta,
         rope_factors=llama3_factors(rope, head_dim, theta) if kind == "llama3" else None,
-        max_position_embeddings=raw.get("max_position_embeddings", 2048),
-        tie_word_embeddings=raw.get("tie_word_embeddings", False))
+        max_position_embeddings=raw.get("max_position_embeddings") or 2048,
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings")))
 
     def tensors() -> Iterator[tuple[str, Callable[[], Tensor]]]:
         index = path / "model.safetensors.index.json"
@@ -631,7 +644,9 @@ def half(blocks: Tensor, at: int) -> Tensor:
 
 
 def nibbles(blocks: Tensor) -> Tensor:
-    return torch.cat([blocks & 15, blocks >> 4], dim=1).float()  # 16 bytes are weights 0..15, low, and 16..31, high
+    values = torch.empty(len(blocks), 32)
+    values[:, :16], values[:, 16:] = blocks & 15, blocks >> 4  # of 16 bytes, the low halves come first
+    return values
 
 
 GGUF_TYPES = {  # type id: (name, weights a block, bytes a block, decoder of blocks (n, bytes) to (n, weights))
@@ -639,8 +654,8 @@ GGUF_TYPES = {  # type id: (name, weights a block, bytes a block, decoder of blo
     1: ("F16", 1, 2, lambda b: b.view(torch.float16)),
     30: ("BF16", 1, 2, lambda b: b.view(torch.bfloat16)),
     8: ("Q8_0", 32, 34, lambda b: half(b, 0) * b[:, 2:].contiguous().view(torch.int8)),
-    2: ("Q4_0", 32, 18, lambda b: half(b, 0) * (nibbles(b[:, 2:]) - 8)),
-    3: ("Q4_1", 32, 20, lambda b: torch.addcmul(half(b, 2), half(b, 0), nibbles(b[:, 4:]))),
+    2: ("Q4_0", 32, 18, lambda b: nibbles(b[:, 2:]).sub_(8).mul_(half(b, 0))),
+    3: ("Q4_1", 32, 20, lambda b: nibbles(b[:, 4:]).mul_(half(b, 0)).add_(half(b, 2))),
 }
 GGUF_NAMES = {
     "token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "attn_norm": "input_layernorm",
@@ -667,11 +682,11 @@ def read_gguf_header(path: Path) -> tuple[dict, dict[str, tuple[list[int], int, 
 
     def text() -> str:
         nonlocal at
-        count = read("Q")
-        if count > len(data) - at:
+        count, = unpackers["Q"].unpack_from(data, at)
+        start, at = at + 8, at + 8 + count
+        if at > len(data):
             raise struct.error("a string runs past the end of the file")
-        at += count
-        return data[at - count:at].decode("utf-8", errors="replace")
+        return data[start:at].decode("utf-8", errors="replace")
 
     def value(kind: int):
         if kind == GGUF_STRING:
@@ -1017,7 +1032,9 @@ def main() -> None:
         tokens.append(token)
         if not arguments.json:
             print(stream(token), end="", flush=True)
-    report(tokenizer, tokens, time.perf_counter() - start, arguments.json, target_calls=len(tokens) - 1)
+    seconds = time.perf_counter() - start
+    report(tokenizer, tokens, seconds, arguments.json, target_calls=len(tokens) - 1,
+           acceptance_length=float(len(tokens) > 1), draft_seconds=0.0, verify_seconds=seconds)
 
 
 def report(tokenizer: Tokenizer, tokens: list[int], seconds: float, as_json: bool, **figures) -> None:

@@ -447,12 +447,13 @@ class Drafting:
         """Features (T, E) at the tokens of one level. parents index self.drafted; behind the last verified token it is -1."""
         drafter, cache = self.drafter, self.self_cache
         unread, self.pending = self.pending, []
+        assert not unread or len(tokens) == 1  # verified tokens are read by a cycle's first step, which is of one token
         self.drafted += tokens
         self.parents += parents
         known = self.verified + self.assumed  # a chain, which all behind it see
         ancestors = ancestor_mask([max(i - self.assumed, -1) for i in self.parents[self.assumed:]])[-len(tokens):]
         mask = None if ancestors.all() else F.pad(ancestors, (known, 0), value=True).to(cache.kv.device)  # (T, all so far)
-        position = known + int(ancestors[0].sum()) - 1  # of all these tokens: a level is one depth
+        position = known + int(ancestors[0].sum()) - 1  # of all these tokens: what they all see + their depth
         rope = drafter.rotary[:, position - len(unread):position + 1]
         x = drafter.target.embed_tokens(torch.tensor([unread + tokens], device=cache.kv.device)).to(drafter.dtype)
         causal = causal_mask(len(unread) + 1, position + 1, x.device) if unread else mask
@@ -552,8 +553,11 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
     config = DrafterConfig(**{
         "num_attention_heads": heads, "layer_self_attention_num_attention_heads": lsa_heads, **sizes,
         "rms_norm_eps": t.rms_norm_eps, "rope_theta": t.rope_theta, **stated})
-    with torch.device("meta"):
-        drafter = Drafter(target, config)
+    try:
+        with torch.device("meta"):
+            drafter = Drafter(target, config)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
     weight = target.embed_tokens.weight
     fill(drafter, iter(tensors.items()), path, weight.device, weight.dtype)
     return drafter.requires_grad_(False).eval()

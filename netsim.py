@@ -362,7 +362,7 @@ def receive_message(sock: socket.socket, limit: int, deadline: float = math.inf)
     peer closed before its first byte, ProtocolError if it is longer than `limit` bytes, malformed, cut short or late.
     """
     message = bytearray()
-    fill(message, HEADER.size, sock, deadline)
+    receive_exactly(message, HEADER.size, sock, deadline)
     magic, version, text_size, data_size = HEADER.unpack(message)
     start = HEADER.size + text_size  # of the tensor bytes
     size = start + data_size
@@ -370,12 +370,12 @@ def receive_message(sock: socket.socket, limit: int, deadline: float = math.inf)
         raise ProtocolError("what came is not a message of ours, or of another version")
     if text_size > LONGEST_JSON or size > limit:
         raise ProtocolError(f"a message of {size} bytes, {text_size} of them JSON, is too long")
-    fill(message, start, sock, deadline)
+    receive_exactly(message, start, sock, deadline)
     fields, layout = parse_description(message[HEADER.size:])
     sizes = [math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in layout.values()]
     if sum(sizes) != data_size:
         raise ProtocolError("the tensors of a message do not add up to its length")
-    fill(message, size, sock, deadline)
+    receive_exactly(message, size, sock, deadline)
     pieces = torch.from_numpy(np.frombuffer(message, np.uint8, offset=start)).split(sizes)
     tensors = {name: piece.clone().view(DTYPES[dtype]).view(shape)  # cloned: aligned, and free of the message
                for (name, (dtype, shape)), piece in zip(layout.items(), pieces)}
@@ -402,7 +402,7 @@ def is_tensor(entry: object) -> bool:
     return False
 
 
-def fill(message: bytearray, size: int, sock: socket.socket, deadline: float) -> None:
+def receive_exactly(message: bytearray, size: int, sock: socket.socket, deadline: float) -> None:
     """Read on until the message has `size` bytes. Memory is taken for what has come, not for what was announced."""
     while len(message) < size:
         try:

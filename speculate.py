@@ -39,7 +39,6 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -58,7 +57,7 @@ from llama import (DEFAULT_MODEL, InputError, KVCache, Llama, Parser, Tokenizer,
 from moa import (COUNTED, PROMPT_CHUNK, Draft, Drafter, Drafting, Memory, Shape, ancestor_mask, from_counts, load_drafter,
                  read_config, to_counts, walk)
 from netsim import (PROFILES, Channel, ConnectionClosed, Link, Lost, Outage, ProtocolError, SmoothedTime, VirtualClock,
-                    WallClock, duration, fill, rate, receive_message, send_message, share, symmetric)
+                    WallClock, duration, rate, receive_exactly, receive_message, send_message, share, symmetric)
 
 SHIPPED = {DEFAULT_MODEL: Path(__file__).parent / "weights" / DEFAULT_MODEL}
 PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
@@ -225,29 +224,34 @@ def follow(choices: list[int], draft: Draft) -> tuple[list[int], int]:
 def accept(p: Tensor, draft: Draft, generator: torch.Generator) -> tuple[list[int], int]:
     """Which nodes to keep, and the token behind them: distributed as p, whatever q is. p (K + 1, V).
 
+    The siblings behind a kept node are tried in order; a chain has one at a time. Where x was drawn from q:
+
+        u q(x) < p(x), with u uniform: x is kept, that is with probability min(1, p(x) / q(x))
+        otherwise: p <- norm(max(p - q, 0)), q <- norm(q without x), and on to the next sibling
+        none is left: the token behind the kept node is drawn from what p has become
+
     Siblings of one rank are tried together in all families, so that the device waits for the host once, not once a node.
-    rest is what p has become, one row for each parent; q what the siblings of this rank were drawn from.
     """
     parents = sorted(set(draft.parents))
     families = [[i for i, parent in enumerate(draft.parents) if parent == mother] for mother in parents]
-    rest, q = p[[parent + 1 for parent in parents]], draft.q  # (F, V) of F families
+    p_left, q_left = p[[parent + 1 for parent in parents]], draft.q  # (F, V) of F families
     trials = []
     for rank in range(max(map(len, families), default=0)):
         x = torch.tensor([[draft.tokens[f[rank]] if rank < len(f) else -1] for f in families], device=p.device)  # (F, 1)
         present, x = x >= 0, x.clamp(min=0)
-        if draft.q is None or rank > 0:  # a point mass where nothing was drawn, or what is left without the last sibling
-            q = torch.zeros_like(rest).scatter_(1, x, 1.0) if draft.q is None else normalised(q.scatter(1, last, 0.0))
+        if draft.q is None:  # nothing was drawn: x had probability 1
+            q_left = torch.zeros_like(p_left).scatter_(1, x, 1.0)
         u = torch.rand(len(x), 1, device=p.device, generator=generator)
-        trials.append(present & (u * q.gather(1, x) < rest.gather(1, x)))  # with probability min(1, p(x) / q(x))
-        residual = normalised((rest - q).clamp(min=0))
-        rest = torch.where(present & (residual.sum(1, keepdim=True) > 0), residual, rest)  # all 0 where p = q
-        last = x
+        trials.append(present & (u * q_left.gather(1, x) < p_left.gather(1, x)))
+        residual = normalised((p_left - q_left).clamp(min=0))
+        p_left = torch.where(present & (residual.sum(1, keepdim=True) > 0), residual, p_left)  # all 0 where p = q
+        q_left = normalised(q_left.scatter(1, x, 0.0))
     trials = torch.cat(trials, dim=1).tolist() if trials else []
     path, node = [], -1
     while node in parents:
         i = parents.index(node)
         if True not in trials[i]:
-            return path, int(sample(rest[i], generator))
+            return path, int(sample(p_left[i], generator))
         node = families[i][trials[i].index(True)]
         path.append(node)
     return path, int(sample(p[node + 1], generator))
@@ -364,13 +368,22 @@ def int32(tokens: list[int]) -> Tensor:
     return torch.tensor(tokens, dtype=torch.int32)
 
 
-def fingerprint(drafter: Drafter) -> list[int]:
+def fingerprint(drafter: Drafter) -> dict:
     """What both sides must agree on: the target's sizes, and a drafter's sizes and, as a sample of its weights, its bias."""
     t, c, bias = drafter.target.config, drafter.config, drafter.Ekv2E.bias
-    sample = (256 * bias.detach().float()).round().int().cpu()  # the same in every dtype
-    return [t.vocab_size, t.hidden_size, t.num_hidden_layers, t.num_key_value_heads, t.head_dim, drafter.N,
-            c.cross_attention_num_key_value_heads, c.num_attention_heads, int(c.use_cross_attention),
-            len(c.draft_vocabulary or ()), zlib.crc32(sample.numpy().tobytes())]
+    sizes = [t.vocab_size, t.hidden_size, t.num_hidden_layers, t.num_key_value_heads, t.head_dim, drafter.N,
+             c.cross_attention_num_key_value_heads, c.num_attention_heads, int(c.use_cross_attention),
+             len(c.draft_vocabulary or ())]
+    return {"sizes": sizes, "bias": bias.detach().float()[:16].tolist()}
+
+
+def same_models(theirs, ours: dict) -> bool:
+    """Whether two fingerprints agree, but for what rounding to the type that each side uses makes of the bias."""
+    try:
+        return theirs["sizes"] == ours["sizes"] and all(
+            math.isclose(a, b, rel_tol=0.01, abs_tol=1e-4) for a, b in zip(theirs["bias"], ours["bias"], strict=True))
+    except (LookupError, TypeError, ValueError):
+        return False
 
 
 @dataclass(frozen=True)
@@ -397,10 +410,10 @@ class Remote:
         deadline, sock, nonce = time.monotonic() + seconds, None, bytearray()
         try:
             sock = socket.create_connection((self.host, self.port), seconds)
-            fill(nonce, NONCE, sock, deadline)
+            receive_exactly(nonce, NONCE, sock, deadline)
             sock.sendall(hmac.digest(self.secret.encode(), nonce, "sha256"))
             fields, _, _ = receive_message(sock, 4096, deadline)
-            if "models" in fields and (drafter is None or fields["models"] == fingerprint(drafter)):
+            if "models" in fields and (drafter is None or same_models(fields["models"], fingerprint(drafter))):
                 return sock
             reason = fields.get("refused", "it serves another target or drafter")
         except (OSError, UnicodeError, ProtocolError) as error:  # UnicodeError: for a name like a..b
@@ -442,55 +455,58 @@ class RemoteTarget:
     def verify(self, draft: Draft) -> Verdict:
         """The server's verdict, or else what the drafter makes of its own draft."""
         self.channel.clock.work("draft")
-        text = [draft.token] + draft.first_path()
+        ids = [draft.token] + draft.first_path()
         try:
             if self.lost:
                 return self.catch_up()
             self.channel.send({"call": "verify", "start": self.verified, "token": draft.token}, pack_draft(draft))
         except Lost as error:
             self.lose(error)
-            self.drafting.assume(text[:-1])
+            self.drafting.assume(ids[:-1])
         else:
-            verdict = self.wait(draft, text)
+            verdict = self.wait(draft, ids)
             if verdict:
                 return verdict
-        if len(text) == 1:
-            self.draft_on(text)
-        self.tokens += text[1:]
-        return Verdict(text[1:-1], text[-1], None, checked=False)
+        if len(ids) == 1:
+            self.draft_on(ids)
+        self.tokens += ids[1:]
+        return Verdict(ids[1:-1], ids[-1], None, checked=False)
 
-    def wait(self, draft: Draft, text: list[int]) -> Verdict | None:
-        """The verdict that is on its way, or None. text is our guess of what it accepts.
+    def wait(self, draft: Draft, ids: list[int]) -> Verdict | None:
+        """The verdict that is on its way, or None. ids is our guess of what it accepts.
 
         Where such guesses are right often enough, we draft meanwhile: the token that should follow, and a chain as deep as
-        the draft behind it, which is used if the verdict is as guessed.
+        the draft behind it, which is used if the verdict is as guessed. Then ids is, from left to right,
+
+            draft.token, the draft's first path | the next token, as we guess it | the chain, to become verdict.ahead
+            0 .. guessed - 1                    | guessed                        | guessed + 1 .. guessed + depth
         """
-        guessed, qs, depth = len(text), [], max(draft.depths())
-        self.drafting.assume(text[:-1])
+        guessed, qs, depth = len(ids), [], max(draft.depths())
+        self.drafting.assume(ids[:-1])
         room = self.begin + self.settings.max_new_tokens - len(self.tokens)
         length = min(guessed + depth + 1, room + 1) if self.guess_rate > 1 / 4 else guessed
         try:
-            while len(text) < length and not self.channel.ready():
-                qs.append(self.draft_on(text))
+            while len(ids) < length and not self.channel.ready():
+                qs.append(self.draft_on(ids))
             fields, memory = self.receive(self.patience(), lambda fields: along(draft, fields["accepted"]))
         except Lost as error:
             return self.lose(error)
         self.worked.observe(self.channel.clock.worked(fields))
-        self.guess_rate += ((memory.tokens == text[:guessed]) - self.guess_rate) / 8
+        self.guess_rate += ((memory.tokens == ids[:guessed]) - self.guess_rate) / 8
         verdict = Verdict(memory.tokens[1:], fields["token"], memory)
-        chain = text[guessed + 1:]  # drafted behind the guessed next token
-        if len(chain) == depth > 0 and memory.tokens + [verdict.token] == text[:guessed + 1]:
+        chain = ids[guessed + 1:]  # drafted behind the guessed next token
+        if len(chain) == depth > 0 and memory.tokens + [verdict.token] == ids[:guessed + 1]:
             verdict.ahead = Draft(verdict.token, chain, list(range(-1, len(chain) - 1)),
                                   None if self.settings.temperature == 0 else torch.cat(qs[1:]))
         return self.note(verdict)
 
-    def draft_on(self, text: list[int]) -> Tensor | None:
-        """Draft one more token behind `text`, of which all but the last is assumed; its q."""
+    def draft_on(self, ids: list[int]) -> Tensor | None:
+        """Draft one more token behind `ids`, of which all but the last is assumed; its q."""
         s = self.settings
-        step = self.drafting.draft(text[-1], Shape(1, counted=True), s.temperature, s.top_p, self.generator)
+        step = self.drafting.draft(ids[-1], Shape(1, counted=True), s.temperature, s.top_p, self.generator)
         self.channel.clock.work("draft")
-        self.drafting.assume(text[-1:])
-        text += step.tokens
+        self.drafting.assume(ids[-1:])
+        ids += step.tokens
         return step.q
 
     def lose(self, error: Lost) -> None:
@@ -543,8 +559,8 @@ class RemoteTarget:
             raise Lost(self.channel.dead) from None
 
     def patience(self, verifications: int = 1) -> float:
-        """How long to wait for a reply: for work as long as these, and for a packet that is lost twice."""
-        return verifications * self.worked.timeout() + 3 * self.channel.round_trip.timeout()
+        """How long to wait for a reply: for work as long as these, and for a packet that is lost four times in a row."""
+        return verifications * self.worked.timeout() + (1 + 2 + 4 + 8) * self.channel.round_trip.timeout()
 
     def note(self, verdict: Verdict) -> Verdict:
         """Take down what the server has verified."""
@@ -662,7 +678,7 @@ class Session(socketserver.BaseRequestHandler):
         """Check that the client knows the secret, before anything else of it is read. Raises ProtocolError."""
         nonce, digest, deadline = os.urandom(NONCE), bytearray(), time.monotonic() + PEER_SECONDS
         self.request.sendall(nonce)
-        fill(digest, 32, self.request, deadline)
+        receive_exactly(digest, 32, self.request, deadline)
         if not hmac.compare_digest(digest, hmac.digest(self.server.secret.encode(), nonce, "sha256")):
             self.tell({"refused": f"wrong secret; both sides take it from {SECRET}"})
             raise ProtocolError("a wrong secret")
@@ -1088,14 +1104,21 @@ def add_remote_arguments(parser: Parser) -> None:
     parser.add_argument("--float16", action="store_true", help="the memory crosses in 16 bits (default: in 8)")
 
 
-def check_arguments(args: argparse.Namespace) -> None:
+def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
     """Raises InputError for flags that contradict each other or would have no effect."""
     if args.bench and args.no_speculation:
         raise InputError("--bench compares with and without speculation; leave out --no-speculation")
+    if args.bench and args.show:
+        raise InputError("--show colours a text and --bench prints none; leave out one of them")
     if args.json and args.show:
         raise InputError("--show colours a text and --json prints none; leave out one of them")
     if args.serve and (args.remote or args.no_speculation):
         raise InputError("--serve is the other half of --remote, for a drafter; leave out --remote and --no-speculation")
+    if args.serve:
+        for name in ("max_new_tokens", "temperature", "top_p", "json", "show", "tree", "lookup", "draft_length", "breadth",
+                     "nodes"):
+            if getattr(args, name) != parser.get_default(name):
+                raise InputError(f"--{name.replace('_', '-')} is the client's to say; leave it out of --serve")
     if args.until_eof and not args.serve:
         raise InputError("--until-eof is for --serve")
     if args.remote and args.compile:
@@ -1113,6 +1136,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise InputError("--draft-length makes chains; for a tree with --breadth and --nodes add --tree")
     if args.no_speculation and (args.tree or args.lookup or args.draft_length or args.breadth or args.nodes):
         raise InputError("--no-speculation drafts nothing; leave out what describes the drafts")
+    if args.no_speculation and args.float16:
+        raise InputError("--float16 is about the drafter's memory, and --no-speculation needs none; leave out one of them")
 
 
 def networks(args: argparse.Namespace, host: str, port: int, secret: str) -> dict[str, Remote]:
@@ -1148,7 +1173,7 @@ def main() -> None:
     add_remote_arguments(parser)
     add_generation_arguments(parser)
     args = parser.parse_args()
-    check_arguments(args)
+    check_arguments(parser, args)
     prompts = read_prompts(args.bench) if args.bench else []
     folder = args.drafter or SHIPPED.get(args.model)
     if folder is None and (not args.no_speculation or args.remote == OWN_SERVER):

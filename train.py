@@ -40,7 +40,7 @@ from moa import Drafter, DrafterConfig, load_drafter, save_drafter
 
 DEPTHS = 8  # of the evaluation
 LOSS_CHUNK = 256  # positions whose V-wide distributions exist at once
-WARM_START = 128  # conversations that --warm-start is fitted to, all in memory at once
+WARM_START, WARM_START_TOKENS = 128, 50_000  # what --warm-start is fitted to, all in memory at once, twice
 FIT_UPDATES, FIT_TOKENS, FIT_RATE = 600, 384, 4e-3  # of LSA in --warm-start
 
 
@@ -523,7 +523,8 @@ def warm_start(drafter: Drafter, sequences: list[Sequence], dtype: torch.dtype) 
     makes up for what then lacks in the state to guess."""
     device, ca = next(drafter.parameters()).device, drafter.cross_attention
     passes = []  # tokens (1, T), reply (1, T), kv (1, T, L, 2 Ekv), the hidden states to guess and the final ones (1, T, E)
-    for sequence in sequences:
+    total = itertools.accumulate(len(sequence.tokens) for sequence in sequences)
+    for sequence in [s for s, sum in zip(sequences, total) if sum <= WARM_START_TOKENS] or sequences[:1]:
         tokens, reply = pad([sequence], device)
         kv, entering, final = target_pass(drafter.target, tokens, drafter.N)
         passes.append((tokens, reply, kv, (entering if drafter.N else final).float(), final.float()))
@@ -673,8 +674,8 @@ def synthesize_batch(target: Llama, tokenizer: Tokenizer, seeds: list[int], ques
     return [row.messages for row in everyone]
 
 
-def read_questions(path: str) -> list[str]:
-    """What the user asks first in each conversation of a file. Raises InputError."""
+def read_questions(path: str | Path) -> list[str]:
+    """What the user asks first in the conversations of a file, each question once. Raises InputError."""
     questions = []
     try:
         with open(path, "rb") as file:
@@ -686,7 +687,7 @@ def read_questions(path: str) -> list[str]:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     if not questions:
         raise InputError(f"{path}: no conversation with a question; see train.py for the formats it reads")
-    return questions
+    return list(dict.fromkeys(questions))
 
 
 def is_conversation(line: bytes) -> bool:
@@ -698,7 +699,7 @@ def is_conversation(line: bytes) -> bool:
 
 def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
     """Write args.synthesize conversations to a file; one that has some already is continued. Raises InputError."""
-    path, written, seed, barren = Path(args.data[0]), 0, 0, 0
+    path, written, start, seed, barren = Path(args.data[0]), 0, 0, 0, 0
     questions = read_questions(args.questions) if args.questions else [None]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -710,10 +711,12 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
             elif tail:
                 path.write_bytes(text + b"\n")
             written, seed = path.read_bytes().count(b"\n"), len(text)  # bytes: beyond all seeds used so far
+            if written and args.questions and (last := read_questions(path)[-1]) in questions:
+                start = questions.index(last) + 1  # not `written`: a question may have been left without an answer
         file = open(path, "a")
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from None
-    remaining = itertools.islice(itertools.cycle(questions), written % len(questions), None)
+    remaining = itertools.islice(itertools.cycle(questions), start, None)
     with file, tqdm(total=args.synthesize, initial=written, unit=" conversations") as bar:
         while written < args.synthesize:
             seeds = [(args.seed * 10**9 + seed + i) % 2**63 for i in range(args.batch_size)]
@@ -769,6 +772,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save-every", type=natural, default=50, help="updates between checkpoints (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--synthesize", type=natural, metavar="COUNT", help="write COUNT conversations to --data instead")
+    parser.add_argument("--json", action="store_true", help="end with the last record of the log, a JSON object, on stdout")
     parser.add_argument("--questions", metavar="FILE", help="let --synthesize answer this file's questions, not its own")
     return parser.parse_args()
 
@@ -842,7 +846,8 @@ def main() -> None:
     if args.seq_len > target.config.max_position_embeddings:
         raise InputError(f"--seq-len {args.seq_len} is beyond the target's context of {target.config.max_position_embeddings}")
     if args.synthesize:
-        return synthesize(target, tokenizer, args)
+        synthesize(target, tokenizer, args)
+        return print(json.dumps({"conversations": args.synthesize})) if args.json else None
     worker = Worker.join(args.device)
     data = Conversations(args.data, tokenizer, args.seq_len, verbose=worker.rank == 0, keep=args.freeze_lsa)
     if len(data) == 0:
@@ -880,6 +885,8 @@ def main() -> None:
     held_out = [s for s in (data.get(int(i)) for i in held_out) if s is not None]
     held_out = held_out or draw_batch(data, Order(training, args.seed), 1)
     train(drafter, optimizer, scaler, data, order, held_out, start, epoch_updates, worker, args)
+    if worker.rank == 0 and args.json:
+        print(log_path.read_text().splitlines()[-1])
     if worker.count > 1:
         dist.destroy_process_group()
 

@@ -27,7 +27,7 @@ from conftest import ROOT, run_script
 from llama import InputError, KVCache, Llama, generate, load_model, run_command
 from moa import COUNTED, PROMPT_CHUNK, Drafter, Drafting, Shape, from_counts, to_counts
 from netsim import PROFILES, Link, Outage, VirtualClock, receive_message, send_message
-from speculate import Origin, Remote, Server, Settings, answer, quantise
+from speculate import Origin, Remote, Server, Settings, answer, fingerprint, quantise, same_models
 from test_speculate import KEYS as LOCAL_KEYS
 from test_speculate import (LENGTH, PROMPT, TEMPERATURE, VOCABULARY, exact_distribution, excess, fixed, new_drafter, new_target)
 
@@ -96,6 +96,10 @@ def test_greedy_tokens_are_those_of_the_target_alone_over_every_network(choices)
         for (name, link), exact, shape in itertools.product(LINKS.items(), (False, True), (CHAIN, TREE)):
             result = answer(target, drafter, PROMPT, fixed(shape), remote=remote_to(server, link=link, exact=exact))
             assert result.tokens == alone and not result.figures.disconnected, name
+        for seed in range(12):
+            lossy = remote_to(server, link=Link(0.02, 0.02, 1e6, 0.2))
+            result = answer(target, drafter, PROMPT, fixed(CHAIN), seed=seed, remote=lossy)
+            assert result.tokens == alone and not result.figures.disconnected, seed
         looking = fixed(TREE, lookup=(2, 1))
         assert answer(target, drafter, PROMPT, looking, remote=remote_to(server, link=LINKS["4g"])).tokens == alone
         assert answer(target, None, PROMPT, Settings(24), remote=remote_to(server)).tokens == alone  # plain use of an API
@@ -331,7 +335,8 @@ NOISE = torch.full((1, 1, 1, 2, 8), math.nan, dtype=torch.float16)
     lambda fields, tensors: ({}, {}), lambda fields, tensors: (fields | {"work": "?"}, tensors),
     lambda fields, tensors: (fields | {"token": 16}, tensors), lambda fields, tensors: (fields | {"token": "a"}, tensors),
     lambda fields, tensors: (fields | {"accepted": [3, 3, 3, 3, 3]}, tensors),
-    lambda fields, tensors: (fields | {"accepted": {}}, tensors), lambda fields, tensors: (fields | {"accepted": [[]]}, tensors),
+    lambda fields, tensors: (fields | {"accepted": {}}, tensors),
+    lambda fields, tensors: (fields | {"accepted": [[]]}, tensors),
     lambda fields, tensors: (fields, {}), lambda fields, tensors: (fields, tensors | {"cross": torch.zeros(3)}),
     lambda fields, tensors: (fields, {"cross": NOISE}), lambda fields, tensors: (fields, tensors | {"cross_scale": NOISE}),
     None], ids=str)
@@ -386,6 +391,17 @@ def test_beyond_this_machine_a_secret_is_required():
         Server(target, new_drafter(target), "0.0.0.0", 0)
     with Server(target, new_drafter(target), "0.0.0.0", 0, secret="tulip"):
         pass
+
+
+def test_a_drafter_is_the_same_to_both_sides_in_whatever_type_each_has_it():
+    drafter = new_drafter(new_target(16))
+    drafter.Ekv2E.bias.data.normal_()  # float32, as a checkpoint may be stored
+    marks = [fingerprint(drafter.to(dtype)) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+    assert all(same_models(a, b) for a in marks for b in marks)
+    drafter.Ekv2E.bias.data[3] += 0.1
+    assert not same_models(fingerprint(drafter), marks[0])
+    words = marks[0] | {"bias": ["x"] * len(marks[0]["bias"])}
+    assert not any(same_models(rubbish, marks[0]) for rubbish in (None, 1, [], {}, words))
 
 
 def test_both_sides_must_speak_of_the_same_models():
@@ -524,7 +540,11 @@ def test_however_the_client_ends_its_server_ends_too(end, status):
     (["--prompt", "Hi", "--until-eof"], "--serve"),
     (["--prompt", "Hi", "--latency", "21ms"], "add --remote"), (["--prompt", "Hi", "--network", "4g"], "add --remote"),
     (["--prompt", "Hi", "--remote", "--latency", "21"], "is not a duration"),
-    (["--prompt", "Hi", "--remote", "--loss", "5"], "share"), (["--prompt", "Hi", "--remote", "a..b:7000"], "no server at a..b"),
+    (["--prompt", "Hi", "--remote", "--loss", "5"], "share"),
+    (["--prompt", "Hi", "--remote", "a..b:7000"], "no server at a..b"),
+    (["--prompt", "Hi", "--remote", "--no-speculation", "--float16"], "--float16"),
+    (["--serve", "127.0.0.1:0", "--json"], "--json"), (["--serve", "127.0.0.1:0", "--temperature", "0.5"], "--temperature"),
+    (["--serve", "127.0.0.1:0", "--draft-length", "3"], "--draft-length"), (["--bench", "--show"], "--show"),
     (["--prompt", "Hi", "--remote", "--network", "3g"], "--network"), (["--prompt", "Hi", "--remote", "here"], "HOST:PORT"),
     (["--prompt", "Hi", "--remote", "localhost:99999"], "HOST:PORT"), (["--serve", "1234"], "HOST:PORT"),
     (["--prompt", "Hi", "--remote", "--disconnect-for", "2s"], "--disconnect-after"),

@@ -312,7 +312,8 @@ def test_data_without_anything_usable_is_an_error_of_one_line(tmp_path, command,
 
 @pytest.mark.parametrize("arguments, why", [
     (["--run-length", 9, 3], "low end"), (["--kv-heads", 3], "multiple of the kv heads"), (["--lsa-heads", 500], "cannot have"),
-    (["--tli", 9], "3 layers"), (["--seq-len", 100000], "beyond the target's context"), (["--init", "x", "--tli", 1], "leave out --tli"),
+    (["--tli", 9], "3 layers"), (["--seq-len", 100000], "beyond the target's context"),
+    (["--init", "x", "--tli", 1], "leave out --tli"),
     (["--no-ca", "--warm-start"], "leave out --no-ca"), (["--synthesize", 1, "--data", "a", "b"], "one --data"),
     (["--freeze-lsa"], "name it with --init"), (["--questions", "file"], "--synthesize COUNT")])
 def test_arguments_that_cannot_be_meant_are_errors_of_one_line(tmp_path, data, command, capsys, arguments, why):
@@ -520,7 +521,7 @@ def test_the_target_answers_the_questions_it_is_given(tmp_path, command, data):
 
 
 def test_a_file_that_is_continued_repeats_no_conversation(tmp_path, command, monkeypatch):
-    def write_seeds(target, tokenizer, seeds, questions, seq_len) -> list[list[dict]]:  # in two of three cases nothing comes of it
+    def write_seeds(target, tokenizer, seeds, questions, seq_len) -> list[list[dict]]:  # nothing comes of two in three
         return [CHAT + [{"role": "user", "content": str(seed)}] if seed % 3 == 0 else [] for seed in seeds]
     monkeypatch.setattr(train, "synthesize_batch", write_seeds)
     for count in (3, 6, 9):
@@ -528,10 +529,22 @@ def test_a_file_that_is_continued_repeats_no_conversation(tmp_path, command, mon
     assert len(set((tmp_path / "own.jsonl").read_text().splitlines())) == 9
 
 
+def test_a_file_that_is_continued_asks_the_questions_that_are_left(tmp_path, command, monkeypatch):
+    def answer_some(target, tokenizer, seeds, questions, seq_len) -> list[list[dict]]:
+        return [[] if q == "b" else [{"role": "user", "content": q}, {"role": "assistant", "content": "A"}] for q in questions]
+    monkeypatch.setattr(train, "synthesize_batch", answer_some)
+    own, questions = tmp_path / "own.jsonl", tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"messages": [{"role": "user", "content": q}]}) + "\n" for q in "abcbd"))
+    for count in (1, 2, 3):
+        command("--synthesize", count, "--data", own, "--questions", questions, "--batch-size", 1)
+    assert [json.loads(line)["messages"][0]["content"] for line in own.read_text().splitlines()] == ["a", "c", "d"]
+
+
 def test_the_default_target_trains_a_drafter_that_speculate_loads(tmp_path, data):
     sizes = ["--mlp", 64, "--kv-heads", 3, "--lsa-mlp", 32, "--lsa-heads", 6]
     trained = run_script("train.py", "--data", data, "--out", tmp_path, "--device", "cpu", "--seq-len", 64,
-                         "--batch-size", 2, "--updates", 2, *sizes)
+                         "--batch-size", 2, "--updates", 2, "--json", *sizes)
+    assert json.loads(trained.stdout)["update"] == 2
     assert trained.returncode == 0 and np.isfinite(losses(tmp_path)).all()
     answer = run_script("speculate.py", "--drafter", tmp_path, "--device", "cpu", "--prompt", "Hello",
                         "--max-new-tokens", 8, "--draft-length", 2, "--json")
