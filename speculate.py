@@ -924,7 +924,7 @@ def read_prompts(path: str) -> list[tuple[str, list[str]]]:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
+    for line_number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -933,7 +933,7 @@ def read_prompts(path: str) -> list[tuple[str, list[str]]]:
             if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
                 raise ValueError
         except (ValueError, KeyError, TypeError):
-            raise InputError(f'{path}, line {number}: expected {{"prompt": text}} or '
+            raise InputError(f'{path}, line {line_number}: expected {{"prompt": text}} or '
                              '{"category": name, "turns": [text, ...]}') from None
         prompts.append((str(record.get("category", "all")), turns))
     if not prompts:
@@ -983,7 +983,7 @@ def bench(model: Llama, methods: dict[str, Method], tokenizer: Tokenizer, prompt
           settings: Settings) -> list[dict]:
     """Every prompt by every method, in turn, after a warm-up. Rows by category, then overall."""
     runs: dict[str, list[dict[str, Generation]]] = {}
-    for number, (category, turns) in enumerate(tqdm(prompts[:1] + prompts, unit=" prompts")):
+    for index, (category, turns) in enumerate(tqdm(prompts[:1] + prompts, unit=" prompts")):
         messages: list[dict] = []
         for turn in turns:
             messages.append({"role": "user", "content": turn})
@@ -993,10 +993,10 @@ def bench(model: Llama, methods: dict[str, Method], tokenizer: Tokenizer, prompt
             except InputError as error:
                 tqdm.write(f"{turn[:40]!r} is left out: {error}", file=sys.stderr)
                 break
-            for name in random.Random(number).sample(list(methods), len(methods)):
+            for name in random.Random(index).sample(list(methods), len(methods)):
                 results[name] = methods[name](prompt, s)
             messages.append({"role": "assistant", "content": tokenizer.decode(results[base_of(next(iter(methods)))].tokens)})
-            if number > 0:  # the first was the warm-up
+            if index > 0:  # the first was the warm-up
                 runs.setdefault(category, []).append(results)
     if not runs:
         raise InputError("no prompt fits the model's context")

@@ -523,8 +523,8 @@ def warm_start(drafter: Drafter, sequences: list[Sequence], dtype: torch.dtype) 
     makes up for what then lacks in the state to guess."""
     device, ca = next(drafter.parameters()).device, drafter.cross_attention
     passes = []  # tokens (1, T), reply (1, T), kv (1, T, L, 2 Ekv), the hidden states to guess and the final ones (1, T, E)
-    total = itertools.accumulate(len(sequence.tokens) for sequence in sequences)
-    for sequence in [s for s, sum in zip(sequences, total) if sum <= WARM_START_TOKENS] or sequences[:1]:
+    totals = itertools.accumulate(len(sequence.tokens) for sequence in sequences)
+    for sequence in [s for s, total in zip(sequences, totals) if total <= WARM_START_TOKENS] or sequences[:1]:
         tokens, reply = pad([sequence], device)
         kv, entering, final = target_pass(drafter.target, tokens, drafter.N)
         passes.append((tokens, reply, kv, (entering if drafter.N else final).float(), final.float()))
@@ -675,7 +675,7 @@ def synthesize_batch(target: Llama, tokenizer: Tokenizer, seeds: list[int], ques
 
 
 def read_questions(path: str | Path) -> list[str]:
-    """What the user asks first in the conversations of a file, each question once. Raises InputError."""
+    """What the user asks first in each conversation of a file. Raises InputError."""
     questions = []
     try:
         with open(path, "rb") as file:
@@ -687,7 +687,7 @@ def read_questions(path: str | Path) -> list[str]:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     if not questions:
         raise InputError(f"{path}: no conversation with a question; see train.py for the formats it reads")
-    return list(dict.fromkeys(questions))
+    return questions
 
 
 def is_conversation(line: bytes) -> bool:
@@ -700,7 +700,7 @@ def is_conversation(line: bytes) -> bool:
 def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
     """Write args.synthesize conversations to a file; one that has some already is continued. Raises InputError."""
     path, written, start, seed, barren = Path(args.data[0]), 0, 0, 0, 0
-    questions = read_questions(args.questions) if args.questions else [None]
+    questions = list(dict.fromkeys(read_questions(args.questions))) if args.questions else [None]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -847,7 +847,9 @@ def main() -> None:
         raise InputError(f"--seq-len {args.seq_len} is beyond the target's context of {target.config.max_position_embeddings}")
     if args.synthesize:
         synthesize(target, tokenizer, args)
-        return print(json.dumps({"conversations": args.synthesize})) if args.json else None
+        if args.json:
+            print(json.dumps({"conversations": args.synthesize}))
+        return
     worker = Worker.join(args.device)
     data = Conversations(args.data, tokenizer, args.seq_len, verbose=worker.rank == 0, keep=args.freeze_lsa)
     if len(data) == 0:
