@@ -156,9 +156,11 @@ class SmoothedTime:
 
     mean: float | None = None
     deviation: float = 0.0
+    exceeded: bool = False  # whether it ever took longer than the time-out: a packet was lost
 
     def observe(self, seconds: float) -> None:
         """Count one more, for no more than two time-outs: else the first one after an outage would rule all."""
+        self.exceeded = self.exceeded or seconds > self.timeout()
         seconds = min(seconds, 2 * self.timeout())
         if self.mean is None:
             self.mean, self.deviation = seconds, seconds / 2

@@ -559,8 +559,10 @@ class RemoteTarget:
             raise Lost(self.channel.dead) from None
 
     def patience(self, verifications: int = 1) -> float:
-        """How long to wait for a reply: for work as long as these, and for a packet that is lost four times in a row."""
-        return verifications * self.worked.timeout() + (1 + 2 + 4 + 8) * self.channel.round_trip.timeout()
+        """How long to wait for a reply: for work as long as these, and for a packet that is lost twice in a row; on a link
+        that has lost some, four times."""
+        losses = 1 + 2 + 4 + 8 if self.channel.round_trip.exceeded else 1 + 2
+        return verifications * self.worked.timeout() + losses * self.channel.round_trip.timeout()
 
     def note(self, verdict: Verdict) -> Verdict:
         """Take down what the server has verified."""
