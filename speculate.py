@@ -235,17 +235,19 @@ def accept(p: Tensor, draft: Draft, generator: torch.Generator) -> tuple[list[in
     parents = sorted(set(draft.parents))
     families = [[i for i, parent in enumerate(draft.parents) if parent == mother] for mother in parents]
     p_left, q_left = p[[parent + 1 for parent in parents]], draft.q  # (F, V) of F families
-    trials = []
+    trials, tried = [], None
     for rank in range(max(map(len, families), default=0)):
         x = torch.tensor([[draft.tokens[f[rank]] if rank < len(f) else -1] for f in families], device=p.device)  # (F, 1)
         present, x = x >= 0, x.clamp(min=0)
         if draft.q is None:  # nothing was drawn: x had probability 1
             q_left = torch.zeros_like(p_left).scatter_(1, x, 1.0)
+        elif tried is not None:
+            q_left = normalised(q_left.scatter(1, tried, 0.0))
         u = torch.rand(len(x), 1, device=p.device, generator=generator)
         trials.append(present & (u * q_left.gather(1, x) < p_left.gather(1, x)))
         residual = normalised((p_left - q_left).clamp(min=0))
         p_left = torch.where(present & (residual.sum(1, keepdim=True) > 0), residual, p_left)  # all 0 where p = q
-        q_left = normalised(q_left.scatter(1, x, 0.0))
+        tried = x
     trials = torch.cat(trials, dim=1).tolist() if trials else []
     path, node = [], -1
     while node in parents:

@@ -772,8 +772,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save-every", type=natural, default=50, help="updates between checkpoints (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--synthesize", type=natural, metavar="COUNT", help="write COUNT conversations to --data instead")
-    parser.add_argument("--json", action="store_true", help="end with the last record of the log, a JSON object, on stdout")
     parser.add_argument("--questions", metavar="FILE", help="let --synthesize answer this file's questions, not its own")
+    parser.add_argument("--json", action="store_true", help="end with the last record of the log, a JSON object, on stdout")
     return parser.parse_args()
 
 
