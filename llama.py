@@ -889,6 +889,8 @@ def read_hugging_face_tokenizer(path: Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises Exception itself
         raise InputError(f"{file}: not a tokenizer: {one_line(error)}") from None
+    backend.no_truncation()  # the file may hold settings that its training had
+    backend.no_padding()
     stops = None
     for name in ("generation_config.json", "config.json"):
         if stops is None and (path / name).exists():

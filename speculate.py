@@ -146,6 +146,37 @@ class Pace:
         return replace(self.shape, token_threshold=pace * row, level_threshold=pace * (self.level_seconds() + row))
 
 
+class Lookup:
+    """A drafter that has learnt nothing: what followed the last few tokens when they occurred before (Saxena 2023)."""
+
+    def __init__(self, *sizes: int):
+        """sizes: how many last tokens to look for, one after the other."""
+        self.sizes = sizes
+        self.history: list[int] = []
+
+    def start(self, capacity: int) -> "Lookup":
+        return Lookup(*self.sizes)
+
+    def remember(self, tokens: list[int], cache: KVCache, start: int, hidden: Tensor) -> Memory:
+        return Memory(tokens)
+
+    def observe(self, memory: Memory) -> None:
+        self.history += memory.tokens
+
+    def find(self, token: int, length: int) -> Draft | None:
+        """What to follow `token`, at most so long a chain, if there is anything."""
+        text = self.history + [token]
+        for size in self.sizes:
+            for i in reversed(range(len(text) - size)):
+                if text[i:i + size] == text[-size:]:
+                    found = text[i + size:i + size + length]
+                    return Draft(token, found, list(range(-1, len(found) - 1)))
+        return None
+
+    def draft(self, token: int, shape: Shape, temperature: float, top_p: float, generator: torch.Generator) -> Draft:
+        return self.find(token, shape.depth) or Draft(token, [], [])
+
+
 @dataclass
 class Verdict:
     """The target's answer: the drafts it accepts, its own next token, and the memory of what is now verified.
@@ -200,8 +231,8 @@ def speculate(target: "LocalTarget | RemoteTarget", drafting: Drafting, prompt: 
         end_time = target.clock()
         figures.draft_seconds += middle - start
         figures.verify_seconds += end_time - middle
-        if verdict.checked:
-            if figures.target_calls > 0 and not ready:  # the first draft reads the whole prompt too
+        if verdict.memory:
+            if verdict.checked and figures.target_calls > 0 and not ready:  # the first draft reads the whole prompt too
                 pace.record(max(1, *draft.depths()), middle - start, 1 + len(draft.tokens), end_time - middle,
                             1 + len(verdict.accepted))
             figures.target_calls += 1
@@ -439,6 +470,7 @@ class RemoteTarget:
         self.tokens: list[int] = []  # of prompt and answer, all there are
         self.verified = 0  # so many of them have a memory, and lie in the server's cache
         self.worked = SmoothedTime()  # how long a verification takes the server
+        self.reading = 0.0  # how long it took, the last time, to read text, or the last piece of a long one
         self.guess_rate = 0.5  # how often, of late, a draft's whole first path was accepted
         self.lost = False
         self.retry, self.pause = 0.0, FIRST_PAUSE  # when to connect again at the earliest, and for how long not to after that
@@ -519,7 +551,8 @@ class RemoteTarget:
         channel = self.channel
         while channel.requests and not channel.dead:  # first comes what it still owes us
             if channel.ready():
-                channel.receive(0)
+                fields, _ = channel.receive(0)
+                self.worked.observe(channel.clock.worked(fields))  # it may have been late because the server is slow
             elif self.clock() - channel.requests[0].sent < OVERDUE_SECONDS:
                 raise Lost("nothing yet")
             else:
@@ -545,6 +578,7 @@ class RemoteTarget:
                            **sampling(s, self.generator)}, {"tokens": int32(self.tokens[start:])})
         pieces = [self.tokens[a:a + PROMPT_CHUNK] for a in range(start, len(self.tokens), PROMPT_CHUNK)]
         answers = [self.receive(patience, lambda _: piece) for piece in pieces]
+        self.reading = self.channel.clock.worked(answers[-1][0])
         unknown = self.tokens[self.verified:]
         cross, reused = (torch.cat([getattr(memory, name) for _, memory in answers], dim=-2)[..., -len(unknown):, :]
                          for name in ("cross_kv", "reused_kv"))
@@ -564,7 +598,8 @@ class RemoteTarget:
         """How long to wait for a reply: for work as long as these, and for a packet that is lost twice in a row; on a link
         that has lost some, four times."""
         losses = 1 + 2 + 4 + 8 if self.channel.round_trip.exceeded else 1 + 2
-        return verifications * self.worked.timeout() + losses * self.channel.round_trip.timeout()
+        work = self.worked.timeout() if self.worked.mean else max(self.worked.timeout(), 3 * self.reading)
+        return verifications * work + losses * self.channel.round_trip.timeout()
 
     def note(self, verdict: Verdict) -> Verdict:
         """Take down what the server has verified."""
@@ -710,7 +745,8 @@ class Session(socketserver.BaseRequestHandler):
 
     def read(self, fields: dict, tensors: dict[str, Tensor]) -> None:
         """Take tokens as given; their memory goes back in pieces, while the next is worked on."""
-        tokens, context = ids(tensors["tokens"], 0, self.model.config.vocab_size), self.model.config.max_position_embeddings
+        vocab_size, context = self.model.config.vocab_size, self.model.config.max_position_embeddings
+        tokens = checked_ids(tensors["tokens"], 0, vocab_size)
         if fields["start"] == 0:
             capacity, self.exact = whole(fields["capacity"], 1, context + MOST_DRAFTS), fields["exact"] is True
             self.target = LocalTarget(self.model, self.server.drafter, capacity, *self.sampling(fields))
@@ -726,8 +762,8 @@ class Session(socketserver.BaseRequestHandler):
     def verify(self, fields: dict, tensors: dict[str, Tensor]) -> None:
         """Check a draft."""
         vocab_size = self.model.config.vocab_size
-        token, drafts = whole(fields["token"], 0, vocab_size - 1), ids(tensors["drafts"], 0, vocab_size)
-        parents, q = ids(tensors["parents"], -1, len(drafts)), None
+        token, drafts = whole(fields["token"], 0, vocab_size - 1), checked_ids(tensors["drafts"], 0, vocab_size)
+        parents, q = checked_ids(tensors["parents"], -1, len(drafts)), None
         whole(fields["start"], self.target.cache.length, self.target.cache.length)
         whole(len(drafts), 0, min(MOST_DRAFTS, self.target.cache.capacity - self.target.cache.length - 1))
         if len(parents) != len(drafts) or any(parent >= i for i, parent in enumerate(parents)):
@@ -735,7 +771,7 @@ class Session(socketserver.BaseRequestHandler):
         if self.target.settings.temperature > 0 and "counts" in tensors:
             counts = tensors["counts"]
             size = (len(set(parents)), min(COUNTED, vocab_size))
-            ids(tensors["ids"].flatten(), 0, vocab_size)
+            checked_ids(tensors["ids"].flatten(), 0, vocab_size)
             if not tensors["ids"].shape == counts.shape == size or counts.dtype != torch.uint8 or not counts.sum(-1).all():
                 raise ValueError("q does not fit the drafts")
             q = from_counts(tensors["ids"], counts, vocab_size).to(self.model.embed_tokens.weight.device)
@@ -744,7 +780,7 @@ class Session(socketserver.BaseRequestHandler):
 
     def generate(self, fields: dict, tensors: dict[str, Tensor]) -> None:
         """The target's own tokens, one a reply."""
-        tokens, stop_ids = ids(tensors["tokens"], 0, self.model.config.vocab_size), set(fields["stop_ids"])
+        tokens, stop_ids = checked_ids(tensors["tokens"], 0, self.model.config.vocab_size), set(fields["stop_ids"])
         room = self.model.config.max_position_embeddings - len(tokens)
         count, (settings, generator) = whole(fields["max_new_tokens"], 1, room if tokens else 0), self.sampling(fields)
         stream = generate(self.model, tokens, count, stop_ids, settings.temperature, settings.top_p, generator)
@@ -774,7 +810,7 @@ def whole(value: object, low: int, high: int) -> int:
     return value
 
 
-def ids(tensor: Tensor, low: int, end: int) -> list[int]:
+def checked_ids(tensor: Tensor, low: int, end: int) -> list[int]:
     """The values of an int32 vector, if all are within [low, end). Raises ValueError."""
     if tensor.dtype != torch.int32 or tensor.dim() != 1:
         raise ValueError(f"expected an int32 vector, not {tensor.dtype} {list(tensor.shape)}")
@@ -886,37 +922,6 @@ def answer(model: Llama, drafter: "Drafter | Lookup | None", prompt: list[int], 
     return result
 
 
-class Lookup:
-    """A drafter that has learnt nothing: what followed the last few tokens when they occurred before (Saxena 2023)."""
-
-    def __init__(self, *sizes: int):
-        """sizes: how many last tokens to look for, one after the other."""
-        self.sizes = sizes
-        self.history: list[int] = []
-
-    def start(self, capacity: int) -> "Lookup":
-        return Lookup(*self.sizes)
-
-    def remember(self, tokens: list[int], cache: KVCache, start: int, hidden: Tensor) -> Memory:
-        return Memory(tokens)
-
-    def observe(self, memory: Memory) -> None:
-        self.history += memory.tokens
-
-    def find(self, token: int, length: int) -> Draft | None:
-        """What to follow `token`, at most so long a chain, if there is anything."""
-        text = self.history + [token]
-        for size in self.sizes:
-            for i in reversed(range(len(text) - size)):
-                if text[i:i + size] == text[-size:]:
-                    found = text[i + size:i + size + length]
-                    return Draft(token, found, list(range(-1, len(found) - 1)))
-        return None
-
-    def draft(self, token: int, shape: Shape, temperature: float, top_p: float, generator: torch.Generator) -> Draft:
-        return self.find(token, shape.depth) or Draft(token, [], [])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The benchmark
 # ---------------------------------------------------------------------------------------------------------------------
@@ -977,9 +982,9 @@ def remote_methods(model: Llama, drafter: Drafter, seed: int, shapes: tuple[Shap
     return methods
 
 
-def base_of(method: str) -> str:
+def base_of(name: str) -> str:
     """The method that one is compared with: the target alone, by itself or behind an API on the same network."""
-    _, _, network = method.partition(":")
+    _, _, network = name.partition(":")
     return f"api:{network}" if network else "target"
 
 
@@ -1008,25 +1013,25 @@ def bench(model: Llama, methods: dict[str, Method], tokenizer: Tokenizer, prompt
     return [row(model, category, name, results) for category, results in runs.items() for name in methods]
 
 
-def row(model: Llama, category: str, method: str, runs: list[dict[str, Generation]]) -> dict:
+def row(model: Llama, category: str, name: str, runs: list[dict[str, Generation]]) -> dict:
     """One line of the benchmark: totals of a method over a category's prompts, and the spread over prompts."""
-    mine, bases = [results[method] for results in runs], [results[base_of(method)] for results in runs]
+    mine, bases = [results[name] for results in runs], [results[base_of(name)] for results in runs]
     new_tokens, seconds = sum(len(g.tokens) for g in mine), sum(g.seconds for g in mine)
-    calls, unverified = (sum(getattr(g.figures, name) for g in mine) for name in ("target_calls", "unverified_tokens"))
+    calls, unverified = (sum(getattr(g.figures, figure) for g in mine) for figure in ("target_calls", "unverified_tokens"))
     draft, verify = (sum(getattr(g.figures, f"{part}_seconds") for g in mine) / seconds for part in ("draft", "verify"))
     base = sum(g.seconds for g in bases) / sum(len(g.tokens) for g in bases)  # seconds a token
     pace = [b.seconds / len(b.tokens) * len(g.tokens) / g.seconds for g, b in zip(mine, bases)]
     low, _, high = statistics.quantiles(pace, n=4, method="inclusive") if len(pace) > 1 else pace * 3
-    result = {"category": category, "method": method, "tokens_per_second": new_tokens / seconds,
+    result = {"category": category, "method": name, "tokens_per_second": new_tokens / seconds,
               "speedup": base / (seconds / new_tokens), "speedup_quartiles": [low, high],
               "acceptance_length": (new_tokens - unverified - len(mine)) / max(1, calls), "target_calls": calls,
               "new_tokens": new_tokens, "drafted_per_call": sum(g.figures.drafted for g in mine) / max(1, calls),
               "draft_share": draft, "verify_share": verify, "other_share": 1 - draft - verify,
               "identical": sum(g.tokens == b.tokens for g, b in zip(mine, bases)) / len(runs)}
-    if ":" in method:
+    if ":" in name:
         result |= {"first_token_seconds": statistics.median(g.first_token_seconds for g in mine)}
-        result |= {f"{name}_per_token": sum(getattr(g.figures, name) for g in mine) / (new_tokens - unverified)
-                   for name in ("round_trips", "bytes_up", "bytes_down")}
+        result |= {f"{figure}_per_token": sum(getattr(g.figures, figure) for g in mine) / (new_tokens - unverified)
+                   for figure in ("round_trips", "bytes_up", "bytes_down")}
     return result | (aftermath(model, mine, bases) if unverified else {})
 
 
@@ -1048,6 +1053,7 @@ def aftermath(model: Llama, mine: list[Generation], bases: list[Generation]) -> 
 def pass_costs(model: Llama, past: int = 256, repeats: int = 9) -> dict[int, float]:
     """Seconds of a pass over 1 to 16 tokens behind `past` others: medians, taken in turn."""
     device, seconds = model.embed_tokens.weight.device, {count: [] for count in (1, 2, 3, 4, 6, 8, 12, 16)}
+    past = min(past, model.config.max_position_embeddings - max(seconds))
     cache = model.new_cache(past + max(seconds))
     for _ in range(repeats):
         for count, times in seconds.items():

@@ -569,7 +569,7 @@ def warm_start(drafter: Drafter, sequences: list[Sequence], dtype: torch.dtype) 
 # Checkpoints
 # ---------------------------------------------------------------------------------------------------------------------
 
-FREE_TO_CHANGE = {"out", "resume", "updates", "eval_every", "save_every", "device", "micro_batch_size"}
+FREE_TO_CHANGE = {"out", "resume", "updates", "eval_every", "save_every", "device", "micro_batch_size", "json"}
 
 
 def save_checkpoint(path: Path, drafter: Drafter, optimizer: Optimizer, scaler, order: Order, update: int, args) -> None:
@@ -682,12 +682,17 @@ def read_questions(path: str | Path) -> list[str]:
             for line in file:
                 if is_conversation(line):
                     turns = [m.get("content") for m in read_messages(line.decode()) if m.get("role") == "user"]
-                    questions += [text for text in turns[:1] if isinstance(text, str) and text]
+                    questions += [text for text in turns[:1] if isinstance(text, str) and is_encodable(text)]
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     if not questions:
         raise InputError(f"{path}: no conversation with a question; see train.py for the formats it reads")
     return questions
+
+
+def is_encodable(text: str) -> bool:
+    """Whether it is something, and no half of a surrogate pair is in it."""
+    return text != "" and text == text.encode(errors="ignore").decode()
 
 
 def is_conversation(line: bytes) -> bool:
@@ -697,8 +702,11 @@ def is_conversation(line: bytes) -> bool:
         return False
 
 
-def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
-    """Write args.synthesize conversations to a file; one that has some already is continued. Raises InputError."""
+def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
+    """Write args.synthesize conversations to a file; one that has some already is continued. How many it then has.
+
+    Raises InputError.
+    """
     path, written, start, seed, barren = Path(args.data[0]), 0, 0, 0, 0
     questions = list(dict.fromkeys(read_questions(args.questions))) if args.questions else [None]
     try:
@@ -731,6 +739,7 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
             barren = 0 if made else barren + args.batch_size
             if barren >= BARREN:
                 raise InputError(f"{barren} conversations in a row came to no answer; raise --seq-len above {args.seq_len}")
+    return written
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -846,9 +855,9 @@ def main() -> None:
     if args.seq_len > target.config.max_position_embeddings:
         raise InputError(f"--seq-len {args.seq_len} is beyond the target's context of {target.config.max_position_embeddings}")
     if args.synthesize:
-        synthesize(target, tokenizer, args)
+        written = synthesize(target, tokenizer, args)
         if args.json:
-            print(json.dumps({"conversations": args.synthesize}))
+            print(json.dumps({"conversations": written}))
         return
     worker = Worker.join(args.device)
     data = Conversations(args.data, tokenizer, args.seq_len, verbose=worker.rank == 0, keep=args.freeze_lsa)

@@ -428,6 +428,14 @@ def test_a_conversation_is_laid_out_as_llama3_expects_it(llama3):
     assert tokenizer.chat([], add_generation_prompt=False) == [tokenizer.backend.token_to_id("<|begin_of_text|>")]
 
 
+def test_what_a_tokenizer_was_trained_with_does_not_cut_or_pad_a_text(llama3):
+    backend = tokenizers.Tokenizer.from_file(str(llama3 / "tokenizer.json"))
+    backend.enable_truncation(8)
+    backend.enable_padding(length=40)
+    backend.save(str(llama3 / "tokenizer.json"))
+    assert len(llama.load_tokenizer(llama3).encode("longer than eight letters")) == 25
+
+
 @pytest.mark.parametrize("message", [
     {"role": "wizard", "content": ""}, {"role": "user"}, {"role": "user", "content": 3}])
 def test_a_message_without_a_known_role_or_text_is_an_input_error(llama3, message):

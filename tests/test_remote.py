@@ -217,6 +217,27 @@ def test_after_an_outage_that_ends_the_target_has_the_word_again():
     assert Origin.UNVERIFIED in origins and origins[-1] != Origin.UNVERIFIED
 
 
+@pytest.mark.parametrize("slow, after", [(4.0, 0), (2.0, 30)])
+def test_a_server_that_is_slow_is_not_taken_for_one_that_is_gone(slow, after):
+    target, costs, origins = new_target(16, context=512), {**COSTS, "draft": 0.1}, []
+    drafter = new_drafter(target)
+
+    def emit(token: int, origin: Origin) -> None:
+        origins.append(origin)
+        if len(origins) == after:
+            costs.update(read=slow, verify=slow)
+
+    with serving(target, drafter) as server:
+        if after == 0:
+            costs.update(read=slow, verify=slow)
+        remote = remote_to(server, link=Link(0.02), clock=partial(VirtualClock, costs))
+        result = answer(target, drafter, PROMPT, fixed(CHAIN, 400), emit=emit, remote=remote)
+    assert Origin.UNVERIFIED not in origins[:after] and Origin.UNVERIFIED not in origins[200:]
+    assert after > 0 or result.figures.unverified_tokens == 0
+    answered = 400 - 1 - result.figures.unverified_tokens
+    assert answered / 5 <= result.figures.target_calls <= answered
+
+
 @contextlib.contextmanager
 def forked(target: Llama, drafter: Drafter, port: int = 0):
     """A server in a process of its own: the process and the port. Afterwards it is gone."""

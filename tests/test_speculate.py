@@ -442,6 +442,10 @@ def test_show_colours_the_accepted_drafts_and_leaves_the_text_as_it_is(command):
     assert coloured.replace("\033[32m", "").replace("\033[0m", "") == plain
 
 
+def test_the_cost_of_a_pass_is_measured_within_the_context():
+    assert list(speculate.pass_costs(new_target(16, context=64), repeats=1)) == [1, 2, 3, 4, 6, 8, 12, 16]
+
+
 def test_the_benchmark_reads_both_formats_and_reports_each_category_and_all_together(command, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Say hello."}\n\n{"category": "math", "turns": ["What is 2 + 2?", "And 3 + 3?"]}\n')

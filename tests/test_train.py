@@ -469,7 +469,7 @@ def test_no_moment_is_a_bad_one_to_die(tmp_path, data, command, undisturbed, mon
         command("--data", data, "--out", tmp_path, *LONG)
     with open(tmp_path / "log.jsonl", "a") as log:
         log.write('{"update": 3')  # what was being written
-    command("--data", data, "--out", tmp_path, *LONG, "--resume")
+    command("--data", data, "--out", tmp_path, *LONG, "--resume", "--json")
     assert_same_run(tmp_path, undisturbed)
 
 
@@ -495,7 +495,7 @@ def test_two_processes_train_as_one_does(tmp_path, tiny, data, command):
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
 
 
-def test_the_target_writes_its_own_training_data(tmp_path, command, tokenizer):
+def test_the_target_writes_its_own_training_data(tmp_path, command, tokenizer, capsys):
     path = tmp_path / "own.jsonl"
     command("--synthesize", 5, "--data", path)
     first = path.read_bytes()
@@ -504,6 +504,9 @@ def test_the_target_writes_its_own_training_data(tmp_path, command, tokenizer):
     command("--synthesize", 12, "--data", path)
     lines = path.read_bytes().splitlines()
     assert len(lines) == 12 and path.read_bytes().startswith(first)
+    capsys.readouterr()
+    command("--synthesize", 3, "--data", path, "--json")
+    assert json.loads(capsys.readouterr().out) == {"conversations": 12}
     for line in lines:
         messages = json.loads(line)["messages"]
         assert [message["role"] for message in messages] == (["user", "assistant"] * 20)[:len(messages)]
@@ -529,12 +532,12 @@ def test_a_file_that_is_continued_repeats_no_conversation(tmp_path, command, mon
     assert len(set((tmp_path / "own.jsonl").read_text().splitlines())) == 9
 
 
-def test_a_file_that_is_continued_asks_the_questions_that_are_left(tmp_path, command, monkeypatch):
+def test_a_file_that_is_continued_asks_the_questions_that_are_left_and_can_be_read(tmp_path, command, monkeypatch):
     def answer_some(target, tokenizer, seeds, questions, seq_len) -> list[list[dict]]:
         return [[] if q == "b" else [{"role": "user", "content": q}, {"role": "assistant", "content": "A"}] for q in questions]
     monkeypatch.setattr(train, "synthesize_batch", answer_some)
     own, questions = tmp_path / "own.jsonl", tmp_path / "questions.jsonl"
-    questions.write_text("".join(json.dumps({"messages": [{"role": "user", "content": q}]}) + "\n" for q in "abcbd"))
+    questions.write_text("".join(json.dumps({"messages": [{"role": "user", "content": q}]}) + "\n" for q in "ab\ud83dcbd"))
     for count in (1, 2, 3):
         command("--synthesize", count, "--data", own, "--questions", questions, "--batch-size", 1)
     assert [json.loads(line)["messages"][0]["content"] for line in own.read_text().splitlines()] == ["a", "c", "d"]
