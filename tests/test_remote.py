@@ -234,8 +234,8 @@ def test_a_server_that_is_slow_is_not_taken_for_one_that_is_gone(slow, after):
         result = answer(target, drafter, PROMPT, fixed(CHAIN, 400), emit=emit, remote=remote)
     assert Origin.UNVERIFIED not in origins[:after] and Origin.UNVERIFIED not in origins[200:]
     assert after > 0 or result.figures.unverified_tokens == 0
-    answered = 400 - 1 - result.figures.unverified_tokens
-    assert answered / 5 <= result.figures.target_calls <= answered
+    calls = origins.count(Origin.TARGET) - 1  # each brings one token of the target's own; the limit may cut off the last
+    assert result.figures.target_calls in (calls, calls + 1)
 
 
 @contextlib.contextmanager
