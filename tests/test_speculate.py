@@ -379,7 +379,7 @@ def packed(smollm2) -> Llama:
 
 @pytest.fixture(scope="module")
 def shipped(packed) -> Drafter:
-    return load_drafter(SHIPPED, packed).pack()
+    return load_drafter(SHIPPED, packed).lighten().pack()
 
 
 @pytest.mark.parametrize("number", range(len(PROMPTS)))
