@@ -156,11 +156,13 @@ class SmoothedTime:
 
     mean: float | None = None
     deviation: float = 0.0
-    exceeded: bool = False  # whether it ever took longer than the time-out: a packet was lost
+    count: int = 0
+    late: int = 0  # of these, how many took longer than the time-out: a packet was lost
 
     def observe(self, seconds: float) -> None:
         """Count one more, for no more than two time-outs: else the first one after an outage would rule all."""
-        self.exceeded = self.exceeded or seconds > self.timeout()
+        self.count += 1
+        self.late += seconds > self.timeout()
         seconds = min(seconds, 2 * self.timeout())
         if self.mean is None:
             self.mean, self.deviation = seconds, seconds / 2
@@ -171,6 +173,16 @@ class SmoothedTime:
     def timeout(self) -> float:
         """After so long a packet is taken for lost. One loss costs one time-out; two cost three, as the second is doubled."""
         return FIRST_TIMEOUT if self.mean is None else max(LEAST_TIMEOUT, self.mean + 4 * self.deviation)
+
+    def patience(self) -> float:
+        """After so long silence is an outage, and no longer bad luck.
+
+        k losses in a row cost 2^k - 1 time-outs. How likely one is shows in the share of answers that were late (at first one
+        in 22); k, at most 6, is where that share to the power of k falls below 1 / 10 000.
+        """
+        share = (1 + self.late) / (22 + self.count)
+        losses = min(6, math.ceil(math.log(1e-4) / math.log(min(share, 1 / 2))))
+        return (2**losses - 1) * self.timeout()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -595,11 +595,9 @@ class RemoteTarget:
             raise Lost(self.channel.dead) from None
 
     def patience(self, verifications: int = 1) -> float:
-        """How long to wait for a reply: for work as long as these, and for a packet that is lost twice in a row; on a link
-        that has lost some, four times."""
-        losses = 1 + 2 + 4 + 8 if self.channel.round_trip.exceeded else 1 + 2
+        """How long to wait for a reply: for work as long as these, and for a network that may lose packets."""
         work = self.worked.timeout() if self.worked.mean else max(self.worked.timeout(), 3 * self.reading)
-        return verifications * work + losses * self.channel.round_trip.timeout()
+        return verifications * work + self.channel.round_trip.patience()
 
     def note(self, verdict: Verdict) -> Verdict:
         """Take down what the server has verified."""

@@ -97,7 +97,7 @@ def test_greedy_tokens_are_those_of_the_target_alone_over_every_network(choices)
             result = answer(target, drafter, PROMPT, fixed(shape), remote=remote_to(server, link=link, exact=exact))
             assert result.tokens == alone and not result.figures.disconnected, name
         for seed in range(12):
-            lossy = remote_to(server, link=Link(0.02, 0.02, 1e6, 0.1))
+            lossy = remote_to(server, link=Link(0.02, 0.02, 1e6, 0.2))
             result = answer(target, drafter, PROMPT, fixed(CHAIN), seed=seed, remote=lossy)
             assert result.tokens == alone and not result.figures.disconnected, seed
         looking = fixed(TREE, lookup=(2, 1))
