@@ -500,6 +500,8 @@ def locate(path: str | Path) -> Path:
     if str(path) == DEFAULT_MODEL:
         return fetch_default()
     found = Path(path)
+    if len(found.name) > 255:  # which a file system would not even look for
+        raise InputError(f"{str(path)[:40]}...: no such model")
     if found.is_dir() or (found.is_file() and found.suffix == ".gguf"):
         return found
     if found.exists():
@@ -558,7 +560,7 @@ def read_json(path: Path) -> dict:
         value = json.loads(path.read_text())
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise InputError(f"{path}: not readable as JSON: {one_line(error)}") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: not a JSON object")
@@ -610,8 +612,7 @@ def read_hugging_face(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[
         raise InputError(f"{path}: config.json: tie_word_embeddings cannot be {raw['tie_word_embeddings']!r:.40}")
     heads = raw["num_attention_heads"]
     kv_heads, head_dim = raw.get("num_key_value_heads") or heads, raw.get("head_dim") or raw["hidden_size"] // heads
-    if heads % kv_heads or head_dim % 2 or not head_dim:
-        raise InputError(f"{path}: config.json: {heads} heads of size {head_dim} over {kv_heads} kv heads cannot be")
+    check_heads(path, heads, kv_heads, head_dim)
     theta = rope.get("rope_theta") or raw.get("rope_theta") or 10000.0
     config = Config(
         vocab_size=raw["vocab_size"], hidden_size=raw["hidden_size"], intermediate_size=raw["intermediate_size"],
@@ -623,12 +624,20 @@ def read_hugging_face(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[
         tie_word_embeddings=bool(raw.get("tie_word_embeddings")))
 
     def tensors() -> Iterator[tuple[str, Callable[[], Tensor]]]:
-        index = path / "model.safetensors.index.json"
-        shards = read_json(index).get("weight_map", {}).values() if index.exists() else ["model.safetensors"]
-        for name in sorted(set(shards)):
+        index, weight_map = path / "model.safetensors.index.json", {"": "model.safetensors"}
+        if index.exists():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+                raise InputError(f"{index}: weight_map does not say which file each tensor is in")
+        for name in sorted(set(weight_map.values())):
             for tensor_name, read in read_tensors(path / name):
                 yield tensor_name.removeprefix("model."), read
     return config, tensors()
+
+
+def check_heads(path: Path, heads: int, kv_heads: int, head_dim: int) -> None:
+    if heads % kv_heads or head_dim % 2 or not head_dim:
+        raise InputError(f"{path}: {heads} heads of size {head_dim} over {kv_heads} kv heads cannot be")
 
 
 def llama3_factors(scaling: dict, head_dim: int, theta: float) -> tuple[float, ...]:
@@ -721,7 +730,9 @@ def read_gguf_header(path: Path) -> tuple[dict, dict[str, tuple[list[int], int, 
             table[name] = (shape, read("I"), read("Q"))
     except (struct.error, KeyError) as error:
         raise InputError(f"{path}: truncated or corrupted GGUF header: {one_line(error)}") from None
-    alignment = metadata.get("general.alignment") or 32
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1:
+        raise InputError(f"{path}: metadata general.alignment cannot be {alignment!r:.40}")
     start = -(-at // alignment) * alignment
     return metadata, {name: (shape, kind, start + offset) for name, (shape, kind, offset) in table.items()}, data
 
@@ -737,6 +748,8 @@ def read_gguf(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[[], Tens
     for name in ("token_embd.weight", "blk.0.ffn_gate.weight"):
         if name not in table:
             raise InputError(f"{path}: tensor {name} missing")
+        if len(table[name][0]) != 2:
+            raise InputError(f"{path}: tensor {name} is no matrix")
 
     def decode(name: str) -> Tensor:
         shape, kind, start = table[name]
@@ -750,20 +763,25 @@ def read_gguf(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[[], Tens
         raw = torch.frombuffer(data, dtype=torch.uint8, count=blocks * size, offset=start)
         return decoder(raw.view(blocks, size)).view(shape)
 
-    def get(key: str):
-        if not metadata.get(f"llama.{key}"):
+    def get(key: str, default: float | None = None, kinds: tuple[type, ...] = (int,)):
+        value = metadata.get(f"llama.{key}", default)
+        if value is None:
             raise InputError(f"{path}: metadata llama.{key} missing")
-        return metadata[f"llama.{key}"]
+        if type(value) not in kinds or not 0 < value < math.inf:
+            raise InputError(f"{path}: metadata llama.{key} cannot be {value!r:.40}")
+        return value
 
     heads = get("attention.head_count")
-    kv_heads = metadata.get("llama.attention.head_count_kv", heads)
-    head_dim = metadata.get("llama.attention.key_length", get("embedding_length") // heads)
+    kv_heads = get("attention.head_count_kv", heads)
+    head_dim = get("attention.key_length", get("embedding_length") // heads)
+    check_heads(path, heads, kv_heads, head_dim)
     factors = tuple(decode("rope_freqs.weight").tolist()) if "rope_freqs.weight" in table else None
     config = Config(
         vocab_size=table["token_embd.weight"][0][0], hidden_size=get("embedding_length"),
         intermediate_size=get("feed_forward_length"), num_hidden_layers=get("block_count"), num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=head_dim, rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
-        rope_theta=metadata.get("llama.rope.freq_base", 10000.0), rope_factors=factors,
+        num_key_value_heads=kv_heads, head_dim=head_dim,
+        rms_norm_eps=get("attention.layer_norm_rms_epsilon", kinds=(int, float)),
+        rope_theta=get("rope.freq_base", 10000.0, (int, float)), rope_factors=factors,
         max_position_embeddings=get("context_length"), tie_word_embeddings="output.weight" not in table)
 
     def read(name: str) -> Tensor:
@@ -806,6 +824,11 @@ CHAT_FORMATS = {  # told apart by the token that opens a turn
     "<|start_header_id|>": ChatFormat(  # Llama-3
         "<|begin_of_text|>", "<|start_header_id|>{role}<|end_header_id|>", "\n\n", str.strip, "<|eot_id|>", "")}
 ROLES = ("system", "user", "assistant")
+
+
+def is_encodable(text: str) -> bool:
+    """Whether no half of a surrogate pair is in it, which JSON may write and no tokenizer reads."""
+    return text == text.encode(errors="ignore").decode()
 
 
 class Tokenizer:
@@ -909,9 +932,11 @@ def read_hugging_face_tokenizer(path: Path) -> Tokenizer:
     template = path / "tokenizer_config.json"
     template = read_json(template).get("chat_template") if template.exists() else ""
     jinja = path / "chat_template.jinja"
-    template = jinja.read_text() if jinja.exists() else template
-    stop_ids = {stops} if isinstance(stops, int) else set(stops or [])
-    return Tokenizer(backend, stop_ids, template if isinstance(template, str) else "")
+    template = jinja.read_text(errors="replace") if jinja.exists() else template
+    stop_ids = stops if isinstance(stops, list) else [] if stops is None else [stops]
+    if not all(type(token) is int for token in stop_ids):
+        raise InputError(f"{path}: eos_token_id cannot be {stops!r:.40}")
+    return Tokenizer(backend, set(stop_ids), template if isinstance(template, str) else "")
 
 
 LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

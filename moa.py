@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from llama import (DecoderLayer, InputError, KVCache, Linear, Llama, can_pack, causal_mask, fill, probabilities, race,
-                   read_json, read_tensors, rotary_table)
+from llama import (DecoderLayer, InputError, KVCache, Linear, Llama, can_pack, causal_mask, fill, one_line, probabilities,
+                   race, read_json, read_tensors, rotary_table)
 
 COUNTED = 64  # tokens of a q that is sent: see to_counts
 PROMPT_CHUNK = 256  # LSA works on T x L rows: a long prompt is remembered this many tokens at a time
@@ -568,8 +568,8 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
     try:
         with torch.device("meta"):
             drafter = Drafter(target, config)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+    except (InputError, RuntimeError) as error:  # RuntimeError: for sizes beyond all bounds
+        raise InputError(f"{path}: {one_line(error)}") from None
     weight = target.embed_tokens.weight
     fill(drafter, iter(tensors.items()), path, weight.device, weight.dtype)
     return drafter.requires_grad_(False).eval()

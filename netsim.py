@@ -46,6 +46,7 @@ PACKET = 1460  # bytes that a TCP segment carries over Ethernet
 FLIGHT = 10 * PACKET  # what TCP sends without waiting for an acknowledgement (RFC 6928)
 LEAST_TIMEOUT = 0.2  # of a retransmission, as in Linux
 FIRST_TIMEOUT = 1.0  # before any round trip has been seen (RFC 6298)
+MOST_PATIENCE = 30.0  # seconds, or three time-outs: however many packets a link may lose
 
 HEADER = struct.Struct("!4sBIQ")  # magic, version, length of the JSON part, length of the tensor bytes
 MAGIC, VERSION = b"MoAs", 1
@@ -162,7 +163,7 @@ class SmoothedTime:
     def observe(self, seconds: float) -> None:
         """Count one more, for no more than two time-outs: else the first one after an outage would rule all."""
         self.count += 1
-        self.late += seconds > self.timeout()
+        self.late += self.mean is not None and seconds > self.timeout()
         seconds = min(seconds, 2 * self.timeout())
         if self.mean is None:
             self.mean, self.deviation = seconds, seconds / 2
@@ -178,11 +179,12 @@ class SmoothedTime:
         """After so long silence is an outage, and no longer bad luck.
 
         k losses in a row cost 2^k - 1 time-outs. How likely one is shows in the share of answers that were late (at first one
-        in 22); k, at most 6, is where that share to the power of k falls below 1 / 10 000.
+        in 22); k, at most 6, is where that share to the power of k falls below 1 / 10 000. A user waits for half a minute at
+        most, but where round trips are very long.
         """
         share = (1 + self.late) / (22 + self.count)
         losses = min(6, math.ceil(math.log(1e-4) / math.log(min(share, 1 / 2))))
-        return (2**losses - 1) * self.timeout()
+        return min((2**losses - 1) * self.timeout(), max(MOST_PATIENCE, 3 * self.timeout()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -53,7 +53,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from llama import (DEFAULT_MODEL, InputError, KVCache, Llama, Parser, Tokenizer, add_generation_arguments, add_model_arguments,
-                   answer_length, generate, load_target, natural, number, one_line, probabilities, report, run_command, sample)
+                   answer_length, generate, is_encodable, load_target, natural, number, one_line, probabilities, report,
+                   run_command, sample)
 from moa import (COUNTED, PROMPT_CHUNK, Draft, Drafter, Drafting, Memory, Shape, ancestor_mask, from_counts, load_drafter,
                  read_config, to_counts, walk)
 from netsim import (PROFILES, Channel, ConnectionClosed, Link, Lost, Outage, ProtocolError, SmoothedTime, VirtualClock,
@@ -106,12 +107,12 @@ class Pace:
     """What drafts of a shape cost and bring on this machine, measured as they are made."""
 
     RECENT = 64  # cycles that count
-    PRIOR = 1 / 20  # of a pass: what one more token in it costs, until there are measurements
+    PRIOR = 1 / 40  # of a pass: what one more token in it costs, until there are measurements
     TRIAL = 8  # cycles before a shape is judged
 
     def __init__(self, shape: Shape):
         self.shape = shape
-        self.cycles: deque[tuple[int, float, int, float, int]] = deque(maxlen=self.RECENT)  # as they were recorded
+        self.cycles: deque[tuple[int, float, int, float, float, int]] = deque(maxlen=self.RECENT)  # as they were recorded
 
     @staticmethod
     def fastest(paces: "list[Pace]") -> "Pace":
@@ -119,12 +120,13 @@ class Pace:
         least = min(paces, key=lambda pace: len(pace.cycles))
         return least if len(least.cycles) < Pace.TRIAL else max(paces, key=Pace.tokens_per_second)
 
-    def record(self, levels: int, draft_seconds: float, rows: int, verify_seconds: float, tokens: int) -> None:
-        """One cycle: levels drafted, rows in the verifying pass, tokens it brought."""
-        self.cycles.append((levels, draft_seconds, rows, verify_seconds, tokens))
+    def record(self, levels: int, draft_seconds: float, rows: int, pass_seconds: float, verify_seconds: float,
+               tokens: int) -> None:
+        """One cycle: levels drafted, rows in the verifying pass, the pass alone and with the way to it, tokens it brought."""
+        self.cycles.append((levels, draft_seconds, rows, pass_seconds, verify_seconds, tokens))
 
     def tokens_per_second(self) -> float:
-        _, draft_seconds, _, verify_seconds, tokens = map(sum, zip(*self.cycles))
+        _, draft_seconds, _, _, verify_seconds, tokens = map(sum, zip(*self.cycles))
         return tokens / (draft_seconds + verify_seconds)
 
     def level_seconds(self) -> float:
@@ -133,7 +135,7 @@ class Pace:
 
     def row_seconds(self) -> float:
         """Seconds of one more token in a verifying pass: the slope of a line through the measurements, and the prior."""
-        _, _, rows, seconds, _ = zip(*self.cycles)
+        _, _, rows, seconds, *_ = zip(*self.cycles)
         mean_rows, mean_seconds = statistics.fmean(rows), statistics.fmean(seconds)
         covariance = statistics.fmean(r * s for r, s in zip(rows, seconds)) - mean_rows * mean_seconds
         return max(0.0, (covariance + self.PRIOR * mean_seconds) / (statistics.pvariance(rows) + 1))
@@ -188,6 +190,7 @@ class Verdict:
     token: int
     memory: Memory | None
     checked: bool = True  # whether the target looked at the draft
+    pass_seconds: float | None = None  # that this took, if the way there and back took time too
     ahead: Draft | None = None  # a draft behind `token`, made while the verdict was on its way, if `token` was guessed right
 
 
@@ -233,8 +236,9 @@ def speculate(target: "LocalTarget | RemoteTarget", drafting: Drafting, prompt: 
         figures.verify_seconds += end_time - middle
         if verdict.memory:
             if verdict.checked and figures.target_calls > 0 and not ready:  # the first draft reads the whole prompt too
-                pace.record(max(1, *draft.depths()), middle - start, 1 + len(draft.tokens), end_time - middle,
-                            1 + len(verdict.accepted))
+                seconds = end_time - middle
+                pace.record(max(1, *draft.depths()), middle - start, 1 + len(draft.tokens), verdict.pass_seconds or seconds,
+                            seconds, 1 + len(verdict.accepted))
             figures.target_calls += 1
             figures.drafted += len(draft.tokens)
 
@@ -518,16 +522,17 @@ class RemoteTarget:
         guessed, qs, depth = len(ids), [], max(draft.depths())
         self.drafting.assume(ids[:-1])
         room = self.begin + self.settings.max_new_tokens - len(self.tokens)
-        length = min(guessed + depth + 1, room + 1) if self.guess_rate > 1 / 4 else guessed
+        length = min(guessed + depth + 1, room + 1) if self.guess_rate >= 1 / 2 else guessed
         try:
             while len(ids) < length and not self.channel.ready():
                 qs.append(self.draft_on(ids))
             fields, memory = self.receive(self.patience(), lambda fields: along(draft, fields["accepted"]))
         except Lost as error:
             return self.lose(error)
-        self.worked.observe(self.channel.clock.worked(fields))
+        worked = self.channel.clock.worked(fields)
+        self.worked.observe(worked)
         self.guess_rate += ((memory.tokens == ids[:guessed]) - self.guess_rate) / 8
-        verdict = Verdict(memory.tokens[1:], fields["token"], memory)
+        verdict = Verdict(memory.tokens[1:], fields["token"], memory, pass_seconds=worked)
         chain = ids[guessed + 1:]  # drafted behind the guessed next token
         if len(chain) == depth > 0 and memory.tokens + [verdict.token] == ids[:guessed + 1]:
             verdict.ahead = Draft(verdict.token, chain, list(range(-1, len(chain) - 1)),
@@ -628,7 +633,7 @@ def call_api(channel: Channel, prompt: list[int], settings: Settings, generator:
         channel.send({"call": "generate", "max_new_tokens": s.max_new_tokens, "stop_ids": sorted(s.stop_ids),
                       **sampling(s, generator)}, {"tokens": int32(prompt)})
         for count in range(1, s.max_new_tokens + 1):
-            fields, _ = channel.receive(PREFILL_SECONDS)
+            fields, _ = channel.receive(PREFILL_SECONDS if count == 1 else OVERDUE_SECONDS)
             channel.network.tokens(count, channel.clock.now())
             yield whole(fields.get("token"), 0, 2**31)
             if not fields.get("more"):
@@ -651,14 +656,14 @@ class Server(socketserver.ThreadingTCPServer):
         self.most_clients, self.idle_seconds = most_clients, idle_seconds
         self.places = threading.BoundedSemaphore(most_clients)
         self.connections: set[socket.socket] = set()
+        self.worker = ThreadPoolExecutor(1)
         try:
             super().__init__((host, port), Session)
         except (OSError, UnicodeError) as error:
             raise InputError(f"cannot serve at {host}:{port}: {error}") from None
         if not (secret or ipaddress.ip_address(self.server_address[0]).is_loopback):
-            super().server_close()
+            self.server_close()
             raise InputError(f"to serve beyond this machine, set a secret for both sides in {SECRET}")
-        self.worker = ThreadPoolExecutor(1)
 
     def verify_request(self, request: socket.socket, client_address) -> bool:
         """Whether to listen to a connection at all: not to more than could be clients soon."""
@@ -869,6 +874,7 @@ class Generation:
     """Tokens as they come, and the figures once they have all come."""
 
     tokens: list[int] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
     figures: Figures = field(default_factory=Figures)
     seconds: float = 0.0
     first_token_seconds: float = 0.0
@@ -904,6 +910,7 @@ def answer(model: Llama, drafter: "Drafter | Lookup | None", prompt: list[int], 
     try:
         for token, origin in itertools.chain.from_iterable(stream):
             result.tokens.append(token)
+            result.origins.append(origin)
             result.first_token_seconds = result.first_token_seconds or time.perf_counter() - start
             result.figures.unverified_tokens += origin == Origin.UNVERIFIED
             emit(token, origin)
@@ -937,9 +944,9 @@ def read_prompts(path: str) -> list[tuple[str, list[str]]]:
         try:
             record = json.loads(line)
             turns = [record["prompt"]] if "prompt" in record else record["turns"]
-            if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+            if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and is_encodable(t) for t in turns):
                 raise ValueError
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise InputError(f'{path}, line {line_number}: expected {{"prompt": text}} or '
                              '{"category": name, "turns": [text, ...]}') from None
         prompts.append((str(record.get("category", "all")), turns))
@@ -1007,8 +1014,8 @@ def bench(model: Llama, methods: dict[str, Method], tokenizer: Tokenizer, prompt
                 runs.setdefault(category, []).append(results)
     if not runs:
         raise InputError("no prompt fits the model's context")
-    runs["overall"] = [results for category in runs.values() for results in category]
-    return [row(model, category, name, results) for category, results in runs.items() for name in methods]
+    together = [("overall", [results for category in runs.values() for results in category])]
+    return [row(model, category, name, results) for category, results in [*runs.items(), *together] for name in methods]
 
 
 def row(model: Llama, category: str, name: str, runs: list[dict[str, Generation]]) -> dict:
@@ -1035,15 +1042,16 @@ def row(model: Llama, category: str, name: str, runs: list[dict[str, Generation]
 
 @torch.inference_mode()
 def aftermath(model: Llama, mine: list[Generation], bases: list[Generation]) -> dict:
-    """Of the text behind a disconnection: the share of it that the target wrote too, and the target's perplexity of it."""
+    """Of the text written without the server: the share of it that the target wrote too, and the target's perplexity of it."""
     unverified, agreed, nll = 0, 0, 0.0
     for g, base in zip(mine, bases):
-        start = len(g.tokens) - g.figures.unverified_tokens
+        alone = [i for i, origin in enumerate(g.origins) if origin == Origin.UNVERIFIED]
         tokens = torch.tensor(g.prompt + g.tokens, device=model.embed_tokens.weight.device)
-        first = len(g.prompt) + start
-        unverified += len(tokens) - first
-        agreed += sum(a == b for a, b in zip(g.tokens[start:], base.tokens[start:]))
-        nll += F.cross_entropy(model(tokens[None, :-1])[0, first - 1:].float(), tokens[first:], reduction="sum").item()
+        places = torch.tensor(alone, dtype=torch.long, device=tokens.device) + len(g.prompt)
+        unverified += len(alone)
+        agreed += sum(g.tokens[i:i + 1] == base.tokens[i:i + 1] for i in alone)
+        logits = model(tokens[None, :-1])[0, places - 1].float()  # (len(alone), V)
+        nll += F.cross_entropy(logits, tokens[places], reduction="sum").item()
     return {"unverified_tokens": unverified, "agreement": agreed / unverified, "perplexity": math.exp(nll / unverified)}
 
 
@@ -1132,7 +1140,8 @@ def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
     if args.remote and args.compile:
         raise InputError("--compile is for a target on this side; leave it out or start the server with it")
     for name in ("network", *LINK, "disconnect_after", "disconnect_for", "float16"):
-        if args.remote is None and getattr(args, name) not in (None, False):
+        value = getattr(args, name)
+        if args.remote is None and value is not None and value is not False:
             raise InputError(f"--{name.replace('_', '-')} is about the way to a server; add --remote")
     if args.bench and args.disconnect_after:
         raise InputError("--bench --remote cuts the network on its own; leave out --disconnect-after")
@@ -1162,7 +1171,7 @@ def main() -> None:
     parser = Parser(description="Generate with a drafter: the target's own text, sooner.")
     work = parser.add_mutually_exclusive_group(required=True)
     work.add_argument("--prompt")
-    work.add_argument("--bench", nargs="?", const=PROMPTS, metavar="FILE",
+    work.add_argument("--bench", type=Path, nargs="?", const=PROMPTS, metavar="FILE",
                       help="measure all methods on a .jsonl file of prompts (default: a few of our own)")
     work.add_argument("--serve", type=address, metavar="HOST:PORT", help="be the server for --remote, until SIGTERM")
     parser.add_argument("--until-eof", action="store_true", help="with --serve: end when stdin does, too")
@@ -1202,6 +1211,8 @@ def main() -> None:
     if args.serve:
         serve(Server(model, drafter, *args.serve, os.environ.get(SECRET, "")), args.until_eof)
     elif args.remote:
+        if args.remote == OWN_SERVER:  # which works on the same cores: more threads than these would wait for each other
+            torch.set_num_threads(max(1, torch.get_num_threads() // 4))
         with server_of(args, folder) as place:
             run(args, model, drafter, tokenizer, prompts, networks(args, *place))
     else:

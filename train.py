@@ -34,8 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm, trange
 
-from llama import (DTYPES, InputError, Llama, Parser, Tokenizer, add_model_arguments, default_dtype, load_target, natural,
-                   number, one_line, probabilities, run_command, sample)
+from llama import (DTYPES, InputError, Llama, Parser, Tokenizer, add_model_arguments, default_dtype, is_encodable,
+                   load_target, natural, number, one_line, probabilities, run_command, sample)
 from moa import Drafter, DrafterConfig, load_drafter, save_drafter
 
 DEPTHS = 8  # of the evaluation
@@ -587,13 +587,25 @@ def load_checkpoint(path: Path, args) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises what the damage happens to cause
         raise InputError(f"{path}: not a readable checkpoint: {one_line(error)}") from None
+    if not isinstance(state, dict) or "arguments" not in state:
+        raise InputError(f"{path}: not a checkpoint of this script")
     for name, value in state["arguments"].items():
-        if name not in FREE_TO_CHANGE and value != getattr(args, name):
-            raise InputError(f"{path} was made with --{name.replace('_', '-')} {value}, not {getattr(args, name)}; "
+        now = getattr(args, name, None)
+        if name not in FREE_TO_CHANGE and value != now:
+            raise InputError(f"{path} was made with --{name.replace('_', '-')} {value}, not {now}; "
                              "resume with the same arguments or choose another --out")
     if state["data_bytes"] != [os.path.getsize(path) for path in args.data]:
         raise InputError(f"{', '.join(args.data)}: changed since {path} was made; restore the data or choose another --out")
     return state
+
+
+def update_of(line: str) -> float:
+    """Which update a line of the log is about; inf for what an interrupted run may have left of one."""
+    try:
+        update = json.loads(line)["update"]
+    except (ValueError, LookupError, TypeError):
+        return math.inf
+    return update if isinstance(update, int) else math.inf
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -682,17 +694,12 @@ def read_questions(path: str | Path) -> list[str]:
             for line in file:
                 if is_conversation(line):
                     turns = [m.get("content") for m in read_messages(line.decode()) if m.get("role") == "user"]
-                    questions += [text for text in turns[:1] if isinstance(text, str) and is_encodable(text)]
+                    questions += [text for text in turns[:1] if isinstance(text, str) and text and is_encodable(text)]
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     if not questions:
         raise InputError(f"{path}: no conversation with a question; see train.py for the formats it reads")
     return questions
-
-
-def is_encodable(text: str) -> bool:
-    """Whether it is something, and no half of a surrogate pair is in it."""
-    return text != "" and text == text.encode(errors="ignore").decode()
 
 
 def is_conversation(line: bytes) -> bool:
@@ -849,6 +856,8 @@ def main() -> None:
     out, checkpoint = Path(args.out), Path(args.out) / "checkpoint.pt"
     if not args.synthesize and not args.resume and checkpoint.exists():
         raise InputError(f"{out} holds a checkpoint: add --resume to go on, or choose another --out")
+    if not args.synthesize and not args.resume and (out / "model.safetensors").exists():
+        raise InputError(f"{out} holds a drafter, which would be overwritten: choose another --out")
     if args.resume and not args.synthesize and not checkpoint.exists():
         raise InputError(f"{checkpoint}: no checkpoint to resume; run without --resume first")
     target, tokenizer = load_target(args)
@@ -889,15 +898,14 @@ def main() -> None:
         scaler.load_state_dict(state["scaler"])
         order, start = Order(training, args.seed, state["epoch"], state["position"]), state["update"]
     if worker.rank == 0:
-        lines = log_path.read_text().splitlines(keepends=True) if args.resume and log_path.exists() else []
-        whole = [line for line in lines if line.endswith("\n")]  # an interrupted run may have left half a line
-        log_path.with_suffix(".part").write_text("".join(line for line in whole if json.loads(line)["update"] <= start))
+        lines = log_path.read_text().splitlines() if args.resume and log_path.exists() else []
+        log_path.with_suffix(".part").write_text("".join(f"{line}\n" for line in lines if update_of(line) <= start))
         os.replace(log_path.with_suffix(".part"), log_path)
     held_out = [s for s in (data.get(int(i)) for i in held_out) if s is not None]
     held_out = held_out or draw_batch(data, Order(training, args.seed), 1)
     train(drafter, optimizer, scaler, data, order, held_out, start, epoch_updates, worker, args)
     if worker.rank == 0 and args.json:
-        print(log_path.read_text().splitlines()[-1])
+        print(next(reversed(log_path.read_text().splitlines()), "{}"))
     if worker.count > 1:
         dist.destroy_process_group()
 

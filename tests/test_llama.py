@@ -298,6 +298,9 @@ BROKEN = {  # what is done to the folder, what the message names
         "original_max_position_embeddings": 64}), "low_freq_factor"),
     "config not JSON": (lambda d: cut(d / "config.json", 0.5), "config.json"),
     "config not an object": (lambda d: (d / "config.json").write_text("[]"), "config.json"),
+    "index without a map": (lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": null}'), "weight_map"),
+    "index of numbers": (lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}'), "weight_map"),
+    "config too deep": (lambda d: (d / "config.json").write_text('{"a":' * 100_000), "config.json"),
     "no config": (lambda d: (d / "config.json").unlink(), "config.json"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "model.safetensors"),
     "truncated header": (lambda d: cut(d / "model.safetensors", 0.002), "model.safetensors"),
@@ -317,7 +320,12 @@ BROKEN_GGUF = {
     "missing tensor": (lambda m, t: t.pop("blk.2.ffn_up.weight"), "layers.2.mlp.up_proj.weight"),
     "misshapen tensor": (lambda m, t: t.update({"output_norm.weight": (0, (32,), bytes(128))}), "norm.weight is (32,)"),
     "misshapen keys": (lambda m, t: t.update({"blk.1.attn_k.weight": (0, (31, 64), bytes(31 * 256))}), "attn_k.weight"),
-    "tensor type": (lambda m, t: t.update({"blk.0.ffn_up.weight": (12, (160, 64), b"")}), "unsupported type 12")}
+    "tensor type": (lambda m, t: t.update({"blk.0.ffn_up.weight": (12, (160, 64), b"")}), "unsupported type 12"),
+    "heads that are text": (lambda m, t: m.update({"llama.attention.head_count": "x"}), "llama.attention.head_count"),
+    "no heads": (lambda m, t: m.update({"llama.attention.head_count_kv": 0}), "llama.attention.head_count_kv"),
+    "odd heads": (lambda m, t: m.update({"llama.attention.key_length": 15}), "15"),
+    "alignment": (lambda m, t: m.update({"general.alignment": "x"}), "general.alignment"),
+    "scalar embedding": (lambda m, t: t.update({"token_embd.weight": (0, (), bytes(4))}), "token_embd.weight")}
 
 
 @pytest.mark.parametrize("fault", BROKEN_GGUF)
@@ -447,6 +455,17 @@ def test_stop_ids_are_those_of_generation_config_else_of_config(llama3, stated, 
     (llama3 / "config.json").write_text('{"eos_token_id": 5}')
     (llama3 / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
     assert llama.load_tokenizer(llama3).stop_ids == stop_ids
+
+
+@pytest.mark.parametrize("stated", [[[1]], "abc", 2.5, [None], {"a": 1}], ids=str)
+def test_stop_ids_that_are_no_numbers_are_an_input_error(llama3, stated):
+    (llama3 / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
+    raises("eos_token_id", llama.load_tokenizer, llama3)
+
+
+def test_a_chat_template_in_another_encoding_is_survived(llama3):
+    (llama3 / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    assert llama.load_tokenizer(llama3).default_system is None
 
 
 def test_a_folder_without_a_usable_tokenizer_is_an_input_error(tmp_path):

@@ -14,9 +14,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from netsim import (DTYPES, FIRST_TIMEOUT, HEADER, LEAST_TIMEOUT, MAGIC, PACKET, PROFILES, VERSION, Channel, ConnectionClosed,
-                    Link, Lost, Network, Outage, ProtocolError, SmoothedTime, VirtualClock, WallClock, duration, rate,
-                    receive_message, send_message, share, symmetric)
+from netsim import (DTYPES, FIRST_TIMEOUT, HEADER, LEAST_TIMEOUT, MAGIC, MOST_PATIENCE, PACKET, PROFILES, VERSION, Channel,
+                    ConnectionClosed, Link, Lost, Network, Outage, ProtocolError, SmoothedTime, VirtualClock, WallClock,
+                    duration, rate, receive_message, send_message, share, symmetric)
 
 LIMIT = 1 << 20
 COSTS = {"draft": 0.002, "verify": 0.03}
@@ -148,8 +148,16 @@ def test_the_round_trip_is_smoothed_as_in_rfc_6298():
 def test_patience_covers_more_losses_in_a_row_the_more_answers_were_late():
     assert SmoothedTime().patience() == (1 + 2 + 4) * FIRST_TIMEOUT
     for late, losses in ((0, 2), (5, 4), (20, 6), (100, 6)):
-        trip = SmoothedTime(mean=1.0, deviation=0.5, count=100, late=late)
+        trip = SmoothedTime(mean=0.1, deviation=0.05, count=100, late=late)
         assert trip.patience() == (2**losses - 1) * trip.timeout()
+    assert SmoothedTime(mean=1.0, count=100, late=100).patience() == MOST_PATIENCE
+    assert SmoothedTime(mean=40.0, count=100, late=100).patience() == 3 * 40.0
+
+
+def test_the_first_round_trip_is_not_late_however_long_it_takes():
+    trip = SmoothedTime()
+    trip.observe(5 * FIRST_TIMEOUT)
+    assert trip.late == 0
 
 
 def test_the_smoothed_round_trip_finds_the_true_one_and_an_outage_does_not_spoil_it():

@@ -217,6 +217,29 @@ def test_after_an_outage_that_ends_the_target_has_the_word_again():
     assert Origin.UNVERIFIED in origins and origins[-1] != Origin.UNVERIFIED
 
 
+def test_the_benchmark_judges_what_was_written_without_the_server_wherever_it_stands():
+    target = new_target(16, context=512)
+    drafter = new_drafter(target)
+    base = answer(target, None, PROMPT, Settings(60))
+    mine = answer(target, None, PROMPT, Settings(60))
+    mine.tokens[3] = (base.tokens[3] + 1) % VOCABULARY
+    mine.origins = [Origin.UNVERIFIED if i in (2, 3, 7) else Origin.TARGET for i in range(60)]
+    figures = speculate.aftermath(target, [mine], [base])
+    log_p = target(torch.tensor([PROMPT + mine.tokens]))[0].log_softmax(-1)
+    nll = -sum(log_p[len(PROMPT) + i - 1, mine.tokens[i]].item() for i in (2, 3, 7)) / 3
+    assert figures == {"unverified_tokens": 3, "agreement": 2 / 3, "perplexity": pytest.approx(math.exp(nll), rel=1e-4)}
+
+
+def test_plain_use_of_an_api_says_when_the_server_is_gone(monkeypatch):
+    target = new_target(16)
+    drafter, waits = new_drafter(target), []
+    receive = speculate.Channel.receive
+    monkeypatch.setattr(speculate.Channel, "receive", lambda self, timeout: waits.append(timeout) or receive(self, timeout))
+    with serving(target, drafter) as server, pytest.raises(InputError, match="the answer ends here"):
+        answer(target, None, PROMPT, Settings(24), remote=remote_to(server, outages=(Outage(tokens=2),)))
+    assert waits == [speculate.PREFILL_SECONDS] + [speculate.OVERDUE_SECONDS] * (len(waits) - 1)
+
+
 @pytest.mark.parametrize("slow, after", [(4.0, 0), (2.0, 30)])
 def test_a_server_that_is_slow_is_not_taken_for_one_that_is_gone(slow, after):
     target, costs, origins = new_target(16, context=512), {**COSTS, "draft": 0.1}, []
@@ -404,6 +427,15 @@ def test_a_client_without_the_secret_is_told_so_and_nothing_else(capsys):
         tokens = answer(target, drafter, PROMPT, fixed(CHAIN), remote=remote_to(server, secret="tulip")).tokens
     assert tokens == answer(target, None, PROMPT, Settings(24)).tokens
     assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_a_place_that_cannot_be_served_at_is_an_input_error():
+    target = new_target(16)
+    drafter = new_drafter(target)
+    with serving(target, drafter) as server:
+        for host, port in (server.server_address, ("no.such.host.invalid", 7000)):
+            with pytest.raises(InputError, match="cannot serve at"):
+                Server(target, drafter, host, port)
 
 
 def test_beyond_this_machine_a_secret_is_required():

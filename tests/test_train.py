@@ -468,7 +468,7 @@ def test_no_moment_is_a_bad_one_to_die(tmp_path, data, command, undisturbed, mon
         patch.setattr(owner, name, fatal)
         command("--data", data, "--out", tmp_path, *LONG)
     with open(tmp_path / "log.jsonl", "a") as log:
-        log.write('{"update": 3')  # what was being written
+        log.write('{"update": null}\n{}\n{"update": 3')  # what was being written, and worse
     command("--data", data, "--out", tmp_path, *LONG, "--resume", "--json")
     assert_same_run(tmp_path, undisturbed)
 
@@ -482,6 +482,27 @@ def test_a_checkpoint_is_neither_misused_nor_overwritten(data, command, undistur
         command("--data", data, "--out", undisturbed, *LONG, *arguments)
     message, = capsys.readouterr().err.splitlines()
     assert error.value.code == 2 and why in message and (undisturbed / "checkpoint.pt").read_bytes() == before
+
+
+def test_a_file_that_is_no_checkpoint_and_a_drafter_without_one_are_left_alone(tmp_path, data, command, capsys):
+    torch.save([1], tmp_path / "checkpoint.pt")
+    for arguments, why in ((["--resume"], "not a checkpoint"), ([], "holds a drafter")):
+        with pytest.raises(SystemExit) as error:
+            command("--data", data, "--out", tmp_path, *LONG, *arguments)
+        message, = capsys.readouterr().err.splitlines()
+        assert error.value.code == 2 and why in message
+        (tmp_path / "checkpoint.pt").unlink(missing_ok=True)
+        (tmp_path / "model.safetensors").write_bytes(b"precious")
+    assert (tmp_path / "model.safetensors").read_bytes() == b"precious"
+
+
+def test_a_finished_run_without_its_log_can_be_resumed(tmp_path, data, command, capsys):
+    arguments = ["--data", data, "--out", tmp_path, "--updates", 1, "--json"]
+    command(*arguments)
+    (tmp_path / "log.jsonl").unlink()
+    capsys.readouterr()
+    command(*arguments, "--resume")
+    assert json.loads(capsys.readouterr().out) == {}
 
 
 def test_two_processes_train_as_one_does(tmp_path, tiny, data, command):
