@@ -1042,7 +1042,7 @@ def row(model: Llama, category: str, name: str, runs: list[dict[str, Generation]
 
 @torch.inference_mode()
 def aftermath(model: Llama, mine: list[Generation], bases: list[Generation]) -> dict:
-    """Of the text written without the server: the share of it that the target wrote too, and the target's perplexity of it."""
+    """Of the text written without the server: the share that the target wrote too, and the target's perplexity of it."""
     unverified, agreed, nll = 0, 0, 0.0
     for g, base in zip(mine, bases):
         alone = [i for i, origin in enumerate(g.origins) if origin == Origin.UNVERIFIED]
