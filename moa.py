@@ -230,6 +230,8 @@ class Drafter(nn.Module):
         if can_pack(self.Ekv2E.weight) and self.dtype == torch.float32 and torch.cpu._is_avx512_bf16_supported():
             for weight in (*self.parameters(), *(() if self.vocabulary is None else self.head.parameters())):
                 weight.data = weight.data.bfloat16()
+            if self.config.use_layer_self_attention:  # SA's and CA's tables stay exact: theirs are positions of long texts
+                self.layer_rotary = self.layer_rotary.bfloat16()
         return self
 
     def pack(self) -> "Drafter":
