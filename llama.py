@@ -10,6 +10,8 @@ and moa.py builds the drafter from the same `DecoderLayer`.
 
 Shapes: B batch, T tokens, S tokens seen so far, L layers, E hidden, H heads, D head size, V vocabulary.
 """
+from __future__ import annotations
+
 import argparse
 import hashlib
 import json
@@ -67,70 +69,6 @@ class Config:
     rope_factors: tuple[float, ...] | None = None  # D/2 divisors of the rotary frequencies (Llama-3.1's long context)
     max_position_embeddings: int = 8192
     tie_word_embeddings: bool = False
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Whether `pack` helps here: on a CPU that oneDNN has kernels for, in a type that it multiplies in."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def pack(*layers: nn.Linear) -> Tensor:
-    """The weights of some layers, one below the other, in oneDNN's own blocked layout. The layers give theirs up.
-
-    A pass over one token or over a draft of several should cost the same: reading the weights once. On a CPU F.linear takes
-    two to five times as long for 2 to 16 rows, and (W @ x.T).T is fast for two rows and slow for one or six. The kernel that
-    torch.compile picks for frozen weights runs at the speed of memory up to six rows, then arithmetic takes over.
-    """
-    weight = torch.cat([layer.weight for layer in layers]) if len(layers) > 1 else layers[0].weight
-    for layer in layers:
-        layer.weight = None
-    return torch.ops.mkldnn._reorder_linear_weight(weight, 16)  # 16 rows: what the layout is chosen for
-
-
-def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
-    """x (..., in) times packed weights -> (..., out)."""
-    rows = x.reshape(-1, x.shape[-1])
-    count = len(rows)
-    if count < 4:  # which the kernel is slower for: repeat them to 4 or 6
-        rows = torch.cat([rows] * -(-4 // count))
-    y = torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")[:count]
-    return y.view(*x.shape[:-1], -1)
-
-
-class Linear(nn.Linear):
-    """Without a bias. Once packed it can be applied, but neither trained nor saved."""
-
-    packed: Tensor | None = None
-
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__(inputs, outputs, bias=False)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return (self.weight if self.packed is None else self.packed).dtype
-
-    def pack(self) -> None:
-        self.packed = pack(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight) if self.packed is None else packed_linear(x, self.packed)
-
-
-class Joint:
-    """Linear layers of the same input: once packed, one product."""
-
-    def __init__(self, *layers: Linear):
-        self.layers, self.sizes, self.packed = layers, [layer.out_features for layer in layers], None
-
-    def pack(self) -> None:
-        self.packed = pack(*self.layers)
-
-    def __call__(self, x: Tensor) -> list[Tensor]:
-        if self.packed is None:
-            return [layer(x) for layer in self.layers]
-        return packed_linear(x, self.packed).split_with_sizes(self.sizes, dim=-1)
 
 
 class RMSNorm(nn.Module):
@@ -199,9 +137,13 @@ class Attention(nn.Module):
         None: everywhere. CAUSAL: at themselves and what stands before, T = S; the rest is not even computed.
         """
         k, v = kv.chunk(2, dim=-1)
-        causal = mask is CAUSAL
+        causal, shape = mask is CAUSAL, q.shape
+        if shape[2] == 1 and q.dtype != torch.float32:
+            # One token: the heads of a group, which ask the same keys, as rows of one query. In bfloat16 a CPU takes up to
+            # six times as long for every head on its own.
+            q = q.reshape(len(q), self.kv_heads, -1, self.head_dim)
         out = F.scaled_dot_product_attention(q, k, v, None if causal else mask, is_causal=causal, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return self.o_proj(out.reshape(shape).transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -249,12 +191,12 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def pack(self) -> None:
-        """For self-attention."""
+        """For self-attention. `attend` and `keys_values` are then of no use any more."""
         self.self_attn.pack(self.self_attn.joint_qkv)
         self.mlp.pack()
 
     def pack_cross(self) -> None:
-        """For cross-attention."""
+        """For cross-attention. `forward` is then of no use any more."""
         self.self_attn.pack(self.self_attn.q_proj, self.self_attn.joint_kv)
         self.mlp.pack()
 
@@ -341,7 +283,7 @@ class Llama(nn.Module):
         table = rotary_table(c.max_position_embeddings, c.head_dim, c.rope_theta, device, c.rope_factors)
         self.register_buffer("rotary", table, persistent=False)  # (2, context, D)
 
-    def pack(self) -> "Llama":
+    def pack(self) -> Llama:
         """Lay the weights out for fast inference, where `can_pack`. They are then neither trained through nor saved.
 
         A tied LM head parts from the embedding and has its own copy.
@@ -351,7 +293,7 @@ class Llama(nn.Module):
                 module.pack()
         return self
 
-    def compile_layers(self) -> "Llama":
+    def compile_layers(self) -> Llama:
         """Instead: every layer by torch.compile, which fuses what stands between the products. For a GPU."""
         for layer in self.layers:
             layer.compile(dynamic=True)
@@ -369,19 +311,19 @@ class Llama(nn.Module):
         return self.rotary[:, start:end]
 
     def run_layers(self, x: Tensor, layers: range, cache: KVCache | None = None, rope: Tensor | None = None,
-                   mask: Tensor | str | None = None) -> Tensor:
+                   mask: Tensor | str = CAUSAL) -> Tensor:
         """The residual stream x (B, T, E) through some of the layers; new keys and values go to the cache."""
         past, count = cache.length if cache else 0, x.shape[1]
         if rope is None:
             rope = self.rope(past, past + count)
-        if mask is None:
+        if mask is CAUSAL:
             mask = causal_mask(count, past + count, x.device)
         for i in layers:
             x = self.layers[i](x, rope, mask, (lambda kv: cache.append(i, kv)) if cache else (lambda kv: kv))
         return x
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None, rope: Tensor | None = None,
-               mask: Tensor | str | None = None) -> Tensor:
+               mask: Tensor | str = CAUSAL) -> Tensor:
         """Final hidden states, after the final norm. tokens (B, T), which follow those in the cache -> (B, T, E).
 
         A tree of tokens states each one's angles (2, T, D) and what it sees (T, S).
@@ -394,6 +336,74 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits of the token after each. tokens (B, T), which follow those in the cache -> (B, T, V)."""
         return self.lm_head(self.hidden(tokens, cache))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Linear layers that are fast on a CPU: their weights in oneDNN's layout
+# ---------------------------------------------------------------------------------------------------------------------
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether `pack` helps here: on a CPU that oneDNN has kernels for, in a type that it multiplies in."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack(*layers: nn.Linear) -> Tensor:
+    """The weights of some layers, one below the other, in oneDNN's own blocked layout. The layers give theirs up.
+
+    A pass over one token or over a draft of several should cost the same: reading the weights once. On a CPU F.linear takes
+    two to five times as long for 2 to 16 rows, and (W @ x.T).T is fast for two rows and slow for one or six. The kernel that
+    torch.compile picks for frozen weights runs at the speed of memory up to six rows, then arithmetic takes over.
+    """
+    weight = torch.cat([layer.weight for layer in layers]) if len(layers) > 1 else layers[0].weight
+    for layer in layers:
+        layer.weight = None
+    return torch.ops.mkldnn._reorder_linear_weight(weight, 16)  # 16 rows: what the layout is chosen for
+
+
+def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
+    """x (..., in) times packed weights -> (..., out)."""
+    rows = x.reshape(-1, x.shape[-1])
+    count = len(rows)
+    if count < 4:  # which the kernel is slower for: repeat them to 4 or 6
+        rows = torch.cat([rows] * -(-4 // count))
+    y = torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")[:count]
+    return y.view(*x.shape[:-1], -1)
+
+
+class Linear(nn.Linear):
+    """Without a bias. Once packed it can be applied, but neither trained nor saved."""
+
+    packed: Tensor | None = None
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return (self.weight if self.packed is None else self.packed).dtype
+
+    def pack(self) -> None:
+        self.packed = pack(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) if self.packed is None else packed_linear(x, self.packed)
+
+
+class Joint:
+    """Linear layers of the same input: once packed, one product."""
+
+    def __init__(self, *layers: Linear):
+        self.layers, self.sizes, self.packed = layers, [layer.out_features for layer in layers], None
+
+    def pack(self) -> None:
+        self.packed = pack(*self.layers)
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        if self.packed is None:
+            return [layer(x) for layer in self.layers]
+        return packed_linear(x, self.packed).split_with_sizes(self.sizes, dim=-1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -427,6 +437,13 @@ def sample(p: Tensor, generator: torch.Generator) -> Tensor:
     return race(p, generator).argmax(-1)
 
 
+def choose(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
+    """The next token: the likeliest at temperature 0, else one drawn. (..., V) -> (...)"""
+    if temperature == 0:
+        return logits.argmax(-1)
+    return sample(probabilities(logits, temperature, top_p), generator)
+
+
 @torch.inference_mode()
 def generate(model: Llama, prompt: list[int], max_new_tokens: int, stop_ids: set[int] = frozenset(),
              temperature: float = 0.0, top_p: float = 1.0, generator: torch.Generator | None = None) -> Iterator[int]:
@@ -437,7 +454,7 @@ def generate(model: Llama, prompt: list[int], max_new_tokens: int, stop_ids: set
     tokens = prompt
     for _ in range(max_new_tokens):
         hidden = model.hidden(torch.tensor([tokens], device=device), cache)
-        token = sample(probabilities(model.lm_head(hidden[0, -1]), temperature, top_p), generator).item()
+        token = choose(model.lm_head(hidden[0, -1]), temperature, top_p, generator).item()
         yield token
         if token in stop_ids:
             return
@@ -464,7 +481,7 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch
 
 
 def from_layer(first: int, tensors: Iterator[tuple[str, Callable[[], Tensor]]]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors read, of layers from `first` on, which is layer 0 here. The others are not read."""
+    """Read the tensors of the layers from `first` on, counted from 0 again, and those of no layer. The rest stays unread."""
     for name, read in tensors:
         block = re.fullmatch(r"layers\.(\d+)(\..+)", name)
         if block is None:
@@ -859,8 +876,10 @@ class Tokenizer:
         """Text of ids, without the control tokens."""
         return self.backend.decode(ids, skip_special_tokens=True)
 
-    def stream(self) -> "Stream":
-        return Stream(self.backend)
+    def stream(self) -> Callable[[int], str]:
+        """A function that decodes ids one by one; text comes out as soon as it ends on a whole character."""
+        decoder = tokenizers.decoders.DecodeStream(skip_special_tokens=True)
+        return lambda token: decoder.step(self.backend, token) or ""
 
     def opening(self, role: str) -> list[int]:
         """Ids that open a turn of `role`, for the model to fill."""
@@ -897,16 +916,6 @@ class Tokenizer:
         """Ids of a conversation [{"role", "content"}, ...], by default with an assistant's turn opened at the end."""
         ids = [i for piece, _ in self.turns(messages) for i in piece]
         return ids + self.opening("assistant") if add_generation_prompt else ids
-
-
-class Stream:
-    """Decodes ids one by one; text comes out as soon as it ends on a whole character."""
-
-    def __init__(self, backend: tokenizers.Tokenizer):
-        self.backend, self.decoder = backend, tokenizers.decoders.DecodeStream(skip_special_tokens=True)
-
-    def __call__(self, token: int) -> str:
-        return self.decoder.step(self.backend, token) or ""
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -5,13 +5,12 @@ M_Small guesses the next tokens of a frozen target from three attentions, each a
     LSA  Layer Self-Attention, over the L layers of one verified token's keys and values in the target's cache. Its mean
          over layers, projected to E, is that token's `memory`: a look at the target's whole state, not its last layer.
     SA   Self-Attention, causal, over the embeddings of prompt and draft: a drafted token sees the drafts before it.
-    CA   Cross-Attention, SA's output asking the memory of verified tokens. While drafting nothing is asked of tokens that
-         have no memory yet; in training a `horizon` bounds each query alike, so one pass trains on-policy.
+    CA   Cross-Attention, SA's output asking the memory of verified tokens. Drafted tokens have none yet. In training a
+         `horizon` for each query sets the same limit, so that one pass over a sequence trains on-policy.
     TLI  Target Layer Inference: CA's output stands for the hidden state that enters the target's last N layers (for
          N = 0: that leaves the final norm); those run on it, and the frozen LM head makes it a distribution.
 
-`Drafter.features` is the forward over all positions at once, under one horizon (train.py runs its parts under several);
-`Drafting` does the same step by step with caches.
+`Drafter.forward` covers all positions at once, under given horizons; `Drafting` does the same step by step with caches.
 
 Shapes: B batch, T tokens, L layers, E hidden, H heads, D head size, V vocabulary, N reused layers, K draft length;
 Ekv = Hkv * D is the width of one layer's keys.
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from llama import (DecoderLayer, InputError, KVCache, Linear, Llama, can_pack, causal_mask, fill, one_line, probabilities,
                    race, read_json, read_tensors, rotary_table)
 
-COUNTED = 64  # tokens of a q that is sent: see to_counts
+COARSE_TOKENS = 64  # of a q that is sent: see to_coarse
 PROMPT_CHUNK = 256  # LSA works on T x L rows: a long prompt is remembered this many tokens at a time
 
 
@@ -82,8 +81,8 @@ class Memory:
 class Shape:
     """How large a draft may grow. A chain is a tree of breadth 1.
 
-    A token is not proposed if its path's probability is below `token_threshold`, and those of a level are the last if
-    theirs add up to less than `level_threshold`: what they stand to gain would not pay for itself.
+    A token is proposed only if the probability of its path is at least `token_threshold`, and a level is the last one if
+    those of its leaves add up to less than `level_threshold`: more would not pay for itself.
     """
 
     depth: int
@@ -91,10 +90,10 @@ class Shape:
     nodes: int = 8  # tokens of a tree in all
     token_threshold: float = 0.0
     level_threshold: float = 0.0
-    counted: bool = False  # drawn from a q that is small enough to be sent: see to_counts
+    coarse: bool = False  # drawn from a q of 64 tokens in 8 bits each, which can be sent: see to_coarse
 
     def room(self, drafted: int, temperature: float) -> int:
-        """How many tokens the next level may have. At temperature 0 it may be too many: `draft` drops them in the end."""
+        """How many tokens the next level may have. At temperature 0 a whole tree's: `draft` keeps the best in the end."""
         if self.breadth == 1:
             return 1
         return self.nodes if temperature == 0 else min(-(-self.nodes // self.depth), self.nodes - drafted)
@@ -129,7 +128,7 @@ class Draft:
 
 
 def walk(parents: list[int], nodes: list[int], tokens: list[int]) -> list[int]:
-    """Down a tree along these tokens, as far as it goes: the indices of the nodes that are they."""
+    """Follow these tokens down a tree, as far as it has them: the indices of the nodes on the way."""
     path, child = [], {(parent, node): i for i, (parent, node) in enumerate(zip(parents, nodes))}
     for token in tokens:
         i = child.get((path[-1] if path else -1, token))
@@ -224,8 +223,8 @@ class Drafter(nn.Module):
     def lighten(self) -> "Drafter":
         """In bfloat16 instead of float32, where the CPU multiplies in it. The target stays as it is.
 
-        What is guessed need not be exact, only q what is drawn from. After a pass of the target has swept the CPU's cache,
-        half the bytes come back in half the time, and those of a small drafter then stay for the steps that follow.
+        A guess need not be exact; q only has to be what drafts are drawn from. After a pass of the target has swept the
+        CPU's cache, half the bytes come back in half the time, and a small drafter's then stay for the steps that follow.
         """
         if can_pack(self.Ekv2E.weight) and self.dtype == torch.float32 and torch.cpu._is_avx512_bf16_supported():
             for weight in (*self.parameters(), *(() if self.vocabulary is None else self.head.parameters())):
@@ -267,8 +266,17 @@ class Drafter(nn.Module):
         tokens (B, T); kv (B, T, L, 2 Ekv) as in the target's cache; horizon (B, T): the last position whose memory
         query i may read, -1 for none; hidden (B, T, E), the target's final hidden states, needed without LSA only.
         """
-        guess = self.guess(self.self_attend(tokens), self.memory(kv, hidden), horizon)
-        return self.infer_target_layers(guess, kv, horizon)
+        return self(tokens, self.memory(kv, hidden), kv, horizon[None])[1][0]
+
+    def forward(self, tokens: Tensor, memory: Tensor, kv: Tensor | None, horizons: Tensor) -> tuple[Tensor, Tensor]:
+        """CA's guesses and the features, both (R, B, T, E), under horizons (R, B, T). SA is paid for once.
+
+        tokens (B, T), memory (B, T, E); kv as in `features`, needed for N > 0 only.
+        """
+        x = self.self_attend(tokens)
+        guesses = [self.guess(x, memory, horizon) for horizon in horizons]
+        features = [self.infer_target_layers(guess, kv, horizon) for guess, horizon in zip(guesses, horizons)]
+        return torch.stack(guesses), torch.stack(features)
 
     def self_attend(self, tokens: Tensor) -> Tensor:
         """SA: (B, T) -> (B, T, E)."""
@@ -331,13 +339,13 @@ class Drafter(nn.Module):
         return (Drafting if self.config.use_cross_attention else OffPolicyDrafting)(self, capacity)
 
 
-def to_counts(q: Tensor) -> tuple[Tensor, Tensor]:
+def to_coarse(q: Tensor) -> tuple[Tensor, Tensor]:
     """Each q (., V) as its 64 likeliest ids, int32, and their weights, uint8, of which the largest is 255; both (., 64)."""
-    likely, ids = q.topk(min(COUNTED, q.shape[-1]))
+    likely, ids = q.topk(min(COARSE_TOKENS, q.shape[-1]))
     return ids.int(), (255 * likely / likely[..., :1]).round().to(torch.uint8)
 
 
-def from_counts(ids: Tensor, counts: Tensor, vocab_size: int) -> Tensor:
+def from_coarse(ids: Tensor, counts: Tensor, vocab_size: int) -> Tensor:
     """The distribution (., V) that has these counts: the same floats wherever it is made."""
     q = counts.float() / counts.sum(-1, keepdim=True)
     return q.new_zeros(*q.shape[:-1], vocab_size).scatter_(-1, ids.long(), q)
@@ -348,7 +356,7 @@ def children(q: Tensor, reach: list[float], room: int, threshold: float, tempera
     """Up to `room` children of a level's leaves as (leaf, choice, value), by leaf and in order. q (leaves, V).
 
     A child's value is its probability times its leaf's, which is in reach. At temperature 0 a leaf proposes its likeliest
-    tokens. Above it as many as would be that good are drawn instead, without replacement: as they finish in a race.
+    tokens. Above it as many are drawn from q instead, without replacement: in the order in which they finish a race.
     """
     likely, choice = q.topk(min(room, q.shape[-1]))  # (leaves, room)
     scale = torch.tensor(reach, device=q.device)[:, None]
@@ -358,7 +366,7 @@ def children(q: Tensor, reach: list[float], room: int, threshold: float, tempera
         choice = race(q, generator).topk(choice.shape[1]).indices
         likely = q.gather(-1, choice)
     choices, values = choice.tolist(), (likely * scale).tolist()
-    return [(leaf, choices[leaf][rank], values[leaf][rank]) for leaf, rank in sorted((leaf, rank) for _, leaf, rank in best)]
+    return [(leaf, choices[leaf][rank], values[leaf][rank]) for _, leaf, rank in sorted(best, key=lambda child: child[1:])]
 
 
 class Drafting:
@@ -427,17 +435,16 @@ class Drafting:
         together, and at temperature 0 the best nodes overall are kept. Above it a token once drawn is always proposed, or
         its q would not be the distribution it came from: a level's size is settled before it is drawn.
         """
-        tokens, parents, values, qs = [], [], [], []
-        leaves, row = [-1], {}  # row: the index in self.drafted of an expanded node
+        tokens, parents, values, qs = [token], [-1], [1.0], []  # node 0 is `token`
+        leaves, row = [0], {-1: len(self.drafted) - 1}  # row: the index in self.drafted of an expanded node
         for _ in range(shape.depth):
-            features = (self.step([token], [len(self.drafted) - 1]) if leaves == [-1] else
-                        self.step([tokens[i] for i in leaves], [row[parents[i]] for i in leaves]))  # (leaves, E)
+            features = self.step([tokens[i] for i in leaves], [row[parents[i]] for i in leaves])  # (leaves, E)
             row.update({leaf: len(self.drafted) - len(leaves) + i for i, leaf in enumerate(leaves)})
             q = probabilities(self.drafter.logits(features), temperature or 1.0, top_p if temperature > 0 else 1.0)
-            if shape.counted and temperature > 0:
-                q = from_counts(*to_counts(q), q.shape[-1])
-            room = shape.room(len(tokens), temperature)
-            reach = [values[i] if i >= 0 else 1.0 for i in leaves]
+            if shape.coarse and temperature > 0:
+                q = from_coarse(*to_coarse(q), q.shape[-1])
+            room = shape.room(len(tokens) - 1, temperature)
+            reach = [values[i] for i in leaves]
             level = children(q, reach, room, shape.token_threshold, temperature, generator) if room else []
             if not level:
                 break
@@ -450,30 +457,37 @@ class Drafting:
             leaves = sorted(sorted(range(start, len(tokens)), key=lambda i: -values[i])[:shape.breadth])
             if sum(values[i] for i in leaves) < shape.level_threshold:
                 break
-        if temperature > 0 or shape.breadth == 1:
-            return Draft(token, tokens, parents, self.drafter.spread(torch.cat(qs)) if temperature > 0 and qs else None)
-        kept = sorted(sorted(range(len(tokens)), key=lambda i: -values[i])[:shape.nodes])  # never a node without its parent
-        index = {-1: -1, **{node: i for i, node in enumerate(kept)}}
-        return Draft(token, [tokens[i] for i in kept], [index[parents[i]] for i in kept])
+        kept = range(1, len(tokens))
+        if temperature == 0 and shape.breadth > 1:
+            kept = sorted(sorted(kept, key=lambda i: -values[i])[:shape.nodes])  # never a node without its parent
+        index = {0: -1, **{node: i for i, node in enumerate(kept)}}
+        q = self.drafter.spread(torch.cat(qs)) if temperature > 0 and qs else None
+        return Draft(token, [tokens[i] for i in kept], [index[parents[i]] for i in kept], q)
 
     def step(self, tokens: list[int], parents: list[int]) -> Tensor:
-        """Features (T, E) at the tokens of one level. parents index self.drafted; behind the last verified token it is -1."""
+        """SA, CA and TLI on the tokens of one level, all at the same position: features (T, E).
+
+        parents index self.drafted; behind the last verified token it is -1. What SA reads, and what of it a token sees:
+
+            verified, in the cache | verified, unread until now | assumed | drafted before | this level
+            all                    | all                        | all     | its ancestors  | itself
+        """
         drafter, cache = self.drafter, self.self_cache
         unread, self.pending = self.pending, []
         assert not unread or len(tokens) == 1  # verified tokens are read by a cycle's first step, which is of one token
         self.drafted += tokens
         self.parents += parents
-        known = self.verified + self.assumed  # a chain, which all behind it see
+        prefix = self.verified + self.assumed
         ancestors = ancestor_mask([max(i - self.assumed, -1) for i in self.parents[self.assumed:]])[-len(tokens):]
-        mask = None if ancestors.all() else F.pad(ancestors, (known, 0), value=True).to(cache.kv.device)  # (T, all so far)
-        position = known + int(ancestors[0].sum()) - 1  # of all these tokens: what they all see + their depth
+        tree_mask = None if ancestors.all() else F.pad(ancestors, (prefix, 0), value=True).to(cache.kv.device)
+        position = prefix + int(ancestors[0].sum()) - 1
         rope = drafter.rotary[:, position - len(unread):position + 1]
         x = drafter.target.embed_tokens(torch.tensor([unread + tokens], device=cache.kv.device)).to(drafter.dtype)
-        causal = causal_mask(len(unread) + 1, position + 1, x.device) if unread else mask
-        x = drafter.self_attention(x, rope, causal, lambda kv: cache.append(0, kv))  # (1, unread + T, E)
+        self_mask = causal_mask(len(unread) + 1, position + 1, x.device) if unread else tree_mask
+        x = drafter.self_attention(x, rope, self_mask, lambda kv: cache.append(0, kv))  # (1, unread + T, E)
         cache.advance(x.shape[1])
-        x = self.guess(x, rope, causal, parents)  # (1, T, E)
-        return self.infer_target_layers(x, position, mask)[0]
+        x = self.guess(x, rope, self_mask, parents)  # (1, T, E)
+        return self.infer_target_layers(x, position, tree_mask)[0]
 
     def guess(self, x: Tensor, rope: Tensor, mask: Tensor | str | None, parents: list[int]) -> Tensor:
         """CA of the newest tokens, (1, T, E)."""
@@ -495,26 +509,27 @@ class Drafting:
 class OffPolicyDrafting(Drafting):
     """Drafting without CA: a causal layer over SA's output plus the memory of the token before.
 
-    A drafted token has no memory; its parent's guessed hidden state stands in. Accepted tokens are read again once their
-    true memories are there, as EAGLE does.
+    A drafted token has no memory; what its parent's features would give stands in. Accepted tokens are read again once their
+    true memories are there, as EAGLE does. LSA's memory cannot be had from features: with LSA they stand in themselves,
+    which training has not seen, so that this ablation makes CA look better than it is.
     """
 
     def __init__(self, drafter: Drafter, capacity: int):
         super().__init__(drafter, capacity)
         self.previous = torch.zeros(1, 1, drafter.target.config.hidden_size, dtype=drafter.dtype,
                                     device=self.self_cache.kv.device)  # (1, unread + 1, E), what the next tokens read
-        self.guesses: list[Tensor] = []  # of each token in drafted, (1, 1, E)
+        self.substitutes: list[Tensor] = []  # for the memory of each token in drafted, (1, 1, E)
 
     def observe(self, memory: Memory) -> None:
         self.self_cache.truncate(self.self_cache.length - len(self.drafted))
         self.cross_cache.truncate(self.self_cache.length)
-        self.drafted, self.parents, self.guesses = [], [], []
+        self.drafted, self.parents, self.substitutes = [], [], []
         super().observe(memory)
 
     def keep(self, path: list[int]) -> None:
         super().keep(path)
         self.cross_cache.keep(self.cross_cache.length - len(self.drafted), path)
-        self.guesses = [self.guesses[i] for i in path]
+        self.substitutes = [self.substitutes[i] for i in path]
 
     def append_states(self, states: Tensor) -> None:
         self.previous = torch.cat([self.previous, states], dim=1)
@@ -523,12 +538,18 @@ class OffPolicyDrafting(Drafting):
         if parents == [-1]:
             previous, self.previous = self.previous, self.previous[:, -1:]
         else:
-            previous = torch.cat([self.guesses[i] for i in parents], dim=1)
+            previous = torch.cat([self.substitutes[i] for i in parents], dim=1)
         x = self.drafter.cross_attention(x + previous, rope, mask, lambda kv: self.cross_cache.append(0, kv))
         self.cross_cache.advance(x.shape[1])
-        x = x[:, -len(parents):]
-        self.guesses += x.split(1, dim=1)
-        return x
+        return x[:, -len(parents):]
+
+    def infer_target_layers(self, x: Tensor, position: int, mask: Tensor | None) -> Tensor:
+        features = super().infer_target_layers(x, position, mask)
+        states = features.to(self.drafter.dtype)
+        if not self.drafter.config.use_layer_self_attention:
+            states = self.drafter.Ekv2E(states)
+        self.substitutes += states.split(1, dim=1)
+        return features
 
 
 # ---------------------------------------------------------------------------------------------------------------------

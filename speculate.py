@@ -52,11 +52,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from llama import (DEFAULT_MODEL, InputError, KVCache, Llama, Parser, Tokenizer, add_generation_arguments, add_model_arguments,
-                   answer_length, generate, is_encodable, load_target, natural, number, one_line, probabilities, report,
-                   run_command, sample)
-from moa import (COUNTED, PROMPT_CHUNK, Draft, Drafter, Drafting, Memory, Shape, ancestor_mask, from_counts, load_drafter,
-                 read_config, to_counts, walk)
+from llama import (CAUSAL, DEFAULT_MODEL, InputError, KVCache, Llama, Parser, Tokenizer, add_generation_arguments,
+                   add_model_arguments, answer_length, generate, is_encodable, load_target, natural, number, one_line,
+                   probabilities, report, run_command, sample)
+from moa import (COARSE_TOKENS, PROMPT_CHUNK, Draft, Drafter, Drafting, Memory, Shape, ancestor_mask, from_coarse, load_drafter,
+                 read_config, to_coarse, walk)
 from netsim import (PROFILES, Channel, ConnectionClosed, Link, Lost, Outage, ProtocolError, SmoothedTime, VirtualClock,
                     WallClock, duration, rate, receive_exactly, receive_message, send_message, share, symmetric)
 
@@ -64,8 +64,8 @@ SHIPPED = {DEFAULT_MODEL: Path(__file__).parent / "weights" / DEFAULT_MODEL}
 PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
 CHAIN = Shape(depth=6)
 TREE = Shape(depth=6, breadth=3, nodes=8)
-REMOTE_CHAIN = Shape(depth=8, counted=True)  # a round trip is dear: draft further
-REMOTE_TREE = Shape(depth=8, breadth=3, nodes=16, counted=True)
+REMOTE_CHAIN = Shape(depth=8, coarse=True)  # a round trip is dear: draft further
+REMOTE_TREE = Shape(depth=8, breadth=3, nodes=16, coarse=True)
 LOOKUP_SIZES = (3,)  # of --lookup
 
 
@@ -213,32 +213,31 @@ def speculate(target: "LocalTarget | RemoteTarget", drafting: Drafting, prompt: 
     verdict = target.prefill(prompt)
     while True:
         tokens = (verdict.accepted + [verdict.token])[:left]
-        end = next((i + 1 for i, token in enumerate(tokens) if token in s.stop_ids), len(tokens))
-        left -= end
+        count = next((i + 1 for i, token in enumerate(tokens) if token in s.stop_ids), len(tokens))
+        left -= count
         origins = [Origin.DRAFT] * len(verdict.accepted) + [Origin.TARGET]
-        yield list(zip(tokens[:end], origins if verdict.memory else [Origin.UNVERIFIED] * end))
-        if left == 0 or tokens[end - 1] in s.stop_ids:
+        yield list(zip(tokens[:count], origins if verdict.memory else [Origin.UNVERIFIED] * count))
+        if left == 0 or tokens[count - 1] in s.stop_ids:
             return
-        start = target.clock()
+        began = target.clock()
         pace = Pace.fastest(paces)
         shape = pace.fit() if s.adaptive else pace.shape
         shape = replace(shape, depth=min(shape.depth, left - 1))
-        ready = verdict.ahead
+        ready = verdict.ahead  # a draft that costs nothing any more
         if verdict.memory:
             drafting.observe(verdict.memory)
             lookup.observe(verdict.memory)
             ready = ready or lookup.find(verdict.token, shape.depth)
         draft = ready or drafting.draft(verdict.token, shape, s.temperature, s.top_p, generator)
-        middle = target.clock()
+        drafted = target.clock()
         verdict = target.verify(draft)  # LSA runs on the target's side
-        end_time = target.clock()
-        figures.draft_seconds += middle - start
-        figures.verify_seconds += end_time - middle
+        draft_seconds, verify_seconds = drafted - began, target.clock() - drafted
+        figures.draft_seconds += draft_seconds
+        figures.verify_seconds += verify_seconds
         if verdict.memory:
             if verdict.checked and figures.target_calls > 0 and not ready:  # the first draft reads the whole prompt too
-                seconds = end_time - middle
-                pace.record(max(1, *draft.depths()), middle - start, 1 + len(draft.tokens), verdict.pass_seconds or seconds,
-                            seconds, 1 + len(verdict.accepted))
+                pace.record(max(1, *draft.depths()), draft_seconds, 1 + len(draft.tokens),
+                            verdict.pass_seconds or verify_seconds, verify_seconds, 1 + len(verdict.accepted))
             figures.target_calls += 1
             figures.drafted += len(draft.tokens)
 
@@ -264,34 +263,24 @@ def accept(p: Tensor, draft: Draft, generator: torch.Generator) -> tuple[list[in
         u q(x) < p(x), with u uniform: x is kept, that is with probability min(1, p(x) / q(x))
         otherwise: p <- norm(max(p - q, 0)), q <- norm(q without x), and on to the next sibling
         none is left: the token behind the kept node is drawn from what p has become
-
-    Siblings of one rank are tried together in all families, so that the device waits for the host once, not once a node.
     """
-    parents = sorted(set(draft.parents))
-    families = [[i for i, parent in enumerate(draft.parents) if parent == mother] for mother in parents]
-    p_left, q_left = p[[parent + 1 for parent in parents]], draft.q  # (F, V) of F families
-    trials, tried = [], None
-    for rank in range(max(map(len, families), default=0)):
-        x = torch.tensor([[draft.tokens[f[rank]] if rank < len(f) else -1] for f in families], device=p.device)  # (F, 1)
-        present, x = x >= 0, x.clamp(min=0)
-        if draft.q is None:  # nothing was drawn: x had probability 1
-            q_left = torch.zeros_like(p_left).scatter_(1, x, 1.0)
-        elif tried is not None:
-            q_left = normalised(q_left.scatter(1, tried, 0.0))
-        u = torch.rand(len(x), 1, device=p.device, generator=generator)
-        trials.append(present & (u * q_left.gather(1, x) < p_left.gather(1, x)))
-        residual = normalised((p_left - q_left).clamp(min=0))
-        p_left = torch.where(present & (residual.sum(1, keepdim=True) > 0), residual, p_left)  # all 0 where p = q
-        tried = x
-    trials = torch.cat(trials, dim=1).tolist() if trials else []
+    drawn_from = {} if draft.q is None else dict(zip(sorted(set(draft.parents)), draft.q))  # parent: q (V)
     path, node = [], -1
-    while node in parents:
-        i = parents.index(node)
-        if True not in trials[i]:
-            return path, int(sample(p_left[i], generator))
-        node = families[i][trials[i].index(True)]
-        path.append(node)
-    return path, int(sample(p[node + 1], generator))
+    while True:
+        p_left, q_left = p[node + 1], drawn_from.get(node)  # (V)
+        for child in [i for i, parent in enumerate(draft.parents) if parent == node]:
+            x = torch.tensor(draft.tokens[child], device=p.device)
+            if draft.q is None:  # nothing was drawn: x had probability 1
+                q_left = torch.zeros_like(p_left).index_fill_(0, x, 1.0)
+            if torch.rand((), device=p.device, generator=generator) * q_left[x] < p_left[x]:
+                break
+            residual = normalised((p_left - q_left).clamp(min=0))
+            p_left = residual if residual.any() else p_left  # all 0 where p = q
+            q_left = normalised(q_left.index_fill(0, x, 0.0))
+        else:
+            return path, int(sample(p_left, generator))
+        path.append(child)
+        node = child
 
 
 def normalised(p: Tensor) -> Tensor:
@@ -314,7 +303,7 @@ class LocalTarget:
 
     def verify(self, draft: Draft) -> Verdict:
         """Check a draft in one pass; the cache keeps its root and the nodes that are accepted."""
-        start, device, rope, mask = self.cache.length, self.cache.kv.device, None, None
+        start, device, rope, mask = self.cache.length, self.cache.kv.device, None, CAUSAL
         if not draft.is_chain():
             depths = torch.tensor(draft.depths(), device=device)
             rope = self.model.rope(start, start + int(depths.max()) + 1)[:, depths]  # (2, K + 1, D)
@@ -395,7 +384,7 @@ def unpack_memory(tokens: list[int], tensors: dict[str, Tensor], drafting: Draft
     return Memory(tokens, states("cross", cross), states("reused", reused) if len(reused) else reused[..., :0, :])
 
 
-def sampling(settings: Settings, generator: torch.Generator) -> dict:
+def sampling_fields(settings: Settings, generator: torch.Generator) -> dict:
     """How the server is to sample: with chances of its own, which must not be those that drafts were drawn with."""
     seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
     return {"temperature": settings.temperature, "top_p": settings.top_p, "seed": seed}
@@ -542,7 +531,7 @@ class RemoteTarget:
     def draft_on(self, ids: list[int]) -> Tensor | None:
         """Draft one more token behind `ids`, of which all but the last is assumed; its q."""
         s = self.settings
-        step = self.drafting.draft(ids[-1], Shape(1, counted=True), s.temperature, s.top_p, self.generator)
+        step = self.drafting.draft(ids[-1], Shape(1, coarse=True), s.temperature, s.top_p, self.generator)
         self.channel.clock.work("draft")
         self.drafting.assume(ids[-1:])
         ids += step.tokens
@@ -580,7 +569,7 @@ class RemoteTarget:
         s, context = self.settings, self.drafting.drafter.target.config.max_position_embeddings
         capacity = min(self.capacity, context + MOST_DRAFTS)
         self.channel.send({"call": "read", "start": start, "capacity": capacity, "exact": self.remote.exact,
-                           **sampling(s, self.generator)}, {"tokens": int32(self.tokens[start:])})
+                           **sampling_fields(s, self.generator)}, {"tokens": int32(self.tokens[start:])})
         pieces = [self.tokens[a:a + PROMPT_CHUNK] for a in range(start, len(self.tokens), PROMPT_CHUNK)]
         answers = [self.receive(patience, lambda _: piece) for piece in pieces]
         self.reading = self.channel.clock.worked(answers[-1][0])
@@ -615,7 +604,7 @@ class RemoteTarget:
 def pack_draft(draft: Draft) -> dict[str, Tensor]:
     tensors = {"drafts": int32(draft.tokens), "parents": int32(draft.parents)}
     if draft.q is not None:
-        tensors["ids"], tensors["counts"] = to_counts(draft.q)
+        tensors["ids"], tensors["counts"] = to_coarse(draft.q)
     return tensors
 
 
@@ -631,7 +620,7 @@ def call_api(channel: Channel, prompt: list[int], settings: Settings, generator:
     s = settings
     try:
         channel.send({"call": "generate", "max_new_tokens": s.max_new_tokens, "stop_ids": sorted(s.stop_ids),
-                      **sampling(s, generator)}, {"tokens": int32(prompt)})
+                      **sampling_fields(s, generator)}, {"tokens": int32(prompt)})
         for count in range(1, s.max_new_tokens + 1):
             fields, _ = channel.receive(PREFILL_SECONDS if count == 1 else OVERDUE_SECONDS)
             channel.network.tokens(count, channel.clock.now())
@@ -752,7 +741,7 @@ class Session(socketserver.BaseRequestHandler):
         tokens = checked_ids(tensors["tokens"], 0, vocab_size)
         if fields["start"] == 0:
             capacity, self.exact = whole(fields["capacity"], 1, context + MOST_DRAFTS), fields["exact"] is True
-            self.target = LocalTarget(self.model, self.server.drafter, capacity, *self.sampling(fields))
+            self.target = LocalTarget(self.model, self.server.drafter, capacity, *self.read_sampling(fields))
         elif self.target is None:
             raise ValueError("the first read must start at 0")
         start = whole(fields["start"], 0, self.target.cache.length)
@@ -773,11 +762,11 @@ class Session(socketserver.BaseRequestHandler):
             raise ValueError("the parents of drafts must come before them")
         if self.target.settings.temperature > 0 and "counts" in tensors:
             counts = tensors["counts"]
-            size = (len(set(parents)), min(COUNTED, vocab_size))
+            size = (len(set(parents)), min(COARSE_TOKENS, vocab_size))
             checked_ids(tensors["ids"].flatten(), 0, vocab_size)
             if not tensors["ids"].shape == counts.shape == size or counts.dtype != torch.uint8 or not counts.sum(-1).all():
                 raise ValueError("q does not fit the drafts")
-            q = from_counts(tensors["ids"], counts, vocab_size).to(self.model.embed_tokens.weight.device)
+            q = from_coarse(tensors["ids"], counts, vocab_size).to(self.model.embed_tokens.weight.device)
         verdict, memory = self.server.work(self.with_memory, self.target.verify, Draft(token, drafts, parents, q))
         self.reply("verify", {"accepted": verdict.accepted, "token": verdict.token}, memory)
 
@@ -785,7 +774,7 @@ class Session(socketserver.BaseRequestHandler):
         """The target's own tokens, one a reply."""
         tokens, stop_ids = checked_ids(tensors["tokens"], 0, self.model.config.vocab_size), set(fields["stop_ids"])
         room = self.model.config.max_position_embeddings - len(tokens)
-        count, (settings, generator) = whole(fields["max_new_tokens"], 1, room if tokens else 0), self.sampling(fields)
+        count, (settings, generator) = whole(fields["max_new_tokens"], 1, room if tokens else 0), self.read_sampling(fields)
         stream = generate(self.model, tokens, count, stop_ids, settings.temperature, settings.top_p, generator)
         for left in reversed(range(count)):
             token = self.server.work(next, stream)
@@ -794,7 +783,7 @@ class Session(socketserver.BaseRequestHandler):
             if not more:
                 return
 
-    def sampling(self, fields: dict) -> tuple[Settings, torch.Generator]:
+    def read_sampling(self, fields: dict) -> tuple[Settings, torch.Generator]:
         temperature, top_p, seed = float(fields["temperature"]), float(fields["top_p"]), whole(fields["seed"], 0, 2**63 - 1)
         if not 0 <= temperature <= 100 or not 0 < top_p <= 1:
             raise ValueError(f"no such sampling: temperature {temperature}, top-p {top_p}")

@@ -34,8 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm, trange
 
-from llama import (DTYPES, InputError, Llama, Parser, Tokenizer, add_model_arguments, default_dtype, is_encodable,
-                   load_target, natural, number, one_line, probabilities, run_command, sample)
+from llama import (DTYPES, InputError, Llama, Parser, Tokenizer, add_model_arguments, choose, default_dtype, is_encodable,
+                   load_target, natural, number, one_line, run_command)
 from moa import Drafter, DrafterConfig, load_drafter, save_drafter
 
 DEPTHS = 8  # of the evaluation
@@ -61,8 +61,11 @@ def run_horizon(reply: Tensor, length: int, phase: int) -> Tensor:
     return torch.where(reply, position - in_run - 1, position)
 
 
-def queries(reply: Tensor) -> Tensor:
-    """Where drafting can ask: at an assistant's token that another one follows. (T) -> (T) bool."""
+def loss_mask(reply: Tensor) -> Tensor:
+    """The positions that are trained: the assistant's tokens that another of its own follows. (T) -> (T) bool.
+
+    Drafting asks at no others: an answer's first token comes from the target's own pass over the prompt.
+    """
     return reply & F.pad(reply[1:], (0, 1))
 
 
@@ -131,10 +134,7 @@ def both_passes(drafter: Drafter, tokens: Tensor, horizons: Tensor, frozen: tupl
         pooled = drafter.pool(kv, final)
     else:
         kv, (pooled, final), entering = None, frozen, None
-    memory, x = drafter.Ekv2E(pooled), drafter.self_attend(tokens)
-    guesses = [drafter.guess(x, memory, horizon) for horizon in horizons]
-    features = [drafter.infer_target_layers(guess, kv, horizon) for guess, horizon in zip(guesses, horizons)]
-    return Passes(torch.stack(guesses), torch.stack(features), entering, final)
+    return Passes(*drafter(tokens, drafter.Ekv2E(pooled), kv, horizons), entering, final)
 
 
 @torch.no_grad()
@@ -151,7 +151,7 @@ def freeze(drafter: Drafter, sequences: list[Sequence]) -> tuple[Tensor, Tensor]
 
 def losses(drafter: Drafter, passes: Passes, reply: Tensor, kl_weight: float, feature_weight: float) -> Tensor:
     """Loss, its KL part and its hidden-state part (3), each summed over the queries in reply (B, T) of all horizons."""
-    ask = torch.stack([queries(row) for row in reply])  # (B, T)
+    ask = torch.stack([loss_mask(row) for row in reply])  # (B, T)
     features, final = passes.features[:, ask].float(), passes.final[ask]  # (R, n, E), (n, E)
     kl = ForwardKL.apply(features, final, drafter.head.weight)
     hidden = hidden_loss(features, final)
@@ -219,7 +219,7 @@ def train_batch(drafter: Drafter, batch: list[Sequence], update: int, args, work
     phases = draws.integers(0, lengths)
     horizons = [torch.stack([run_horizon(s.reply, int(n), int(k)) for n, k in zip(lengths[i], phases[i])])
                 for i, s in enumerate(batch)]  # each (R, T)
-    total = args.horizons * sum(int(queries(s.reply).sum()) for s in batch)
+    total = args.horizons * sum(int(loss_mask(s.reply).sum()) for s in batch)
     share = sorted(range(len(batch))[worker.rank::worker.count], key=lambda i: len(batch[i].tokens))  # little padding
     sums = torch.zeros(3, device=device)
     for a in range(0, len(share), args.micro_batch_size):
@@ -260,7 +260,7 @@ def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
             choice = drafter.logits(passes.features[0, 0]).argmax(-1)
             choice = choice if drafter.vocabulary is None else drafter.vocabulary[choice]
             agree = (choice == drafter.target.lm_head(passes.final[0]).argmax(-1)).cpu()  # (T)
-        ask = queries(sequence.reply)
+        ask = loss_mask(sequence.reply)
         count += int(ask.sum())
         alive = True
         for i in ask.nonzero()[:, 0].tolist():
@@ -324,7 +324,7 @@ def encode_conversation(tokenizer: Tokenizer, messages: list[dict], seq_len: int
         ids += piece
         reply += [is_reply] * len(piece)
     sequence = Sequence(torch.tensor(ids[:seq_len]), torch.tensor(reply[:seq_len], dtype=torch.bool))
-    if not queries(sequence.reply).any():
+    if not loss_mask(sequence.reply).any():
         raise ValueError(f"no answer within the first {seq_len} tokens")
     return sequence
 
@@ -557,7 +557,7 @@ def warm_start(drafter: Drafter, sequences: list[Sequence], dtype: torch.dtype) 
     for i, (tokens, reply, kv, aim, final) in enumerate(passes):
         horizon = run_horizon(reply[0].cpu(), 8, i % 8).to(device)
         drafter.guess(drafter.self_attend(tokens), drafter.memory(kv, final), horizon[None])
-        ask = queries(reply[0])
+        ask = loss_mask(reply[0])
         inner.append(seen["inner"][0, ask])
         lacking.append((aim - seen["stream"])[0, ask])
     for hook in hooks:
@@ -665,10 +665,10 @@ def synthesize_batch(target: Llama, tokenizer: Tokenizer, seeds: list[int], ques
     tokens = [row.given.pop(0) for row in rows]
     for _ in range(seq_len - 1):
         logits = target(torch.tensor(tokens, device=device)[:, None], cache)[:, -1]  # (B, V)
-        drawn = sample(probabilities(logits, 1.0, TOP_P), generator)
-        for temperature in {row.temperature for row in rows} - {1.0}:
+        drawn = torch.empty(len(rows), dtype=torch.long, device=device)
+        for temperature in sorted({row.temperature for row in rows}):
             those = [i for i, row in enumerate(rows) if row.temperature == temperature]
-            drawn[those] = sample(probabilities(logits[those], temperature, TOP_P), generator)
+            drawn[those] = choose(logits[those], temperature, TOP_P, generator)
         for i, (row, token) in enumerate(zip(rows, drawn.tolist())):
             if row.given:
                 token = row.given.pop(0)

@@ -96,6 +96,14 @@ def test_half_precision_is_close_to_float32(folder, dtype, tolerance):
     assert (half.float() - exact).abs().max() < tolerance * exact.abs().max()
 
 
+@pytest.mark.parametrize("folder", [UNTIED, TIED], ids=lambda path: path.name)
+def test_token_by_token_in_bfloat16_equals_all_at_once(folder):
+    model = llama.load_model(folder, dtype=torch.bfloat16)
+    cache, expected = model.new_cache(TOKENS.shape[1], batch=len(TOKENS)), model(TOKENS)
+    steps = torch.cat([model(token, cache) for token in TOKENS.split(1, dim=1)], dim=1)
+    assert (steps - expected).abs().max() < 0.03 * expected.abs().max()
+
+
 def test_a_truncated_cache_has_forgotten_the_rest(tiny):
     cache = tiny.new_cache(40, batch=3)
     tiny(TOKENS.flip(1)[:, :5], cache)

@@ -25,7 +25,7 @@ import torch
 import speculate
 from conftest import ROOT, run_script
 from llama import InputError, KVCache, Llama, generate, load_model, run_command
-from moa import COUNTED, PROMPT_CHUNK, Drafter, Drafting, Shape, from_counts, to_counts
+from moa import COARSE_TOKENS, PROMPT_CHUNK, Drafter, Drafting, Shape, from_coarse, to_coarse
 from netsim import PROFILES, Link, Outage, VirtualClock, receive_message, send_message
 from speculate import Origin, Remote, Server, Settings, answer, fingerprint, quantise, same_models
 from test_speculate import KEYS as LOCAL_KEYS
@@ -33,7 +33,7 @@ from test_speculate import (LENGTH, PROMPT, TEMPERATURE, VOCABULARY, exact_distr
 
 COSTS = {"draft": 0.002, "read": 0.03, "verify": 0.03, "token": 0.03}
 SLOW_DRAFTS = partial(VirtualClock, {**COSTS, "draft": 0.1})  # so that an outage ends before the answer does
-CHAIN, TREE = Shape(4, counted=True), Shape(4, breadth=2, nodes=8, counted=True)
+CHAIN, TREE = Shape(4, coarse=True), Shape(4, breadth=2, nodes=8, coarse=True)
 
 
 @contextlib.contextmanager
@@ -73,11 +73,11 @@ def test_a_memory_in_8_bits_is_off_by_half_a_step_of_its_own_scale():
 
 def test_a_counted_q_is_a_distribution_over_few_tokens_that_comes_through_unchanged():
     q = torch.softmax(3 * torch.randn(5, 300), dim=-1)
-    sent = to_counts(q)
-    counted = from_counts(*sent, 300)
-    assert torch.allclose(counted.sum(-1), torch.ones(5)) and ((counted > 0).sum(-1) <= COUNTED).all()
+    sent = to_coarse(q)
+    counted = from_coarse(*sent, 300)
+    assert torch.allclose(counted.sum(-1), torch.ones(5)) and ((counted > 0).sum(-1) <= COARSE_TOKENS).all()
     assert (counted - q).abs().max() < 0.05
-    assert torch.equal(from_counts(*to_counts(counted), 300), counted)
+    assert torch.equal(from_coarse(*to_coarse(counted), 300), counted)
 
 
 # The target's own tokens ---------------------------------------------------------------------------------------------
@@ -129,9 +129,9 @@ def test_what_was_drafted_on_the_way_is_kept_when_the_guess_was_right(monkeypatc
 
 
 @pytest.mark.parametrize("shape, top_p, choices", [
-    (Shape(2, counted=True), 1.0, {}), (Shape(2, 2, 4, counted=True), 1.0, dict(lookup=(2, 1))),
-    (Shape(2, 3, 6, counted=True), 0.8, dict(target_layer_inference=1)),
-    (Shape(2, 2, 4, counted=True), 1.0, dict(draft_vocabulary=(0, 2, 4)))], ids=str)
+    (Shape(2, coarse=True), 1.0, {}), (Shape(2, 2, 4, coarse=True), 1.0, dict(lookup=(2, 1))),
+    (Shape(2, 3, 6, coarse=True), 0.8, dict(target_layer_inference=1)),
+    (Shape(2, 2, 4, coarse=True), 1.0, dict(draft_vocabulary=(0, 2, 4)))], ids=str)
 def test_whole_sequences_are_distributed_as_the_targets_own(shape, top_p, choices):
     target = new_target(VOCABULARY, layers=1)
     settings = fixed(shape, LENGTH, temperature=TEMPERATURE, top_p=top_p, lookup=choices.pop("lookup", ()))
@@ -398,7 +398,7 @@ def test_a_server_that_answers_rubbish_is_as_good_as_gone(rubbish, monkeypatch):
 
     monkeypatch.setattr(speculate.Session, "reply", misreply)
     with serving(target, drafter) as server:
-        result = answer(target, drafter, PROMPT, fixed(Shape(4, counted=True), 60), emit=lambda *event: emitted.append(event),
+        result = answer(target, drafter, PROMPT, fixed(Shape(4, coarse=True), 60), emit=lambda *event: emitted.append(event),
                         remote=remote_to(server))
     assert len(result.tokens) == 60 and result.figures.unverified_tokens > 30
     assert end_of_truth(emitted, answer(target, None, PROMPT, Settings(60)).tokens) >= 5

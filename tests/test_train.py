@@ -206,7 +206,7 @@ def test_a_query_sees_memory_up_to_the_token_before_its_run():
     horizon = train.run_horizon(reply, length=5, phase=2)  # the first run of each answer is 5 - 2 long
     assert horizon.tolist() == [0, 1, 2] + [2] * 3 + [5] * 5 + [10] * 4 + [15, 16] + [16] * 3 + [19]
     asked = [i for i in range(21) if i in range(3, 14) or i in range(17, 20)]  # where a token of the answer follows
-    assert train.queries(reply).nonzero()[:, 0].tolist() == asked
+    assert train.loss_mask(reply).nonzero()[:, 0].tolist() == asked
 
 
 def test_runs_have_their_length_and_all_that_drafting_can_reach_is_trained():
