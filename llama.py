@@ -339,6 +339,61 @@ class Llama(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Sampling and plain generation
+# ---------------------------------------------------------------------------------------------------------------------
+
+def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
+    """The distribution that tokens are drawn from, float32 (..., V). Temperature 0 puts all of it on the argmax.
+
+    top_p keeps the likeliest tokens until their sum reaches it (nucleus sampling, Holtzman et al. 2020).
+    """
+    if temperature < 1e-6:  # as good as 0, and logits divided by less would overflow
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    p = torch.softmax(logits.float() / temperature, dim=-1)
+    if top_p < 1:
+        ordered, order = p.sort(dim=-1, descending=True)
+        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0  # what comes before a token reached top_p without it
+        p = torch.zeros_like(p).scatter_(-1, order, ordered)
+        p = p / p.sum(-1, keepdim=True)
+    return p
+
+
+def race(p: Tensor, generator: torch.Generator) -> Tensor:
+    """p_x / e_x with e_x ~ Exp(1): x comes first with probability p_x, and the order is one drawn without replacement."""
+    e = torch.empty_like(p).exponential_(generator=generator)
+    return p / e.clamp_(min=torch.finfo(p.dtype).tiny)  # some devices draw 0, and 0 / 0 would win
+
+
+def sample(p: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw from p (..., V), which need not be normalised -> (...)."""
+    return race(p, generator).argmax(-1)
+
+
+def choose(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
+    """The next token: the likeliest at temperature 0, else one drawn. (..., V) -> (...)"""
+    if temperature == 0:
+        return logits.argmax(-1)
+    return sample(probabilities(logits, temperature, top_p), generator)
+
+
+@torch.inference_mode()
+def generate(model: Llama, prompt: list[int], max_new_tokens: int, stop_ids: set[int] = frozenset(),
+             temperature: float = 0.0, top_p: float = 1.0, generator: torch.Generator | None = None) -> Iterator[int]:
+    """The target alone, token by token, up to and including a stop token. Raises InputError beyond the context."""
+    device = model.embed_tokens.weight.device
+    generator = generator or torch.Generator(device).manual_seed(0)
+    cache = model.new_cache(len(prompt) + max_new_tokens)
+    tokens = prompt
+    for _ in range(max_new_tokens):
+        hidden = model.hidden(torch.tensor([tokens], device=device), cache)
+        token = choose(model.lm_head(hidden[0, -1]), temperature, top_p, generator).item()
+        yield token
+        if token in stop_ids:
+            return
+        tokens = [token]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Linear layers that are fast on a CPU: their weights in oneDNN's layout
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -404,61 +459,6 @@ class Joint:
         if self.packed is None:
             return [layer(x) for layer in self.layers]
         return packed_linear(x, self.packed).split_with_sizes(self.sizes, dim=-1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sampling and plain generation
-# ---------------------------------------------------------------------------------------------------------------------
-
-def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
-    """The distribution that tokens are drawn from, float32 (..., V). Temperature 0 puts all of it on the argmax.
-
-    top_p keeps the likeliest tokens until their sum reaches it (nucleus sampling, Holtzman et al. 2020).
-    """
-    if temperature < 1e-6:  # as good as 0, and logits divided by less would overflow
-        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    p = torch.softmax(logits.float() / temperature, dim=-1)
-    if top_p < 1:
-        ordered, order = p.sort(dim=-1, descending=True)
-        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0  # what comes before a token reached top_p without it
-        p = torch.zeros_like(p).scatter_(-1, order, ordered)
-        p = p / p.sum(-1, keepdim=True)
-    return p
-
-
-def race(p: Tensor, generator: torch.Generator) -> Tensor:
-    """p_x / e_x with e_x ~ Exp(1): x comes first with probability p_x, and the order is one drawn without replacement."""
-    e = torch.empty_like(p).exponential_(generator=generator)
-    return p / e.clamp_(min=torch.finfo(p.dtype).tiny)  # some devices draw 0, and 0 / 0 would win
-
-
-def sample(p: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw from p (..., V), which need not be normalised -> (...)."""
-    return race(p, generator).argmax(-1)
-
-
-def choose(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
-    """The next token: the likeliest at temperature 0, else one drawn. (..., V) -> (...)"""
-    if temperature == 0:
-        return logits.argmax(-1)
-    return sample(probabilities(logits, temperature, top_p), generator)
-
-
-@torch.inference_mode()
-def generate(model: Llama, prompt: list[int], max_new_tokens: int, stop_ids: set[int] = frozenset(),
-             temperature: float = 0.0, top_p: float = 1.0, generator: torch.Generator | None = None) -> Iterator[int]:
-    """The target alone, token by token, up to and including a stop token. Raises InputError beyond the context."""
-    device = model.embed_tokens.weight.device
-    generator = generator or torch.Generator(device).manual_seed(0)
-    cache = model.new_cache(len(prompt) + max_new_tokens)
-    tokens = prompt
-    for _ in range(max_new_tokens):
-        hidden = model.hidden(torch.tensor([tokens], device=device), cache)
-        token = choose(model.lm_head(hidden[0, -1]), temperature, top_p, generator).item()
-        yield token
-        if token in stop_ids:
-            return
-        tokens = [token]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
