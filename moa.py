@@ -18,6 +18,7 @@ Ekv = Hkv * D is the width of one layer's keys.
 import json
 import os
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,16 +54,19 @@ class DrafterConfig:
 
     @classmethod
     def sized_for(cls, target: Llama, **choices) -> "DrafterConfig":
-        """The paper's proportions for a target: Hkv and MLP for Llama-3-8B come out as in its table."""
+        """The paper's proportions for a target: Llama-3-8B's come out as in its table, others as near to them as they divide."""
         c = target.config
+        heads, lsa_kv_heads, kv_width = c.num_attention_heads, c.num_key_value_heads, 2 * c.num_key_value_heads * c.head_dim
+        lsa_heads = next((n for n in range(heads, 0, -1) if n % lsa_kv_heads == 0 and kv_width // n % 2 == 0), heads)
+        kv_heads = next(n for n in range(max(1, heads // 8), 0, -1) if heads % n == 0)
         sizes = dict(
-            num_attention_heads=c.num_attention_heads,
-            layer_self_attention_num_attention_heads=c.num_attention_heads,
-            layer_self_attention_num_key_value_heads=c.num_key_value_heads,
-            layer_self_attention_intermediate_size=3 * c.num_key_value_heads * c.head_dim,
-            self_attention_num_key_value_heads=max(1, c.num_attention_heads // 8),
+            num_attention_heads=heads,
+            layer_self_attention_num_attention_heads=lsa_heads,
+            layer_self_attention_num_key_value_heads=lsa_kv_heads,
+            layer_self_attention_intermediate_size=3 * kv_width // 2,
+            self_attention_num_key_value_heads=kv_heads,
             self_attention_intermediate_size=3 * c.hidden_size // 2,
-            cross_attention_num_key_value_heads=max(1, c.num_attention_heads // 8),
+            cross_attention_num_key_value_heads=kv_heads,
             cross_attention_intermediate_size=3 * c.hidden_size // 2,
             rms_norm_eps=c.rms_norm_eps, rope_theta=c.rope_theta)
         return cls(**{**sizes, **choices})
@@ -501,7 +505,7 @@ class Drafting:
         first, rope = len(target.layers) - self.drafter.N, target.rope(position, position + 1)
         x = x.to(target.norm.weight.dtype)
         for n in range(self.drafter.N):
-            x = target.layers[first + n](x, rope, mask, lambda kv: cache.append(n, kv))
+            x = target.layers[first + n](x, rope, mask, partial(cache.write, cache.kv[n]))
         cache.advance(x.shape[1])
         return target.norm(x)
 

@@ -437,7 +437,7 @@ class Remote:
         try:
             sock = socket.create_connection((self.host, self.port), seconds)
             receive_exactly(nonce, NONCE, sock, deadline)
-            sock.sendall(hmac.digest(self.secret.encode(), nonce, "sha256"))
+            sock.sendall(hmac.digest(self.secret.encode(errors="surrogateescape"), nonce, "sha256"))
             fields, _, _ = receive_message(sock, 4096, deadline)
             if "models" in fields and (drafter is None or same_models(fields["models"], fingerprint(drafter))):
                 return sock
@@ -710,7 +710,7 @@ class Session(socketserver.BaseRequestHandler):
         nonce, digest, deadline = os.urandom(NONCE), bytearray(), time.monotonic() + PEER_SECONDS
         self.request.sendall(nonce)
         receive_exactly(digest, 32, self.request, deadline)
-        if not hmac.compare_digest(digest, hmac.digest(self.server.secret.encode(), nonce, "sha256")):
+        if not hmac.compare_digest(digest, hmac.digest(self.server.secret.encode(errors="surrogateescape"), nonce, "sha256")):
             self.tell({"refused": f"wrong secret; both sides take it from {SECRET}"})
             raise ProtocolError("a wrong secret")
 
@@ -924,7 +924,7 @@ def read_prompts(path: str) -> list[tuple[str, list[str]]]:
     """(category, turns) of each line of a prompt set: {"prompt": text} or {"category": name, "turns": [text, ...]}."""
     prompts = []
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
     for line_number, line in enumerate(lines, 1):
@@ -938,7 +938,10 @@ def read_prompts(path: str) -> list[tuple[str, list[str]]]:
         except (ValueError, KeyError, TypeError, RecursionError):
             raise InputError(f'{path}, line {line_number}: expected {{"prompt": text}} or '
                              '{"category": name, "turns": [text, ...]}') from None
-        prompts.append((str(record.get("category", "all")), turns))
+        category = str(record.get("category") or "all")
+        if category == "overall":
+            raise InputError(f"{path}, line {line_number}: 'overall' is the row of all prompts together; name the category otherwise")
+        prompts.append((category, turns))
     if not prompts:
         raise InputError(f"{path}: no prompts")
     return prompts

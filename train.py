@@ -221,7 +221,7 @@ def train_batch(drafter: Drafter, batch: list[Sequence], update: int, args, work
                 for i, s in enumerate(batch)]  # each (R, T)
     total = args.horizons * sum(int(loss_mask(s.reply).sum()) for s in batch)
     share = sorted(range(len(batch))[worker.rank::worker.count], key=lambda i: len(batch[i].tokens))  # little padding
-    sums = torch.zeros(3, device=device)
+    sums = scaler.scale(torch.zeros(3, device=device))  # so that the scale is there, share or no share
     for a in range(0, len(share), args.micro_batch_size):
         part = share[a:a + args.micro_batch_size]
         tokens, reply = pad([batch[i] for i in part], device)
@@ -342,6 +342,8 @@ class Conversations:
         offsets = []
         for path in paths:
             try:
+                if os.path.exists(path) and not os.path.isfile(path):
+                    raise InputError(f"{path}: not a regular file, whose lines could be read in any order; store it first")
                 with open(path, "rb") as file:
                     lengths = np.fromiter((len(line) for line in file), dtype=np.int64)
             except OSError as error:
@@ -364,7 +366,7 @@ class Conversations:
             file.seek(start)
             line = file.read(end - start)
         try:
-            sequence = encode_conversation(self.tokenizer, read_messages(line.decode()), self.seq_len)
+            sequence = encode_conversation(self.tokenizer, read_messages(line.decode("utf-8-sig")), self.seq_len)
             if self.keep:
                 self.kept[index] = sequence
             return sequence
@@ -693,7 +695,7 @@ def read_questions(path: str | Path) -> list[str]:
         with open(path, "rb") as file:
             for line in file:
                 if is_conversation(line):
-                    turns = [m.get("content") for m in read_messages(line.decode()) if m.get("role") == "user"]
+                    turns = [m.get("content") for m in read_messages(line.decode("utf-8-sig")) if m.get("role") == "user"]
                     questions += [text for text in turns[:1] if isinstance(text, str) and text and is_encodable(text)]
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
@@ -704,7 +706,7 @@ def read_questions(path: str | Path) -> list[str]:
 
 def is_conversation(line: bytes) -> bool:
     try:
-        return bool(read_messages(line.decode()))
+        return bool(read_messages(line.decode("utf-8-sig")))
     except ValueError:
         return False
 
@@ -720,6 +722,9 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             text = path.read_bytes()
+            first, newline, _ = text.partition(b"\n")
+            if newline and not is_conversation(first) or not first.startswith(b"{"[:len(first)]):
+                raise InputError(f"{path}: holds something other than conversations; choose another --data")
             tail = text.rpartition(b"\n")[2]
             if tail and not is_conversation(tail):  # an interrupted run may have left half a line
                 os.truncate(path, len(text) - len(tail))
@@ -734,16 +739,17 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
     remaining = itertools.islice(itertools.cycle(questions), start, None)
     with file, tqdm(total=args.synthesize, initial=written, unit=" conversations") as bar:
         while written < args.synthesize:
-            seeds = [(args.seed * 10**9 + seed + i) % 2**63 for i in range(args.batch_size)]
-            seed += args.batch_size
-            asked = list(itertools.islice(remaining, args.batch_size))
+            count = min(args.batch_size, args.synthesize - written)
+            seeds = [(args.seed * 10**9 + seed + i) % 2**63 for i in range(count)]
+            seed += count
+            asked = list(itertools.islice(remaining, count))
             made = [m for m in synthesize_batch(target, tokenizer, seeds, asked, args.seq_len) if len(m) >= 2]
-            for messages in made[:args.synthesize - written]:
+            for messages in made:
                 file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
                 written += 1
                 bar.update()
             file.flush()
-            barren = 0 if made else barren + args.batch_size
+            barren = 0 if made else barren + count
             if barren >= BARREN:
                 raise InputError(f"{barren} conversations in a row came to no answer; raise --seq-len above {args.seq_len}")
     return written
@@ -800,7 +806,7 @@ def frequent_tokens(data: Conversations, indices: np.ndarray, count: int) -> tup
         sequence = data.get(int(index))
         if sequence is not None:
             counts += torch.bincount(sequence.tokens[sequence.reply], minlength=len(counts))
-    counts[list(data.tokenizer.stop_ids)] = counts.max() + 1
+    counts[[token for token in data.tokenizer.stop_ids if token < len(counts)]] = counts.max() + 1
     return tuple(sorted(counts.topk(min(count, len(counts))).indices.tolist()))
 
 
@@ -835,6 +841,8 @@ def check(args: argparse.Namespace) -> None:
     if args.synthesize:
         if len(args.data) > 1:
             raise InputError("--synthesize writes one file; name one --data")
+        if "RANK" in os.environ:
+            raise InputError("--synthesize is for one process; run it without torchrun")
         return
     sizes = ("tli", "no_lsa", "no_ca", "lsa_heads", "lsa_mlp", "mlp", "kv_heads", "draft_vocabulary", "warm_start")
     ignored = [f"--{name.replace('_', '-')}" for name in sizes if getattr(args, name)]
@@ -859,7 +867,9 @@ def main() -> None:
     if not args.synthesize and not args.resume and (out / "model.safetensors").exists():
         raise InputError(f"{out} holds a drafter, which would be overwritten: choose another --out")
     if args.resume and not args.synthesize and not checkpoint.exists():
-        raise InputError(f"{checkpoint}: no checkpoint to resume; run without --resume first")
+        if not (out / "log.jsonl").exists():
+            raise InputError(f"{checkpoint}: no checkpoint to resume; run without --resume first")
+        args.resume = False  # killed before its first checkpoint: from the start
     target, tokenizer = load_target(args)
     if args.seq_len > target.config.max_position_embeddings:
         raise InputError(f"--seq-len {args.seq_len} is beyond the target's context of {target.config.max_position_embeddings}")
@@ -875,6 +885,8 @@ def main() -> None:
     shuffled = np.random.default_rng(args.seed).permutation(len(data))
     held = min(64, max(1, len(data) // 10)) if len(data) > 1 else 0
     held_out, training = shuffled[:held], shuffled[held:]
+    if all(data.get(int(i)) is None for i in training):  # the little that can be used was to be held out
+        training = held_out if held else training
     order = Order(training, args.seed)
     draw_batch(data, Order(training, args.seed), 1)  # raises if nothing is usable
     try:

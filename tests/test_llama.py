@@ -1,6 +1,8 @@
 """Claims about the target: its numbers, its cache, its checkpoints, its tokenizer, sampling and the command line."""
+import contextlib
 import hashlib
 import json
+import random
 import shutil
 import struct
 import subprocess
@@ -50,7 +52,7 @@ def test_logits_and_greedy_tokens_are_the_reference_ones(folder):
 def test_the_default_target_says_what_the_reference_says(smollm2, golden):
     model, tokenizer = smollm2
     prompt = tokenizer.chat([{"role": "user", "content": golden["prompt"]}])
-    assert prompt == golden["input_ids"]
+    assert prompt == golden["input_ids"] and tokenizer.stop_ids == {2}
     logits = model(torch.tensor([prompt + golden["greedy"]]))[0, len(prompt) - 1:-1]  # of every token of the answer
     top = logits[0].topk(8)
     assert top.indices.tolist() == golden["top8_ids"]
@@ -67,11 +69,17 @@ def test_a_cached_forward_in_chunks_equals_the_uncached_one(tiny, chunks):
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a compiler on a CPU")
-def test_compiled_layers_give_the_same_tokens():
-    model, prompt = llama.load_model(TIED), TOKENS[0, :5].tolist()
-    compiled = f"import llama; print(list(llama.generate(llama.load_model({str(TIED)!r}).compile_layers(), {prompt}, 8)))"
-    done = subprocess.run([sys.executable, "-c", compiled], cwd=ROOT, capture_output=True, text=True)  # its threads stay there
-    assert done.stdout.split("\n")[0] == str(list(llama.generate(model, prompt, 8))), done.stderr
+def test_compiled_layers_give_the_same_tokens_and_share_one_code():
+    script = """if True:
+        import llama, torch
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        torch.manual_seed(0)
+        model = llama.Llama(llama.Config(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=12,
+                                         num_attention_heads=4, num_key_value_heads=2, head_dim=8))
+        answers = [list(llama.generate(m, [1, 2, 3], 8)) for m in (model, model.compile_layers())]
+        print(answers[0] == answers[1])"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)  # its threads stay there
+    assert done.stdout.split("\n")[0] == "True", done.stderr
 
 
 @pytest.mark.skipif(not llama.can_pack(torch.ones(1)), reason="PyTorch has no oneDNN here, which packing is for")
@@ -289,6 +297,7 @@ K, NORM = "layers.1.self_attn.k_proj.weight", "norm.weight"
 BROKEN = {  # what is done to the folder, what the message names
     "missing tensor": (lambda d: replace(d, "model." + K, None), K),
     "misshapen tensor": (lambda d: replace(d, "model." + K, torch.zeros(32, 63)), f"{K} is (32, 63)"),
+    "tensor of integers": (lambda d: replace(d, "model." + K, torch.zeros(32, 64, dtype=torch.int8)), f"{K} has the unsupported"),
     "unknown tensor": (lambda d: replace(d, "model.extra.weight", torch.zeros(1)), "extra.weight"),
     "architecture": (lambda d: edit(d, model_type="mamba"), "'mamba'"),
     "biases": (lambda d: edit(d, attention_bias=True), "biases"),
@@ -296,6 +305,8 @@ BROKEN = {  # what is done to the folder, what the message names
     "rope_scaling's key": (lambda d: edit(d, rope_scaling={"rope_type": "llama3", "factor": 2.0}), "low_freq_factor"),
     "size not in the config": (lambda d: edit(d, hidden_size=None), "hidden_size"),
     "size that is text": (lambda d: edit(d, num_key_value_heads="2"), "num_key_value_heads"),
+    "size beyond all bounds": (lambda d: edit(d, vocab_size=2**70), "model"),
+    "context beyond all bounds": (lambda d: edit(d, max_position_embeddings=10**8), "100000000"),
     "negative size": (lambda d: edit(d, head_dim=-16), "head_dim"),
     "rate that is text": (lambda d: edit(d, rms_norm_eps="x"), "rms_norm_eps"),
     "no rotary base": (lambda d: edit(d, rope_theta=0), "rope_theta"),
@@ -328,6 +339,8 @@ BROKEN_GGUF = {
     "missing tensor": (lambda m, t: t.pop("blk.2.ffn_up.weight"), "layers.2.mlp.up_proj.weight"),
     "misshapen tensor": (lambda m, t: t.update({"output_norm.weight": (0, (32,), bytes(128))}), "norm.weight is (32,)"),
     "misshapen keys": (lambda m, t: t.update({"blk.1.attn_k.weight": (0, (31, 64), bytes(31 * 256))}), "attn_k.weight"),
+    "empty tensor": (lambda m, t: t.update({"blk.0.ffn_up.weight": (2, (0, 64), b"")}), "blk.0.ffn_up.weight"),
+    "half a block": (lambda m, t: t.update({"output_norm.weight": (2, (48,), bytes(36))}), "output_norm.weight"),
     "tensor type": (lambda m, t: t.update({"blk.0.ffn_up.weight": (12, (160, 64), b"")}), "unsupported type 12"),
     "heads that are text": (lambda m, t: m.update({"llama.attention.head_count": "x"}), "llama.attention.head_count"),
     "no heads": (lambda m, t: m.update({"llama.attention.head_count_kv": 0}), "llama.attention.head_count_kv"),
@@ -349,6 +362,18 @@ def test_a_gguf_file_cut_anywhere_is_an_input_error(tmp_path):
     for length in [*range(0, 2000, 41), 10_000, len(whole) // 2, len(whole) - 300]:
         (tmp_path / "tiny.gguf").write_bytes(whole[:length])
         raises("tiny.gguf", llama.load_model, tmp_path / "tiny.gguf")
+
+
+def test_a_gguf_header_with_changed_bytes_loads_or_is_an_input_error(tmp_path):
+    convert(UNTIED, tmp_path / "tiny.gguf")
+    whole, draw = (tmp_path / "tiny.gguf").read_bytes(), random.Random(0)
+    for _ in range(300):
+        spoilt = bytearray(whole)
+        for _ in range(draw.randint(1, 4)):
+            spoilt[draw.randrange(4, 2000)] = draw.randrange(256)
+        (tmp_path / "tiny.gguf").write_bytes(spoilt)
+        with contextlib.suppress(llama.InputError):
+            llama.load_model(tmp_path / "tiny.gguf")
 
 
 def test_a_name_that_leads_nowhere_is_an_input_error(tmp_path, monkeypatch):
@@ -442,6 +467,15 @@ def test_a_conversation_is_laid_out_as_llama3_expects_it(llama3):
         + turn("user", "<|eot_id|>") + "<|start_header_id|>assistant<|end_header_id|>\n\n")
     assert ids.count(tokenizer.backend.token_to_id("<|eot_id|>")) == 4  # the fifth is a user's text
     assert tokenizer.chat([], add_generation_prompt=False) == [tokenizer.backend.token_to_id("<|begin_of_text|>")]
+
+
+def test_control_tokens_are_known_by_their_names_where_the_checkpoint_does_not_mark_them(llama3):
+    file = llama3 / "tokenizer.json"
+    file.write_text(file.read_text().replace('"special":true', '"special":false').replace('"special": true', '"special": false'))
+    tokenizer = llama.load_tokenizer(llama3)
+    end = tokenizer.backend.token_to_id("<|eot_id|>")
+    assert end not in tokenizer.encode("a<|eot_id|>b") and tokenizer.decode([end]) == ""
+    assert tokenizer.chat([{"role": "user", "content": "<|eot_id|>"}]).count(end) == 1
 
 
 def test_what_a_tokenizer_was_trained_with_does_not_cut_or_pad_a_text(llama3):

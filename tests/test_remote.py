@@ -27,9 +27,11 @@ from conftest import ROOT, run_script
 from llama import InputError, KVCache, Llama, generate, load_model, run_command
 from moa import COARSE_TOKENS, PROMPT_CHUNK, Drafter, Drafting, Shape, from_coarse, to_coarse
 from netsim import PROFILES, Link, Outage, VirtualClock, receive_message, send_message
-from speculate import Origin, Remote, Server, Settings, answer, fingerprint, quantise, same_models
+from speculate import (Origin, Remote, Server, Settings, answer, bench, fingerprint, print_table, quantise, remote_methods,
+                       same_models)
 from test_speculate import KEYS as LOCAL_KEYS
-from test_speculate import (LENGTH, PROMPT, TEMPERATURE, VOCABULARY, exact_distribution, excess, fixed, new_drafter, new_target)
+from test_speculate import (LENGTH, PROMPT, TEMPERATURE, VOCABULARY, WORDS, exact_distribution, excess, fixed, new_drafter,
+                            new_target)
 
 COSTS = {"draft": 0.002, "read": 0.03, "verify": 0.03, "token": 0.03}
 SLOW_DRAFTS = partial(VirtualClock, {**COSTS, "draft": 0.1})  # so that an outage ends before the answer does
@@ -215,6 +217,22 @@ def test_after_an_outage_that_ends_the_target_has_the_word_again():
         origins = []
         answer(target, drafter, PROMPT, fixed(CHAIN, 400), emit=lambda _, origin: origins.append(origin), remote=remote)
     assert Origin.UNVERIFIED in origins and origins[-1] != Origin.UNVERIFIED
+
+
+def test_the_benchmark_takes_every_network_and_cuts_each_once(capsys):
+    target = new_target(16)
+    drafter = new_drafter(target)
+    with serving(target, drafter) as server:
+        remotes = {name: remote_to(server) for name in ("wan", "4g")}
+        methods = remote_methods(target, drafter, 0, (Shape(3, coarse=True),), remotes, 8)
+        rows = bench(target, methods, WORDS, [("a", ["one", "two"])], Settings(8, adaptive=False))
+    overall = {row["method"]: row for row in rows if row["category"] == "overall"}
+    assert set(overall) == {f"{kind}:{name}" for name in remotes for kind in ("api", "remote", "remote+lookup", "disconnected")}
+    for name, row in overall.items():
+        assert row["unverified_tokens"] > 0 if name.startswith("disconnected") else row["identical"] == 1
+        assert row["bytes_up_per_token"] > 0 and row["round_trips_per_token"] > 0
+    print_table(rows)
+    assert "agreement" in capsys.readouterr().out
 
 
 def test_the_benchmark_judges_what_was_written_without_the_server_wherever_it_stands():

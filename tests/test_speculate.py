@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ import torch
 import speculate
 from llama import Config, Llama, probabilities, run_command, sample
 from moa import Draft, Drafter, DrafterConfig, Drafting, Shape, children, load_drafter
-from speculate import Lookup, Pace, Settings, accept, answer, follow, read_prompts
+from speculate import (Figures, Generation, Lookup, Origin, Pace, Settings, accept, answer, bench, follow, print_table,
+                       read_prompts)
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ROOT / "weights" / "smollm2"
@@ -452,6 +454,36 @@ def test_show_colours_the_accepted_drafts_and_leaves_the_text_as_it_is(command):
 
 def test_the_cost_of_a_pass_is_measured_within_the_context():
     assert list(speculate.pass_costs(new_target(16, context=64), repeats=1)) == [1, 2, 3, 4, 6, 8, 12, 16]
+
+
+WORDS = SimpleNamespace(chat=lambda messages: [sum(m["content"].encode()) % 16 for m in messages],  # in place of a tokenizer
+                        decode=lambda ids: " ".join(map(str, ids)))
+
+
+def test_the_benchmark_counts_what_it_measured(capsys):
+    asked = []
+
+    def method(seconds: float, tokens: list[int], calls: int):
+        def run(prompt, settings) -> Generation:
+            asked.append((seconds, prompt))
+            figures = Figures(target_calls=calls, draft_seconds=seconds / 4, verify_seconds=seconds / 2)
+            return Generation(tokens, [Origin.TARGET] * len(tokens), figures, seconds, prompt=prompt)
+        return run
+    methods = {"target": method(4.0, [1, 2, 3, 4], 3), "chain": method(1.0, [1, 2, 3, 4], 1), "tree": method(2.0, [1, 2, 3, 5], 2)}
+    rows = bench(new_target(16), methods, WORDS, [("a", ["one", "two"]), ("b", ["three"])], Settings(4))
+    by = {(row["category"], row["method"]): row for row in rows}
+    assert len(by) == len(rows) == 9
+    chain, tree = by["overall", "chain"], by["overall", "tree"]
+    assert chain["new_tokens"] == 12 and chain["target_calls"] == 3  # of three turns: the warm-up is not among them
+    assert chain["speedup"] == 4 and chain["speedup_quartiles"] == [4, 4] and tree["speedup"] == 2
+    assert chain["acceptance_length"] == 3 and chain["tokens_per_second"] == 4
+    assert (chain["draft_share"], chain["verify_share"], chain["other_share"]) == (0.25, 0.5, 0.25)
+    assert chain["identical"] == 1 and tree["identical"] == 0
+    conversation = [{"content": text} for text in ("one", "1 2 3 4", "two")]
+    assert (1.0, WORDS.chat(conversation)) in asked  # a second turn stands behind the target's own answer to the first
+    print_table(rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10 and " 4.00 ( 4.00- 4.00) " in lines[2]
 
 
 def test_the_benchmark_reads_both_formats_and_reports_each_category_and_all_together(command, tmp_path):

@@ -323,6 +323,42 @@ def test_arguments_that_cannot_be_meant_are_errors_of_one_line(tmp_path, data, c
     assert error.value.code == 2 and why in message
 
 
+def test_the_papers_recipe_is_the_default(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--data", "x"])
+    a = train.parse()
+    assert (a.kl_weight, a.feature_weight, a.lr, a.warmup, a.run_length, a.batch_size, a.schedule, a.clip) == (
+        0.1, 1.0, 3e-5, 50, [5, 15], 32, "paper", 1.0)
+
+
+def test_what_is_held_out_is_never_trained_on(tmp_path, data, command, monkeypatch):
+    trained, held_out, train_batch, evaluate = set(), set(), train.train_batch, train.evaluate
+    texts = lambda sequences: {tuple(s.tokens.tolist()) for s in sequences}  # noqa: E731
+    monkeypatch.setattr(train, "train_batch", lambda d, batch, *a: trained.update(texts(batch)) or train_batch(d, batch, *a))
+    monkeypatch.setattr(train, "evaluate", lambda d, held, a: held_out.update(texts(held)) or evaluate(d, held, a))
+    command("--data", data, "--out", tmp_path, "--updates", 12)
+    assert len(trained) == 11 and len(held_out) == 1 and not trained & held_out
+
+
+@pytest.mark.parametrize("lines", [[{"data": ["Count to 4.", "1, 2, 3, 4"]}, ""], ["", {"data": ["Count to 4.", "1, 2, 3, 4"]}]])
+def test_a_single_conversation_trains_wherever_it_stands(tmp_path, command, lines):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(f"{line and json.dumps(line)}\n" for line in lines))
+    command("--data", path, "--out", tmp_path / "out", "--updates", 1)
+
+
+def test_the_draft_vocabulary_is_of_the_answers(tmp_path, tokenizer):
+    path = write(tmp_path / "data.jsonl", {"data": ["zzzzzzzzzzzz", "aab"]})
+    data = train.Conversations([str(path)], tokenizer, 96)
+    assert train.frequent_tokens(data, [0], 3) == tuple(sorted(tokenizer.encode("ab") + [257]))
+
+
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(24, 8, 128), (52, 52, 8), (9, 3, 64), (5, 5, 6)])  # Llama-3.2-3B, ...
+def test_every_target_has_a_drafter_of_its_proportions(heads, kv_heads, head_dim):
+    with torch.device("meta"):
+        target = llama.Llama(llama.Config(258, heads * 8, 48, 3, heads, kv_heads, head_dim))
+    moa.Drafter(target, moa.DrafterConfig.sized_for(target))
+
+
 # Optimisation --------------------------------------------------------------------------------------------------------
 
 def test_schedules():
@@ -453,10 +489,10 @@ def test_a_run_killed_at_random_moments_ends_as_if_it_had_not_been(tmp_path, tin
 
 
 @pytest.mark.parametrize("owner, name, call", [
-    (train, "evaluate", 3), (train, "train_batch", 20), (torch, "save", 10), (os, "replace", 30), (os, "replace", 60),
+    (train, "evaluate", 3), (train, "train_batch", 20), (train, "save_checkpoint", 1), (torch, "save", 10), (os, "replace", 30), (os, "replace", 60),
     (train, "save_drafter", 20), (train, "save_checkpoint", 20)])
 def test_no_moment_is_a_bad_one_to_die(tmp_path, data, command, undisturbed, monkeypatch, owner, name, call):
-    """Before the `call`-th call of a function: in the middle of a run, and within its very last save."""
+    """Before the `call`-th call of a function: in the middle of a run, and within its first and its very last save."""
     original, left = getattr(owner, name), [call]
 
     def fatal(*arguments, **keywords):
@@ -514,6 +550,8 @@ def test_two_processes_train_as_one_does(tmp_path, tiny, data, command):
     for name in one:
         torch.testing.assert_close(two[name], one[name], atol=1e-5, rtol=1e-5)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+    idle = ["--data", data, "--updates", 2, "--batch-size", 1, "--dtype", "float16", "--out", tmp_path / "idle"]
+    subprocess.run([*map(str, torchrun), *flags(tiny, *idle)], check=True)  # the second has no share of any batch
 
 
 def test_the_target_writes_its_own_training_data(tmp_path, command, tokenizer, capsys):
@@ -534,6 +572,24 @@ def test_the_target_writes_its_own_training_data(tmp_path, command, tokenizer, c
         train.encode_conversation(tokenizer, messages, 200)  # raises unless there is an answer to learn
     command("--data", path, "--out", tmp_path, "--updates", 2, "--seq-len", 200)
     assert np.isfinite(losses(tmp_path)).all()
+
+
+def test_a_conversation_written_in_a_batch_is_the_one_written_alone(target, tokenizer, monkeypatch):
+    monkeypatch.setattr(train, "ANSWER_TEMPERATURES", (0.0,))
+    monkeypatch.setattr(train, "NEXT_TURN", -1.0)
+    questions = [f"Number {i}?" * (1 + i % 3) for i in range(9)]
+    together = train.synthesize_batch(target, tokenizer, list(range(9)), questions, 120)
+    assert together == [train.synthesize_batch(target, tokenizer, [0], [question], 120)[0] for question in questions]
+    assert len({sum(len(m["content"]) for m in messages) for messages in together}) > 2  # they end at different moments
+
+
+def test_a_file_that_holds_something_else_is_not_written_to(tmp_path, command, capsys):
+    path = tmp_path / "notes.txt"
+    path.write_text("my notes\nand their last line")
+    with pytest.raises(SystemExit) as error:
+        command("--synthesize", 2, "--data", path)
+    assert error.value.code == 2 and "other than conversations" in capsys.readouterr().err
+    assert path.read_text() == "my notes\nand their last line"
 
 
 def test_the_target_answers_the_questions_it_is_given(tmp_path, command, data):
