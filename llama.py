@@ -224,7 +224,7 @@ class KVCache:
         return self.write(self.kv[layer], kv)
 
     def write(self, slot: Tensor, kv: Tensor) -> Tensor:
-        """`append` to a layer's part of `self.kv`. torch.compile would take an index for a constant, and compile every layer."""
+        """`append` to a layer's part of `self.kv`. (Of an index torch.compile would make a constant, and code for each layer.)"""
         end = self.length + kv.shape[2]
         if end > self.capacity:
             raise InputError(f"the KV cache is full: {end} tokens do not fit its capacity of {self.capacity}")

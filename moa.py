@@ -54,7 +54,7 @@ class DrafterConfig:
 
     @classmethod
     def sized_for(cls, target: Llama, **choices) -> "DrafterConfig":
-        """The paper's proportions for a target: Llama-3-8B's come out as in its table, others as near to them as they divide."""
+        """The paper's proportions: for Llama-3-8B as in its table, for another target as near to that as heads divide."""
         c = target.config
         heads, lsa_kv_heads, kv_width = c.num_attention_heads, c.num_key_value_heads, 2 * c.num_key_value_heads * c.head_dim
         lsa_heads = next((n for n in range(heads, 0, -1) if n % lsa_kv_heads == 0 and kv_width // n % 2 == 0), heads)

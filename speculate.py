@@ -940,7 +940,7 @@ def read_prompts(path: str) -> list[tuple[str, list[str]]]:
                              '{"category": name, "turns": [text, ...]}') from None
         category = str(record.get("category") or "all")
         if category == "overall":
-            raise InputError(f"{path}, line {line_number}: 'overall' is the row of all prompts together; name the category otherwise")
+            raise InputError(f"{path}, line {line_number}: 'overall' is the name of all categories together; choose another")
         prompts.append((category, turns))
     if not prompts:
         raise InputError(f"{path}: no prompts")

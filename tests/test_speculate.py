@@ -469,7 +469,8 @@ def test_the_benchmark_counts_what_it_measured(capsys):
             figures = Figures(target_calls=calls, draft_seconds=seconds / 4, verify_seconds=seconds / 2)
             return Generation(tokens, [Origin.TARGET] * len(tokens), figures, seconds, prompt=prompt)
         return run
-    methods = {"target": method(4.0, [1, 2, 3, 4], 3), "chain": method(1.0, [1, 2, 3, 4], 1), "tree": method(2.0, [1, 2, 3, 5], 2)}
+    methods = {"target": method(4.0, [1, 2, 3, 4], 3), "chain": method(1.0, [1, 2, 3, 4], 1),
+               "tree": method(2.0, [1, 2, 3, 5], 2)}
     rows = bench(new_target(16), methods, WORDS, [("a", ["one", "two"]), ("b", ["three"])], Settings(4))
     by = {(row["category"], row["method"]): row for row in rows}
     assert len(by) == len(rows) == 9

@@ -339,10 +339,11 @@ def test_what_is_held_out_is_never_trained_on(tmp_path, data, command, monkeypat
     assert len(trained) == 11 and len(held_out) == 1 and not trained & held_out
 
 
-@pytest.mark.parametrize("lines", [[{"data": ["Count to 4.", "1, 2, 3, 4"]}, ""], ["", {"data": ["Count to 4.", "1, 2, 3, 4"]}]])
-def test_a_single_conversation_trains_wherever_it_stands(tmp_path, command, lines):
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(f"{line and json.dumps(line)}\n" for line in lines))
+@pytest.mark.parametrize("blank", [0, 1])
+def test_a_single_conversation_trains_wherever_it_stands(tmp_path, command, blank):
+    lines = [{"data": ["Count to 4.", "1, 2, 3, 4"]}]
+    lines.insert(blank, "")
+    path = write(tmp_path / "data.jsonl", *lines)
     command("--data", path, "--out", tmp_path / "out", "--updates", 1)
 
 
@@ -489,8 +490,8 @@ def test_a_run_killed_at_random_moments_ends_as_if_it_had_not_been(tmp_path, tin
 
 
 @pytest.mark.parametrize("owner, name, call", [
-    (train, "evaluate", 3), (train, "train_batch", 20), (train, "save_checkpoint", 1), (torch, "save", 10), (os, "replace", 30), (os, "replace", 60),
-    (train, "save_drafter", 20), (train, "save_checkpoint", 20)])
+    (train, "evaluate", 3), (train, "train_batch", 20), (train, "save_checkpoint", 1), (torch, "save", 10),
+    (os, "replace", 30), (os, "replace", 60), (train, "save_drafter", 20), (train, "save_checkpoint", 20)])
 def test_no_moment_is_a_bad_one_to_die(tmp_path, data, command, undisturbed, monkeypatch, owner, name, call):
     """Before the `call`-th call of a function: in the middle of a run, and within its first and its very last save."""
     original, left = getattr(owner, name), [call]
