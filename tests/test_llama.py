@@ -479,6 +479,21 @@ def test_control_tokens_are_known_by_their_names_where_the_checkpoint_does_not_m
     assert tokenizer.chat([{"role": "user", "content": "<|eot_id|>"}]).count(end) == 1
 
 
+@pytest.mark.parametrize("kind, pieces", [("llama-bpe", ["12", "3", "45"]), ("smollm", ["1", "2", "3", "4", "5"])])
+def test_a_gguf_file_says_how_text_is_split_before_it_is_merged(monkeypatch, kind, pieces):
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokens = letters + ["12", "34", "1234", "45", "<|im_end|>", "<tool>"]
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * (len(tokens) - 2) + [3, 4],
+                "tokenizer.ggml.merges": ["1 2", "3 4", "12 34", "4 5"], "tokenizer.ggml.pre": kind,
+                "tokenizer.ggml.eos_token_id": len(tokens) - 2}
+    monkeypatch.setattr(llama, "read_gguf_header", lambda path: (metadata, {}, b""))
+    tokenizer = llama.read_gguf_tokenizer(Path("tiny.gguf"))
+    assert [tokens[i] for i in tokenizer.encode("12345")] == pieces
+    assert tokens.index("<|im_end|>") not in tokenizer.encode("<|im_end|>") and tokenizer.stop_ids == {len(tokens) - 2}
+    assert tokenizer.encode("<tool>") == [tokens.index("<tool>")]  # text that is one token, and is shown
+    assert tokenizer.decode([tokens.index("<tool>"), tokens.index("<|im_end|>")]) == "<tool>"
+
+
 def test_what_a_tokenizer_was_trained_with_does_not_cut_or_pad_a_text(llama3):
     backend = tokenizers.Tokenizer.from_file(str(llama3 / "tokenizer.json"))
     backend.enable_truncation(8)

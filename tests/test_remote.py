@@ -448,6 +448,17 @@ def test_a_client_without_the_secret_is_told_so_and_nothing_else(capsys):
     assert capsys.readouterr().err.count("\n") == 2
 
 
+def test_an_answer_to_the_secrets_question_is_good_for_one_connection_only():
+    target = new_target(16)
+    with serving(target, new_drafter(target), secret="tulip") as server:
+        for kind in ("models", "refused"):  # said once, and then again by someone who has listened
+            with socket.create_connection(server.server_address, 10) as sock:
+                nonce = sock.recv(32, socket.MSG_WAITALL)
+                digest = hmac.digest(b"tulip", nonce, "sha256") if kind == "models" else digest  # noqa: F821
+                sock.sendall(digest)
+                assert kind in receive_message(sock, 4096)[0]
+
+
 def test_a_place_that_cannot_be_served_at_is_an_input_error():
     target = new_target(16)
     drafter = new_drafter(target)
