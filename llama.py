@@ -224,7 +224,7 @@ class KVCache:
         return self.write(self.kv[layer], kv)
 
     def write(self, slot: Tensor, kv: Tensor) -> Tensor:
-        """`append` to a layer's part of `self.kv`. (An index would make torch.compile treat every layer as another one.)"""
+        """`append` to a layer's slot of `self.kv`, (B, Hkv, capacity, 2D). An index torch.compile would take for a constant."""
         end = self.length + kv.shape[2]
         if end > self.capacity:
             raise InputError(f"the KV cache is full: {end} tokens do not fit its capacity of {self.capacity}")

@@ -484,7 +484,7 @@ class Drafting:
         prefix = self.verified + self.assumed
         ancestors = ancestor_mask([max(i - self.assumed, -1) for i in self.parents[self.assumed:]])[-len(tokens):]
         tree_mask = None if ancestors.all() else F.pad(ancestors, (prefix, 0), value=True).to(cache.kv.device)
-        position = prefix + int(ancestors[0].sum()) - 1
+        position = prefix + int(ancestors[0].sum()) - 1  # of all these tokens: what they all see + their depth
         rope = drafter.rotary[:, position - len(unread):position + 1]
         x = drafter.target.embed_tokens(torch.tensor([unread + tokens], device=cache.kv.device)).to(drafter.dtype)
         self_mask = causal_mask(len(unread) + 1, position + 1, x.device) if unread else tree_mask
