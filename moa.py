@@ -363,14 +363,15 @@ def children(q: Tensor, reach: list[float], room: int, threshold: float, tempera
     tokens. Above it as many are drawn from q instead, without replacement: in the order in which they finish a race.
     """
     likely, choice = q.topk(min(room, q.shape[-1]))  # (leaves, room)
-    scale = torch.tensor(reach, device=q.device)[:, None]
-    best = sorted((-value, leaf, rank) for leaf, values in enumerate((likely * scale).tolist())
-                  for rank, value in enumerate(values) if value > 0 and value >= threshold)[:room]
+    drawn = likely
     if temperature > 0:
         choice = race(q, generator).topk(choice.shape[1]).indices
-        likely = q.gather(-1, choice)
-    choices, values = choice.tolist(), (likely * scale).tolist()
-    return [(leaf, choices[leaf][rank], values[leaf][rank]) for _, leaf, rank in sorted(best, key=lambda child: child[1:])]
+        drawn = q.gather(-1, choice)
+    likely, choice, drawn = torch.stack([likely, choice.to(q), drawn]).tolist()  # a level's one wait for the device
+    best = sorted((-p * reach[leaf], leaf, rank) for leaf, row in enumerate(likely) for rank, p in enumerate(row)
+                  if p > 0 and p * reach[leaf] >= threshold)[:room]
+    return [(leaf, int(choice[leaf][rank]), drawn[leaf][rank] * reach[leaf])
+            for _, leaf, rank in sorted(best, key=lambda child: child[1:])]
 
 
 class Drafting:
@@ -452,7 +453,8 @@ class Drafting:
             level = children(q, reach, room, shape.token_threshold, temperature, generator) if room else []
             if not level:
                 break
-            qs.append(q[sorted({leaf for leaf, _, _ in level})])
+            if temperature > 0:
+                qs.append(q[sorted({leaf for leaf, _, _ in level})])
             start = len(tokens)
             for leaf, choice, value in level:
                 tokens.append(self.drafter.token(choice))

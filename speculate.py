@@ -305,8 +305,8 @@ class LocalTarget:
         """Check a draft in one pass; the cache keeps its root and the nodes that are accepted."""
         start, device, rope, mask = self.cache.length, self.cache.kv.device, None, CAUSAL
         if not draft.is_chain():
-            depths = torch.tensor(draft.depths(), device=device)
-            rope = self.model.rope(start, start + int(depths.max()) + 1)[:, depths]  # (2, K + 1, D)
+            depths = draft.depths()
+            rope = self.model.rope(start, start + max(depths) + 1)[:, depths]  # (2, K + 1, D)
             tree = ancestor_mask([-1] + [parent + 1 for parent in draft.parents])  # (K + 1, K + 1)
             mask = F.pad(tree, (start, 0), value=True).to(device)
         hidden = self.model.hidden(torch.tensor([[draft.token] + draft.tokens], device=device), self.cache, rope, mask)
@@ -320,7 +320,7 @@ class LocalTarget:
     def clock(self) -> float:
         """Seconds, once the device has done what it was given."""
         if self.cache.kv.device.type != "cpu":
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(self.cache.kv.device)
         return time.perf_counter()
 
     def judge(self, hidden: Tensor, draft: Draft) -> tuple[list[int], int]:

@@ -1,0 +1,148 @@
+"""What a GPU would mind, claimed without one: nothing mixes devices, and nothing waits for the device more than it must.
+
+The device is made up. Its tensors say that they are on `made` and are computed on the CPU; to mix them with others is an
+error, as on a GPU, and every value that comes back from there is counted.
+"""
+from argparse import Namespace
+
+import pytest
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+import speculate
+import train
+from llama import Llama
+from moa import Drafter, Shape
+from speculate import Remote, Server, Settings, answer
+from test_remote import serving
+from test_speculate import fixed, new_drafter, new_target
+
+aten = torch.ops.aten
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+class Made(torch.Tensor):
+    """A tensor on the made-up device; `inner` is where its values are."""
+
+    waits = 0  # for values to come back
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.size(), strides=inner.stride(), dtype=inner.dtype,
+                                                   storage_offset=inner.storage_offset(), device="made:0")
+        made.inner = inner
+        return made
+
+    def tolist(self):
+        return self.cpu().tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        target = kwargs.pop("device", None)
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        made = {id(x.inner): x for x in leaves if isinstance(x, Made)}
+        copies = operator in (aten.copy_.default, aten._to_copy.default)
+        stray = [x for x in leaves if isinstance(x, torch.Tensor) and not isinstance(x, Made) and x.dim() > 0]
+        if stray and not copies:
+            raise RuntimeError(f"{operator}: a tensor {tuple(stray[0].shape)} on the CPU, others on the made-up device")
+        comes_back = operator is aten._to_copy.default and target is not None and target.type == "cpu"
+        cls.waits += comes_back or operator is aten._local_scalar_dense.default
+        result = operator(*bare(args), **bare(kwargs))
+        if comes_back:
+            return result
+        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: made[id(x)] if id(x) in made else Made(x), result)
+
+
+def bare(arguments):
+    return torch.utils._pytree.tree_map_only(Made, lambda x: x.inner, arguments)
+
+
+@pytest.fixture(scope="module")
+def device():
+    _setup_privateuseone_for_python_backend("made")
+    torch.made.get_amp_supported_dtype = lambda: [torch.bfloat16]
+    library = torch.library.Library("aten", "IMPL")
+
+    def implement(name: str, function) -> None:
+        library.impl(name, function, "PrivateUse1")
+
+    implement("empty.memory_format", lambda size, dtype=None, **_: Made(torch.empty(size, dtype=dtype)))
+    implement("empty_strided", lambda size, stride, dtype=None, **_: Made(torch.empty_strided(size, stride, dtype=dtype)))
+    for name in ("arange", "arange.start", "arange.start_step"):
+        implement(name, lambda *ends, dtype=None, **_: Made(torch.arange(*ends, dtype=dtype)))
+    implement("_copy_from", lambda source, to, non_blocking=False: Made(to.inner.copy_(source)))
+    yield torch.device("made:0")  # while the library lives
+
+
+@pytest.fixture(autouse=True)
+def what_it_lacks(monkeypatch) -> None:
+    """Random numbers of its own, and inference mode."""
+    class Generator(torch.Generator):
+        def __new__(cls, device=None):
+            return super().__new__(cls, "cpu")
+
+    monkeypatch.setattr(torch, "Generator", Generator)
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+
+
+def models(device, **choices) -> tuple[Llama, Drafter]:
+    target = new_target(20).to(device)
+    return target, new_drafter(target, **choices).to(device)
+
+
+@torch.no_grad()
+def answer_on(device, settings: Settings, remote: bool = False, **choices) -> speculate.Generation:
+    target, drafter = models(device, **choices)
+    if not remote:
+        return answer.__wrapped__(target, drafter, PROMPT, settings)
+    with serving(target, drafter) as server:
+        return answer.__wrapped__(target, drafter, PROMPT, settings, remote=Remote("127.0.0.1", server.server_address[1]))
+
+
+CHOICES = [{}, {"target_layer_inference": 2}, {"use_layer_self_attention": False}, {"use_cross_attention": False},
+           {"draft_vocabulary": tuple(range(0, 20, 2))}]
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+@pytest.mark.parametrize("shape", [Shape(3), Shape(3, breadth=2, nodes=6)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_speculation_stays_on_its_device_and_says_what_it_says_on_a_cpu(device, choices, shape, temperature):
+    settings = fixed(shape, 8, temperature=temperature, top_p=0.9, lookup=(3,))
+    assert answer_on(device, settings, **choices).tokens == answer_on("cpu", settings, **choices).tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("choices", CHOICES[:2])
+def test_so_does_the_remote_mode(device, choices, temperature):
+    settings = fixed(Shape(3, coarse=True), 8, temperature=temperature)
+    assert len(answer_on(device, settings, remote=True, **choices).tokens) == 8
+
+
+@pytest.mark.parametrize("shape", [Shape(3), Shape(3, breadth=2, nodes=6)])
+def test_a_cycle_at_temperature_0_waits_for_the_device_once_a_level_and_for_the_verdict(device, shape, monkeypatch):
+    levels = []
+    step = speculate.Drafting.step
+    monkeypatch.setattr(speculate.Drafting, "step", lambda *args: levels.append(args) or step(*args))
+    Made.waits = 0
+    calls = answer_on(device, fixed(shape, 8)).figures.target_calls
+    assert calls > 0 and Made.waits == len(levels) + calls + 1  # 1: the prompt's own verdict
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+def test_training_stays_on_its_device_and_learns_what_it_learns_on_a_cpu(device, choices):
+    def losses(device) -> list[float]:
+        torch.manual_seed(0)
+        target = new_target(20).to(device)
+        drafter = new_drafter(target, **choices).to(device).requires_grad_(True)
+        args = Namespace(seed=0, run_length=(5, 15), horizons=2, micro_batch_size=2, dtype="float32", freeze_lsa=False,
+                         kl_weight=0.1, feature_weight=1.0)
+        batch = [train.Sequence(torch.arange(size) % 20, torch.arange(size) >= 6) for size in (18, 25, 21)]
+        optimizer, scaler = train.Optimizer(drafter.parameters(), "muon"), torch.amp.GradScaler("cpu", enabled=False)
+        before = train.train_batch(drafter, batch, 0, args, train.Worker(0, 1), scaler)
+        optimizer.step(1e-2, scaler)
+        return [*before, train.evaluate(drafter, batch, args)["held_out_loss"]]
+
+    assert losses(device) == pytest.approx(losses("cpu"), rel=1e-4)
