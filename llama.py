@@ -98,7 +98,10 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, in two halves: whoever holds a cache stands between them."""
+    """Grouped-query attention, in two halves: whoever holds a cache stands between them.
+
+    Linear is nn.Linear and Joint several of them at once, until packed: see "Linear layers that are fast on a CPU".
+    """
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int):
         super().__init__()
@@ -224,7 +227,7 @@ class KVCache:
         return self.write(self.kv[layer], kv)
 
     def write(self, slot: Tensor, kv: Tensor) -> Tensor:
-        """`append` to a layer's slot of `self.kv`, (B, Hkv, capacity, 2D). An index torch.compile would take for a constant."""
+        """`append` to a slot, self.kv[layer]. For torch.compile, which would compile anew for every layer's index."""
         end = self.length + kv.shape[2]
         if end > self.capacity:
             raise InputError(f"the KV cache is full: {end} tokens do not fit its capacity of {self.capacity}")
@@ -284,8 +287,8 @@ class Llama(nn.Module):
         self.requires_grad_(False)  # the target is frozen, always
 
     def make_rotary_table(self) -> None:
-        c, device = self.config, self.embed_tokens.weight.device
-        table = rotary_table(c.max_position_embeddings, c.head_dim, c.rope_theta, device, c.rope_factors)
+        c = self.config
+        table = rotary_table(c.max_position_embeddings, c.head_dim, c.rope_theta, self.device, c.rope_factors)
         self.register_buffer("rotary", table, persistent=False)  # (2, context, D)
 
     def pack(self) -> Llama:
@@ -304,9 +307,13 @@ class Llama(nn.Module):
             layer.compile(dynamic=True)
         return self
 
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
-        c, weight = self.config, self.embed_tokens.weight
-        return KVCache(c.num_hidden_layers, batch, c.num_key_value_heads, capacity, c.head_dim, weight.device, weight.dtype)
+        c, dtype = self.config, self.embed_tokens.weight.dtype
+        return KVCache(c.num_hidden_layers, batch, c.num_key_value_heads, capacity, c.head_dim, self.device, dtype)
 
     def rope(self, start: int, end: int) -> Tensor:
         """Angles of positions start..end-1, (2, T, D). Raises InputError beyond the model's context."""
@@ -385,7 +392,7 @@ def choose(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
 def generate(model: Llama, prompt: list[int], max_new_tokens: int, stop_ids: set[int] = frozenset(),
              temperature: float = 0.0, top_p: float = 1.0, generator: torch.Generator | None = None) -> Iterator[int]:
     """The target alone, token by token, up to and including a stop token. Raises InputError beyond the context."""
-    device = model.embed_tokens.weight.device
+    device = model.device
     generator = generator or torch.Generator(device).manual_seed(0)
     cache = model.new_cache(len(prompt) + max_new_tokens)
     tokens = prompt

@@ -85,16 +85,16 @@ class Memory:
 class Shape:
     """How large a draft may grow. A chain is a tree of breadth 1.
 
-    A token is proposed only if the probability of its path is at least `token_threshold`, and a level is the last one if
-    those of its leaves add up to less than `level_threshold`: more would not pay for itself.
+    A level has as many tokens as are likely enough: `token_threshold` for the whole path to each of the likeliest. It is
+    the last one if the probabilities of its leaves' paths add up to less than `level_threshold`. More would not pay.
     """
 
     depth: int
     breadth: int = 1  # leaves that are expanded together
-    nodes: int = 8  # tokens of a tree in all
+    nodes: int = 8  # tokens of a tree, if it is not a chain
     token_threshold: float = 0.0
     level_threshold: float = 0.0
-    coarse: bool = False  # drawn from a q of 64 tokens in 8 bits each, which can be sent: see to_coarse
+    coarse: bool = False  # drawn from a q of 64 tokens in 8 bits each, which can be sent: `to_coarse`
 
     def room(self, drafted: int, temperature: float) -> int:
         """How many tokens the next level may have. At temperature 0 a whole tree's: `draft` keeps the best in the end."""
@@ -110,7 +110,7 @@ class Draft:
     token: int
     tokens: list[int]  # K
     parents: list[int]  # the index in tokens that each follows, -1 for `token`; siblings in the order they were drawn
-    q: Tensor | None = None  # what each parent's children were drawn from, parents in order, (., V); None: not drawn
+    q: Tensor | None = None  # what each parent's children were drawn from, parents in order, (F, V); None: not drawn
 
     def depths(self) -> list[int]:
         """Of `token`, which is 0, and of every draft: K + 1."""
@@ -182,7 +182,7 @@ class Drafter(nn.Module):
         self.Ekv2E = nn.Linear(kv_width if c.use_layer_self_attention else width, width)
 
         # The target and, of its LM head, the rows in use: in a tuple, or they would become ours to train and save.
-        head, vocabulary, device = target.lm_head, None, target.embed_tokens.weight.device
+        head, vocabulary, device = target.lm_head, None, target.device
         if c.draft_vocabulary is not None:
             vocabulary = torch.tensor(c.draft_vocabulary, device=device)
             head = Linear(width, len(vocabulary))
@@ -344,13 +344,13 @@ class Drafter(nn.Module):
 
 
 def to_coarse(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Each q (., V) as its 64 likeliest ids, int32, and their weights, uint8, of which the largest is 255; both (., 64)."""
+    """Each q (F, V) as its 64 likeliest ids, int32, and their weights, uint8, of which the largest is 255; both (F, 64)."""
     likely, ids = q.topk(min(COARSE_TOKENS, q.shape[-1]))
     return ids.int(), (255 * likely / likely[..., :1]).round().to(torch.uint8)
 
 
 def from_coarse(ids: Tensor, counts: Tensor, vocab_size: int) -> Tensor:
-    """The distribution (., V) that has these counts: the same floats wherever it is made."""
+    """The distribution (F, V) that has these counts: the same floats wherever it is made."""
     q = counts.float() / counts.sum(-1, keepdim=True)
     return q.new_zeros(*q.shape[:-1], vocab_size).scatter_(-1, ids.long(), q)
 
@@ -378,13 +378,13 @@ class Drafting:
     """The state of one conversation, in three caches: SA's of all tokens, CA's of memories, and the N reused layers', with
     the target's own keys and values of verified tokens and guessed ones of drafts.
 
-    Verified tokens come first in each cache; what is drafted behind them is cut off when the next memory arrives.
-    Of that, the first `assumed` are a chain that stands in for verified tokens while the target is waited for.
+    Verified tokens come first in each cache, drafts behind them. When the next memory arrives SA keeps those accepted, the
+    other two none. The first `assumed` drafts are a chain that stands in for verified tokens while the target is waited for.
     """
 
     def __init__(self, drafter: Drafter, capacity: int):
         c, target = drafter.config, drafter.target
-        head_dim, device = target.config.hidden_size // c.num_attention_heads, target.embed_tokens.weight.device
+        head_dim, device = target.config.hidden_size // c.num_attention_heads, target.device
         self.drafter = drafter
         self.self_cache = KVCache(1, 1, c.self_attention_num_key_value_heads, capacity, head_dim, device, drafter.dtype)
         self.cross_cache = KVCache(1, 1, c.cross_attention_num_key_value_heads, capacity, head_dim, device, drafter.dtype)

@@ -56,7 +56,7 @@ DTYPES = {name: getattr(torch, name) for name in
 
 
 class ProtocolError(Exception):
-    """The peer broke the rules of framing, or the connection broke. One line."""
+    """The peer broke the rules of framing, or the connection broke. The message is one line."""
 
 
 class ConnectionClosed(ProtocolError):
@@ -64,7 +64,7 @@ class ConnectionClosed(ProtocolError):
 
 
 class Lost(Exception):
-    """No reply: not in time, or never again. One line."""
+    """No reply: not in time, or never again. The message is one line."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -268,9 +268,10 @@ class Channel:
     """The client's end of a connection, seen through a network and a clock.
 
     Counts `bytes_up` and `bytes_down` (really sent), `round_trips` (requests with all their replies), `network_seconds`
-    (spent waiting in receive) and estimates `round_trip`, the network's share of it. Replies longer than `limit` bytes are
-    refused. A time-out is not the end: the reply of a link that is back still arrives. After any other loss the channel
-    is dead until it is given another connection. Ask ready() between pieces of work: a reply is noticed no sooner.
+    (spent waiting in receive) and estimates `round_trip`, of which the server's work is no part. Replies longer than
+    `limit` bytes are refused. A time-out is not the end: the reply of a link that is back still arrives. After any other
+    loss the channel is dead until it is given another connection. Ask ready() between pieces of work: a reply is noticed
+    no sooner.
     """
 
     def __init__(self, sock: socket.socket, network: Network, clock: WallClock | VirtualClock, limit: int = 1 << 28):

@@ -45,7 +45,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterator, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,8 +64,8 @@ SHIPPED = {DEFAULT_MODEL: Path(__file__).parent / "weights" / DEFAULT_MODEL}
 PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
 CHAIN = Shape(depth=6)
 TREE = Shape(depth=6, breadth=3, nodes=8)
-REMOTE_CHAIN = Shape(depth=8, coarse=True)  # a round trip is dear: draft further
-REMOTE_TREE = Shape(depth=8, breadth=3, nodes=16, coarse=True)
+REMOTE_CHAIN = Shape(depth=8)  # a round trip is dear: draft further
+REMOTE_TREE = Shape(depth=8, breadth=3, nodes=16)
 LOOKUP_SIZES = (3,)  # of --lookup
 
 
@@ -103,6 +103,17 @@ class Figures:
     network_seconds: float = 0.0
 
 
+class Cycle(NamedTuple):
+    """What one turn of the loop took and brought."""
+
+    levels: int  # drafted
+    draft_seconds: float
+    rows: int  # of the verifying pass
+    pass_seconds: float  # of this pass alone
+    verify_seconds: float  # with the way there and back
+    tokens: int  # that it brought
+
+
 class Pace:
     """What drafts of a shape cost and bring on this machine, measured as they are made."""
 
@@ -112,7 +123,7 @@ class Pace:
 
     def __init__(self, shape: Shape):
         self.shape = shape
-        self.cycles: deque[tuple[int, float, int, float, float, int]] = deque(maxlen=self.RECENT)  # as they were recorded
+        self.cycles: deque[Cycle] = deque(maxlen=self.RECENT)
 
     @staticmethod
     def fastest(paces: "list[Pace]") -> "Pace":
@@ -120,22 +131,15 @@ class Pace:
         least = min(paces, key=lambda pace: len(pace.cycles))
         return least if len(least.cycles) < Pace.TRIAL else max(paces, key=Pace.tokens_per_second)
 
-    def record(self, levels: int, draft_seconds: float, rows: int, pass_seconds: float, verify_seconds: float,
-               tokens: int) -> None:
-        """One cycle: levels drafted, rows in the verifying pass, the pass alone and with the way to it, tokens it brought."""
-        self.cycles.append((levels, draft_seconds, rows, pass_seconds, verify_seconds, tokens))
-
     def tokens_per_second(self) -> float:
-        _, draft_seconds, _, _, verify_seconds, tokens = map(sum, zip(*self.cycles))
-        return tokens / (draft_seconds + verify_seconds)
+        return sum(c.tokens for c in self.cycles) / sum(c.draft_seconds + c.verify_seconds for c in self.cycles)
 
     def level_seconds(self) -> float:
-        levels, draft_seconds, *_ = map(sum, zip(*self.cycles))
-        return draft_seconds / levels
+        return sum(c.draft_seconds for c in self.cycles) / sum(c.levels for c in self.cycles)
 
     def row_seconds(self) -> float:
         """Seconds of one more token in a verifying pass: the slope of a line through the measurements, and the prior."""
-        _, _, rows, seconds, *_ = zip(*self.cycles)
+        rows, seconds = [c.rows for c in self.cycles], [c.pass_seconds for c in self.cycles]
         mean_rows, mean_seconds = statistics.fmean(rows), statistics.fmean(seconds)
         covariance = statistics.fmean(r * s for r, s in zip(rows, seconds)) - mean_rows * mean_seconds
         return max(0.0, (covariance + self.PRIOR * mean_seconds) / (statistics.pvariance(rows) + 1))
@@ -190,7 +194,7 @@ class Verdict:
     token: int
     memory: Memory | None
     checked: bool = True  # whether the target looked at the draft
-    pass_seconds: float | None = None  # that this took, if the way there and back took time too
+    pass_seconds: float | None = None  # of the target's work alone; None: as long as `verify` took
     ahead: Draft | None = None  # a draft behind `token`, made while the verdict was on its way, if `token` was guessed right
 
 
@@ -222,7 +226,7 @@ def speculate(target: "LocalTarget | RemoteTarget", drafting: Drafting, prompt: 
         began = target.clock()
         pace = Pace.fastest(paces)
         shape = pace.fit() if s.adaptive else pace.shape
-        shape = replace(shape, depth=min(shape.depth, left - 1))
+        shape = replace(shape, depth=min(shape.depth, left - 1), coarse=target.coarse)
         ready = verdict.ahead  # a draft that costs nothing any more
         if verdict.memory:
             drafting.observe(verdict.memory)
@@ -236,8 +240,8 @@ def speculate(target: "LocalTarget | RemoteTarget", drafting: Drafting, prompt: 
         figures.verify_seconds += verify_seconds
         if verdict.memory:
             if verdict.checked and figures.target_calls > 0 and not ready:  # the first draft reads the whole prompt too
-                pace.record(max(1, *draft.depths()), draft_seconds, 1 + len(draft.tokens),
-                            verdict.pass_seconds or verify_seconds, verify_seconds, 1 + len(verdict.accepted))
+                pace.cycles.append(Cycle(max(1, *draft.depths()), draft_seconds, 1 + len(draft.tokens),
+                                         verdict.pass_seconds or verify_seconds, verify_seconds, 1 + len(verdict.accepted)))
             figures.target_calls += 1
             figures.drafted += len(draft.tokens)
 
@@ -290,6 +294,8 @@ def normalised(p: Tensor) -> Tensor:
 class LocalTarget:
     """The target of one conversation, on this machine. LSA runs on its side."""
 
+    coarse = False  # drafts may be drawn from any q
+
     def __init__(self, model: Llama, drafter: Drafter, capacity: int, settings: Settings, generator: torch.Generator):
         self.model, self.drafter, self.settings, self.generator = model, drafter, settings, generator
         self.cache = model.new_cache(capacity)
@@ -335,9 +341,10 @@ class LocalTarget:
 # Client and server: the drafter here, the target there (paper, client-server experiments)
 #
 # A connection opens with a nonce and its HMAC under the shared secret. Then the client asks, in messages of netsim.py:
-#     read {start} + tokens               the cache is cut to `start` and takes these as given: next token and memory
-#     verify {start, token} + draft       what is accepted, next token and memory
-#     generate {max_new_tokens} + tokens  plain use of an API: the target's own tokens, one a message
+#     read {start, capacity, exact} + tokens        the cache is cut to `start` and takes these as given: next token, memory
+#     verify {start, token} + draft                 what is accepted, next token and memory
+#     generate {max_new_tokens, stop_ids} + tokens  plain use of an API: the target's own tokens, one a message
+# The first and the last say in temperature, top_p and seed how to sample.
 # ---------------------------------------------------------------------------------------------------------------------
 
 SECRET = "MOA_SECRET"  # the environment variable that holds it
@@ -456,11 +463,14 @@ class RemoteTarget:
     on, until the server is back and takes what was written meanwhile as given.
     """
 
+    coarse = True  # drafts must be drawn from a q that can be sent
+
     def __init__(self, channel: Channel, remote: Remote, drafting: Drafting, capacity: int, settings: Settings,
                  generator: torch.Generator, figures: Figures):
         self.channel, self.remote, self.drafting, self.capacity = channel, remote, drafting, capacity
         self.settings, self.generator, self.figures = settings, generator, figures
         self.tokens: list[int] = []  # of prompt and answer, all there are
+        self.prompt_length = 0
         self.verified = 0  # so many of them have a memory, and lie in the server's cache
         self.worked = SmoothedTime()  # how long a verification takes the server
         self.reading = 0.0  # how long it took, the last time, to read text, or the last piece of a long one
@@ -473,7 +483,7 @@ class RemoteTarget:
 
     def prefill(self, prompt: list[int]) -> Verdict:
         """Have the prompt read. Raises InputError: without any memory the drafter cannot go on alone."""
-        self.tokens, self.begin = list(prompt), len(prompt)
+        self.tokens, self.prompt_length = list(prompt), len(prompt)
         try:
             return self.read(0, PREFILL_SECONDS)
         except Lost as error:
@@ -500,7 +510,7 @@ class RemoteTarget:
         return Verdict(ids[1:-1], ids[-1], None, checked=False)
 
     def wait(self, draft: Draft, ids: list[int]) -> Verdict | None:
-        """The verdict that is on its way, or None. ids is our guess of what it accepts.
+        """The verdict that is on its way, or None. ids is our guess of what it accepts, and grows by what is drafted here.
 
         Where such guesses are right often enough, we draft meanwhile: the token that should follow, and a chain as deep as
         the draft behind it, which is used if the verdict is as guessed. Then ids is, from left to right,
@@ -510,14 +520,15 @@ class RemoteTarget:
         """
         guessed, qs, depth = len(ids), [], max(draft.depths())
         self.drafting.assume(ids[:-1])
-        room = self.begin + self.settings.max_new_tokens - len(self.tokens)
+        room = self.prompt_length + self.settings.max_new_tokens - len(self.tokens)
         length = min(guessed + depth + 1, room + 1) if self.guess_rate >= 1 / 2 else guessed
         try:
             while len(ids) < length and not self.channel.ready():
                 qs.append(self.draft_on(ids))
             fields, memory = self.receive(self.patience(), lambda fields: along(draft, fields["accepted"]))
         except Lost as error:
-            return self.lose(error)
+            self.lose(error)
+            return None
         worked = self.channel.clock.worked(fields)
         self.worked.observe(worked)
         self.guess_rate += ((memory.tokens == ids[:guessed]) - self.guess_rate) / 8
@@ -597,11 +608,12 @@ class RemoteTarget:
         """Take down what the server has verified."""
         self.tokens += verdict.accepted + [verdict.token]
         self.verified = len(self.tokens) - 1
-        self.channel.network.tokens(len(self.tokens) - self.begin, self.clock())
+        self.channel.network.tokens(len(self.tokens) - self.prompt_length, self.clock())
         return verdict
 
 
 def pack_draft(draft: Draft) -> dict[str, Tensor]:
+    """A draft as it crosses the network, and exactly: it was drawn from a coarse q."""
     tensors = {"drafts": int32(draft.tokens), "parents": int32(draft.parents)}
     if draft.q is not None:
         tensors["ids"], tensors["counts"] = to_coarse(draft.q)
@@ -675,10 +687,13 @@ class Server(socketserver.ThreadingTCPServer):
         self.worker.shutdown()
 
     def work(self, function: Callable, *arguments):
-        """What the function returns, called by the worker."""
+        """What the function returns, called by the worker. A fault of ours must not look like the client's: a RuntimeError."""
         def in_turn():
-            with torch.inference_mode():
-                return function(*arguments)
+            try:
+                with torch.inference_mode():
+                    return function(*arguments)
+            except (LookupError, TypeError, ValueError) as error:
+                raise RuntimeError("the models failed") from error
         return self.worker.submit(in_turn).result()
 
 
@@ -766,7 +781,7 @@ class Session(socketserver.BaseRequestHandler):
             checked_ids(tensors["ids"].flatten(), 0, vocab_size)
             if not tensors["ids"].shape == counts.shape == size or counts.dtype != torch.uint8 or not counts.sum(-1).all():
                 raise ValueError("q does not fit the drafts")
-            q = from_coarse(tensors["ids"], counts, vocab_size).to(self.model.embed_tokens.weight.device)
+            q = from_coarse(tensors["ids"], counts, vocab_size).to(self.model.device)
         verdict, memory = self.server.work(self.with_memory, self.target.verify, Draft(token, drafts, parents, q))
         self.reply("verify", {"accepted": verdict.accepted, "token": verdict.token}, memory)
 
@@ -787,7 +802,7 @@ class Session(socketserver.BaseRequestHandler):
         temperature, top_p, seed = float(fields["temperature"]), float(fields["top_p"]), whole(fields["seed"], 0, 2**63 - 1)
         if not 0 <= temperature <= 100 or not 0 < top_p <= 1:
             raise ValueError(f"no such sampling: temperature {temperature}, top-p {top_p}")
-        generator = torch.Generator(self.model.embed_tokens.weight.device).manual_seed(seed)
+        generator = torch.Generator(self.model.device).manual_seed(seed)
         return Settings(temperature=temperature, top_p=top_p), generator
 
     def with_memory(self, call: Callable, request) -> tuple[Verdict, dict[str, Tensor]]:
@@ -881,8 +896,8 @@ def answer(model: Llama, drafter: "Drafter | Lookup | None", prompt: list[int], 
     paces: of earlier answers, to go on from; one a shape. remote: where the target is, of which `model` is then a part.
     Raises InputError if it was never there.
     """
-    device, result, s = model.embed_tokens.weight.device, Generation(prompt=prompt), settings
-    generator = torch.Generator(device).manual_seed(seed)
+    result, s = Generation(prompt=prompt), settings
+    generator = torch.Generator(model.device).manual_seed(seed)
     start, channel = time.perf_counter(), remote and remote.channel(drafter, seed)
     if drafter is None:
         stream = ([(token, Origin.TARGET)] for token in (
@@ -1038,7 +1053,7 @@ def aftermath(model: Llama, mine: list[Generation], bases: list[Generation]) -> 
     unverified, agreed, nll = 0, 0, 0.0
     for g, base in zip(mine, bases):
         alone = [i for i, origin in enumerate(g.origins) if origin == Origin.UNVERIFIED]
-        tokens = torch.tensor(g.prompt + g.tokens, device=model.embed_tokens.weight.device)
+        tokens = torch.tensor(g.prompt + g.tokens, device=model.device)
         places = torch.tensor(alone, dtype=torch.long, device=tokens.device) + len(g.prompt)
         unverified += len(alone)
         agreed += sum(g.tokens[i:i + 1] == base.tokens[i:i + 1] for i in alone)
@@ -1050,14 +1065,14 @@ def aftermath(model: Llama, mine: list[Generation], bases: list[Generation]) -> 
 @torch.inference_mode()
 def pass_costs(model: Llama, past: int = 256, repeats: int = 9) -> dict[int, float]:
     """Seconds of a pass over 1 to 16 tokens behind `past` others: medians, taken in turn."""
-    device, seconds = model.embed_tokens.weight.device, {count: [] for count in (1, 2, 3, 4, 6, 8, 12, 16)}
+    seconds = {count: [] for count in (1, 2, 3, 4, 6, 8, 12, 16)}
     past = min(past, model.config.max_position_embeddings - max(seconds))
     cache = model.new_cache(past + max(seconds))
     for _ in range(repeats):
         for count, times in seconds.items():
             cache.length = past
             start = time.perf_counter()
-            model(torch.zeros(1, count, dtype=torch.long, device=device), cache).argmax(-1).tolist()
+            model(torch.zeros(1, count, dtype=torch.long, device=model.device), cache).argmax(-1).tolist()
             times.append(time.perf_counter() - start)
     return {count: statistics.median(times) for count, times in seconds.items()}
 

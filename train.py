@@ -6,7 +6,7 @@ tokens before its run, which is the state it will meet while drafting. The loss 
 
     0.1 KL(p || q) + 1.0 SmoothL1(h, h'),    p, h the target's distribution and hidden state, q, h' the drafter's.
 
-    python train.py --data ultrachat.jsonl                           # the paper's recipe, one pass over the data
+    python train.py --data ultrachat.jsonl                           # the paper's settings, for one pass over the data
     python train.py --data ultrachat.jsonl --resume                  # goes on after any interruption
     torchrun --nproc-per-node 8 train.py --data ultrachat.jsonl      # the same, on eight GPUs
     python train.py --synthesize 1000 --data own.jsonl               # no data? let the target write it
@@ -62,7 +62,7 @@ def run_horizon(reply: Tensor, length: int, phase: int) -> Tensor:
 
 
 def loss_mask(reply: Tensor) -> Tensor:
-    """The positions that are trained: the assistant's tokens that another of its own follows. (T) -> (T) bool.
+    """The positions that are trained: the assistant's tokens whose next one is the assistant's too. (T) -> (T) bool.
 
     Drafting asks at no others: an answer's first token comes from the target's own pass over the prompt.
     """
@@ -137,10 +137,20 @@ def both_passes(drafter: Drafter, tokens: Tensor, horizons: Tensor, frozen: tupl
     return Passes(*drafter(tokens, drafter.Ekv2E(pooled), kv, horizons), entering, final)
 
 
+@dataclass
+class Sequence:
+    tokens: Tensor  # (T)
+    reply: Tensor  # (T), True at the assistant's tokens
+    frozen: tuple[Tensor, Tensor] | None = None  # see `frozen_states`: (T, 2 Ekv) and (T, E), bfloat16
+
+
 @torch.no_grad()
-def freeze(drafter: Drafter, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
-    """Pooled and final states of these sequences, padded; computed the first time a sequence comes, then kept."""
-    device = next(drafter.parameters()).device
+def frozen_states(drafter: Drafter, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
+    """What a frozen LSA and the target make of these sequences, padded: pooled (B, T, 2 Ekv) and final states (B, T, E).
+
+    Computed the first time a sequence comes, then kept with it.
+    """
+    device = drafter.target.device
     for sequence in sequences:
         if sequence.frozen is None:
             kv, _, final = target_pass(drafter.target, sequence.tokens[None].to(device), 0)
@@ -172,6 +182,10 @@ def distillation_loss(drafter: Drafter, tokens: Tensor, reply: Tensor, horizons:
 
 def train(drafter: Drafter, optimizer: Optimizer, scaler, data: Conversations, order: Order, held_out: list[Sequence],
           start: int, epoch_updates: int, worker: Worker, args) -> None:
+    """Updates `start` to args.updates, logged, evaluated and saved on the way; an epoch has `epoch_updates`.
+
+    data and order are of the section on data below, optimizer and worker of the one on optimisation.
+    """
     out, parameters = Path(args.out), list(drafter.parameters())
 
     def log(**record) -> None:
@@ -213,7 +227,7 @@ def train_batch(drafter: Drafter, batch: list[Sequence], update: int, args, work
     Every process draws the same batch and the same horizons and takes its share: the sum does not depend on how many
     processes there are.
     """
-    device = next(drafter.parameters()).device
+    device = drafter.target.device
     draws = np.random.default_rng((args.seed, update))
     lengths = draws.integers(args.run_length[0], args.run_length[1] + 1, (len(batch), args.horizons))
     phases = draws.integers(0, lengths)
@@ -221,13 +235,13 @@ def train_batch(drafter: Drafter, batch: list[Sequence], update: int, args, work
                 for i, s in enumerate(batch)]  # each (R, T)
     total = args.horizons * sum(int(loss_mask(s.reply).sum()) for s in batch)
     share = sorted(range(len(batch))[worker.rank::worker.count], key=lambda i: len(batch[i].tokens))  # little padding
-    sums = scaler.scale(torch.zeros(3, device=device))  # so that the scale is there, share or no share
+    sums = scaler.scale(torch.zeros(3, device=device))  # makes the scaler's state, which is needed without a share too
     for a in range(0, len(share), args.micro_batch_size):
         part = share[a:a + args.micro_batch_size]
         tokens, reply = pad([batch[i] for i in part], device)
         horizon = torch.nn.utils.rnn.pad_sequence([horizons[i].T for i in part], batch_first=True)  # (B, T, R)
         with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
-            frozen = freeze(drafter, [batch[i] for i in part]) if args.freeze_lsa else None
+            frozen = frozen_states(drafter, [batch[i] for i in part]) if args.freeze_lsa else None
             parts = distillation_loss(drafter, tokens, reply, horizon.permute(2, 0, 1).to(device), args.kl_weight,
                                       args.feature_weight, frozen)
         scaler.scale(parts[0] / total).backward()
@@ -248,7 +262,7 @@ def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
     new tokens are 1 + a_1 + a_1 a_2 + ... : the acceptance length this implies. Without CA only depth 1 is measured: what
     comes deeper would be scored on true memories that drafting does not have.
     """
-    device = next(drafter.parameters()).device
+    device = drafter.target.device
     sums, count = torch.zeros(3), 0
     reached, right = torch.zeros(DEPTHS), torch.zeros(DEPTHS)
     for index, sequence in enumerate(held_out):
@@ -310,13 +324,6 @@ def read_messages(line: str) -> list[dict]:
     return messages
 
 
-@dataclass
-class Sequence:
-    tokens: Tensor  # (T)
-    reply: Tensor  # (T), True at the assistant's tokens
-    frozen: tuple[Tensor, Tensor] | None = None  # see `freeze`: (T, 2 Ekv) and (T, E), bfloat16
-
-
 def encode_conversation(tokenizer: Tokenizer, messages: list[dict], seq_len: int) -> Sequence:
     """Chat template applied, cut at seq_len. Raises ValueError where nothing is left to learn from."""
     ids, reply = [], []
@@ -332,7 +339,7 @@ def encode_conversation(tokenizer: Tokenizer, messages: list[dict], seq_len: int
 class Conversations:
     """Random access to the conversations of some .jsonl files, of which only the lines' offsets are in memory.
 
-    keep: and what has been read of them, with what `freeze` adds to it.
+    keep: and what has been read of them, with what `frozen_states` adds to it: 2 Ekv + E numbers of 2 bytes a token.
     """
 
     def __init__(self, paths: list[str], tokenizer: Tokenizer, seq_len: int, verbose: bool = True, keep: bool = False):
@@ -521,9 +528,9 @@ def fit_memory(drafter: Drafter, kv: Tensor, final: Tensor, dtype: torch.dtype) 
 
 @torch.no_grad()
 def warm_start(drafter: Drafter, sequences: list[Sequence], dtype: torch.dtype) -> None:
-    """A memory is its token's final hidden state, as far as LSA can tell it; CA looks at the newest memories, and CA's MLP
-    makes up for what then lacks in the state to guess."""
-    device, ca = next(drafter.parameters()).device, drafter.cross_attention
+    """Fit a new drafter, in place: memories to their tokens' final hidden states, CA's heads to the newest memories, CA's
+    MLP to what the guess then lacks."""
+    device, ca = drafter.target.device, drafter.cross_attention
     passes = []  # tokens (1, T), reply (1, T), kv (1, T, L, 2 Ekv), the hidden states to guess and the final ones (1, T, E)
     totals = itertools.accumulate(len(sequence.tokens) for sequence in sequences)
     for sequence in [s for s, total in zip(sequences, totals) if total <= WARM_START_TOKENS] or sequences[:1]:
@@ -571,7 +578,7 @@ def warm_start(drafter: Drafter, sequences: list[Sequence], dtype: torch.dtype) 
 # Checkpoints
 # ---------------------------------------------------------------------------------------------------------------------
 
-FREE_TO_CHANGE = {"out", "resume", "updates", "eval_every", "save_every", "device", "micro_batch_size", "json"}
+FREE_TO_CHANGE = {"out", "resume", "eval_every", "save_every", "device", "micro_batch_size", "json"}
 
 
 def save_checkpoint(path: Path, drafter: Drafter, optimizer: Optimizer, scaler, order: Order, update: int, args) -> None:
@@ -593,7 +600,8 @@ def load_checkpoint(path: Path, args) -> dict:
         raise InputError(f"{path}: not a checkpoint of this script")
     for name, value in state["arguments"].items():
         now = getattr(args, name, None)
-        if name not in FREE_TO_CHANGE and value != now:
+        free = name in FREE_TO_CHANGE or name == "updates" and args.schedule == "paper"  # a cosine ends with the updates
+        if value != now and not free:
             raise InputError(f"{path} was made with --{name.replace('_', '-')} {value}, not {now}; "
                              "resume with the same arguments or choose another --out")
     if state["data_bytes"] != [os.path.getsize(path) for path in args.data]:
@@ -660,7 +668,7 @@ class Dialogue:
 def synthesize_batch(target: Llama, tokenizer: Tokenizer, seeds: list[int], questions: list[str | None],
                      seq_len: int) -> list[list[dict]]:
     """One conversation a seed, all in step: each row is fed its given ids or its own last choice."""
-    device = target.embed_tokens.weight.device
+    device = target.device
     generator = torch.Generator(device).manual_seed(seeds[0])
     rows = everyone = [Dialogue(tokenizer, seed, question) for seed, question in zip(seeds, questions)]
     cache = target.new_cache(seq_len, len(rows))
@@ -829,7 +837,7 @@ def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -
         target, target_layer_inference=args.tli, use_layer_self_attention=not args.no_lsa,
         use_cross_attention=not args.no_ca, **{name: value for name, value in choices.items() if value is not None})
     torch.manual_seed(args.seed)
-    return Drafter(target, config).to(target.embed_tokens.weight.device)
+    return Drafter(target, config).to(target.device)
 
 
 def check(args: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
-"""What a GPU would mind, claimed without one: nothing mixes devices, and nothing waits for the device more than it must.
+"""What a GPU would mind, claimed without one: nothing mixes devices, and drafting reads no more back than it must.
 
 The device is made up. Its tensors say that they are on `made` and are computed on the CPU; to mix them with others is an
-error, as on a GPU, and every value that comes back from there is counted.
+error, as on a GPU, and every time values are read back from there is counted. No other test asks for that device.
 """
 from argparse import Namespace
 
@@ -24,7 +24,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 class Made(torch.Tensor):
     """A tensor on the made-up device; `inner` is where its values are."""
 
-    waits = 0  # for values to come back
+    waits = 0  # times that values were read back
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -78,7 +78,7 @@ def device():
 
 @pytest.fixture(autouse=True)
 def what_it_lacks(monkeypatch) -> None:
-    """Random numbers of its own, and inference mode."""
+    """Random numbers of its own, and inference mode (`answer` has that from its decorator: hence its __wrapped__)."""
     class Generator(torch.Generator):
         def __new__(cls, device=None):
             return super().__new__(cls, "cpu")
@@ -117,12 +117,12 @@ def test_speculation_stays_on_its_device_and_says_what_it_says_on_a_cpu(device, 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("choices", CHOICES[:2])
 def test_so_does_the_remote_mode(device, choices, temperature):
-    settings = fixed(Shape(3, coarse=True), 8, temperature=temperature)
+    settings = fixed(Shape(3), 8, temperature=temperature)
     assert len(answer_on(device, settings, remote=True, **choices).tokens) == 8
 
 
 @pytest.mark.parametrize("shape", [Shape(3), Shape(3, breadth=2, nodes=6)])
-def test_a_cycle_at_temperature_0_waits_for_the_device_once_a_level_and_for_the_verdict(device, shape, monkeypatch):
+def test_a_cycle_at_temperature_0_reads_values_back_once_a_level_and_for_the_verdict(device, shape, monkeypatch):
     levels = []
     step = speculate.Drafting.step
     monkeypatch.setattr(speculate.Drafting, "step", lambda *args: levels.append(args) or step(*args))

@@ -334,6 +334,15 @@ def test_a_broken_folder_is_an_input_error_that_names_the_culprit(tmp_path, faul
     raises(culprit, llama.load_model, folder)
 
 
+@pytest.mark.parametrize("stated, epsilon", [(0.03, 0.03), (None, 1e-6)])
+def test_norms_take_the_epsilon_of_the_config(tmp_path, stated, epsilon):
+    folder = shutil.copytree(TIED, tmp_path / "model")
+    edit(folder, rms_norm_eps=stated)
+    model, x = llama.load_model(folder), 0.01 * torch.randn(5, 64)
+    for norm in (model.layers[0].input_layernorm, model.layers[1].post_attention_layernorm, model.norm):
+        torch.testing.assert_close(norm(x), norm.weight * x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt())
+
+
 BROKEN_GGUF = {
     "architecture": (lambda m, t: m.update({"general.architecture": "qwen2"}), "'qwen2'"),
     "metadata": (lambda m, t: m.pop("llama.block_count"), "llama.block_count"),

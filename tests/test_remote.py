@@ -35,7 +35,7 @@ from test_speculate import (LENGTH, PROMPT, TEMPERATURE, VOCABULARY, WORDS, exac
 
 COSTS = {"draft": 0.002, "read": 0.03, "verify": 0.03, "token": 0.03}
 SLOW_DRAFTS = partial(VirtualClock, {**COSTS, "draft": 0.1})  # so that an outage ends before the answer does
-CHAIN, TREE = Shape(4, coarse=True), Shape(4, breadth=2, nodes=8, coarse=True)
+CHAIN, TREE = Shape(4), Shape(4, breadth=2, nodes=8)
 
 
 @contextlib.contextmanager
@@ -131,9 +131,9 @@ def test_what_was_drafted_on_the_way_is_kept_when_the_guess_was_right(monkeypatc
 
 
 @pytest.mark.parametrize("shape, top_p, choices", [
-    (Shape(2, coarse=True), 1.0, {}), (Shape(2, 2, 4, coarse=True), 1.0, dict(lookup=(2, 1))),
-    (Shape(2, 3, 6, coarse=True), 0.8, dict(target_layer_inference=1)),
-    (Shape(2, 2, 4, coarse=True), 1.0, dict(draft_vocabulary=(0, 2, 4)))], ids=str)
+    (Shape(2), 1.0, {}), (Shape(2, 2, 4), 1.0, dict(lookup=(2, 1))),
+    (Shape(2, 3, 6), 0.8, dict(target_layer_inference=1)),
+    (Shape(2, 2, 4), 1.0, dict(draft_vocabulary=(0, 2, 4)))], ids=str)
 def test_whole_sequences_are_distributed_as_the_targets_own(shape, top_p, choices):
     target = new_target(VOCABULARY, layers=1)
     settings = fixed(shape, LENGTH, temperature=TEMPERATURE, top_p=top_p, lookup=choices.pop("lookup", ()))
@@ -225,7 +225,7 @@ def test_the_benchmark_takes_every_network_and_cuts_each_once(capsys, monkeypatc
     drafter = new_drafter(target)
     with serving(target, drafter) as server:
         remotes = {name: remote_to(server) for name in ("wan", "4g")}
-        methods = remote_methods(target, drafter, 0, (Shape(3, coarse=True),), remotes, 8)
+        methods = remote_methods(target, drafter, 0, (Shape(3),), remotes, 8)
         rows = bench(target, methods, WORDS, [("a", ["one", "two"])], Settings(8, adaptive=False))
     overall = {row["method"]: row for row in rows if row["category"] == "overall"}
     assert set(overall) == {f"{kind}:{name}" for name in remotes for kind in ("api", "remote", "remote+lookup", "disconnected")}
@@ -417,7 +417,7 @@ def test_a_server_that_answers_rubbish_is_as_good_as_gone(rubbish, monkeypatch):
 
     monkeypatch.setattr(speculate.Session, "reply", misreply)
     with serving(target, drafter) as server:
-        result = answer(target, drafter, PROMPT, fixed(Shape(4, coarse=True), 60), emit=lambda *event: emitted.append(event),
+        result = answer(target, drafter, PROMPT, fixed(Shape(4), 60), emit=lambda *event: emitted.append(event),
                         remote=remote_to(server))
     assert len(result.tokens) == 60 and result.figures.unverified_tokens > 30
     assert end_of_truth(emitted, answer(target, None, PROMPT, Settings(60)).tokens) >= 5

@@ -15,7 +15,7 @@ import torch
 import speculate
 from llama import Config, Llama, probabilities, run_command, sample
 from moa import Draft, Drafter, DrafterConfig, Drafting, Shape, children, load_drafter
-from speculate import (Figures, Generation, Lookup, Origin, Pace, Settings, accept, answer, bench, follow, print_table,
+from speculate import (Cycle, Figures, Generation, Lookup, Origin, Pace, Settings, accept, answer, bench, follow, print_table,
                        read_prompts)
 
 ROOT = Path(__file__).parents[1]
@@ -319,8 +319,8 @@ def measured(shape: Shape, level: float, row: float, cycles: int = 200, way: lis
     pace = Pace(shape)
     for i in range(cycles):
         seconds = 1 + row * (i % 16)
-        pace.record(levels=4, draft_seconds=4 * level, rows=1 + i % 16, pass_seconds=seconds,
-                    verify_seconds=seconds + way[i % len(way)], tokens=3)
+        pace.cycles.append(Cycle(levels=4, draft_seconds=4 * level, rows=1 + i % 16, pass_seconds=seconds,
+                                 verify_seconds=seconds + way[i % len(way)], tokens=3))
     return pace
 
 

@@ -180,9 +180,9 @@ def test_a_memory_that_is_kept_gives_the_same_loss_without_the_target(target, mo
     tokens, reply = train.pad(batch, "cpu")
     horizon = torch.nn.utils.rnn.pad_sequence([train.run_horizon(s.reply, 4, 1) for s in batch], batch_first=True)
     full = train.distillation_loss(drafter, tokens, reply, horizon[None], 0.1, 1.0)
-    train.freeze(drafter, batch)
+    train.frozen_states(drafter, batch)
     monkeypatch.setattr(train, "target_pass", None)  # a further visit does without
-    again = train.distillation_loss(drafter, tokens, reply, horizon[None], 0.1, 1.0, train.freeze(drafter, batch))
+    again = train.distillation_loss(drafter, tokens, reply, horizon[None], 0.1, 1.0, train.frozen_states(drafter, batch))
     torch.testing.assert_close(again, full, rtol=5e-3, atol=0)  # kept in bfloat16
     again[0].backward()
     assert all((p.grad is None) == name.startswith("layer_self_attention") for name, p in drafter.named_parameters())
