@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Callable, Iterator
@@ -874,11 +874,15 @@ def is_encodable(text: str) -> bool:
 class Tokenizer:
     """Text to ids and back, and conversations to ids. What a message says is text, whatever it looks like."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, stop_ids: set[int], template: str = ""):
+    def __init__(self, backend: tokenizers.Tokenizer, stop_ids: set[int], template: str = "", bos: str = ""):
+        """template: the checkpoint's own, in Jinja; of it we take what it opens a conversation with: bos, a system turn."""
         self.backend, self.stop_ids = backend, stop_ids
         self.format = next((f for token, f in CHAT_FORMATS.items() if backend.token_to_id(token) is not None), None)
-        preset = re.search(r"<\|im_start\|>system(?:\n|\\n)([^'{}]*?)<\|im_end\|>", template)
-        self.default_system = preset and preset.group(1)  # a template may open a conversation on its own
+        if self.format and bos and "bos_token" in template:
+            self.format = replace(self.format, begin=bos)
+        presets = re.finditer(r"""(["']?)<\|im_start\|>system(?:\n|\\n)([^{}]*?)<\|im_end\|>""", template)
+        preset = next((match for match in presets if not match[1] or match[1] not in match[2]), None)
+        self.default_system = preset and preset[2].replace("\\n", "\n")
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text: "<|im_end|>" in it becomes the letters, never the control token."""
@@ -962,14 +966,15 @@ def read_hugging_face_tokenizer(path: Path) -> Tokenizer:
     for name in ("generation_config.json", "config.json"):
         if stops is None and (path / name).exists():
             stops = read_json(path / name).get("eos_token_id")
-    template = path / "tokenizer_config.json"
-    template = read_json(template).get("chat_template") if template.exists() else ""
-    jinja = path / "chat_template.jinja"
-    template = jinja.read_text(errors="replace") if jinja.exists() else template
+    config, jinja = path / "tokenizer_config.json", path / "chat_template.jinja"
+    config = read_json(config) if config.exists() else {}
+    template = jinja.read_text(errors="replace") if jinja.exists() else config.get("chat_template")
+    bos = config.get("bos_token")
+    bos = bos.get("content") if isinstance(bos, dict) else bos
     stop_ids = stops if isinstance(stops, list) else [] if stops is None else [stops]
     if not all(type(token) is int for token in stop_ids):
         raise InputError(f"{path}: eos_token_id cannot be {stops!r:.40}")
-    return Tokenizer(backend, set(stop_ids), template if isinstance(template, str) else "")
+    return Tokenizer(backend, set(stop_ids), template if isinstance(template, str) else "", bos if isinstance(bos, str) else "")
 
 
 LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -1006,7 +1011,9 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
     backend.add_tokens([tokenizers.AddedToken(token, normalized=False)
                         for token, token_type in zip(tokens, types) if token_type == GGUF_USER_DEFINED])
     stops = {metadata[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in metadata}
-    return Tokenizer(backend, stops, metadata.get("tokenizer.chat_template", ""))
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    bos = tokens[bos] if type(bos) is int and 0 <= bos < len(tokens) else ""
+    return Tokenizer(backend, stops, metadata.get("tokenizer.chat_template", ""), bos)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

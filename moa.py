@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from llama import (DecoderLayer, InputError, KVCache, Linear, Llama, can_pack, causal_mask, fill, one_line, probabilities,
                    race, read_json, read_tensors, rotary_table)
 
+LEAST = 1e-30  # probability of a token that is proposed: what is left of q without likelier ones must not be lost to rounding
 COARSE_TOKENS = 64  # of a q that is sent: see to_coarse
 PROMPT_CHUNK = 256  # LSA works on T x L rows: a long prompt is remembered this many tokens at a time
 
@@ -369,7 +370,7 @@ def children(q: Tensor, reach: list[float], room: int, threshold: float, tempera
         drawn = q.gather(-1, choice)
     likely, choice, drawn = torch.stack([likely, choice.to(q), drawn]).tolist()  # a level's one wait for the device
     best = sorted((-p * reach[leaf], leaf, rank) for leaf, row in enumerate(likely) for rank, p in enumerate(row)
-                  if p > 0 and p * reach[leaf] >= threshold)[:room]
+                  if p > LEAST and p * reach[leaf] >= threshold)[:room]
     return [(leaf, int(choice[leaf][rank]), drawn[leaf][rank] * reach[leaf])
             for _, leaf, rank in sorted(best, key=lambda child: child[1:])]
 

@@ -99,6 +99,10 @@ class Link:
         self.last_arrival = max(self.last_arrival, self.busy_until + delay)
         return self.last_arrival
 
+    def forget(self) -> None:
+        """What is on its way belongs to a connection that is no more."""
+        self.busy_until = self.last_arrival = 0.0
+
     def timeout(self) -> float:
         """TCP's first retransmission time-out, settled: mean round trip + 4 mean deviations of it (RFC 6298)."""
         deviation = self.jitter * math.sqrt(2) * math.sqrt(2 / math.pi)  # of the sum of two normal delays
@@ -287,6 +291,8 @@ class Channel:
         self.requests: deque[Request] = deque()  # not, or not wholly, answered
         self.reply: Reply | None = None  # read, but not yet told
         self.server = self.clock.now()  # when the server is done with what it has answered
+        self.network.up.forget()
+        self.network.down.forget()
 
     def close(self) -> None:
         self.sock.close()
@@ -343,8 +349,8 @@ class Channel:
         try:
             fields, tensors, size = receive_message(self.sock, self.limit, time.monotonic() + self.clock.patience)
             self.bytes_down += size
-            worked = float(self.clock.worked(fields))
-            if not 0 <= worked < math.inf:
+            worked = self.clock.worked(fields)
+            if not isinstance(worked, (int, float)) or not 0 <= float(worked) < math.inf:
                 raise ValueError
         except ProtocolError as error:
             self.dead = f"the server is gone: {error}"

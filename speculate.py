@@ -569,7 +569,8 @@ class RemoteTarget:
                 raise Lost("not yet")
             self.retry, self.pause = now + self.pause, 2 * self.pause
             channel.close()
-            channel.connect(self.remote.connect(self.drafting.drafter, 1.0))
+            patience = min(PEER_SECONDS, max(1.0, 4 * channel.round_trip.timeout()))
+            channel.connect(self.remote.connect(self.drafting.drafter, patience))
             start = 0
         verdict = self.read(start, self.patience(10))  # to read the text again may take ten times a verification
         self.lost, self.pause, verdict.checked = False, FIRST_PAUSE, False
@@ -782,7 +783,9 @@ class Session(socketserver.BaseRequestHandler):
             if not tensors["ids"].shape == counts.shape == size or counts.dtype != torch.uint8 or not counts.sum(-1).all():
                 raise ValueError("q does not fit the drafts")
             q = from_coarse(tensors["ids"], counts, vocab_size).to(self.model.device)
-        verdict, memory = self.server.work(self.with_memory, self.target.verify, Draft(token, drafts, parents, q))
+        draft = Draft(token, drafts, parents, q)
+        whole(self.target.cache.length + max(draft.depths()), 0, self.model.config.max_position_embeddings - 1)
+        verdict, memory = self.server.work(self.with_memory, self.target.verify, draft)
         self.reply("verify", {"accepted": verdict.accepted, "token": verdict.token}, memory)
 
     def generate(self, fields: dict, tensors: dict[str, Tensor]) -> None:

@@ -201,14 +201,18 @@ def train(drafter: Drafter, optimizer: Optimizer, scaler, data: Conversations, o
         for part in optimizer.parts:
             scaler.unscale_(part)
         norm = torch.nn.utils.clip_grad_norm_(parameters, args.clip or math.inf).item()
-        optimizer.step(rate, scaler)
+        if math.isfinite(norm):
+            optimizer.step(rate, scaler)
+        else:  # float16 overflowed: the next update has a smaller scale
+            scaler.update()
         drafter.zero_grad()
         if worker.rank > 0:
             continue
         speed = sum(len(s.tokens) for s in batch) / (time.perf_counter() - began)
         bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} tokens/s")
         done, last = update + 1, update + 1 == args.updates
-        log(update=done, loss=loss, kl=kl, hidden=hidden, lr=rate, grad_norm=norm, tokens_per_second=speed)
+        log(update=done, loss=loss, kl=kl, hidden=hidden, lr=rate, grad_norm=norm if math.isfinite(norm) else None,
+            tokens_per_second=speed)
         if done % args.eval_every == 0 or last:
             figures = evaluate(drafter, held_out, args)
             log(update=done, skipped_lines=len(data.skipped), **figures)
@@ -217,7 +221,7 @@ def train(drafter: Drafter, optimizer: Optimizer, scaler, data: Conversations, o
                        f"acceptance length {figures['implied_acceptance_length']:.2f}", file=sys.stderr)
         if done % args.save_every == 0 or last:
             save_drafter(drafter, out)  # first: a run whose last checkpoint exists has nothing left to do
-            save_checkpoint(out / "checkpoint.pt", drafter, optimizer, scaler, order, done, args)
+            save_checkpoint(out / "checkpoint.pt", drafter, optimizer, scaler, data, order, done, args)
 
 
 def train_batch(drafter: Drafter, batch: list[Sequence], update: int, args, worker: Worker,
@@ -357,6 +361,7 @@ class Conversations:
                 raise InputError(f"{path}: cannot be read: {error.strerror}") from None
             offsets.append(np.concatenate([np.zeros(1, np.int64), lengths.cumsum()]))
         self.offsets = offsets
+        self.sizes = [int(o[-1]) for o in offsets]  # bytes, now: a file may grow
         self.first = np.cumsum([0] + [len(o) - 1 for o in offsets])  # line number of each file's first line
 
     def __len__(self) -> int:
@@ -516,7 +521,7 @@ def fit_memory(drafter: Drafter, kv: Tensor, final: Tensor, dtype: torch.dtype) 
     bar = trange(FIT_UPDATES, desc="warm start", unit=" updates")
     for update in bar:
         some = torch.randint(len(kv), (FIT_TOKENS,), device=kv.device)
-        with torch.autocast(kv.device.type, dtype, enabled=dtype != torch.float32):
+        with torch.autocast(kv.device.type, dtype, enabled=dtype == torch.bfloat16):  # float16 would lose LSA's gradients
             memory, true = drafter.memory(kv[None, some]), final[some]
             kl = ForwardKL.apply(memory.float(), true, drafter.head.weight) / FIT_TOKENS
         lacking = F.mse_loss(memory[0].float(), true) / scale
@@ -581,16 +586,17 @@ def warm_start(drafter: Drafter, sequences: list[Sequence], dtype: torch.dtype) 
 FREE_TO_CHANGE = {"out", "resume", "eval_every", "save_every", "device", "micro_batch_size", "json"}
 
 
-def save_checkpoint(path: Path, drafter: Drafter, optimizer: Optimizer, scaler, order: Order, update: int, args) -> None:
+def save_checkpoint(path: Path, drafter: Drafter, optimizer: Optimizer, scaler, data: Conversations, order: Order,
+                    update: int, args) -> None:
     """All that is needed to go on as if nothing had happened, written whole or not at all."""
     state = {"update": update, "epoch": order.epoch, "position": order.position, "drafter": drafter.state_dict(),
              "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "arguments": vars(args),
-             "data_bytes": [os.path.getsize(path) for path in args.data]}
+             "data_bytes": data.sizes}
     torch.save(state, path.with_suffix(".part"))
     os.replace(path.with_suffix(".part"), path)
 
 
-def load_checkpoint(path: Path, args) -> dict:
+def load_checkpoint(path: Path, data: Conversations, args) -> dict:
     """Raises InputError if it is damaged, or was made by other arguments or from other data."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -604,7 +610,7 @@ def load_checkpoint(path: Path, args) -> dict:
         if value != now and not free:
             raise InputError(f"{path} was made with --{name.replace('_', '-')} {value}, not {now}; "
                              "resume with the same arguments or choose another --out")
-    if state["data_bytes"] != [os.path.getsize(path) for path in args.data]:
+    if state["data_bytes"] != data.sizes:
         raise InputError(f"{', '.join(args.data)}: changed since {path} was made; restore the data or choose another --out")
     return state
 
@@ -877,6 +883,8 @@ def main() -> None:
     if args.resume and not args.synthesize and not checkpoint.exists():
         if not (out / "log.jsonl").exists():
             raise InputError(f"{checkpoint}: no checkpoint to resume; run without --resume first")
+        if any(args.save_every < update_of(line) < math.inf for line in (out / "log.jsonl").read_text().splitlines()):
+            raise InputError(f"{checkpoint} is gone, and with it what a run needs to go on; choose another --out")
         args.resume = False  # killed before its first checkpoint: from the start
     target, tokenizer = load_target(args)
     if args.seq_len > target.config.max_position_embeddings:
@@ -912,7 +920,7 @@ def main() -> None:
     scaler = torch.amp.GradScaler(args.device.split(":")[0], enabled=args.dtype == "float16")
     log_path = out / "log.jsonl"
     if args.resume:
-        state = load_checkpoint(checkpoint, args)
+        state = load_checkpoint(checkpoint, data, args)
         drafter.load_state_dict(state["drafter"])
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])

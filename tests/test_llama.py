@@ -530,6 +530,29 @@ def test_stop_ids_that_are_no_numbers_are_an_input_error(llama3, stated):
     raises("eos_token_id", llama.load_tokenizer, llama3)
 
 
+@pytest.mark.parametrize("template, default_system", [
+    ("{{ '<|im_start|>system\\nBe kind.\\nBe brief.<|im_end|>\\n' }}", "Be kind.\nBe brief."),
+    ("""{{ "<|im_start|>system\\nDon't lie.<|im_end|>\\n" }}""", "Don't lie."),
+    ("""{{ "<|im_start|>system\\n" + messages[0]["content"] + "<|im_end|>\\n" }}""", None),
+    ("{{ '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}", None)])
+def test_the_system_turn_that_a_template_opens_with_is_found(llama3, template, default_system):
+    (llama3 / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert llama.load_tokenizer(llama3).default_system == default_system
+
+
+@pytest.mark.parametrize("template, begins", [
+    ("{{ bos_token }}{% for m in messages %}", True), ("{% for m in messages %}", False)])
+@pytest.mark.parametrize("bos", ["<|begin_of_text|>", {"content": "<|begin_of_text|>"}], ids=str)
+def test_chatml_begins_with_the_first_token_where_the_template_does(llama3, template, begins, bos):
+    backend = tokenizers.Tokenizer.from_file(str(llama3 / "tokenizer.json"))
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    backend.save(str(llama3 / "tokenizer.json"))
+    (llama3 / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "bos_token": bos}))
+    tokenizer = llama.load_tokenizer(llama3)
+    first = tokenizer.chat([{"role": "user", "content": "Hi"}])[0]
+    assert tokenizer.backend.id_to_token(first) == ("<|begin_of_text|>" if begins else "<|im_start|>")
+
+
 def test_a_chat_template_in_another_encoding_is_survived(llama3):
     (llama3 / "chat_template.jinja").write_bytes(b"\xff\xfe")
     assert llama.load_tokenizer(llama3).default_system is None

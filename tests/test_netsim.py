@@ -581,7 +581,7 @@ FAULTS = {
     "noise": replying(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "half": replying(framed(*EXAMPLE)[:40]),
     "huge": replying(HEADER.pack(MAGIC, VERSION, 2, 2**60)),
     **{f"worked {text}": replying(raw({"fields": {"elapsed": elapsed, "work": elapsed}, "tensors": {}})) for text, elapsed in
-       {"nan": math.nan, "inf": math.inf, "negative": -1.0, "list": [], "text": "x", "long": 10**400, "null": None}.items()},
+       {"nan": math.nan, "inf": math.inf, "negative": -1.0, "list": [], "text": "x", "digits": "1", "long": 10**400, "null": None}.items()},
     "silent on work": replying(raw({"fields": {}, "tensors": {}})),
 }
 
@@ -626,6 +626,21 @@ def test_a_channel_goes_on_over_another_connection_with_the_same_figures():
             assert channel.receive(timeout=1.0)[0]["number"] == 1
             channel.close()
     assert channel.bytes_up == 2 * sent and channel.round_trips == 1
+
+
+def test_another_connection_does_not_wait_for_what_the_first_one_still_owed():
+    network, clock = symmetric(Link(latency=0.02), outages=[Outage(begins=1.0, seconds=60.0)]), VirtualClock(COSTS)
+    with channel_to(verifying, network, clock) as channel:
+        clock.wait_until(1.5)
+        channel.send({"number": 0}, {})
+        clock.wait_until(62.0)
+        assert not channel.ready() and channel.arrival() > 100  # by then TCP tries again only every minute
+        channel.close()
+        with serving(verifying) as address:
+            channel.connect(socket.create_connection(address))
+            channel.send({"number": 1}, {})
+            assert channel.receive(timeout=1.0)[0]["number"] == 1 and clock.now() == pytest.approx(62.07)
+            channel.close()
 
 
 # Quantities ----------------------------------------------------------------------------------------------------------

@@ -74,7 +74,8 @@ def excess(counts: torch.Tensor, p: torch.Tensor) -> float:
 
 P = torch.tensor([0.5, 0.2, 0.15, 0.15, 0.0])
 QS = [torch.tensor([0.1, 0.6, 0.1, 0.1, 0.1]), torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0]),
-      torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0]), torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0]), P]
+      torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0]), torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0]),
+      torch.tensor([1.0, 5.5e-42, 0.0, 0.0, 0.0]), torch.tensor([0.0, 0.0, 5.5e-42, 2e-30, 1.0]), P]
 
 
 @pytest.mark.parametrize("q, family", [

@@ -1,5 +1,6 @@
 """Claims about the distillation: horizons, losses, data, and a training run that survives being killed."""
 import json
+import math
 import os
 import random
 import subprocess
@@ -531,6 +532,51 @@ def test_a_file_that_is_no_checkpoint_and_a_drafter_without_one_are_left_alone(t
         (tmp_path / "checkpoint.pt").unlink(missing_ok=True)
         (tmp_path / "model.safetensors").write_bytes(b"precious")
     assert (tmp_path / "model.safetensors").read_bytes() == b"precious"
+
+
+def test_a_run_whose_checkpoint_is_gone_is_not_begun_again_over_its_drafter(tmp_path, data, command, capsys):
+    arguments = ["--data", data, "--out", tmp_path, "--updates", 3, "--save-every", 1]
+    command(*arguments)
+    (tmp_path / "checkpoint.pt").unlink()
+    before = (tmp_path / "model.safetensors").read_bytes()
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        command(*arguments, "--resume")
+    assert "checkpoint.pt is gone" in capsys.readouterr().err and (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_data_that_grew_during_a_run_is_not_the_data_it_was_made_from(tmp_path, data, command, capsys, monkeypatch):
+    copy, save = tmp_path / "copy.jsonl", train.save_checkpoint
+    copy.write_bytes(data.read_bytes())
+
+    def grow_and_save(*args) -> None:
+        with open(copy, "a") as file:
+            file.write(json.dumps({"messages": CHAT}) + "\n")
+        save(*args)
+
+    monkeypatch.setattr(train, "save_checkpoint", grow_and_save)
+    command("--data", copy, "--out", tmp_path / "out", "--updates", 1)
+    with pytest.raises(SystemExit):
+        command("--data", copy, "--out", tmp_path / "out", "--updates", 2, "--resume")
+    assert "changed since" in capsys.readouterr().err
+
+
+def test_an_update_whose_gradient_overflows_is_skipped(tmp_path, data, command, monkeypatch):
+    normal, calls = train.train_batch, []
+
+    def overflowing(drafter, *args):
+        result = normal(drafter, *args)
+        calls.append(next(iter(drafter.parameters())))
+        if len(calls) == 1:
+            drafter.Ekv2E.weight.grad[0, 0] = math.inf
+        return result
+
+    monkeypatch.setattr(train, "train_batch", overflowing)
+    command("--data", data, "--out", tmp_path, "--updates", 2, "--optimizer", "muon", "--clip", 0)
+    assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "model.safetensors").values())
+    first, second = [json.loads(line)["grad_norm"] for line in (tmp_path / "log.jsonl").read_text().splitlines()
+                     if "grad_norm" in line]
+    assert first is None and second > 0
 
 
 def test_a_finished_run_without_its_log_can_be_resumed(tmp_path, data, command, capsys):
