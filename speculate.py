@@ -53,8 +53,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from llama import (CAUSAL, DEFAULT_MODEL, InputError, KVCache, Llama, Parser, Tokenizer, add_generation_arguments,
-                   add_model_arguments, answer_length, generate, is_encodable, load_target, natural, number, one_line,
-                   probabilities, report, run_command, sample)
+                   add_model_arguments, answer_length, check_finite, generate, is_encodable, load_target, natural, number,
+                   one_line, probabilities, report, run_command, sample)
 from moa import (COARSE_TOKENS, PROMPT_CHUNK, Draft, Drafter, Drafting, Memory, Shape, ancestor_mask, from_coarse, load_drafter,
                  read_config, to_coarse, walk)
 from netsim import (PROFILES, Channel, ConnectionClosed, Link, Lost, Outage, ProtocolError, SmoothedTime, VirtualClock,
@@ -304,6 +304,7 @@ class LocalTarget:
         """Read the prompt, or a piece of one: next token, and the memory of all of it."""
         start = self.cache.length
         hidden = self.model.hidden(torch.tensor([prompt], device=self.cache.kv.device), self.cache)  # (1, T, E)
+        check_finite(hidden[0, -1])
         _, token = self.judge(hidden[0, -1:], Draft(prompt[-1], [], []))
         return Verdict([], token, self.drafter.remember(prompt, self.cache, start, hidden))
 
@@ -393,7 +394,7 @@ def unpack_memory(tokens: list[int], tensors: dict[str, Tensor], drafting: Draft
 
 def sampling_fields(settings: Settings, generator: torch.Generator) -> dict:
     """How the server is to sample: with chances of its own, which must not be those that drafts were drawn with."""
-    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    seed = int(torch.randint(2**31 - 1, (), generator=generator, device=generator.device))
     return {"temperature": settings.temperature, "top_p": settings.top_p, "seed": seed}
 
 
@@ -567,10 +568,12 @@ class RemoteTarget:
             now = self.clock()
             if now < self.retry or channel.network.through(now, now) > now:
                 raise Lost("not yet")
-            self.retry, self.pause = now + self.pause, 2 * self.pause
             channel.close()
             patience = min(PEER_SECONDS, max(1.0, 4 * channel.round_trip.timeout()))
-            channel.connect(self.remote.connect(self.drafting.drafter, patience))
+            try:
+                channel.connect(self.remote.connect(self.drafting.drafter, patience))
+            finally:
+                self.retry, self.pause = self.clock() + self.pause, 2 * self.pause
             start = 0
         verdict = self.read(start, self.patience(10))  # to read the text again may take ten times a verification
         self.lost, self.pause, verdict.checked = False, FIRST_PAUSE, False
@@ -705,8 +708,8 @@ class Session(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         self.model = self.server.model
-        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
+            self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.admit()
             if not self.server.places.acquire(blocking=False):
                 return self.tell({"refused": f"the server is full, it has {self.server.most_clients} clients"})

@@ -189,8 +189,9 @@ def train(drafter: Drafter, optimizer: Optimizer, scaler, data: Conversations, o
     out, parameters = Path(args.out), list(drafter.parameters())
 
     def log(**record) -> None:
+        numbers = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in record.items()}
         with open(out / "log.jsonl", "a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(numbers) + "\n")
 
     bar = tqdm(range(start, args.updates), initial=start, total=args.updates, unit=" updates", disable=worker.rank > 0)
     for update in bar:
@@ -203,16 +204,17 @@ def train(drafter: Drafter, optimizer: Optimizer, scaler, data: Conversations, o
         norm = torch.nn.utils.clip_grad_norm_(parameters, args.clip or math.inf).item()
         if math.isfinite(norm):
             optimizer.step(rate, scaler)
-        else:  # float16 overflowed: the next update has a smaller scale
+        elif scaler.is_enabled() and scaler.get_scale() > 1e-4:  # float16 overflowed: the next update has half the scale
             scaler.update()
+        else:
+            raise InputError(f"update {update + 1}: the gradient is not finite; try a lower --lr, or another --dtype")
         drafter.zero_grad()
         if worker.rank > 0:
             continue
         speed = sum(len(s.tokens) for s in batch) / (time.perf_counter() - began)
         bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} tokens/s")
         done, last = update + 1, update + 1 == args.updates
-        log(update=done, loss=loss, kl=kl, hidden=hidden, lr=rate, grad_norm=norm if math.isfinite(norm) else None,
-            tokens_per_second=speed)
+        log(update=done, loss=loss, kl=kl, hidden=hidden, lr=rate, grad_norm=norm, tokens_per_second=speed)
         if done % args.eval_every == 0 or last:
             figures = evaluate(drafter, held_out, args)
             log(update=done, skipped_lines=len(data.skipped), **figures)
@@ -604,14 +606,14 @@ def load_checkpoint(path: Path, data: Conversations, args) -> dict:
         raise InputError(f"{path}: not a readable checkpoint: {one_line(error)}") from None
     if not isinstance(state, dict) or "arguments" not in state:
         raise InputError(f"{path}: not a checkpoint of this script")
+    if state["data_bytes"] != data.sizes:
+        raise InputError(f"{', '.join(args.data)}: changed since {path} was made; restore the data or choose another --out")
     for name, value in state["arguments"].items():
         now = getattr(args, name, None)
         free = name in FREE_TO_CHANGE or name == "updates" and args.schedule == "paper"  # a cosine ends with the updates
         if value != now and not free:
             raise InputError(f"{path} was made with --{name.replace('_', '-')} {value}, not {now}; "
                              "resume with the same arguments or choose another --out")
-    if state["data_bytes"] != data.sizes:
-        raise InputError(f"{', '.join(args.data)}: changed since {path} was made; restore the data or choose another --out")
     return state
 
 
@@ -747,7 +749,7 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
             written, seed = path.read_bytes().count(b"\n"), len(text)  # bytes: beyond all seeds used so far
             if written and args.questions and (last := read_questions(path)[-1]) in questions:
                 start = questions.index(last) + 1  # not `written`: a question may have been left without an answer
-        file = open(path, "a")
+        file = open(path, "a", encoding="utf-8")
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from None
     remaining = itertools.islice(itertools.cycle(questions), start, None)
@@ -813,13 +815,13 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def frequent_tokens(data: Conversations, indices: np.ndarray, count: int) -> tuple[int, ...]:
+def frequent_tokens(data: Conversations, indices: np.ndarray, count: int, vocab_size: int) -> tuple[int, ...]:
     """The tokens that answers use most, and always the stop tokens, in order of their ids."""
-    counts = torch.zeros(data.tokenizer.backend.get_vocab_size(), dtype=torch.long)
+    counts = torch.zeros(vocab_size, dtype=torch.long)
     for index in indices[:5000]:
         sequence = data.get(int(index))
         if sequence is not None:
-            counts += torch.bincount(sequence.tokens[sequence.reply], minlength=len(counts))
+            counts += torch.bincount(sequence.tokens[sequence.reply], minlength=vocab_size)[:vocab_size]
     counts[[token for token in data.tokenizer.stop_ids if token < len(counts)]] = counts.max() + 1
     return tuple(sorted(counts.topk(min(count, len(counts))).indices.tolist()))
 
@@ -838,7 +840,8 @@ def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -
         "layer_self_attention_num_attention_heads": args.lsa_heads, "layer_self_attention_intermediate_size": args.lsa_mlp,
         "self_attention_intermediate_size": args.mlp, "cross_attention_intermediate_size": args.mlp,
         "self_attention_num_key_value_heads": args.kv_heads, "cross_attention_num_key_value_heads": args.kv_heads,
-        "draft_vocabulary": args.draft_vocabulary and frequent_tokens(data, indices, args.draft_vocabulary)}
+        "draft_vocabulary": args.draft_vocabulary and frequent_tokens(
+            data, indices, args.draft_vocabulary, target.config.vocab_size)}
     config = DrafterConfig.sized_for(
         target, target_layer_inference=args.tli, use_layer_self_attention=not args.no_lsa,
         use_cross_attention=not args.no_ca, **{name: value for name, value in choices.items() if value is not None})
@@ -873,7 +876,10 @@ def main() -> None:
     check(args)
     if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(args.device)
+        try:
+            torch.cuda.set_device(args.device)
+        except (RuntimeError, AssertionError) as error:
+            raise InputError(f"{args.device} cannot be used here: {one_line(error)}; one process for each GPU") from None
     args.dtype = args.dtype or default_dtype(args.device)
     out, checkpoint = Path(args.out), Path(args.out) / "checkpoint.pt"
     if not args.synthesize and not args.resume and checkpoint.exists():
@@ -881,10 +887,10 @@ def main() -> None:
     if not args.synthesize and not args.resume and (out / "model.safetensors").exists():
         raise InputError(f"{out} holds a drafter, which would be overwritten: choose another --out")
     if args.resume and not args.synthesize and not checkpoint.exists():
+        if (out / "model.safetensors").exists():
+            raise InputError(f"{checkpoint} is gone, and with it what a run needs to go on; choose another --out")
         if not (out / "log.jsonl").exists():
             raise InputError(f"{checkpoint}: no checkpoint to resume; run without --resume first")
-        if any(args.save_every < update_of(line) < math.inf for line in (out / "log.jsonl").read_text().splitlines()):
-            raise InputError(f"{checkpoint} is gone, and with it what a run needs to go on; choose another --out")
         args.resume = False  # killed before its first checkpoint: from the start
     target, tokenizer = load_target(args)
     if args.seq_len > target.config.max_position_embeddings:
@@ -907,8 +913,9 @@ def main() -> None:
     draw_batch(data, Order(training, args.seed), 1)  # raises if nothing is usable
     try:
         out.mkdir(parents=True, exist_ok=True)
+        (out / "log.part").touch()
     except OSError as error:
-        raise InputError(f"--out {out} cannot be a folder: {error.strerror}") from None
+        raise InputError(f"--out {out} cannot be a folder to write to: {error.strerror}") from None
     epoch_updates = math.ceil(len(training) / args.batch_size)
     args.updates = args.updates or epoch_updates
     drafter = new_drafter(target, data, training, args)
@@ -929,6 +936,8 @@ def main() -> None:
         lines = log_path.read_text().splitlines() if args.resume and log_path.exists() else []
         log_path.with_suffix(".part").write_text("".join(f"{line}\n" for line in lines if update_of(line) <= start))
         os.replace(log_path.with_suffix(".part"), log_path)
+        if not args.resume:
+            save_checkpoint(checkpoint, drafter, optimizer, scaler, data, order, 0, args)
     held_out = [s for s in (data.get(int(i)) for i in held_out) if s is not None]
     held_out = held_out or draw_batch(data, Order(training, args.seed), 1)
     train(drafter, optimizer, scaler, data, order, held_out, start, epoch_updates, worker, args)

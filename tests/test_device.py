@@ -128,7 +128,7 @@ def test_a_cycle_at_temperature_0_reads_values_back_once_a_level_and_for_the_ver
     monkeypatch.setattr(speculate.Drafting, "step", lambda *args: levels.append(args) or step(*args))
     Made.waits = 0
     calls = answer_on(device, fixed(shape, 8)).figures.target_calls
-    assert calls > 0 and Made.waits == len(levels) + calls + 1  # 1: the prompt's own verdict
+    assert calls > 0 and Made.waits == len(levels) + calls + 2  # 2: whether the prompt's states are finite, and its verdict
 
 
 @pytest.mark.parametrize("choices", CHOICES)

@@ -1,7 +1,9 @@
 """Claims about the target: its numbers, its cache, its checkpoints, its tokenizer, sampling and the command line."""
 import contextlib
+import copy
 import hashlib
 import json
+import math
 import random
 import re
 import shutil
@@ -540,6 +542,21 @@ def test_the_system_turn_that_a_template_opens_with_is_found(llama3, template, d
     assert llama.load_tokenizer(llama3).default_system == default_system
 
 
+def test_of_several_templates_the_default_is_taken(llama3):
+    named = [{"name": "tool_use", "template": ""}, {"name": "default", "template": "<|im_start|>system\nBe kind.<|im_end|>"}]
+    (llama3 / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert llama.load_tokenizer(llama3).default_system == "Be kind."
+
+
+def test_bytes_that_are_no_character_do_not_end_a_stream():
+    tokens = [f"<0x{byte:02X}>" for byte in range(256)] + ["a", "\u2581"]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({t: i for i, t in enumerate(tokens)}, [], byte_fallback=True))
+    backend.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    stream = llama.Tokenizer(backend, set()).stream()
+    text = "".join(stream(token) for token in torch.randint(258, (3000,)).tolist() + [256] * 3)
+    assert text.endswith("aaa")
+
+
 @pytest.mark.parametrize("template, begins", [
     ("{{ bos_token }}{% for m in messages %}", True), ("{% for m in messages %}", False)])
 @pytest.mark.parametrize("bos", ["<|begin_of_text|>", {"content": "<|begin_of_text|>"}], ids=str)
@@ -596,6 +613,13 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(tiny):
     def run(seed: int) -> list[int]:
         return list(llama.generate(tiny, [1, 2, 3], 20, temperature=1.0, generator=torch.Generator().manual_seed(seed)))
     assert run(1) == run(1) != run(2)
+
+
+def test_a_model_that_computes_no_numbers_is_an_input_error(tiny):
+    broken = copy.deepcopy(tiny)
+    broken.norm.weight[3] = math.nan
+    with pytest.raises(llama.InputError, match="no numbers"):
+        list(llama.generate(broken, [1, 2], 3))
 
 
 def test_generation_ends_with_the_stop_token(tiny):

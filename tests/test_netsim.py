@@ -581,7 +581,8 @@ FAULTS = {
     "noise": replying(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "half": replying(framed(*EXAMPLE)[:40]),
     "huge": replying(HEADER.pack(MAGIC, VERSION, 2, 2**60)),
     **{f"worked {text}": replying(raw({"fields": {"elapsed": elapsed, "work": elapsed}, "tensors": {}})) for text, elapsed in
-       {"nan": math.nan, "inf": math.inf, "negative": -1.0, "list": [], "text": "x", "digits": "1", "long": 10**400, "null": None}.items()},
+       {"nan": math.nan, "inf": math.inf, "negative": -1.0, "list": [], "text": "x", "digits": "1", "long": 10**400,
+        "null": None}.items()},
     "silent on work": replying(raw({"fields": {}, "tensors": {}})),
 }
 

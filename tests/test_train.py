@@ -1,4 +1,5 @@
 """Claims about the distillation: horizons, losses, data, and a training run that survives being killed."""
+import contextlib
 import json
 import math
 import os
@@ -351,7 +352,8 @@ def test_a_single_conversation_trains_wherever_it_stands(tmp_path, command, blan
 def test_the_draft_vocabulary_is_of_the_answers(tmp_path, tokenizer):
     path = write(tmp_path / "data.jsonl", {"data": ["zzzzzzzzzzzz", "aab"]})
     data = train.Conversations([str(path)], tokenizer, 96)
-    assert train.frequent_tokens(data, [0], 3) == tuple(sorted(tokenizer.encode("ab") + [257]))
+    assert train.frequent_tokens(data, [0], 3, 258) == tuple(sorted(tokenizer.encode("ab") + [257]))
+    assert train.frequent_tokens(data, [0], 999, 257) == tuple(range(257))  # ids beyond the target's are none of its
 
 
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(24, 8, 128), (52, 52, 8), (9, 3, 64), (5, 5, 6)])  # Llama-3.2-3B, ...
@@ -535,7 +537,7 @@ def test_a_file_that_is_no_checkpoint_and_a_drafter_without_one_are_left_alone(t
 
 
 def test_a_run_whose_checkpoint_is_gone_is_not_begun_again_over_its_drafter(tmp_path, data, command, capsys):
-    arguments = ["--data", data, "--out", tmp_path, "--updates", 3, "--save-every", 1]
+    arguments = ["--data", data, "--out", tmp_path, "--updates", 1]
     command(*arguments)
     (tmp_path / "checkpoint.pt").unlink()
     before = (tmp_path / "model.safetensors").read_bytes()
@@ -557,11 +559,13 @@ def test_data_that_grew_during_a_run_is_not_the_data_it_was_made_from(tmp_path, 
     monkeypatch.setattr(train, "save_checkpoint", grow_and_save)
     command("--data", copy, "--out", tmp_path / "out", "--updates", 1)
     with pytest.raises(SystemExit):
-        command("--data", copy, "--out", tmp_path / "out", "--updates", 2, "--resume")
+        command("--data", copy, "--out", tmp_path / "out", "--updates", 1, "--resume", "--lr", 1)
     assert "changed since" in capsys.readouterr().err
 
 
-def test_an_update_whose_gradient_overflows_is_skipped(tmp_path, data, command, monkeypatch):
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_an_update_whose_gradient_overflows_is_skipped_in_float16_and_else_the_end(tmp_path, data, command, monkeypatch, capsys,
+                                                                                   dtype):
     normal, calls = train.train_batch, []
 
     def overflowing(drafter, *args):
@@ -572,7 +576,11 @@ def test_an_update_whose_gradient_overflows_is_skipped(tmp_path, data, command, 
         return result
 
     monkeypatch.setattr(train, "train_batch", overflowing)
-    command("--data", data, "--out", tmp_path, "--updates", 2, "--optimizer", "muon", "--clip", 0)
+    with pytest.raises(SystemExit) if dtype == "float32" else contextlib.nullcontext():
+        command("--data", data, "--out", tmp_path, "--updates", 2, "--optimizer", "muon", "--clip", 0, "--dtype", dtype)
+    if dtype == "float32":
+        assert "update 1: the gradient is not finite" in capsys.readouterr().err
+        return
     assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "model.safetensors").values())
     first, second = [json.loads(line)["grad_norm"] for line in (tmp_path / "log.jsonl").read_text().splitlines()
                      if "grad_norm" in line]
