@@ -35,6 +35,7 @@ import socket
 import struct
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Iterable
 
@@ -286,7 +287,8 @@ class Channel:
 
     def connect(self, sock: socket.socket) -> None:
         """Take a connection: the first, or after close() another one. What the old one still owed is forgotten."""
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(OSError):  # macOS minds if the peer has gone already; the first use will tell
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock, self.dead = sock, ""  # or why it is
         self.requests: deque[Request] = deque()  # not, or not wholly, answered
         self.reply: Reply | None = None  # read, but not yet told
