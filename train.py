@@ -913,9 +913,10 @@ def main() -> None:
     draw_batch(data, Order(training, args.seed), 1)  # raises if nothing is usable
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "log.part").touch()
     except OSError as error:
-        raise InputError(f"--out {out} cannot be a folder to write to: {error.strerror}") from None
+        raise InputError(f"--out {out} cannot be a folder: {error.strerror}") from None
+    if not os.access(out, os.W_OK):
+        raise InputError(f"--out {out} cannot be written to; choose another")
     epoch_updates = math.ceil(len(training) / args.batch_size)
     args.updates = args.updates or epoch_updates
     drafter = new_drafter(target, data, training, args)
@@ -944,6 +945,7 @@ def main() -> None:
     if worker.rank == 0 and args.json:
         print(next(reversed(log_path.read_text().splitlines()), "{}"))
     if worker.count > 1:
+        dist.barrier()  # until process 0 has saved, and gloo's threads have let go of our tensors: to do so at exit would abort
         dist.destroy_process_group()
 
 
