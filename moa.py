@@ -368,7 +368,8 @@ def children(q: Tensor, reach: list[float], room: int, threshold: float, tempera
     if temperature > 0:
         choice = race(q, generator).topk(choice.shape[1]).indices
         drawn = q.gather(-1, choice)
-    likely, choice, drawn = torch.stack([likely, choice.to(q), drawn]).tolist()  # a level's one wait for the device
+    # All that is read back of a level, at once: a device is waited for as often as it is asked. Ids are exact as floats.
+    likely, choice, drawn = torch.stack([likely, choice.to(q), drawn]).tolist()  # each leaves x room
     best = sorted((-p * reach[leaf], leaf, rank) for leaf, row in enumerate(likely) for rank, p in enumerate(row)
                   if p > LEAST and p * reach[leaf] >= threshold)[:room]
     return [(leaf, int(choice[leaf][rank]), drawn[leaf][rank] * reach[leaf])
