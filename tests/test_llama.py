@@ -1,9 +1,11 @@
 """Claims about the target: its numbers, its cache, its checkpoints, its tokenizer, sampling and the command line."""
+import argparse
 import contextlib
 import copy
 import hashlib
 import json
 import math
+import os
 import random
 import re
 import shutil
@@ -296,6 +298,12 @@ def cut(path: Path, share: float) -> None:
     path.write_bytes(path.read_bytes()[:int(share * path.stat().st_size)])
 
 
+def write_odd(path: Path) -> None:
+    """A .safetensors file of one tensor, in a type that PyTorch does not have: six bits a number."""
+    header = json.dumps({NORM: {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(3))
+
+
 K, NORM = "layers.1.self_attn.k_proj.weight", "norm.weight"
 BROKEN = {  # what is done to the folder, what the message names
     "missing tensor": (lambda d: replace(d, "model." + K, None), K),
@@ -309,6 +317,7 @@ BROKEN = {  # what is done to the folder, what the message names
     "size not in the config": (lambda d: edit(d, hidden_size=None), "hidden_size"),
     "size that is text": (lambda d: edit(d, num_key_value_heads="2"), "num_key_value_heads"),
     "size beyond all bounds": (lambda d: edit(d, vocab_size=2**70), "model"),
+    "layers beyond all bounds": (lambda d: edit(d, num_hidden_layers=10**9), "1000000000 layers"),
     "context beyond all bounds": (lambda d: edit(d, max_position_embeddings=10**8), "100000000"),
     "negative size": (lambda d: edit(d, head_dim=-16), "head_dim"),
     "rate that is text": (lambda d: edit(d, rms_norm_eps="x"), "rms_norm_eps"),
@@ -325,6 +334,7 @@ BROKEN = {  # what is done to the folder, what the message names
     "config too deep": (lambda d: (d / "config.json").write_text('{"a":' * 100_000), "config.json"),
     "no config": (lambda d: (d / "config.json").unlink(), "config.json"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "model.safetensors"),
+    "tensor of an odd type": (lambda d: write_odd(d / "model.safetensors"), f"tensor {NORM} cannot be read"),
     "truncated header": (lambda d: cut(d / "model.safetensors", 0.002), "model.safetensors"),
     "truncated data": (lambda d: cut(d / "model.safetensors", 0.9), "model.safetensors")}
 
@@ -505,6 +515,25 @@ def test_a_gguf_file_says_how_text_is_split_before_it_is_merged(monkeypatch, kin
     assert tokenizer.decode([tokens.index("<tool>"), tokens.index("<|im_end|>")]) == "<tool>"
 
 
+GGUF_TOKENIZER = {"tokenizer.ggml.tokens": ["a", "<|eot_id|>"], "tokenizer.ggml.token_type": [1, 3], "tokenizer.ggml.merges": [],
+                  "tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.eos_token_id": 0, "tokenizer.chat_template": ""}
+
+
+@pytest.mark.parametrize("key", GGUF_TOKENIZER)
+@pytest.mark.parametrize("value", [7, [[1]], "x", None], ids=str)
+def test_gguf_metadata_of_the_wrong_kind_is_an_input_error_or_of_no_account(monkeypatch, key, value):
+    monkeypatch.setattr(llama, "read_gguf_header", lambda path: (GGUF_TOKENIZER | {key: value}, {}, b""))
+    if key in list(GGUF_TOKENIZER)[:4]:
+        raises("tiny.gguf", llama.read_gguf_tokenizer, Path("tiny.gguf"))
+    else:
+        assert llama.read_gguf_tokenizer(Path("tiny.gguf")).stop_ids <= {0, 1, 7}
+
+
+def test_a_gguf_file_that_names_only_the_base_models_end_still_ends_a_turn(monkeypatch):
+    monkeypatch.setattr(llama, "read_gguf_header", lambda path: (GGUF_TOKENIZER, {}, b""))
+    assert llama.read_gguf_tokenizer(Path("tiny.gguf")).stop_ids == {0, 1}
+
+
 def test_what_a_tokenizer_was_trained_with_does_not_cut_or_pad_a_text(llama3):
     backend = tokenizers.Tokenizer.from_file(str(llama3 / "tokenizer.json"))
     backend.enable_truncation(8)
@@ -573,6 +602,14 @@ def test_chatml_begins_with_the_first_token_where_the_template_does(llama3, temp
 def test_a_chat_template_in_another_encoding_is_survived(llama3):
     (llama3 / "chat_template.jinja").write_bytes(b"\xff\xfe")
     assert llama.load_tokenizer(llama3).default_system is None
+    (llama3 / "chat_template.jinja").unlink()
+    (llama3 / "chat_template.jinja").mkdir()
+    raises("chat_template.jinja", llama.load_tokenizer, llama3)
+
+
+def test_chat_tokens_that_the_model_has_no_embedding_for_are_an_input_error(llama3):
+    shutil.copytree(TIED, llama3, dirs_exist_ok=True)  # 256 embeddings
+    raises("beyond the model's 256", llama.load_target, argparse.Namespace(model=llama3, device="cpu", dtype=None))
 
 
 def test_a_folder_without_a_usable_tokenizer_is_an_input_error(tmp_path):
@@ -635,6 +672,15 @@ def test_the_command_prints_one_json_object_with_exactly_the_generated_tokens(sm
     assert answer["tokens"] == golden["greedy"][:8] and answer["new_tokens"] == 8
     assert answer["text"] == smollm2[1].decode(golden["greedy"][:8])
     assert answer["seconds"] > 0 and answer["tokens_per_second"] > 0
+
+
+def test_closed_outputs_and_a_missing_compiler_are_no_traceback():
+    command = [sys.executable, str(ROOT / "llama.py"), "--prompt", "Hi", "--max-new-tokens", "2"]
+    done = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *command, "--json"], capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout)["new_tokens"] == 2
+    done = subprocess.run([*command, "--compile"], capture_output=True, text=True, env={**os.environ, "CXX": "/nowhere"})
+    message, = done.stderr.splitlines()
+    assert done.returncode == 2 and "--compile: torch.compile does not work here" in message
 
 
 @pytest.mark.parametrize("flags, culprit", [

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -79,7 +80,9 @@ def command(tiny):
 
 
 def flags(tiny: Path, *arguments) -> list[str]:
-    small = ["--seq-len", 96, "--batch-size", 3, "--warmup", 2, "--mlp", 32, "--lsa-mlp", 32]
+    small = ["--seq-len", 96, "--batch-size", 3, "--warmup", 2]
+    if "--init" not in arguments:
+        small += ["--mlp", 32, "--lsa-mlp", 32]
     return list(map(str, ["--model", tiny, "--device", "cpu", *small, *arguments]))
 
 
@@ -392,13 +395,10 @@ def test_half_precision_trains(tmp_path, data, command, dtype, n):
     assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "full"), rel=0.05)
 
 
-def test_frozen_lsa_stays_as_it_was_while_the_rest_learns(tmp_path, tiny, data, command):
+def test_frozen_lsa_stays_as_it_was_while_the_rest_learns(tmp_path, data, command):
     command("--data", data, "--out", tmp_path / "first", "--updates", 1)
-    common = ["--seq-len", 96, "--batch-size", 3, "--data", data, "--init", tmp_path / "first", "--freeze-lsa", "--lr", 1e-2,
-              "--out", tmp_path / "second", "--updates", 4]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", list(map(str, ["train.py", "--model", tiny, "--device", "cpu", *common])))
-        llama.run_command(train.main)
+    command("--data", data, "--out", tmp_path / "second", "--init", tmp_path / "first", "--freeze-lsa", "--lr", 1e-2,
+            "--updates", 4)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
     for name in before:
         assert torch.equal(before[name], after[name]) == name.startswith("layer_self_attention"), name
@@ -459,7 +459,7 @@ def test_accuracy_at_a_depth_is_among_runs_that_were_right_before(target, monkey
     truth = target.lm_head(train.target_pass(target, sequence.tokens[None], 0)[2])
     wrong = [4 + 2, 4 + 3, 4 + 8 + 5]  # depths 3 and 4 of the first run, depth 6 of the second
     truth[0, wrong] = -truth[0, wrong]
-    monkeypatch.setattr(drafter, "logits", lambda features: truth[0])
+    monkeypatch.setattr(drafter, "logits", lambda features: truth[0, train.loss_mask(sequence.reply)])
     figures = train.evaluate(drafter, [sequence], arguments())
     assert figures["depth_accuracy"] == pytest.approx([1, 1, 2 / 3, 1, 1, 0, 0, 0])
     assert figures["implied_acceptance_length"] == pytest.approx(1 + 1 + 1 + 2 / 3 * 3)
@@ -545,6 +545,43 @@ def test_a_run_whose_checkpoint_is_gone_is_not_begun_again_over_its_drafter(tmp_
     with pytest.raises(SystemExit):
         command(*arguments, "--resume")
     assert "checkpoint.pt is gone" in capsys.readouterr().err and (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_a_run_goes_on_with_the_sizes_it_began_with_whatever_became_of_its_start(tmp_path, data, command):
+    base, out = tmp_path / "base", tmp_path / "out"
+    command("--data", data, "--out", base, "--draft-vocabulary", 12, "--updates", 1)
+    command("--data", data, "--out", out, "--init", base, "--freeze-lsa", "--updates", 1)
+    before, weights = (out / "config.json").read_text(), load_file(out / "model.safetensors")
+    for file in base.iterdir():
+        file.unlink()
+    command("--data", data, "--out", out, "--init", base, "--freeze-lsa", "--updates", 3, "--resume")
+    assert (out / "config.json").read_text() == before
+    changed = {name for name, weight in load_file(out / "model.safetensors").items() if not weight.equal(weights[name])}
+    assert changed and not any(name.startswith("layer_self_attention") for name in changed)
+
+
+@pytest.mark.parametrize("spoil, why", [
+    (lambda out: out / ("x" * 300), "File name too long"), (lambda out: write(out / "file", "") / "out", "Not a directory")])
+def test_a_folder_that_cannot_be_is_an_error_of_one_line(tmp_path, data, command, capsys, spoil, why):
+    with pytest.raises(SystemExit) as error:
+        command("--data", data, "--out", spoil(tmp_path))
+    message, = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and why in message
+
+
+@pytest.mark.parametrize("limit, culprit", [(100_000, "checkpoint.pt"), (1_000, "log.jsonl")])
+def test_a_full_disk_is_an_error_of_one_line_and_leaves_what_was_there(tmp_path, tiny, data, command, limit, culprit):
+    """A limit on the size of files stands in for the disk."""
+    command("--data", data, "--out", tmp_path, *LONG[2:], "--updates", 4)
+    names, checkpoint = set(tmp_path.iterdir()), (tmp_path / "checkpoint.pt").read_bytes()
+    script = ("import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), -1)); sys.argv[:2] = [];"
+              "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+              "import llama, train; llama.run_command(train.main)")
+    done = subprocess.run([sys.executable, "-c", script, str(limit), "train.py", *flags(
+        tiny, "--data", data, "--out", tmp_path, *LONG[2:], "--updates", 8, "--resume")], cwd=ROOT, capture_output=True, text=True)
+    message = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and f"{culprit} cannot be written" in message and "Traceback" not in done.stderr
+    assert set(tmp_path.iterdir()) == names and (tmp_path / "checkpoint.pt").read_bytes() == checkpoint
 
 
 def test_data_that_grew_during_a_run_is_not_the_data_it_was_made_from(tmp_path, data, command, capsys, monkeypatch):
@@ -645,6 +682,14 @@ def test_a_file_that_holds_something_else_is_not_written_to(tmp_path, command, c
         command("--synthesize", 2, "--data", path)
     assert error.value.code == 2 and "other than conversations" in capsys.readouterr().err
     assert path.read_text() == "my notes\nand their last line"
+
+
+def test_a_target_without_a_stop_token_writes_no_training_data(tmp_path, tiny, command, capsys):
+    endless = shutil.copytree(tiny, tmp_path / "endless")
+    (endless / "generation_config.json").unlink()
+    with pytest.raises(SystemExit):
+        command("--synthesize", 2, "--data", tmp_path / "own.jsonl", "--model", endless)
+    assert "names no stop token" in capsys.readouterr().err and not (tmp_path / "own.jsonl").exists()
 
 
 def test_the_target_answers_the_questions_it_is_given(tmp_path, command, data):
