@@ -426,13 +426,13 @@ def generate(model: Llama, prompt: list[int], max_new_tokens: int, stop_ids: set
 # ---------------------------------------------------------------------------------------------------------------------
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether `pack` helps here: on a CPU that oneDNN has kernels for, in a type that it multiplies in."""
+    """Whether `blocked_layout` helps here: on a CPU that oneDNN has kernels for, in a type that it multiplies in."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def pack(*layers: nn.Linear) -> Tensor:
+def blocked_layout(*layers: nn.Linear) -> Tensor:
     """The weights of some layers, one below the other, in oneDNN's own blocked layout. The layers give theirs up.
 
     A pass over one token or over a draft of several should cost the same: reading the weights once. On a CPU F.linear takes
@@ -468,7 +468,7 @@ class Linear(nn.Linear):
         return (self.weight if self.packed is None else self.packed).dtype
 
     def pack(self) -> None:
-        self.packed = pack(self)
+        self.packed = blocked_layout(self)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight) if self.packed is None else packed_linear(x, self.packed)
@@ -481,7 +481,7 @@ class Joint:
         self.layers, self.sizes, self.packed = layers, [layer.out_features for layer in layers], None
 
     def pack(self) -> None:
-        self.packed = pack(*self.layers)
+        self.packed = blocked_layout(*self.layers)
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         if self.packed is None:

@@ -602,6 +602,8 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
         raise InputError(f"{path}: {one_line(error)}") from None
     weight = target.embed_tokens.weight
     fill(drafter, iter(tensors.items()), path, weight.device, weight.dtype)
+    if not all(parameter.isfinite().all() for parameter in drafter.parameters()):
+        raise InputError(f"{path}: some of its weights are no numbers, so that it would draft nothing")
     return drafter.requires_grad_(False).eval()
 
 

@@ -483,6 +483,8 @@ class Worker:
     def join(cls, device: str) -> "Worker":
         if not dist.is_torchelastic_launched():  # by torchrun
             return cls(0, 1)
+        if device.startswith("mps"):
+            raise InputError("torchrun: processes cannot add up what is on an mps device; use --device cpu, or one process")
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
         return cls(dist.get_rank(), dist.get_world_size())
 

@@ -2,6 +2,7 @@
 import copy
 import itertools
 import json
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -440,6 +441,7 @@ def change(folder: Path, edit) -> None:
     (lambda folder: (folder / "model.safetensors").write_bytes(b"?"), "not a readable safetensors file"),
     (lambda folder: change(folder, lambda tensors: tensors.pop("Ekv2E.bias")), "Ekv2E.bias missing"),
     (lambda folder: change(folder, lambda tensors: tensors.update({"Ekv2E.bias": torch.ones(3)})), "Ekv2E.bias is"),
+    (lambda folder: change(folder, lambda tensors: tensors["Ekv2E.bias"].fill_(math.nan)), "no numbers"),
     (lambda folder: change(folder, lambda tensors: tensors.update(more=torch.ones(3))), "unknown tensor more")])
 def test_a_damaged_checkpoint_is_refused_in_one_line(target, tmp_path, damage, complaint):
     folder = tmp_path / "drafter"

@@ -333,6 +333,17 @@ def test_the_papers_recipe_is_the_default(monkeypatch):
     a = train.parse()
     assert (a.kl_weight, a.feature_weight, a.lr, a.warmup, a.run_length, a.batch_size, a.schedule, a.clip) == (
         0.1, 1.0, 3e-5, 50, [5, 15], 32, "paper", 1.0)
+    adamw, = train.Optimizer([torch.nn.Parameter(torch.zeros(2, 2))], a.optimizer).parts
+    assert adamw.defaults["betas"] == (0.9, 0.95) and adamw.defaults["weight_decay"] == 0
+
+
+def test_a_gradient_is_clipped_to_the_norm_that_is_asked_for(tmp_path, data, command, monkeypatch):
+    norms, step = [], train.Optimizer.step
+    monkeypatch.setattr(train.Optimizer, "step", lambda self, *args: norms.append(torch.nn.utils.get_total_norm(
+        [p.grad for group in self.parts[0].param_groups for p in group["params"]]).item()) or step(self, *args))
+    for clip in (0.01, 0):
+        command("--data", data, "--out", tmp_path / str(clip), "--updates", 1, "--clip", clip)
+    assert norms[0] == pytest.approx(0.01, rel=1e-3) and norms[1] > 0.05
 
 
 def test_what_is_held_out_is_never_trained_on(tmp_path, data, command, monkeypatch):
@@ -631,6 +642,14 @@ def test_a_finished_run_without_its_log_can_be_resumed(tmp_path, data, command, 
     capsys.readouterr()
     command(*arguments, "--resume")
     assert json.loads(capsys.readouterr().out) == {}
+
+
+def test_processes_that_cannot_work_together_are_an_input_error(monkeypatch):
+    monkeypatch.setenv("RANK", "0")  # as a cluster may set it for one process
+    assert train.Worker.join("cpu") == train.Worker(0, 1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as torchrun does
+    with pytest.raises(llama.InputError, match="torchrun"):
+        train.Worker.join("mps")
 
 
 def test_two_processes_train_as_one_does(tmp_path, tiny, data, command):
