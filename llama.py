@@ -13,6 +13,7 @@ Shapes: B batch, T tokens, S tokens seen so far, L layers, E hidden, H heads, D 
 from __future__ import annotations
 
 import argparse
+import errno
 import hashlib
 import json
 import math
@@ -31,7 +32,6 @@ from functools import partial
 from pathlib import Path
 from typing import Callable, Iterator
 
-import numpy as np
 import tokenizers
 import torch
 import torch.nn.functional as F
@@ -278,7 +278,7 @@ class Llama(nn.Module):
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size, _weight=weight)
         self.layers = nn.ModuleList(
             DecoderLayer(c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim,
-                         c.rms_norm_eps) for _ in range(c.num_hidden_layers if last is None else last))
+                         c.rms_norm_eps) for _ in range(c.num_hidden_layers if last is None else min(last, c.num_hidden_layers)))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = Linear(c.hidden_size, c.vocab_size)
         if c.tie_word_embeddings:
@@ -1164,9 +1164,14 @@ def run_command(main) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # whoever read our output has gone: nothing is left to say, nor to flush at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or what is left of the output fails at exit again
+        if error.errno == errno.EPIPE:  # whoever read it has gone
+            sys.exit(1)
+        print(f"{Path(sys.argv[0]).name}: error: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ Shapes: B batch, T tokens, L layers, E hidden, H heads, D head size, V vocabular
 Ekv = Hkv * D is the width of one layer's keys.
 """
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -615,7 +616,8 @@ def read_config(path: Path) -> dict:
         if value is None:
             continue
         kind = {int: int, float: (int, float), bool: bool}.get(field.type, list)
-        if not isinstance(value, kind) or (field.type in (int, float) and value < 0):
+        if not isinstance(value, kind) or (field.type is int and value < 0) or (
+                field.type is float and not 0 < value < math.inf):
             raise InputError(f"{path}: {field.name} cannot be {str(value)[:40]!r}")
         stated[field.name] = value
     return stated

@@ -436,6 +436,8 @@ def receive_exactly(message: bytearray, size: int, sock: socket.socket, deadline
         except TimeoutError:
             raise ProtocolError("a message took too long")
         except OSError as error:
+            if isinstance(error, ConnectionError) and not message:
+                raise ConnectionClosed("it hung up")
             raise ProtocolError(f"the connection broke ({error})")
         if not piece:
             raise ProtocolError("the connection ended within a message") if message else ConnectionClosed("it hung up")

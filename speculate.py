@@ -273,14 +273,17 @@ def accept(p: Tensor, draft: Draft, generator: torch.Generator) -> tuple[list[in
     while True:
         p_left, q_left = p[node + 1], drawn_from.get(node)  # (V)
         for child in [i for i, parent in enumerate(draft.parents) if parent == node]:
-            x = torch.tensor(draft.tokens[child], device=p.device)
+            x = draft.tokens[child]  # a number: to index by a tensor is to wait for its device
             if draft.q is None:  # nothing was drawn: x had probability 1
-                q_left = torch.zeros_like(p_left).index_fill_(0, x, 1.0)
+                q_left = torch.zeros_like(p_left)
+                q_left[x] = 1.0
             if torch.rand((), device=p.device, generator=generator) * q_left[x] < p_left[x]:
                 break
             residual = normalised((p_left - q_left).clamp(min=0))
-            p_left = residual if residual.any() else p_left  # all 0 where p = q
-            q_left = normalised(q_left.index_fill(0, x, 0.0))
+            p_left = torch.where(residual.any(), residual, p_left)  # all 0 where p = q
+            q_left = q_left.clone()
+            q_left[x] = 0.0
+            q_left = normalised(q_left)
         else:
             return path, int(sample(p_left, generator))
         path.append(child)
@@ -373,7 +376,7 @@ def pack_memory(memory: Memory, exact: bool) -> dict[str, Tensor]:
             tensors[name] = x.half()
         elif len(x):
             tensors[name], tensors[name + "_scale"] = quantise(x)
-    return tensors
+    return {name: x.cpu() for name, x in tensors.items()}  # now, and not while sending: it is the models' time
 
 
 def unpack_memory(tokens: list[int], tensors: dict[str, Tensor], drafting: Drafting) -> Memory:
@@ -505,6 +508,9 @@ class RemoteTarget:
             verdict = self.wait(draft, ids)
             if verdict:
                 return verdict
+        if self.channel.dead:  # the server hung up, on a client that paused or to start anew: it may take another connection
+            with suppress(Lost):
+                return self.catch_up()
         if len(ids) == 1:
             self.draft_on(ids)
         self.tokens += ids[1:]
@@ -532,7 +538,8 @@ class RemoteTarget:
             return None
         worked = self.channel.clock.worked(fields)
         self.worked.observe(worked)
-        self.guess_rate += ((memory.tokens == ids[:guessed]) - self.guess_rate) / 8
+        if depth > 0:
+            self.guess_rate += ((memory.tokens == ids[:guessed]) - self.guess_rate) / 8
         verdict = Verdict(memory.tokens[1:], fields["token"], memory, pass_seconds=worked)
         chain = ids[guessed + 1:]  # drafted behind the guessed next token
         if len(chain) == depth > 0 and memory.tokens + [verdict.token] == ids[:guessed + 1]:
@@ -544,6 +551,8 @@ class RemoteTarget:
         """Draft one more token behind `ids`, of which all but the last is assumed; its q."""
         s = self.settings
         step = self.drafting.draft(ids[-1], Shape(1, coarse=True), s.temperature, s.top_p, self.generator)
+        if not step.tokens:
+            raise InputError("the drafter computes no numbers: its weights are damaged, or --dtype cannot hold its values")
         self.channel.clock.work("draft")
         self.drafting.assume(ids[-1:])
         ids += step.tokens
@@ -626,9 +635,10 @@ def pack_draft(draft: Draft) -> dict[str, Tensor]:
 
 def along(draft: Draft, accepted: list[int]) -> list[int]:
     """draft.token and these tokens behind it. Raises ValueError if they are no path of the draft."""
-    if len(walk(draft.parents, draft.tokens, accepted)) < len(accepted):
+    path = walk(draft.parents, draft.tokens, accepted)
+    if len(path) < len(accepted):
         raise ValueError(f"{accepted} is no path of the draft")
-    return [draft.token] + accepted
+    return [draft.token] + [draft.tokens[node] for node in path]  # not `accepted`, of which 9.0 may be one
 
 
 def call_api(channel: Channel, prompt: list[int], settings: Settings, generator: torch.Generator) -> Iterator[int]:
@@ -696,6 +706,8 @@ class Server(socketserver.ThreadingTCPServer):
             try:
                 with torch.inference_mode():
                     return function(*arguments)
+            except InputError as error:  # what is wrong with the models, in one line
+                raise ProtocolError(str(error)) from None
             except (LookupError, TypeError, ValueError) as error:
                 raise RuntimeError("the models failed") from error
         return self.worker.submit(in_turn).result()
@@ -1275,7 +1287,7 @@ def run(args: argparse.Namespace, model: Llama, drafter: Drafter | None, tokeniz
                                                         "unverified_tokens")}
         figures |= {"disconnected": f.disconnected != ""}
     report(tokenizer, result.tokens, result.seconds, args.json, **figures)
-    if f.disconnected:
+    if f.unverified_tokens:
         print(f"the server was out of reach ({f.disconnected}): {f.unverified_tokens} of these tokens are the drafter's own",
               file=sys.stderr)
 

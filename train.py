@@ -25,7 +25,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Iterable, Iterator
+from typing import Iterable
 
 import numpy as np
 import torch
@@ -271,15 +271,16 @@ def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
     """Losses and, per draft depth 1..8, how often the drafter's first choice is the target's, if it was so before.
 
     Text is the data's, so at a depth both have read the same tokens. With a_d the share at depth d, a cycle's expected
-    new tokens are 1 + a_1 + a_1 a_2 + ... : the acceptance length this implies. Without CA only depth 1 is measured: what
-    comes deeper would be scored on true memories that drafting does not have.
+    new tokens are 1 + a_1 + a_1 a_2 + ... : the acceptance length this implies. It flatters: runs begin anywhere here, but
+    cycles behind a token that the drafter missed, where guessing is harder. Without CA only depth 1 is measured: what comes
+    deeper would be scored on true memories that drafting does not have.
     """
     device = drafter.target.device
     sums, count = torch.zeros(3), 0
     reached, right = torch.zeros(DEPTHS), torch.zeros(DEPTHS)
     for index, sequence in enumerate(held_out):
         tokens, reply = pad([sequence], device)
-        horizon, ask = run_horizon(sequence.reply, DEPTHS, index % DEPTHS), loss_mask(sequence.reply)  # (T)
+        horizon, ask = run_horizon(sequence.reply, DEPTHS, index % DEPTHS), loss_mask(reply[0])  # (T)
         with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
             passes = both_passes(drafter, tokens, horizon.to(device)[None, None])
             sums += losses(drafter, passes, reply, args.kl_weight, args.feature_weight).cpu()
@@ -287,7 +288,7 @@ def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
                 passes.features[0, 0, ask].split(LOSS_CHUNK), passes.final[0, ask].split(LOSS_CHUNK))]).tolist()
         count += len(agree)
         alive = True
-        for depth, is_right in zip((torch.arange(len(ask)) - horizon)[ask].tolist(), agree):  # 1 at a run's first query
+        for depth, is_right in zip((torch.arange(len(ask)) - horizon)[ask.cpu()].tolist(), agree):  # 1 at a run's first query
             alive = alive or depth == 1
             if alive:
                 reached[depth - 1] += 1

@@ -131,6 +131,18 @@ def test_a_cycle_at_temperature_0_reads_values_back_once_a_level_and_for_the_ver
     assert calls > 0 and Made.waits == len(levels) + calls + 2  # 2: whether the prompt's states are finite, and its verdict
 
 
+@pytest.mark.parametrize("shape", [Shape(3), Shape(3, breadth=2, nodes=6)])
+def test_a_cycle_above_0_reads_values_back_once_a_level_and_for_each_draft_that_is_judged(device, shape, monkeypatch):
+    levels, judged = [], []
+    step, rand = speculate.Drafting.step, torch.rand
+    monkeypatch.setattr(speculate.Drafting, "step", lambda *args: levels.append(args) or step(*args))
+    monkeypatch.setattr(torch, "rand", lambda *args, **choices: judged.append(args) or rand(*args, **choices))
+    Made.waits = 0
+    calls = answer_on(device, fixed(shape, 8, temperature=1.0)).figures.target_calls
+    assert len(judged) >= calls > 0
+    assert Made.waits <= len(levels) + len(judged) + calls + 2  # one of a verdict's: its last token
+
+
 @pytest.mark.parametrize("choices", CHOICES)
 def test_training_stays_on_its_device_and_learns_what_it_learns_on_a_cpu(device, choices):
     def losses(device) -> list[float]:
