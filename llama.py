@@ -99,9 +99,9 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, in two halves: whoever holds a cache stands between them.
+    """Grouped-query attention in two steps: queries, keys and values, then `forward`; between them the caller caches.
 
-    Linear is nn.Linear and Joint several of them at once, until packed: see "Linear layers that are fast on a CPU".
+    Until pack() is called, Linear is nn.Linear and Joint(a, b)(x) is [a(x), b(x)]: see "Linear layers that are fast on a CPU".
     """
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int):
@@ -276,9 +276,10 @@ class Llama(nn.Module):
         if not weight.is_meta:  # else the model is about to be loaded, and to draw would import a compiler for a second
             weight.normal_()
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size, _weight=weight)
+        count = c.num_hidden_layers if last is None else min(last, c.num_hidden_layers)
         self.layers = nn.ModuleList(
             DecoderLayer(c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim,
-                         c.rms_norm_eps) for _ in range(c.num_hidden_layers if last is None else min(last, c.num_hidden_layers)))
+                         c.rms_norm_eps) for _ in range(count))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = Linear(c.hidden_size, c.vocab_size)
         if c.tie_word_embeddings:
@@ -379,7 +380,7 @@ def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Ten
 
 
 def race(p: Tensor, generator: torch.Generator) -> Tensor:
-    """p_x / e_x with e_x ~ Exp(1): x comes first with probability p_x, and the order is one drawn without replacement."""
+    """Scores p_x / e_x, e_x ~ Exp(1): the argmax is a draw from p, the top k are k draws without replacement (Gumbel-top-k)."""
     e = torch.empty_like(p).exponential_(generator=generator)
     return p / e.clamp_(min=torch.finfo(p.dtype).tiny)  # some devices draw 0, and 0 / 0 would win
 

@@ -8,7 +8,8 @@ M_Small guesses the next tokens of a frozen target from three attentions, each a
     CA   Cross-Attention, SA's output asking the memory of verified tokens. Drafted tokens have none yet. In training a
          `horizon` for each query sets the same limit, so that one pass over a sequence trains on-policy.
     TLI  Target Layer Inference: CA's output stands for the hidden state that enters the target's last N layers (for
-         N = 0: that leaves the final norm); those run on it, and the frozen LM head makes it a distribution.
+         N = 0: that leaves the final norm); those run on it, with the target's own keys and values of verified tokens,
+         and the frozen LM head makes it a distribution.
 
 `Drafter.forward` covers all positions at once, under given horizons; `Drafting` does the same step by step with caches.
 
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from llama import (DecoderLayer, InputError, KVCache, Linear, Llama, can_pack, causal_mask, fill, one_line, probabilities,
                    race, read_json, read_tensors, rotary_table, written_whole)
 
-LEAST = 1e-30  # probability of a token that is proposed: what is left of q without likelier ones must not be lost to rounding
+LEAST = 1e-30  # probability of a proposed token: a lesser one is lost to rounding when `accept` takes likelier ones out of q
 COARSE_TOKENS = 64  # of a q that is sent: see to_coarse
 PROMPT_CHUNK = 256  # LSA works on T x L rows: a long prompt is remembered this many tokens at a time
 
@@ -75,7 +76,7 @@ class DrafterConfig:
 
 @dataclass
 class Memory:
-    """What the target's side tells the drafter of T newly verified tokens."""
+    """What the target's side tells the drafter of T newly verified tokens: of their memories, what CA makes of them."""
 
     tokens: list[int]
     cross_kv: Tensor | None = None  # CA's keys and values of their memories, (1, Hkv, T, 2D); without CA the memories (1, T, E)
@@ -86,8 +87,9 @@ class Memory:
 class Shape:
     """How large a draft may grow. A chain is a tree of breadth 1.
 
-    A level has as many tokens as are likely enough: `token_threshold` for the whole path to each of the likeliest. It is
-    the last one if the probabilities of its leaves' paths add up to less than `level_threshold`. More would not pay.
+    A token is proposed if the drafter gives its whole path a probability of at least `token_threshold`; above temperature
+    0 as many are drawn as would pass. A level is the last one if the paths that would be expanded next have probabilities
+    that add up to less than `level_threshold`. speculate.py sets both so that a draft ends where more of it would not pay.
     """
 
     depth: int
@@ -121,7 +123,7 @@ class Draft:
         return depths
 
     def is_chain(self) -> bool:
-        return self.parents == list(range(-1, len(self.parents) - 1))
+        return self.parents == chain_parents(len(self.parents))
 
     def first_path(self) -> list[int]:
         """Tokens of the path that the drafter itself would take: at temperature 0 likeliest first, else as drawn."""
@@ -130,6 +132,11 @@ class Draft:
             node = self.parents.index(node)
             path.append(self.tokens[node])
         return path
+
+
+def chain_parents(count: int) -> list[int]:
+    """Of a chain: each token follows the one before it, the first follows the root, -1."""
+    return list(range(-1, count - 1))
 
 
 def walk(parents: list[int], nodes: list[int], tokens: list[int]) -> list[int]:
@@ -274,12 +281,12 @@ class Drafter(nn.Module):
         return self(tokens, self.memory(kv, hidden), kv, horizon[None])[1][0]
 
     def forward(self, tokens: Tensor, memory: Tensor, kv: Tensor | None, horizons: Tensor) -> tuple[Tensor, Tensor]:
-        """CA's guesses and the features, both (R, B, T, E), under horizons (R, B, T). SA is paid for once.
+        """CA's guesses and the features, what the LM head is applied to: both (R, B, T, E). SA is paid for once.
 
-        tokens (B, T), memory (B, T, E); kv as in `features`, needed for N > 0 only.
+        tokens (B, T), memory (B, T, E); horizons (R, B, T) and, needed for N > 0 only, kv as in `features`.
         """
         x = self.self_attend(tokens)
-        guesses = [self.guess(x, memory, horizon) for horizon in horizons]
+        guesses = [self.cross_attend(x, memory, horizon) for horizon in horizons]
         features = [self.infer_target_layers(guess, kv, horizon) for guess, horizon in zip(guesses, horizons)]
         return torch.stack(guesses), torch.stack(features)
 
@@ -288,7 +295,7 @@ class Drafter(nn.Module):
         x, count = self.target.embed_tokens(tokens).to(self.dtype), tokens.shape[1]
         return self.self_attention(x, self.rotary[:, :count], causal_mask(count, count, x.device))
 
-    def guess(self, x: Tensor, memory: Tensor, horizon: Tensor) -> Tensor:
+    def cross_attend(self, x: Tensor, memory: Tensor, horizon: Tensor) -> Tensor:
         """CA: SA's output x (B, T, E) asks memory (B, T, E) up to horizon (B, T) -> guessed hidden states (B, T, E).
 
         Without CA the horizon has no effect: each position is given the true memory of the one before it, which is the
@@ -356,11 +363,11 @@ def from_coarse(ids: Tensor, counts: Tensor, vocab_size: int) -> Tensor:
     return q.new_zeros(*q.shape[:-1], vocab_size).scatter_(-1, ids.long(), q)
 
 
-def children(q: Tensor, reach: list[float], room: int, threshold: float, temperature: float,
+def children(q: Tensor, leaf_values: list[float], room: int, threshold: float, temperature: float,
              generator: torch.Generator | None) -> list[tuple[int, int, float]]:
     """Up to `room` children of a level's leaves as (leaf, choice, value), by leaf and in order. q (leaves, V).
 
-    A child's value is its probability times its leaf's, which is in reach. At temperature 0 a leaf proposes its likeliest
+    A child's value is its probability times its leaf's (EAGLE-2). At temperature 0 a leaf proposes its likeliest
     tokens. Above it as many are drawn from q instead, without replacement: in the order in which they finish a race.
     """
     likely, choice = q.topk(min(room, q.shape[-1]))  # (leaves, room)
@@ -370,18 +377,18 @@ def children(q: Tensor, reach: list[float], room: int, threshold: float, tempera
         drawn = q.gather(-1, choice)
     # All that is read back of a level, at once: a device is waited for as often as it is asked. Ids are exact as floats.
     likely, choice, drawn = torch.stack([likely, choice.to(q), drawn]).tolist()  # each leaves x room
-    best = sorted((-p * reach[leaf], leaf, rank) for leaf, row in enumerate(likely) for rank, p in enumerate(row)
-                  if p > LEAST and p * reach[leaf] >= threshold)[:room]
-    return [(leaf, int(choice[leaf][rank]), drawn[leaf][rank] * reach[leaf])
+    best = sorted((-p * leaf_values[leaf], leaf, rank) for leaf, row in enumerate(likely) for rank, p in enumerate(row)
+                  if p > LEAST and p * leaf_values[leaf] >= threshold)[:room]
+    return [(leaf, int(choice[leaf][rank]), drawn[leaf][rank] * leaf_values[leaf])
             for _, leaf, rank in sorted(best, key=lambda child: child[1:])]
 
 
 class Drafting:
-    """The state of one conversation, in three caches: SA's of all tokens, CA's of memories, and the N reused layers', with
-    the target's own keys and values of verified tokens and guessed ones of drafts.
+    """The state of one conversation, in three caches:
 
-    Verified tokens come first in each cache, drafts behind them. When the next memory arrives SA keeps those accepted, the
-    other two none. The first `assumed` drafts are a chain that stands in for verified tokens while the target is waited for.
+        self_cache    SA: verified tokens, but those in `unread`, then drafts; accepted ones stay when the next memory comes
+        cross_cache   CA: memories of verified tokens and nothing else (without CA: see OffPolicyDrafting)
+        reused_cache  TLI: the target's own keys and values of verified tokens, then the drafter's of drafts, which go
     """
 
     def __init__(self, drafter: Drafter, capacity: int):
@@ -393,17 +400,17 @@ class Drafting:
         self.reused_cache = KVCache(drafter.N, 1, target.config.num_key_value_heads, capacity, target.config.head_dim,
                                     device, target.embed_tokens.weight.dtype)
         self.verified = 0  # tokens that have a memory
-        self.pending: list[int] = []  # verified tokens that SA has not read yet
-        self.drafted: list[int] = []  # tokens in the caches behind the verified: the one to follow, and expanded drafts
-        self.parents: list[int] = []  # of each the index in drafted, -1 for the first
-        self.assumed = 0
+        self.unread: list[int] = []  # verified tokens that SA has not read yet
+        self.expanded: list[int] = []  # tokens in the caches behind the verified: the target's newest, then drafts of drafts
+        self.expanded_parents: list[int] = []  # of each, the index in `expanded` of the token before it, -1 for the first
+        self.assumed = 0  # how many of these count as verified, see `assume`: 0 unless the target is a remote one
 
     def observe(self, memory: Memory) -> None:
         """Take in newly verified tokens. Costs time in these alone: SA's work on accepted drafts is kept."""
-        path = walk(self.parents, self.drafted, memory.tokens)
-        self.self_cache.keep(self.self_cache.length - len(self.drafted), path)
-        self.pending += memory.tokens[len(path):]
-        self.drafted, self.parents, self.assumed = [], [], 0
+        path = walk(self.expanded_parents, self.expanded, memory.tokens)
+        self.self_cache.keep(self.self_cache.length - len(self.expanded), path)
+        self.unread += memory.tokens[len(path):]
+        self.expanded, self.expanded_parents, self.assumed = [], [], 0
         self.append_states(memory.cross_kv)
         self.reused_cache.truncate(self.verified)
         for n, kv in enumerate(memory.reused_kv):
@@ -414,19 +421,19 @@ class Drafting:
     def assume(self, tokens: list[int]) -> None:
         """Go on behind these tokens as if they were verified; CA reads no more than the memory that has come.
 
-        tokens: the one that was drafted from, then drafts on a path behind it. Free where these were expanded.
+        tokens: the one that was drafted from, then drafts on a path behind it. Costs nothing for those that were expanded.
         """
-        path = walk(self.parents, self.drafted, self.drafted[:self.assumed] + tokens)
-        unread = tokens[len(path) - self.assumed:]
+        path = walk(self.expanded_parents, self.expanded, self.expanded[:self.assumed] + tokens)
+        unexpanded = tokens[len(path) - self.assumed:]
         self.keep(path)
-        self.drafted, self.parents = [self.drafted[i] for i in path], list(range(-1, len(path) - 1))
-        for token in unread:
-            self.step([token], [len(self.drafted) - 1])
-        self.assumed = len(self.drafted)
+        self.expanded, self.expanded_parents = [self.expanded[i] for i in path], chain_parents(len(path))
+        for token in unexpanded:
+            self.step([token], [len(self.expanded) - 1])
+        self.assumed = len(self.expanded)
 
     def keep(self, path: list[int]) -> None:
         """Of what is in the caches behind the verified tokens, keep this path."""
-        self.self_cache.keep(self.self_cache.length - len(self.drafted), path)
+        self.self_cache.keep(self.self_cache.length - len(self.expanded), path)
         if self.drafter.N > 0:
             self.reused_cache.keep(self.verified, path)
 
@@ -443,16 +450,16 @@ class Drafting:
         its q would not be the distribution it came from: a level's size is settled before it is drawn.
         """
         tokens, parents, values, qs = [token], [-1], [1.0], []  # node 0 is `token`
-        leaves, row = [0], {-1: len(self.drafted) - 1}  # row: the index in self.drafted of an expanded node
+        leaves, row = [0], {-1: len(self.expanded) - 1}  # row: a node's index in self.expanded, once it is there
         for _ in range(shape.depth):
             features = self.step([tokens[i] for i in leaves], [row[parents[i]] for i in leaves])  # (leaves, E)
-            row.update({leaf: len(self.drafted) - len(leaves) + i for i, leaf in enumerate(leaves)})
+            row.update({leaf: len(self.expanded) - len(leaves) + i for i, leaf in enumerate(leaves)})
             q = probabilities(self.drafter.logits(features), temperature or 1.0, top_p if temperature > 0 else 1.0)
             if shape.coarse and temperature > 0:
                 q = from_coarse(*to_coarse(q), q.shape[-1])
             room = shape.room(len(tokens) - 1, temperature)
-            reach = [values[i] for i in leaves]
-            level = children(q, reach, room, shape.token_threshold, temperature, generator) if room else []
+            leaf_values = [values[i] for i in leaves]
+            level = children(q, leaf_values, room, shape.token_threshold, temperature, generator) if room else []
             if not level:
                 break
             if temperature > 0:
@@ -475,18 +482,18 @@ class Drafting:
     def step(self, tokens: list[int], parents: list[int]) -> Tensor:
         """SA, CA and TLI on the tokens of one level, all at the same position: features (T, E).
 
-        parents index self.drafted; behind the last verified token it is -1. What SA reads, and what of it a token sees:
+        parents index self.expanded; behind the last verified token it is -1. What SA reads, and what of it a token sees:
 
             verified, in the cache | verified, unread until now | assumed | drafted before | this level
             all                    | all                        | all     | its ancestors  | itself
         """
         drafter, cache = self.drafter, self.self_cache
-        unread, self.pending = self.pending, []
+        unread, self.unread = self.unread, []
         assert not unread or len(tokens) == 1  # verified tokens are read by a cycle's first step, which is of one token
-        self.drafted += tokens
-        self.parents += parents
+        self.expanded += tokens
+        self.expanded_parents += parents
         prefix = self.verified + self.assumed
-        ancestors = ancestor_mask([max(i - self.assumed, -1) for i in self.parents[self.assumed:]])[-len(tokens):]
+        ancestors = ancestor_mask([max(i - self.assumed, -1) for i in self.expanded_parents[self.assumed:]])[-len(tokens):]
         tree_mask = None if ancestors.all() else F.pad(ancestors, (prefix, 0), value=True).to(cache.kv.device)
         position = prefix + int(ancestors[0].sum()) - 1  # of all these tokens: what they all see + their depth
         rope = drafter.rotary[:, position - len(unread):position + 1]
@@ -494,10 +501,10 @@ class Drafting:
         self_mask = causal_mask(len(unread) + 1, position + 1, x.device) if unread else tree_mask
         x = drafter.self_attention(x, rope, self_mask, lambda kv: cache.append(0, kv))  # (1, unread + T, E)
         cache.advance(x.shape[1])
-        x = self.guess(x, rope, self_mask, parents)  # (1, T, E)
+        x = self.cross_attend(x, rope, self_mask, parents)  # (1, T, E)
         return self.infer_target_layers(x, position, tree_mask)[0]
 
-    def guess(self, x: Tensor, rope: Tensor, mask: Tensor | str | None, parents: list[int]) -> Tensor:
+    def cross_attend(self, x: Tensor, rope: Tensor, mask: Tensor | str | None, parents: list[int]) -> Tensor:
         """CA of the newest tokens, (1, T, E)."""
         kv = self.cross_cache.kv[0, :, :, :self.verified]  # (1, Hkv, S, 2D)
         return self.drafter.cross_attention.attend(x[:, -len(parents):], kv, rope[:, -1:])
@@ -529,20 +536,20 @@ class OffPolicyDrafting(Drafting):
         self.substitutes: list[Tensor] = []  # for the memory of each token in drafted, (1, 1, E)
 
     def observe(self, memory: Memory) -> None:
-        self.self_cache.truncate(self.self_cache.length - len(self.drafted))
+        self.self_cache.truncate(self.self_cache.length - len(self.expanded))
         self.cross_cache.truncate(self.self_cache.length)
-        self.drafted, self.parents, self.substitutes = [], [], []
+        self.expanded, self.expanded_parents, self.substitutes = [], [], []
         super().observe(memory)
 
     def keep(self, path: list[int]) -> None:
         super().keep(path)
-        self.cross_cache.keep(self.cross_cache.length - len(self.drafted), path)
+        self.cross_cache.keep(self.cross_cache.length - len(self.expanded), path)
         self.substitutes = [self.substitutes[i] for i in path]
 
     def append_states(self, states: Tensor) -> None:
         self.previous = torch.cat([self.previous, states], dim=1)
 
-    def guess(self, x: Tensor, rope: Tensor, mask: Tensor | str | None, parents: list[int]) -> Tensor:
+    def cross_attend(self, x: Tensor, rope: Tensor, mask: Tensor | str | None, parents: list[int]) -> Tensor:
         if parents == [-1]:
             previous, self.previous = self.previous, self.previous[:, -1:]
         else:

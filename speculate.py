@@ -8,7 +8,8 @@ target's and q the drafter's distribution of the token at hand:
     the next sibling is tried against these. When none is left, or behind the last accepted token, draw from p as it then is.
 
 For a chain, with no siblings, that is the algorithm of the two papers; for a tree, SpecInfer's (Miao et al. 2024) with
-draws without replacement. At temperature 0 both are point masses and this is: follow the target's argmax while it was drafted.
+draws without replacement. A draft that was not drawn, at temperature 0 or by lookup, counts as drawn with q(x) = 1: it is kept
+with probability p(x), which at temperature 0 is to say: if it is the target's argmax.
 
     python speculate.py --prompt "Explain why the sky is blue." --show
     python speculate.py --bench                           # target alone, chain, tree, lookup, and both, interleaved
@@ -21,6 +22,8 @@ drafter writes alone, without a guarantee, and once it is back the server takes 
 
 Shapes: T tokens, K drafts, E hidden, V vocabulary.
 """
+from __future__ import annotations
+
 import argparse
 import hmac
 import ipaddress
@@ -55,8 +58,8 @@ from tqdm import tqdm
 from llama import (CAUSAL, DEFAULT_MODEL, InputError, KVCache, Llama, Parser, Tokenizer, add_generation_arguments,
                    add_model_arguments, answer_length, check_finite, generate, is_encodable, load_target, natural, number,
                    one_line, probabilities, report, run_command, sample)
-from moa import (COARSE_TOKENS, PROMPT_CHUNK, Draft, Drafter, Drafting, Memory, Shape, ancestor_mask, from_coarse, load_drafter,
-                 read_config, to_coarse, walk)
+from moa import (COARSE_TOKENS, PROMPT_CHUNK, Draft, Drafter, Drafting, Memory, Shape, ancestor_mask, chain_parents,
+                 from_coarse, load_drafter, read_config, to_coarse, walk)
 from netsim import (PROFILES, Channel, ConnectionClosed, Link, Lost, Outage, ProtocolError, SmoothedTime, VirtualClock,
                     WallClock, duration, rate, receive_exactly, receive_message, send_message, share, symmetric)
 
@@ -91,8 +94,8 @@ class Settings:
 class Figures:
     """What one generation cost."""
 
-    target_calls: int = 0  # the prefill left out
-    drafted: int = 0  # tokens proposed
+    target_calls: int = 0  # but the prompt's: verifications and, after an outage, the reading of what was written
+    drafted: int = 0  # tokens that the target was asked to verify
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     unverified_tokens: int = 0  # written while the target was out of reach
@@ -101,86 +104,6 @@ class Figures:
     bytes_down: int = 0
     round_trips: int = 0
     network_seconds: float = 0.0
-
-
-class Cycle(NamedTuple):
-    """What one turn of the loop took and brought."""
-
-    levels: int  # drafted
-    draft_seconds: float
-    rows: int  # of the verifying pass
-    pass_seconds: float  # of this pass alone
-    verify_seconds: float  # with the way there and back
-    tokens: int  # that it brought
-
-
-class Pace:
-    """What drafts of a shape cost and bring on this machine, measured as they are made."""
-
-    RECENT = 64  # cycles that count
-    PRIOR = 1 / 40  # of a pass: what one more token in it costs, until there are measurements
-    TRIAL = 8  # cycles before a shape is judged
-
-    def __init__(self, shape: Shape):
-        self.shape = shape
-        self.cycles: deque[Cycle] = deque(maxlen=self.RECENT)
-
-    @staticmethod
-    def fastest(paces: "list[Pace]") -> "Pace":
-        """Each in turn until all are tried, then whichever brought the most tokens a second."""
-        least = min(paces, key=lambda pace: len(pace.cycles))
-        return least if len(least.cycles) < Pace.TRIAL else max(paces, key=Pace.tokens_per_second)
-
-    def tokens_per_second(self) -> float:
-        return sum(c.tokens for c in self.cycles) / sum(c.draft_seconds + c.verify_seconds for c in self.cycles)
-
-    def level_seconds(self) -> float:
-        return sum(c.draft_seconds for c in self.cycles) / sum(c.levels for c in self.cycles)
-
-    def row_seconds(self) -> float:
-        """Seconds of one more token in a verifying pass: the slope of a line through the measurements, and the prior."""
-        rows, seconds = [c.rows for c in self.cycles], [c.pass_seconds for c in self.cycles]
-        mean_rows, mean_seconds = statistics.fmean(rows), statistics.fmean(seconds)
-        covariance = statistics.fmean(r * s for r, s in zip(rows, seconds)) - mean_rows * mean_seconds
-        return max(0.0, (covariance + self.PRIOR * mean_seconds) / (statistics.pvariance(rows) + 1))
-
-    def fit(self) -> Shape:
-        """The shape, ending where the expected gain, in tokens, no longer covers the time at the present pace."""
-        if not self.cycles:
-            return self.shape
-        pace, row = self.tokens_per_second(), self.row_seconds()
-        return replace(self.shape, token_threshold=pace * row, level_threshold=pace * (self.level_seconds() + row))
-
-
-class Lookup:
-    """A drafter that has learnt nothing: what followed the last few tokens when they occurred before (Saxena 2023)."""
-
-    def __init__(self, *sizes: int):
-        """sizes: how many last tokens to look for, one after the other."""
-        self.sizes = sizes
-        self.history: list[int] = []
-
-    def start(self, capacity: int) -> "Lookup":
-        return Lookup(*self.sizes)
-
-    def remember(self, tokens: list[int], cache: KVCache, start: int, hidden: Tensor) -> Memory:
-        return Memory(tokens)
-
-    def observe(self, memory: Memory) -> None:
-        self.history += memory.tokens
-
-    def find(self, token: int, length: int) -> Draft | None:
-        """What to follow `token`, at most so long a chain, if there is anything."""
-        text = self.history + [token]
-        for size in self.sizes:
-            for i in reversed(range(len(text) - size)):
-                if text[i:i + size] == text[-size:]:
-                    found = text[i + size:i + size + length]
-                    return Draft(token, found, list(range(-1, len(found) - 1)))
-        return None
-
-    def draft(self, token: int, shape: Shape, temperature: float, top_p: float, generator: torch.Generator) -> Draft:
-        return self.find(token, shape.depth) or Draft(token, [], [])
 
 
 @dataclass
@@ -206,7 +129,7 @@ class Origin(IntEnum):
     UNVERIFIED = 2
 
 
-def speculate(target: "LocalTarget | RemoteTarget", drafting: Drafting, prompt: list[int], settings: Settings,
+def speculate(target: LocalTarget | RemoteTarget, drafting: Drafting | Lookup, prompt: list[int], settings: Settings,
               generator: torch.Generator, figures: Figures, paces: list[Pace]) -> Iterator[list[tuple[int, Origin]]]:
     """The loop. Yields, each cycle, the drafts that were accepted and the target's own token behind them.
 
@@ -234,7 +157,7 @@ def speculate(target: "LocalTarget | RemoteTarget", drafting: Drafting, prompt: 
             ready = ready or lookup.find(verdict.token, shape.depth)
         draft = ready or drafting.draft(verdict.token, shape, s.temperature, s.top_p, generator)
         drafted = target.clock()
-        verdict = target.verify(draft)  # LSA runs on the target's side
+        verdict = target.verify(draft)  # and remember: LSA and CA's keys and values are the target's side's work
         draft_seconds, verify_seconds = drafted - began, target.clock() - drafted
         figures.draft_seconds += draft_seconds
         figures.verify_seconds += verify_seconds
@@ -243,7 +166,7 @@ def speculate(target: "LocalTarget | RemoteTarget", drafting: Drafting, prompt: 
                 pace.cycles.append(Cycle(max(1, *draft.depths()), draft_seconds, 1 + len(draft.tokens),
                                          verdict.pass_seconds or verify_seconds, verify_seconds, 1 + len(verdict.accepted)))
             figures.target_calls += 1
-            figures.drafted += len(draft.tokens)
+            figures.drafted += len(draft.tokens) if verdict.checked else 0
 
 
 def follow(choices: list[int], draft: Draft) -> tuple[list[int], int]:
@@ -295,11 +218,12 @@ def normalised(p: Tensor) -> Tensor:
 
 
 class LocalTarget:
-    """The target of one conversation, on this machine. LSA runs on its side."""
+    """The target of one conversation, on this machine. LSA and CA's keys and values are computed on its side."""
 
     coarse = False  # drafts may be drawn from any q
 
-    def __init__(self, model: Llama, drafter: Drafter, capacity: int, settings: Settings, generator: torch.Generator):
+    def __init__(self, model: Llama, drafter: Drafter | Lookup, capacity: int, settings: Settings,
+                 generator: torch.Generator):
         self.model, self.drafter, self.settings, self.generator = model, drafter, settings, generator
         self.cache = model.new_cache(capacity)
 
@@ -339,6 +263,93 @@ class LocalTarget:
         if s.temperature == 0:
             return follow(logits.argmax(-1).tolist(), draft)
         return accept(probabilities(logits, s.temperature, s.top_p), draft, self.generator)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ours, not the paper's: how far to draft, and drafts by lookup
+# ---------------------------------------------------------------------------------------------------------------------
+
+class Cycle(NamedTuple):
+    """What one turn of the loop took and brought."""
+
+    levels: int  # drafted
+    draft_seconds: float
+    rows: int  # of the verifying pass
+    pass_seconds: float  # of this pass alone
+    verify_seconds: float  # with the way there and back
+    tokens: int  # that it brought
+
+
+class Pace:
+    """What drafts of a shape cost and bring on this machine, measured as they are made."""
+
+    RECENT = 64  # cycles that count
+    PRIOR = 1 / 40  # of a pass: what one more token in it costs, until there are measurements
+    TRIAL = 8  # cycles before a shape is judged
+
+    def __init__(self, shape: Shape):
+        self.shape = shape
+        self.cycles: deque[Cycle] = deque(maxlen=self.RECENT)
+
+    @staticmethod
+    def fastest(paces: list[Pace]) -> Pace:
+        """Each in turn until all are tried, then whichever brought the most tokens a second."""
+        least = min(paces, key=lambda pace: len(pace.cycles))
+        return least if len(least.cycles) < Pace.TRIAL else max(paces, key=Pace.tokens_per_second)
+
+    def tokens_per_second(self) -> float:
+        return sum(c.tokens for c in self.cycles) / sum(c.draft_seconds + c.verify_seconds for c in self.cycles)
+
+    def level_seconds(self) -> float:
+        return sum(c.draft_seconds for c in self.cycles) / sum(c.levels for c in self.cycles)
+
+    def row_seconds(self) -> float:
+        """Seconds of one more token in a verifying pass: the slope of a line through the measurements, and the prior."""
+        rows, seconds = [c.rows for c in self.cycles], [c.pass_seconds for c in self.cycles]
+        mean_rows, mean_seconds = statistics.fmean(rows), statistics.fmean(seconds)
+        covariance = statistics.fmean(r * s for r, s in zip(rows, seconds)) - mean_rows * mean_seconds
+        return max(0.0, (covariance + self.PRIOR * mean_seconds) / (statistics.pvariance(rows) + 1))
+
+    def fit(self) -> Shape:
+        """The shape, ending where the expected gain, in tokens, no longer covers the time at the present pace."""
+        if not self.cycles:
+            return self.shape
+        pace, row = self.tokens_per_second(), self.row_seconds()
+        return replace(self.shape, token_threshold=pace * row, level_threshold=pace * (self.level_seconds() + row))
+
+
+class Lookup:
+    """Prompt lookup (Saxena 2023): the draft is what followed the last few tokens when they occurred before.
+
+    For the benchmark it takes the place of a Drafter (start, remember) and of its Drafting (observe, draft).
+    """
+
+    def __init__(self, *sizes: int):
+        """sizes: how many last tokens to look for, one after the other."""
+        self.sizes = sizes
+        self.history: list[int] = []
+
+    def start(self, capacity: int) -> Lookup:
+        return Lookup(*self.sizes)
+
+    def remember(self, tokens: list[int], cache: KVCache, start: int, hidden: Tensor) -> Memory:
+        return Memory(tokens)
+
+    def observe(self, memory: Memory) -> None:
+        self.history += memory.tokens
+
+    def find(self, token: int, length: int) -> Draft | None:
+        """What to follow `token`, at most so long a chain, if there is anything."""
+        text = self.history + [token]
+        for size in self.sizes:
+            for i in reversed(range(len(text) - size)):
+                if text[i:i + size] == text[-size:]:
+                    found = text[i + size:i + size + length]
+                    return Draft(token, found, chain_parents(len(found)))
+        return None
+
+    def draft(self, token: int, shape: Shape, temperature: float, top_p: float, generator: torch.Generator) -> Draft:
+        return self.find(token, shape.depth) or Draft(token, [], [])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -494,7 +505,15 @@ class RemoteTarget:
             raise InputError(f"the server was lost before its first token: {error}") from None
 
     def verify(self, draft: Draft) -> Verdict:
-        """The server's verdict, or else what the drafter makes of its own draft."""
+        """The server's verdict or, if none comes, the drafter's own text: its first path, as if the target had chosen it.
+
+        ids is that text, behind draft.token; `wait` adds what is drafted meanwhile. In turn:
+
+            lost before           catch_up(): the server's next token if it is back, else Lost
+            not lost              send, then wait(): the verdict, or None when it takes too long
+            the connection died   catch_up() over another one, at once
+            none of these helped  the last of ids stands for the target's token, those before it for accepted drafts
+        """
         self.channel.clock.work("draft")
         ids = [draft.token] + draft.first_path()
         try:
@@ -543,7 +562,7 @@ class RemoteTarget:
         verdict = Verdict(memory.tokens[1:], fields["token"], memory, pass_seconds=worked)
         chain = ids[guessed + 1:]  # drafted behind the guessed next token
         if len(chain) == depth > 0 and memory.tokens + [verdict.token] == ids[:guessed + 1]:
-            verdict.ahead = Draft(verdict.token, chain, list(range(-1, len(chain) - 1)),
+            verdict.ahead = Draft(verdict.token, chain, chain_parents(len(chain)),
                                   None if self.settings.temperature == 0 else torch.cat(qs[1:]))
         return self.note(verdict)
 
@@ -907,7 +926,7 @@ class Generation:
 
 
 @torch.inference_mode()
-def answer(model: Llama, drafter: "Drafter | Lookup | None", prompt: list[int], settings: Settings, seed: int = 0,
+def answer(model: Llama, drafter: Drafter | Lookup | None, prompt: list[int], settings: Settings, seed: int = 0,
            emit=lambda token, origin: None, paces: list[Pace] | None = None, remote: Remote | None = None) -> Generation:
     """One answer to a prompt, speculatively or, without a drafter, by the target alone. `emit` sees each token.
 
@@ -983,7 +1002,7 @@ def read_prompts(path: str) -> list[tuple[str, list[str]]]:
 Method = Callable[[list[int], Settings], Generation]
 
 
-def method(model: Llama, drafter: "Drafter | Lookup | None", shapes: tuple[Shape, ...], seed: int,
+def method(model: Llama, drafter: Drafter | Lookup | None, shapes: tuple[Shape, ...], seed: int,
            remote: Remote | None = None, lookup: tuple[int, ...] = ()) -> Method:
     """One way to answer. What it measures on one prompt it goes on from on the next."""
     paces = [Pace(shape) for shape in shapes]

@@ -127,7 +127,7 @@ class Passes:
 def both_passes(drafter: Drafter, tokens: Tensor, horizons: Tensor, frozen: tuple[Tensor, Tensor] | None = None) -> Passes:
     """tokens (B, T), horizons (R, B, T). The target's pass, the memory and SA are paid for once, CA R times.
 
-    frozen: what LSA and target made of these tokens before, pooled (B, T, 2 Ekv) and final (B, T, E), for N = 0.
+    frozen: for --freeze-lsa alone, what LSA and target made of these tokens before, pooled (B, T, 2 Ekv) and final (B, T, E).
     """
     if frozen is None:
         kv, entering, final = target_pass(drafter.target, tokens, drafter.N)
@@ -144,28 +144,13 @@ class Sequence:
     frozen: tuple[Tensor, Tensor] | None = None  # see `frozen_states`: (T, 2 Ekv) and (T, E), bfloat16
 
 
-@torch.no_grad()
-def frozen_states(drafter: Drafter, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
-    """What a frozen LSA and the target make of these sequences, padded: pooled (B, T, 2 Ekv) and final states (B, T, E).
-
-    Computed the first time a sequence comes, then kept with it.
-    """
-    device = drafter.target.device
-    for sequence in sequences:
-        if sequence.frozen is None:
-            kv, _, final = target_pass(drafter.target, sequence.tokens[None].to(device), 0)
-            sequence.frozen = drafter.pool(kv)[0].bfloat16().cpu(), final[0].bfloat16().cpu()
-    pooled, final = zip(*(sequence.frozen for sequence in sequences))
-    return tuple(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device, drafter.dtype) for rows in (pooled, final))
-
-
 def losses(drafter: Drafter, passes: Passes, reply: Tensor, kl_weight: float, feature_weight: float) -> Tensor:
     """Loss, its KL part and its hidden-state part (3), each summed over the queries in reply (B, T) of all horizons."""
     ask = torch.stack([loss_mask(row) for row in reply])  # (B, T)
     features, final = passes.features[:, ask].float(), passes.final[ask]  # (R, n, E), (n, E)
     kl = ForwardKL.apply(features, final, drafter.head.weight)
     hidden = hidden_loss(features, final)
-    if drafter.N > 0:  # half on the state the frozen layers make, half on the one the drafter predicts
+    if drafter.N > 0:  # half for CA's output, which should enter the last N layers, half for what comes out of them
         hidden = (hidden + hidden_loss(passes.guesses[:, ask], passes.entering[ask])) / 2
     return torch.stack([kl_weight * kl + feature_weight * hidden, kl.detach(), hidden.detach()])
 
@@ -270,10 +255,10 @@ def first_choice(drafter: Drafter, features: Tensor) -> Tensor:
 def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
     """Losses and, per draft depth 1..8, how often the drafter's first choice is the target's, if it was so before.
 
-    Text is the data's, so at a depth both have read the same tokens. With a_d the share at depth d, a cycle's expected
-    new tokens are 1 + a_1 + a_1 a_2 + ... : the acceptance length this implies. It flatters: runs begin anywhere here, but
-    cycles behind a token that the drafter missed, where guessing is harder. Without CA only depth 1 is measured: what comes
-    deeper would be scored on true memories that drafting does not have.
+    Text is the data's, so at a depth both have read the same tokens. With a_d the share at depth d, the expected number of
+    new tokens a cycle is 1 + a_1 + a_1 a_2 + ... : the acceptance length this implies. It is optimistic: a run begins
+    anywhere here, a cycle mostly behind a token that the drafter got wrong, where guessing is harder. Without CA only depth
+    1 is measured: what comes deeper would be scored on true memories that drafting does not have.
     """
     device = drafter.target.device
     sums, count = torch.zeros(3), 0
@@ -287,13 +272,12 @@ def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
             agree = torch.cat([first_choice(drafter, guess) == drafter.target.lm_head(true).argmax(-1) for guess, true in zip(
                 passes.features[0, 0, ask].split(LOSS_CHUNK), passes.final[0, ask].split(LOSS_CHUNK))]).tolist()
         count += len(agree)
-        alive = True
+        alive = False
         for depth, is_right in zip((torch.arange(len(ask)) - horizon)[ask.cpu()].tolist(), agree):  # 1 at a run's first query
             alive = alive or depth == 1
-            if alive:
-                reached[depth - 1] += 1
-                alive = is_right
-                right[depth - 1] += alive
+            reached[depth - 1] += alive
+            alive = alive and is_right
+            right[depth - 1] += alive
     rates = (right / reached.clamp(min=1)).tolist()[:DEPTHS if drafter.config.use_cross_attention else 1]
     loss, kl, hidden = (sums / max(1, count)).tolist()
     return {"held_out_loss": loss, "held_out_kl": kl, "held_out_hidden": hidden, "depth_accuracy": rates,
@@ -504,6 +488,21 @@ class Worker:
             dist.broadcast(tensor.detach(), src=0)
 
 
+@torch.no_grad()
+def frozen_states(drafter: Drafter, sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
+    """What a frozen LSA and the target make of these sequences, padded: pooled (B, T, 2 Ekv) and final states (B, T, E).
+
+    Computed the first time a sequence comes, then kept with it.
+    """
+    device = drafter.target.device
+    for sequence in sequences:
+        if sequence.frozen is None:
+            kv, _, final = target_pass(drafter.target, sequence.tokens[None].to(device), 0)
+            sequence.frozen = drafter.pool(kv)[0].bfloat16().cpu(), final[0].bfloat16().cpu()
+    pooled, final = zip(*(sequence.frozen for sequence in sequences))
+    return tuple(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device, drafter.dtype) for rows in (pooled, final))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # A start near the answer (ours, not the paper's). Initialised at random a drafter spends its first hundreds of updates
 # growing to the scale of hidden states, its LSA tells little more than the mean over layers does, and its CA averages
@@ -578,7 +577,7 @@ def warm_start(drafter: Drafter, sequences: list[Sequence], dtype: torch.dtype) 
              ca.post_attention_layernorm.register_forward_pre_hook(lambda _, inputs: seen.update(stream=inputs[0]))]
     for i, (tokens, reply, kv, aim, final) in enumerate(passes):
         horizon = run_horizon(reply[0].cpu(), 8, i % 8).to(device)
-        drafter.guess(drafter.self_attend(tokens), drafter.memory(kv, final), horizon[None])
+        drafter.cross_attend(drafter.self_attend(tokens), drafter.memory(kv, final), horizon[None])
         ask = loss_mask(reply[0])
         inner.append(seen["inner"][0, ask])
         lacking.append((aim - seen["stream"])[0, ask])

@@ -515,8 +515,9 @@ def test_a_gguf_file_says_how_text_is_split_before_it_is_merged(monkeypatch, kin
     assert tokenizer.decode([tokens.index("<tool>"), tokens.index("<|im_end|>")]) == "<tool>"
 
 
-GGUF_TOKENIZER = {"tokenizer.ggml.tokens": ["a", "<|eot_id|>"], "tokenizer.ggml.token_type": [1, 3], "tokenizer.ggml.merges": [],
-                  "tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.eos_token_id": 0, "tokenizer.chat_template": ""}
+GGUF_TOKENIZER = {"tokenizer.ggml.tokens": ["a", "<|eot_id|>"], "tokenizer.ggml.token_type": [1, 3],
+                  "tokenizer.ggml.merges": [], "tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.eos_token_id": 0,
+                  "tokenizer.chat_template": ""}
 
 
 @pytest.mark.parametrize("key", GGUF_TOKENIZER)

@@ -455,7 +455,8 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(target, tmp_path, damage, c
 @pytest.mark.parametrize("name, value", [
     ("target_layer_inference", LAYERS + 1), ("target_layer_inference", -1), ("target_layer_inference", "one"),
     ("num_attention_heads", 0), ("num_attention_heads", "four"), ("num_attention_heads", 64),
-    ("layer_self_attention_num_attention_heads", 41), ("rope_theta", []), ("rope_theta", 0), ("rms_norm_eps", math.inf), ("use_cross_attention", "yes"),
+    ("layer_self_attention_num_attention_heads", 41), ("rope_theta", []), ("rope_theta", 0), ("rms_norm_eps", math.inf),
+    ("use_cross_attention", "yes"),
     ("draft_vocabulary", [V]), ("draft_vocabulary", [-1]), ("draft_vocabulary", []), ("draft_vocabulary", [3, 3]),
     ("draft_vocabulary", "all")])
 def test_a_config_that_does_not_fit_the_target_is_refused_in_one_line(target, tmp_path, name, value):

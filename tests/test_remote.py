@@ -378,7 +378,8 @@ def test_a_server_that_hung_up_on_a_client_that_paused_is_asked_again():
             time.sleep(1)
 
     with serving(target, drafter, idle_seconds=0.3) as server:
-        result = answer(target, drafter, PROMPT, fixed(CHAIN, 60), emit=emit, remote=Remote("127.0.0.1", server.server_address[1]))
+        remote = Remote("127.0.0.1", server.server_address[1])
+        result = answer(target, drafter, PROMPT, fixed(CHAIN, 60), emit=emit, remote=remote)
     assert result.tokens == answer(target, None, PROMPT, Settings(60)).tokens and result.figures.unverified_tokens == 0
 
 

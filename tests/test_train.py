@@ -452,7 +452,7 @@ class Oracle(moa.Drafter):
     def self_attend(self, tokens):
         return self.target.embed_tokens(tokens)
 
-    def guess(self, x, memory, horizon):
+    def cross_attend(self, x, memory, horizon):
         return x
 
 
@@ -588,8 +588,9 @@ def test_a_full_disk_is_an_error_of_one_line_and_leaves_what_was_there(tmp_path,
     script = ("import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), -1)); sys.argv[:2] = [];"
               "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
               "import llama, train; llama.run_command(train.main)")
-    done = subprocess.run([sys.executable, "-c", script, str(limit), "train.py", *flags(
-        tiny, "--data", data, "--out", tmp_path, *LONG[2:], "--updates", 8, "--resume")], cwd=ROOT, capture_output=True, text=True)
+    arguments = flags(tiny, "--data", data, "--out", tmp_path, *LONG[2:], "--updates", 8, "--resume")
+    done = subprocess.run([sys.executable, "-c", script, str(limit), "train.py", *arguments], cwd=ROOT, capture_output=True,
+                          text=True)
     message = done.stderr.splitlines()[-1]
     assert done.returncode == 2 and f"{culprit} cannot be written" in message and "Traceback" not in done.stderr
     assert set(tmp_path.iterdir()) == names and (tmp_path / "checkpoint.pt").read_bytes() == checkpoint
