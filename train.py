@@ -269,8 +269,9 @@ def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
         with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
             passes = both_passes(drafter, tokens, horizon.to(device)[None, None])
             sums += losses(drafter, passes, reply, args.kl_weight, args.feature_weight).cpu()
-            agree = torch.cat([first_choice(drafter, guess) == drafter.target.lm_head(true).argmax(-1) for guess, true in zip(
-                passes.features[0, 0, ask].split(LOSS_CHUNK), passes.final[0, ask].split(LOSS_CHUNK))]).tolist()
+            chunks = zip(passes.features[0, 0, ask].split(LOSS_CHUNK), passes.final[0, ask].split(LOSS_CHUNK))
+            agree = torch.cat([first_choice(drafter, guess) == drafter.target.lm_head(true).argmax(-1)
+                               for guess, true in chunks]).tolist()
         count += len(agree)
         alive = False
         for depth, is_right in zip((torch.arange(len(ask)) - horizon)[ask.cpu()].tolist(), agree):  # 1 at a run's first query
