@@ -59,9 +59,11 @@ def bare(arguments):
     return torch.utils._pytree.tree_map_only(Made, lambda x: x.inner, arguments)
 
 
+_setup_privateuseone_for_python_backend("made")  # now, as tests are collected: the first backward pass counts the devices
+
+
 @pytest.fixture(scope="module")
 def device():
-    _setup_privateuseone_for_python_backend("made")
     torch.made.get_amp_supported_dtype = lambda: [torch.bfloat16]
     library = torch.library.Library("aten", "IMPL")
 
