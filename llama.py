@@ -770,19 +770,18 @@ def read_gguf_header(path: Path) -> tuple[dict, dict[str, tuple[list[int], int, 
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # tensors look into it: what they write is theirs
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read: {one_line(error)}") from None
-    at, unpackers = 0, {form: struct.Struct("<" + form) for form in ["4s", *GGUF_SCALARS.values()]}
+    at = 0
 
-    def read(form: str):
+    def read(form: str) -> tuple:
         nonlocal at
-        unpacker = unpackers[form]
-        value, = unpacker.unpack_from(data, at)
-        at += unpacker.size
-        return value
+        values = struct.unpack_from("<" + form, data, at)
+        at += struct.calcsize("<" + form)
+        return values
 
     def text() -> str:
         nonlocal at
-        count, = unpackers["Q"].unpack_from(data, at)
-        start, at = at + 8, at + 8 + count
+        start = at + 8
+        at = start + struct.unpack_from("<Q", data, at)[0]
         if at > len(data):
             raise struct.error("a string runs past the end of the file")
         return data[start:at].decode("utf-8", errors="replace")
@@ -790,23 +789,23 @@ def read_gguf_header(path: Path) -> tuple[dict, dict[str, tuple[list[int], int, 
     def value(kind: int):
         if kind == GGUF_STRING:
             return text()
-        if kind == GGUF_ARRAY:
-            inner, count = read("I"), read("Q")
-            return [value(inner) for _ in range(count)]
-        return read(GGUF_SCALARS[kind])
+        if kind != GGUF_ARRAY:
+            return read(GGUF_SCALARS[kind])[0]
+        inner, count = read("IQ")
+        return list(read(f"{count}{GGUF_SCALARS[inner]}")) if inner in GGUF_SCALARS else [value(inner) for _ in range(count)]
 
     try:
-        if read("4s") != b"GGUF":
+        if read("4s") != (b"GGUF",):
             raise InputError(f"{path}: not a GGUF file")
-        version, tensor_count, metadata_count = read("I"), read("Q"), read("Q")
+        version, tensor_count, metadata_count = read("IQQ")
         if version not in (2, 3):
             raise InputError(f"{path}: unsupported GGUF version {version}; 2 and 3 are supported")
-        metadata = {text(): value(read("I")) for _ in range(metadata_count)}
+        metadata = {text(): value(*read("I")) for _ in range(metadata_count)}
         table = {}
         for _ in range(tensor_count):
-            name, dimensions = text(), read("I")
-            shape = [read("Q") for _ in range(dimensions)][::-1]  # GGUF lists the fastest dimension first
-            table[name] = (shape, read("I"), read("Q"))
+            name, (dimensions,) = text(), read("I")
+            shape = list(read(f"{dimensions}Q"))[::-1]  # GGUF lists the fastest dimension first
+            table[name] = (shape, *read("IQ"))
     except (struct.error, KeyError, RecursionError) as error:
         raise InputError(f"{path}: truncated or corrupted GGUF header: {one_line(error)}") from None
     alignment = metadata.get("general.alignment", 32)
