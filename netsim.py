@@ -140,7 +140,7 @@ class Network:
             if outage.tokens <= count:
                 outage.begins = min(outage.begins, now)
 
-    def through(self, sent: float, arrival: float) -> float:
+    def delivery(self, sent: float, arrival: float) -> float:
         """When a message on its way from `sent` to `arrival` gets there, outages counted; inf if it never does.
 
         One that meets an outage is lost and sent again as TCP would, after a time-out that doubles every time.
@@ -264,7 +264,7 @@ class Reply:
     fields: dict
     tensors: dict[str, Tensor]
     size: int
-    left: float  # the server
+    departed: float  # from the server
     arrival: float  # by the link; an outage may come between
     read: float  # when it was really here
 
@@ -292,7 +292,7 @@ class Channel:
         self.sock, self.dead = sock, ""  # or why it is
         self.requests: deque[Request] = deque()  # not, or not wholly, answered
         self.reply: Reply | None = None  # read, but not yet told
-        self.server = self.clock.now()  # when the server is done with what it has answered
+        self.server_free = self.clock.now()  # when it is done with all that it has answered
         self.network.up.forget()
         self.network.down.forget()
 
@@ -310,17 +310,17 @@ class Channel:
             self.dead = f"the server is gone: it takes no message ({error})"
             raise Lost(self.dead)
         self.bytes_up += size
-        self.requests.append(Request(sent, self.network.through(sent, self.network.up.arrival(sent, size))))
+        self.requests.append(Request(sent, self.network.delivery(sent, self.network.up.arrival(sent, size))))
 
     def ready(self) -> bool:
         """Whether receive() has something to tell now, be it a reply or a loss, without waiting."""
-        self.look(self.clock.now())
+        self.poll(self.clock.now())
         return bool(self.dead) or self.arrival() <= self.clock.now()
 
     def receive(self, timeout: float) -> tuple[dict, dict[str, Tensor]]:
         """Wait for the next reply: its fields and tensors. Raises Lost, after `timeout` seconds at the latest."""
         start = self.clock.now()
-        self.look(start + timeout)
+        self.poll(start + timeout)
         arrival = self.arrival()
         if not self.dead:
             self.clock.wait_until(min(arrival, start + timeout))
@@ -331,7 +331,7 @@ class Channel:
             raise Lost(f"no answer from the server within {timeout:.3g} s")
         request, reply, self.reply = self.requests[0], self.reply, None
         if not request.answered and reply.size <= FLIGHT:  # longer messages measure the bandwidth
-            self.round_trip.observe(request.delivered - request.sent + arrival - reply.left)
+            self.round_trip.observe(request.delivered - request.sent + arrival - reply.departed)
         request.answered = True
         if not reply.fields.get("more"):
             self.requests.popleft()
@@ -342,9 +342,9 @@ class Channel:
         """When the reply at hand arrives, by all that is known of outages now; inf without one."""
         if self.reply is None:
             return math.inf
-        return max(self.network.through(self.reply.left, self.reply.arrival), self.reply.read)
+        return max(self.network.delivery(self.reply.departed, self.reply.arrival), self.reply.read)
 
-    def look(self, until: float) -> None:
+    def poll(self, until: float) -> None:
         """Read the next reply, if one is owed and really comes by the moment `until`."""
         if self.dead or self.reply or not self.requests or not self.clock.readable(self.sock, until):
             return
@@ -359,9 +359,9 @@ class Channel:
         except (LookupError, TypeError, ValueError, OverflowError):
             self.dead = "the server answers rubbish: a reply does not say for how long it worked"
         else:
-            self.server = max(self.server, self.requests[0].delivered) + worked
-            arrival = self.network.down.arrival(self.server, size)
-            self.reply = Reply(fields, tensors, size, self.server, arrival, self.clock.now())
+            self.server_free = max(self.server_free, self.requests[0].delivered) + worked
+            arrival = self.network.down.arrival(self.server_free, size)
+            self.reply = Reply(fields, tensors, size, self.server_free, arrival, self.clock.now())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -356,7 +356,7 @@ class Lookup:
 # Client and server: the drafter here, the target there (paper, client-server experiments)
 #
 # A connection opens with a nonce and its HMAC under the shared secret. Then the client asks, in messages of netsim.py:
-#     read {start, capacity, exact} + tokens        the cache is cut to `start` and takes these as given: next token, memory
+#     read {start, capacity, float16} + tokens      the cache is cut to `start` and takes these as given: next token, memory
 #     verify {start, token} + draft                 what is accepted, next token and memory
 #     generate {max_new_tokens, stop_ids} + tokens  plain use of an API: the target's own tokens, one a message
 # The first and the last say in temperature, top_p and seed how to sample.
@@ -379,11 +379,11 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scale).round().clamp(-127, 127).to(torch.int8), scale
 
 
-def pack_memory(memory: Memory, exact: bool) -> dict[str, Tensor]:
-    """A memory as it crosses the network: int8 and scales, or float16 if it is to be (almost) exact."""
+def pack_memory(memory: Memory, float16: bool) -> dict[str, Tensor]:
+    """A memory as it crosses the network: int8 and scales, or float16, which is all but exact."""
     tensors = {}
     for name, x in (("cross", memory.cross_kv), ("reused", memory.reused_kv)):
-        if len(x) and exact:
+        if len(x) and float16:
             tensors[name] = x.half()
         elif len(x):
             tensors[name], tensors[name + "_scale"] = quantise(x)
@@ -443,7 +443,7 @@ class Remote:
     secret: str = ""
     link: Link = field(default_factory=Link)
     outages: tuple[Outage, ...] = ()
-    exact: bool = False  # memories in float16
+    float16: bool = False  # memories cross in 16 bits, not in 8
     clock: Callable[[], WallClock | VirtualClock] = WallClock
 
     def channel(self, drafter: Drafter | None, seed: int) -> Channel:
@@ -594,7 +594,7 @@ class RemoteTarget:
         start = self.verified
         if channel.dead:
             now = self.clock()
-            if now < self.retry or channel.network.through(now, now) > now:
+            if now < self.retry or channel.network.delivery(now, now) > now:
                 raise Lost("not yet")
             channel.close()
             patience = min(PEER_SECONDS, max(1.0, 4 * channel.round_trip.timeout()))
@@ -611,7 +611,7 @@ class RemoteTarget:
         """The server takes the tokens from `start` on as given: its next one, and the memory of those that had none."""
         s, context = self.settings, self.drafting.drafter.target.config.max_position_embeddings
         capacity = min(self.capacity, context + MOST_DRAFTS)
-        self.channel.send({"call": "read", "start": start, "capacity": capacity, "exact": self.remote.exact,
+        self.channel.send({"call": "read", "start": start, "capacity": capacity, "float16": self.remote.float16,
                            **sampling_fields(s, self.generator)}, {"tokens": int32(self.tokens[start:])})
         pieces = [self.tokens[a:a + PROMPT_CHUNK] for a in range(start, len(self.tokens), PROMPT_CHUNK)]
         answers = [self.receive(patience, lambda _: piece) for piece in pieces]
@@ -790,7 +790,7 @@ class Session(socketserver.BaseRequestHandler):
         vocab_size, context = self.model.config.vocab_size, self.model.config.max_position_embeddings
         tokens = checked_ids(tensors["tokens"], 0, vocab_size)
         if fields["start"] == 0:
-            capacity, self.exact = whole(fields["capacity"], 1, context + MOST_DRAFTS), fields["exact"] is True
+            capacity, self.float16 = whole(fields["capacity"], 1, context + MOST_DRAFTS), fields["float16"] is True
             self.target = LocalTarget(self.model, self.server.drafter, capacity, *self.read_sampling(fields))
         elif self.target is None:
             raise ValueError("the first read must start at 0")
@@ -844,7 +844,7 @@ class Session(socketserver.BaseRequestHandler):
 
     def with_memory(self, call: Callable, request) -> tuple[Verdict, dict[str, Tensor]]:
         verdict = call(request)
-        return verdict, pack_memory(verdict.memory, self.exact)
+        return verdict, pack_memory(verdict.memory, self.float16)
 
 
 def whole(value: object, low: int, high: int) -> int:

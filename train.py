@@ -48,25 +48,25 @@ FIT_UPDATES, FIT_TOKENS, FIT_RATE = 600, 384, 4e-3  # of LSA in --warm-start
 # The method: horizons, the target's pass, the losses
 # ---------------------------------------------------------------------------------------------------------------------
 
-def run_horizon(reply: Tensor, length: int, phase: int) -> Tensor:
-    """The last position whose memory each query may read, (T). reply (T) is True at the assistant's tokens.
+def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
+    """The last position whose memory each query may read, (T). answer (T) is True at the assistant's tokens.
 
     Each answer is cut into runs of `length`, the first one shortened by `phase`; a query sees memory up to the token
     before its run. Outside answers everything is verified: a position sees itself.
     """
-    position = torch.arange(len(reply))
-    begins = reply & ~F.pad(reply[:-1], (1, 0))
+    position = torch.arange(len(answer))
+    begins = answer & ~F.pad(answer[:-1], (1, 0))
     offset = position - torch.where(begins, position, 0).cummax(0).values  # within its answer
     in_run = torch.minimum((offset + phase) % length, offset)
-    return torch.where(reply, position - in_run - 1, position)
+    return torch.where(answer, position - in_run - 1, position)
 
 
-def loss_mask(reply: Tensor) -> Tensor:
+def loss_mask(answer: Tensor) -> Tensor:
     """The positions that are trained: the assistant's tokens whose next one is the assistant's too. (T) -> (T) bool.
 
     Drafting asks at no others: an answer's first token comes from the target's own pass over the prompt.
     """
-    return reply & F.pad(reply[1:], (0, 1))
+    return answer & F.pad(answer[1:], (0, 1))
 
 
 @torch.no_grad()
@@ -140,13 +140,13 @@ def both_passes(drafter: Drafter, tokens: Tensor, horizons: Tensor, frozen: tupl
 @dataclass
 class Sequence:
     tokens: Tensor  # (T)
-    reply: Tensor  # (T), True at the assistant's tokens
+    answer: Tensor  # (T), True at the assistant's tokens
     frozen: tuple[Tensor, Tensor] | None = None  # see `frozen_states`: (T, 2 Ekv) and (T, E), bfloat16
 
 
-def losses(drafter: Drafter, passes: Passes, reply: Tensor, kl_weight: float, feature_weight: float) -> Tensor:
-    """Loss, its KL part and its hidden-state part (3), each summed over the queries in reply (B, T) of all horizons."""
-    ask = torch.stack([loss_mask(row) for row in reply])  # (B, T)
+def losses(drafter: Drafter, passes: Passes, answer: Tensor, kl_weight: float, feature_weight: float) -> Tensor:
+    """Loss, its KL part and its hidden-state part (3), each summed over the queries in answer (B, T) of all horizons."""
+    ask = torch.stack([loss_mask(row) for row in answer])  # (B, T)
     features, final = passes.features[:, ask].float(), passes.final[ask]  # (R, n, E), (n, E)
     kl = ForwardKL.apply(features, final, drafter.head.weight)
     hidden = hidden_loss(features, final)
@@ -155,10 +155,10 @@ def losses(drafter: Drafter, passes: Passes, reply: Tensor, kl_weight: float, fe
     return torch.stack([kl_weight * kl + feature_weight * hidden, kl.detach(), hidden.detach()])
 
 
-def distillation_loss(drafter: Drafter, tokens: Tensor, reply: Tensor, horizons: Tensor, kl_weight: float,
+def distillation_loss(drafter: Drafter, tokens: Tensor, answer: Tensor, horizons: Tensor, kl_weight: float,
                       feature_weight: float, frozen: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """`losses` of some sequences: tokens, reply (B, T), horizons (R, B, T)."""
-    return losses(drafter, both_passes(drafter, tokens, horizons, frozen), reply, kl_weight, feature_weight)
+    """`losses` of some sequences: tokens, answer (B, T), horizons (R, B, T)."""
+    return losses(drafter, both_passes(drafter, tokens, horizons, frozen), answer, kl_weight, feature_weight)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -222,18 +222,18 @@ def train_batch(drafter: Drafter, batch: list[Sequence], update: int, args, work
     draws = np.random.default_rng((args.seed, update))
     lengths = draws.integers(args.run_length[0], args.run_length[1] + 1, (len(batch), args.horizons))
     phases = draws.integers(0, lengths)
-    horizons = [torch.stack([run_horizon(s.reply, int(n), int(k)) for n, k in zip(lengths[i], phases[i])])
+    horizons = [torch.stack([run_horizon(s.answer, int(n), int(k)) for n, k in zip(lengths[i], phases[i])])
                 for i, s in enumerate(batch)]  # each (R, T)
-    total = args.horizons * sum(int(loss_mask(s.reply).sum()) for s in batch)
+    total = args.horizons * sum(int(loss_mask(s.answer).sum()) for s in batch)
     share = sorted(range(len(batch))[worker.rank::worker.count], key=lambda i: len(batch[i].tokens))  # little padding
     sums = scaler.scale(torch.zeros(3, device=device))  # makes the scaler's state, which is needed without a share too
     for a in range(0, len(share), args.micro_batch_size):
         part = share[a:a + args.micro_batch_size]
-        tokens, reply = pad([batch[i] for i in part], device)
+        tokens, answer = pad([batch[i] for i in part], device)
         horizon = torch.nn.utils.rnn.pad_sequence([horizons[i].T for i in part], batch_first=True)  # (B, T, R)
         with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
             frozen = frozen_states(drafter, [batch[i] for i in part]) if args.freeze_lsa else None
-            parts = distillation_loss(drafter, tokens, reply, horizon.permute(2, 0, 1).to(device), args.kl_weight,
+            parts = distillation_loss(drafter, tokens, answer, horizon.permute(2, 0, 1).to(device), args.kl_weight,
                                       args.feature_weight, frozen)
         scaler.scale(parts[0] / total).backward()
         sums += parts.detach()
@@ -264,11 +264,11 @@ def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
     sums, count = torch.zeros(3), 0
     reached, right = torch.zeros(DEPTHS), torch.zeros(DEPTHS)
     for index, sequence in enumerate(held_out):
-        tokens, reply = pad([sequence], device)
-        horizon, ask = run_horizon(sequence.reply, DEPTHS, index % DEPTHS), loss_mask(reply[0])  # (T)
+        tokens, answer = pad([sequence], device)
+        horizon, ask = run_horizon(sequence.answer, DEPTHS, index % DEPTHS), loss_mask(answer[0])  # (T)
         with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
             passes = both_passes(drafter, tokens, horizon.to(device)[None, None])
-            sums += losses(drafter, passes, reply, args.kl_weight, args.feature_weight).cpu()
+            sums += losses(drafter, passes, answer, args.kl_weight, args.feature_weight).cpu()
             chunks = zip(passes.features[0, 0, ask].split(LOSS_CHUNK), passes.final[0, ask].split(LOSS_CHUNK))
             agree = torch.cat([first_choice(drafter, guess) == drafter.target.lm_head(true).argmax(-1)
                                for guess, true in chunks]).tolist()
@@ -321,12 +321,12 @@ def read_messages(line: str) -> list[dict]:
 
 def encode_conversation(tokenizer: Tokenizer, messages: list[dict], seq_len: int) -> Sequence:
     """Chat template applied, cut at seq_len. Raises ValueError where nothing is left to learn from."""
-    ids, reply = [], []
-    for piece, is_reply in tokenizer.turns(messages):
+    ids, answer = [], []
+    for piece, is_answer in tokenizer.turns(messages):
         ids += piece
-        reply += [is_reply] * len(piece)
-    sequence = Sequence(torch.tensor(ids[:seq_len]), torch.tensor(reply[:seq_len], dtype=torch.bool))
-    if not loss_mask(sequence.reply).any():
+        answer += [is_answer] * len(piece)
+    sequence = Sequence(torch.tensor(ids[:seq_len]), torch.tensor(answer[:seq_len], dtype=torch.bool))
+    if not loss_mask(sequence.answer).any():
         raise ValueError(f"no answer within the first {seq_len} tokens")
     return sequence
 
@@ -412,10 +412,10 @@ def draw_batch(data: Conversations, order: Order, size: int) -> list[Sequence]:
 
 
 def pad(sequences: list[Sequence], device) -> tuple[Tensor, Tensor]:
-    """tokens and reply (B, T), padded on the right, where no causal query looks."""
+    """tokens and answer (B, T), padded on the right, where no causal query looks."""
     tokens = torch.nn.utils.rnn.pad_sequence([s.tokens for s in sequences], batch_first=True)
-    reply = torch.nn.utils.rnn.pad_sequence([s.reply for s in sequences], batch_first=True)
-    return tokens.to(device), reply.to(device)
+    answer = torch.nn.utils.rnn.pad_sequence([s.answer for s in sequences], batch_first=True)
+    return tokens.to(device), answer.to(device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -505,7 +505,7 @@ def frozen_states(drafter: Drafter, sequences: list[Sequence]) -> tuple[Tensor, 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A start near the answer (ours, not the paper's). Initialised at random a drafter spends its first hundreds of updates
+# A start near the goal (ours, not the paper's). Initialised at random a drafter spends its first hundreds of updates
 # growing to the scale of hidden states, its LSA tells little more than the mean over layers does, and its CA averages
 # hundreds of memories of nothing. A few conversations are enough to do better: LSA is trained on its own, which is cheap,
 # the rest has closed forms.
@@ -544,12 +544,12 @@ def warm_start(drafter: Drafter, sequences: list[Sequence], dtype: torch.dtype) 
     """Fit a new drafter, in place: memories to their tokens' final hidden states, CA's heads to the newest memories, CA's
     MLP to what the guess then lacks."""
     device, ca = drafter.target.device, drafter.cross_attention
-    passes = []  # tokens (1, T), reply (1, T), kv (1, T, L, 2 Ekv), the hidden states to guess and the final ones (1, T, E)
+    passes = []  # tokens (1, T), answer (1, T), kv (1, T, L, 2 Ekv), the hidden states to guess and the final ones (1, T, E)
     totals = itertools.accumulate(len(sequence.tokens) for sequence in sequences)
     for sequence in [s for s, total in zip(sequences, totals) if total <= WARM_START_TOKENS] or sequences[:1]:
-        tokens, reply = pad([sequence], device)
+        tokens, answer = pad([sequence], device)
         kv, entering, final = target_pass(drafter.target, tokens, drafter.N)
-        passes.append((tokens, reply, kv, (entering if drafter.N else final).float(), final.float()))
+        passes.append((tokens, answer, kv, (entering if drafter.N else final).float(), final.float()))
 
     if drafter.config.use_layer_self_attention:
         rows = torch.cat([kv[0, ::8].flatten(0, 1) for _, _, kv, _, _ in passes]).float()  # (n, 2 Ekv)
@@ -576,10 +576,10 @@ def warm_start(drafter: Drafter, sequences: list[Sequence], dtype: torch.dtype) 
     inner, lacking, seen = [], [], {}
     hooks = [ca.mlp.down_proj.register_forward_pre_hook(lambda _, inputs: seen.update(inner=inputs[0])),
              ca.post_attention_layernorm.register_forward_pre_hook(lambda _, inputs: seen.update(stream=inputs[0]))]
-    for i, (tokens, reply, kv, aim, final) in enumerate(passes):
-        horizon = run_horizon(reply[0].cpu(), 8, i % 8).to(device)
+    for i, (tokens, answer, kv, aim, final) in enumerate(passes):
+        horizon = run_horizon(answer[0].cpu(), 8, i % 8).to(device)
         drafter.cross_attend(drafter.self_attend(tokens), drafter.memory(kv, final), horizon[None])
-        ask = loss_mask(reply[0])
+        ask = loss_mask(answer[0])
         inner.append(seen["inner"][0, ask])
         lacking.append((aim - seen["stream"])[0, ask])
     for hook in hooks:
@@ -830,7 +830,7 @@ def frequent_tokens(data: Conversations, indices: np.ndarray, count: int, vocab_
     for index in indices[:5000]:
         sequence = data.get(int(index))
         if sequence is not None:
-            counts += torch.bincount(sequence.tokens[sequence.reply], minlength=vocab_size)[:vocab_size]
+            counts += torch.bincount(sequence.tokens[sequence.answer], minlength=vocab_size)[:vocab_size]
     counts[[token for token in data.tokenizer.stop_ids if token < len(counts)]] = counts.max() + 1
     return tuple(sorted(counts.topk(min(count, len(counts))).indices.tolist()))
 

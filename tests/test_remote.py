@@ -96,8 +96,8 @@ def test_greedy_tokens_are_those_of_the_target_alone_over_every_network(choices)
     drafter = new_drafter(target, **choices)
     alone = answer(target, None, PROMPT, Settings(24)).tokens
     with serving(target, drafter) as server:
-        for (name, link), exact, shape in itertools.product(LINKS.items(), (False, True), (CHAIN, TREE)):
-            result = answer(target, drafter, PROMPT, fixed(shape), remote=remote_to(server, link=link, exact=exact))
+        for (name, link), float16, shape in itertools.product(LINKS.items(), (False, True), (CHAIN, TREE)):
+            result = answer(target, drafter, PROMPT, fixed(shape), remote=remote_to(server, link=link, float16=float16))
             assert result.tokens == alone and not result.figures.disconnected, name
         for seed in range(12):
             lossy = remote_to(server, link=Link(0.02, 0.02, 1e6, 0.2))
@@ -126,7 +126,7 @@ def test_what_was_drafted_on_the_way_is_kept_when_the_guess_was_right(monkeypatc
         for temperature, most in ((0.0, 1), (0.8, 4)):  # who draws cannot always guess what the target will draw
             calls.clear()
             settings = fixed(CHAIN, 41, temperature=temperature)
-            result = answer(target, drafter, PROMPT, settings, remote=remote_to(server, link=Link(0.1), exact=True))
+            result = answer(target, drafter, PROMPT, settings, remote=remote_to(server, link=Link(0.1), float16=True))
             assert result.figures.target_calls == 8  # of 5 tokens each
             assert 1 <= calls.count(CHAIN.depth) <= most  # the other drafts were there before the verdict
 
@@ -485,7 +485,7 @@ def test_a_server_that_answers_rubbish_is_as_good_as_gone(rubbish, monkeypatch):
 
 # The server and its peers --------------------------------------------------------------------------------------------
 
-READ = {"call": "read", "start": 0, "capacity": 99, "exact": False, "temperature": 0.8, "top_p": 1.0, "seed": 0}
+READ = {"call": "read", "start": 0, "capacity": 99, "float16": False, "temperature": 0.8, "top_p": 1.0, "seed": 0}
 
 
 def connect(server: Server, secret: str = "") -> socket.socket:

@@ -133,9 +133,9 @@ def test_losses_are_the_authors(n):
     drafter, expected = moa.load_drafter(folder / "drafter", target), json.loads((folder / "expected.json").read_text())
     response = golden["response_mask"][0].bool()
     # one token more, so that every position of the response is a query
-    tokens, reply = F.pad(golden["input_ids"], (0, 1)), F.pad(response, (0, 1), value=True)
-    horizon = train.run_horizon(reply, len(reply), 0)
-    sums = train.distillation_loss(drafter, tokens, reply[None], horizon[None, None], 0.1, 1.0)
+    tokens, answer = F.pad(golden["input_ids"], (0, 1)), F.pad(response, (0, 1), value=True)
+    horizon = train.run_horizon(answer, len(answer), 0)
+    sums = train.distillation_loss(drafter, tokens, answer[None], horizon[None, None], 0.1, 1.0)
     loss, kl, hidden = (x / response.sum() for x in sums)
     entropy = torch.distributions.Categorical(logits=golden["target_logits"][0, response]).entropy().mean()
     features = expected["feature_loss"] if n == 0 else (expected["feature_loss"] + expected["prev_feature_loss"]) / 2
@@ -160,11 +160,11 @@ def test_forward_kl_and_its_gradient_are_the_formulas_whatever_the_chunk(monkeyp
 @pytest.mark.parametrize("n", [0, 1])
 def test_many_horizons_in_one_call_are_as_many_calls(target, n):
     drafter, (sequence,) = random_drafter(target, target_layer_inference=n), sequences((9, 30))
-    tokens, reply = train.pad([sequence], "cpu")
-    horizons = torch.stack([train.run_horizon(sequence.reply, *run) for run in ((5, 0), (7, 3), (11, 10))])
+    tokens, answer = train.pad([sequence], "cpu")
+    horizons = torch.stack([train.run_horizon(sequence.answer, *run) for run in ((5, 0), (7, 3), (11, 10))])
 
     def total(horizons) -> tuple[torch.Tensor, torch.Tensor]:
-        loss, _, _ = train.distillation_loss(drafter, tokens, reply, horizons[:, None], 0.1, 1.0)
+        loss, _, _ = train.distillation_loss(drafter, tokens, answer, horizons[:, None], 0.1, 1.0)
         return loss, torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(drafter.parameters()))])
     together, separate = total(horizons), [total(h[None]) for h in horizons]
     torch.testing.assert_close(together[0], sum(loss for loss, _ in separate))
@@ -182,12 +182,12 @@ def test_padding_and_micro_batches_change_nothing(target):
 
 def test_a_memory_that_is_kept_gives_the_same_loss_without_the_target(target, monkeypatch):
     drafter, batch = random_drafter(target), sequences((5, 20), (9, 30))
-    tokens, reply = train.pad(batch, "cpu")
-    horizon = torch.nn.utils.rnn.pad_sequence([train.run_horizon(s.reply, 4, 1) for s in batch], batch_first=True)
-    full = train.distillation_loss(drafter, tokens, reply, horizon[None], 0.1, 1.0)
+    tokens, answer = train.pad(batch, "cpu")
+    horizon = torch.nn.utils.rnn.pad_sequence([train.run_horizon(s.answer, 4, 1) for s in batch], batch_first=True)
+    full = train.distillation_loss(drafter, tokens, answer, horizon[None], 0.1, 1.0)
     train.frozen_states(drafter, batch)
     monkeypatch.setattr(train, "target_pass", None)  # a further visit does without
-    again = train.distillation_loss(drafter, tokens, reply, horizon[None], 0.1, 1.0, train.frozen_states(drafter, batch))
+    again = train.distillation_loss(drafter, tokens, answer, horizon[None], 0.1, 1.0, train.frozen_states(drafter, batch))
     torch.testing.assert_close(again, full, rtol=5e-3, atol=0)  # kept in bfloat16
     again[0].backward()
     assert all((p.grad is None) == name.startswith("layer_self_attention") for name, p in drafter.named_parameters())
@@ -195,29 +195,29 @@ def test_a_memory_that_is_kept_gives_the_same_loss_without_the_target(target, mo
 
 def test_only_the_assistants_tokens_are_learnt(target, tokenizer):
     drafter, sequence = random_drafter(target), train.encode_conversation(tokenizer, CHAT, 96)
-    tokens, reply = train.pad([sequence], "cpu")
-    horizon = train.run_horizon(sequence.reply, 5, 0)[None, None]
-    loss = lambda tokens, reply: train.distillation_loss(drafter, tokens, reply, horizon, 0.1, 1.0)[0]  # noqa: E731
-    assert loss(tokens, torch.zeros_like(reply)) == 0  # where nothing is the assistant's
+    tokens, answer = train.pad([sequence], "cpu")
+    horizon = train.run_horizon(sequence.answer, 5, 0)[None, None]
+    loss = lambda tokens, answer: train.distillation_loss(drafter, tokens, answer, horizon, 0.1, 1.0)[0]  # noqa: E731
+    assert loss(tokens, torch.zeros_like(answer)) == 0  # where nothing is the assistant's
     changed = tokens.clone()
-    changed[0, sequence.reply.nonzero()[-1, 0]:] = 0  # nothing is asked at the stop token or behind it
-    torch.testing.assert_close(loss(changed, reply), loss(tokens, reply))
+    changed[0, sequence.answer.nonzero()[-1, 0]:] = 0  # nothing is asked at the stop token or behind it
+    torch.testing.assert_close(loss(changed, answer), loss(tokens, answer))
 
 
 # The horizon ---------------------------------------------------------------------------------------------------------
 
 def test_a_query_sees_memory_up_to_the_token_before_its_run():
-    reply = torch.tensor([0] * 3 + [1] * 12 + [0] * 2 + [1] * 4).bool()
-    horizon = train.run_horizon(reply, length=5, phase=2)  # the first run of each answer is 5 - 2 long
+    answer = torch.tensor([0] * 3 + [1] * 12 + [0] * 2 + [1] * 4).bool()
+    horizon = train.run_horizon(answer, length=5, phase=2)  # the first run of each answer is 5 - 2 long
     assert horizon.tolist() == [0, 1, 2] + [2] * 3 + [5] * 5 + [10] * 4 + [15, 16] + [16] * 3 + [19]
     asked = [i for i in range(21) if i in range(3, 14) or i in range(17, 20)]  # where a token of the answer follows
-    assert train.loss_mask(reply).nonzero()[:, 0].tolist() == asked
+    assert train.loss_mask(answer).nonzero()[:, 0].tolist() == asked
 
 
 def test_runs_have_their_length_and_all_that_drafting_can_reach_is_trained():
-    reply = torch.arange(40) >= 4
+    answer = torch.arange(40) >= 4
     for length in range(5, 16):
-        horizons = torch.stack([train.run_horizon(reply, length, phase) for phase in range(length)])
+        horizons = torch.stack([train.run_horizon(answer, length, phase) for phase in range(length)])
         assert (horizons[:, :4] == torch.arange(4)).all()  # a prompt sees itself
         depths = torch.arange(36) - (horizons[:, 4:] - 4)
         for phase, depth in enumerate(depths):
@@ -233,14 +233,14 @@ def test_the_reply_is_the_assistants_tokens_and_their_stop_token(tokenizer):
     sequence = train.encode_conversation(tokenizer, CHAT, 200)
     assert sequence.tokens.tolist() == tokenizer.chat(CHAT, add_generation_prompt=False)
     replies = [tokenizer.encode(message["content"]) + [257] for message in CHAT if message["role"] == "assistant"]
-    assert sequence.tokens[sequence.reply].tolist() == replies[0] + replies[1]
-    assert int(sequence.reply.int().diff().clamp(min=0).sum()) == 2  # two stretches
+    assert sequence.tokens[sequence.answer].tolist() == replies[0] + replies[1]
+    assert int(sequence.answer.int().diff().clamp(min=0).sum()) == 2  # two stretches
 
 
 def test_a_conversation_is_cut_at_seq_len(tokenizer):
     whole, cut = (train.encode_conversation(tokenizer, CHAT, length) for length in (96, 50))
     assert len(cut.tokens) == 50 and torch.equal(cut.tokens, whole.tokens[:50])
-    assert torch.equal(cut.reply, whole.reply[:50])
+    assert torch.equal(cut.answer, whole.answer[:50])
     with pytest.raises(ValueError, match="no answer within the first 20 tokens"):
         train.encode_conversation(tokenizer, CHAT, 20)
 
@@ -470,7 +470,7 @@ def test_accuracy_at_a_depth_is_among_runs_that_were_right_before(target, monkey
     truth = target.lm_head(train.target_pass(target, sequence.tokens[None], 0)[2])
     wrong = [4 + 2, 4 + 3, 4 + 8 + 5]  # depths 3 and 4 of the first run, depth 6 of the second
     truth[0, wrong] = -truth[0, wrong]
-    monkeypatch.setattr(drafter, "logits", lambda features: truth[0, train.loss_mask(sequence.reply)])
+    monkeypatch.setattr(drafter, "logits", lambda features: truth[0, train.loss_mask(sequence.answer)])
     figures = train.evaluate(drafter, [sequence], arguments())
     assert figures["depth_accuracy"] == pytest.approx([1, 1, 2 / 3, 1, 1, 0, 0, 0])
     assert figures["implied_acceptance_length"] == pytest.approx(1 + 1 + 1 + 2 / 3 * 3)
