@@ -220,15 +220,12 @@ class KVCache:
     def capacity(self) -> int:
         return self.kv.shape[3]
 
-    def append(self, layer: int, kv: Tensor) -> Tensor:
-        """Write one layer's kv (B, Hkv, T, 2D) behind `length`; returns (B, Hkv, length + T, 2D), a view.
+    def append(self, slot: Tensor, kv: Tensor) -> Tensor:
+        """Write one layer's kv (B, Hkv, T, 2D) behind `length` in its slot, self.kv[i]; returns (B, Hkv, length + T, 2D), a
+        view. (The slot, not its index i, for which torch.compile would compile anew every layer.)
 
         `length` moves only when every layer has written: see `advance`. Raises InputError when the cache is full.
         """
-        return self.write(self.kv[layer], kv)
-
-    def write(self, slot: Tensor, kv: Tensor) -> Tensor:
-        """`append` to a slot, self.kv[layer]. For torch.compile, which would compile anew for every layer's index."""
         end = self.length + kv.shape[2]
         if end > self.capacity:
             raise InputError(f"the KV cache is full: {end} tokens do not fit its capacity of {self.capacity}")
@@ -282,11 +279,14 @@ class Llama(nn.Module):
                          c.rms_norm_eps) for _ in range(count))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = Linear(c.hidden_size, c.vocab_size)
-        if c.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+        self.tie_head()
         if not weight.is_meta:
             self.make_rotary_table()
         self.requires_grad_(False)  # the target is frozen, always
+
+    def tie_head(self) -> None:
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
 
     def make_rotary_table(self) -> None:
         c = self.config
@@ -340,7 +340,7 @@ class Llama(nn.Module):
         if mask is CAUSAL:
             mask = causal_mask(count, past + count, x.device)
         for i in layers:
-            x = self.layers[i](x, rope, mask, partial(cache.write, cache.kv[i]) if cache else (lambda kv: kv))
+            x = self.layers[i](x, rope, mask, partial(cache.append, cache.kv[i]) if cache else (lambda kv: kv))
         return x
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None, rope: Tensor | None = None,
@@ -509,6 +509,7 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch
         with torch.device("meta"):
             model = Llama(config, last)
         fill(model, from_layer(config.num_hidden_layers - len(model.layers), tensors), path, device, dtype)
+        model.tie_head()
         model.make_rotary_table()
     except (RuntimeError, TypeError) as error:  # for sizes beyond all bounds, and for a model that no memory is left for
         raise InputError(f"{path}: {one_line(error)}") from None
@@ -527,7 +528,7 @@ def from_layer(first: int, tensors: Iterator[tuple[str, Callable[[], Tensor]]]) 
 
 def fill(module: nn.Module, tensors: Iterator[tuple[str, Tensor]], path: Path, device, dtype) -> None:
     """Give a module on the meta device its tensors. Raises InputError for missing, misshapen or unknown ones."""
-    missing = {name: parameter.shape for name, parameter in module.named_parameters()}
+    missing, loaded = {name: parameter.shape for name, parameter in module.named_parameters()}, {}
     for name, tensor in tensors:
         if name not in missing:
             if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight":  # derived; a tied head stored twice
@@ -535,18 +536,14 @@ def fill(module: nn.Module, tensors: Iterator[tuple[str, Tensor]], path: Path, d
             raise InputError(f"{path}: unknown tensor {name}")
         if not tensor.is_floating_point():
             raise InputError(f"{path}: tensor {name} has the unsupported type {str(tensor.dtype).removeprefix('torch.')}")
-        if tensor.shape != missing.pop(name):
-            raise InputError(f"{path}: tensor {name} is {tuple(tensor.shape)}, "
-                             f"expected {tuple(module.get_parameter(name).shape)}")
-        owner, _, leaf = name.rpartition(".")
-        old = module.get_parameter(name)
-        new = nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=old.requires_grad)
-        setattr(module.get_submodule(owner), leaf, new)
-        if isinstance(module, Llama) and name == "embed_tokens.weight" and module.config.tie_word_embeddings:
-            module.lm_head.weight = new
+        shape = missing.pop(name)
+        if tensor.shape != shape:
+            raise InputError(f"{path}: tensor {name} is {tuple(tensor.shape)}, expected {tuple(shape)}")
+        loaded[name] = tensor.to(device=device, dtype=dtype)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise InputError(f"{path}: tensor {next(iter(missing))}{more} missing")
+    module.load_state_dict(loaded, strict=False, assign=True)  # not strict: a tied head is not among them
 
 
 def locate(path: str | Path) -> Path:
@@ -823,11 +820,9 @@ def read_gguf(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[[], Tens
                          "only llama is supported")
     if metadata.get("llama.rope.scaling.type", "none") != "none":
         raise InputError(f"{path}: unsupported rope scaling {metadata['llama.rope.scaling.type']!r}")
-    for name in ("token_embd.weight", "blk.0.ffn_gate.weight"):
-        if name not in table:
-            raise InputError(f"{path}: tensor {name} missing")
-        if len(table[name][0]) != 2:
-            raise InputError(f"{path}: tensor {name} is no matrix")
+    embedding = table.get("token_embd.weight", ([],))[0]  # its shape, (V, E)
+    if len(embedding) != 2:
+        raise InputError(f"{path}: tensor token_embd.weight missing, or no matrix")
 
     def decode(name: str) -> Tensor:
         shape, kind, start = table[name]
@@ -857,7 +852,7 @@ def read_gguf(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[[], Tens
     check_heads(path, heads, kv_heads, head_dim)
     factors = tuple(decode("rope_freqs.weight").tolist()) if "rope_freqs.weight" in table else None
     config = Config(
-        vocab_size=table["token_embd.weight"][0][0], hidden_size=get("embedding_length"),
+        vocab_size=embedding[0], hidden_size=get("embedding_length"),
         intermediate_size=get("feed_forward_length"), num_hidden_layers=get("block_count"), num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=head_dim,
         rms_norm_eps=get("attention.layer_norm_rms_epsilon", kinds=(int, float)),

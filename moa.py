@@ -386,7 +386,7 @@ def children(q: Tensor, leaf_values: list[float], room: int, threshold: float, t
 class Drafting:
     """The state of one conversation, in three caches:
 
-        self_cache    SA: verified tokens, but those in `unread`, then drafts; accepted ones stay when the next memory comes
+        self_cache    SA: verified tokens except those in `unread`, then drafts, of which the accepted stay
         cross_cache   CA: memories of verified tokens and nothing else (without CA: see OffPolicyDrafting)
         reused_cache  TLI: the target's own keys and values of verified tokens, then the drafter's of drafts, which go
     """
@@ -413,8 +413,8 @@ class Drafting:
         self.expanded, self.expanded_parents, self.assumed = [], [], 0
         self.append_states(memory.cross_kv)
         self.reused_cache.truncate(self.verified)
-        for n, kv in enumerate(memory.reused_kv):
-            self.reused_cache.append(n, kv)
+        for slot, kv in zip(self.reused_cache.kv, memory.reused_kv):
+            self.reused_cache.append(slot, kv)
         self.reused_cache.advance(len(memory.tokens))
         self.verified += len(memory.tokens)
 
@@ -438,7 +438,7 @@ class Drafting:
             self.reused_cache.keep(self.verified, path)
 
     def append_states(self, states: Tensor) -> None:
-        self.cross_cache.append(0, states)
+        self.cross_cache.append(self.cross_cache.kv[0], states)
         self.cross_cache.advance(states.shape[2])
 
     def draft(self, token: int, shape: Shape, temperature: float = 0.0, top_p: float = 1.0,
@@ -499,7 +499,7 @@ class Drafting:
         rope = drafter.rotary[:, position - len(unread):position + 1]
         x = drafter.target.embed_tokens(torch.tensor([unread + tokens], device=cache.kv.device)).to(drafter.dtype)
         self_mask = causal_mask(len(unread) + 1, position + 1, x.device) if unread else tree_mask
-        x = drafter.self_attention(x, rope, self_mask, lambda kv: cache.append(0, kv))  # (1, unread + T, E)
+        x = drafter.self_attention(x, rope, self_mask, partial(cache.append, cache.kv[0]))  # (1, unread + T, E)
         cache.advance(x.shape[1])
         x = self.cross_attend(x, rope, self_mask, parents)  # (1, T, E)
         return self.infer_target_layers(x, position, tree_mask)[0]
@@ -516,7 +516,7 @@ class Drafting:
         first, rope = len(target.layers) - self.drafter.N, target.rope(position, position + 1)
         x = x.to(target.norm.weight.dtype)
         for n in range(self.drafter.N):
-            x = target.layers[first + n](x, rope, mask, partial(cache.write, cache.kv[n]))
+            x = target.layers[first + n](x, rope, mask, partial(cache.append, cache.kv[n]))
         cache.advance(x.shape[1])
         return target.norm(x)
 
@@ -554,7 +554,7 @@ class OffPolicyDrafting(Drafting):
             previous, self.previous = self.previous, self.previous[:, -1:]
         else:
             previous = torch.cat([self.substitutes[i] for i in parents], dim=1)
-        x = self.drafter.cross_attention(x + previous, rope, mask, lambda kv: self.cross_cache.append(0, kv))
+        x = self.drafter.cross_attention(x + previous, rope, mask, partial(self.cross_cache.append, self.cross_cache.kv[0]))
         self.cross_cache.advance(x.shape[1])
         return x[:, -len(parents):]
 

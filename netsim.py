@@ -37,7 +37,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Iterable
+from typing import Callable, Iterable
 
 import numpy as np
 import torch
@@ -275,8 +275,8 @@ class Channel:
     Counts `bytes_up` and `bytes_down` (really sent), `round_trips` (requests with all their replies), `network_seconds`
     (spent waiting in receive) and estimates `round_trip`, of which the server's work is no part. Replies longer than
     `limit` bytes are refused. A time-out is not the end: the reply of a link that is back still arrives. After any other
-    loss the channel is dead until it is given another connection. Ask ready() between pieces of work: a reply is noticed
-    no sooner.
+    loss the channel is dead until it is given another connection. A reply is noticed only when ready() or receive() is
+    called: ask between pieces of work.
     """
 
     def __init__(self, sock: socket.socket, network: Network, clock: WallClock | VirtualClock, limit: int = 1 << 28):
@@ -455,30 +455,18 @@ def wait_no_longer_than(deadline: float, sock: socket.socket) -> None:
 # Quantities on the command line
 # ---------------------------------------------------------------------------------------------------------------------
 
-class QuantityError(argparse.ArgumentTypeError, ValueError):
-    """Not a quantity. A ValueError whose message argparse shows."""
+def quantity(units: dict[str, float], low: float, high: float, what: str) -> Callable[[str], float]:
+    """An argparse type: a plain decimal number with one of these units, within [low, high] of the base unit."""
+    def parse(text: str) -> float:
+        match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([A-Za-z%]+)", text)
+        value = float(match[1]) * units.get(match[2], math.nan) if match else math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+    return parse
 
 
-def quantity(text: str, what: str, units: dict[str, float], low: float, high: float) -> float:
-    """A plain decimal number with one of these units, within [low, high] of the base unit."""
-    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([A-Za-z%]+)", text)
-    value = float(match[1]) * units.get(match[2], math.nan) if match else math.nan
-    if not low <= value <= high:
-        raise QuantityError(f"{text!r} is not {what}")
-    return value
-
-
-def duration(text: str) -> float:
-    """"21ms", "0.5s" -> seconds."""
-    return quantity(text, "a duration like 21ms or 0.5s, an hour at most", {"ms": 1e-3, "s": 1.0}, 0.0, 3600.0)
-
-
-def rate(text: str) -> float:
-    """"20Mbit", "300kbit", "1Gbit" -> bits per second."""
-    return quantity(text, "a rate like 300kbit, 20Mbit or 1Gbit, 1kbit at least",
-                    {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}, 1e3, 1e15)
-
-
-def share(text: str) -> float:
-    """"0.1%" -> 0.001."""
-    return quantity(text, "a share like 0.1%, 90% at most", {"%": 1e-2}, 0.0, 0.9)
+duration = quantity({"ms": 1e-3, "s": 1.0}, 0.0, 3600.0, "a duration like 21ms or 0.5s, an hour at most")  # seconds
+rate = quantity({"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}, 1e3, 1e15,  # bits per second
+                "a rate like 300kbit, 20Mbit or 1Gbit, 1kbit at least")
+share = quantity({"%": 1e-2}, 0.0, 0.9, "a share like 0.1%, 90% at most")

@@ -44,7 +44,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
@@ -94,7 +94,7 @@ class Settings:
 class Figures:
     """What one generation cost."""
 
-    target_calls: int = 0  # but the prompt's: verifications and, after an outage, the reading of what was written
+    target_calls: int = 0  # verifications and, after an outage, readings of what was written; not the prompt's
     drafted: int = 0  # tokens that the target was asked to verify
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -104,6 +104,13 @@ class Figures:
     bytes_down: int = 0
     round_trips: int = 0
     network_seconds: float = 0.0
+
+    def count(self, draft: Draft, verdict: Verdict, draft_seconds: float, verify_seconds: float) -> None:
+        """Add one cycle."""
+        self.draft_seconds += draft_seconds
+        self.verify_seconds += verify_seconds
+        self.target_calls += verdict.memory is not None
+        self.drafted += len(draft.tokens) if verdict.checked else 0
 
 
 @dataclass
@@ -159,14 +166,9 @@ def speculate(target: LocalTarget | RemoteTarget, drafting: Drafting | Lookup, p
         drafted = target.clock()
         verdict = target.verify(draft)  # and remember: LSA and CA's keys and values are the target's side's work
         draft_seconds, verify_seconds = drafted - began, target.clock() - drafted
-        figures.draft_seconds += draft_seconds
-        figures.verify_seconds += verify_seconds
-        if verdict.memory:
-            if verdict.checked and figures.target_calls > 0 and not ready:  # the first draft reads the whole prompt too
-                pace.cycles.append(Cycle(max(1, *draft.depths()), draft_seconds, 1 + len(draft.tokens),
-                                         verdict.pass_seconds or verify_seconds, verify_seconds, 1 + len(verdict.accepted)))
-            figures.target_calls += 1
-            figures.drafted += len(draft.tokens) if verdict.checked else 0
+        if verdict.checked and figures.target_calls > 0 and not ready:  # the first draft reads the whole prompt too
+            pace.note(draft, verdict, draft_seconds, verify_seconds)
+        figures.count(draft, verdict, draft_seconds, verify_seconds)
 
 
 def follow(choices: list[int], draft: Draft) -> tuple[list[int], int]:
@@ -290,6 +292,10 @@ class Pace:
     def __init__(self, shape: Shape):
         self.shape = shape
         self.cycles: deque[Cycle] = deque(maxlen=self.RECENT)
+
+    def note(self, draft: Draft, verdict: Verdict, draft_seconds: float, verify_seconds: float) -> None:
+        self.cycles.append(Cycle(max(1, *draft.depths()), draft_seconds, 1 + len(draft.tokens),
+                                 verdict.pass_seconds or verify_seconds, verify_seconds, 1 + len(verdict.accepted)))
 
     @staticmethod
     def fastest(paces: list[Pace]) -> Pace:
@@ -522,11 +528,10 @@ class RemoteTarget:
             self.channel.send({"call": "verify", "start": self.verified, "token": draft.token}, pack_draft(draft))
         except Lost as error:
             self.lose(error)
-            self.drafting.assume(ids[:-1])
-        else:
-            verdict = self.wait(draft, ids)
-            if verdict:
-                return verdict
+        self.drafting.assume(ids[:-1])
+        verdict = None if self.lost else self.wait(draft, ids)
+        if verdict:
+            return verdict
         if self.channel.dead:  # the server hung up, on a client that paused or to start anew: it may take another connection
             with suppress(Lost):
                 return self.catch_up()
@@ -545,7 +550,6 @@ class RemoteTarget:
             0 .. guessed - 1                    | guessed                        | guessed + 1 .. guessed + depth
         """
         guessed, qs, depth = len(ids), [], max(draft.depths())
-        self.drafting.assume(ids[:-1])
         room = self.prompt_length + self.settings.max_new_tokens - len(self.tokens)
         length = min(guessed + depth + 1, room + 1) if self.guess_rate >= 1 / 2 else guessed
         try:
@@ -879,14 +883,14 @@ def serve(server: Server, until_eof: bool) -> None:
 
 
 @contextmanager
-def server_of(args: argparse.Namespace, folder: str | Path) -> Iterator[tuple[str, int, str]]:
-    """Host, port and secret of the server: the one that is named, or a process of our own, which ends with the context.
+def server_of(args: argparse.Namespace, folder: str | Path) -> Iterator[dict[str, Remote]]:
+    """The server behind some `networks`: the one that is named, or a process of our own, which ends with the context.
 
     However this process ends: the other reads its stdin, which nobody else holds, and ends with it.
     """
     secret = os.environ.get(SECRET, "")
     if args.remote != OWN_SERVER:
-        yield *args.remote, secret
+        yield networks(args, *args.remote, secret)
         return
     secret = secret or secrets.token_hex(16)
     flags = ["--model", args.model, "--drafter", folder, "--device", args.device]
@@ -897,7 +901,7 @@ def server_of(args: argparse.Namespace, folder: str | Path) -> Iterator[tuple[st
             line = process.stdout.readline()
             if not line:
                 raise InputError("the server did not start")
-            yield *address(line.strip()), secret
+            yield networks(args, *address(line.strip()), secret)
         finally:
             process.terminate()
             try:
@@ -1211,7 +1215,7 @@ def networks(args: argparse.Namespace, host: str, port: int, secret: str) -> dic
             for name in names}
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = Parser(description="Generate with a drafter: the target's own text, sooner.")
     work = parser.add_mutually_exclusive_group(required=True)
     work.add_argument("--prompt")
@@ -1235,6 +1239,71 @@ def main() -> None:
     add_generation_arguments(parser)
     args = parser.parse_args()
     check_arguments(parser, args)
+    return args
+
+
+def shapes_of(args: argparse.Namespace) -> tuple[Shape, Shape]:
+    """A chain and a tree, as the command line wants them."""
+    chain, tree = (REMOTE_CHAIN, REMOTE_TREE) if args.remote else (CHAIN, TREE)
+    depth = args.draft_length or chain.depth
+    return (replace(chain, depth=depth),
+            replace(tree, depth=depth, breadth=args.breadth or tree.breadth, nodes=args.nodes or tree.nodes))
+
+
+def settings_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Settings:
+    chain, tree = shapes_of(args)
+    shapes = (tree,) if args.tree else (chain,) if args.draft_length else (chain, tree)
+    return Settings(args.max_new_tokens, args.temperature, args.top_p, shapes, args.draft_length is None,
+                    frozenset(tokenizer.stop_ids), LOOKUP_SIZES if args.lookup else ())
+
+
+def run_bench(args: argparse.Namespace, model: Llama, drafter: Drafter, tokenizer: Tokenizer,
+              prompts: list[tuple[str, list[str]]], remotes: dict[str, Remote]) -> None:
+    """The benchmark; with the target here, or on a server behind some networks."""
+    settings = settings_of(args, tokenizer)
+    methods = (remote_methods(model, drafter, args.seed, settings.shapes, remotes, args.max_new_tokens) if remotes else
+               local_methods(model, drafter, args.seed, *shapes_of(args)))
+    rows = bench(model, methods, tokenizer, prompts, settings)
+    costs = {} if remotes else pass_costs(model)
+    if args.json:
+        print(json.dumps({"rows": rows, "pass_seconds": costs}))
+        return
+    print_table(rows)
+    if costs:
+        print("\ntokens in a pass " + " ".join(f"{count:>6}" for count in costs))
+        print("milliseconds     " + " ".join(f"{1000 * seconds:>6.1f}" for seconds in costs.values()))
+        print("of one token's   " + " ".join(f"{seconds / costs[1]:>6.2f}" for seconds in costs.values()))
+
+
+def run_prompt(args: argparse.Namespace, model: Llama, drafter: Drafter | None, tokenizer: Tokenizer,
+               remote: Remote | None) -> None:
+    """One answer, as it comes, and what it cost."""
+    prompt = tokenizer.chat([{"role": "user", "content": args.prompt}])
+    count, stream = answer_length(model, prompt, args.max_new_tokens), tokenizer.stream()
+
+    def emit(token: int, origin: Origin) -> None:
+        text = stream(token)
+        if not args.json:
+            coloured = args.show and text and origin != Origin.TARGET
+            print(f"{COLOURS[origin]}{text}{RESET}" if coloured else text, end="", flush=True)
+
+    settings = replace(settings_of(args, tokenizer), max_new_tokens=count)
+    result = answer(model, drafter, prompt, settings, args.seed, emit, remote=remote)
+    f = result.figures
+    figures = {"target_calls": f.target_calls, "acceptance_length": result.acceptance_length(),
+               "draft_seconds": f.draft_seconds, "verify_seconds": f.verify_seconds}
+    if remote:
+        figures |= {name: getattr(f, name) for name in ("bytes_up", "bytes_down", "round_trips", "network_seconds",
+                                                        "unverified_tokens")}
+        figures |= {"disconnected": f.disconnected != ""}
+    report(tokenizer, result.tokens, result.seconds, args.json, **figures)
+    if f.unverified_tokens:
+        print(f"the server was out of reach ({f.disconnected}): {f.unverified_tokens} of these tokens are the drafter's own",
+              file=sys.stderr)
+
+
+def main() -> None:
+    args = parse()
     prompts = read_prompts(args.bench) if args.bench else []
     folder = args.drafter or SHIPPED.get(args.model)
     if folder is None and (not args.no_speculation or args.remote == OWN_SERVER):
@@ -1250,65 +1319,17 @@ def main() -> None:
     drafter = None if args.no_speculation else load_drafter(folder, model).lighten().pack()
     if args.compile:
         model.compile_layers()
-    elif not args.remote or drafter and (drafter.N > 0 or drafter.vocabulary is None):  # else the drafter runs none of it
+    elif not args.remote or drafter and (drafter.N > 0 or drafter.vocabulary is None):  # else the drafter runs nothing of it
         model.pack()
     if args.serve:
-        serve(Server(model, drafter, *args.serve, os.environ.get(SECRET, "")), args.until_eof)
-    elif args.remote:
-        if args.remote == OWN_SERVER:  # which works on the same cores: more threads than these would wait for each other
-            torch.set_num_threads(max(1, torch.get_num_threads() // 4))
-        with server_of(args, folder) as place:
-            run(args, model, drafter, tokenizer, prompts, networks(args, *place))
-    else:
-        run(args, model, drafter, tokenizer, prompts, {})
-
-
-def run(args: argparse.Namespace, model: Llama, drafter: Drafter | None, tokenizer: Tokenizer,
-        prompts: list[tuple[str, list[str]]], remotes: dict[str, Remote]) -> None:
-    """The benchmark, or an answer; with the target here, or on a server behind some networks."""
-    chain, tree = (REMOTE_CHAIN, REMOTE_TREE) if remotes else (CHAIN, TREE)
-    depth = args.draft_length or chain.depth
-    chain = replace(chain, depth=depth)
-    tree = replace(tree, depth=depth, breadth=args.breadth or tree.breadth, nodes=args.nodes or tree.nodes)
-    shapes = (tree,) if args.tree else (chain,) if args.draft_length else (chain, tree)
-    settings = Settings(args.max_new_tokens, args.temperature, args.top_p, shapes, args.draft_length is None,
-                        frozenset(tokenizer.stop_ids), LOOKUP_SIZES if args.lookup else ())
-    if args.bench:
-        methods = (remote_methods(model, drafter, args.seed, shapes, remotes, args.max_new_tokens) if remotes else
-                   local_methods(model, drafter, args.seed, chain, tree))
-        rows = bench(model, methods, tokenizer, prompts, settings)
-        costs = {} if remotes else pass_costs(model)
-        if args.json:
-            print(json.dumps({"rows": rows, "pass_seconds": costs}))
-            return
-        print_table(rows)
-        if costs:
-            print("\ntokens in a pass " + " ".join(f"{count:>6}" for count in costs))
-            print("milliseconds     " + " ".join(f"{1000 * seconds:>6.1f}" for seconds in costs.values()))
-            print("of one token's   " + " ".join(f"{seconds / costs[1]:>6.2f}" for seconds in costs.values()))
-        return
-    prompt = tokenizer.chat([{"role": "user", "content": args.prompt}])
-    settings = replace(settings, max_new_tokens=answer_length(model, prompt, args.max_new_tokens))
-    stream = tokenizer.stream()
-
-    def emit(token: int, origin: Origin) -> None:
-        text = stream(token)
-        if not args.json:
-            coloured = args.show and text and origin != Origin.TARGET
-            print(f"{COLOURS[origin]}{text}{RESET}" if coloured else text, end="", flush=True)
-
-    result = answer(model, drafter, prompt, settings, args.seed, emit, remote=next(iter(remotes.values()), None))
-    f = result.figures
-    figures = {"target_calls": f.target_calls, "acceptance_length": result.acceptance_length(),
-               "draft_seconds": f.draft_seconds, "verify_seconds": f.verify_seconds}
-    if remotes:
-        figures |= {name: getattr(f, name) for name in ("bytes_up", "bytes_down", "round_trips", "network_seconds",
-                                                        "unverified_tokens")}
-        figures |= {"disconnected": f.disconnected != ""}
-    report(tokenizer, result.tokens, result.seconds, args.json, **figures)
-    if f.unverified_tokens:
-        print(f"the server was out of reach ({f.disconnected}): {f.unverified_tokens} of these tokens are the drafter's own",
-              file=sys.stderr)
+        return serve(Server(model, drafter, *args.serve, os.environ.get(SECRET, "")), args.until_eof)
+    if args.remote == OWN_SERVER:  # which works on the same cores: more threads than these would wait for each other
+        torch.set_num_threads(max(1, torch.get_num_threads() // 4))
+    with server_of(args, folder) if args.remote else nullcontext({}) as remotes:
+        if args.bench:
+            run_bench(args, model, drafter, tokenizer, prompts, remotes)
+        else:
+            run_prompt(args, model, drafter, tokenizer, next(iter(remotes.values()), None))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Iterable
+from typing import Iterable, NamedTuple
 
 import numpy as np
 import torch
@@ -226,7 +226,7 @@ def train_batch(drafter: Drafter, batch: list[Sequence], update: int, args, work
                 for i, s in enumerate(batch)]  # each (R, T)
     total = args.horizons * sum(int(loss_mask(s.answer).sum()) for s in batch)
     share = sorted(range(len(batch))[worker.rank::worker.count], key=lambda i: len(batch[i].tokens))  # little padding
-    sums = scaler.scale(torch.zeros(3, device=device))  # makes the scaler's state, which is needed without a share too
+    sums = scaler.scale(torch.zeros(3, device=device))  # or, in a process without a share, it could not unscale
     for a in range(0, len(share), args.micro_batch_size):
         part = share[a:a + args.micro_batch_size]
         tokens, answer = pad([batch[i] for i in part], device)
@@ -411,6 +411,19 @@ def draw_batch(data: Conversations, order: Order, size: int) -> list[Sequence]:
     return batch
 
 
+def split(data: Conversations, seed: int) -> tuple[np.ndarray, list[Sequence]]:
+    """Shuffled indices to train on, and conversations to evaluate on: one in ten, at most 64. Raises InputError."""
+    if len(data) == 0:
+        raise InputError(f"{', '.join(data.paths)}: empty")
+    shuffled = np.random.default_rng(seed).permutation(len(data))
+    count = min(64, max(1, len(data) // 10))
+    held_out, training = shuffled[:count], shuffled[count:]
+    if all(data.get(int(i)) is None for i in training):  # the little that can be used was to be held out
+        training = held_out
+    usable = draw_batch(data, Order(training, seed), 1)  # raises if nothing is
+    return training, [s for s in (data.get(int(i)) for i in held_out) if s is not None] or usable
+
+
 def pad(sequences: list[Sequence], device) -> tuple[Tensor, Tensor]:
     """tokens and answer (B, T), padded on the right, where no causal query looks."""
     tokens = torch.nn.utils.rnn.pad_sequence([s.tokens for s in sequences], batch_first=True)
@@ -517,8 +530,51 @@ def ridge(x: Tensor, y: Tensor) -> Tensor:
     return torch.linalg.solve(gram + 0.1 * torch.diag(gram.diagonal()), x.T @ y).T
 
 
+class Fit(NamedTuple):
+    """A conversation to fit to: what the target makes of it, and where the drafter learns from it."""
+
+    tokens: Tensor  # (1, T)
+    ask: Tensor  # (T) bool
+    horizon: Tensor  # (1, T)
+    kv: Tensor  # (1, T, L, 2 Ekv)
+    aim: Tensor  # (1, T, E), the hidden states to guess
+    final: Tensor  # (1, T, E), the final ones
+
+
+@torch.no_grad()
+def warm_start(drafter: Drafter, sequences: list[Sequence], dtype: torch.dtype) -> None:
+    """Fit a new drafter, in place: memories to their tokens' final hidden states, CA's heads to the newest memories, CA's
+    MLP to what the guess then lacks."""
+    fits: list[Fit] = []
+    totals = itertools.accumulate(len(sequence.tokens) for sequence in sequences)
+    for i, sequence in enumerate([s for s, total in zip(sequences, totals) if total <= WARM_START_TOKENS] or sequences[:1]):
+        tokens, answer = pad([sequence], drafter.target.device)
+        kv, entering, final = target_pass(drafter.target, tokens, drafter.N)
+        horizon = run_horizon(sequence.answer, 8, i % 8)[None].to(tokens.device)
+        aim = entering if drafter.N else final
+        fits.append(Fit(tokens, loss_mask(answer[0]), horizon, kv, aim.float(), final.float()))
+    fit_memory(drafter, fits, dtype)
+    look_at_the_newest(drafter, fits)
+    fit_mlp(drafter, fits)
+
+
+def fit_memory(drafter: Drafter, fits: list[Fit], dtype: torch.dtype) -> None:
+    """The projection, then LSA with it, learn to tell tokens' final hidden states from their keys and values."""
+    final = torch.cat([f.final[0] for f in fits])  # (n, E)
+    if drafter.config.use_layer_self_attention:
+        rows = torch.cat([f.kv[0, ::8].flatten(0, 1) for f in fits]).float()  # (m, 2 Ekv)
+        rows = rows * rows.square().mean(-1, keepdim=True).rsqrt()
+        drafter.layer_self_attention.input_layernorm.weight.copy_(rows.square().mean(0).rsqrt())  # unit scale
+    pooled = torch.cat([drafter.pool(f.kv, f.final)[0] for f in fits])  # (n, 2 Ekv or E)
+    solution = ridge(F.pad(pooled, (0, 1), value=1.0), final)  # the last column is the bias
+    drafter.Ekv2E.weight.copy_(solution[:, :-1])
+    drafter.Ekv2E.bias.copy_(solution[:, -1])
+    if drafter.config.use_layer_self_attention:
+        train_memory(drafter, torch.cat([f.kv[0] for f in fits]), final, dtype)
+
+
 @torch.enable_grad()
-def fit_memory(drafter: Drafter, kv: Tensor, final: Tensor, dtype: torch.dtype) -> None:
+def train_memory(drafter: Drafter, kv: Tensor, final: Tensor, dtype: torch.dtype) -> None:
     """LSA and the projection learn to tell tokens' final hidden states (n, E) from their keys and values (n, L, 2 Ekv).
 
     The last layers say most about what comes next, but in the mean over layers they weigh no more than the first. LSA has
@@ -539,51 +595,28 @@ def fit_memory(drafter: Drafter, kv: Tensor, final: Tensor, dtype: torch.dtype) 
         drafter.zero_grad()
 
 
-@torch.no_grad()
-def warm_start(drafter: Drafter, sequences: list[Sequence], dtype: torch.dtype) -> None:
-    """Fit a new drafter, in place: memories to their tokens' final hidden states, CA's heads to the newest memories, CA's
-    MLP to what the guess then lacks."""
-    device, ca = drafter.target.device, drafter.cross_attention
-    passes = []  # tokens (1, T), answer (1, T), kv (1, T, L, 2 Ekv), the hidden states to guess and the final ones (1, T, E)
-    totals = itertools.accumulate(len(sequence.tokens) for sequence in sequences)
-    for sequence in [s for s, total in zip(sequences, totals) if total <= WARM_START_TOKENS] or sequences[:1]:
-        tokens, answer = pad([sequence], device)
-        kv, entering, final = target_pass(drafter.target, tokens, drafter.N)
-        passes.append((tokens, answer, kv, (entering if drafter.N else final).float(), final.float()))
-
-    if drafter.config.use_layer_self_attention:
-        rows = torch.cat([kv[0, ::8].flatten(0, 1) for _, _, kv, _, _ in passes]).float()  # (n, 2 Ekv)
-        rows = rows * rows.square().mean(-1, keepdim=True).rsqrt()
-        drafter.layer_self_attention.input_layernorm.weight.copy_(rows.square().mean(0).rsqrt())  # unit scale
-    finals = torch.cat([final[0] for *_, final in passes])  # (n, E)
-    pooled = torch.cat([drafter.pool(kv, final)[0] for _, _, kv, _, final in passes])  # (n, 2 Ekv or E)
-    solution = ridge(F.pad(pooled, (0, 1), value=1.0), finals)  # the last column is the bias
-    drafter.Ekv2E.weight.copy_(solution[:, :-1])
-    drafter.Ekv2E.bias.copy_(solution[:, -1])
-    if drafter.config.use_layer_self_attention:
-        fit_memory(drafter, torch.cat([kv[0] for _, _, kv, _, _ in passes]), finals, dtype)
-
-    # A component that all queries share and one that all keys share, on the fastest third of the rotary pairs: their
-    # product falls with the distance between query and memory.
-    query = torch.cat([ca.input_layernorm(drafter.self_attend(tokens))[0] for tokens, *_ in passes]).mean(0)  # (E)
-    key = torch.cat([ca.input_layernorm(drafter.memory(kv, final))[0] for _, _, kv, _, final in passes]).mean(0)  # (E)
+def look_at_the_newest(drafter: Drafter, fits: list[Fit]) -> None:
+    """Give CA's queries and keys each a component that all share, on the fastest third of the rotary pairs: their product
+    falls with the distance between query and memory."""
+    ca = drafter.cross_attention
+    query = torch.cat([ca.input_layernorm(drafter.self_attend(f.tokens))[0] for f in fits]).mean(0)  # (E)
+    key = torch.cat([ca.input_layernorm(drafter.memory(f.kv, f.final))[0] for f in fits]).mean(0)  # (E)
     head_dim = ca.self_attn.head_dim
-    pairs = (torch.arange(head_dim, device=device) < head_dim // 6).float()
+    pairs = (torch.arange(head_dim, device=query.device) < head_dim // 6).float()
     for projection, shared in ((ca.self_attn.q_proj, query), (ca.self_attn.k_proj, key)):
         heads = len(projection.weight) // head_dim
         projection.weight.add_(torch.outer(2 * pairs.repeat(heads), shared / shared.square().sum()))
 
-    inner, lacking, seen = [], [], {}
-    hooks = [ca.mlp.down_proj.register_forward_pre_hook(lambda _, inputs: seen.update(inner=inputs[0])),
-             ca.post_attention_layernorm.register_forward_pre_hook(lambda _, inputs: seen.update(stream=inputs[0]))]
-    for i, (tokens, answer, kv, aim, final) in enumerate(passes):
-        horizon = run_horizon(answer[0].cpu(), 8, i % 8).to(device)
-        drafter.cross_attend(drafter.self_attend(tokens), drafter.memory(kv, final), horizon[None])
-        ask = loss_mask(answer[0])
-        inner.append(seen["inner"][0, ask])
-        lacking.append((aim - seen["stream"])[0, ask])
-    for hook in hooks:
-        hook.remove()
+
+def fit_mlp(drafter: Drafter, fits: list[Fit]) -> None:
+    """CA's down_proj, to what the guess lacks without it."""
+    ca, inner, lacking = drafter.cross_attention, [], []
+    ca.mlp.down_proj.weight.zero_()  # so that CA gives what its MLP adds to
+    for f in fits:
+        stream = drafter.cross_attend(drafter.self_attend(f.tokens), drafter.memory(f.kv, f.final), f.horizon)[0, f.ask]
+        gate, up = ca.mlp.gate_up(ca.post_attention_layernorm(stream))
+        inner.append(F.silu(gate) * up)
+        lacking.append(f.aim[0, f.ask] - stream)
     ca.mlp.down_proj.weight.copy_(ridge(torch.cat(inner), torch.cat(lacking)))
 
 
@@ -623,6 +656,13 @@ def load_checkpoint(path: Path, data: Conversations, args) -> dict:
     return state
 
 
+def cut_log(path: Path, start: int) -> None:
+    """Of the log keep the first `start` updates: what comes after is done again."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    with written_whole(path) as part:
+        part.write_text("".join(f"{line}\n" for line in lines if update_of(line) <= start))
+
+
 def update_of(line: str) -> float:
     """Which update a line of the log is about; inf for what an interrupted run may have left of one."""
     try:
@@ -649,12 +689,14 @@ class Dialogue:
         self.tokenizer, self.random = tokenizer, random.Random(seed)
         self.messages, self.body, self.done = [], [], False
         if question is None:
-            self.given = tokenizer.chat([], add_generation_prompt=False) + tokenizer.opening("user")
-            self.role, self.temperature = "user", QUESTION_TEMPERATURE
+            self.open_turn("user", tokenizer.chat([], add_generation_prompt=False) + tokenizer.opening("user"))
         else:
             self.messages.append({"role": "user", "content": question})
-            self.given = tokenizer.chat(self.messages)
-            self.role, self.temperature = "assistant", self.random.choice(ANSWER_TEMPERATURES)
+            self.open_turn("assistant", tokenizer.chat(self.messages))
+
+    def open_turn(self, role: str, given: list[int]) -> None:
+        self.role, self.given = role, given
+        self.temperature = self.random.choice(ANSWER_TEMPERATURES) if role == "assistant" else QUESTION_TEMPERATURE
 
     def accept(self, token: int) -> None:
         """Take in the model's next token; at the end of a turn, queue what opens the next or finish."""
@@ -665,9 +707,8 @@ class Dialogue:
         if self.role == "assistant" and self.random.random() > NEXT_TURN:
             self.done = True
             return
-        self.role = "assistant" if self.role == "user" else "user"
-        self.given = self.tokenizer.ending()[1:] + self.tokenizer.opening(self.role)
-        self.temperature = (self.random.choice(ANSWER_TEMPERATURES) if self.role == "assistant" else QUESTION_TEMPERATURE)
+        role = "assistant" if self.role == "user" else "user"
+        self.open_turn(role, self.tokenizer.ending()[1:] + self.tokenizer.opening(role))
 
     def close_turn(self) -> None:
         text = self.tokenizer.decode(self.body).strip()
@@ -716,9 +757,8 @@ def read_questions(path: str | Path) -> list[str]:
     try:
         with open(path, "rb") as file:
             for line in file:
-                if is_conversation(line):
-                    turns = [m.get("content") for m in read_messages(line.decode("utf-8-sig")) if m.get("role") == "user"]
-                    questions += [text for text in turns[:1] if isinstance(text, str) and text and is_encodable(text)]
+                turns = [m.get("content") for m in messages_in(line) if m.get("role") == "user"]
+                questions += [text for text in turns[:1] if isinstance(text, str) and text and is_encodable(text)]
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     if not questions:
@@ -726,11 +766,27 @@ def read_questions(path: str | Path) -> list[str]:
     return questions
 
 
-def is_conversation(line: bytes) -> bool:
+def messages_in(line: bytes) -> list[dict]:
+    """The conversation in a line, empty if there is none."""
     try:
-        return bool(read_messages(line.decode("utf-8-sig")))
+        return read_messages(line.decode("utf-8-sig"))
     except ValueError:
-        return False
+        return []
+
+
+def mend(path: Path) -> tuple[int, int]:
+    """How many conversations a file holds, and bytes, once what an interrupted run left of a line is gone. Raises InputError
+    if it is a file of another kind."""
+    text = path.read_bytes() if path.exists() else b""
+    *lines, tail = text.split(b"\n")
+    if lines and not messages_in(lines[0]) or tail[:1] not in (b"", b"{"):
+        raise InputError(f"{path}: holds something other than conversations; choose another --data")
+    with open(path, "ab") as file:
+        if messages_in(tail):
+            file.write(b"\n")
+            return len(lines) + 1, len(text)
+        file.truncate(len(text) - len(tail))
+    return len(lines), len(text)
 
 
 def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
@@ -740,24 +796,13 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
     """
     if not tokenizer.stop_ids:
         raise InputError(f"{args.model}: names no stop token, so that no turn would end")
-    path, written, start, seed, barren = Path(args.data[0]), 0, 0, 0, 0
+    path, start, barren = Path(args.data[0]), 0, 0
     questions = list(dict.fromkeys(read_questions(args.questions))) if args.questions else [None]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            text = path.read_bytes()
-            first, newline, _ = text.partition(b"\n")
-            if newline and not is_conversation(first) or not first.startswith(b"{"[:len(first)]):
-                raise InputError(f"{path}: holds something other than conversations; choose another --data")
-            tail = text.rpartition(b"\n")[2]
-            if tail and not is_conversation(tail):  # an interrupted run may have left half a line
-                os.truncate(path, len(text) - len(tail))
-            elif tail:
-                with open(path, "ab") as file:
-                    file.write(b"\n")
-            written, seed = path.read_bytes().count(b"\n"), len(text)  # bytes: beyond all seeds used so far
-            if written and args.questions and (last := read_questions(path)[-1]) in questions:
-                start = questions.index(last) + 1  # not `written`: a question may have been left without an answer
+        written, seed = mend(path)  # bytes: beyond all seeds used so far
+        if written and args.questions and (last := read_questions(path)[-1]) in questions:
+            start = questions.index(last) + 1  # not `written`: a question may have been left without an answer
         file = open(path, "a", encoding="utf-8")
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from None
@@ -892,6 +937,13 @@ def check_out(out: Path, resume: bool) -> bool:
     return checkpoint  # without one, but with a log: killed before its first
 
 
+def make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {out} cannot be a folder: {error.strerror}") from None
+
+
 def main() -> None:
     args = parse()
     check(args)
@@ -914,53 +966,37 @@ def main() -> None:
         return
     worker = Worker.join(args.device)
     data = Conversations(args.data, tokenizer, args.seq_len, verbose=worker.rank == 0, keep=args.freeze_lsa)
-    if len(data) == 0:
-        raise InputError(f"{', '.join(args.data)}: empty")
-    shuffled = np.random.default_rng(args.seed).permutation(len(data))
-    held = min(64, max(1, len(data) // 10)) if len(data) > 1 else 0
-    held_out, training = shuffled[:held], shuffled[held:]
-    if all(data.get(int(i)) is None for i in training):  # the little that can be used was to be held out
-        training = held_out if held else training
-    order = Order(training, args.seed)
-    draw_batch(data, Order(training, args.seed), 1)  # raises if nothing is usable
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out {out} cannot be a folder: {error.strerror}") from None
-    if not os.access(out, os.W_OK):
-        raise InputError(f"--out {out} cannot be written to; choose another")
+    training, held_out = split(data, args.seed)
     epoch_updates = math.ceil(len(training) / args.batch_size)
     args.updates = args.updates or epoch_updates
+    make_folder(out)
     state = load_checkpoint(out / "checkpoint.pt", data, args) if args.resume else None
+    start = state["update"] if state else 0
+    if worker.rank == 0:
+        cut_log(out / "log.jsonl", start)
+
     if state:
         drafter = Drafter(target, DrafterConfig(**state["config"])).to(target.device)
+        drafter.load_state_dict(state["drafter"])
     else:
         drafter = new_drafter(target, data, training, args)
-    if args.freeze_lsa:
-        drafter.layer_self_attention.requires_grad_(False)
-    if args.warm_start and not state:
-        if worker.rank == 0:
+        if args.warm_start and worker.rank == 0:
             warm_start(drafter, draw_batch(data, Order(training, args.seed), WARM_START), DTYPES[args.dtype])
         worker.take_the_first(drafter.parameters())
-    optimizer, start = Optimizer(drafter.parameters(), args.optimizer), 0
+    if args.freeze_lsa:
+        drafter.layer_self_attention.requires_grad_(False)
+    optimizer, order = Optimizer(drafter.parameters(), args.optimizer), Order(training, args.seed)
     scaler = torch.amp.GradScaler(args.device.split(":")[0], enabled=args.dtype == "float16")
-    log_path = out / "log.jsonl"
     if state:
-        drafter.load_state_dict(state["drafter"])
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
-        order, start = Order(training, args.seed, state["epoch"], state["position"]), state["update"]
-    if worker.rank == 0:
-        lines = log_path.read_text().splitlines() if state and log_path.exists() else []
-        with written_whole(log_path) as part:
-            part.write_text("".join(f"{line}\n" for line in lines if update_of(line) <= start))
-        if not state:
-            save_checkpoint(out / "checkpoint.pt", drafter, optimizer, scaler, data, order, 0, args)
-    held_out = [s for s in (data.get(int(i)) for i in held_out) if s is not None]
-    held_out = held_out or draw_batch(data, Order(training, args.seed), 1)
+        order = Order(training, args.seed, state["epoch"], state["position"])
+    elif worker.rank == 0:
+        save_checkpoint(out / "checkpoint.pt", drafter, optimizer, scaler, data, order, 0, args)
+
     train(drafter, optimizer, scaler, data, order, held_out, start, epoch_updates, worker, args)
     if worker.rank == 0 and args.json:
-        print(next(reversed(log_path.read_text().splitlines()), "{}"))
+        print(next(reversed((out / "log.jsonl").read_text().splitlines()), "{}"))
     if worker.count > 1:
         dist.barrier()  # until process 0 has saved, and gloo's threads have let go of our tensors: to do so at exit would abort
         dist.destroy_process_group()

@@ -658,7 +658,7 @@ def test_quantities_are_read_with_their_units(parse, text, value):
                                   "1..2s", "0Mbit", "-3Mbit", "Mbit", "20MB", "inf", "١s", "1s\n", "9" * 400 + "s",
                                   "9" * 400 + "Mbit"])
 def test_what_is_no_quantity_is_one_line_that_says_how_to_write_one(parse, text):
-    with pytest.raises(ValueError, match="like") as error:
+    with pytest.raises(argparse.ArgumentTypeError, match="like") as error:
         parse(text)
     assert "\n" not in str(error.value)
     parser = argparse.ArgumentParser(exit_on_error=False)

@@ -642,7 +642,7 @@ REMOTE_KEYS = {"bytes_up", "bytes_down", "round_trips", "network_seconds", "unve
 
 def servers() -> set[str]:
     """Processes of this machine that serve."""
-    return set(subprocess.run(["pgrep", "-f", "speculate.py --serve"], capture_output=True, text=True).stdout.split())
+    return set(subprocess.run(["pgrep", "-f", f"{ROOT}/speculate.py --serve"], capture_output=True, text=True).stdout.split())
 
 
 def test_the_command_line_gives_the_same_tokens_with_the_target_elsewhere(smollm2):
