@@ -909,6 +909,15 @@ def is_encodable(text: str) -> bool:
     return text == text.encode(errors="ignore").decode()
 
 
+def check_message(message: dict) -> None:
+    """Raises InputError for what is no turn of a chat."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES or not isinstance(content, str):
+        raise InputError(f"a message needs a role ({', '.join(ROLES)}) and text as content, not {message!r}"[:200])
+    if not is_encodable(content):
+        raise InputError("the text is not valid UTF-8")
+
+
 class Tokenizer:
     """Text to ids and back, and conversations to ids. What a message says is text, whatever it looks like."""
 
@@ -977,10 +986,8 @@ class Tokenizer:
             messages.insert(0, {"role": "system", "content": self.default_system})
         yield self._encode_template(self.format.begin), False
         for message in messages:
-            role, content = message.get("role"), message.get("content")
-            if role not in ROLES or not isinstance(content, str):
-                raise InputError(f"a message needs a role ({', '.join(ROLES)}) and text as content, not {message!r}"[:200])
-            content = self.format.clean(content)
+            check_message(message)
+            role, content = message["role"], self.format.clean(message["content"])
             if role == "assistant":  # as while generating: the opening is given, the answer's first token is its own
                 yield self.opening(role), False
                 yield self.encode(content) + self.ending()[:1], True

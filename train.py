@@ -16,6 +16,7 @@ Shapes: B batch, T tokens, L layers, E hidden, V vocabulary, N reused layers, R 
 from __future__ import annotations
 
 import argparse
+import bisect
 import itertools
 import json
 import math
@@ -34,8 +35,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm, trange
 
-from llama import (DTYPES, InputError, Llama, Parser, Tokenizer, add_model_arguments, choose, default_dtype, is_encodable,
-                   load_target, natural, number, one_line, run_command, written_whole)
+from llama import (DTYPES, InputError, Llama, Parser, Tokenizer, add_model_arguments, check_message, choose, default_dtype,
+                   is_encodable, load_target, natural, number, one_line, run_command, written_whole)
 from moa import Drafter, DrafterConfig, load_drafter, save_drafter
 
 DEPTHS = 8  # of the evaluation
@@ -316,6 +317,8 @@ def read_messages(line: str) -> list[dict]:
         raise ValueError("none of messages, data, conversations, instruction + output")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("messages is not a list of objects")
+    for message in messages:
+        check_message(message)
     return messages
 
 
@@ -334,36 +337,63 @@ def encode_conversation(tokenizer: Tokenizer, messages: list[dict], seq_len: int
 class Conversations:
     """Random access to the conversations of some .jsonl files, of which only the lines' offsets are in memory.
 
+    Lines that cannot be used are named on stderr, those that are no conversation at once, those without an answer within
+    seq_len tokens when their turn comes.
     keep: and what has been read of them, with what `frozen_states` adds to it: 2 Ekv + E numbers of 2 bytes a token.
     """
 
     def __init__(self, paths: list[str], tokenizer: Tokenizer, seq_len: int, verbose: bool = True, keep: bool = False):
         self.paths, self.tokenizer, self.seq_len, self.verbose, self.keep = paths, tokenizer, seq_len, verbose, keep
         self.kept: dict[int, Sequence] = {}
-        self.skipped: set[int] = set()
-        offsets = []
+        self.skipped: set[int] = set()  # lines that cannot be used
+        self.blank: set[int] = set()
+        self.offsets, self.first = [], [0]  # of each file; the index of its first line
         for path in paths:
             try:
                 if os.path.exists(path) and not os.path.isfile(path):
                     raise InputError(f"{path}: not a regular file, whose lines could be read in any order; store it first")
                 with open(path, "rb") as file:
-                    lengths = np.fromiter((len(line) for line in file), dtype=np.int64)
+                    lines = enumerate(file, len(self))
+                    lengths = np.fromiter((self.scan(index, line) for index, line in lines), dtype=np.int64)
             except OSError as error:
                 raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-            offsets.append(np.concatenate([np.zeros(1, np.int64), lengths.cumsum()]))
-        self.offsets = offsets
-        self.sizes = [int(o[-1]) for o in offsets]  # bytes, now: a file may grow
-        self.first = np.cumsum([0] + [len(o) - 1 for o in offsets])  # line number of each file's first line
+            self.offsets.append(np.concatenate([np.zeros(1, np.int64), lengths.cumsum()]))
+            self.first.append(self.first[-1] + len(lengths))
+        self.sizes = [int(offsets[-1]) for offsets in self.offsets]  # bytes, now: a file may grow
+        if self.skipped and verbose:
+            print(f"skipped {len(self.skipped)} of {len(self)} lines", file=sys.stderr)
 
     def __len__(self) -> int:
-        return int(self.first[-1])
+        return self.first[-1]
+
+    def scan(self, index: int, line: bytes) -> int:
+        """The length of a line in bytes, once it is known whether it holds a conversation."""
+        if not line.strip():
+            self.blank.add(index)
+            return len(line)
+        try:
+            if not any(message["role"] == "assistant" for message in read_messages(line.decode("utf-8-sig"))):
+                raise ValueError("no answer")
+        except ValueError as error:  # InputError and UnicodeDecodeError are ValueErrors too
+            self.skip(index, error)
+        return len(line)
+
+    def skip(self, index: int, why: ValueError) -> None:
+        self.skipped.add(index)
+        if self.verbose:
+            which, number = self.place(index)
+            tqdm.write(f"skipped {self.paths[which]}, line {number + 1}: {why}", file=sys.stderr)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Which file a line is in, and which it is there, both from 0."""
+        which = bisect.bisect_right(self.first, index) - 1
+        return which, index - self.first[which]
 
     def get(self, index: int) -> Sequence | None:
-        """One conversation; None for a line that cannot be used, which is named and counted."""
-        if index in self.skipped or index in self.kept:
+        """One conversation; None for a line that cannot be used."""
+        if index in self.skipped or index in self.blank or index in self.kept:
             return self.kept.get(index)
-        which = int(np.searchsorted(self.first, index, side="right")) - 1
-        number = index - int(self.first[which])
+        which, number = self.place(index)
         start, end = self.offsets[which][number:number + 2]
         with open(self.paths[which], "rb") as file:
             file.seek(start)
@@ -373,10 +403,8 @@ class Conversations:
             if self.keep:
                 self.kept[index] = sequence
             return sequence
-        except ValueError as error:  # InputError and UnicodeDecodeError are ValueErrors too
-            self.skipped.add(index)
-            if self.verbose and line.strip():
-                tqdm.write(f"skipped {self.paths[which]}, line {number + 1}: {error}", file=sys.stderr)
+        except ValueError as error:
+            self.skip(index, error)
             return None
 
 
@@ -657,7 +685,11 @@ def load_checkpoint(path: Path, data: Conversations, args) -> dict:
 
 
 def cut_log(path: Path, start: int) -> None:
-    """Of the log keep the first `start` updates: what comes after is done again."""
+    """Of the log keep the first `start` updates: what comes after is done again. Makes its folder. Raises InputError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {path.parent} cannot be a folder: {error.strerror}") from None
     lines = path.read_text().splitlines() if path.exists() else []
     with written_whole(path) as part:
         part.write_text("".join(f"{line}\n" for line in lines if update_of(line) <= start))
@@ -924,24 +956,15 @@ def check(args: argparse.Namespace) -> None:
 
 
 def check_out(out: Path, resume: bool) -> bool:
-    """Whether to go on from a checkpoint in `out`. Raises InputError if there is none to go on from, or work to overwrite."""
-    checkpoint, drafter, log = (os.path.exists(out / name) for name in ("checkpoint.pt", "model.safetensors", "log.jsonl"))
+    """Whether there is a checkpoint to go on from. Raises InputError if there is work that would be overwritten."""
+    checkpoint, drafter = (os.path.exists(out / name) for name in ("checkpoint.pt", "model.safetensors"))
     if not resume and checkpoint:
         raise InputError(f"{out} holds a checkpoint: add --resume to go on, or choose another --out")
     if not resume and drafter:
         raise InputError(f"{out} holds a drafter, which would be overwritten: choose another --out")
     if resume and not checkpoint and drafter:
         raise InputError(f"{out}/checkpoint.pt is gone, and with it what a run needs to go on; choose another --out")
-    if resume and not checkpoint and not log:
-        raise InputError(f"{out}/checkpoint.pt: no checkpoint to resume; run without --resume first")
-    return checkpoint  # without one, but with a log: killed before its first
-
-
-def make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out {out} cannot be a folder: {error.strerror}") from None
+    return checkpoint  # --resume without one: the run was killed before its first
 
 
 def main() -> None:
@@ -955,7 +978,7 @@ def main() -> None:
             raise InputError(f"{args.device} cannot be used here: {one_line(error)}; one process for each GPU") from None
     args.dtype = args.dtype or default_dtype(args.device)
     out = Path(args.out)
-    args.resume = not args.synthesize and check_out(out, args.resume)
+    resuming = not args.synthesize and check_out(out, args.resume)
     target, tokenizer = load_target(args)
     if args.seq_len > target.config.max_position_embeddings:
         raise InputError(f"--seq-len {args.seq_len} is beyond the target's context of {target.config.max_position_embeddings}")
@@ -969,17 +992,17 @@ def main() -> None:
     training, held_out = split(data, args.seed)
     epoch_updates = math.ceil(len(training) / args.batch_size)
     args.updates = args.updates or epoch_updates
-    make_folder(out)
-    state = load_checkpoint(out / "checkpoint.pt", data, args) if args.resume else None
-    start = state["update"] if state else 0
-    if worker.rank == 0:
-        cut_log(out / "log.jsonl", start)
-
+    state = load_checkpoint(out / "checkpoint.pt", data, args) if resuming else None
     if state:
-        drafter = Drafter(target, DrafterConfig(**state["config"])).to(target.device)
+        drafter, start = Drafter(target, DrafterConfig(**state["config"])).to(target.device), state["update"]
         drafter.load_state_dict(state["drafter"])
     else:
-        drafter = new_drafter(target, data, training, args)
+        drafter, start = new_drafter(target, data, training, args), 0
+    if worker.rank == 0:
+        cut_log(out / "log.jsonl", start)
+        if args.resume and not state:
+            print(f"{out} holds no checkpoint yet: starting at the beginning", file=sys.stderr)
+    if not state:
         if args.warm_start and worker.rank == 0:
             warm_start(drafter, draw_batch(data, Order(training, args.seed), WARM_START), DTYPES[args.dtype])
         worker.take_the_first(drafter.parameters())

@@ -263,11 +263,11 @@ BROKEN = {
 def test_a_broken_line_is_counted_named_and_skipped(tmp_path, tokenizer, capsys):
     path = write(tmp_path / "mixed.jsonl", {"messages": CHAT}, *BROKEN, {"messages": CHAT})
     data = train.Conversations([str(path)], tokenizer, 96)
+    *named, count = capsys.readouterr().err.splitlines()  # at once
+    assert count == f"skipped {len(BROKEN)} of {len(BROKEN) + 2} lines" and len(data.skipped) == len(named) == len(BROKEN)
     for _ in range(2):  # epochs
         assert [data.get(i) is not None for i in range(len(data))] == [True] + [False] * len(BROKEN) + [True]
-    assert len(data.skipped) == len(BROKEN)
-    named = capsys.readouterr().err.splitlines()  # once each
-    assert len(named) == len(BROKEN)
+    assert not capsys.readouterr().err  # and not again
     for number, (line, why) in enumerate(zip(named, BROKEN.values()), 2):
         assert line.startswith(f"skipped {path}, line {number}: ") and why in line
 
@@ -526,7 +526,7 @@ def test_no_moment_is_a_bad_one_to_die(tmp_path, data, command, undisturbed, mon
 
 @pytest.mark.parametrize("arguments, why", [
     (["--resume", "--lr", 1], "made with --lr 0.001, not 1.0"), (["--resume", "--tli", 1], "made with --tli 0, not 1"),
-    ([], "holds a checkpoint: add --resume"), (["--resume", "--out", "elsewhere"], "no checkpoint to resume")])
+    ([], "holds a checkpoint: add --resume")])
 def test_a_checkpoint_is_neither_misused_nor_overwritten(data, command, undisturbed, capsys, arguments, why):
     before = (undisturbed / "checkpoint.pt").read_bytes()
     with pytest.raises(SystemExit) as error:
@@ -634,6 +634,18 @@ def test_an_update_whose_gradient_overflows_is_skipped_in_float16_and_else_the_e
     first, second = [json.loads(line)["grad_norm"] for line in (tmp_path / "log.jsonl").read_text().splitlines()
                      if "grad_norm" in line]
     assert first is None and second > 0
+
+
+def test_a_run_killed_before_its_first_checkpoint_is_resumed_from_the_beginning(tmp_path, data, command, capsys):
+    command("--data", data, "--out", tmp_path / "out", "--updates", 1, "--resume")
+    assert "no checkpoint yet: starting at the beginning" in capsys.readouterr().err
+    assert train.update_of((tmp_path / "out" / "log.jsonl").read_text().splitlines()[0]) == 1
+
+
+def test_sizes_that_cannot_be_leave_no_folder_behind(tmp_path, data, command, capsys):
+    with pytest.raises(SystemExit):
+        command("--data", data, "--out", tmp_path / "out", "--tli", 99)
+    assert "the target has" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_a_finished_run_without_its_log_can_be_resumed(tmp_path, data, command, capsys):
