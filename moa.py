@@ -276,8 +276,12 @@ class Drafter(nn.Module):
         """What the LM head is applied to, at every position in one pass, (B, T, E).
 
         tokens (B, T); kv (B, T, L, 2 Ekv) as in the target's cache; horizon (B, T): the last position whose memory
-        query i may read, -1 for none; hidden (B, T, E), the target's final hidden states, needed without LSA only.
+        query i may read, -1 for none; hidden (B, T, E), the target's final hidden states, which are needed without LSA only
+        and then made anew if they are not given.
         """
+        if hidden is None and not self.config.use_layer_self_attention:
+            with torch.no_grad():
+                hidden = self.target.hidden(tokens)
         return self(tokens, self.memory(kv, hidden), kv, horizon[None])[1][0]
 
     def forward(self, tokens: Tensor, memory: Tensor, kv: Tensor | None, horizons: Tensor) -> tuple[Tensor, Tensor]:

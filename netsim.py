@@ -279,14 +279,20 @@ class Channel:
     called: ask between pieces of work.
     """
 
-    def __init__(self, sock: socket.socket, network: Network, clock: WallClock | VirtualClock, limit: int = 1 << 28):
+    def __init__(self, sock: socket.socket, network: Network, clock: WallClock | VirtualClock, limit: int = 1 << 28,
+                 up: int = 0, down: int = 0):
         self.network, self.clock, self.limit = network, clock, limit
         self.bytes_up = self.bytes_down = self.round_trips = 0
         self.network_seconds, self.round_trip = 0.0, SmoothedTime()
-        self.connect(sock)
+        self.connect(sock, up, down)
 
-    def connect(self, sock: socket.socket) -> None:
-        """Take a connection: the first, or after close() another one. What the old one still owed is forgotten."""
+    def connect(self, sock: socket.socket, up: int = 0, down: int = 0) -> None:
+        """Take a connection, which has cost so many bytes already: the first, or after close() another one.
+
+        What the old one still owed is forgotten.
+        """
+        self.bytes_up += up
+        self.bytes_down += down
         with suppress(OSError):  # macOS minds if the peer has gone already; the first use will tell
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock, self.dead = sock, ""  # or why it is

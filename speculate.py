@@ -69,6 +69,7 @@ CHAIN = Shape(depth=6)
 TREE = Shape(depth=6, breadth=3, nodes=8)
 REMOTE_CHAIN = Shape(depth=8)  # a round trip is dear: draft further
 REMOTE_TREE = Shape(depth=8, breadth=3, nodes=16)
+CONFIDENCE = 0.15  # that a draft's next level is worth trying, where measured times may not say: see without_clock
 LOOKUP_SIZES = (3,)  # of --lookup
 
 
@@ -455,20 +456,25 @@ class Remote:
     def channel(self, drafter: Drafter | None, seed: int) -> Channel:
         """A connection for one answer. Raises InputError if there is no server."""
         try:
-            return Channel(self.connect(drafter, PEER_SECONDS), symmetric(self.link, seed, self.outages), self.clock())
+            sock, up, down = self.connect(drafter, PEER_SECONDS)
         except Lost as error:
             raise InputError(str(error)) from None
+        return Channel(sock, symmetric(self.link, seed, self.outages), self.clock(), up=up, down=down)
 
-    def connect(self, drafter: Drafter | None, seconds: float) -> socket.socket:
-        """A connection to a server that has this drafter and its target. Raises Lost, after so long at most."""
+    def connect(self, drafter: Drafter | None, seconds: float) -> tuple[socket.socket, int, int]:
+        """A connection to a server that has this drafter and its target, and the bytes that it took, up and down.
+
+        Raises Lost, after so long at most.
+        """
         deadline, sock, nonce = time.monotonic() + seconds, None, bytearray()
         try:
             sock = socket.create_connection((self.host, self.port), seconds)
             receive_exactly(nonce, NONCE, sock, deadline)
-            sock.sendall(hmac.digest(self.secret.encode(errors="surrogateescape"), nonce, "sha256"))
-            fields, _, _ = receive_message(sock, 4096, deadline)
+            digest = hmac.digest(self.secret.encode(errors="surrogateescape"), nonce, "sha256")
+            sock.sendall(digest)
+            fields, _, size = receive_message(sock, 4096, deadline)
             if "models" in fields and (drafter is None or same_models(fields["models"], fingerprint(drafter))):
-                return sock
+                return sock, len(digest), NONCE + size
             reason = fields.get("refused", "it serves another target or drafter")
         except (OSError, UnicodeError, ProtocolError) as error:  # UnicodeError: for a name like a..b
             reason = error
@@ -503,12 +509,19 @@ class RemoteTarget:
         return self.channel.clock.now()
 
     def prefill(self, prompt: list[int]) -> Verdict:
-        """Have the prompt read. Raises InputError: without any memory the drafter cannot go on alone."""
+        """Have the prompt read, again if the server dies meanwhile and is soon back. Raises InputError if it is not: without
+        any memory the drafter cannot go on alone.
+        """
         self.tokens, self.prompt_length = list(prompt), len(prompt)
         try:
             return self.read(0, PREFILL_SECONDS)
         except Lost as error:
-            raise InputError(f"the server was lost before its first token: {error}") from None
+            reason, deadline = error, self.clock() + PEER_SECONDS
+        while self.channel.dead and self.clock() < deadline:
+            with suppress(Lost):
+                return self.catch_up()
+            self.channel.clock.wait_until(max(self.retry, self.clock() + FIRST_PAUSE))
+        raise InputError(f"the server was lost before its first token: {reason}")
 
     def verify(self, draft: Draft) -> Verdict:
         """The server's verdict or, if none comes, the drafter's own text: its first path, as if the target had chosen it.
@@ -603,7 +616,7 @@ class RemoteTarget:
             channel.close()
             patience = min(PEER_SECONDS, max(1.0, 4 * channel.round_trip.timeout()))
             try:
-                channel.connect(self.remote.connect(self.drafting.drafter, patience))
+                channel.connect(*self.remote.connect(self.drafting.drafter, patience))
             finally:
                 self.retry, self.pause = self.clock() + self.pause, 2 * self.pause
             start = 0
@@ -694,6 +707,7 @@ class Server(socketserver.ThreadingTCPServer):
         self.most_clients, self.idle_seconds = most_clients, idle_seconds
         self.places = threading.BoundedSemaphore(most_clients)
         self.connections: set[socket.socket] = set()
+        self.strangers: dict[socket.socket, None] = {}  # those that have not shown the secret yet, the oldest first
         self.worker = ThreadPoolExecutor(1)
         try:
             super().__init__((host, port), Session)
@@ -703,23 +717,28 @@ class Server(socketserver.ThreadingTCPServer):
             self.server_close()
             raise InputError(f"to serve beyond this machine, set a secret for both sides in {SECRET}")
 
-    def verify_request(self, request: socket.socket, client_address) -> bool:
-        """Whether to listen to a connection at all: not to more than could be clients soon."""
-        return len(self.connections) < 4 * self.most_clients
-
     def process_request(self, request: socket.socket, client_address) -> None:
+        """Listen to a connection, and to no more strangers than could be clients soon: the oldest has to go."""
+        if len(self.strangers) >= 4 * self.most_clients:
+            self.hang_up(next(iter(self.strangers)))
         self.connections.add(request)
+        self.strangers[request] = None
         super().process_request(request, client_address)
+
+    def hang_up(self, connection: socket.socket) -> None:
+        self.strangers.pop(connection, None)
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request: socket.socket) -> None:
         self.connections.discard(request)
+        self.strangers.pop(request, None)
         super().shutdown_request(request)
 
     def server_close(self) -> None:
         """Hang up on everyone, and wait for their threads."""
         for connection in list(self.connections):
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            self.hang_up(connection)
         super().server_close()
         self.worker.shutdown()
 
@@ -746,6 +765,7 @@ class Session(socketserver.BaseRequestHandler):
         try:
             self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.admit()
+            self.server.strangers.pop(self.request, None)
             if not self.server.places.acquire(blocking=False):
                 return self.tell({"refused": f"the server is full, it has {self.server.most_clients} clients"})
             try:
@@ -1237,6 +1257,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--show", action="store_true", help="colour accepted drafts green, unverified text yellow")
     add_remote_arguments(parser)
     add_generation_arguments(parser)
+    parser.set_defaults(seed=None)  # 0, but then drafts may follow measured times: see without_clock
     args = parser.parse_args()
     check_arguments(parser, args)
     return args
@@ -1257,12 +1278,20 @@ def settings_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Settings:
                     frozenset(tokenizer.stop_ids), LOOKUP_SIZES if args.lookup else ())
 
 
+def without_clock(settings: Settings) -> Settings:
+    """Drafts that end by the drafter's confidence alone: else what the same seed says would depend on measured times."""
+    if not settings.adaptive:
+        return settings
+    return replace(settings, adaptive=False, shapes=(replace(settings.shapes[0], level_threshold=CONFIDENCE),))
+
+
 def run_bench(args: argparse.Namespace, model: Llama, drafter: Drafter, tokenizer: Tokenizer,
               prompts: list[tuple[str, list[str]]], remotes: dict[str, Remote]) -> None:
     """The benchmark; with the target here, or on a server behind some networks."""
     settings = settings_of(args, tokenizer)
-    methods = (remote_methods(model, drafter, args.seed, settings.shapes, remotes, args.max_new_tokens) if remotes else
-               local_methods(model, drafter, args.seed, *shapes_of(args)))
+    seed = args.seed or 0
+    methods = (remote_methods(model, drafter, seed, settings.shapes, remotes, args.max_new_tokens) if remotes else
+               local_methods(model, drafter, seed, *shapes_of(args)))
     rows = bench(model, methods, tokenizer, prompts, settings)
     costs = {} if remotes else pass_costs(model)
     if args.json:
@@ -1288,7 +1317,9 @@ def run_prompt(args: argparse.Namespace, model: Llama, drafter: Drafter | None, 
             print(f"{COLOURS[origin]}{text}{RESET}" if coloured else text, end="", flush=True)
 
     settings = replace(settings_of(args, tokenizer), max_new_tokens=count)
-    result = answer(model, drafter, prompt, settings, args.seed, emit, remote=remote)
+    if args.temperature > 0 and args.seed is not None and remote is None:
+        settings = without_clock(settings)
+    result = answer(model, drafter, prompt, settings, args.seed or 0, emit, remote=remote)
     f = result.figures
     figures = {"target_calls": f.target_calls, "acceptance_length": result.acceptance_length(),
                "draft_seconds": f.draft_seconds, "verify_seconds": f.verify_seconds}

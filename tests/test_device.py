@@ -13,7 +13,7 @@ import speculate
 import train
 from llama import Llama
 from moa import Drafter, Shape
-from speculate import Remote, Server, Settings, answer
+from speculate import Remote, Settings, answer
 from test_remote import serving
 from test_speculate import fixed, new_drafter, new_target
 

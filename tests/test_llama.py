@@ -149,7 +149,8 @@ def test_keeping_a_path_of_a_tree_equals_having_run_only_that_path(tiny, path):
 def test_keep_and_truncate_refuse_rows_the_cache_does_not_hold(tiny):
     cache = tiny.new_cache(8)
     tiny(TOKENS[:1, :6], cache)
-    for wrong in (lambda: cache.keep(4, [0, 2]), lambda: cache.keep(4, [-1]), lambda: cache.truncate(7)):
+    for wrong in (lambda: cache.keep(4, [0, 2]), lambda: cache.keep(4, [-1]), lambda: cache.keep(9, []),
+                  lambda: cache.truncate(7)):
         with pytest.raises(ValueError):
             wrong()
 
@@ -278,7 +279,7 @@ def test_a_bfloat16_checkpoint_is_loaded_without_a_float32_copy(tmp_path):
 def test_tensors_are_read_one_at_a_time(tmp_path):
     folder = shutil.copytree(UNTIED, tmp_path / "model")
     (folder / "model-00004-of-00004.safetensors").unlink()
-    _, tensors = llama.read_hugging_face(folder)
+    _, tensors, _ = llama.read_hugging_face(folder)
     assert next(tensors)[0] == "embed_tokens.weight"  # though the last shard is not there
     raises("model-00004-of-00004.safetensors", list, tensors)
 
@@ -306,9 +307,10 @@ def write_odd(path: Path) -> None:
 
 K, NORM = "layers.1.self_attn.k_proj.weight", "norm.weight"
 BROKEN = {  # what is done to the folder, what the message names
-    "missing tensor": (lambda d: replace(d, "model." + K, None), K),
+    "missing tensor": (lambda d: replace(d, "model." + K, None), f"tensor model.{K} missing"),
     "misshapen tensor": (lambda d: replace(d, "model." + K, torch.zeros(32, 63)), f"{K} is (32, 63)"),
     "tensor of integers": (lambda d: replace(d, "model." + K, torch.zeros(32, 64, dtype=torch.int8)), "unsupported type int8"),
+    "tensor of bytes": (lambda d: replace(d, "model." + K, torch.zeros(32, 64).to(torch.float8_e4m3fn)), "float8_e4m3fn"),
     "unknown tensor": (lambda d: replace(d, "model.extra.weight", torch.zeros(1)), "extra.weight"),
     "architecture": (lambda d: edit(d, model_type="mamba"), "'mamba'"),
     "biases": (lambda d: edit(d, attention_bias=True), "biases"),
@@ -358,12 +360,14 @@ def test_norms_take_the_epsilon_of_the_config(tmp_path, stated, epsilon):
 BROKEN_GGUF = {
     "architecture": (lambda m, t: m.update({"general.architecture": "qwen2"}), "'qwen2'"),
     "metadata": (lambda m, t: m.pop("llama.block_count"), "llama.block_count"),
-    "missing tensor": (lambda m, t: t.pop("blk.2.ffn_up.weight"), "layers.2.mlp.up_proj.weight"),
+    "missing tensor": (lambda m, t: t.pop("blk.2.ffn_up.weight"), "tensor blk.2.ffn_up.weight missing"),
+    "unknown tensor": (lambda m, t: t.update({"blk.0.attn_q.bias": (0, (64,), bytes(256))}), "tensor blk.0.attn_q.bias"),
+    "partial rotation": (lambda m, t: m.update({"llama.rope.dimension_count": 8}), "rotary"),
     "misshapen tensor": (lambda m, t: t.update({"output_norm.weight": (0, (32,), bytes(128))}), "norm.weight is (32,)"),
     "misshapen keys": (lambda m, t: t.update({"blk.1.attn_k.weight": (0, (31, 64), bytes(31 * 256))}), "attn_k.weight"),
     "empty tensor": (lambda m, t: t.update({"blk.0.ffn_up.weight": (2, (0, 64), b"")}), "blk.0.ffn_up.weight"),
     "half a block": (lambda m, t: t.update({"output_norm.weight": (2, (48,), bytes(36))}), "output_norm.weight"),
-    "tensor type": (lambda m, t: t.update({"blk.0.ffn_up.weight": (12, (160, 64), b"")}), "unsupported type 12"),
+    "tensor type": (lambda m, t: t.update({"blk.0.ffn_up.weight": (12, (160, 64), b"")}), "unsupported type 12 (Q4_K)"),
     "heads that are text": (lambda m, t: m.update({"llama.attention.head_count": "x"}), "llama.attention.head_count"),
     "no heads": (lambda m, t: m.update({"llama.attention.head_count_kv": 0}), "llama.attention.head_count_kv"),
     "odd heads": (lambda m, t: m.update({"llama.attention.key_length": 15}), "15"),

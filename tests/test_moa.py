@@ -342,6 +342,13 @@ def test_a_level_whose_leaves_are_unlikely_is_the_last(target):
 
 # Ablations -----------------------------------------------------------------------------------------------------------
 
+def test_without_lsa_the_hidden_states_are_made_if_they_are_not_given(target):
+    drafter, tokens = new_drafter(target, use_layer_self_attention=False), torch.tensor([random_tokens(8)])
+    horizon = torch.full((1, 8), 3)
+    given = drafter.features(tokens, None, horizon, target.hidden(tokens))
+    assert torch.equal(drafter.features(tokens, None, horizon), given)
+
+
 def test_without_lsa_the_memory_is_a_function_of_the_last_hidden_state_only(target):
     drafter = new_drafter(target, use_layer_self_attention=False)
     _, kv, hidden = read(target, random_tokens(8))

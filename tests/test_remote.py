@@ -108,6 +108,17 @@ def test_greedy_tokens_are_those_of_the_target_alone_over_every_network(choices)
         assert answer(target, None, PROMPT, Settings(24), remote=remote_to(server)).tokens == alone  # plain use of an API
 
 
+def test_the_handshake_counts_among_the_bytes_that_were_sent():
+    target = new_target(16)
+    drafter = new_drafter(target)
+    with serving(target, drafter) as server:
+        channel = remote_to(server).channel(drafter, 0)
+        with socket.create_connection(server.server_address, timeout=30) as sock:
+            sock.sendall(hmac.digest(b"", sock.recv(32, socket.MSG_WAITALL), "sha256"))
+            assert (channel.bytes_up, channel.bytes_down) == (32, 32 + receive_message(sock, 4096)[2])
+        channel.close()
+
+
 def test_the_memory_of_a_long_prompt_comes_in_pieces():
     target, prompt = new_target(16, context=2048), [i * i % 13 for i in range(2 * PROMPT_CHUNK + 50)]
     drafter = new_drafter(target, target_layer_inference=2)
@@ -368,6 +379,23 @@ def test_a_server_that_restarts_between_two_messages_is_told_everything_again():
     assert len(emitted) > 20 and result.tokens == answer(target, None, PROMPT, Settings(100)).tokens
 
 
+def test_a_server_that_dies_while_it_reads_the_prompt_and_restarts_is_asked_again(monkeypatch):
+    target, read, reads = new_target(16), speculate.Session.read, []
+    drafter = new_drafter(target)
+
+    def hang_up_once(session, *request) -> None:
+        reads.append(request)
+        if len(reads) == 1:
+            raise ConnectionError
+        read(session, *request)
+
+    monkeypatch.setattr(speculate.Session, "read", hang_up_once)
+    with serving(target, drafter) as server:
+        result = answer(target, drafter, PROMPT, fixed(CHAIN), remote=remote_to(server))
+    assert len(reads) == 2 and result.tokens == answer(target, None, PROMPT, Settings(24)).tokens
+    assert not result.figures.disconnected and not result.figures.unverified_tokens
+
+
 def test_a_server_that_hung_up_on_a_client_that_paused_is_asked_again():
     target, emitted = new_target(16, context=128), []
     drafter = new_drafter(target)
@@ -390,7 +418,7 @@ def test_what_is_wrong_with_the_servers_models_it_says_in_one_line(speculative, 
     target.norm.weight.fill_(math.nan)
     with serving(target, drafter) as server, pytest.raises(InputError):
         answer(target, drafter if speculative else None, PROMPT, fixed(CHAIN), remote=remote_to(server))
-    message, = capsys.readouterr().err.splitlines()
+    message, = set(capsys.readouterr().err.splitlines())  # of every attempt
     assert "the model computes no numbers" in message
 
 
@@ -494,6 +522,17 @@ def connect(server: Server, secret: str = "") -> socket.socket:
     sock.sendall(hmac.digest(secret.encode(), sock.recv(32, socket.MSG_WAITALL), "sha256"))
     receive_message(sock, 4096)
     return sock
+
+
+def test_silent_strangers_keep_nobody_out():
+    target = new_target(16)
+    drafter = new_drafter(target)
+    with serving(target, drafter, most_clients=2) as server:
+        strangers = [socket.create_connection(server.server_address, timeout=30) for _ in range(40)]
+        assert answer(target, drafter, PROMPT, fixed(CHAIN), remote=remote_to(server)).tokens
+        assert len(server.strangers) <= 8 and strangers[0].recv(99)[32:] == b""  # the oldest was hung up on
+        for stranger in strangers:
+            stranger.close()
 
 
 def test_a_client_without_the_secret_is_told_so_and_nothing_else(capsys):

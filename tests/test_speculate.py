@@ -3,6 +3,7 @@ import copy
 import itertools
 import json
 import math
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -442,6 +443,15 @@ def test_the_command_line_gives_the_same_tokens_with_and_without_speculation(com
     assert result["tokens"] == alone["tokens"] and result["text"] == alone["text"] != ""
     assert result["new_tokens"] == len(result["tokens"]) == 24 == alone["target_calls"] + 1
     assert result["acceptance_length"] == 23 / result["target_calls"] >= 1 == alone["acceptance_length"]
+
+
+def test_the_same_seed_says_the_same_whatever_the_clock_says(command, monkeypatch):
+    steps = random.Random(0)
+    times = itertools.accumulate(steps.expovariate(1) for _ in itertools.count())
+    monkeypatch.setattr(speculate.LocalTarget, "clock", lambda self: next(times))
+    arguments = ["--prompt", "Tell me a story.", "--max-new-tokens", "32", "--temperature", "1", "--json"]
+    one, same, other = (json.loads(command(*arguments, "--seed", seed)[1])["tokens"] for seed in "334")
+    assert one == same != other
 
 
 def test_show_colours_the_accepted_drafts_and_leaves_the_text_as_it_is(command):
