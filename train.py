@@ -337,8 +337,9 @@ def encode_conversation(tokenizer: Tokenizer, messages: list[dict], seq_len: int
 class Conversations:
     """Random access to the conversations of some .jsonl files, of which only the lines' offsets are in memory.
 
-    Lines that cannot be used are named on stderr, those that are no conversation at once, those without an answer within
-    seq_len tokens when their turn comes.
+    Lines that cannot be used are named on stderr: at once where there is no conversation with an answer, in its turn where
+    the answer begins beyond seq_len.
+
     keep: and what has been read of them, with what `frozen_states` adds to it: 2 Ekv + E numbers of 2 bytes a token.
     """
 
@@ -366,6 +367,24 @@ class Conversations:
     def __len__(self) -> int:
         return self.first[-1]
 
+    def get(self, index: int) -> Sequence | None:
+        """One conversation; None for a line that cannot be used."""
+        if index in self.skipped or index in self.blank or index in self.kept:
+            return self.kept.get(index)
+        which, number = self.place(index)
+        start, end = self.offsets[which][number:number + 2]
+        with open(self.paths[which], "rb") as file:
+            file.seek(start)
+            line = file.read(end - start)
+        try:
+            sequence = encode_conversation(self.tokenizer, read_messages(line.decode("utf-8-sig")), self.seq_len)
+            if self.keep:
+                self.kept[index] = sequence
+            return sequence
+        except ValueError as error:
+            self.skip(index, error)
+            return None
+
     def scan(self, index: int, line: bytes) -> int:
         """The length of a line in bytes, once it is known whether it holds a conversation."""
         if not line.strip():
@@ -388,24 +407,6 @@ class Conversations:
         """Which file a line is in, and which it is there, both from 0."""
         which = bisect.bisect_right(self.first, index) - 1
         return which, index - self.first[which]
-
-    def get(self, index: int) -> Sequence | None:
-        """One conversation; None for a line that cannot be used."""
-        if index in self.skipped or index in self.blank or index in self.kept:
-            return self.kept.get(index)
-        which, number = self.place(index)
-        start, end = self.offsets[which][number:number + 2]
-        with open(self.paths[which], "rb") as file:
-            file.seek(start)
-            line = file.read(end - start)
-        try:
-            sequence = encode_conversation(self.tokenizer, read_messages(line.decode("utf-8-sig")), self.seq_len)
-            if self.keep:
-                self.kept[index] = sequence
-            return sequence
-        except ValueError as error:
-            self.skip(index, error)
-            return None
 
 
 class Order:
