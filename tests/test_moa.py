@@ -5,6 +5,7 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +56,16 @@ def start_behind(target: Llama, drafter: Drafter, tokens: list[int]) -> Drafting
 
 def random_tokens(count: int, seed: int = 3) -> list[int]:
     return torch.randint(V, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_the_default_sizes_for_llama_3_8b_are_the_papers():
+    llama3 = Config(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+                    num_key_value_heads=8, head_dim=128)
+    assert DrafterConfig.sized_for(SimpleNamespace(config=llama3)) == DrafterConfig(
+        num_attention_heads=32, layer_self_attention_num_attention_heads=32, layer_self_attention_num_key_value_heads=8,
+        layer_self_attention_intermediate_size=3072, self_attention_num_key_value_heads=4,
+        self_attention_intermediate_size=6144, cross_attention_num_key_value_heads=4, cross_attention_intermediate_size=6144,
+        rms_norm_eps=1e-5, rope_theta=500000.0)
 
 
 # The authors' numbers ------------------------------------------------------------------------------------------------
@@ -314,6 +325,19 @@ def test_a_greedy_tree_has_the_paths_that_the_drafter_finds_likeliest_of_all(tar
     draft = start_behind(target, drafter, verified).draft(2, Shape(depth, nodes, nodes, threshold))
     assert paths(draft) == best and max(draft.depths()) == depth
     assert all(parent < child for child, parent in enumerate(draft.parents))
+
+
+@pytest.mark.parametrize("N", [0, 2])
+def test_a_token_of_a_tree_is_drawn_from_what_the_drafter_makes_of_its_own_path(target, N):
+    drafter, verified = new_drafter(target, target_layer_inference=N), random_tokens(6)
+    draft = start_behind(target, drafter, verified).draft(2, Shape(4, 3, 16), 1.0, generator=torch.Generator().manual_seed(0))
+    parents = sorted(set(draft.parents))
+    assert len(parents) > 6 and max(draft.depths()) == 4
+    for parent, q in zip(parents, draft.q):
+        tokens = torch.tensor([verified + [2] + (path_to(parent, draft.tokens, draft.parents) if parent >= 0 else [])])
+        _, kv, _ = read(target, tokens[0].tolist())
+        features = drafter.features(tokens, kv, torch.full_like(tokens, len(verified) - 1))[0, -1]
+        torch.testing.assert_close(q, probabilities(drafter.logits(features), 1.0), **CLOSE)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
