@@ -125,6 +125,20 @@ class Draft:
     def is_chain(self) -> bool:
         return self.parents == chain_parents(len(self.parents))
 
+    def behind(self, tokens: list[int]) -> "Draft":
+        """What is left of it once these tokens have turned out to follow `token`: the tree behind them, if they are in it."""
+        path = walk(self.parents, self.tokens, tokens)
+        if len(path) < len(tokens):
+            return Draft(tokens[-1], [], [])
+        index = {path[-1] if path else -1: -1}  # of a node among those that are left
+        for node, parent in enumerate(self.parents):
+            if parent in index:
+                index[node] = len(index) - 1
+        left = list(index)[1:]
+        families = [row for row, parent in enumerate(sorted(set(self.parents))) if parent in index]
+        return Draft(([self.token] + tokens)[-1], [self.tokens[node] for node in left],
+                     [index[self.parents[node]] for node in left], None if self.q is None else self.q[families])
+
     def first_path(self) -> list[int]:
         """Tokens of the path that the drafter itself would take: at temperature 0 likeliest first, else as drawn."""
         path, node = [], -1

@@ -126,7 +126,7 @@ class Verdict:
     memory: Memory | None
     checked: bool = True  # whether the target looked at the draft
     pass_seconds: float | None = None  # of the target's work alone; None: as long as `verify` took
-    ahead: Draft | None = None  # a draft behind `token`, made while the verdict was on its way, if `token` was guessed right
+    rows: int | None = None  # tokens in its pass; None: the draft's and the one before it
 
 
 class Origin(IntEnum):
@@ -156,18 +156,18 @@ def speculate(target: LocalTarget | RemoteTarget, drafting: Drafting | Lookup, p
             return
         began = target.clock()
         pace = Pace.fastest(paces)
-        shape = pace.fit() if s.adaptive else pace.shape
-        shape = replace(shape, depth=min(shape.depth, left - 1), coarse=target.coarse)
-        ready = verdict.ahead  # a draft that costs nothing any more
+        shape = target.adapt(pace.fit() if s.adaptive else pace.shape)
+        shape = replace(shape, depth=min(shape.depth, left - 1))
+        found = None
         if verdict.memory:
             drafting.observe(verdict.memory)
             lookup.observe(verdict.memory)
-            ready = ready or lookup.find(verdict.token, shape.depth)
-        draft = ready or drafting.draft(verdict.token, shape, s.temperature, s.top_p, generator)
+            found = lookup.find(verdict.token, shape.depth)
+        draft = found or drafting.draft(verdict.token, shape, s.temperature, s.top_p, generator)
         drafted = target.clock()
         verdict = target.verify(draft)  # and remember: LSA and CA's keys and values are the target's side's work
         draft_seconds, verify_seconds = drafted - began, target.clock() - drafted
-        if verdict.checked and figures.target_calls > 0 and not ready:  # the first draft reads the whole prompt too
+        if verdict.checked and figures.target_calls > 0 and not found:  # the first draft reads the whole prompt too
             pace.note(draft, verdict, draft_seconds, verify_seconds)
         figures.count(draft, verdict, draft_seconds, verify_seconds)
 
@@ -223,8 +223,6 @@ def normalised(p: Tensor) -> Tensor:
 class LocalTarget:
     """The target of one conversation, on this machine. LSA and CA's keys and values are computed on its side."""
 
-    coarse = False  # drafts may be drawn from any q
-
     def __init__(self, model: Llama, drafter: Drafter | Lookup, capacity: int, settings: Settings,
                  generator: torch.Generator):
         self.model, self.drafter, self.settings, self.generator = model, drafter, settings, generator
@@ -237,6 +235,10 @@ class LocalTarget:
         check_finite(hidden[0, -1])
         _, token = self.judge(hidden[0, -1:], Draft(prompt[-1], [], []))
         return Verdict([], token, self.drafter.remember(prompt, self.cache, start, hidden))
+
+    def adapt(self, shape: Shape) -> Shape:
+        """The shape, as drafts for this target must be."""
+        return shape
 
     def verify(self, draft: Draft) -> Verdict:
         """Check a draft in one pass; the cache keeps its root and the nodes that are accepted."""
@@ -295,7 +297,7 @@ class Pace:
         self.cycles: deque[Cycle] = deque(maxlen=self.RECENT)
 
     def note(self, draft: Draft, verdict: Verdict, draft_seconds: float, verify_seconds: float) -> None:
-        self.cycles.append(Cycle(max(1, *draft.depths()), draft_seconds, 1 + len(draft.tokens),
+        self.cycles.append(Cycle(max(1, *draft.depths()), draft_seconds, verdict.rows or 1 + len(draft.tokens),
                                  verdict.pass_seconds or verify_seconds, verify_seconds, 1 + len(verdict.accepted)))
 
     @staticmethod
@@ -364,13 +366,13 @@ class Lookup:
 #
 # A connection opens with a nonce and its HMAC under the shared secret. Then the client asks, in messages of netsim.py:
 #     read {start, capacity, float16} + tokens      the cache is cut to `start` and takes these as given: next token, memory
-#     verify {start, token} + draft                 what is accepted, next token and memory
+#     verify {start, token} + draft                 one pass more: what of the draft is accepted, next token and memory
 #     generate {max_new_tokens, stop_ids} + tokens  plain use of an API: the target's own tokens, one a message
 # The first and the last say in temperature, top_p and seed how to sample.
 # ---------------------------------------------------------------------------------------------------------------------
 
 SECRET = "MOA_SECRET"  # the environment variable that holds it
-MOST_CLIENTS, MOST_DRAFTS = 8, 64
+MOST_CLIENTS, MOST_DRAFTS, MOST_ON_THE_WAY = 8, 64, 8
 IDLE_SECONDS = 300.0  # after which a silent client is dropped
 PEER_SECONDS = 10.0  # for a message that has begun, and for the handshake
 PREFILL_SECONDS = 60.0  # for a piece of the prompt
@@ -483,26 +485,63 @@ class Remote:
         raise Lost(f"no server at {self.host}:{self.port}: {one_line(reason)}")
 
 
+class Window:
+    """How many drafts to have on the way to a server: as many as should bring the most tokens a second.
+
+    With w on the way, a pass of the target ends every max(work, (work + idle) / w) seconds, `idle` being the round trip and our
+    drafting. But then the draft of a pass was made before w - 1 others ended, and helps only if it foresaw what they brought.
+    """
+
+    RATE = 1 / 8  # at which the means follow
+
+    def __init__(self):
+        self.accepted = 1.0  # drafts that a pass accepts, if it was foreseen
+        self.foreseen = 0.3  # how often what one pass brings lies on a path of the draft for the next
+
+    def size(self, work: float | None, idle: float) -> int:
+        if work is None:
+            return 1
+        tokens = lambda w: 1 + self.accepted * self.foreseen ** (w - 1)
+        return max(range(1, MOST_ON_THE_WAY + 1), key=lambda w: tokens(w) / max(work, (work + idle) / w))
+
+    def note(self, draft: Draft, passed: list[int], accepted: list[int]) -> None:
+        """Of a draft, `passed` had come before its turn, and then `accepted`."""
+        if not draft.tokens:
+            return
+        foresaw = len(walk(draft.parents, draft.tokens, passed)) == len(passed)
+        if foresaw:
+            self.accepted += self.RATE * (len(accepted) - self.accepted)
+        if not passed:  # a deeper one would have foreseen this pass, if all of its first path was right
+            foresaw = accepted == draft.first_path()
+        self.foreseen += self.RATE * (foresaw - self.foreseen)
+
+
 class RemoteTarget:
     """The target of one conversation, on a server; it is asked what a LocalTarget is asked.
 
-    While a verdict is on its way, the drafter goes on from its own guess. If none comes the guess is the answer, and so
-    on, until the server is back and takes what was written meanwhile as given.
-    """
+    Several drafts may be on the way (`Window`), so that the server need not wait for the next one. Each gets one pass of the
+    target. At its turn the text has gone on by what the passes of those before it have brought; if that lies on a path of the
+    draft, what is left behind it is checked (`Draft.behind`), else the pass brings the target's next token only.
 
-    coarse = True  # drafts must be drawn from a q that can be sent
+    If nothing comes, the drafter's guess is the answer, and so on, until the server is back and takes what was written
+    meanwhile as given.
+    """
 
     def __init__(self, channel: Channel, remote: Remote, drafting: Drafting, capacity: int, settings: Settings,
                  generator: torch.Generator, figures: Figures):
         self.channel, self.remote, self.drafting, self.capacity = channel, remote, drafting, capacity
         self.settings, self.generator, self.figures = settings, generator, figures
         self.tokens: list[int] = []  # of prompt and answer, all there are
-        self.prompt_length = 0
+        self.prompt_length = self.end = 0  # of tokens, when the answer is complete
         self.verified = 0  # so many of them have a memory, and lie in the server's cache
+        self.asked: deque[tuple[int, Draft]] = deque()  # drafts on the way, and the position of the token that each follows
+        self.told: float | None = None  # when the last verdict came
+        self.window, self.places = Window(), 1  # places: how many more may be sent now
+        self.drafted = SmoothedTime()  # how long a draft takes us
         self.worked = SmoothedTime()  # how long a verification takes the server
         self.reading = 0.0  # how long it took, the last time, to read text, or the last piece of a long one
-        self.guess_rate = 0.5  # how often, of late, a draft's whole first path was accepted
         self.lost = False
+        self.context = drafting.drafter.target.config.max_position_embeddings
         self.retry, self.pause = 0.0, FIRST_PAUSE  # when to connect again at the earliest, and for how long not to after that
 
     def clock(self) -> float:
@@ -512,7 +551,7 @@ class RemoteTarget:
         """Have the prompt read, again if the server dies meanwhile and is soon back. Raises InputError if it is not: without
         any memory the drafter cannot go on alone.
         """
-        self.tokens, self.prompt_length = list(prompt), len(prompt)
+        self.tokens, self.prompt_length, self.end = list(prompt), len(prompt), len(prompt) + self.settings.max_new_tokens
         try:
             return self.read(0, PREFILL_SECONDS)
         except Lost as error:
@@ -524,82 +563,87 @@ class RemoteTarget:
         raise InputError(f"the server was lost before its first token: {reason}")
 
     def verify(self, draft: Draft) -> Verdict:
-        """The server's verdict or, if none comes, the drafter's own text: its first path, as if the target had chosen it.
-
-        ids is that text, behind draft.token; `wait` adds what is drafted meanwhile. In turn:
+        """The server's next verdict, which may be on an earlier draft. If none comes, the drafter's own text: the draft's first
+        path, as if the target had chosen it. In turn:
 
             lost before           catch_up(): the server's next token if it is back, else Lost
-            not lost              send, then wait(): the verdict, or None when it takes too long
+            not lost              send, as far as the window is open, and wait; Lost if it takes too long
             the connection died   catch_up() over another one, at once
-            none of these helped  the last of ids stands for the target's token, those before it for accepted drafts
+            none of these helped  the path's last token stands for the target's, those before it for accepted drafts
         """
         self.channel.clock.work("draft")
-        ids = [draft.token] + draft.first_path()
         try:
             if self.lost:
                 return self.catch_up()
-            self.channel.send({"call": "verify", "start": self.verified, "token": draft.token}, pack_draft(draft))
+            if self.told is not None:
+                self.drafted.observe(self.clock() - self.told)
+            self.ask(draft)
+            return self.hear()
         except Lost as error:
-            self.lose(error)
-        self.drafting.assume(ids[:-1])
-        verdict = None if self.lost else self.wait(draft, ids)
-        if verdict:
-            return verdict
+            self.lost, self.told, self.figures.disconnected = True, None, self.figures.disconnected or str(error)
         if self.channel.dead:  # the server hung up, on a client that paused or to start anew: it may take another connection
             with suppress(Lost):
                 return self.catch_up()
-        if len(ids) == 1:
-            self.draft_on(ids)
-        self.tokens += ids[1:]
-        return Verdict(ids[1:-1], ids[-1], None, checked=False)
+        return self.guess(draft)
 
-    def wait(self, draft: Draft, ids: list[int]) -> Verdict | None:
-        """The verdict that is on its way, or None. ids is our guess of what it accepts, and grows by what is drafted here.
+    def adapt(self, shape: Shape) -> Shape:
+        """Drafts for this target are drawn from a q that can be sent, and are deeper by as many passes as they have to foresee.
 
-        Where such guesses are right often enough, we draft meanwhile: the token that should follow, and a chain as deep as
-        the draft behind it, which is used if the verdict is as guessed. Then ids is, from left to right,
-
-            draft.token, the draft's first path | the next token, as we guess it | the chain, to become verdict.ahead
-            0 .. guessed - 1                    | guessed                        | guessed + 1 .. guessed + depth
+        What is decided here, before drawing, `ask` must not decide by what was drawn: or the text would follow that.
         """
-        guessed, qs, depth = len(ids), [], max(draft.depths())
-        room = self.prompt_length + self.settings.max_new_tokens - len(self.tokens)
-        length = min(guessed + depth + 1, room + 1) if self.guess_rate >= 1 / 2 else guessed
-        try:
-            while len(ids) < length and not self.channel.ready():
-                qs.append(self.draft_on(ids))
-            fields, memory = self.receive(self.patience(), lambda fields: along(draft, fields["accepted"]))
-        except Lost as error:
-            self.lose(error)
-            return None
+        idle = (self.channel.round_trip.mean or 0.0) + (self.drafted.mean or 0.0)
+        size = 1 if self.lost else self.window.size(self.worked.mean, idle)
+        self.places = size - len(self.asked)
+        if self.places < 1 and not self.lost:
+            return replace(shape, depth=0)
+        return replace(shape, coarse=True, nodes=min(size * shape.nodes, MOST_DRAFTS),
+                       depth=max(shape.depth, min(size * shape.depth, MOST_DRAFTS // shape.breadth)))
+
+    def ask(self, draft: Draft) -> None:
+        """Send a draft behind the newest token and, where the window is open further, empty ones: one token each.
+
+        Beside others none is sent whose pass would come after the answer's last token, as each before it brings one, or might
+        come after the context's, if all before it were accepted.
+        """
+        known, reach = len(self.tokens), len(self.tokens)
+        for behind, ahead in self.asked:
+            reach = max(reach, behind + 1 + max(ahead.depths())) + 1  # tokens, once all are accepted
+        for draft in ([draft] + [Draft(draft.token, [], [])] * self.places)[:max(0, self.places)]:
+            if self.asked and (known + len(self.asked) >= self.end or reach >= self.context):
+                break
+            self.channel.send({"call": "verify", "start": known - 1, "token": draft.token}, pack_draft(draft))
+            self.asked.append((known - 1, draft))
+            reach = max(reach, known + max(draft.depths())) + 1
+
+    def hear(self) -> Verdict:
+        """The next verdict, when it is there. Raises Lost."""
+        start, draft = self.asked[0]
+        passed = self.tokens[start + 1:]  # what other passes have brought since it was sent
+        left = draft.behind(passed)
+        queued = (len(self.asked) - 1) * (self.worked.mean or 0.0)
+        fields, memory = self.receive(queued + self.patience(), lambda fields: along(left, fields["accepted"]))
+        self.asked.popleft()
         worked = self.channel.clock.worked(fields)
         self.worked.observe(worked)
-        if depth > 0:
-            self.guess_rate += ((memory.tokens == ids[:guessed]) - self.guess_rate) / 8
-        verdict = Verdict(memory.tokens[1:], fields["token"], memory, pass_seconds=worked)
-        chain = ids[guessed + 1:]  # drafted behind the guessed next token
-        if len(chain) == depth > 0 and memory.tokens + [verdict.token] == ids[:guessed + 1]:
-            verdict.ahead = Draft(verdict.token, chain, chain_parents(len(chain)),
-                                  None if self.settings.temperature == 0 else torch.cat(qs[1:]))
-        return self.note(verdict)
+        self.window.note(draft, passed, memory.tokens[1:])
+        self.told = self.clock()
+        return self.note(Verdict(memory.tokens[1:], fields["token"], memory, pass_seconds=worked, rows=1 + len(left.tokens)))
 
-    def draft_on(self, ids: list[int]) -> Tensor | None:
-        """Draft one more token behind `ids`, of which all but the last is assumed; its q."""
-        s = self.settings
-        step = self.drafting.draft(ids[-1], Shape(1, coarse=True), s.temperature, s.top_p, self.generator)
-        if not step.tokens:
+    def guess(self, draft: Draft) -> Verdict:
+        """The drafter's own text: the draft's first path, as if the target had chosen it."""
+        s, text = self.settings, draft.first_path()
+        if not text:
+            text = self.drafting.draft(draft.token, Shape(1, coarse=True), s.temperature, s.top_p, self.generator).tokens
+        if not text:
             raise InputError("the drafter computes no numbers: its weights are damaged, or --dtype cannot hold its values")
-        self.channel.clock.work("draft")
-        self.drafting.assume(ids[-1:])
-        ids += step.tokens
-        return step.q
-
-    def lose(self, error: Lost) -> None:
-        self.lost, self.figures.disconnected = True, self.figures.disconnected or str(error)
+        self.drafting.assume([draft.token] + text[:-1])
+        self.tokens += text
+        return Verdict(text[:-1], text[-1], None, checked=False)
 
     def catch_up(self) -> Verdict:
         """Where the server's own text goes on, if it is back. Raises Lost if it is not."""
         channel = self.channel
+        self.asked.clear()
         while channel.requests and not channel.dead:  # first comes what it still owes us
             if channel.ready():
                 fields, _ = channel.receive(0)
@@ -626,8 +670,7 @@ class RemoteTarget:
 
     def read(self, start: int, patience: float) -> Verdict:
         """The server takes the tokens from `start` on as given: its next one, and the memory of those that had none."""
-        s, context = self.settings, self.drafting.drafter.target.config.max_position_embeddings
-        capacity = min(self.capacity, context + MOST_DRAFTS)
+        s, capacity = self.settings, min(self.capacity, self.context + MOST_DRAFTS)
         self.channel.send({"call": "read", "start": start, "capacity": capacity, "float16": self.remote.float16,
                            **sampling_fields(s, self.generator)}, {"tokens": int32(self.tokens[start:])})
         pieces = [self.tokens[a:a + PROMPT_CHUNK] for a in range(start, len(self.tokens), PROMPT_CHUNK)]
@@ -759,6 +802,7 @@ class Session(socketserver.BaseRequestHandler):
     """One client's connection: who breaks a rule of it is hung up on, with a line on stderr."""
 
     target: LocalTarget | None = None
+    text: list[int] = []  # what is in its cache, and the newest token
 
     def handle(self) -> None:
         self.model = self.server.model
@@ -821,17 +865,19 @@ class Session(socketserver.BaseRequestHandler):
         start = whole(fields["start"], 0, self.target.cache.length)
         whole(start + len(tokens), start + 1, min(context, self.target.cache.capacity))
         self.target.cache.truncate(start)
+        self.text = self.text[:start] + tokens
         for a in range(0, len(tokens), PROMPT_CHUNK):
             verdict, memory = self.server.work(self.with_memory, self.target.prefill, tokens[a:a + PROMPT_CHUNK])
             self.reply("read", {"token": verdict.token, "more": a + PROMPT_CHUNK < len(tokens)}, memory)
+        self.text.append(verdict.token)
 
     def verify(self, fields: dict, tensors: dict[str, Tensor]) -> None:
-        """Check a draft."""
-        vocab_size = self.model.config.vocab_size
-        token, drafts = whole(fields["token"], 0, vocab_size - 1), checked_ids(tensors["drafts"], 0, vocab_size)
+        """Check what is left of a draft behind the newest token."""
+        vocab_size, length, capacity = self.model.config.vocab_size, self.target.cache.length, self.target.cache.capacity
+        start, drafts = whole(fields["start"], 0, length), checked_ids(tensors["drafts"], 0, vocab_size)
         parents, q = checked_ids(tensors["parents"], -1, len(drafts)), None
-        whole(fields["start"], self.target.cache.length, self.target.cache.length)
-        whole(len(drafts), 0, min(MOST_DRAFTS, self.target.cache.capacity - self.target.cache.length - 1))
+        whole(fields["token"], self.text[start], self.text[start])
+        whole(len(drafts), 0, MOST_DRAFTS)
         if len(parents) != len(drafts) or any(parent >= i for i, parent in enumerate(parents)):
             raise ValueError("the parents of drafts must come before them")
         if self.target.settings.temperature > 0 and "counts" in tensors:
@@ -841,9 +887,11 @@ class Session(socketserver.BaseRequestHandler):
             if not tensors["ids"].shape == counts.shape == size or counts.dtype != torch.uint8 or not counts.sum(-1).all():
                 raise ValueError("q does not fit the drafts")
             q = from_coarse(tensors["ids"], counts, vocab_size).to(self.model.device)
-        draft = Draft(token, drafts, parents, q)
-        whole(self.target.cache.length + max(draft.depths()), 0, self.model.config.max_position_embeddings - 1)
+        draft = Draft(self.text[start], drafts, parents, q).behind(self.text[start + 1:])
+        whole(length + 1 + len(draft.tokens), 0, capacity)
+        whole(length + max(draft.depths()), 0, self.model.config.max_position_embeddings - 1)
         verdict, memory = self.server.work(self.with_memory, self.target.verify, draft)
+        self.text += verdict.accepted + [verdict.token]
         self.reply("verify", {"accepted": verdict.accepted, "token": verdict.token}, memory)
 
     def generate(self, fields: dict, tensors: dict[str, Tensor]) -> None:
@@ -966,6 +1014,8 @@ def answer(model: Llama, drafter: Drafter | Lookup | None, prompt: list[int], se
             generate(model, prompt, s.max_new_tokens, s.stop_ids, s.temperature, s.top_p, generator)))
     else:
         spare = max(max(shape.nodes, shape.depth * shape.breadth) for shape in s.shapes)  # for what will be rejected
+        if remote:
+            spare += MOST_DRAFTS + MOST_ON_THE_WAY  # for deeper drafts, and for what is asked before the end is seen
         capacity = len(prompt) + s.max_new_tokens + spare
         drafting = drafter.start(capacity)
         target = (RemoteTarget(channel, remote, drafting, capacity, s, generator, result.figures) if remote else
@@ -1273,7 +1323,7 @@ def shapes_of(args: argparse.Namespace) -> tuple[Shape, Shape]:
 
 def settings_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Settings:
     chain, tree = shapes_of(args)
-    shapes = (tree,) if args.tree else (chain,) if args.draft_length else (chain, tree)
+    shapes = (tree,) if args.tree else (chain,) if args.draft_length else (tree,) if args.remote else (chain, tree)
     return Settings(args.max_new_tokens, args.temperature, args.top_p, shapes, args.draft_length is None,
                     frozenset(tokenizer.stop_ids), LOOKUP_SIZES if args.lookup else ())
 

@@ -355,6 +355,25 @@ def test_a_draft_is_as_large_as_its_shape_and_no_larger(target, shape, temperatu
     assert len(paths(draft)) == len(draft.tokens)  # no token twice among siblings
 
 
+def test_behind_tokens_that_have_come_a_draft_is_the_tree_that_follows_them():
+    #      7         each parent's q is told by its first number
+    #     / \
+    #    3   4
+    #   / \   \
+    #  5   6   5
+    #  |
+    #  8
+    draft = Draft(7, [3, 4, 5, 6, 5, 8], [-1, -1, 0, 0, 1, 2], torch.tensor([[0.0, 1], [1, 0], [2, 0], [3, 0]]))
+    assert draft.behind([]).tokens == draft.tokens and draft.behind([]).q.equal(draft.q)
+    left = draft.behind([3])
+    assert (left.token, left.tokens, left.parents) == (3, [5, 6, 8], [-1, -1, 0])
+    assert left.q[:, 0].tolist() == [1, 3]  # of 3's children and of their first one's, not of 4's
+    assert draft.behind([4]).q[:, 0].tolist() == [2] and draft.behind([3]).behind([5]).tokens == draft.behind([3, 5]).tokens == [8]
+    for tokens in ([6], [3, 5, 8], [3, 9, 9], [4, 5, 5]):  # it did not foresee them, or nothing behind them
+        left = draft.behind(tokens)
+        assert (left.token, left.tokens, left.parents) == (tokens[-1], [], [])
+
+
 def test_a_level_whose_leaves_are_unlikely_is_the_last(target):
     drafting = start_behind(target, new_drafter(target), random_tokens(6))
     lengths = []

@@ -28,8 +28,8 @@ from conftest import ROOT, run_script
 from llama import InputError, KVCache, Llama, generate, load_model, run_command
 from moa import COARSE_TOKENS, PROMPT_CHUNK, Draft, Drafter, Drafting, Shape, from_coarse, to_coarse
 from netsim import PROFILES, Link, Outage, VirtualClock, receive_message, send_message
-from speculate import (Origin, Remote, Server, Settings, answer, bench, fingerprint, print_table, quantise, remote_methods,
-                       same_models)
+from speculate import (Origin, Remote, Server, Settings, Window, answer, bench, fingerprint, print_table, quantise,
+                       remote_methods, same_models)
 from test_speculate import KEYS as LOCAL_KEYS
 from test_speculate import (LENGTH, PROMPT, TEMPERATURE, VOCABULARY, WORDS, exact_distribution, excess, fixed, new_drafter,
                             new_target)
@@ -128,28 +128,53 @@ def test_the_memory_of_a_long_prompt_comes_in_pieces():
     assert remote.figures.round_trips == 1 + remote.figures.target_calls
 
 
-def test_what_was_drafted_on_the_way_is_kept_when_the_guess_was_right(monkeypatch):
-    target, calls, draft = new_target(16, sharpness=10.0), [], Drafting.draft
-    monkeypatch.setattr(Drafting, "draft", lambda self, token, shape, *how:
-                        calls.append(shape.depth) or draft(self, token, shape, *how))
-    drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)  # whose guess always is
+def test_drafts_on_the_way_save_the_time_that_the_server_would_wait(monkeypatch):
+    target = new_target(16, sharpness=10.0)
+    drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)  # it foresees everything, as far as it drafts
     with serving(target, drafter) as server:
-        for temperature, most in ((0.0, 1), (0.8, 4)):  # who draws cannot always guess what the target will draw
-            calls.clear()
-            settings = fixed(CHAIN, 41, temperature=temperature)
-            result = answer(target, drafter, PROMPT, settings, remote=remote_to(server, link=Link(0.1), float16=True))
-            assert result.figures.target_calls == 8  # of 5 tokens each
-            assert 1 <= calls.count(CHAIN.depth) <= most  # the other drafts were there before the verdict
+        remote, seconds = remote_to(server, link=Link(0.02), float16=True), []
+        for size in (Window.size, lambda *_: 1):
+            monkeypatch.setattr(Window, "size", size)
+            result = answer(target, drafter, PROMPT, fixed(CHAIN, 60), remote=remote)
+            assert result.tokens == answer(target, None, PROMPT, Settings(60)).tokens
+            seconds.append(result.figures.verify_seconds)
+    assert seconds[0] < 0.7 * seconds[1]
 
 
-@pytest.mark.parametrize("shape, top_p, choices", [
-    (Shape(2), 1.0, {}), (Shape(2, 2, 4), 1.0, dict(lookup=(2, 1))),
-    (Shape(2, 3, 6), 0.8, dict(target_layer_inference=1)),
-    (Shape(2, 2, 4), 1.0, dict(draft_vocabulary=(0, 2, 4)))], ids=str)
-def test_whole_sequences_are_distributed_as_the_targets_own(shape, top_p, choices):
-    target = new_target(VOCABULARY, layers=1)
+def test_on_a_long_way_bad_drafts_cost_hardly_more_than_plain_use_of_an_api():
+    target, seconds = new_target(16, context=128), []
+    drafter = new_drafter(target)
+    with serving(target, drafter) as server:
+        for whose in (drafter, None):
+            clock = VirtualClock(COSTS)
+            answer(target, whose, PROMPT, fixed(CHAIN, 100), remote=remote_to(server, link=Link(0.1), clock=lambda: clock))
+            seconds.append(clock.now())
+    assert seconds[0] < 1.2 * seconds[1]  # and not one round trip, seven passes long, for every token or two
+
+
+def test_no_pass_is_asked_for_beyond_the_end_of_an_answer(monkeypatch):
+    target, passes, verify = new_target(16, context=44), [], speculate.LocalTarget.verify
+    drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)
+    monkeypatch.setattr(speculate.LocalTarget, "verify", lambda self, draft: passes.append(draft) or verify(self, draft))
+    for likeness, shape, way in itertools.product((0.0, 1.0), (CHAIN, TREE), (0.0, 0.3)):
+        passes.clear()
+        drafter = new_drafter(target, target_layer_inference=4, likeness=likeness)
+        with serving(target, drafter) as server:
+            result = answer(target, drafter, PROMPT, fixed(shape, 40), remote=remote_to(server, link=Link(way)))
+            assert result.tokens == answer(target, None, PROMPT, Settings(40)).tokens  # to the context's last token
+        assert len(passes) <= result.figures.target_calls + 7
+
+
+@pytest.mark.parametrize("shape, top_p, choices, window", [
+    (Shape(2), 1.0, {}, 1), (Shape(2, 2, 4), 1.0, dict(lookup=(2, 1)), 1),
+    (Shape(2, 3, 6), 0.8, dict(target_layer_inference=1), 1),
+    (Shape(2, 2, 4), 1.0, dict(draft_vocabulary=(0, 2, 4)), 1),
+    (Shape(2), 1.0, {}, 2), (Shape(2, 3, 6), 0.8, {}, 2), (Shape(2, 2, 8), 1.0, dict(draft_vocabulary=(0, 2, 4)), 3)], ids=str)
+def test_whole_sequences_are_distributed_as_the_targets_own(shape, top_p, choices, window, monkeypatch):
+    target, choices = new_target(VOCABULARY, layers=1), dict(choices)
     settings = fixed(shape, LENGTH, temperature=TEMPERATURE, top_p=top_p, lookup=choices.pop("lookup", ()))
     drafter, counts = new_drafter(target, **choices), torch.zeros(VOCABULARY ** LENGTH)
+    monkeypatch.setattr(Window, "size", lambda *_: window)
     with serving(target, drafter) as server:
         remote = remote_to(server, link=PROFILES["4g"])
         for seed in range(600):
@@ -159,23 +184,31 @@ def test_whole_sequences_are_distributed_as_the_targets_own(shape, top_p, choice
 
 
 @pytest.mark.parametrize("shape", [Shape(1), CHAIN, TREE], ids=str)
-def test_the_server_judges_drafts_by_the_very_q_that_they_were_drawn_from(shape, monkeypatch):
-    target, said, heard = new_target(300, sharpness=1.0, context=128), [], []
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_the_server_judges_drafts_by_the_very_q_that_they_were_drawn_from(shape, window, monkeypatch):
+    target, said, heard = new_target(300, sharpness=5.0, context=128), [], []
     drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)
     pack, verify = speculate.pack_draft, speculate.LocalTarget.verify
-    monkeypatch.setattr(speculate, "pack_draft", lambda draft: said.append(draft) or pack(draft))
-    monkeypatch.setattr(speculate.LocalTarget, "verify", lambda self, draft: heard.append(draft) or verify(self, draft))
+    monkeypatch.setattr(speculate, "pack_draft", lambda draft: said.append((len(told), draft)) or pack(draft))
+    monkeypatch.setattr(speculate.LocalTarget, "verify",
+                        lambda self, draft: heard.append((self.cache.length, draft)) or verify(self, draft))
+    monkeypatch.setattr(Window, "size", lambda *_: window)
+    late = 0
     with serving(target, drafter) as server:
-        for seed in range(5):
-            answer(target, drafter, PROMPT, fixed(shape, 100, temperature=1.5, top_p=0.3), seed,
-                   remote=remote_to(server, link=Link(0.05)))
-    assert len(said) == len(heard) > 0
-    for ours, theirs in zip(said, heard):
-        assert (ours.tokens, ours.parents) == (theirs.tokens, theirs.parents)
-        if ours.tokens:
-            assert ours.q.equal(theirs.q)
-            family = {parent: i for i, parent in enumerate(sorted(set(ours.parents)))}
-            assert all(ours.q[family[parent], token] > 0 for parent, token in zip(ours.parents, ours.tokens))
+        for seed in range(4):
+            said.clear(), heard.clear(), (told := list(PROMPT))
+            text = PROMPT + answer(target, drafter, PROMPT, fixed(shape, 100, temperature=1.5, top_p=0.3), seed,
+                                   emit=lambda token, _: told.append(token), remote=remote_to(server, link=Link(0.05))).tokens
+            for (known, ours), (length, theirs) in zip(said, heard):
+                left = ours.behind(text[known:length + 1])
+                assert (left.tokens, left.parents) == (theirs.tokens, theirs.parents)
+                if ours.tokens:
+                    family = {parent: i for i, parent in enumerate(sorted(set(ours.parents)))}
+                    assert all(ours.q[family[parent], token] > 0 for parent, token in zip(ours.parents, ours.tokens))
+                if left.tokens:
+                    assert left.q.equal(theirs.q)
+                    late += known <= length
+    assert late > 10 or window == 1
 
 
 def test_eight_clients_at_once_each_get_their_own_answer():
@@ -245,7 +278,7 @@ def test_after_an_outage_that_ends_the_target_has_the_word_again():
     target = new_target(16, context=512)
     drafter = new_drafter(target)
     with serving(target, drafter) as server:
-        remote = remote_to(server, link=Link(0.02), outages=(Outage(tokens=10, seconds=2.0),), clock=SLOW_DRAFTS)
+        remote = remote_to(server, link=Link(0.02), outages=(Outage(tokens=10, seconds=4.0),), clock=SLOW_DRAFTS)
         origins = []
         answer(target, drafter, PROMPT, fixed(CHAIN, 400), emit=lambda _, origin: origins.append(origin), remote=remote)
     assert Origin.UNVERIFIED in origins and origins[-1] != Origin.UNVERIFIED
@@ -428,7 +461,7 @@ def test_a_drafter_that_computes_no_numbers_is_said_to():
     with serving(target, drafter) as server, pytest.raises(InputError, match="the drafter computes no numbers"):
         spoilt = copy.deepcopy(drafter)
         spoilt.self_attention.mlp.down_proj.weight.fill_(math.nan)
-        answer(target, spoilt, PROMPT, fixed(CHAIN), remote=remote_to(server, link=Link(0.3)))
+        answer(target, spoilt, PROMPT, fixed(CHAIN), remote=remote_to(server, outages=(Outage(tokens=3),)))
 
 
 def test_a_connection_whose_reply_is_long_overdue_is_given_up_for_a_new_one(monkeypatch):
