@@ -488,8 +488,9 @@ class Remote:
 class Window:
     """How many drafts to have on the way to a server: as many as should bring the most tokens a second.
 
-    With w on the way, a pass of the target ends every max(work, (work + idle) / w) seconds, `idle` being the round trip and our
-    drafting. But then the draft of a pass was made before w - 1 others ended, and helps only if it foresaw what they brought.
+    A draft's way is drafting, the round trip, and a pass of the target. With w on the way one comes back every w-th part of
+    that time, but not sooner than drafting or a pass takes. And each was made before the w - 1 passes ahead of its own ended:
+    it helps only if it foresaw what they brought.
     """
 
     RATE = 1 / 8  # at which the means follow
@@ -498,11 +499,12 @@ class Window:
         self.accepted = 1.0  # drafts that a pass accepts, if it was foreseen
         self.foreseen = 0.3  # how often what one pass brings lies on a path of the draft for the next
 
-    def size(self, work: float | None, idle: float) -> int:
-        if work is None:
-            return 1
-        tokens = lambda w: 1 + self.accepted * self.foreseen ** (w - 1)
-        return max(range(1, MOST_ON_THE_WAY + 1), key=lambda w: tokens(w) / max(work, (work + idle) / w))
+    def size(self, drafting: float, trip: float, work: float) -> int:
+        """In seconds: a draft, a round trip and a pass."""
+        def pace(w: int) -> float:
+            tokens = 1 + self.accepted * self.foreseen ** (w - 1)
+            return tokens / max(drafting, work, (drafting + trip + work) / w)
+        return max(range(1, MOST_ON_THE_WAY + 1), key=pace)
 
     def note(self, draft: Draft, passed: list[int], accepted: list[int]) -> None:
         """Of a draft, `passed` had come before its turn, and then `accepted`."""
@@ -591,8 +593,8 @@ class RemoteTarget:
 
         What is decided here, before drawing, `ask` must not decide by what was drawn: or the text would follow that.
         """
-        idle = (self.channel.round_trip.mean or 0.0) + (self.drafted.mean or 0.0)
-        size = 1 if self.lost else self.window.size(self.worked.mean, idle)
+        drafting, trip, work = self.drafted.mean, self.channel.round_trip.mean, self.worked.mean
+        size = self.window.size(drafting or 0.0, trip or 0.0, work) if work and not self.lost else 1
         self.places = size - len(self.asked)
         if self.places < 1 and not self.lost:
             return replace(shape, depth=0)
@@ -1298,7 +1300,8 @@ def parse() -> argparse.Namespace:
     size = number(int, 1, MOST_DRAFTS)
     parser.add_argument("--draft-length", type=size, metavar="K",
                         help="draft exactly this far, a chain unless --tree (default: as far as pays, by measured costs)")
-    parser.add_argument("--tree", action="store_true", help="draft trees (default: trees or chains, whichever are faster)")
+    parser.add_argument("--tree", action="store_true",
+                        help="draft trees (default: trees or chains, whichever are faster; with --remote trees)")
     parser.add_argument("--breadth", type=size, help=f"leaves expanded together (default: {TREE.breadth})")
     parser.add_argument("--nodes", type=size, help=f"tokens in a tree (default: {TREE.nodes}, remote {REMOTE_TREE.nodes})")
     parser.add_argument("--lookup", action="store_true",
