@@ -337,9 +337,11 @@ class Channel:
             raise Lost(f"no answer from the server within {timeout:.3g} s")
         request, reply, self.reply = self.requests[0], self.reply, None
         if not request.answered and reply.size <= FLIGHT:  # longer messages measure the bandwidth
-            if lay_here:  # noticed late: when it came, only the link can say
-                arrival = self.network.delivery(reply.departed, reply.arrival)
-            self.round_trip.observe(request.delivered - request.sent + arrival - reply.departed)
+            there, back = request.delivered - request.sent, arrival - reply.departed
+            if lay_here:  # noticed late: it came between then, as the link has it, and now. As expected, if that is between
+                least = self.network.delivery(reply.departed, reply.arrival) - reply.departed
+                back = min(back, max(least, (self.round_trip.mean or 0.0) - there))
+            self.round_trip.observe(there + back)
         request.answered = True
         if not reply.fields.get("more"):
             self.requests.popleft()

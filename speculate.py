@@ -68,7 +68,7 @@ PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
 CHAIN = Shape(depth=6)
 TREE = Shape(depth=6, breadth=3, nodes=8)
 REMOTE_CHAIN = Shape(depth=8)  # a round trip is dear: draft further
-REMOTE_TREE = Shape(depth=8, breadth=3, nodes=16)
+REMOTE_TREE = Shape(depth=16, breadth=3, nodes=32)
 CONFIDENCE = 0.15  # that a draft's next level is worth trying, where measured times may not say: see without_clock
 LOOKUP_SIZES = (3,)  # of --lookup
 
@@ -111,7 +111,7 @@ class Figures:
         self.draft_seconds += draft_seconds
         self.verify_seconds += verify_seconds
         self.target_calls += verdict.memory is not None
-        self.drafted += len(draft.tokens) if verdict.checked else 0
+        self.drafted += (len(draft.tokens) if verdict.rows is None else verdict.rows - 1) if verdict.checked else 0
 
 
 @dataclass
@@ -167,7 +167,7 @@ def speculate(target: LocalTarget | RemoteTarget, drafting: Drafting | Lookup, p
         drafted = target.clock()
         verdict = target.verify(draft)  # and remember: LSA and CA's keys and values are the target's side's work
         draft_seconds, verify_seconds = drafted - began, target.clock() - drafted
-        if verdict.checked and figures.target_calls > 0 and not found:  # the first draft reads the whole prompt too
+        if verdict.checked and shape.depth > 0 and not found and figures.target_calls > 0:  # the first one reads the prompt too
             pace.note(draft, verdict, draft_seconds, verify_seconds)
         figures.count(draft, verdict, draft_seconds, verify_seconds)
 
@@ -489,33 +489,42 @@ class Window:
     """How many drafts to have on the way to a server: as many as should bring the most tokens a second.
 
     A draft's way is drafting, the round trip, and a pass of the target. With w on the way one comes back every w-th part of
-    that time, but not sooner than drafting or a pass takes. And each was made before the w - 1 passes ahead of its own ended:
-    it helps only if it foresaw what they brought.
+    that time, but not sooner than drafting or a pass takes; and where w has been tried, as often as was measured. Each was
+    made before the w - 1 passes ahead of its own ended: it helps only if it foresaw what they brought.
     """
 
-    RATE = 1 / 8  # at which the means follow
+    RATE = 1 / 8  # at which means follow
+    GAIN = 1.03  # of pace, which a larger size must bring: it asks more passes of the target
 
     def __init__(self):
+        self.size = 1
         self.accepted = 1.0  # drafts that a pass accepts, if it was foreseen
         self.foreseen = 0.3  # how often what one pass brings lies on a path of the draft for the next
+        self.periods: dict[int, float] = {}  # seconds from one verdict to the next, by size
 
-    def size(self, drafting: float, trip: float, work: float) -> int:
-        """In seconds: a draft, a round trip and a pass."""
-        def pace(w: int) -> float:
-            tokens = 1 + self.accepted * self.foreseen ** (w - 1)
-            return tokens / max(drafting, work, (drafting + trip + work) / w)
-        return max(range(1, MOST_ON_THE_WAY + 1), key=pace)
+    def fit(self, drafting: float, trip: float, work: float) -> int:
+        """The size. In seconds: a draft, a round trip, a pass."""
+        sizes = range(1, MOST_ON_THE_WAY + 1)
+        period = {w: max(drafting, work, (drafting + trip + work) / w) for w in sizes} | self.periods
+        pace = {w: (1 + self.accepted * self.foreseen ** (w - 1)) / max(period[w], 1e-6) for w in sizes}
+        self.size = min(w for w in pace if self.GAIN * pace[w] >= max(pace.values()))
+        self.periods.setdefault(self.size, period[self.size])
+        return self.size
 
-    def note(self, draft: Draft, passed: list[int], accepted: list[int]) -> None:
-        """Of a draft, `passed` had come before its turn, and then `accepted`."""
-        if not draft.tokens:
-            return
+    def note(self, seconds: float) -> None:
+        """Time from one verdict to the next; one that was late, as a packet was lost, counts for twice the usual at most."""
+        if self.size in self.periods:
+            period = self.periods[self.size]
+            self.periods[self.size] += 2 * self.RATE * (min(seconds, 2 * period) - period)
+
+    def judge(self, draft: Draft, passes: int, passed: list[int], accepted: list[int]) -> None:
+        """Of a draft: how many passes ended before its own, what they brought, and what its own then accepted."""
         foresaw = len(walk(draft.parents, draft.tokens, passed)) == len(passed)
-        if foresaw:
+        if draft.tokens and foresaw:
             self.accepted += self.RATE * (len(accepted) - self.accepted)
-        if not passed:  # a deeper one would have foreseen this pass, if all of its first path was right
-            foresaw = accepted == draft.first_path()
-        self.foreseen += self.RATE * (foresaw - self.foreseen)
+        if draft.tokens and passes:
+            all_foreseen = self.foreseen ** passes
+            self.foreseen = (all_foreseen + self.RATE * (foresaw - all_foreseen)) ** (1 / passes)
 
 
 class RemoteTarget:
@@ -534,9 +543,10 @@ class RemoteTarget:
         self.channel, self.remote, self.drafting, self.capacity = channel, remote, drafting, capacity
         self.settings, self.generator, self.figures = settings, generator, figures
         self.tokens: list[int] = []  # of prompt and answer, all there are
-        self.prompt_length = self.end = 0  # of tokens, when the answer is complete
+        self.prompt_length = 0
+        self.end = 0  # how many tokens there are when the answer is complete
         self.verified = 0  # so many of them have a memory, and lie in the server's cache
-        self.asked: deque[tuple[int, Draft]] = deque()  # drafts on the way, and the position of the token that each follows
+        self.asked: deque[tuple[int, int, Draft]] = deque()  # on the way: how many were before, position of draft.token, draft
         self.told: float | None = None  # when the last verdict came
         self.window, self.places = Window(), 1  # places: how many more may be sent now
         self.drafted = SmoothedTime()  # how long a draft takes us
@@ -565,8 +575,8 @@ class RemoteTarget:
         raise InputError(f"the server was lost before its first token: {reason}")
 
     def verify(self, draft: Draft) -> Verdict:
-        """The server's next verdict, which may be on an earlier draft. If none comes, the drafter's own text: the draft's first
-        path, as if the target had chosen it. In turn:
+        """The server's next verdict, which may be on an earlier draft. If none comes, the drafter's own text: this draft's
+        first path, as if the target had chosen it. In turn:
 
             lost before           catch_up(): the server's next token if it is back, else Lost
             not lost              send, as far as the window is open, and wait; Lost if it takes too long
@@ -577,7 +587,7 @@ class RemoteTarget:
         try:
             if self.lost:
                 return self.catch_up()
-            if self.told is not None:
+            if self.told is not None and self.places > 0:
                 self.drafted.observe(self.clock() - self.told)
             self.ask(draft)
             return self.hear()
@@ -589,17 +599,15 @@ class RemoteTarget:
         return self.guess(draft)
 
     def adapt(self, shape: Shape) -> Shape:
-        """Drafts for this target are drawn from a q that can be sent, and are deeper by as many passes as they have to foresee.
+        """Drafts for this target are drawn from a q that can be sent, and only if they will be.
 
-        What is decided here, before drawing, `ask` must not decide by what was drawn: or the text would follow that.
+        That is decided here, before one is drawn: if what was drawn decided whether it is sent, the text would follow it.
         """
         drafting, trip, work = self.drafted.mean, self.channel.round_trip.mean, self.worked.mean
-        size = self.window.size(drafting or 0.0, trip or 0.0, work) if work and not self.lost else 1
-        self.places = size - len(self.asked)
-        if self.places < 1 and not self.lost:
-            return replace(shape, depth=0)
-        return replace(shape, coarse=True, nodes=min(size * shape.nodes, MOST_DRAFTS),
-                       depth=max(shape.depth, min(size * shape.depth, MOST_DRAFTS // shape.breadth)))
+        if not self.lost:
+            size = 1 if work is None else self.window.fit(drafting or 0.0, trip or 0.0, work)
+            self.places = size - len(self.asked)
+        return replace(shape, coarse=True, depth=shape.depth if self.lost or self.places > 0 else 0)
 
     def ask(self, draft: Draft) -> None:
         """Send a draft behind the newest token and, where the window is open further, empty ones: one token each.
@@ -608,27 +616,29 @@ class RemoteTarget:
         come after the context's, if all before it were accepted.
         """
         known, reach = len(self.tokens), len(self.tokens)
-        for behind, ahead in self.asked:
-            reach = max(reach, behind + 1 + max(ahead.depths())) + 1  # tokens, once all are accepted
-        for draft in ([draft] + [Draft(draft.token, [], [])] * self.places)[:max(0, self.places)]:
+        for _, start, ahead in self.asked:
+            reach = max(reach, start + 1 + max(ahead.depths())) + 1  # tokens, once all are accepted
+        for _ in range(self.places):
             if self.asked and (known + len(self.asked) >= self.end or reach >= self.context):
                 break
             self.channel.send({"call": "verify", "start": known - 1, "token": draft.token}, pack_draft(draft))
-            self.asked.append((known - 1, draft))
+            self.asked.append((len(self.asked), known - 1, draft))
             reach = max(reach, known + max(draft.depths())) + 1
+            draft = Draft(draft.token, [], [])
 
     def hear(self) -> Verdict:
         """The next verdict, when it is there. Raises Lost."""
-        start, draft = self.asked[0]
+        passes, start, draft = self.asked[0]
         passed = self.tokens[start + 1:]  # what other passes have brought since it was sent
         left = draft.behind(passed)
-        queued = (len(self.asked) - 1) * (self.worked.mean or 0.0)
-        fields, memory = self.receive(queued + self.patience(), lambda fields: along(left, fields["accepted"]))
+        fields, memory = self.receive(self.patience(), lambda fields: along(left, fields["accepted"]))
         self.asked.popleft()
-        worked = self.channel.clock.worked(fields)
+        worked, now = self.channel.clock.worked(fields), self.clock()
         self.worked.observe(worked)
-        self.window.note(draft, passed, memory.tokens[1:])
-        self.told = self.clock()
+        self.window.judge(draft, passes, passed, memory.tokens[1:])
+        if self.told is not None:
+            self.window.note(now - self.told)
+        self.told = now
         return self.note(Verdict(memory.tokens[1:], fields["token"], memory, pass_seconds=worked, rows=1 + len(left.tokens)))
 
     def guess(self, draft: Draft) -> Verdict:
@@ -1017,7 +1027,7 @@ def answer(model: Llama, drafter: Drafter | Lookup | None, prompt: list[int], se
     else:
         spare = max(max(shape.nodes, shape.depth * shape.breadth) for shape in s.shapes)  # for what will be rejected
         if remote:
-            spare += MOST_DRAFTS + MOST_ON_THE_WAY  # for deeper drafts, and for what is asked before the end is seen
+            spare += MOST_ON_THE_WAY  # for passes that are asked for before the end is seen
         capacity = len(prompt) + s.max_new_tokens + spare
         drafting = drafter.start(capacity)
         target = (RemoteTarget(channel, remote, drafting, capacity, s, generator, result.figures) if remote else
