@@ -338,7 +338,7 @@ class Channel:
         request, reply, self.reply = self.requests[0], self.reply, None
         if not request.answered and reply.size <= FLIGHT:  # longer messages measure the bandwidth
             there, back = request.delivered - request.sent, arrival - reply.departed
-            if lay_here:  # noticed late: it came between then, as the link has it, and now. As expected, if that is between
+            if lay_here:  # since when? At most since the link says so. Take it for as late as usual, within these bounds
                 least = self.network.delivery(reply.departed, reply.arrival) - reply.departed
                 back = min(back, max(least, (self.round_trip.mean or 0.0) - there))
             self.round_trip.observe(there + back)

@@ -106,12 +106,12 @@ class Figures:
     round_trips: int = 0
     network_seconds: float = 0.0
 
-    def count(self, draft: Draft, verdict: Verdict, draft_seconds: float, verify_seconds: float) -> None:
+    def count(self, verdict: Verdict, draft_seconds: float, verify_seconds: float) -> None:
         """Add one cycle."""
         self.draft_seconds += draft_seconds
         self.verify_seconds += verify_seconds
         self.target_calls += verdict.memory is not None
-        self.drafted += (len(draft.tokens) if verdict.rows is None else verdict.rows - 1) if verdict.checked else 0
+        self.drafted += verdict.rows - 1
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Verdict:
     memory: Memory | None
     checked: bool = True  # whether the target looked at the draft
     pass_seconds: float | None = None  # of the target's work alone; None: as long as `verify` took
-    rows: int | None = None  # tokens in its pass; None: the draft's and the one before it
+    rows: int = 1  # tokens in the target's pass: the newest, and the drafts it looked at
 
 
 class Origin(IntEnum):
@@ -169,7 +169,7 @@ def speculate(target: LocalTarget | RemoteTarget, drafting: Drafting | Lookup, p
         draft_seconds, verify_seconds = drafted - began, target.clock() - drafted
         if verdict.checked and shape.depth > 0 and not found and figures.target_calls > 0:  # the first one reads the prompt too
             pace.note(draft, verdict, draft_seconds, verify_seconds)
-        figures.count(draft, verdict, draft_seconds, verify_seconds)
+        figures.count(verdict, draft_seconds, verify_seconds)
 
 
 def follow(choices: list[int], draft: Draft) -> tuple[list[int], int]:
@@ -254,7 +254,7 @@ class LocalTarget:
         self.cache.keep(start, rows)
         accepted = [draft.tokens[node] for node in path]
         memory = self.drafter.remember([draft.token] + accepted, self.cache, start, hidden[:, rows])
-        return Verdict(accepted, token, memory)
+        return Verdict(accepted, token, memory, rows=1 + len(draft.tokens))
 
     def clock(self) -> float:
         """Seconds, once the device has done what it was given."""
@@ -297,7 +297,7 @@ class Pace:
         self.cycles: deque[Cycle] = deque(maxlen=self.RECENT)
 
     def note(self, draft: Draft, verdict: Verdict, draft_seconds: float, verify_seconds: float) -> None:
-        self.cycles.append(Cycle(max(1, *draft.depths()), draft_seconds, verdict.rows or 1 + len(draft.tokens),
+        self.cycles.append(Cycle(max(1, *draft.depths()), draft_seconds, verdict.rows,
                                  verdict.pass_seconds or verify_seconds, verify_seconds, 1 + len(verdict.accepted)))
 
     @staticmethod
@@ -513,16 +513,17 @@ class Window:
 
     def note(self, seconds: float) -> None:
         """Time from one verdict to the next; one that was late, as a packet was lost, counts for twice the usual at most."""
-        if self.size in self.periods:
-            period = self.periods[self.size]
-            self.periods[self.size] += 2 * self.RATE * (min(seconds, 2 * period) - period)
+        period = self.periods.get(self.size, seconds)
+        self.periods[self.size] = period + 2 * self.RATE * (min(seconds, 2 * period) - period)
 
     def judge(self, draft: Draft, passes: int, passed: list[int], accepted: list[int]) -> None:
         """Of a draft: how many passes ended before its own, what they brought, and what its own then accepted."""
+        if not draft.tokens:
+            return
         foresaw = len(walk(draft.parents, draft.tokens, passed)) == len(passed)
-        if draft.tokens and foresaw:
+        if foresaw:
             self.accepted += self.RATE * (len(accepted) - self.accepted)
-        if draft.tokens and passes:
+        if passes:
             all_foreseen = self.foreseen ** passes
             self.foreseen = (all_foreseen + self.RATE * (foresaw - all_foreseen)) ** (1 / passes)
 
@@ -544,7 +545,6 @@ class RemoteTarget:
         self.settings, self.generator, self.figures = settings, generator, figures
         self.tokens: list[int] = []  # of prompt and answer, all there are
         self.prompt_length = 0
-        self.end = 0  # how many tokens there are when the answer is complete
         self.verified = 0  # so many of them have a memory, and lie in the server's cache
         self.asked: deque[tuple[int, int, Draft]] = deque()  # on the way: how many were before, position of draft.token, draft
         self.told: float | None = None  # when the last verdict came
@@ -563,7 +563,7 @@ class RemoteTarget:
         """Have the prompt read, again if the server dies meanwhile and is soon back. Raises InputError if it is not: without
         any memory the drafter cannot go on alone.
         """
-        self.tokens, self.prompt_length, self.end = list(prompt), len(prompt), len(prompt) + self.settings.max_new_tokens
+        self.tokens, self.prompt_length = list(prompt), len(prompt)
         try:
             return self.read(0, PREFILL_SECONDS)
         except Lost as error:
@@ -615,11 +615,12 @@ class RemoteTarget:
         Beside others none is sent whose pass would come after the answer's last token, as each before it brings one, or might
         come after the context's, if all before it were accepted.
         """
-        known, reach = len(self.tokens), len(self.tokens)
+        known, end = len(self.tokens), self.prompt_length + self.settings.max_new_tokens
+        reach = known
         for _, start, ahead in self.asked:
             reach = max(reach, start + 1 + max(ahead.depths())) + 1  # tokens, once all are accepted
         for _ in range(self.places):
-            if self.asked and (known + len(self.asked) >= self.end or reach >= self.context):
+            if self.asked and (known + len(self.asked) >= end or reach >= self.context):
                 break
             self.channel.send({"call": "verify", "start": known - 1, "token": draft.token}, pack_draft(draft))
             self.asked.append((len(self.asked), known - 1, draft))
