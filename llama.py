@@ -144,10 +144,11 @@ class Attention(nn.Module):
         """
         k, v = kv.chunk(2, dim=-1)
         causal, shape = mask is CAUSAL, q.shape
-        if shape[2] == 1 and q.dtype != torch.float32:
-            # One token: the heads of a group, which ask the same keys, as rows of one query. In bfloat16 a CPU takes up to
-            # six times as long for every head on its own.
+        if q.dtype != torch.float32 and (shape[2] == 1 or isinstance(mask, Tensor)):
+            # The heads of a group, which ask the same keys, as rows of one query. For grouped heads under a mask a GPU has
+            # only its slowest kernel; and a CPU takes up to six times as long for every head of one token on its own.
             q = q.reshape(len(q), self.kv_heads, -1, self.head_dim)
+            mask = None if mask is None else torch.cat([mask] * (self.heads // self.kv_heads), dim=-2)
         out = F.scaled_dot_product_attention(q, k, v, None if causal else mask, is_causal=causal, enable_gqa=True)
         return self.o_proj(out.reshape(shape).transpose(1, 2).flatten(2))
 
@@ -215,23 +216,23 @@ class KVCache:
 
     def __init__(self, layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, device, dtype):
         self.kv = torch.zeros(layers, batch, kv_heads, capacity, 2 * head_dim, device=device, dtype=dtype)
-        self.length = 0
+        self.capacity, self.length = capacity, 0
 
-    @property
-    def capacity(self) -> int:
-        return self.kv.shape[3]
-
-    def append(self, slot: Tensor, kv: Tensor) -> Tensor:
-        """Write one layer's kv (B, Hkv, T, 2D) behind `length`, in its slot self.kv[i]; returns (B, Hkv, length + T, 2D), a
-        view. (The slot, not its index i, for which torch.compile would compile anew every layer.)
+    def append(self, layer: int, kv: Tensor) -> Tensor:
+        """Write one layer's kv (B, Hkv, T, 2D) behind `length`; returns (B, Hkv, length + T, 2D), a view.
 
         `length` moves only when every layer has written: see `advance`. Raises InputError when the cache is full.
         """
-        end = self.length + kv.shape[2]
+        end = self.end(kv.shape[2])
+        self.kv[layer, :, :, self.length:end] = kv
+        return self.kv[layer, :, :, :end]
+
+    def end(self, count: int) -> int:
+        """Where so many new positions end. Raises InputError when the cache is full."""
+        end = self.length + count
         if end > self.capacity:
             raise InputError(f"the KV cache is full: {end} tokens do not fit its capacity of {self.capacity}")
-        slot[:, :, self.length:end] = kv
-        return slot[:, :, :end]
+        return end
 
     def advance(self, count: int) -> None:
         self.length += count
@@ -280,6 +281,7 @@ class Llama(nn.Module):
                          c.rms_norm_eps) for _ in range(count))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = Linear(c.hidden_size, c.vocab_size)
+        self.captured_pass = None  # see `capture`
         self.tie_head()
         if not weight.is_meta:
             self.make_rotary_table()
@@ -304,17 +306,9 @@ class Llama(nn.Module):
                 module.pack()
         return self
 
-    def compile_layers(self) -> Llama:
-        """Instead: every layer by torch.compile, which fuses what stands between the products. For a GPU.
-
-        Raises InputError where it cannot compile at all, on a CPU for want of a C++ compiler.
-        """
-        try:
-            torch.compile(torch.neg)(torch.zeros(1, device=self.device))
-        except RuntimeError as error:
-            raise InputError(f"--compile: torch.compile does not work here: {one_line(error)}") from None
-        for layer in self.layers:
-            layer.compile(dynamic=True)
+    def capture(self) -> Llama:
+        """Instead, for a GPU: compile passes over few tokens, see "Passes of fixed shapes". Raises InputError if that fails."""
+        self.captured_pass = captured(self.fixed_pass, self.device)
         return self
 
     @property
@@ -323,7 +317,8 @@ class Llama(nn.Module):
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         c, dtype = self.config, self.embed_tokens.weight.dtype
-        return KVCache(c.num_hidden_layers, batch, c.num_key_value_heads, capacity, c.head_dim, self.device, dtype)
+        kind = FixedCache if self.captured_pass else KVCache
+        return kind(c.num_hidden_layers, batch, c.num_key_value_heads, capacity, c.head_dim, self.device, dtype)
 
     def rope(self, start: int, end: int) -> Tensor:
         """Angles of positions start..end-1, (2, T, D). Raises InputError beyond the model's context."""
@@ -341,18 +336,40 @@ class Llama(nn.Module):
         if mask is CAUSAL:
             mask = causal_mask(count, past + count, x.device)
         for i in layers:
-            x = self.layers[i](x, rope, mask, partial(cache.append, cache.kv[i]) if cache else (lambda kv: kv))
+            x = self.layers[i](x, rope, mask, partial(cache.append, i) if cache else (lambda kv: kv))
         return x
 
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None, rope: Tensor | None = None,
-               mask: Tensor | str = CAUSAL) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None, tree: Tensor | None = None) -> Tensor:
         """Final hidden states, after the final norm. tokens (B, T), which follow those in the cache -> (B, T, E).
 
-        A tree of tokens states each one's angles (2, T, D) and what it sees (T, S).
+        tree (T, T), on the CPU: which of these tokens each sees, itself one of them; if not given, all before it.
         """
-        x = self.run_layers(self.embed_tokens(tokens), range(len(self.layers)), cache, rope, mask)
+        count, rope, mask = tokens.shape[1], None, CAUSAL
+        if self.captured_pass and cache and cache.length > 0 and count <= SIZES[-1]:
+            x = self.replay(tokens, cache, torch.ones(count, count, dtype=torch.bool).tril() if tree is None else tree)
+        else:
+            if tree is not None:
+                depths = tree.sum(-1) - 1  # (T)
+                rope = self.rope(cache.length, cache.length + int(depths.max()) + 1)[:, depths.to(tokens.device)]
+                mask = F.pad(tree, (cache.length, 0), value=True).to(tokens.device)
+            x = self.norm(self.run_layers(self.embed_tokens(tokens), range(len(self.layers)), cache, rope, mask))
         if cache:
-            cache.advance(tokens.shape[1])
+            cache.advance(count)
+        return x
+
+    def replay(self, tokens: Tensor, cache: FixedCache, tree: Tensor) -> Tensor:
+        """`hidden` by a captured pass."""
+        cache.end(len(tree))  # this, and the next, to raise what run_layers would
+        self.rope(cache.length, cache.length + int(tree.sum(-1).max()))
+        start = torch.tensor(cache.length, device=tokens.device)
+        return self.captured_pass(fill_up(tokens), fixed_tree(tree, tokens.device), start, cache.slots)[:, :len(tree)]
+
+    def fixed_pass(self, tokens: Tensor, tree: Tensor, start: Tensor, slots: list[Tensor]) -> Tensor:
+        """What `hidden` computes, of shapes that recur. tokens (B, T), tree (T, W), start (), slots L of (B, Hkv, S, 2D)."""
+        x, rope = self.embed_tokens(tokens), fixed_rope(self.rotary, start, tree)
+        mask = fixed_mask(start, tree, slots[0].shape[2])
+        for layer, slot in zip(self.layers, slots):
+            x = layer(x, rope, mask, partial(fixed_append, slot, start))
         return self.norm(x)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -421,6 +438,82 @@ def generate(model: Llama, prompt: list[int], max_new_tokens: int, stop_ids: set
         if token in stop_ids:
             return
         tokens = [token]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Passes of fixed shapes, for a GPU: compiled, and captured as CUDA graphs
+#
+# A pass over a few tokens is hundreds of kernels, and most are done sooner than the next is launched. A CUDA graph is launched
+# at once; but it is a recording, of these kernels on tensors of these sizes at these addresses. So
+#
+#     tokens                are filled up to one of three SIZES; a row that only fills up is the first one again
+#     keys and values       are written where a tensor says; those of rows that only fill up lie behind the others, where
+#                           the next pass writes
+#     attention             reads the whole cache, and a mask that is made on the way says what counts
+#
+# A prompt may have any length and keeps a GPU busy: it is read by layers as they are.
+# ---------------------------------------------------------------------------------------------------------------------
+
+SIZES = (1, 16, 64)  # tokens in a pass: decoding, verifying, verifying a large tree
+
+
+class FixedCache(KVCache):
+    """For captured passes: 2048, 4096, ... positions, at least 64 more than `capacity` for rows that only fill up."""
+
+    def __init__(self, layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, device, dtype):
+        size = max(2048, 1 << (capacity + SIZES[-1] - 1).bit_length())
+        super().__init__(layers, batch, kv_heads, size, head_dim, device, dtype)
+        self.capacity = capacity
+        self.slots = list(self.kv)  # L of (B, Hkv, size, 2D): as one tensor it would be copied at every layer's change
+        for slot in self.slots:
+            torch._dynamo.mark_static_address(slot)
+
+
+def captured(function: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
+    """The function, compiled anew for every shape of its inputs and, on a GPU, captured as a CUDA graph.
+
+    Raises InputError where torch.compile does not work at all, on a CPU for want of a C++ compiler.
+    """
+    try:
+        torch.compile(torch.neg)(torch.zeros(1, device=device))
+    except RuntimeError as error:
+        raise InputError(f"--compile: torch.compile does not work here: {one_line(error)}") from None
+    torch._dynamo.config.recompile_limit = 64  # 8 by default; SIZES times capacities are more
+    compiled = torch.compile(function, fullgraph=True, dynamic=False, mode="reduce-overhead")
+
+    def run(*inputs) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return compiled(*inputs).clone()  # what a graph returns, its next run overwrites
+    return run
+
+
+def fill_up(x: Tensor) -> Tensor:
+    """x (B, T, ...) and its first row, again and again, until it has one of SIZES."""
+    more = next(size for size in SIZES if size >= x.shape[1]) - x.shape[1]
+    return torch.cat([x, x[:, :1].expand(-1, more, *x.shape[2:])], dim=1)
+
+
+def fixed_tree(tree: Tensor, device: torch.device) -> Tensor:
+    """What T rows see of the last W positions (T, W), for as many rows and positions as recur: (T', 64)."""
+    return fill_up(F.pad(tree, (0, SIZES[-1] - tree.shape[1]))[None])[0].to(device)
+
+
+def fixed_rope(rotary: Tensor, start: Tensor, tree: Tensor) -> Tensor:
+    """Angles (2, T, D). A row's position is the number of those that it sees, less itself."""
+    return rotary[:, start + tree.sum(-1) - 1]
+
+
+def fixed_mask(start: Tensor, tree: Tensor, size: int) -> Tensor:
+    """(T, size): all rows see what stands before `start`, and of the W positions from there on what the tree (T, W) says."""
+    column = torch.arange(size, device=tree.device) - start  # (size)
+    width = tree.shape[1]
+    return (column < 0) | (tree[:, column.clamp(0, width - 1)] & (column < width))
+
+
+def fixed_append(slot: Tensor, start: Tensor, kv: Tensor) -> Tensor:
+    """Write kv (B, Hkv, T, 2D) into one layer's slot (B, Hkv, size, 2D) from `start` on; returns all of the slot."""
+    slot[:, :, start + torch.arange(kv.shape[2], device=kv.device)] = kv
+    return slot
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1148,7 +1241,7 @@ def add_generation_arguments(parser: Parser) -> None:
     parser.add_argument("--max-new-tokens", type=natural, default=256)
     parser.add_argument("--temperature", type=number(float, 0, 100), default=0.0, help="0 (default) takes the likeliest token")
     parser.add_argument("--top-p", type=number(float, 1e-6, 1), default=1.0, help="draw from the likeliest tokens of this mass")
-    parser.add_argument("--compile", action="store_true", help="run the target's layers through torch.compile (for a GPU)")
+    parser.add_argument("--compile", action="store_true", help="for a GPU: passes by torch.compile, captured as CUDA graphs")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
 
 
@@ -1206,9 +1299,12 @@ def main() -> None:
     add_generation_arguments(parser)
     arguments = parser.parse_args()
     model, tokenizer = load_target(arguments)
-    model.compile_layers() if arguments.compile else model.pack()
+    model.capture() if arguments.compile else model.pack()
     prompt = tokenizer.chat([{"role": "user", "content": arguments.prompt}])
     count = answer_length(model, prompt, arguments.max_new_tokens)
+    if arguments.compile:
+        print("compiling ...", file=sys.stderr)
+        list(generate(model, prompt, min(count, 8)))  # the first few passes compile and record
     generator = torch.Generator(arguments.device).manual_seed(arguments.seed)
     tokens, stream, start = [], tokenizer.stream(), time.perf_counter()
     for token in generate(model, prompt, count, tokenizer.stop_ids, arguments.temperature, arguments.top_p, generator):

@@ -27,8 +27,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from llama import (DecoderLayer, InputError, KVCache, Linear, Llama, can_pack, causal_mask, fill, one_line, probabilities,
-                   race, read_json, read_tensors, rotary_table, written_whole)
+from llama import (SIZES, DecoderLayer, FixedCache, InputError, KVCache, Linear, Llama, can_pack, captured, causal_mask, fill,
+                   fill_up, fixed_append, fixed_mask, fixed_rope, fixed_tree, one_line, probabilities, race, read_json,
+                   read_tensors, rotary_table, written_whole)
 
 LEAST = 1e-30  # probability of a proposed token: a lesser one is lost to rounding when `accept` takes likelier ones out of q
 COARSE_TOKENS = 64  # of a q that is sent: see to_coarse
@@ -203,6 +204,8 @@ class Drafter(nn.Module):
                 c.layer_self_attention_num_key_value_heads, lsa_head_dim, c.rms_norm_eps)
         self.Ekv2E = nn.Linear(kv_width if c.use_layer_self_attention else width, width)
 
+        self.captured_step = self.captured_states = None  # see `capture`
+
         # The target and, of its LM head, the rows in use: in a tuple, or they would become ours to train and save.
         head, vocabulary, device = target.lm_head, None, target.device
         if c.draft_vocabulary is not None:
@@ -271,6 +274,13 @@ class Drafter(nn.Module):
                 self.layer_self_attention.pack()
             if self.vocabulary is not None:
                 self.head.pack()
+        return self
+
+    def capture(self) -> "Drafter":
+        """As `Llama.capture`: SA and CA of a draft's step, and LSA. (The N reused layers are not, nor is anything without CA.)"""
+        if self.config.use_cross_attention:
+            self.captured_step, self.captured_states = (captured(function, self.target.device)
+                                                        for function in (self.fixed_step, self.states))
         return self
 
     def memory(self, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
@@ -358,11 +368,30 @@ class Drafter(nn.Module):
         states, end = [], start + len(tokens)
         for a in range(start, end, PROMPT_CHUNK):
             b = min(a + PROMPT_CHUNK, end)
-            memory = self.memory(cache.read(a, b), hidden[:, a - start:b - start])
-            states.append(self.cross_attention.keys_values(memory, self.rotary[:, a:b])
-                          if self.config.use_cross_attention else memory)
+            parts = cache.read(a, b), hidden[:, a - start:b - start], self.rotary[:, a:b]
+            if self.captured_states and b - a <= SIZES[-1]:
+                states.append(self.captured_states(*map(fill_up, parts))[:, :, :b - a])
+            else:
+                states.append(self.states(*parts))
         first = len(self.target.layers) - self.N
         return Memory(tokens, torch.cat(states, dim=-2), cache.kv[first:, :, :, start:end])
+
+    def states(self, kv: Tensor, hidden: Tensor, rope: Tensor) -> Tensor:
+        """A Memory's `cross_kv`, of T tokens' keys and values in the target (1, T, L, 2 Ekv)."""
+        memory = self.memory(kv, hidden)
+        return self.cross_attention.keys_values(memory, rope) if self.config.use_cross_attention else memory
+
+    def fixed_step(self, tokens: Tensor, tree: Tensor, counts: Tensor, self_slot: Tensor, cross_slot: Tensor) -> Tensor:
+        """SA and CA of a step, of shapes that recur: tokens (1, T) -> (1, T, E). tree (T, W) as in `fixed_mask`.
+
+        counts: where the tree starts, how many positions SA's cache has in use, and CA's.
+        """
+        start, written, verified = counts
+        size, rope = self_slot.shape[2], fixed_rope(self.rotary, start, tree)
+        x = self.target.embed_tokens(tokens).to(self.dtype)
+        x = self.self_attention(x, rope, fixed_mask(start, tree, size), partial(fixed_append, self_slot, written))
+        known = torch.arange(size, device=x.device) < verified
+        return self.cross_attention.attend(x, cross_slot, rope, known.expand(x.shape[1], -1))
 
     def start(self, capacity: int) -> "Drafting":
         """A drafter's side of one conversation of at most `capacity` tokens."""
@@ -413,8 +442,9 @@ class Drafting:
         c, target = drafter.config, drafter.target
         head_dim, device = target.config.hidden_size // c.num_attention_heads, target.device
         self.drafter = drafter
-        self.self_cache = KVCache(1, 1, c.self_attention_num_key_value_heads, capacity, head_dim, device, drafter.dtype)
-        self.cross_cache = KVCache(1, 1, c.cross_attention_num_key_value_heads, capacity, head_dim, device, drafter.dtype)
+        kind = FixedCache if drafter.captured_step else KVCache
+        self.self_cache = kind(1, 1, c.self_attention_num_key_value_heads, capacity, head_dim, device, drafter.dtype)
+        self.cross_cache = kind(1, 1, c.cross_attention_num_key_value_heads, capacity, head_dim, device, drafter.dtype)
         self.reused_cache = KVCache(drafter.N, 1, target.config.num_key_value_heads, capacity, target.config.head_dim,
                                     device, target.embed_tokens.weight.dtype)
         self.verified = 0  # tokens that have a memory
@@ -431,8 +461,8 @@ class Drafting:
         self.expanded, self.expanded_parents, self.assumed = [], [], 0
         self.append_states(memory.cross_kv)
         self.reused_cache.truncate(self.verified)
-        for slot, kv in zip(self.reused_cache.kv, memory.reused_kv):
-            self.reused_cache.append(slot, kv)
+        for layer, kv in enumerate(memory.reused_kv):
+            self.reused_cache.append(layer, kv)
         self.reused_cache.advance(len(memory.tokens))
         self.verified += len(memory.tokens)
 
@@ -456,7 +486,7 @@ class Drafting:
             self.reused_cache.keep(self.verified, path)
 
     def append_states(self, states: Tensor) -> None:
-        self.cross_cache.append(self.cross_cache.kv[0], states)
+        self.cross_cache.append(0, states)
         self.cross_cache.advance(states.shape[2])
 
     def draft(self, token: int, shape: Shape, temperature: float = 0.0, top_p: float = 1.0,
@@ -514,13 +544,25 @@ class Drafting:
         ancestors = ancestor_mask([max(i - self.assumed, -1) for i in self.expanded_parents[self.assumed:]])[-len(tokens):]
         tree_mask = None if ancestors.all() else F.pad(ancestors, (prefix, 0), value=True).to(cache.kv.device)
         position = prefix + int(ancestors[0].sum()) - 1  # of all these tokens: what they all see + their depth
-        rope = drafter.rotary[:, position - len(unread):position + 1]
-        x = drafter.target.embed_tokens(torch.tensor([unread + tokens], device=cache.kv.device)).to(drafter.dtype)
-        self_mask = causal_mask(len(unread) + 1, position + 1, x.device) if unread else tree_mask
-        x = drafter.self_attention(x, rope, self_mask, partial(cache.append, cache.kv[0]))  # (1, unread + T, E)
-        cache.advance(x.shape[1])
-        x = self.cross_attend(x, rope, self_mask, parents)  # (1, T, E)
+        rows = torch.tensor([unread + tokens], device=cache.kv.device)  # (1, unread + T)
+        if drafter.captured_step and max(rows.shape[1], ancestors.shape[1]) <= SIZES[-1]:
+            tree = ancestor_mask(chain_parents(rows.shape[1])) if unread else ancestors
+            x = self.replay(rows, tree, position)[:, -len(tokens):]
+        else:
+            rope = drafter.rotary[:, position - len(unread):position + 1]
+            x = drafter.target.embed_tokens(rows).to(drafter.dtype)
+            self_mask = causal_mask(len(unread) + 1, position + 1, x.device) if unread else tree_mask
+            x = drafter.self_attention(x, rope, self_mask, partial(cache.append, 0))  # (1, unread + T, E)
+            x = self.cross_attend(x, rope, self_mask, parents)  # (1, T, E)
+        cache.advance(rows.shape[1])
         return self.infer_target_layers(x, position, tree_mask)[0]
+
+    def replay(self, rows: Tensor, tree: Tensor, position: int) -> Tensor:
+        """SA and CA by a captured step: rows (1, T), of which the last stands at `position`, and what each sees -> (1, T, E)."""
+        start = position + 1 - int(tree[-1].sum())
+        counts = torch.tensor([start, self.self_cache.length, self.verified], device=rows.device)
+        return self.drafter.captured_step(fill_up(rows), fixed_tree(tree, rows.device), counts,
+                                          *self.self_cache.slots, *self.cross_cache.slots)[:, :rows.shape[1]]
 
     def cross_attend(self, x: Tensor, rope: Tensor, mask: Tensor | str | None, parents: list[int]) -> Tensor:
         """CA of the newest tokens, (1, T, E)."""
@@ -534,7 +576,7 @@ class Drafting:
         first, rope = len(target.layers) - self.drafter.N, target.rope(position, position + 1)
         x = x.to(target.norm.weight.dtype)
         for n in range(self.drafter.N):
-            x = target.layers[first + n](x, rope, mask, partial(cache.append, cache.kv[n]))
+            x = target.layers[first + n](x, rope, mask, partial(cache.append, n))
         cache.advance(x.shape[1])
         return target.norm(x)
 
@@ -572,7 +614,7 @@ class OffPolicyDrafting(Drafting):
             previous, self.previous = self.previous, self.previous[:, -1:]
         else:
             previous = torch.cat([self.substitutes[i] for i in parents], dim=1)
-        x = self.drafter.cross_attention(x + previous, rope, mask, partial(self.cross_cache.append, self.cross_cache.kv[0]))
+        x = self.drafter.cross_attention(x + previous, rope, mask, partial(self.cross_cache.append, 0))
         self.cross_cache.advance(x.shape[1])
         return x[:, -len(parents):]
 

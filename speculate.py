@@ -55,7 +55,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from llama import (CAUSAL, DEFAULT_MODEL, InputError, KVCache, Llama, Parser, Tokenizer, add_generation_arguments,
+from llama import (DEFAULT_MODEL, InputError, KVCache, Llama, Parser, Tokenizer, add_generation_arguments,
                    add_model_arguments, answer_length, check_finite, generate, is_encodable, load_target, natural, number,
                    one_line, probabilities, report, run_command, sample)
 from moa import (COARSE_TOKENS, PROMPT_CHUNK, Draft, Drafter, Drafting, Memory, Shape, ancestor_mask, chain_parents,
@@ -242,13 +242,9 @@ class LocalTarget:
 
     def verify(self, draft: Draft) -> Verdict:
         """Check a draft in one pass; the cache keeps its root and the nodes that are accepted."""
-        start, device, rope, mask = self.cache.length, self.cache.kv.device, None, CAUSAL
-        if not draft.is_chain():
-            depths = draft.depths()
-            rope = self.model.rope(start, start + max(depths) + 1)[:, depths]  # (2, K + 1, D)
-            tree = ancestor_mask([-1] + [parent + 1 for parent in draft.parents])  # (K + 1, K + 1)
-            mask = F.pad(tree, (start, 0), value=True).to(device)
-        hidden = self.model.hidden(torch.tensor([[draft.token] + draft.tokens], device=device), self.cache, rope, mask)
+        start, tokens = self.cache.length, torch.tensor([[draft.token] + draft.tokens], device=self.cache.kv.device)
+        tree = None if draft.is_chain() else ancestor_mask([-1] + [parent + 1 for parent in draft.parents])  # (K + 1, K + 1)
+        hidden = self.model.hidden(tokens, self.cache, tree)
         path, token = self.judge(hidden[0], draft)
         rows = [0] + [1 + node for node in path]
         self.cache.keep(start, rows)
@@ -872,7 +868,7 @@ class Session(socketserver.BaseRequestHandler):
         tokens = checked_ids(tensors["tokens"], 0, vocab_size)
         if fields["start"] == 0:
             capacity, self.float16 = whole(fields["capacity"], 1, context + MOST_DRAFTS), fields["float16"] is True
-            self.target = LocalTarget(self.model, self.server.drafter, capacity, *self.read_sampling(fields))
+            self.target = self.server.work(LocalTarget, self.model, self.server.drafter, capacity, *self.read_sampling(fields))
         elif self.target is None:
             raise ValueError("the first read must start at 0")
         start = whole(fields["start"], 0, self.target.cache.length)
@@ -1053,6 +1049,15 @@ def answer(model: Llama, drafter: Drafter | Lookup | None, prompt: list[int], se
         for name in ("bytes_up", "bytes_down", "round_trips", "network_seconds"):
             setattr(result.figures, name, getattr(channel, name))
     return result
+
+
+def warm_up(model: Llama, drafter: Drafter | None, settings: Settings) -> None:
+    """Have everything compiled before time is taken, by answers that nobody reads. For longer texts that is done later."""
+    print("compiling ...", file=sys.stderr)
+    s = replace(settings, max_new_tokens=64, adaptive=False, stop_ids=frozenset(), lookup=())
+    for shape in s.shapes if drafter else ():
+        answer(model, drafter, [0] * 40, replace(s, shapes=(shape,)))
+    answer(model, None, [0] * 40, s)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1329,7 +1334,7 @@ def parse() -> argparse.Namespace:
 
 def shapes_of(args: argparse.Namespace) -> tuple[Shape, Shape]:
     """A chain and a tree, as the command line wants them."""
-    chain, tree = (REMOTE_CHAIN, REMOTE_TREE) if args.remote else (CHAIN, TREE)
+    chain, tree = (REMOTE_CHAIN, REMOTE_TREE) if args.remote or args.serve else (CHAIN, TREE)
     depth = args.draft_length or chain.depth
     return (replace(chain, depth=depth),
             replace(tree, depth=depth, breadth=args.breadth or tree.breadth, nodes=args.nodes or tree.nodes))
@@ -1411,11 +1416,15 @@ def main() -> None:
         model, tokenizer = load_target(args, last=N)
     else:
         model, tokenizer = load_target(args)
-    drafter = None if args.no_speculation else load_drafter(folder, model).lighten().pack()
+    drafter = None if args.no_speculation else load_drafter(folder, model).lighten()
     if args.compile:
-        model.compile_layers()
+        model.capture()
     elif not args.remote or drafter and (drafter.N > 0 or drafter.vocabulary is None):  # else the drafter runs nothing of it
         model.pack()
+    if drafter:
+        drafter.capture() if args.compile else drafter.pack()
+    if args.compile:
+        warm_up(model, drafter, settings_of(args, tokenizer))
     if args.serve:
         return serve(Server(model, drafter, *args.serve, os.environ.get(SECRET, "")), args.until_eof)
     if args.remote == OWN_SERVER:  # which works on the same cores: more threads than these would wait for each other

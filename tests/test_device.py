@@ -1,4 +1,5 @@
-"""What a GPU would mind, claimed without one: nothing mixes devices, and drafting reads no more back than it must.
+"""What a GPU would mind, claimed without one: nothing mixes devices, drafting reads no more back than it must, and what a CUDA
+graph would record holds wherever it is replayed.
 
 The device is made up. Its tensors say that they are on `made` and are computed on the CPU; to mix them with others is an
 error, as on a GPU, and every time values are read back from there is counted. No other test asks for that device.
@@ -7,8 +8,11 @@ from argparse import Namespace
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+import llama
+import moa
 import speculate
 import train
 from llama import Llama
@@ -160,3 +164,55 @@ def test_training_stays_on_its_device_and_learns_what_it_learns_on_a_cpu(device,
         return [*before, train.evaluate(drafter, batch, args)["held_out_loss"]]
 
     assert losses(device) == pytest.approx(losses("cpu"), rel=1e-4)
+
+
+class Recorder:
+    """In place of llama.captured: records a function's operations where its inputs have shapes that are new, and replays them
+    ever after, as a CUDA graph would: a number that was read off the first inputs, or a size, stays what it was.
+    """
+
+    def __init__(self):
+        self.recordings = {}
+
+    def __call__(self, function, device):
+        def run(*inputs):
+            key = function, *(x.shape for x in torch.utils._pytree.tree_leaves(inputs))
+            if key not in self.recordings:
+                self.recordings[key] = make_fx(lambda *inputs: function(*inputs))(*inputs)
+            return self.recordings[key](*inputs)
+        return run
+
+
+@pytest.fixture
+def recorder(monkeypatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(llama, "captured", recorder)
+    monkeypatch.setattr(moa, "captured", recorder)
+    return recorder
+
+
+@pytest.mark.parametrize("choices", CHOICES)
+@pytest.mark.parametrize("shape, temperature", [(Shape(3), 0.0), (Shape(3, breadth=2, nodes=6), 1.0),
+                                                (Shape(6, breadth=8, nodes=60), 0.0)])
+def test_recorded_passes_replayed_behind_other_text_give_the_same_answer(recorder, choices, shape, temperature):
+    settings = fixed(shape, 40, temperature=temperature, top_p=0.9, lookup=(3,))
+    expected = answer_on("cpu", settings, **choices).tokens
+    target, drafter = models("cpu", **choices)
+    assert answer.__wrapped__(target.capture(), drafter.capture(), PROMPT, settings).tokens == expected
+    recorded = dict(recorder.recordings)
+    assert 0 < len(recorded) <= 3 * len(llama.SIZES)
+    assert answer.__wrapped__(target, drafter, PROMPT, settings).tokens == expected
+    assert recorder.recordings == recorded
+
+
+def test_so_does_the_target_alone_up_to_the_last_position_of_its_cache_and_context(recorder):
+    target, _ = models("cpu")
+    prompt = [i % 20 for i in range(target.config.max_position_embeddings - 30)]
+    expected = list(llama.generate(target, prompt, 30))
+    assert list(llama.generate(target.capture(), prompt, 30)) == expected and len(recorder.recordings) == 1
+    with pytest.raises(llama.InputError, match="context"):
+        list(llama.generate(target, prompt, 32))
+    cache = target.new_cache(12)
+    target.hidden(torch.tensor([prompt[:10]]), cache)
+    with pytest.raises(llama.InputError, match="cache is full"):
+        target.hidden(torch.tensor([prompt[:3]]), cache)

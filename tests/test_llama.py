@@ -73,20 +73,6 @@ def test_a_cached_forward_in_chunks_equals_the_uncached_one(tiny, chunks):
     close(torch.cat([tiny(part, cache) for part in TOKENS.split(chunks, dim=1)], dim=1), tiny(TOKENS))
 
 
-@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a compiler on a CPU")
-def test_compiled_layers_give_the_same_tokens_and_share_one_code():
-    script = """if True:
-        import llama, torch
-        torch._dynamo.config.fail_on_recompile_limit_hit = True
-        torch.manual_seed(0)
-        model = llama.Llama(llama.Config(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=12,
-                                         num_attention_heads=4, num_key_value_heads=2, head_dim=8))
-        answers = [list(llama.generate(m, [1, 2, 3], 8)) for m in (model, model.compile_layers())]
-        print(answers[0] == answers[1])"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)  # its threads stay there
-    assert done.stdout.split("\n")[0] == "True", done.stderr
-
-
 @pytest.mark.skipif(not llama.can_pack(torch.ones(1)), reason="PyTorch has no oneDNN here, which packing is for")
 @pytest.mark.parametrize("folder", [UNTIED, TIED], ids=lambda path: path.name)
 def test_a_packed_model_gives_the_same_logits_for_any_number_of_rows(folder):

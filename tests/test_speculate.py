@@ -3,7 +3,9 @@ import copy
 import itertools
 import json
 import math
+import os
 import random
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -309,6 +311,37 @@ def test_prompt_and_answer_may_fill_the_context_to_its_end():
     for N, shape in itertools.product((0, 4), (Shape(8), TREE)):
         drafter = new_drafter(target, likeness=1.0, target_layer_inference=N)
         assert answer(target, drafter, PROMPT, fixed(shape, 20)).tokens == alone
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a compiler on a CPU")
+def test_compiled_passes_give_the_same_tokens_are_compiled_once_and_change_only_what_a_cuda_graph_may(tmp_path):
+    script = """if True:
+        import torch
+        import torch._inductor.compile_fx as inductor
+        from llama import generate
+        from moa import Shape
+        from speculate import answer
+        from test_speculate import fixed, new_drafter, new_target
+        target = new_target(20, layers=2, context=256)
+        drafter, prompt = new_drafter(target), [i % 20 for i in range(70)]
+        texts = lambda: (list(generate(target, prompt, 16)), answer(target, drafter, prompt, fixed(Shape(3), 32)).tokens)
+        compile_inner, lies_still = inductor._compile_fx_inner, []
+
+        def watched(*inputs, static_input_idxs, **choices):
+            graph = compile_inner(*inputs, static_input_idxs=static_input_idxs, **choices)
+            lies_still.extend(index in static_input_idxs for index in graph.mutated_input_idxs)
+            return graph
+
+        inductor._compile_fx_inner = watched
+        expected = texts()
+        target.capture(), drafter.capture()
+        print(texts() == expected)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            print(texts() == expected, len(lies_still) > 2 and all(lies_still))"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+                               "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})  # a process, in which its threads stay
+    assert done.stdout.split() == ["True", "True", "True"], done.stderr
 
 
 # How much to draft ---------------------------------------------------------------------------------------------------
