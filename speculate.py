@@ -55,7 +55,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from llama import (DEFAULT_MODEL, InputError, KVCache, Llama, Parser, Tokenizer, add_generation_arguments,
+from llama import (DEFAULT_MODEL, InputError, KVCache, Linear, Llama, Parser, Tokenizer, add_generation_arguments,
                    add_model_arguments, answer_length, check_finite, generate, is_encodable, load_target, natural, number,
                    one_line, probabilities, report, run_command, sample)
 from moa import (COARSE_TOKENS, PROMPT_CHUNK, Draft, Drafter, Drafting, Memory, Shape, ancestor_mask, chain_parents,
@@ -1192,9 +1192,14 @@ def aftermath(model: Llama, mine: list[Generation], bases: list[Generation]) -> 
 
 
 @torch.inference_mode()
-def pass_costs(model: Llama, past: int = 256, repeats: int = 9) -> dict[int, float]:
-    """Seconds of a pass over 1 to 16 tokens behind `past` others: medians, taken in turn."""
-    seconds = {count: [] for count in (1, 2, 3, 4, 6, 8, 12, 16)}
+def pass_costs(model: Llama, past: int = 256, repeats: int = 9) -> tuple[dict[int, float], float]:
+    """Seconds of a pass over 1 to 16 tokens behind `past` others, and of a sum over as many bytes as the weights that it
+    multiplies with have, which no pass can beat: medians, taken in turn.
+    """
+    count = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, Linear))
+    size = count * model.norm.weight.dtype.itemsize
+    part = torch.ones(min(size, 2**30) // 4, device=model.device)  # a GB at most: larger than any cache, and there may be no more
+    sums, seconds = [], {count: [] for count in (1, 2, 3, 4, 6, 8, 12, 16)}
     past = min(past, model.config.max_position_embeddings - max(seconds))
     cache = model.new_cache(past + max(seconds))
     for _ in range(repeats):
@@ -1203,7 +1208,10 @@ def pass_costs(model: Llama, past: int = 256, repeats: int = 9) -> dict[int, flo
             start = time.perf_counter()
             model(torch.zeros(1, count, dtype=torch.long, device=model.device), cache).argmax(-1).tolist()
             times.append(time.perf_counter() - start)
-    return {count: statistics.median(times) for count, times in seconds.items()}
+        start = time.perf_counter()
+        part.sum().item()
+        sums.append((time.perf_counter() - start) * size / part.nbytes)
+    return {count: statistics.median(times) for count, times in seconds.items()}, statistics.median(sums)
 
 
 def print_table(rows: list[dict]) -> None:
@@ -1362,15 +1370,16 @@ def run_bench(args: argparse.Namespace, model: Llama, drafter: Drafter, tokenize
     methods = (remote_methods(model, drafter, seed, settings.shapes, remotes, args.max_new_tokens) if remotes else
                local_methods(model, drafter, seed, *shapes_of(args)))
     rows = bench(model, methods, tokenizer, prompts, settings)
-    costs = {} if remotes else pass_costs(model)
+    costs, bound = ({}, None) if remotes else pass_costs(model)
     if args.json:
-        print(json.dumps({"rows": rows, "pass_seconds": costs}))
+        print(json.dumps({"rows": rows, "pass_seconds": costs, "memory_seconds": bound}))
         return
     print_table(rows)
     if costs:
         print("\ntokens in a pass " + " ".join(f"{count:>6}" for count in costs))
         print("milliseconds     " + " ".join(f"{1000 * seconds:>6.1f}" for seconds in costs.values()))
         print("of one token's   " + " ".join(f"{seconds / costs[1]:>6.2f}" for seconds in costs.values()))
+        print(f"a sum over as many bytes as the weights: {1000 * bound:.1f} ms, {bound / costs[1]:.2f} of one token's pass")
 
 
 def run_prompt(args: argparse.Namespace, model: Llama, drafter: Drafter | None, tokenizer: Tokenizer,
