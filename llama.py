@@ -1,9 +1,9 @@
 """The target: Llama-3 inference from scratch.
 
 One file holds all that a Llama-architecture chat model needs to talk: the decoder layer (RMSNorm, grouped-query
-attention with rotary positions, SwiGLU), a hand-written KV cache, checkpoint and tokenizer loading, sampling and plain
-generation. In the paper this model is M_Large; speculate.py makes it faster without changing what it says,
-and moa.py builds the drafter from the same `DecoderLayer`.
+attention with rotary positions, SwiGLU), a hand-written KV cache, sampling and plain generation; what makes it fast,
+on a GPU and on a CPU; checkpoint and tokenizer loading. In the paper this model is M_Large; speculate.py makes it
+faster without changing what it says, and moa.py builds the drafter from the same `DecoderLayer`.
 
     python llama.py --prompt "Why is the sky blue?"          # the default target, fetched on first use
     python llama.py --model meta-llama/Meta-Llama-3-8B-Instruct --dtype bfloat16 --prompt "Hello"
@@ -145,8 +145,8 @@ class Attention(nn.Module):
         k, v = kv.chunk(2, dim=-1)
         causal, shape = mask is CAUSAL, q.shape
         if q.dtype != torch.float32 and (shape[2] == 1 or isinstance(mask, Tensor)):
-            # The heads of a group, which ask the same keys, as rows of one query. For grouped heads under a mask a GPU has
-            # only its slowest kernel; and a CPU takes up to six times as long for every head of one token on its own.
+            # The heads of a group, which ask the same keys, as rows of one query: in half precision a GPU has only its slowest
+            # kernel for grouped heads under a mask, and a CPU takes up to six times as long for one token's heads apart.
             q = q.reshape(len(q), self.kv_heads, -1, self.head_dim)
             mask = None if mask is None else torch.cat([mask] * (self.heads // self.kv_heads), dim=-2)
         out = F.scaled_dot_product_attention(q, k, v, None if causal else mask, is_causal=causal, enable_gqa=True)
@@ -223,16 +223,14 @@ class KVCache:
 
         `length` moves only when every layer has written: see `advance`. Raises InputError when the cache is full.
         """
-        end = self.end(kv.shape[2])
+        end = self.length + kv.shape[2]
+        self.check_room(end)
         self.kv[layer, :, :, self.length:end] = kv
         return self.kv[layer, :, :, :end]
 
-    def end(self, count: int) -> int:
-        """Where so many new positions end. Raises InputError when the cache is full."""
-        end = self.length + count
+    def check_room(self, end: int) -> None:
         if end > self.capacity:
             raise InputError(f"the KV cache is full: {end} tokens do not fit its capacity of {self.capacity}")
-        return end
 
     def advance(self, count: int) -> None:
         self.length += count
@@ -307,8 +305,11 @@ class Llama(nn.Module):
         return self
 
     def capture(self) -> Llama:
-        """Instead, for a GPU: compile passes over few tokens, see "Passes of fixed shapes". Raises InputError if that fails."""
-        self.captured_pass = captured(self.fixed_pass, self.device)
+        """Instead, for a GPU: compile and capture passes over few tokens, see "Passes of fixed shapes".
+
+        Raises InputError where torch.compile does not work at all.
+        """
+        self.captured_pass = captured(partial(fixed_pass, self), self.device)
         return self
 
     @property
@@ -322,55 +323,40 @@ class Llama(nn.Module):
 
     def rope(self, start: int, end: int) -> Tensor:
         """Angles of positions start..end-1, (2, T, D). Raises InputError beyond the model's context."""
+        self.check_context(end)
+        return self.rotary[:, start:end]
+
+    def check_context(self, end: int) -> None:
         if end > self.config.max_position_embeddings:
             raise InputError(f"{end} tokens do not fit the model's context of {self.config.max_position_embeddings}; "
                              "shorten the prompt or the answer")
-        return self.rotary[:, start:end]
 
-    def run_layers(self, x: Tensor, layers: range, cache: KVCache | None = None, rope: Tensor | None = None,
-                   mask: Tensor | str = CAUSAL) -> Tensor:
+    def run_layers(self, x: Tensor, layers: range, cache: KVCache | None = None, ancestors: Tensor | None = None) -> Tensor:
         """The residual stream x (B, T, E) through some of the layers; new keys and values go to the cache."""
         past, count = cache.length if cache else 0, x.shape[1]
-        if rope is None:
-            rope = self.rope(past, past + count)
-        if mask is CAUSAL:
-            mask = causal_mask(count, past + count, x.device)
+        if ancestors is None:
+            rope, mask = self.rope(past, past + count), causal_mask(count, past + count, x.device)
+        else:
+            depths = ancestors.sum(-1) - 1  # (T)
+            rope = self.rope(past, past + int(depths.max()) + 1)[:, depths.to(x.device)]  # (2, T, D)
+            mask = F.pad(ancestors, (past, 0), value=True).to(x.device)  # (T, S)
         for i in layers:
             x = self.layers[i](x, rope, mask, partial(cache.append, i) if cache else (lambda kv: kv))
         return x
 
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None, tree: Tensor | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: KVCache | None = None, ancestors: Tensor | None = None) -> Tensor:
         """Final hidden states, after the final norm. tokens (B, T), which follow those in the cache -> (B, T, E).
 
-        tree (T, T), on the CPU: which of these tokens each sees, itself one of them; if not given, all before it.
+        ancestors (T, T) bool, of a tree of tokens: row i is True at i and its ancestors; None: a chain. It is on the CPU, where
+        to read a depth off it waits for no device.
         """
-        count, rope, mask = tokens.shape[1], None, CAUSAL
-        if self.captured_pass and cache and cache.length > 0 and count <= SIZES[-1]:
-            x = self.replay(tokens, cache, torch.ones(count, count, dtype=torch.bool).tril() if tree is None else tree)
+        if isinstance(cache, FixedCache) and cache.length > 0 and tokens.shape[1] <= SIZES[-1]:
+            x = replay(self, tokens, cache, ancestors)
         else:
-            if tree is not None:
-                depths = tree.sum(-1) - 1  # (T)
-                rope = self.rope(cache.length, cache.length + int(depths.max()) + 1)[:, depths.to(tokens.device)]
-                mask = F.pad(tree, (cache.length, 0), value=True).to(tokens.device)
-            x = self.norm(self.run_layers(self.embed_tokens(tokens), range(len(self.layers)), cache, rope, mask))
+            x = self.norm(self.run_layers(self.embed_tokens(tokens), range(len(self.layers)), cache, ancestors))
         if cache:
-            cache.advance(count)
+            cache.advance(tokens.shape[1])
         return x
-
-    def replay(self, tokens: Tensor, cache: FixedCache, tree: Tensor) -> Tensor:
-        """`hidden` by a captured pass."""
-        cache.end(len(tree))  # this, and the next, to raise what run_layers would
-        self.rope(cache.length, cache.length + int(tree.sum(-1).max()))
-        start = torch.tensor(cache.length, device=tokens.device)
-        return self.captured_pass(fill_up(tokens), fixed_tree(tree, tokens.device), start, cache.slots)[:, :len(tree)]
-
-    def fixed_pass(self, tokens: Tensor, tree: Tensor, start: Tensor, slots: list[Tensor]) -> Tensor:
-        """What `hidden` computes, of shapes that recur. tokens (B, T), tree (T, W), start (), slots L of (B, Hkv, S, 2D)."""
-        x, rope = self.embed_tokens(tokens), fixed_rope(self.rotary, start, tree)
-        mask = fixed_mask(start, tree, slots[0].shape[2])
-        for layer, slot in zip(self.layers, slots):
-            x = layer(x, rope, mask, partial(fixed_append, slot, start))
-        return self.norm(x)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits of the token after each. tokens (B, T), which follow those in the cache -> (B, T, V)."""
@@ -446,31 +432,32 @@ def generate(model: Llama, prompt: list[int], max_new_tokens: int, stop_ids: set
 # A pass over a few tokens is hundreds of kernels, and most are done sooner than the next is launched. A CUDA graph is launched
 # at once; but it is a recording, of these kernels on tensors of these sizes at these addresses. So
 #
-#     tokens                are filled up to one of three SIZES; a row that only fills up is the first one again
-#     keys and values       are written where a tensor says; those of rows that only fill up lie behind the others, where
-#                           the next pass writes
-#     attention             reads the whole cache, and a mask that is made on the way says what counts
+#     tokens                are padded to one of SIZES by copies of the first
+#     keys and values       are written at an index held in a tensor; those of padding lie behind the real ones, where the
+#                           next pass writes
+#     attention             reads the whole cache, under a mask that is made in the graph
+#     caches                have a power of two of positions, so that there are few shapes
 #
-# A prompt may have any length and keeps a GPU busy: it is read by layers as they are.
+# What a conversation begins with may have any length and keeps a GPU busy: it is read by layers as they are.
 # ---------------------------------------------------------------------------------------------------------------------
 
 SIZES = (1, 16, 64)  # tokens in a pass: decoding, verifying, verifying a large tree
 
 
 class FixedCache(KVCache):
-    """For captured passes: 2048, 4096, ... positions, at least 64 more than `capacity` for rows that only fill up."""
+    """For captured passes: 2048, 4096, ... positions, at least 64 more than `capacity`, for padding."""
 
     def __init__(self, layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, device, dtype):
         size = max(2048, 1 << (capacity + SIZES[-1] - 1).bit_length())
         super().__init__(layers, batch, kv_heads, size, head_dim, device, dtype)
         self.capacity = capacity
-        self.slots = list(self.kv)  # L of (B, Hkv, size, 2D): as one tensor it would be copied at every layer's change
+        self.slots = list(self.kv)  # L of (B, Hkv, size, 2D): of one tensor torch.compile would copy all at every layer's write
         for slot in self.slots:
             torch._dynamo.mark_static_address(slot)
 
 
 def captured(function: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
-    """The function, compiled anew for every shape of its inputs and, on a GPU, captured as a CUDA graph.
+    """The function, compiled anew for inputs of other shapes and, on a GPU, recorded anew for a cache at another address.
 
     Raises InputError where torch.compile does not work at all, on a CPU for want of a C++ compiler.
     """
@@ -478,7 +465,7 @@ def captured(function: Callable[..., Tensor], device: torch.device) -> Callable[
         torch.compile(torch.neg)(torch.zeros(1, device=device))
     except RuntimeError as error:
         raise InputError(f"--compile: torch.compile does not work here: {one_line(error)}") from None
-    torch._dynamo.config.recompile_limit = 64  # 8 by default; SIZES times capacities are more
+    torch._dynamo.config.recompile_limit = 64  # 8 by default; SIZES times sizes of caches are more
     compiled = torch.compile(function, fullgraph=True, dynamic=False, mode="reduce-overhead")
 
     def run(*inputs) -> Tensor:
@@ -487,27 +474,46 @@ def captured(function: Callable[..., Tensor], device: torch.device) -> Callable[
     return run
 
 
-def fill_up(x: Tensor) -> Tensor:
-    """x (B, T, ...) and its first row, again and again, until it has one of SIZES."""
+def replay(model: Llama, tokens: Tensor, cache: FixedCache, ancestors: Tensor | None) -> Tensor:
+    """`Llama.hidden` by a captured pass."""
+    past, count = cache.length, tokens.shape[1]
+    if ancestors is None:
+        ancestors = torch.ones(count, count, dtype=torch.bool).tril()
+    cache.check_room(past + count)
+    model.check_context(past + int(ancestors.sum(-1).max()))
+    start = torch.tensor([past], device=tokens.device)
+    return model.captured_pass(pad(tokens), pad_ancestors(ancestors, tokens.device), start, cache.slots)[:, :count]
+
+
+def fixed_pass(model: Llama, tokens: Tensor, ancestors: Tensor, start: Tensor, slots: list[Tensor]) -> Tensor:
+    """What `replay` captures. tokens (B, T), ancestors (T, 64), start (1), slots L of (B, Hkv, size, 2D) -> (B, T, E)."""
+    x, rope = model.embed_tokens(tokens), fixed_rope(model.rotary, start, ancestors)
+    mask = fixed_mask(start, ancestors, slots[0].shape[2])
+    for layer, slot in zip(model.layers, slots):
+        x = layer(x, rope, mask, partial(fixed_append, slot, start))
+    return model.norm(x)
+
+
+def pad(x: Tensor) -> Tensor:
+    """x (B, T, ...) and copies of its first row, as many as make it one of SIZES."""
     more = next(size for size in SIZES if size >= x.shape[1]) - x.shape[1]
     return torch.cat([x, x[:, :1].expand(-1, more, *x.shape[2:])], dim=1)
 
 
-def fixed_tree(tree: Tensor, device: torch.device) -> Tensor:
-    """What T rows see of the last W positions (T, W), for as many rows and positions as recur: (T', 64)."""
-    return fill_up(F.pad(tree, (0, SIZES[-1] - tree.shape[1]))[None])[0].to(device)
+def pad_ancestors(ancestors: Tensor, device: torch.device) -> Tensor:
+    """What T rows see of the W <= 64 positions that not all of them see: from (T, W) to (one of SIZES, 64)."""
+    return pad(F.pad(ancestors, (0, SIZES[-1] - ancestors.shape[1]))[None])[0].to(device)
 
 
-def fixed_rope(rotary: Tensor, start: Tensor, tree: Tensor) -> Tensor:
-    """Angles (2, T, D). A row's position is the number of those that it sees, less itself."""
-    return rotary[:, start + tree.sum(-1) - 1]
+def fixed_rope(rotary: Tensor, start: Tensor, ancestors: Tensor) -> Tensor:
+    """Angles (2, T, D). A row stands at the number of positions that it sees, less itself."""
+    return rotary[:, start + ancestors.sum(-1) - 1]
 
 
-def fixed_mask(start: Tensor, tree: Tensor, size: int) -> Tensor:
-    """(T, size): all rows see what stands before `start`, and of the W positions from there on what the tree (T, W) says."""
-    column = torch.arange(size, device=tree.device) - start  # (size)
-    width = tree.shape[1]
-    return (column < 0) | (tree[:, column.clamp(0, width - 1)] & (column < width))
+def fixed_mask(start: Tensor, ancestors: Tensor, size: int) -> Tensor:
+    """(T, size): rows see what stands before `start`, and of the 64 positions from there on what `ancestors` (T, 64) say."""
+    mask = (torch.arange(size, device=ancestors.device) < start).repeat(len(ancestors), 1)
+    return mask.index_copy(1, start + torch.arange(SIZES[-1], device=ancestors.device), ancestors)
 
 
 def fixed_append(slot: Tensor, start: Tensor, kv: Tensor) -> Tensor:

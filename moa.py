@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from llama import (SIZES, DecoderLayer, FixedCache, InputError, KVCache, Linear, Llama, can_pack, captured, causal_mask, fill,
-                   fill_up, fixed_append, fixed_mask, fixed_rope, fixed_tree, one_line, probabilities, race, read_json,
+                   fixed_append, fixed_mask, fixed_rope, one_line, pad, pad_ancestors, probabilities, race, read_json,
                    read_tensors, rotary_table, written_whole)
 
 LEAST = 1e-30  # probability of a proposed token: a lesser one is lost to rounding when `accept` takes likelier ones out of q
@@ -204,7 +204,7 @@ class Drafter(nn.Module):
                 c.layer_self_attention_num_key_value_heads, lsa_head_dim, c.rms_norm_eps)
         self.Ekv2E = nn.Linear(kv_width if c.use_layer_self_attention else width, width)
 
-        self.captured_step = self.captured_states = None  # see `capture`
+        self.captured_step = self.captured_cross_kv = None  # see `capture`
 
         # The target and, of its LM head, the rows in use: in a tuple, or they would become ours to train and save.
         head, vocabulary, device = target.lm_head, None, target.device
@@ -277,11 +277,23 @@ class Drafter(nn.Module):
         return self
 
     def capture(self) -> "Drafter":
-        """As `Llama.capture`: SA and CA of a draft's step, and LSA. (The N reused layers are not, nor is anything without CA.)"""
+        """As `Llama.capture`: SA and CA of a step, and what is made of memories. Not the N reused layers; without CA, nothing."""
         if self.config.use_cross_attention:
-            self.captured_step, self.captured_states = (captured(function, self.target.device)
-                                                        for function in (self.fixed_step, self.states))
+            self.captured_step = captured(self.fixed_step, self.target.device)
+            self.captured_cross_kv = captured(self.cross_kv, self.target.device)
         return self
+
+    def fixed_step(self, tokens: Tensor, ancestors: Tensor, counts: Tensor, self_slot: Tensor, cross_slot: Tensor) -> Tensor:
+        """What `Drafting.replay` captures: tokens (1, T), ancestors (T, 64) -> (1, T, E).
+
+        counts (3): where the ancestors' positions start, how many SA's cache has in use, and how many CA's.
+        """
+        start, written, verified = counts
+        size, rope = self_slot.shape[2], fixed_rope(self.rotary, start, ancestors)
+        x = self.target.embed_tokens(tokens).to(self.dtype)
+        x = self.self_attention(x, rope, fixed_mask(start, ancestors, size), partial(fixed_append, self_slot, written))
+        known = torch.arange(size, device=x.device) < verified
+        return self.cross_attention.attend(x, cross_slot, rope, known.expand(x.shape[1], -1))
 
     def memory(self, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
         """LSA, mean, projection: kv (B, T, L, 2 Ekv) -> (B, T, E). Without LSA: a projection of hidden (B, T, E)."""
@@ -369,29 +381,17 @@ class Drafter(nn.Module):
         for a in range(start, end, PROMPT_CHUNK):
             b = min(a + PROMPT_CHUNK, end)
             parts = cache.read(a, b), hidden[:, a - start:b - start], self.rotary[:, a:b]
-            if self.captured_states and b - a <= SIZES[-1]:
-                states.append(self.captured_states(*map(fill_up, parts))[:, :, :b - a])
+            if self.captured_cross_kv and b - a <= SIZES[-1]:
+                states.append(self.captured_cross_kv(*map(pad, parts)).narrow(-2, 0, b - a))
             else:
-                states.append(self.states(*parts))
+                states.append(self.cross_kv(*parts))
         first = len(self.target.layers) - self.N
         return Memory(tokens, torch.cat(states, dim=-2), cache.kv[first:, :, :, start:end])
 
-    def states(self, kv: Tensor, hidden: Tensor, rope: Tensor) -> Tensor:
-        """A Memory's `cross_kv`, of T tokens' keys and values in the target (1, T, L, 2 Ekv)."""
+    def cross_kv(self, kv: Tensor, hidden: Tensor, rope: Tensor) -> Tensor:
+        """As in Memory, of tokens with these keys and values (1, T, L, 2 Ekv), hidden states (1, T, E), angles (2, T, D)."""
         memory = self.memory(kv, hidden)
         return self.cross_attention.keys_values(memory, rope) if self.config.use_cross_attention else memory
-
-    def fixed_step(self, tokens: Tensor, tree: Tensor, counts: Tensor, self_slot: Tensor, cross_slot: Tensor) -> Tensor:
-        """SA and CA of a step, of shapes that recur: tokens (1, T) -> (1, T, E). tree (T, W) as in `fixed_mask`.
-
-        counts: where the tree starts, how many positions SA's cache has in use, and CA's.
-        """
-        start, written, verified = counts
-        size, rope = self_slot.shape[2], fixed_rope(self.rotary, start, tree)
-        x = self.target.embed_tokens(tokens).to(self.dtype)
-        x = self.self_attention(x, rope, fixed_mask(start, tree, size), partial(fixed_append, self_slot, written))
-        known = torch.arange(size, device=x.device) < verified
-        return self.cross_attention.attend(x, cross_slot, rope, known.expand(x.shape[1], -1))
 
     def start(self, capacity: int) -> "Drafting":
         """A drafter's side of one conversation of at most `capacity` tokens."""
@@ -545,9 +545,9 @@ class Drafting:
         tree_mask = None if ancestors.all() else F.pad(ancestors, (prefix, 0), value=True).to(cache.kv.device)
         position = prefix + int(ancestors[0].sum()) - 1  # of all these tokens: what they all see + their depth
         rows = torch.tensor([unread + tokens], device=cache.kv.device)  # (1, unread + T)
-        if drafter.captured_step and max(rows.shape[1], ancestors.shape[1]) <= SIZES[-1]:
-            tree = ancestor_mask(chain_parents(rows.shape[1])) if unread else ancestors
-            x = self.replay(rows, tree, position)[:, -len(tokens):]
+        if isinstance(cache, FixedCache) and max(rows.shape[1], ancestors.shape[1]) <= SIZES[-1]:
+            start = cache.length if unread else prefix
+            x = self.replay(rows, ancestor_mask(chain_parents(rows.shape[1])) if unread else ancestors, start)[:, -len(tokens):]
         else:
             rope = drafter.rotary[:, position - len(unread):position + 1]
             x = drafter.target.embed_tokens(rows).to(drafter.dtype)
@@ -557,11 +557,10 @@ class Drafting:
         cache.advance(rows.shape[1])
         return self.infer_target_layers(x, position, tree_mask)[0]
 
-    def replay(self, rows: Tensor, tree: Tensor, position: int) -> Tensor:
-        """SA and CA by a captured step: rows (1, T), of which the last stands at `position`, and what each sees -> (1, T, E)."""
-        start = position + 1 - int(tree[-1].sum())
+    def replay(self, rows: Tensor, ancestors: Tensor, start: int) -> Tensor:
+        """SA and CA by a captured step, (1, T) -> (1, T, E). ancestors (T, W): what each sees of W positions from `start` on."""
         counts = torch.tensor([start, self.self_cache.length, self.verified], device=rows.device)
-        return self.drafter.captured_step(fill_up(rows), fixed_tree(tree, rows.device), counts,
+        return self.drafter.captured_step(pad(rows), pad_ancestors(ancestors, rows.device), counts,
                                           *self.self_cache.slots, *self.cross_cache.slots)[:, :rows.shape[1]]
 
     def cross_attend(self, x: Tensor, rope: Tensor, mask: Tensor | str | None, parents: list[int]) -> Tensor:

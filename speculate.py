@@ -126,7 +126,7 @@ class Verdict:
     memory: Memory | None
     checked: bool = True  # whether the target looked at the draft
     pass_seconds: float | None = None  # of the target's work alone; None: as long as `verify` took
-    rows: int = 1  # tokens in the target's pass: the newest, and the drafts it looked at
+    rows: int = 1  # 1 + the drafts it looked at
 
 
 class Origin(IntEnum):
@@ -243,8 +243,8 @@ class LocalTarget:
     def verify(self, draft: Draft) -> Verdict:
         """Check a draft in one pass; the cache keeps its root and the nodes that are accepted."""
         start, tokens = self.cache.length, torch.tensor([[draft.token] + draft.tokens], device=self.cache.kv.device)
-        tree = None if draft.is_chain() else ancestor_mask([-1] + [parent + 1 for parent in draft.parents])  # (K + 1, K + 1)
-        hidden = self.model.hidden(tokens, self.cache, tree)
+        parents = [-1] + [parent + 1 for parent in draft.parents]
+        hidden = self.model.hidden(tokens, self.cache, None if draft.is_chain() else ancestor_mask(parents))  # (1, K + 1, E)
         path, token = self.judge(hidden[0], draft)
         rows = [0] + [1 + node for node in path]
         self.cache.keep(start, rows)
@@ -1052,7 +1052,7 @@ def answer(model: Llama, drafter: Drafter | Lookup | None, prompt: list[int], se
 
 
 def warm_up(model: Llama, drafter: Drafter | None, settings: Settings) -> None:
-    """Have everything compiled before time is taken, by answers that nobody reads. For longer texts that is done later."""
+    """Have everything compiled before time is taken, by answers that nobody reads. For longer texts, when first they come."""
     print("compiling ...", file=sys.stderr)
     s = replace(settings, max_new_tokens=64, adaptive=False, stop_ids=frozenset(), lookup=())
     for shape in s.shapes if drafter else ():
@@ -1192,14 +1192,9 @@ def aftermath(model: Llama, mine: list[Generation], bases: list[Generation]) -> 
 
 
 @torch.inference_mode()
-def pass_costs(model: Llama, past: int = 256, repeats: int = 9) -> tuple[dict[int, float], float]:
-    """Seconds of a pass over 1 to 16 tokens behind `past` others, and of a sum over as many bytes as the weights that it
-    multiplies with have, which no pass can beat: medians, taken in turn.
-    """
-    count = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, Linear))
-    size = count * model.norm.weight.dtype.itemsize
-    part = torch.ones(min(size, 2**30) // 4, device=model.device)  # a GB at most: larger than any cache, and there may be no more
-    sums, seconds = [], {count: [] for count in (1, 2, 3, 4, 6, 8, 12, 16)}
+def pass_costs(model: Llama, past: int = 256, repeats: int = 9) -> dict[int, float]:
+    """Seconds of a pass over 1 to 16 tokens behind `past` others: medians, taken in turn."""
+    seconds = {count: [] for count in (1, 2, 3, 4, 6, 8, 12, 16)}
     past = min(past, model.config.max_position_embeddings - max(seconds))
     cache = model.new_cache(past + max(seconds))
     for _ in range(repeats):
@@ -1208,10 +1203,19 @@ def pass_costs(model: Llama, past: int = 256, repeats: int = 9) -> tuple[dict[in
             start = time.perf_counter()
             model(torch.zeros(1, count, dtype=torch.long, device=model.device), cache).argmax(-1).tolist()
             times.append(time.perf_counter() - start)
+    return {count: statistics.median(times) for count, times in seconds.items()}
+
+
+def reading_seconds(model: Llama, repeats: int = 9) -> float:
+    """Seconds to read the weights that a pass multiplies with: of a sum over as many bytes."""
+    count = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, Linear))
+    size, times = count * model.norm.weight.dtype.itemsize, []
+    part = torch.ones(min(size, 2**30) // 4, device=model.device)  # a GB at most, which no cache holds: all may not fit again
+    for _ in range(repeats):
         start = time.perf_counter()
         part.sum().item()
-        sums.append((time.perf_counter() - start) * size / part.nbytes)
-    return {count: statistics.median(times) for count, times in seconds.items()}, statistics.median(sums)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * size / part.nbytes
 
 
 def print_table(rows: list[dict]) -> None:
@@ -1282,7 +1286,7 @@ def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
     if args.until_eof and not args.serve:
         raise InputError("--until-eof is for --serve")
     if args.remote and args.compile:
-        raise InputError("--compile is for a target on this side; leave it out or start the server with it")
+        raise InputError("--compile is for the process that has the target; leave it out, or start the server with it")
     for name in ("network", *LINK, "disconnect_after", "disconnect_for", "float16"):
         value = getattr(args, name)
         if args.remote is None and value is not None and value is not False:
@@ -1342,7 +1346,7 @@ def parse() -> argparse.Namespace:
 
 def shapes_of(args: argparse.Namespace) -> tuple[Shape, Shape]:
     """A chain and a tree, as the command line wants them."""
-    chain, tree = (REMOTE_CHAIN, REMOTE_TREE) if args.remote or args.serve else (CHAIN, TREE)
+    chain, tree = (REMOTE_CHAIN, REMOTE_TREE) if args.remote or args.serve else (CHAIN, TREE)  # a server's: to warm up
     depth = args.draft_length or chain.depth
     return (replace(chain, depth=depth),
             replace(tree, depth=depth, breadth=args.breadth or tree.breadth, nodes=args.nodes or tree.nodes))
@@ -1370,16 +1374,16 @@ def run_bench(args: argparse.Namespace, model: Llama, drafter: Drafter, tokenize
     methods = (remote_methods(model, drafter, seed, settings.shapes, remotes, args.max_new_tokens) if remotes else
                local_methods(model, drafter, seed, *shapes_of(args)))
     rows = bench(model, methods, tokenizer, prompts, settings)
-    costs, bound = ({}, None) if remotes else pass_costs(model)
+    costs, reading = ({}, None) if remotes else (pass_costs(model), reading_seconds(model))
     if args.json:
-        print(json.dumps({"rows": rows, "pass_seconds": costs, "memory_seconds": bound}))
+        print(json.dumps({"rows": rows, "pass_seconds": costs, "reading_seconds": reading}))
         return
     print_table(rows)
     if costs:
         print("\ntokens in a pass " + " ".join(f"{count:>6}" for count in costs))
         print("milliseconds     " + " ".join(f"{1000 * seconds:>6.1f}" for seconds in costs.values()))
         print("of one token's   " + " ".join(f"{seconds / costs[1]:>6.2f}" for seconds in costs.values()))
-        print(f"a sum over as many bytes as the weights: {1000 * bound:.1f} ms, {bound / costs[1]:.2f} of one token's pass")
+        print(f"a sum over as many bytes as the weights: {1000 * reading:.1f} ms, {reading / costs[1]:.2f} of one token's pass")
 
 
 def run_prompt(args: argparse.Namespace, model: Llama, drafter: Drafter | None, tokenizer: Tokenizer,
@@ -1428,14 +1432,20 @@ def main() -> None:
     drafter = None if args.no_speculation else load_drafter(folder, model).lighten()
     if args.compile:
         model.capture()
-    elif not args.remote or drafter and (drafter.N > 0 or drafter.vocabulary is None):  # else the drafter runs nothing of it
-        model.pack()
-    if drafter:
-        drafter.capture() if args.compile else drafter.pack()
+        if drafter:
+            drafter.capture()
+    else:
+        if not args.remote or drafter and (drafter.N > 0 or drafter.vocabulary is None):  # else the drafter runs nothing of it
+            model.pack()
+        if drafter:
+            drafter.pack()
+    if args.serve:
+        server = Server(model, drafter, *args.serve, os.environ.get(SECRET, ""))
+        if args.compile:
+            server.work(warm_up, model, drafter, settings_of(args, tokenizer))  # graphs belong to the thread that recorded them
+        return serve(server, args.until_eof)
     if args.compile:
         warm_up(model, drafter, settings_of(args, tokenizer))
-    if args.serve:
-        return serve(Server(model, drafter, *args.serve, os.environ.get(SECRET, "")), args.until_eof)
     if args.remote == OWN_SERVER:  # which works on the same cores: more threads than these would wait for each other
         torch.set_num_threads(max(1, torch.get_num_threads() // 4))
     with server_of(args, folder) if args.remote else nullcontext({}) as remotes:

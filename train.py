@@ -74,7 +74,7 @@ def loss_mask(answer: Tensor) -> Tensor:
 def target_pass(target: Llama, tokens: Tensor, N: int) -> tuple[Tensor, Tensor, Tensor]:
     """kv (B, T, L, 2 Ekv), the hidden states that enter the last N layers and the final ones, both (B, T, E)."""
     (batch, count), layers = tokens.shape, len(target.layers)
-    cache = target.new_cache(count, batch)  # its length stays 0: each layer writes its own slot from position 0
+    cache = target.new_cache(count, batch)  # its length stays 0: each layer writes its own layer from position 0
     entering = target.run_layers(target.embed_tokens(tokens), range(layers - N), cache)
     final = target.norm(target.run_layers(entering, range(layers - N, layers), cache))
     return cache.read(0, count), entering, final

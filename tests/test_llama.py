@@ -115,19 +115,16 @@ def test_a_truncated_cache_has_forgotten_the_rest(tiny):
 @pytest.mark.parametrize("path", [[0], [1, 3, 6], [0, 2, 4], []], ids=str)
 def test_keeping_a_path_of_a_tree_equals_having_run_only_that_path(tiny, path):
     parents = [-1, -1, 0, 1, 2, 0, 3]  # of the seven nodes behind a prompt of ten
-    ancestors, depths = torch.eye(7, dtype=torch.bool), [0] * 7
+    ancestors = torch.eye(7, dtype=torch.bool)
     for node, parent in enumerate(parents):
         if parent >= 0:
             ancestors[node] |= ancestors[parent]
-            depths[node] = depths[parent] + 1
     cache = tiny.new_cache(24)
     tiny(TOKENS[:1, :10], cache)
-    tree, rope = TOKENS[1:2, :7], tiny.rotary[:, 10 + torch.tensor(depths)]
-    mask = torch.cat([torch.ones(7, 10, dtype=torch.bool), ancestors], dim=1)
-    x = tiny.run_layers(tiny.embed_tokens(tree), range(3), cache, rope, mask)
-    cache.advance(7)
+    tree = TOKENS[1:2, :7]
+    hidden = tiny.hidden(tree, cache, ancestors)
     linear = torch.cat([TOKENS[:1, :10], tree[:, path], TOKENS[2:, :5]], dim=1)
-    close(tiny.lm_head(tiny.norm(x))[:, path], tiny(linear)[:, 10:10 + len(path)])
+    close(tiny.lm_head(hidden)[:, path], tiny(linear)[:, 10:10 + len(path)])
     cache.keep(10, path)
     close(tiny(TOKENS[2:, :5], cache), tiny(linear)[:, -5:])
 

@@ -497,8 +497,7 @@ def test_show_colours_the_accepted_drafts_and_leaves_the_text_as_it_is(command):
 
 
 def test_the_cost_of_a_pass_is_measured_within_the_context():
-    costs, bound = speculate.pass_costs(new_target(16, context=64), repeats=1)
-    assert list(costs) == [1, 2, 3, 4, 6, 8, 12, 16] and bound > 0
+    assert list(speculate.pass_costs(new_target(16, context=64), repeats=1)) == [1, 2, 3, 4, 6, 8, 12, 16]
 
 
 WORDS = SimpleNamespace(chat=lambda messages: [sum(m["content"].encode()) % 16 for m in messages],  # in place of a tokenizer
