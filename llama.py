@@ -26,10 +26,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 import zipfile
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Callable, Iterator
 
@@ -436,7 +438,7 @@ def generate(model: Llama, prompt: list[int], max_new_tokens: int, stop_ids: set
 #     keys and values       are written at an index held in a tensor; those of padding lie behind the real ones, where the
 #                           next pass writes
 #     attention             reads the whole cache, under a mask that is made in the graph
-#     caches                have a power of two of positions, so that there are few shapes
+#     caches                have one of few sizes, too
 #
 # What a conversation begins with may have any length and keeps a GPU busy: it is read by layers as they are.
 # ---------------------------------------------------------------------------------------------------------------------
@@ -445,15 +447,28 @@ SIZES = (1, 16, 64)  # tokens in a pass: decoding, verifying, verifying a large 
 
 
 class FixedCache(KVCache):
-    """For captured passes: 2048, 4096, ... positions, at least 64 more than `capacity`, for padding."""
+    """For captured passes: of 2048, 4096, ... positions and 128 more, so that 64 are left for padding.
+
+    It takes the place of one that is gone, if there is any: a graph that was recorded there can be replayed.
+    """
+
+    gone: dict[tuple, list[tuple[Tensor, list[Tensor]]]] = {}
 
     def __init__(self, layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, device, dtype):
-        size = max(2048, 1 << (capacity + SIZES[-1] - 1).bit_length())
-        super().__init__(layers, batch, kv_heads, size, head_dim, device, dtype)
-        self.capacity = capacity
-        self.slots = list(self.kv)  # L of (B, Hkv, size, 2D): of one tensor torch.compile would copy all at every layer's write
-        for slot in self.slots:
-            torch._dynamo.mark_static_address(slot)
+        text = capacity - SIZES[-1]  # without drafts beyond a context, which a power of two often is
+        size = max(2048, 1 << max(0, text - 1).bit_length()) + 2 * SIZES[-1]
+        shape = layers, batch, kv_heads, size, head_dim, device, dtype
+        gone = self.gone.setdefault((*shape, torch.is_inference_mode_enabled()), [])
+        if gone:
+            self.kv, self.slots = gone.pop()
+            self.kv.zero_()
+        else:
+            super().__init__(*shape)
+            self.slots = list(self.kv)  # L of (B, Hkv, size, 2D): one tensor torch.compile would copy at every layer's write
+            for slot in self.slots:
+                torch._dynamo.mark_static_address(slot)
+        self.capacity, self.length = capacity, 0
+        weakref.finalize(self, gone.append, (self.kv, self.slots))
 
 
 def captured(function: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
@@ -465,10 +480,10 @@ def captured(function: Callable[..., Tensor], device: torch.device) -> Callable[
         torch.compile(torch.neg)(torch.zeros(1, device=device))
     except RuntimeError as error:
         raise InputError(f"--compile: torch.compile does not work here: {one_line(error)}") from None
-    torch._dynamo.config.recompile_limit = 64  # 8 by default; SIZES times sizes of caches are more
     compiled = torch.compile(function, fullgraph=True, dynamic=False, mode="reduce-overhead")
 
     def run(*inputs) -> Tensor:
+        torch._dynamo.config.recompile_limit = 64  # of this thread; 8 by default, and SIZES times sizes of caches are more
         torch.compiler.cudagraph_mark_step_begin()
         return compiled(*inputs).clone()  # what a graph returns, its next run overwrites
     return run
@@ -479,8 +494,8 @@ def replay(model: Llama, tokens: Tensor, cache: FixedCache, ancestors: Tensor | 
     past, count = cache.length, tokens.shape[1]
     if ancestors is None:
         ancestors = torch.ones(count, count, dtype=torch.bool).tril()
-    cache.check_room(past + count)
     model.check_context(past + int(ancestors.sum(-1).max()))
+    cache.check_room(past + count)
     start = torch.tensor([past], device=tokens.device)
     return model.captured_pass(pad(tokens), pad_ancestors(ancestors, tokens.device), start, cache.slots)[:, :count]
 
@@ -1310,7 +1325,7 @@ def main() -> None:
     count = answer_length(model, prompt, arguments.max_new_tokens)
     if arguments.compile:
         print("compiling ...", file=sys.stderr)
-        list(generate(model, prompt, min(count, 8)))  # the first few passes compile and record
+        list(islice(generate(model, prompt, count), 8))  # the first few passes compile and record
     generator = torch.Generator(arguments.device).manual_seed(arguments.seed)
     tokens, stream, start = [], tokenizer.stream(), time.perf_counter()
     for token in generate(model, prompt, count, tokenizer.stop_ids, arguments.temperature, arguments.top_p, generator):

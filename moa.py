@@ -277,7 +277,7 @@ class Drafter(nn.Module):
         return self
 
     def capture(self) -> "Drafter":
-        """As `Llama.capture`: SA and CA of a step, and what is made of memories. Not the N reused layers; without CA, nothing."""
+        """As `Llama.capture`: SA and CA of a step, and `cross_kv`. Not the N reused layers, and without CA nothing."""
         if self.config.use_cross_attention:
             self.captured_step = captured(self.fixed_step, self.target.device)
             self.captured_cross_kv = captured(self.cross_kv, self.target.device)
@@ -558,7 +558,7 @@ class Drafting:
         return self.infer_target_layers(x, position, tree_mask)[0]
 
     def replay(self, rows: Tensor, ancestors: Tensor, start: int) -> Tensor:
-        """SA and CA by a captured step, (1, T) -> (1, T, E). ancestors (T, W): what each sees of W positions from `start` on."""
+        """SA and CA by a captured step, (1, T) -> (1, T, E). ancestors (T, W): what each sees of the W from `start` on."""
         counts = torch.tensor([start, self.self_cache.length, self.verified], device=rows.device)
         return self.drafter.captured_step(pad(rows), pad_ancestors(ancestors, rows.device), counts,
                                           *self.self_cache.slots, *self.cross_cache.slots)[:, :rows.shape[1]]

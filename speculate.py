@@ -55,7 +55,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from llama import (DEFAULT_MODEL, InputError, KVCache, Linear, Llama, Parser, Tokenizer, add_generation_arguments,
+from llama import (DEFAULT_MODEL, SIZES, InputError, KVCache, Linear, Llama, Parser, Tokenizer, add_generation_arguments,
                    add_model_arguments, answer_length, check_finite, generate, is_encodable, load_target, natural, number,
                    one_line, probabilities, report, run_command, sample)
 from moa import (COARSE_TOKENS, PROMPT_CHUNK, Draft, Drafter, Drafting, Memory, Shape, ancestor_mask, chain_parents,
@@ -761,6 +761,9 @@ class Server(socketserver.ThreadingTCPServer):
         self.connections: set[socket.socket] = set()
         self.strangers: dict[socket.socket, None] = {}  # those that have not shown the secret yet, the oldest first
         self.worker = ThreadPoolExecutor(1)
+        for size in (2048, 4096, 8192) if model.captured_pass else ():  # before a client waits, by the thread that will replay
+            if size < 2 * model.config.max_position_embeddings:
+                self.work(warm_up, model, drafter, size)
         try:
             super().__init__((host, port), Session)
         except (OSError, UnicodeError) as error:
@@ -1006,6 +1009,11 @@ class Generation:
         return (len(self.tokens) - 1 - self.figures.unverified_tokens) / max(1, self.figures.target_calls)
 
 
+def capacity_of(prompt: list[int], settings: Settings) -> int:
+    """Positions that caches need for prompt, answer, and drafts that will be rejected."""
+    return len(prompt) + settings.max_new_tokens + max(max(s.nodes, s.depth * s.breadth) for s in settings.shapes)
+
+
 @torch.inference_mode()
 def answer(model: Llama, drafter: Drafter | Lookup | None, prompt: list[int], settings: Settings, seed: int = 0,
            emit=lambda token, origin: None, paces: list[Pace] | None = None, remote: Remote | None = None) -> Generation:
@@ -1022,10 +1030,9 @@ def answer(model: Llama, drafter: Drafter | Lookup | None, prompt: list[int], se
             call_api(channel, prompt, s, generator) if remote else
             generate(model, prompt, s.max_new_tokens, s.stop_ids, s.temperature, s.top_p, generator)))
     else:
-        spare = max(max(shape.nodes, shape.depth * shape.breadth) for shape in s.shapes)  # for what will be rejected
+        capacity = capacity_of(prompt, s)
         if remote:
-            spare += MOST_ON_THE_WAY  # for passes that are asked for before the end is seen
-        capacity = len(prompt) + s.max_new_tokens + spare
+            capacity += MOST_ON_THE_WAY  # for passes that are asked for before the end is seen
         drafting = drafter.start(capacity)
         target = (RemoteTarget(channel, remote, drafting, capacity, s, generator, result.figures) if remote else
                   LocalTarget(model, drafter, capacity, s, generator))
@@ -1051,13 +1058,19 @@ def answer(model: Llama, drafter: Drafter | Lookup | None, prompt: list[int], se
     return result
 
 
-def warm_up(model: Llama, drafter: Drafter | None, settings: Settings) -> None:
-    """Have everything compiled before time is taken, by answers that nobody reads. For longer texts, when first they come."""
+@torch.inference_mode()
+def warm_up(model: Llama, drafter: Drafter | None, capacity: int = 1) -> None:
+    """Have all that is captured compiled and recorded for caches of at least this capacity, before time is taken."""
     print("compiling ...", file=sys.stderr)
-    s = replace(settings, max_new_tokens=64, adaptive=False, stop_ids=frozenset(), lookup=())
-    for shape in s.shapes if drafter else ():
-        answer(model, drafter, [0] * 40, replace(s, shapes=(shape,)))
-    answer(model, None, [0] * 40, s)
+    for size in SIZES if model.config.max_position_embeddings > SIZES[-1] else ():
+        for _ in range(3):  # it compiles, records, replays
+            cache = model.new_cache(max(capacity, 1 + size))
+            cache.advance(1)
+            tokens, siblings = torch.zeros(1, size, dtype=torch.long, device=model.device), torch.eye(size, dtype=torch.bool)
+            hidden = model.hidden(tokens, cache, siblings)
+            if drafter and drafter.captured_step:
+                drafter.remember([0] * size, cache, 1, hidden)
+                drafter.start(cache.capacity).replay(tokens, siblings, 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1346,7 +1359,7 @@ def parse() -> argparse.Namespace:
 
 def shapes_of(args: argparse.Namespace) -> tuple[Shape, Shape]:
     """A chain and a tree, as the command line wants them."""
-    chain, tree = (REMOTE_CHAIN, REMOTE_TREE) if args.remote or args.serve else (CHAIN, TREE)  # a server's: to warm up
+    chain, tree = (REMOTE_CHAIN, REMOTE_TREE) if args.remote else (CHAIN, TREE)
     depth = args.draft_length or chain.depth
     return (replace(chain, depth=depth),
             replace(tree, depth=depth, breadth=args.breadth or tree.breadth, nodes=args.nodes or tree.nodes))
@@ -1373,6 +1386,8 @@ def run_bench(args: argparse.Namespace, model: Llama, drafter: Drafter, tokenize
     seed = args.seed or 0
     methods = (remote_methods(model, drafter, seed, settings.shapes, remotes, args.max_new_tokens) if remotes else
                local_methods(model, drafter, seed, *shapes_of(args)))
+    if args.compile:
+        warm_up(model, drafter)
     rows = bench(model, methods, tokenizer, prompts, settings)
     costs, reading = ({}, None) if remotes else (pass_costs(model), reading_seconds(model))
     if args.json:
@@ -1399,6 +1414,8 @@ def run_prompt(args: argparse.Namespace, model: Llama, drafter: Drafter | None, 
             print(f"{COLOURS[origin]}{text}{RESET}" if coloured else text, end="", flush=True)
 
     settings = replace(settings_of(args, tokenizer), max_new_tokens=count)
+    if args.compile:
+        warm_up(model, drafter, capacity_of(prompt, settings))
     if args.temperature > 0 and args.seed is not None and remote is None:
         settings = without_clock(settings)
     result = answer(model, drafter, prompt, settings, args.seed or 0, emit, remote=remote)
@@ -1440,12 +1457,7 @@ def main() -> None:
         if drafter:
             drafter.pack()
     if args.serve:
-        server = Server(model, drafter, *args.serve, os.environ.get(SECRET, ""))
-        if args.compile:
-            server.work(warm_up, model, drafter, settings_of(args, tokenizer))  # graphs belong to the thread that recorded them
-        return serve(server, args.until_eof)
-    if args.compile:
-        warm_up(model, drafter, settings_of(args, tokenizer))
+        return serve(Server(model, drafter, *args.serve, os.environ.get(SECRET, "")), args.until_eof)
     if args.remote == OWN_SERVER:  # which works on the same cores: more threads than these would wait for each other
         torch.set_num_threads(max(1, torch.get_num_threads() // 4))
     with server_of(args, folder) if args.remote else nullcontext({}) as remotes:

@@ -5,6 +5,7 @@ The device is made up. Its tensors say that they are on `made` and are computed 
 error, as on a GPU, and every time values are read back from there is counted. No other test asks for that device.
 """
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -216,3 +217,33 @@ def test_so_does_the_target_alone_up_to_the_last_position_of_its_cache_and_conte
     target.hidden(torch.tensor([prompt[:10]]), cache)
     with pytest.raises(llama.InputError, match="cache is full"):
         target.hidden(torch.tensor([prompt[:3]]), cache)
+
+
+def test_a_cache_takes_the_place_of_one_that_is_gone_and_starts_empty(recorder):
+    target, _ = models("cpu")
+    target.capture()
+    first, second = target.new_cache(50), target.new_cache(300)
+    first.kv.fill_(1.0)
+    places = {first.kv.data_ptr(), second.kv.data_ptr()}
+    del first, second
+    third, fourth, fifth = (target.new_cache(50) for _ in range(3))
+    assert {third.kv.data_ptr(), fourth.kv.data_ptr()} == places and fifth.kv.data_ptr() not in places
+    assert not third.kv.any() and not fourth.kv.any() and (fourth.capacity, fourth.length) == (50, 0)
+    slots = {slot.data_ptr() for slot in third.slots}
+    assert slots == {layer.data_ptr() for layer in third.kv}
+
+
+@pytest.mark.parametrize("capacity", [1, 2112, 2113, 4160, 8256])
+def test_a_cache_has_room_for_padding(recorder, capacity):
+    target, _ = models("cpu")
+    assert target.capture().new_cache(capacity).kv.shape[3] - capacity >= llama.SIZES[-1]
+
+
+def test_warming_up_meets_every_size_that_answers_have(recorder):
+    target, drafter = models("cpu")
+    target.config = replace(target.config, max_position_embeddings=65)
+    speculate.warm_up.__wrapped__(target.capture(), drafter.capture())
+    assert len(recorder.recordings) == 3 * len(llama.SIZES)
+    for shape in (Shape(3), Shape(3, breadth=2, nodes=6), Shape(6, breadth=8, nodes=60)):
+        answer.__wrapped__(target, drafter, PROMPT, fixed(shape, 40))
+    assert len(recorder.recordings) == 3 * len(llama.SIZES)
