@@ -762,7 +762,7 @@ class Server(socketserver.ThreadingTCPServer):
         self.strangers: dict[socket.socket, None] = {}  # those that have not shown the secret yet, the oldest first
         self.worker = ThreadPoolExecutor(1)
         for size in (2048, 4096, 8192) if model.captured_pass else ():  # before a client waits, by the thread that will replay
-            if size < 2 * model.config.max_position_embeddings:
+            if size < 2 * max(2048, model.config.max_position_embeddings):
                 self.work(warm_up, model, drafter, size)
         try:
             super().__init__((host, port), Session)

@@ -247,3 +247,16 @@ def test_warming_up_meets_every_size_that_answers_have(recorder):
     for shape in (Shape(3), Shape(3, breadth=2, nodes=6), Shape(6, breadth=8, nodes=60)):
         answer.__wrapped__(target, drafter, PROMPT, fixed(shape, 40))
     assert len(recorder.recordings) == 3 * len(llama.SIZES)
+
+
+@pytest.mark.parametrize("choices", CHOICES[:2])
+def test_a_server_has_warmed_up_before_it_listens(recorder, choices):
+    settings, (target, drafter) = fixed(Shape(3), 40), models("cpu", **choices)
+    expected = answer.__wrapped__(target, drafter, PROMPT, settings).tokens
+    client = models("cpu", **choices)  # which captures nothing
+    target.config = replace(target.config, max_position_embeddings=65)
+    with serving(target.capture(), drafter.capture()) as server:
+        recorded = len(recorder.recordings)
+        remote = Remote("127.0.0.1", server.server_address[1])
+        assert answer.__wrapped__(*client, PROMPT, settings, remote=remote).tokens == expected
+        assert recorded == len(recorder.recordings)
