@@ -353,7 +353,7 @@ class Llama(nn.Module):
         to read a depth off it waits for no device.
         """
         if isinstance(cache, FixedCache) and cache.length > 0 and tokens.shape[1] <= SIZES[-1]:
-            x = replay(self, tokens, cache, ancestors)
+            x = replay(self, tokens, cache, ancestors)  # after `capture`, but for a prompt
         else:
             x = self.norm(self.run_layers(self.embed_tokens(tokens), range(len(self.layers)), cache, ancestors))
         if cache:
