@@ -1,59 +1,53 @@
-"""The network between drafter and target: its delays simulated, its messages real (paper, client-server experiments).
+"""The network between drafter and target: real messages over a real socket, with simulated delays (paper, section 5).
 
-Messages cross a real TCP socket at once. When they *count* as arrived is computed in the client, from a seeded `Link`
-per direction and the seconds the server says it worked, and the client is not told of a reply before its clock is there:
+Three layers, which know nothing of models:
 
-    sent --up.arrival()--> at the server --worked--> answered --down.arrival()--> arrived
+    Link, Network     when a message that is sent now would arrive: delay, jitter, bandwidth, loss, outages
+    Channel           the client: connects, authenticates, sends a request and waits for its replies
+    MessageServer     the server: admits clients that know the secret, and answers their requests in order
+
+A message crosses a TCP socket at once. When it *counts* as arrived is computed by the client, which then waits for that
+moment; the server does not notice. A reply states how long the server worked for it ("elapsed"):
+
+    sent --up.arrival()--> at the server --elapsed--> answered --down.arrival()--> arrived
     arrival = propagation ~ N(latency, jitter), never negative + time-outs of lost packets + bytes / bandwidth,
-              queued behind the bytes before it and never before the message before it
+              queued after the bytes before it and never before the message before it
 
-On a `WallClock` the client waits for that moment; on a `VirtualClock` it jumps there and every named piece of work costs
-what a table says, so that an hour of 4G takes seconds and repeats exactly. The calling code is the same:
-
-    network = symmetric(PROFILES["4g"], seed=0, outages=[Outage(tokens=20)])
-    clock = VirtualClock({"draft": 0.002, "verify": 0.03})    # or WallClock()
-    channel = Channel(socket.create_connection(address), network, clock)
-    channel.send({"call": "verify"}, {"drafts": drafts})
-    while not channel.ready():                                # draft on while the verdict is on its way
-        ...
-        clock.work("draft")
-    fields, tensors = channel.receive(timeout=1.0)            # raises Lost: nothing in time, or the server is dead
-
-The server needs neither clock nor network: it calls `receive_message` and answers every request, in order, with
-`send_message`. A reply's fields hold "elapsed", the seconds worked since the request or the reply before it, "work", the
-name by which a virtual clock looks up that cost, and "more" (true) if further replies to the same request follow.
+A message is a header (magic, version, two lengths), a JSON object of fields, and tensors as safetensors bytes.
+Nothing is encrypted: across an open network use a tunnel.
 
 Units: moments and durations in seconds, sizes in bytes, bandwidth in bits per second, loss as a share of packets.
 """
 import argparse
+import hmac
+import ipaddress
 import json
 import math
+import os
 import random
 import re
 import select
 import socket
+import socketserver
 import struct
+import sys
+import threading
 import time
-from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Callable, Iterable
+from dataclasses import dataclass
+from typing import Callable, Iterator, Protocol
 
-import numpy as np
-import torch
+import safetensors.torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-PACKET = 1460  # bytes that a TCP segment carries over Ethernet
-FLIGHT = 10 * PACKET  # what TCP sends without waiting for an acknowledgement (RFC 6928)
-LEAST_TIMEOUT = 0.2  # of a retransmission, as in Linux
-FIRST_TIMEOUT = 1.0  # before any round trip has been seen (RFC 6298)
-MOST_PATIENCE = 30.0  # seconds, or three time-outs: however many packets a link may lose
-
-HEADER = struct.Struct("!4sBIQ")  # magic, version, length of the JSON part, length of the tensor bytes
-MAGIC, VERSION = b"MoAs", 1
-LONGEST_JSON, MOST_DIMENSIONS = 1 << 16, 8
-DTYPES = {name: getattr(torch, name) for name in
-          ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32")}
+MSS = 1460  # bytes that a TCP segment carries over Ethernet
+MIN_RETRANSMISSION = 0.2  # seconds, as in Linux
+HEADER = struct.Struct("!4sBIQ")  # magic, version, length of the fields, length of the tensors
+MAGIC, VERSION, MAX_FIELDS = b"MoAs", 2, 1 << 16
+NONCE, DIGEST = 32, 32  # bytes
+CONNECT_SECONDS = 10.0  # to connect and authenticate, and for the rest of a message that has begun
+FIRST_REPLY_SECONDS, MIN_TIMEOUT = 60.0, 1.0  # to wait for the first reply; for any other
 
 
 class ProtocolError(Exception):
@@ -64,15 +58,13 @@ class ConnectionClosed(ProtocolError):
     """The peer closed the connection between two messages: its ordinary end."""
 
 
-class Lost(Exception):
-    """No reply: not in time, or never again. The message is one line."""
+class ConnectionLost(Exception):
+    """No reply: not in time, or not any more. The message is one line."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The link
-# ---------------------------------------------------------------------------------------------------------------------
+# --- The link --------------------------------------------------------------------------------------------------------
 
-@dataclass
+@dataclass(frozen=True)
 class Link:
     """One direction of a network. `jitter` is the standard deviation of the propagation, drawn for every message."""
 
@@ -80,34 +72,11 @@ class Link:
     jitter: float = 0.0
     bandwidth: float = math.inf
     loss: float = 0.0
-    seed: int = 0
 
-    def __post_init__(self):
-        self.random = random.Random(self.seed)
-        self.busy_until = self.last_arrival = 0.0
-
-    def arrival(self, sent: float, size: int) -> float:
-        """When a message of `size` bytes, handed over at `sent` (never before the one before it), has arrived.
-
-        A lost packet is sent again after a time-out, twice as long each time; the message waits for its unluckiest
-        packet. (Fast retransmission needs three packets behind the lost one: our messages are rarely that long.)
-        """
-        self.busy_until = max(self.busy_until, sent) + 8 * size / self.bandwidth
-        delay = max(0.0, self.random.gauss(self.latency, self.jitter))
-        timeout, packets = self.timeout(), math.ceil(size / PACKET)
-        while packets := sum(self.random.random() < self.loss for _ in range(packets)):  # those still not through
-            delay, timeout = delay + timeout, 2 * timeout
-        self.last_arrival = max(self.last_arrival, self.busy_until + delay)
-        return self.last_arrival
-
-    def forget(self) -> None:
-        """What is on its way belongs to a connection that is no more."""
-        self.busy_until = self.last_arrival = 0.0
-
-    def timeout(self) -> float:
-        """TCP's first retransmission time-out, settled: mean round trip + 4 mean deviations of it (RFC 6298)."""
+    def retransmission_timeout(self) -> float:
+        """TCP's, once settled: mean round trip + 4 mean deviations of it (RFC 6298)."""
         deviation = self.jitter * math.sqrt(2) * math.sqrt(2 / math.pi)  # of the sum of two normal delays
-        return max(LEAST_TIMEOUT, 2 * self.latency + 4 * deviation)
+        return max(MIN_RETRANSMISSION, 2 * self.latency + 4 * deviation)
 
 
 PROFILES = {  # the paper's figures, the same both ways; it states no bandwidth for 5G: 100 Mbit/s is assumed
@@ -117,353 +86,300 @@ PROFILES = {  # the paper's figures, the same both ways; it states no bandwidth 
 }
 
 
-@dataclass
-class Outage:
-    """The network is down for `seconds` from the moment `begins`, or from the moment at which `tokens` have come."""
+class Direction:
+    """The messages of a connection in one direction of a link, with random draws of its own."""
 
-    begins: float = math.inf
-    seconds: float = math.inf
-    tokens: float = math.inf
+    def __init__(self, link: Link, seed: int):
+        self.link, self.random = link, random.Random(seed)
+        self.reset()
+
+    def reset(self) -> None:
+        """A new connection: what is in flight belongs to the old one."""
+        self.busy_until = self.last_arrival = 0.0
+
+    def arrival(self, sent: float, size: int) -> float:
+        """When a message of `size` bytes, sent at `sent` (never before the one before it), has arrived.
+
+        A lost packet is sent again after a time-out, twice as long each time; the message waits for its unluckiest
+        packet. (Fast retransmission needs three packets after the lost one: our messages are rarely that long.)
+        """
+        link = self.link
+        self.busy_until = max(self.busy_until, sent) + 8 * size / link.bandwidth
+        delay, timeout = max(0.0, self.random.gauss(link.latency, link.jitter)), link.retransmission_timeout()
+        packets = math.ceil(size / MSS)
+        while packets := sum(self.random.random() < link.loss for _ in range(packets)):  # those that are lost
+            delay, timeout = delay + timeout, 2 * timeout
+        self.last_arrival = max(self.last_arrival, self.busy_until + delay)
+        return self.last_arrival
 
 
-@dataclass
 class Network:
-    """A link up, a link down, and the times when neither carries anything."""
+    """A link both ways, and one outage: for `outage_seconds` from the moment when `outage_after` tokens have come."""
 
-    up: Link
-    down: Link
-    outages: list[Outage] = field(default_factory=list)
+    def __init__(self, link: Link, seed: int = 0, outage_after: float = math.inf, outage_seconds: float = math.inf):
+        self.up, self.down = Direction(link, 2 * seed), Direction(link, 2 * seed + 1)
+        self.outage_after, self.outage_seconds, self.outage_begins = outage_after, outage_seconds, math.inf
 
-    def tokens(self, count: int, now: float) -> None:
-        """Tell the network that `count` tokens have come by now: outages that waited for them begin."""
-        for outage in self.outages:
-            if outage.tokens <= count:
-                outage.begins = min(outage.begins, now)
+    def count_tokens(self, count: int, now: float) -> None:
+        """Tell the network that `count` tokens have come by now."""
+        if count >= self.outage_after:
+            self.outage_begins = min(self.outage_begins, now)
 
-    def delivery(self, sent: float, arrival: float) -> float:
-        """When a message on its way from `sent` to `arrival` gets there, outages counted; inf if it never does.
-
-        One that meets an outage is lost and sent again as TCP would, after a time-out that doubles every time.
-        """
-        timeout = self.up.timeout()
-        while any(sent < outage.begins + outage.seconds and outage.begins <= arrival for outage in self.outages):
-            sent, arrival, timeout = sent + timeout, arrival + timeout, 2 * timeout  # up to inf, if it lasts for good
-        return arrival
+    def is_down(self, sent: float, arrival: float) -> bool:
+        """Whether the outage hits a message that is in flight from `sent` to `arrival`."""
+        return sent < self.outage_begins + self.outage_seconds and self.outage_begins <= arrival
 
 
-def symmetric(link: Link, seed: int = 0, outages: Iterable[Outage] = ()) -> Network:
-    """A network with the same conditions, but not the same chances, both ways."""
-    return Network(replace(link, seed=2 * seed), replace(link, seed=2 * seed + 1), [replace(o) for o in outages])
-
-
-@dataclass
-class SmoothedTime:
-    """A mean that follows what is observed, and its deviation: as TCP estimates its round trip (RFC 6298)."""
-
-    mean: float | None = None
-    deviation: float = 0.0
-    count: int = 0
-    late: int = 0  # of these, how many took longer than the time-out: a packet was lost
-
-    def observe(self, seconds: float) -> None:
-        """Count one more, for no more than two time-outs: else the first one after an outage would rule all."""
-        self.count += 1
-        self.late += self.mean is not None and seconds > self.timeout()
-        seconds = min(seconds, 2 * self.timeout())
-        if self.mean is None:
-            self.mean, self.deviation = seconds, seconds / 2
-        else:
-            self.deviation += (abs(self.mean - seconds) - self.deviation) / 4
-            self.mean += (seconds - self.mean) / 8
-
-    def timeout(self) -> float:
-        """After so long a packet is taken for lost. One loss costs one time-out; two cost three, as the second is doubled."""
-        return FIRST_TIMEOUT if self.mean is None else max(LEAST_TIMEOUT, self.mean + 4 * self.deviation)
-
-    def patience(self) -> float:
-        """After so long silence is an outage, and no longer bad luck.
-
-        k losses in a row cost 2^k - 1 time-outs. How likely one is shows in the share of answers that were late (at first one
-        in 22); k, at most 6, is where that share to the power of k falls below 1 / 10 000. A user waits for half a minute at
-        most, but where round trips are very long.
-        """
-        share = (1 + self.late) / (22 + self.count)
-        losses = min(6, math.ceil(math.log(1e-4) / math.log(min(share, 1 / 2))))
-        return min((2**losses - 1) * self.timeout(), max(MOST_PATIENCE, 3 * self.timeout()))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Clocks
-# ---------------------------------------------------------------------------------------------------------------------
-
-class WallClock:
-    """Real time, from 0. `patience`: for how many real seconds a message that has begun may keep its reader."""
-
-    def __init__(self, patience: float = 5.0):
-        self.patience, self.start = patience, time.monotonic()
-
-    def now(self) -> float:
-        return time.monotonic() - self.start
-
-    def wait_until(self, moment: float) -> None:
-        time.sleep(max(0.0, moment - self.now()))
-
-    def work(self, name: str) -> None:
-        """Say that a piece of work is done. Its time has passed by itself."""
-
-    def worked(self, fields: dict) -> float:
-        """How long the server worked for this reply: as it says."""
-        return fields["elapsed"]
-
-    def readable(self, sock: socket.socket, until: float) -> bool:
-        """Whether something comes over the socket by the moment `until`."""
-        return bool(select.select([sock], [], [], max(0.0, until - self.now()))[0])
-
-
-class VirtualClock:
-    """Time as a number, from 0: waiting is a jump, work advances it by costs[name] seconds.
-
-    `patience`: for how many real seconds to wait for a reply, whose virtual arrival is not known before it is here.
-    """
-
-    def __init__(self, costs: dict[str, float], patience: float = 300.0):
-        self.costs, self.patience, self.moment = costs, patience, 0.0
-
-    def now(self) -> float:
-        return self.moment
-
-    def wait_until(self, moment: float) -> None:
-        self.moment = max(self.moment, moment)
-
-    def work(self, name: str) -> None:
-        """Say that a piece of work is done: its cost passes."""
-        self.moment += self.costs[name]
-
-    def worked(self, fields: dict) -> float:
-        """How long the server worked for this reply: as the table says."""
-        return self.costs[fields["work"]]
-
-    def readable(self, sock: socket.socket, until: float) -> bool:
-        """Always: read on, with patience, and see when the reply will have arrived."""
-        return True
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The channel: a connection as the client sees it
-# ---------------------------------------------------------------------------------------------------------------------
-
-@dataclass
-class Request:
-    sent: float
-    delivered: float  # at the server
-    answered: bool = False  # at least in part
-
-
-@dataclass
-class Reply:
-    fields: dict
-    tensors: dict[str, Tensor]
-    size: int
-    departed: float  # from the server
-    arrival: float  # by the link; an outage may come between
-    read: float  # when it was really here
-
+# --- The client ------------------------------------------------------------------------------------------------------
 
 class Channel:
-    """The client's end of a connection, seen through a network and a clock.
+    """The client's end of a connection, seen through a network.
 
-    Counts `bytes_up` and `bytes_down` (really sent), `round_trips` (requests with all their replies), `network_seconds`
-    (spent waiting in receive) and estimates `round_trip`, of which the server's work is no part. Replies longer than
-    `limit` bytes are refused. A time-out is not the end: the reply of a link that is back still arrives. After any other
-    loss the channel is dead until it is given another connection. A reply is noticed only when ready() or receive() is
-    called: ask between pieces of work.
+    Counts `bytes_up` and `bytes_down` (of messages and authentication), `round_trips` (requests with all their replies)
+    and `network_seconds` (waiting for replies, less the server's work). Whatever is lost, the connection is closed with
+    it: `connect` makes another.
     """
 
-    def __init__(self, sock: socket.socket, network: Network, clock: WallClock | VirtualClock, limit: int = 1 << 28,
-                 up: int = 0, down: int = 0):
-        self.network, self.clock, self.limit = network, clock, limit
+    def __init__(self, address: tuple[str, int], secret: str, network: Network, timeout: float | None = None,
+                 limit: int = 1 << 28):
+        """timeout: after which a reply counts as lost; default: ten times the slowest so far. limit: bytes of a reply."""
+        self.address, self.secret, self.network, self.timeout, self.limit = address, secret, network, timeout, limit
         self.bytes_up = self.bytes_down = self.round_trips = 0
-        self.network_seconds, self.round_trip = 0.0, SmoothedTime()
-        self.connect(sock, up, down)
+        self.network_seconds = self.slowest = 0.0
+        self.sock: socket.socket | None = None
 
-    def connect(self, sock: socket.socket, up: int = 0, down: int = 0) -> None:
-        """Take a connection, which has cost so many bytes already: the first, or after close() another one.
+    def connect(self) -> dict:
+        """Connect and authenticate; returns the server's greeting. Raises ConnectionLost.
 
-        What the old one still owed is forgotten.
+        Three round trips, delayed like all others: TCP's handshake, the server's nonce, our answer to it.
         """
-        self.bytes_up += up
-        self.bytes_down += down
-        with suppress(OSError):  # macOS minds if the peer has gone already; the first use will tell
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock, self.dead = sock, ""  # or why it is
-        self.requests: deque[Request] = deque()  # not, or not wholly, answered
-        self.reply: Reply | None = None  # read, but not yet told
-        self.server_free = self.clock.now()  # when it is done with all that it has answered
-        self.network.up.forget()
-        self.network.down.forget()
+        self.close()
+        if self.network.is_down(time.monotonic(), time.monotonic()):
+            raise ConnectionLost("the network is down")
+        self.network.up.reset()
+        self.network.down.reset()
+        start, nonce = time.monotonic(), bytearray()
+        deadline = start + CONNECT_SECONDS
+        try:
+            self.sock = socket.create_connection(self.address, CONNECT_SECONDS)
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            receive_exactly(nonce, NONCE, self.sock, deadline)
+            self.sock.sendall(answer_nonce(self.secret, nonce))
+            fields, _, size = receive_message(self.sock, MAX_FIELDS, deadline)
+        except (OSError, UnicodeError, ProtocolError) as error:  # UnicodeError: for a name like a..b
+            self.close()
+            raise ConnectionLost(f"no server at {self.address[0]}:{self.address[1]}: {error}") from None
+        for up, down in ((0, 0), (0, NONCE), (DIGEST, size)):
+            start = self.network.down.arrival(self.network.up.arrival(start, up), down)
+        sleep_until(min(start, deadline))
+        self.bytes_up, self.bytes_down = self.bytes_up + DIGEST, self.bytes_down + NONCE + size
+        if "refused" in fields or start > deadline:
+            self.close()
+            raise ConnectionLost(f"the server refused: {fields.get('refused', 'timed out')}")
+        return fields
 
     def close(self) -> None:
-        self.sock.close()
+        if self.sock:
+            self.sock.close()
+        self.sock = None
 
-    def send(self, fields: dict, tensors: dict[str, Tensor]) -> None:
-        """Hand a request over. Raises Lost if the connection is dead."""
-        if self.dead:
-            raise Lost(self.dead)
-        sent = self.clock.now()
+    def request(self, fields: dict, tensors: dict[str, Tensor]) -> Iterator[tuple[dict, dict[str, Tensor]]]:
+        """Send a request; its replies, (fields, tensors) each, as they arrive. Raises ConnectionLost."""
+        if self.sock is None:
+            raise ConnectionLost("not connected")
         try:
-            size = send_message(self.sock, fields, tensors, time.monotonic() + self.clock.patience)
-        except OSError as error:
-            self.dead = f"the server is gone: it takes no message ({error})"
-            raise Lost(self.dead)
-        self.bytes_up += size
-        self.requests.append(Request(sent, self.network.delivery(sent, self.network.up.arrival(sent, size))))
+            sent = time.monotonic()
+            size = send_message(self.sock, fields, tensors, sent + CONNECT_SECONDS)
+            self.bytes_up += size
+            answered, more = self.network.up.arrival(sent, size), True
+            while more:
+                start = time.monotonic()
+                deadline = start + (self.timeout or max(MIN_TIMEOUT, 10 * self.slowest or FIRST_REPLY_SECONDS))
+                fields, tensors, size = receive_message(self.sock, self.limit, deadline)
+                self.bytes_down += size
+                more, elapsed = fields.get("more") is True, float(fields["elapsed"])
+                answered += max(elapsed, 0.0)
+                arrival = self.network.down.arrival(answered, size)
+                if arrival > deadline or self.network.is_down(sent, arrival):
+                    sleep_until(deadline)
+                    raise TimeoutError(f"no answer from the server within {deadline - start:.3g} s")
+                sleep_until(arrival)
+                self.slowest = max(self.slowest, time.monotonic() - start)
+                self.network_seconds += max(0.0, time.monotonic() - start - elapsed)
+                self.round_trips += not more
+                yield fields, tensors
+        except (OSError, ProtocolError, LookupError, TypeError, ValueError) as error:
+            self.close()
+            raise ConnectionLost(str(error) or "malformed reply") from None
 
-    def ready(self) -> bool:
-        """Whether receive() has something to tell now, be it a reply or a loss, without waiting."""
-        self.poll(self.clock.now())
-        return bool(self.dead) or self.arrival() <= self.clock.now()
 
-    def receive(self, timeout: float) -> tuple[dict, dict[str, Tensor]]:
-        """Wait for the next reply: its fields and tensors. Raises Lost, after `timeout` seconds at the latest."""
-        start, lay_here = self.clock.now(), self.ready()
-        self.poll(start + timeout)
-        arrival = self.arrival()
-        if not self.dead:
-            self.clock.wait_until(min(arrival, start + timeout))
-        self.network_seconds += self.clock.now() - start
-        if self.dead:
-            raise Lost(self.dead)
-        if arrival > start + timeout:
-            raise Lost(f"no answer from the server within {timeout:.3g} s")
-        request, reply, self.reply = self.requests[0], self.reply, None
-        if not request.answered and reply.size <= FLIGHT:  # longer messages measure the bandwidth
-            there, back = request.delivered - request.sent, arrival - reply.departed
-            if lay_here:  # since when? At most since the link says so. Take it for as late as usual, within these bounds
-                least = self.network.delivery(reply.departed, reply.arrival) - reply.departed
-                back = min(back, max(least, (self.round_trip.mean or 0.0) - there))
-            self.round_trip.observe(there + back)
-        request.answered = True
-        if not reply.fields.get("more"):
-            self.requests.popleft()
-            self.round_trips += 1
-        return reply.fields, reply.tensors
+def sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.monotonic()))
 
-    def arrival(self) -> float:
-        """When the reply at hand arrives, by all that is known of outages now; inf without one."""
-        if self.reply is None:
-            return math.inf
-        return max(self.network.delivery(self.reply.departed, self.reply.arrival), self.reply.read)
 
-    def poll(self, until: float) -> None:
-        """Read the next reply, if one is owed and really comes by the moment `until`."""
-        if self.dead or self.reply or not self.requests or not self.clock.readable(self.sock, until):
-            return
+def answer_nonce(secret: str, nonce: bytes) -> bytes:
+    return hmac.digest(secret.encode(errors="surrogateescape"), nonce, "sha256")
+
+
+# --- The server ------------------------------------------------------------------------------------------------------
+
+class Session(Protocol):
+    """What answers one client. `answer` raises ValueError, LookupError or TypeError for a malformed request."""
+
+    greeting: dict
+
+    def answer(self, fields: dict, tensors: dict[str, Tensor]) -> Iterator[tuple[dict, dict[str, Tensor]]]:
+        """Replies to one request, (fields, tensors) each; "more" in fields is True for all but the last."""
+
+
+class MessageServer(socketserver.ThreadingTCPServer):
+    """Listens, and gives every client that knows the secret a session and a thread of its own."""
+
+    allow_reuse_address, daemon_threads = True, False
+
+    def __init__(self, address: tuple[str, int], secret: str, new_session: Callable[[], Session], limit: int = 1 << 20,
+                 max_clients: int = 8, idle_seconds: float = 300.0):
+        """limit: bytes of a request. Raises OSError or ValueError where it cannot or must not listen."""
+        self.secret, self.new_session, self.limit, self.idle_seconds = secret, new_session, limit, idle_seconds
+        self.slots = threading.BoundedSemaphore(max_clients)
+        self.max_clients, self.connections = max_clients, set()
+        self.unauthenticated: dict[socket.socket, None] = {}  # the oldest first
+        super().__init__(address, Connection)
+        if not secret and not ipaddress.ip_address(self.server_address[0]).is_loopback:
+            super().server_close()
+            raise ValueError("a secret is needed to serve beyond this machine")
+
+    def process_request(self, request: socket.socket, client_address) -> None:
+        """Accept a connection; of those that have not authenticated yet the oldest has to go if there are many."""
+        if len(self.unauthenticated) >= 4 * self.max_clients:
+            self.disconnect(next(iter(self.unauthenticated)))
+        self.connections.add(request)
+        self.unauthenticated[request] = None
+        super().process_request(request, client_address)
+
+    def disconnect(self, connection: socket.socket) -> None:
+        self.unauthenticated.pop(connection, None)
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: socket.socket) -> None:
+        self.connections.discard(request)
+        self.unauthenticated.pop(request, None)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """Disconnect everyone, and wait for their threads."""
+        for connection in list(self.connections):
+            self.disconnect(connection)
+        super().server_close()
+
+
+class Connection(socketserver.BaseRequestHandler):
+    """One client's connection. A client that breaks a rule is disconnected, with a line on stderr."""
+
+    def handle(self) -> None:
         try:
-            fields, tensors, size = receive_message(self.sock, self.limit, time.monotonic() + self.clock.patience)
-            self.bytes_down += size
-            worked = self.clock.worked(fields)
-            if not isinstance(worked, (int, float)) or not 0 <= float(worked) < math.inf:
-                raise ValueError
-        except ProtocolError as error:
-            self.dead = f"the server is gone: {error}"
-        except (LookupError, TypeError, ValueError, OverflowError):
-            self.dead = "the server answers rubbish: a reply does not say for how long it worked"
-        else:
-            self.server_free = max(self.server_free, self.requests[0].delivered) + worked
-            arrival = self.network.down.arrival(self.server_free, size)
-            self.reply = Reply(fields, tensors, size, self.server_free, arrival, self.clock.now())
+            self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.authenticate()
+            self.server.unauthenticated.pop(self.request, None)
+            if not self.server.slots.acquire(blocking=False):
+                return self.send({"refused": f"it has {self.server.max_clients} clients, its limit"})
+            try:
+                session = self.server.new_session()
+                self.send(session.greeting)
+                while True:
+                    self.answer_request(session)
+            finally:
+                self.server.slots.release()
+        except (ConnectionClosed, ConnectionError):  # the client has gone
+            pass
+        except (ProtocolError, OSError) as error:
+            print(f"{self.client_address[0]}: {error}", file=sys.stderr)
+
+    def authenticate(self) -> None:
+        """Check that the client knows the secret, before anything else of it is read. Raises ProtocolError."""
+        nonce, digest = os.urandom(NONCE), bytearray()
+        self.request.sendall(nonce)
+        receive_exactly(digest, DIGEST, self.request, time.monotonic() + CONNECT_SECONDS)
+        if not hmac.compare_digest(digest, answer_nonce(self.server.secret, nonce)):
+            self.send({"refused": "wrong secret"})
+            raise ProtocolError("wrong secret")
+
+    def answer_request(self, session: Session) -> None:
+        if not select.select([self.request], [], [], self.server.idle_seconds)[0]:
+            raise ProtocolError(f"disconnected after {self.server.idle_seconds:g} s without a request")
+        fields, tensors, _ = receive_message(self.request, self.server.limit, time.monotonic() + CONNECT_SECONDS)
+        since = time.perf_counter()
+        try:
+            for fields, tensors in session.answer(fields, tensors):
+                now = time.perf_counter()
+                self.send({**fields, "elapsed": round(now - since, 6)}, tensors)
+                since = now
+        except (LookupError, TypeError, ValueError) as error:
+            raise ProtocolError(f"malformed request: {error!r:.200}") from None
+
+    def send(self, fields: dict, tensors: dict[str, Tensor] = {}) -> None:
+        send_message(self.request, fields, tensors, time.monotonic() + CONNECT_SECONDS)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Framed messages: header, JSON part {"fields": {...}, "tensors": {name: [dtype, shape]}}, tensor bytes (little-endian)
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Framed messages -------------------------------------------------------------------------------------------------
 
-def send_message(sock: socket.socket, fields: dict, tensors: dict[str, Tensor], deadline: float = math.inf) -> int:
-    """Send one message by `deadline` (of time.monotonic); its size in bytes. Raises OSError if the peer does not take it."""
-    layout = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()}
-    data = b"".join(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-                    for tensor in tensors.values())
-    text = json.dumps({"fields": fields, "tensors": layout}, separators=(",", ":")).encode()
+def send_message(sock: socket.socket, fields: dict, tensors: dict[str, Tensor], deadline: float) -> int:
+    """Send one message by `deadline` (of time.monotonic); its size in bytes. Raises OSError."""
+    text, data = json.dumps(fields, separators=(",", ":")).encode(), safetensors.torch.save(tensors) if tensors else b""
     message = HEADER.pack(MAGIC, VERSION, len(text), len(data)) + text + data
-    wait_no_longer_than(deadline, sock)
+    set_deadline(sock, deadline)
     sock.sendall(message)
     return len(message)
 
 
-def receive_message(sock: socket.socket, limit: int, deadline: float = math.inf) -> tuple[dict, dict[str, Tensor], int]:
+def receive_message(sock: socket.socket, limit: int, deadline: float) -> tuple[dict, dict[str, Tensor], int]:
     """The next message: its fields, its tensors and its size in bytes.
 
-    All of it must have come by `deadline` (of time.monotonic), however the peer spreads it. Raises ConnectionClosed if the
-    peer closed before its first byte, ProtocolError if it is longer than `limit` bytes, malformed, cut short or late.
+    All of it must have come by `deadline`, however the peer spreads it. Raises ConnectionClosed if the peer closed before
+    its first byte, ProtocolError if it is longer than `limit` bytes, malformed, cut short or late.
     """
     message = bytearray()
     receive_exactly(message, HEADER.size, sock, deadline)
     magic, version, text_size, data_size = HEADER.unpack(message)
-    start = HEADER.size + text_size  # of the tensor bytes
-    size = start + data_size
     if (magic, version) != (MAGIC, VERSION):
-        raise ProtocolError("what came is not a message of ours, or of another version")
-    if text_size > LONGEST_JSON or size > limit:
+        raise ProtocolError("malformed message: unknown magic bytes or version")
+    start, size = HEADER.size + text_size, HEADER.size + text_size + data_size
+    if text_size > MAX_FIELDS or size > limit:
         raise ProtocolError(f"a message of {size} bytes, {text_size} of them JSON, is too long")
-    receive_exactly(message, start, sock, deadline)
-    fields, layout = parse_description(message[HEADER.size:])
-    sizes = [math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in layout.values()]
-    if sum(sizes) != data_size:
-        raise ProtocolError("the tensors of a message do not add up to its length")
     receive_exactly(message, size, sock, deadline)
-    pieces = torch.from_numpy(np.frombuffer(message, np.uint8, offset=start)).split(sizes)
-    tensors = {name: piece.clone().view(DTYPES[dtype]).view(shape)  # cloned: aligned, and free of the message
-               for (name, (dtype, shape)), piece in zip(layout.items(), pieces)}
-    return fields, tensors, size
-
-
-def parse_description(text: bytes) -> tuple[dict, dict[str, list]]:
-    """The fields and the tensors' [dtype, shape] of a message's JSON part. Raises ProtocolError."""
     try:
-        description = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ProtocolError("the JSON part of a message is not JSON")
-    match description:
-        case {"fields": dict(fields), "tensors": dict(layout)} if all(map(is_tensor, layout.values())):
-            return fields, layout
-    raise ProtocolError("the JSON part of a message does not describe fields and tensors")
-
-
-def is_tensor(entry: object) -> bool:
-    """Whether this is a [dtype, shape] that can be; an empty tensor's other sizes must not be absurd either."""
-    match entry:
-        case [str(dtype), list(shape)] if len(shape) <= MOST_DIMENSIONS and all(type(n) is int and n >= 0 for n in shape):
-            return dtype in DTYPES and math.prod(max(1, n) for n in shape) < 2**60
-    return False
+        fields = json.loads(message[HEADER.size:start])
+        tensors = safetensors.torch.load(bytes(message[start:])) if data_size else {}
+    except (ValueError, RecursionError, SafetensorError, KeyError, RuntimeError):
+        raise ProtocolError("malformed message: neither JSON nor tensors can be read") from None
+    if not isinstance(fields, dict):
+        raise ProtocolError("malformed message: its fields are not a JSON object")
+    return fields, tensors, size
 
 
 def receive_exactly(message: bytearray, size: int, sock: socket.socket, deadline: float) -> None:
     """Read on until the message has `size` bytes. Memory is taken for what has come, not for what was announced."""
     while len(message) < size:
         try:
-            wait_no_longer_than(deadline, sock)
+            set_deadline(sock, deadline)
             piece = sock.recv(min(size - len(message), 1 << 16))
         except TimeoutError:
-            raise ProtocolError("a message took too long")
-        except OSError as error:
-            if isinstance(error, ConnectionError) and not message:
-                raise ConnectionClosed("it hung up")
-            raise ProtocolError(f"the connection broke ({error})")
+            raise ProtocolError("timed out") from None
+        except ConnectionError as error:
+            raise (ProtocolError if message else ConnectionClosed)(f"the connection broke: {error}") from None
         if not piece:
-            raise ProtocolError("the connection ended within a message") if message else ConnectionClosed("it hung up")
+            raise (ProtocolError if message else ConnectionClosed)("the peer closed the connection")
         message += piece
 
 
-def wait_no_longer_than(deadline: float, sock: socket.socket) -> None:
-    left = deadline - time.monotonic()
-    if left <= 0:
+def set_deadline(sock: socket.socket, deadline: float) -> None:
+    if (left := deadline - time.monotonic()) <= 0:
         raise TimeoutError("timed out")
-    sock.settimeout(None if left == math.inf else left)
+    sock.settimeout(left)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Quantities on the command line
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Quantities on the command line ----------------------------------------------------------------------------------
 
 def quantity(units: dict[str, float], low: float, high: float, what: str) -> Callable[[str], float]:
     """An argparse type: a plain decimal number with one of these units, within [low, high] of the base unit."""
@@ -471,12 +387,12 @@ def quantity(units: dict[str, float], low: float, high: float, what: str) -> Cal
         match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([A-Za-z%]+)", text)
         value = float(match[1]) * units.get(match[2], math.nan) if match else math.nan
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+            raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected {what}")
         return value
     return parse
 
 
 duration = quantity({"ms": 1e-3, "s": 1.0}, 0.0, 3600.0, "a duration like 21ms or 0.5s, an hour at most")  # seconds
-rate = quantity({"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}, 1e3, 1e15,  # bits per second
-                "a rate like 300kbit, 20Mbit or 1Gbit, 1kbit at least")
-share = quantity({"%": 1e-2}, 0.0, 0.9, "a share like 0.1%, 90% at most")
+bandwidth = quantity({"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}, 1e3, 1e15,  # bits per second
+                     "a bandwidth like 300kbit, 20Mbit or 1Gbit, 1kbit at least")
+loss_rate = quantity({"%": 1e-2}, 0.0, 0.9, "a share like 0.1%, 90% at most")
