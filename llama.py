@@ -75,14 +75,19 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.weight, self.eps, self.packed = nn.Parameter(torch.ones(size)), eps, None
+
+    def pack(self) -> None:
+        """On a CPU F.rms_norm falls apart into ten operations; with these two numbers at hand four are enough."""
+        if self.weight.dtype == torch.float32:
+            size = len(self.weight)
+            self.packed = self.weight * math.sqrt(size), self.weight.new_tensor(math.sqrt(size * self.eps))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu" and x.dtype == torch.float32:  # F.rms_norm is ten operations on a CPU, this is four
-            size = x.shape[-1]
-            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            return x * (self.weight * math.sqrt(size)) / norm.hypot(norm.new_tensor(math.sqrt(size * self.eps)))
-        return F.rms_norm(x, self.weight.shape, self.weight.type_as(x), self.eps)
+        if self.packed is None:
+            return F.rms_norm(x, self.weight.shape, self.weight.type_as(x), self.eps)
+        scale, floor = self.packed
+        return x * scale / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(floor)
 
 
 def rotary_table(length: int, head_dim: int, theta: float, device, factors: tuple[float, ...] | None = None) -> Tensor:
@@ -102,10 +107,7 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 
 
 class FusedLinear:
-    """Linear layers of the same input: their outputs side by side. Once packed, they are one product.
-
-    `pack` moves the weights into a layout that is fast on a CPU, see "Packed weights"; without it nothing changes.
-    """
+    """Linear layers of the same input: their outputs side by side. Once packed (see "Packed weights"), one product."""
 
     def __init__(self, *layers: nn.Linear):
         self.layers, self.packed = layers, None
@@ -123,7 +125,7 @@ class FusedLinear:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention in two steps, projections and `forward`; the caller caches keys and values between them."""
+    """Grouped-query attention in two steps, projections and `forward`: between them keys and values can be cached."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int):
         super().__init__()
@@ -154,11 +156,8 @@ class Attention(nn.Module):
         return torch.cat([rotate(k, rope), v], dim=-1)
 
     def forward(self, q: Tensor, kv: Tensor, mask: Tensor | str | None) -> Tensor:
-        """Queries (B, H, T, D) over kv (B, Hkv, S, 2D) -> (B, T, E).
-
-        mask (T, S) or (B, 1, T, S) is True where a query may look. None: everywhere. CAUSAL: at itself and all before
-        it, for T = S; the rest is not even computed.
-        """
+        """Queries (B, H, T, D) over kv (B, Hkv, S, 2D) -> (B, T, E). mask (T, S) or (B, 1, T, S) is True where a query may
+        look. None: everywhere. CAUSAL: at itself and all before it, for T = S; the rest is not even computed."""
         k, v = kv.chunk(2, dim=-1)
         causal, shape = mask is CAUSAL, q.shape
         if q.dtype != torch.float32 and (shape[2] == 1 or isinstance(mask, Tensor)):
@@ -214,8 +213,9 @@ class DecoderLayer(nn.Module):
 
     def pack(self, *projections: FusedLinear) -> None:
         """Pack the weights: for self-attention or, given `q` and `kv` of `self_attn` apart, for cross-attention."""
-        for linear in (*(projections or (self.self_attn.qkv,)), self.self_attn.o, self.mlp.gate_up, self.mlp.down):
-            linear.pack()
+        for part in (*(projections or (self.self_attn.qkv,)), self.self_attn.o, self.mlp.gate_up, self.mlp.down,
+                     self.input_layernorm, self.post_attention_layernorm):
+            part.pack()
 
 
 class KVCache:
@@ -226,10 +226,8 @@ class KVCache:
         self.length = 0
 
     def append(self, layer: int, kv: Tensor) -> Tensor:
-        """Write one layer's kv (B, Hkv, T, 2D) after `length`; returns (B, Hkv, length + T, 2D), a view.
-
-        `length` moves only when every layer has written: see `advance`.
-        """
+        """Write one layer's kv (B, Hkv, T, 2D) after `length`, which `advance` moves when every layer has written.
+        Returns (B, Hkv, length + T, 2D), a view."""
         end = self.length + kv.shape[2]
         self.kv[layer, :, :, self.length:end] = kv
         return self.kv[layer, :, :, :end]
@@ -301,15 +299,11 @@ class Llama(nn.Module):
         return self.norm.weight.dtype
 
     def pack(self) -> Llama:
-        """Lay the weights out for passes over several tokens, where `can_pack`. They then can't be trained or saved.
-
-        A pass over one token is faster without. A tied LM head parts from the embedding and has its own copy.
-        """
+        """Lay the weights out for fast inference, where `can_pack`. They can then be neither trained nor saved."""
         if can_pack(self.norm.weight):
-            for layer in self.layers:
-                if isinstance(layer, DecoderLayer):
-                    layer.pack()
-            self.head.pack()
+            for part in (*self.layers, self.norm, self.head):
+                if not isinstance(part, nn.Identity):
+                    part.pack()
         return self
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
@@ -331,9 +325,7 @@ class Llama(nn.Module):
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None, ancestors: Tensor | None = None) -> Tensor:
         """Final hidden states, after the final norm. tokens (B, T), which follow those in the cache -> (B, T, E).
-
-        ancestors (T, T) bool, for a tree of tokens: row i is True at i and its ancestors. None: a chain.
-        """
+        ancestors (T, T) bool, for a tree of tokens: row i is True at i and its ancestors. None: a chain."""
         x = self.run_layers(self.embed_tokens(tokens), range(len(self.layers)), cache, ancestors)
         if cache:
             cache.advance(tokens.shape[1])
@@ -347,10 +339,8 @@ class Llama(nn.Module):
 # --- Sampling and generation ------------------------------------------------------------------------------------------
 
 def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
-    """The distribution that tokens are drawn from, float32 (..., V). Temperature 0 puts all of it on the argmax.
-
-    top_p keeps the likeliest tokens until their sum reaches it (nucleus sampling, Holtzman et al. 2020).
-    """
+    """The distribution that tokens are drawn from, float32 (..., V). Temperature 0 puts all of it on the argmax; top_p
+    keeps the likeliest tokens until their sum reaches it (nucleus sampling, Holtzman et al. 2020)."""
     if temperature < 1e-6:  # as good as 0, and logits divided by less would overflow
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     p = torch.softmax(logits.float() / temperature, dim=-1)
@@ -435,8 +425,7 @@ Tensors = Iterator[tuple[str, Callable[[], Tensor]]]  # names, each with a funct
 def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32, first: int = 0) -> Llama:
     """A frozen Llama from a Hugging Face directory, a .gguf file, a hub id or "smollm2"; its layers from `first` on.
 
-    Tensors are read, converted and moved one at a time. Raises InputError, naming the culprit, for a path, an
-    architecture, a tensor or a file that cannot be used.
+    Tensors are read, converted and moved one at a time. Raises InputError for what cannot be used, naming it.
     """
     path = resolve_path(path)
     raw, tensors = read_gguf(path) if path.suffix == ".gguf" else read_hugging_face(path)
@@ -459,14 +448,11 @@ def load_weights(module: nn.Module, tensors: Iterator[tuple[str, Tensor]], path:
             if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight":  # derived; a tied head stored twice
                 continue
             raise InputError(f"{path}: unknown tensor {name}")
-        if tensor.dtype not in (*DTYPES.values(), torch.float64):
-            raise InputError(f"{path}: tensor {name} has the unsupported type {tensor.dtype}")
-        shape = missing.pop(name)
-        if tensor.shape != shape:
-            raise InputError(f"{path}: tensor {name} is {tuple(tensor.shape)}, expected {tuple(shape)}")
-        loaded[name] = tensor.to(device=device, dtype=dtype)
+        shape, loaded[name] = missing.pop(name), tensor.to(device=device, dtype=dtype)
+        if tensor.shape != shape or tensor.dtype not in (*DTYPES.values(), torch.float64):
+            raise InputError(f"{path}: tensor {name} is {tuple(tensor.shape)} of {tensor.dtype}, expected {tuple(shape)}")
         if not loaded[name].isfinite().all():
-            raise InputError(f"{path}: tensor {name} holds NaN or values beyond {dtype}: damaged, or another --dtype is needed")
+            raise InputError(f"{path}: tensor {name} holds NaN, or values too large for {dtype}")
     if missing:
         raise InputError(f"{path}: tensor {next(iter(missing))} missing ({len(missing)} in all)")
     module.load_state_dict(loaded, strict=False, assign=True)  # not strict: a tied head is not among them
@@ -527,7 +513,7 @@ def input_errors(what: object, *kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A file to write instead of `path`, which it replaces once it is complete. Makes its folder. Raises InputError."""
+    """A file to write instead of `path`, which it replaces once complete. Makes its folder. Raises InputError."""
     part = path.with_name(path.name + ".part")
     with input_errors(f"{path} cannot be written", OSError, RuntimeError, SafetensorError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -630,10 +616,10 @@ GGUF_SIZES = {
     "head_dim": "attention.key_length", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base", "max_position_embeddings": "context_length"}
 GGUF_NAMES = {
-    "token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+    "blk": "layers", "token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 
 
 class GGUFFile:
@@ -642,8 +628,8 @@ class GGUFFile:
     def __init__(self, path: Path):
         """Raises InputError for a file that is not GGUF, of another version, truncated or corrupted."""
         self.path, self.offset = path, 0
-        corrupted = struct.error, KeyError, RecursionError, ValueError
-        with input_errors(f"{path}: not a GGUF file, or truncated or corrupted", OSError, *corrupted):
+        with input_errors(f"{path}: not a GGUF file, or truncated or corrupted",
+                          OSError, struct.error, KeyError, RecursionError, ValueError, TypeError):
             with open(path, "rb") as file:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # tensors look into it
             magic, version, tensor_count, metadata_count = self.unpack("4sIQQ")
@@ -708,11 +694,8 @@ def read_gguf(path: Path) -> tuple[dict, Tensors]:
             tensor = tensor.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
         return tensor
 
-    def our_name(name: str) -> str:  # of "blk.3.attn_q.weight": "layers.3.self_attn.q_proj.weight"; unknown ones stay
-        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(.+)\.weight", name)
-        if match is None or match[2] not in GGUF_NAMES:
-            return name
-        return (f"layers.{match[1]}." if match[1] else "") + GGUF_NAMES[match[2]] + ".weight"
+    def our_name(name: str) -> str:  # blk.3.attn_q.weight -> layers.3.self_attn.q_proj.weight
+        return ".".join(GGUF_NAMES.get(part, part) for part in name.split("."))
 
     return raw, ((our_name(name), partial(read, name)) for name in file.tensors if name != "rope_freqs.weight")
 
@@ -773,16 +756,15 @@ class Tokenizer:
 
     def stream(self) -> Callable[[int], str]:
         """A function that decodes ids one by one; text comes out as soon as it ends on a whole character."""
-        decoder = tokenizers.decoders.DecodeStream(skip_special_tokens=True)
+        pending = []
 
         def step(token: int) -> str:
-            nonlocal decoder
-            try:
-                return decoder.step(self.backend, token) or ""
-            except Exception:  # tokenizers raises Exception itself, after bytes that are no character: start again
-                decoder = tokenizers.decoders.DecodeStream(skip_special_tokens=True)
-                return decoder.step(self.backend, token) or ""
-
+            pending.append(token)
+            text = self.decode(pending)
+            if text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < 8:  # amid a character, or of none
+                return ""
+            pending.clear()
+            return text
         return step
 
     def opening(self, role: str) -> list[int]:

@@ -1,6 +1,6 @@
 """The drafter: a Mixture of Attentions (Zimmer et al., ICLR 2025, arXiv 2410.03804, section 3). In the paper, M_Small.
 
-It drafts the next tokens of a frozen target by three attentions, each an ordinary Llama layer, and the target's end:
+It drafts the next tokens of a frozen target by three attentions, each an ordinary Llama layer, and the target's own:
 
     LSA  Layer Self-Attention, over the L layers of one verified token's keys and values in the target's cache. Its mean
          over layers, projected to E, is that token's `memory`: a look at the target's whole state, not its last layer.
@@ -86,21 +86,19 @@ class Drafter(nn.Module):
         self.config, self.N = config, c.target_layer_inference
         kv_width, width = 2 * t.num_key_value_heads * t.head_dim, t.hidden_size  # 2 Ekv, E
 
-        def layer(name: str, width: int, heads: int, kv_heads: int, inner: int) -> DecoderLayer:
-            head_dim = width // heads
+        def layer(name: str, width: int, heads: int) -> DecoderLayer:
+            head_dim, kv_heads = width // heads, getattr(c, f"{name}_num_key_value_heads")
             if kv_heads < 1 or heads % kv_heads or head_dim < 2 or head_dim % 2:
                 raise InputError(f"invalid {name}: {heads} heads of size {head_dim} over {kv_heads} kv heads")
-            return DecoderLayer(width, inner, heads, kv_heads, head_dim, c.rms_norm_eps)
+            return DecoderLayer(width, getattr(c, f"{name}_intermediate_size"), heads, kv_heads, head_dim, c.rms_norm_eps)
 
-        self.self_attention = layer("SA", width, c.num_attention_heads, c.self_attention_num_key_value_heads,
-                                    c.self_attention_intermediate_size)
-        self.cross_attention = layer("CA", width, c.num_attention_heads, c.cross_attention_num_key_value_heads,
-                                     c.cross_attention_intermediate_size)
+        self.self_attention = layer("self_attention", width, c.num_attention_heads)
+        self.cross_attention = layer("cross_attention", width, c.num_attention_heads)
         if c.use_layer_self_attention:
-            self.layer_self_attention = layer(
-                "LSA", kv_width, c.layer_self_attention_num_attention_heads, c.layer_self_attention_num_key_value_heads,
-                c.layer_self_attention_intermediate_size)
+            self.layer_self_attention = layer("layer_self_attention", kv_width, c.layer_self_attention_num_attention_heads)
         self.Ekv2E = nn.Linear(kv_width if c.use_layer_self_attention else width, width)
+
+        self.checkpoint_hash = ""  # of the files that it was loaded from
 
         # The target and, of its LM head, the rows in use: in a tuple, or they would become ours to train and save.
         head, vocabulary = target.head, None
@@ -148,10 +146,7 @@ class Drafter(nn.Module):
 
     def cross_attend(self, x: Tensor, memory: Tensor, horizon: Tensor) -> Tensor:
         """CA: from SA's output x (B, T, E) to memory (B, T, E) up to horizon (B, T) -> predicted hidden states (B, T, E).
-
-        Without CA the horizon has no effect: each position is given the true memory of the one before it, the
-        off-policy training that CA replaces.
-        """
+        Without CA each position is given the true memory of the one before it: the off-policy training that CA replaces."""
         count = x.shape[1]
         rope = self.rotary[:, :count]
         if not self.config.use_cross_attention:
@@ -161,11 +156,8 @@ class Drafter(nn.Module):
         return self.cross_attention.attend(x, self.cross_attention.keys_values(memory, rope), rope, mask)
 
     def infer_target_layers(self, x: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
-        """TLI: the target's last N layers and final norm on predicted states x (B, T, E).
-
-        Query i attends to the target's own keys and values up to its horizon and to the drafter's after it, which is
-        what the caches hold at that moment of drafting.
-        """
+        """TLI: the target's last N layers and final norm on predicted states x (B, T, E). Query i attends to the target's
+        own keys and values up to its horizon, to the drafter's after it: what both caches hold while drafting."""
         if self.N == 0:
             return x
         count, target = x.shape[1], self.target
@@ -184,9 +176,8 @@ class Drafter(nn.Module):
     def features(self, tokens: Tensor, kv: Tensor, horizon: Tensor, hidden: Tensor | None = None) -> Tensor:
         """What the LM head is applied to, at every position in one pass, (B, T, E).
 
-        tokens (B, T); kv (B, T, L, 2 Ekv) as in the target's cache; horizon (B, T): the last position whose memory
-        query i may read, -1 for none; hidden (B, T, E), the target's final hidden states, needed without LSA only and
-        then computed if they are not given.
+        tokens (B, T); kv (B, T, L, 2 Ekv) as in the target's cache; horizon (B, T): the last position whose memory query i
+        may read, -1 for none; hidden (B, T, E): the target's final states, computed if needed (without LSA) and not given.
         """
         if hidden is None and not self.config.use_layer_self_attention:
             with torch.no_grad():
@@ -205,10 +196,8 @@ class Drafter(nn.Module):
         return self._frozen[1](features.to(self.target.dtype if self.vocabulary is None else self.dtype))
 
     def build_memory(self, tokens: list[int], cache: KVCache, start: int, hidden: Tensor) -> Memory:
-        """Memory of newly verified tokens, which lie in the target's cache from position `start` on.
-
-        hidden (1, T or more, E) begins with their final hidden states, which only a drafter without LSA reads.
-        """
+        """Memory of newly verified tokens, which lie in the target's cache from position `start` on. hidden (1, T, E):
+        their final hidden states, which only a drafter without LSA reads."""
         states, end = [], start + len(tokens)
         for a in range(start, end, PROMPT_CHUNK):
             b = min(a + PROMPT_CHUNK, end)
@@ -231,15 +220,15 @@ class Drafter(nn.Module):
     # Fast on a CPU ------------------------------------------------------------------------------------------------
 
     def to_bfloat16(self) -> "Drafter":
-        """In bfloat16 instead of float32, where the CPU multiplies in it; the target stays as it is. Drafts need not be
-        exact, q only has to be what they are drawn from, and half the bytes come from memory in half the time."""
+        """In bfloat16 instead of float32, where the CPU multiplies in it: half the bytes. Drafts need not be exact, q only
+        has to be what they are drawn from."""
         if can_pack(self.Ekv2E.weight) and self.dtype == torch.float32 and torch.cpu._is_avx512_bf16_supported():
             for weight in (*self.parameters(), *(() if self.vocabulary is None else [self.head_weight])):
                 weight.data = weight.data.bfloat16()
         return self
 
     def pack(self) -> "Drafter":
-        """As `Llama.pack`. A drafter is made before its target is packed, while rows of the LM head can still be read."""
+        """As `Llama.pack`, which comes after the drafter is made: that reads rows of the LM head."""
         if can_pack(self.Ekv2E.weight):
             self.self_attention.pack()
             attention = self.cross_attention.self_attn
@@ -255,7 +244,7 @@ class Drafter(nn.Module):
 
 @dataclass(frozen=True)
 class TreeConfig:
-    """How large a draft may grow, in EAGLE-2's words; it ends where the drafter itself is no longer confident."""
+    """How large a draft may grow, in EAGLE-2's words. It ends where the drafter is no longer confident."""
 
     depth: int
     top_k: int = 1  # leaves that are expanded together; 1: a chain
@@ -284,14 +273,6 @@ class Draft:
 
     def is_chain(self) -> bool:
         return self.parents == chain_parents(len(self.parents))
-
-    def first_path(self) -> list[int]:
-        """Tokens of the path that the drafter itself would take: at temperature 0 likeliest first, else as drawn."""
-        path, node = [], -1
-        while node in self.parents:
-            node = self.parents.index(node)
-            path.append(self.tokens[node])
-        return path
 
     def match_path(self, tokens: list[int]) -> list[int]:
         """Follow these tokens down the tree, as far as it has them: the indices of the nodes on the way."""
@@ -334,9 +315,9 @@ def expand_leaves(q: Tensor, values: list[float], room: int, min_probability: fl
                   sampling: Sampling) -> list[tuple[int, int, float]]:
     """Up to `room` children of a level's leaves as (leaf, choice, value), by leaf and in order. q (leaves, V).
 
-    A child's value is its probability times its leaf's (EAGLE-2). At temperature 0 a leaf proposes its likeliest tokens.
-    Above it as many are drawn from q instead, without replacement: a token once drawn is always proposed, or q would not
-    be the distribution it came from, so how many is settled by q before any is drawn.
+    A child's value is its probability times its leaf's (EAGLE-2). At temperature 0 a leaf proposes its likeliest tokens;
+    above it as many are drawn from q instead, without replacement. What is drawn is always proposed, or q would not be
+    the distribution it came from: how many are drawn is settled by q before.
     """
     likely, choice = q.topk(min(room, q.shape[-1]))  # (leaves, room)
     drawn = likely
@@ -456,18 +437,17 @@ class DraftState:
         return Draft(token, tokens, chain_parents(len(tokens)), q)
 
     def draft_tree(self, token: int, tree: TreeConfig) -> Draft:
-        """EAGLE-2's dynamic tree (Li et al. 2024), grown level by level.
-
-        A node's value is the product of the drafter's probabilities on its path. The best leaves of a level are expanded
-        together, and at temperature 0 the best nodes overall are kept. Above it all that was drawn is proposed.
-        """
+        """EAGLE-2's dynamic tree (Li et al. 2024), grown level by level. A node's value is the product of the drafter's
+        probabilities on its path: a level's best leaves are expanded together and, at temperature 0, the best nodes kept."""
         tokens, parents, values, qs = [token], [-1], [1.0], []  # node 0 is `token`
         leaves, row, greedy = [0], {-1: -1}, self.sampling.temperature == 0  # row: a node's place in the caches
         for _ in range(tree.depth):
-            row.update(zip(leaves, range(len(self.parents), len(self.parents) + len(leaves))))
-            q = self.next_distributions([tokens[i] for i in leaves], [row[parents[i]] for i in leaves])  # (leaves, V)
             left = tree.total_tokens + 1 - len(tokens)
             room = tree.total_tokens if greedy else min(-(-tree.total_tokens // tree.depth), left)
+            if room == 0:
+                break
+            row.update(zip(leaves, range(len(self.parents), len(self.parents) + len(leaves))))
+            q = self.next_distributions([tokens[i] for i in leaves], [row[parents[i]] for i in leaves])  # (leaves, V)
             level = expand_leaves(q, [values[i] for i in leaves], room, tree.min_probability, self.sampling)
             if not level:
                 break
@@ -489,11 +469,8 @@ class DraftState:
 
 
 class OffPolicyDraftState(DraftState):
-    """Drafting without CA: a causal layer over SA's output plus the memory of the token before, as in EAGLE.
-
-    A drafted token has no memory: one is made of its parent's features. LSA's memory cannot be made of features: with
-    LSA they stand in themselves, which training has not seen, so that this ablation makes CA look better than it is.
-    """
+    """Drafting without CA: a causal layer over SA's output plus the memory of the token before, as in EAGLE. For a drafted
+    token, which has none, its parent's features stand in, projected or (with LSA, unseen in training) as they are."""
 
     def __init__(self, drafter: Drafter, *arguments):
         super().__init__(drafter, *arguments)
@@ -547,7 +524,8 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
     Sizes that the config leaves out are read off the tensors. Raises InputError for anything missing or unfitting.
     """
     path, t = Path(path), target.config
-    raw, tensors = read_json(path / "config.json"), {name: read() for name, read in read_tensors(path / "model.safetensors")}
+    raw = read_json(path / "config.json")
+    tensors = {name: read() for name, read in read_tensors(path / "model.safetensors")}
     with input_errors(f"{path}: invalid config.json", TypeError, RuntimeError, ZeroDivisionError):
         heads = raw.get("num_attention_heads", t.num_attention_heads)
         lsa_heads = raw.get("layer_self_attention_num_attention_heads", t.num_attention_heads)

@@ -34,7 +34,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable, Iterator, Protocol
 
 import safetensors.torch
@@ -142,7 +142,7 @@ class Channel:
 
     def __init__(self, address: tuple[str, int], secret: str, network: Network, timeout: float | None = None,
                  limit: int = 1 << 28):
-        """timeout: after which a reply counts as lost; default: ten times the slowest so far. limit: bytes of a reply."""
+        """timeout: after which a reply counts as lost; default: ten times the slowest yet. limit: bytes of a reply."""
         self.address, self.secret, self.network, self.timeout, self.limit = address, secret, network, timeout, limit
         self.bytes_up = self.bytes_down = self.round_trips = 0
         self.network_seconds = self.slowest = 0.0
@@ -183,8 +183,9 @@ class Channel:
             self.sock.close()
         self.sock = None
 
-    def request(self, fields: dict, tensors: dict[str, Tensor]) -> Iterator[tuple[dict, dict[str, Tensor]]]:
-        """Send a request; its replies, (fields, tensors) each, as they arrive. Raises ConnectionLost."""
+    def request(self, fields: dict, tensors: dict[str, Tensor], parse: Callable) -> Iterator:
+        """Send a request; yields parse(fields, tensors) of its replies, as they arrive. Raises ConnectionLost, also where
+        `parse` raises an exception: the reply is malformed."""
         if self.sock is None:
             raise ConnectionLost("not connected")
         try:
@@ -197,20 +198,23 @@ class Channel:
                 deadline = start + (self.timeout or max(MIN_TIMEOUT, 10 * self.slowest or FIRST_REPLY_SECONDS))
                 fields, tensors, size = receive_message(self.sock, self.limit, deadline)
                 self.bytes_down += size
-                more, elapsed = fields.get("more") is True, float(fields["elapsed"])
+                more, elapsed, parsed = fields.get("more") is True, float(fields["elapsed"]), parse(fields, tensors)
                 answered += max(elapsed, 0.0)
                 arrival = self.network.down.arrival(answered, size)
                 if arrival > deadline or self.network.is_down(sent, arrival):
                     sleep_until(deadline)
-                    raise TimeoutError(f"no answer from the server within {deadline - start:.3g} s")
+                    raise TimeoutError("timed out")
                 sleep_until(arrival)
                 self.slowest = max(self.slowest, time.monotonic() - start)
                 self.network_seconds += max(0.0, time.monotonic() - start - elapsed)
                 self.round_trips += not more
-                yield fields, tensors
-        except (OSError, ProtocolError, LookupError, TypeError, ValueError) as error:
+                yield parsed
+        except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             self.close()
-            raise ConnectionLost(str(error) or "malformed reply") from None
+            raise ConnectionLost(f"malformed reply: {error!r:.200}") from None
+        except (OSError, ProtocolError) as error:
+            self.close()
+            raise ConnectionLost(f"no answer from the server: {error}") from None
 
 
 def sleep_until(moment: float) -> None:
@@ -235,7 +239,7 @@ class Session(Protocol):
 class MessageServer(socketserver.ThreadingTCPServer):
     """Listens, and gives every client that knows the secret a session and a thread of its own."""
 
-    allow_reuse_address, daemon_threads = True, False
+    allow_reuse_address, request_queue_size = True, 128
 
     def __init__(self, address: tuple[str, int], secret: str, new_session: Callable[[], Session], limit: int = 1 << 20,
                  max_clients: int = 8, idle_seconds: float = 300.0):
@@ -251,8 +255,8 @@ class MessageServer(socketserver.ThreadingTCPServer):
 
     def process_request(self, request: socket.socket, client_address) -> None:
         """Accept a connection; of those that have not authenticated yet the oldest has to go if there are many."""
-        if len(self.unauthenticated) >= 4 * self.max_clients:
-            self.disconnect(next(iter(self.unauthenticated)))
+        for oldest in list(self.unauthenticated)[:1 - 4 * self.max_clients]:
+            self.disconnect(oldest)
         self.connections.add(request)
         self.unauthenticated[request] = None
         super().process_request(request, client_address)
@@ -315,7 +319,7 @@ class Connection(socketserver.BaseRequestHandler):
                 now = time.perf_counter()
                 self.send({**fields, "elapsed": round(now - since, 6)}, tensors)
                 since = now
-        except (LookupError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             raise ProtocolError(f"malformed request: {error!r:.200}") from None
 
     def send(self, fields: dict, tensors: dict[str, Tensor] = {}) -> None:
@@ -336,8 +340,8 @@ def send_message(sock: socket.socket, fields: dict, tensors: dict[str, Tensor], 
 def receive_message(sock: socket.socket, limit: int, deadline: float) -> tuple[dict, dict[str, Tensor], int]:
     """The next message: its fields, its tensors and its size in bytes.
 
-    All of it must have come by `deadline`, however the peer spreads it. Raises ConnectionClosed if the peer closed before
-    its first byte, ProtocolError if it is longer than `limit` bytes, malformed, cut short or late.
+    All of it must have come by `deadline`, however the peer spreads it. Raises ConnectionClosed if the peer closed
+    before its first byte, ProtocolError if it is longer than `limit` bytes, malformed, cut short or late.
     """
     message = bytearray()
     receive_exactly(message, HEADER.size, sock, deadline)
@@ -379,7 +383,7 @@ def set_deadline(sock: socket.socket, deadline: float) -> None:
     sock.settimeout(left)
 
 
-# --- Quantities on the command line ----------------------------------------------------------------------------------
+# --- On the command line ---------------------------------------------------------------------------------------------
 
 def quantity(units: dict[str, float], low: float, high: float, what: str) -> Callable[[str], float]:
     """An argparse type: a plain decimal number with one of these units, within [low, high] of the base unit."""
@@ -396,3 +400,27 @@ duration = quantity({"ms": 1e-3, "s": 1.0}, 0.0, 3600.0, "a duration like 21ms o
 bandwidth = quantity({"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}, 1e3, 1e15,  # bits per second
                      "a bandwidth like 300kbit, 20Mbit or 1Gbit, 1kbit at least")
 loss_rate = quantity({"%": 1e-2}, 0.0, 0.9, "a share like 0.1%, 90% at most")
+
+
+def address(text: str) -> tuple[str, int]:
+    """"HOST:PORT" -> host and port."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected HOST:PORT")
+    return host, int(port)
+
+
+def add_link_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--network", choices=PROFILES, help="simulate this on the way to the server")
+    parser.add_argument("--latency", type=duration, help="one way, like 21ms; this and the next override --network")
+    parser.add_argument("--jitter", type=duration, help="standard deviation of the latency, like 19ms")
+    parser.add_argument("--bandwidth", type=bandwidth, help="each way, like 20Mbit")
+    parser.add_argument("--loss", type=loss_rate, help="of packets, like 0.1%%")
+
+
+def links_of(args: argparse.Namespace) -> dict[str, Link]:
+    """The link that the command line describes, by its name; without a description, none."""
+    stated = {name: getattr(args, name) for name in vars(Link()) if getattr(args, name) is not None}
+    if args.network or stated:
+        return {args.network or "link": replace(PROFILES.get(args.network, Link()), **stated)}
+    return {}

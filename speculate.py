@@ -4,17 +4,17 @@ The drafter proposes K tokens, a chain or a tree of them; the target verifies al
 root. The text is distributed exactly as if the target had written it alone (Leviathan et al. 2023; Chen et al. 2023).
 With p the target's and q the drafter's distribution of the token at hand:
 
-    accept x ~ q with probability min(1, p(x) / q(x)); if it is rejected, p becomes norm(max(p - q, 0)) and q loses x; then
-    try the next sibling against these. When none is left, or after the last accepted token, draw from p as it then is.
+    accept x ~ q with probability min(1, p(x) / q(x)); if it is rejected, p becomes norm(max(p - q, 0)) and q loses x;
+    then try the next sibling against these. When none is left, or after the last accepted token, draw from p as it is.
 
 For a chain, which has no siblings, that is the algorithm of the two papers; for a tree, SpecInfer's (Miao et al. 2024)
 with siblings drawn without replacement. At temperature 0 it says: accept x if it is the target's argmax.
 
     python speculate.py --prompt "Explain why the sky is blue." --show
-    python speculate.py --bench                           # target alone, chain, tree, lookup and both, interleaved
-    python speculate.py --remote --network 4g --prompt "..."   # the target in another process, behind a simulated network
-    python speculate.py --serve HOST:PORT                 # the two halves by hand, with the same MOA_SECRET:
-    python speculate.py --remote HOST:PORT --prompt "..." # of the target the client keeps only what its drafter needs
+    python speculate.py --bench                                # target alone, chain, tree, lookup and both, interleaved
+    python speculate.py --remote --network 4g --prompt "..."   # the target in another process, over a simulated network
+    python speculate.py --serve HOST:PORT                      # or by hand, on two machines with the same MOA_SECRET:
+    python speculate.py --remote HOST:PORT --prompt "..."
 
 Shapes: T tokens, K drafts, E hidden, V vocabulary.
 """
@@ -47,22 +47,23 @@ from torch import Tensor
 from tqdm import tqdm
 
 from llama import (DEFAULT_MODEL, InputError, Llama, Parser, Tokenizer, add_generation_arguments, add_model_arguments,
-                   answer_length, check_message, generate, input_errors, load_target, number, positive_int, probabilities,
-                   read_json, report, run_command, sample)
+                   answer_length, generate, input_errors, load_target, number, positive_int,
+                   probabilities, read_json, report, run_command, sample)
 from moa import (PROMPT_CHUNK, Q_TOKENS, Draft, Drafter, DraftState, Memory, Sampling, TreeConfig, ancestor_mask,
                  chain_parents, dequantize_probabilities, load_drafter, quantize_probabilities, start_drafting)
-from netsim import (PROFILES, Channel, ConnectionLost, Link, MessageServer, Network, bandwidth, duration, loss_rate)
+from netsim import (PROFILES, Channel, ConnectionLost, Link, MessageServer, Network, add_link_arguments, address, duration,
+                    links_of)
 
 SHIPPED = {DEFAULT_MODEL: Path(__file__).parent / "weights" / DEFAULT_MODEL}
 PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
 TREE = TreeConfig(depth=6, top_k=3, total_tokens=8, min_confidence=0.2, min_probability=0.04)
 CHAIN = TreeConfig(depth=6, min_confidence=0.3)
-REMOTE_TREE = TreeConfig(depth=16, top_k=3, total_tokens=32, min_confidence=0.05, min_probability=0.005)  # for round trips
+REMOTE_TREE = TreeConfig(depth=16, top_k=3, total_tokens=32, min_confidence=0.05, min_probability=0.005)
 
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """How to generate. Durations and counts aside, everything that is generated follows from this and the prompt."""
+    """How to generate. What is generated, and in how many target calls, follows from this and the prompt alone."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -71,9 +72,6 @@ class GenerationConfig:
     stop_ids: frozenset[int] = frozenset()
     tree: TreeConfig | None = TREE  # None: the target alone
     lookup: bool = False
-
-    def sampling(self, device: torch.device) -> Sampling:
-        return Sampling(self.temperature, self.top_p, torch.Generator(device).manual_seed(self.seed))
 
 
 @dataclass
@@ -181,7 +179,8 @@ class LocalTarget:
         """Check a draft in one pass; the cache keeps its root and the nodes that are accepted."""
         began, start, tokens = time.perf_counter(), self.cache.length, [draft.token] + draft.tokens
         ancestors = None if draft.is_chain() else ancestor_mask([-1] + [parent + 1 for parent in draft.parents])
-        hidden = self.model.hidden(torch.tensor([tokens], device=self.model.device), self.cache, ancestors)  # (1, K + 1, E)
+        ids = torch.tensor([tokens], device=self.model.device)
+        hidden = self.model.hidden(ids, self.cache, ancestors)  # (1, K + 1, E)
         path, token = self.accept_draft(hidden[0], draft)
         rows = [0] + [1 + node for node in path]
         self.cache.keep_path(start, rows)
@@ -229,8 +228,8 @@ class Lookup:
 # --- Client and server: the drafter here, the target there (paper, section 5) ----------------------------------------
 #
 # A connection opens with the server's greeting, the hash of its drafter. Then the client asks:
-#     read {capacity, temperature, top_p, seed} + tokens    the text so far: next token and memory, a reply for each piece
-#     verify {} + draft                                     what of the draft is accepted, next token and memory
+#     read {capacity, temperature, top_p, seed} + tokens    the text so far: next token and memory, a reply a piece
+#     verify {drafts, parents} + q                          what of the draft is accepted, next token and memory
 #     generate {max_new_tokens, stop_ids, ...} + tokens     plain use of an API: the target's own tokens, one a reply
 
 SECRET = "MOA_SECRET"  # the environment variable that holds it
@@ -250,7 +249,7 @@ def quantize_memory(memory: Memory) -> dict[str, Tensor]:
 
 
 def dequantize_memory(tokens: list[int], tensors: dict[str, Tensor], state: DraftState) -> Memory:
-    """The memory of these tokens. Raises LookupError, RuntimeError or ValueError for tensors of other shapes, and NaN."""
+    """The memory of these tokens. Raises LookupError, RuntimeError or ValueError for other shapes, and NaN."""
     def states(name: str, shape: list[int], dtype: torch.dtype) -> Tensor:
         x = (tensors[name].float() * tensors[name + "_scale"].float()).flatten(-2).view(shape)
         if not x.isfinite().all():
@@ -271,20 +270,16 @@ def sampling_fields(sampling: Sampling) -> dict:
     return {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": seed}
 
 
-def int32(tokens: list[int]) -> Tensor:
-    return torch.tensor(tokens, dtype=torch.int32)
-
-
 class RemoteTarget:
-    """The target of one conversation, on a server; it is asked what a LocalTarget is asked. It is in one of three states:
+    """The target of one conversation, on a server. It is asked what a LocalTarget is asked, in one of three states:
 
     connected      a draft goes up, the server's verdict comes down
     offline        the drafter writes a chain alone, unverified, for as long as no new connection can be made
     reconnecting   over a new connection the server reads all text so far, what was written offline included
     """
 
-    def __init__(self, channel: Channel, state: DraftState, config: GenerationConfig, capacity: int):
-        self.channel, self.state, self.config, self.capacity = channel, state, config, capacity
+    def __init__(self, channel: Channel, state: DraftState, config: GenerationConfig):
+        self.channel, self.state, self.config = channel, state, config
         self.text: list[int] = []  # prompt and answer
         self.disconnected = ""  # or why, the first time
         self.retry_at, self.pause = 0.0, FIRST_PAUSE  # when to reconnect at the earliest, how long not to after that
@@ -294,9 +289,8 @@ class RemoteTarget:
         self.text, self.prompt_length = list(prompt), len(prompt)
         try:
             return self.reconnect()
-        except ConnectionLost as error:
-            self.disconnected = str(error)
-        time.sleep(self.pause)
+        except ConnectionLost:
+            time.sleep(self.pause)
         with input_errors("the server was lost before its first token", ConnectionLost):
             return self.reconnect()
 
@@ -312,15 +306,18 @@ class RemoteTarget:
 
     def ask(self, draft: Draft) -> VerifyResult:
         """Connected: the server's verdict. Raises ConnectionLost."""
-        fields, q = {"call": "verify", "drafts": draft.tokens, "parents": draft.parents}, {}
-        if draft.q is not None:  # exact, as drafts are drawn from a quantised q
-            q["ids"], q["weights"] = quantize_probabilities(draft.q)
-        fields, tensors = next(self.channel.request(fields, q))
-        with self.malformed():
+        def parse(fields: dict, tensors: dict[str, Tensor]) -> VerifyResult:
             path = draft.match_path(fields["accepted"])
             check_int(len(path), len(fields["accepted"]), len(path))
             accepted = [draft.tokens[node] for node in path]  # not the reply's own, of which 9.0 may be one
-            return self.record(accepted, fields, dequantize_memory([draft.token] + accepted, tensors, self.state), len(draft.tokens))
+            memory = dequantize_memory([draft.token] + accepted, tensors, self.state)
+            return VerifyResult(accepted, self.check_token(fields), memory, len(draft.tokens))
+
+        q = {}
+        if draft.q is not None:  # exact, as drafts are drawn from a quantised q
+            q["ids"], q["weights"] = quantize_probabilities(draft.q)
+        request = {"call": "verify", "drafts": draft.tokens, "parents": draft.parents}
+        return self.record(next(self.channel.request(request, q, parse)))
 
     def reconnect(self) -> VerifyResult:
         """A new connection whose prompt is all text so far: the server's next token. Raises ConnectionLost."""
@@ -330,16 +327,20 @@ class RemoteTarget:
         self.retry_at, self.pause = now + self.pause, 2 * self.pause
         if self.channel.connect().get("drafter") != self.state.drafter.checkpoint_hash:
             raise InputError("the server has another drafter; start both sides with the same --drafter")
-        request = {"call": "read", "capacity": self.capacity, **sampling_fields(self.state.sampling)}
-        replies = list(self.channel.request(request, {"tokens": int32(self.text)}))
-        with self.malformed():
-            memories = [dequantize_memory(self.text[a:a + PROMPT_CHUNK], tensors, self.state)
-                        for a, (_, tensors) in zip(range(0, len(self.text), PROMPT_CHUNK), replies, strict=True)]
-            unknown = self.text[self.state.verified:]
-            cross, reused = (torch.cat([getattr(m, name) for m in memories], dim=-2)[..., -len(unknown):, :]
-                             for name in ("cross_kv", "reused_kv"))
-            self.retry_at, self.pause = 0.0, FIRST_PAUSE
-            return self.record([], replies[-1][0], Memory(unknown, cross, reused), 0)
+        pieces = [self.text[a:a + PROMPT_CHUNK] for a in range(0, len(self.text), PROMPT_CHUNK)]
+        capacity = self.prompt_length + self.config.max_new_tokens + 1 + MAX_DRAFTS
+        request = {"call": "read", "capacity": capacity, **sampling_fields(self.state.sampling)}
+        tokens, memories = zip(*self.channel.request(
+            request, {"tokens": torch.tensor(self.text, dtype=torch.int32)},
+            lambda fields, tensors: (self.check_token(fields), dequantize_memory(pieces.pop(0), tensors, self.state))))
+        if pieces:
+            self.channel.close()
+            raise ConnectionLost("malformed reply: its memory ends early")
+        unknown = self.text[self.state.verified:]
+        cross, reused = (torch.cat([getattr(memory, name) for memory in memories], dim=-2)[..., -len(unknown):, :]
+                         for name in ("cross_kv", "reused_kv"))
+        self.retry_at, self.pause = 0.0, FIRST_PAUSE
+        return self.record(VerifyResult([], tokens[-1], Memory(unknown, cross, reused)))
 
     def draft_offline(self, token: int) -> VerifyResult:
         """The drafter's own text."""
@@ -350,35 +351,31 @@ class RemoteTarget:
         self.text += tokens
         return VerifyResult(tokens[:-1], tokens[-1], None)
 
-    def record(self, accepted: list[int], fields: dict, memory: Memory, drafted: int) -> VerifyResult:
-        token = check_int(fields["token"], 0, self.state.drafter.target.config.vocab_size - 1)
-        self.text += accepted + [token]
+    def record(self, result: VerifyResult) -> VerifyResult:
+        self.text += result.accepted + [result.token]
         self.channel.network.count_tokens(len(self.text) - self.prompt_length, time.monotonic())
-        return VerifyResult(accepted, token, memory, drafted)
+        return result
 
-    @contextmanager
-    def malformed(self) -> Iterator[None]:
-        try:
-            yield
-        except (LookupError, TypeError, ValueError, RuntimeError):
-            self.channel.close()
-            raise ConnectionLost("malformed reply") from None
+    def check_token(self, fields: dict) -> int:
+        return check_int(fields["token"], 0, self.state.drafter.target.config.vocab_size - 1)
 
 
 def call_api(channel: Channel, prompt: list[int], config: GenerationConfig) -> Iterator[int]:
     """Plain use of an API: the server decodes alone and streams its tokens. Raises InputError when it is lost."""
-    with input_errors("the answer ends here", ConnectionLost, LookupError, ValueError):
+    with input_errors("the answer ends here", ConnectionLost):
         channel.connect()
         request = {"call": "generate", "max_new_tokens": config.max_new_tokens, "stop_ids": sorted(config.stop_ids),
                    "temperature": config.temperature, "top_p": config.top_p, "seed": config.seed}
-        for count, (fields, _) in enumerate(channel.request(request, {"tokens": int32(prompt)}), 1):
+        tokens = channel.request(request, {"tokens": torch.tensor(prompt, dtype=torch.int32)},
+                                 lambda fields, _: check_int(fields["token"], 0, 2**31))
+        for count, token in enumerate(tokens, 1):
             channel.network.count_tokens(count, time.monotonic())
-            yield check_int(fields["token"], 0, 2**31)
+            yield token
 
 
 class TargetSession:
-    """The server's side of one client: requests to replies, as netsim.Session says. All models' work is done in turn by
-    one worker thread: PyTorch keeps a pool of threads for each thread that calls it."""
+    """The server's side of one client, a netsim.Session. All models' work is done in turn by one worker thread: PyTorch
+    keeps a pool of threads for each thread that calls it."""
 
     def __init__(self, model: Llama, drafter: Drafter, worker: ThreadPoolExecutor):
         self.model, self.drafter, self.worker = model, drafter, worker
@@ -402,7 +399,7 @@ class TargetSession:
         """Take tokens as the text so far; their memory goes back in pieces, while the next is worked on."""
         context = self.model.config.max_position_embeddings
         tokens = check_ids(tensors["tokens"], 0, self.model.config.vocab_size)
-        capacity = check_int(fields["capacity"], check_int(len(tokens), 1, context), context + 4 * MAX_DRAFTS)
+        capacity = check_int(fields["capacity"], check_int(len(tokens), 1, context), context + 1 + MAX_DRAFTS)
         self.target = LocalTarget(self.model, self.drafter, capacity, self.read_sampling(fields))
         for a in range(0, len(tokens), PROMPT_CHUNK):
             result, memory = self.work(self.quantized, self.target.prefill, tokens[a:a + PROMPT_CHUNK])
@@ -410,17 +407,22 @@ class TargetSession:
             yield {"token": result.token, "more": a + PROMPT_CHUNK < len(tokens)}, memory
 
     def verify(self, fields: dict, tensors: dict[str, Tensor]) -> Iterator[tuple[dict, dict[str, Tensor]]]:
+        check_int(len(fields["drafts"]), 0, MAX_DRAFTS)
         drafts = [check_int(token, 0, self.model.config.vocab_size - 1) for token in fields["drafts"]]
         parents, q = [check_int(parent, -1, len(drafts) - 1) for parent in fields["parents"]], None
         if len(parents) != len(drafts) or any(parent >= i for i, parent in enumerate(parents)) or self.target is None:
             raise ValueError("drafts must follow a read, and parents come before their children")
         if self.target.sampling.temperature > 0 and "weights" in tensors:
-            q = self.read_q(tensors["ids"], tensors["weights"], len(set(parents)))
-        draft, length, cache = Draft(self.token, drafts, parents, q), self.target.cache.length, self.target.cache
-        depth = int(ancestor_mask(parents).sum(-1).max()) if drafts else 0
-        check_int(len(drafts), 0, min(MAX_DRAFTS, cache.kv.shape[3] - length - 1))
-        check_int(depth, 0, self.model.config.max_position_embeddings - length - 1)
-        result, memory = self.work(self.quantized, self.target.verify, draft)
+            ids, weights, vocab_size = tensors["ids"], tensors["weights"], self.model.config.vocab_size
+            check_ids(ids.flatten(), 0, vocab_size)
+            shape = (len(set(parents)), min(Q_TOKENS, vocab_size))
+            if ids.shape != shape or weights.shape != shape or weights.dtype != torch.uint8 or not weights.sum(-1).all():
+                raise ValueError("q does not fit the drafts")
+            q = dequantize_probabilities(ids, weights, vocab_size).to(self.model.device)
+        depth, cache = int(ancestor_mask(parents).sum(-1).max()) if drafts else 0, self.target.cache
+        check_int(cache.length + 1 + len(drafts), 0, cache.kv.shape[3])
+        check_int(cache.length + 1 + depth, 0, self.model.config.max_position_embeddings)
+        result, memory = self.work(self.quantized, self.target.verify, Draft(self.token, drafts, parents, q))
         self.token = result.token
         yield {"accepted": result.accepted, "token": result.token}, memory
 
@@ -438,19 +440,11 @@ class TargetSession:
                 return
 
     def read_sampling(self, fields: dict) -> Sampling:
-        temperature, top_p, seed = float(fields["temperature"]), float(fields["top_p"]), check_int(fields["seed"], 0, 2**63 - 1)
+        temperature, top_p = float(fields["temperature"]), float(fields["top_p"])
         if not 0 <= temperature <= 100 or not 0 < top_p <= 1:
             raise ValueError(f"invalid sampling: temperature {temperature}, top-p {top_p}")
-        return Sampling(temperature, top_p, torch.Generator(self.model.device).manual_seed(seed))
-
-    def read_q(self, ids: Tensor, weights: Tensor, families: int) -> Tensor:
-        """What the drafts were drawn from, (families, V). Raises ValueError."""
-        vocab_size = self.model.config.vocab_size
-        check_ids(ids.flatten(), 0, vocab_size)
-        shape = (families, min(Q_TOKENS, vocab_size))
-        if ids.shape != shape or weights.shape != shape or weights.dtype != torch.uint8 or not weights.sum(-1).all():
-            raise ValueError("q does not fit the drafts")
-        return dequantize_probabilities(ids, weights, vocab_size).to(self.model.device)
+        generator = torch.Generator(self.model.device).manual_seed(check_int(fields["seed"], 0, 2**63 - 1))
+        return Sampling(temperature, top_p, generator)
 
     def quantized(self, call: Callable, request) -> tuple[VerifyResult, dict[str, Tensor]]:
         result = call(request)
@@ -476,9 +470,11 @@ def serve(args: argparse.Namespace, announce: Callable[[tuple[str, int]], None])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     model, drafter, _ = load_models(args)
     drafter.pack()
-    with ThreadPoolExecutor(1) as worker, input_errors(f"cannot serve at {args.serve[0]}:{args.serve[1]}", OSError, ValueError):
-        with MessageServer(args.serve, os.environ.get(SECRET, ""), partial(TargetSession, model.pack(), drafter, worker),
-                           limit=(1 << 20) + 4 * model.config.max_position_embeddings) as server:
+    where = "cannot serve at {}:{}".format(*args.serve)
+    with ThreadPoolExecutor(1) as worker, input_errors(where, OSError, ValueError):
+        new_session = partial(TargetSession, model.pack(), drafter, worker)
+        limit = (1 << 20) + 4 * model.config.max_position_embeddings  # bytes of a request: text and a draft's q
+        with MessageServer(args.serve, os.environ.get(SECRET, ""), new_session, limit) as server:
             announce(server.server_address)
             server.serve_forever()
 
@@ -543,16 +539,16 @@ class Generation:
 
     def record(self, tokens: list[int], result: VerifyResult, cycle_seconds: float) -> None:
         """Add one cycle of the loop; the first is the prompt's."""
-        origins = [Origin.DRAFT] * len(result.accepted) + [Origin.TARGET] if result.memory else [Origin.UNVERIFIED] * len(tokens)
-        first = not self.tokens
+        cycle = dict(target_calls=result.memory is not None, drafted=result.drafted, verify_seconds=result.seconds,
+                     draft_seconds=cycle_seconds - result.seconds) if self.tokens else {}
+        origins = [Origin.DRAFT] * len(result.accepted) + [Origin.TARGET]
+        if result.memory is None:
+            origins = [Origin.UNVERIFIED] * len(origins)
+            cycle["unverified_tokens"] = len(tokens)
         self.tokens += tokens
         self.origins += origins[:len(tokens)]
-        self.stats["unverified_tokens"] += 0 if result.memory else len(tokens)
-        if not first:
-            self.stats["target_calls"] += result.memory is not None
-            self.stats["drafted"] += result.drafted
-            self.stats["verify_seconds"] += result.seconds
-            self.stats["draft_seconds"] += cycle_seconds - result.seconds
+        for name, value in cycle.items():
+            self.stats[name] += value
 
     def acceptance_length(self) -> float:
         return (len(self.tokens) - 1 - self.stats["unverified_tokens"]) / max(1, self.stats["target_calls"])
@@ -560,22 +556,24 @@ class Generation:
 
 @torch.inference_mode()
 def answer(model: Llama, drafter: Drafter | None, prompt: list[int], config: GenerationConfig,
-           channel: Channel | None = None, emit: Callable[[int, Origin], None] = lambda token, origin: None) -> Generation:
-    """One answer to a prompt. `emit` sees each token as it comes.
+           channel: Channel | None = None, emit=lambda token, origin: None) -> Generation:
+    """One answer to a prompt. `emit(token, origin)` sees each token as it comes.
 
-    config.tree None: by the target alone, else with drafts: by the drafter, by lookup where there is no drafter, or both.
-    channel: to the server that has the target, of which `model` is then a part. Raises InputError if it was never there.
+    config.tree None: by the target alone; else with drafts, by lookup where there is no drafter. channel: to the server
+    that has the target, of which `model` is then a part. Raises InputError if it was never there.
     """
     generation, start = Generation(prompt), time.perf_counter()
-    sampling, tree, target = config.sampling(model.device), config.tree, None
+    sampling = Sampling(config.temperature, config.top_p, torch.Generator(model.device).manual_seed(config.seed))
+    tree, target = config.tree, None
     if tree is None:
         stream = call_api(channel, prompt, config) if channel else generate(
             model, prompt, config.max_new_tokens, config.stop_ids, config.temperature, config.top_p, sampling.generator)
         cycles = (([token], VerifyResult([], token, Memory([], None, None))) for token in stream)
     else:
-        capacity = len(prompt) + config.max_new_tokens + 1 + max(tree.total_tokens, tree.depth * tree.top_k, OFFLINE_TOKENS)
+        drafts = max(tree.total_tokens, tree.depth * tree.top_k, OFFLINE_TOKENS)
+        capacity = len(prompt) + config.max_new_tokens + 1 + drafts
         state = start_drafting(drafter, capacity, sampling, channel is not None) if drafter else None
-        target = (RemoteTarget(channel, state, config, capacity) if channel else
+        target = (RemoteTarget(channel, state, config) if channel else
                   LocalTarget(model, drafter, capacity, sampling))
         cycles = speculate(target, Lookup(state) if config.lookup else state, prompt, config)
     since = start
@@ -591,7 +589,8 @@ def answer(model: Llama, drafter: Drafter | None, prompt: list[int], config: Gen
         generation.stats["verify_seconds"], generation.stats["draft_seconds"] = generation.seconds, 0.0
     if channel:
         channel.close()
-        generation.stats |= {name: getattr(channel, name) for name in ("bytes_up", "bytes_down", "round_trips", "network_seconds")}
+        for name in ("bytes_up", "bytes_down", "round_trips", "network_seconds"):
+            generation.stats[name] = getattr(channel, name)
         generation.disconnected = target.disconnected if target else ""
     return generation
 
@@ -609,25 +608,26 @@ def read_prompts(path: Path) -> list[tuple[str, list[str]]]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        with input_errors(f'{path}, line {number}: expected {{"prompt": text}} or {{"category": name, "turns": [text, ...]}}',
-                          ValueError, LookupError, TypeError, RecursionError):
+        expected = '{"prompt": text} or {"category": name, "turns": [text, ...]}'
+        with input_errors(f"{path}, line {number}: expected {expected}", ValueError, LookupError, TypeError, AttributeError):
             record = json.loads(line)
-            turns = [record["prompt"]] if "prompt" in record else list(record["turns"])
-            for turn in turns:
-                check_message({"role": "user", "content": turn})
+            turns = [record["prompt"]] if "prompt" in record else record["turns"]
+            if not isinstance(turns, list) or not turns or not all(t.encode() for t in turns):  # encode: no half surrogates
+                raise ValueError
             prompts.append((str(record.get("category") or "all"), turns))
-    if not any(turns for _, turns in prompts):
+    if not prompts:
         raise InputError(f"{path}: no prompts")
     return prompts
 
 
-def local_methods(alone: Llama, model: Llama, drafter: Drafter, chain: TreeConfig, tree: TreeConfig) -> dict[str, Method]:
+def local_methods(alone: Llama, model: Llama, drafter: Drafter, chain: TreeConfig,
+                  tree: TreeConfig) -> dict[str, Method]:
     """The target alone; chains; trees; lookup, which needs no drafter; and trees with lookup."""
     def method(model: Llama, drafter: Drafter | None, **choices) -> Method:
         return lambda prompt, config: answer(model, drafter, prompt, replace(config, **choices))
 
-    return {"target": method(alone, None, tree=None, lookup=False), "chain": method(model, drafter, tree=chain, lookup=False),
-            "tree": method(model, drafter, tree=tree, lookup=False), "lookup": method(model, None, tree=chain, lookup=True),
+    return {"target": method(alone, None, tree=None), "chain": method(model, drafter, tree=chain),
+            "tree": method(model, drafter, tree=tree), "lookup": method(model, None, tree=chain, lookup=True),
             "tree+lookup": method(model, drafter, tree=tree, lookup=True)}
 
 
@@ -644,7 +644,8 @@ def remote_methods(model: Llama, drafter: Drafter, links: dict[str, Link], chann
     methods = {}
     for name, link in links.items():
         methods |= {f"api:{name}": method(link, tree=None), f"remote:{name}": method(link),
-                    f"remote+lookup:{name}": method(link, lookup=True), f"disconnected:{name}": method(link, length // 4)}
+                    f"remote+lookup:{name}": method(link, lookup=True),
+                    f"disconnected:{name}": method(link, length // 4)}
     return methods
 
 
@@ -658,6 +659,7 @@ def bench(model: Llama, methods: dict[str, Method], tokenizer: Tokenizer, prompt
           config: GenerationConfig) -> list[dict]:
     """Every prompt by every method, in turn, after a warm-up. Rows by category, then overall."""
     runs: dict[str, list[dict[str, Generation]]] = {}
+    base = base_of(next(iter(methods)))
     for index, (category, turns) in enumerate(tqdm(prompts[:1] + prompts, unit=" prompts")):
         messages: list[dict] = []
         for turn in turns:
@@ -670,7 +672,7 @@ def bench(model: Llama, methods: dict[str, Method], tokenizer: Tokenizer, prompt
                 break
             for name in random.Random(index).sample(list(methods), len(methods)):
                 results[name] = methods[name](prompt, replace(config, max_new_tokens=count))
-            messages.append({"role": "assistant", "content": tokenizer.decode(results[base_of(next(iter(methods)))].tokens)})
+            messages.append({"role": "assistant", "content": tokenizer.decode(results[base].tokens)})
             if index > 0:  # the first was the warm-up
                 runs.setdefault(category, []).append(results)
     if not runs:
@@ -702,7 +704,7 @@ def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Gener
 
 @torch.inference_mode()
 def offline_quality(model: Llama, ours: list[Generation], bases: list[Generation]) -> dict:
-    """Of the text written without the server: the share that the target wrote too, and the target's perplexity of it."""
+    """Of the text written offline: the share that the target has at the same place, the target's perplexity."""
     unverified, agreed, nll = 0, 0, 0.0
     for g, base in zip(ours, bases):
         alone = [i for i, origin in enumerate(g.origins) if origin == Origin.UNVERIFIED]
@@ -716,19 +718,17 @@ def offline_quality(model: Llama, ours: list[Generation], bases: list[Generation
 
 
 def print_table(rows: list[dict]) -> None:
-    remote = any(":" in row["method"] for row in rows)
-    print("category         method            tokens/s  speed-up (quartiles)  acceptance  calls  tokens  draft verify identical"
-          + ("  per token: round trips, bytes up, down; unverified, agreement, perplexity" if remote else ""))
-    for r in rows:
-        low, high = r["speedup_quartiles"]
-        line = (f"{r['category']:<16} {r['method']:<17} {r['tokens_per_second']:>8.1f} {r['speedup']:>9.2f} ({low:.2f}-{high:.2f}) "
-                f"{r['acceptance_length']:>11.2f} {r['target_calls']:>6} {r['new_tokens']:>7} {r['draft_share']:>6.0%} "
-                f"{r['verify_share']:>6.0%} {r['identical']:>9.0%}")
-        if ":" in r["method"]:
-            line += f" {r['round_trips_per_token']:>13.2f} {r['bytes_up_per_token']:>9.0f} {r['bytes_down_per_token']:>5.0f}"
-        if "agreement" in r:
-            line += f" {r['unverified_tokens']:>6} {r['agreement']:>5.0%} {r['perplexity']:>6.1f}"
-        print(line)
+    columns = {"tokens/s": "tokens_per_second", "speed-up": "speedup", "acceptance": "acceptance_length",
+               "calls": "target_calls", "tokens": "new_tokens", "draft": "draft_share", "verify": "verify_share",
+               "identical": "identical", "trips/token": "round_trips_per_token", "up/token": "bytes_up_per_token",
+               "down/token": "bytes_down_per_token", "offline": "unverified_tokens", "agreement": "agreement",
+               "perplexity": "perplexity"}
+    columns = {title: key for title, key in columns.items() if any(key in row for row in rows)}
+    print(f"{'category':<14} {'method':<17} ", *columns)
+    for row in rows:
+        cells = (f"{row[key]:>{len(title)}{'.2f' if isinstance(row[key], float) else ''}}" if key in row else "" for
+                 title, key in columns.items())
+        print(f"{row['category']:<14} {row['method']:<17} ", *cells)
 
 
 def faster_alone(args: argparse.Namespace, packed: Llama) -> Llama:
@@ -749,14 +749,6 @@ RESET = "\033[0m"
 OWN_SERVER = ("", 0)
 
 
-def address(text: str) -> tuple[str, int]:
-    """"HOST:PORT" -> host and port."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected HOST:PORT")
-    return host, int(port)
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(description="Generate with a drafter: the target's own text, sooner.")
     task = parser.add_mutually_exclusive_group(required=True)
@@ -768,30 +760,29 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--drafter", metavar="DIR", help="default: the one shipped for the default model")
     size = number(int, 1, MAX_DRAFTS)
     parser.add_argument("--draft-length", type=size, metavar="K", help="draft chains of K tokens instead of trees")
-    parser.add_argument("--depth", type=size, help=f"levels of a tree (default: {TREE.depth}, remote {REMOTE_TREE.depth})")
-    parser.add_argument("--top-k", type=number(int, 2, MAX_DRAFTS), help=f"leaves expanded together (default: {TREE.top_k})")
+    parser.add_argument("--depth", type=size, help=f"of a tree (default: {TREE.depth}, remote {REMOTE_TREE.depth})")
+    parser.add_argument("--top-k", type=number(int, 2, MAX_DRAFTS), help=f"leaves expanded together (default {TREE.top_k})")
     parser.add_argument("--total-tokens", type=size,
                         help=f"of a tree (default: {TREE.total_tokens}, remote {REMOTE_TREE.total_tokens})")
     parser.add_argument("--lookup", action="store_true",
-                        help="ask the drafter only where the last three tokens are new, else draft what followed them before")
+                        help="draft what followed the last three tokens before, and ask the drafter elsewhere")
     parser.add_argument("--no-speculation", action="store_true", help="the target alone")
     parser.add_argument("--show", action="store_true", help="colour accepted drafts green, unverified text yellow")
     add_generation_arguments(parser)
     remote = parser.add_argument_group("the target on a server")
     remote.add_argument("--remote", nargs="?", const=OWN_SERVER, type=address, metavar="HOST:PORT",
                         help="there or, by default, in a process that starts and ends with this one")
-    remote.add_argument("--network", choices=PROFILES, help="simulate this on the way to the server")
-    remote.add_argument("--latency", type=duration, help="one way, like 21ms; this and the next three override --network")
-    remote.add_argument("--jitter", type=duration, help="standard deviation of the latency, like 19ms")
-    remote.add_argument("--bandwidth", type=bandwidth, help="each way, like 20Mbit")
-    remote.add_argument("--loss", type=loss_rate, help="of packets, like 0.1%%")
+    add_link_arguments(remote)
     remote.add_argument("--timeout", type=duration,
                         help="after which a reply counts as lost (default: ten times the slowest so far)")
     remote.add_argument("--disconnect-after", type=positive_int, default=math.inf, metavar="N",
                         help="the network goes down when N tokens have come")
     remote.add_argument("--disconnect-for", type=duration, default=math.inf, metavar="TIME",
                         help="and is back after so long (default: never)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.bench and args.no_speculation:
+        raise InputError("--bench measures the target alone as well; leave out --no-speculation")
+    return args
 
 
 def trees(args: argparse.Namespace) -> tuple[TreeConfig, TreeConfig]:
@@ -810,8 +801,7 @@ def load_models(args: argparse.Namespace) -> tuple[Llama, Drafter | None, Tokeni
     if args.no_speculation and not args.serve:
         folder = None
     elif folder is None:
-        raise InputError(f"no drafter is shipped for {args.model}: name one with --drafter (train.py makes them), or add "
-                         "--no-speculation")
+        raise InputError(f"no drafter is shipped for {args.model}: name one with --drafter, or add --no-speculation")
     first = 0
     if args.remote and not args.bench:
         N = read_json(Path(folder) / "config.json").get("target_layer_inference", 0) if folder else 0
@@ -825,9 +815,7 @@ def run_bench(args: argparse.Namespace, model: Llama, drafter: Drafter, tokenize
     prompts = read_prompts(args.bench)
     chain, tree = trees(args)
     if channel:
-        one = args.network or any(getattr(args, name) is not None for name in vars(Link()))
-        links = {args.network or "link": link_of(args)} if one else PROFILES
-        methods = remote_methods(model, drafter, links, channel, config.max_new_tokens)
+        methods = remote_methods(model, drafter, links_of(args) or PROFILES, channel, config.max_new_tokens)
     else:
         methods = local_methods(faster_alone(args, model), model, drafter, chain, tree)
     rows = bench(model, methods, tokenizer, prompts, config)
@@ -847,19 +835,14 @@ def run_prompt(args: argparse.Namespace, model: Llama, drafter: Drafter | None, 
             print(f"{COLOURS[origin]}{text}{RESET}" if coloured else text, end="", flush=True)
 
     g = answer(model, drafter, prompt, replace(config, max_new_tokens=count), channel, emit)
-    statistics = {name: value for name, value in g.stats.items() if name != "drafted" and (channel or name != "unverified_tokens")}
-    statistics["acceptance_length"] = g.acceptance_length() if config.tree else float(len(g.tokens) > 1)
+    local = ("target_calls", "draft_seconds", "verify_seconds")
+    statistics = {name: value for name, value in g.stats.items() if name in local or channel and name != "drafted"}
     if channel:
         statistics["disconnected"] = g.disconnected != ""
-    report(tokenizer, g.tokens, g.seconds, args.json, **statistics)
+    report(tokenizer, g.tokens, g.seconds, args.json, acceptance_length=g.acceptance_length(), **statistics)
     if g.stats["unverified_tokens"]:
         print(f"the server was out of reach ({g.disconnected}): {g.stats['unverified_tokens']} of these tokens are the "
               "drafter's own", file=sys.stderr)
-
-
-def link_of(args: argparse.Namespace) -> Link:
-    stated = {name: getattr(args, name) for name in vars(Link()) if getattr(args, name) is not None}
-    return replace(PROFILES.get(args.network, Link()), **stated)
 
 
 def main() -> None:
@@ -871,9 +854,9 @@ def main() -> None:
     if drafter:
         drafter.pack()
     chain, tree = trees(args)
-    config = GenerationConfig(
-        args.max_new_tokens, args.temperature, args.top_p, args.seed, frozenset(tokenizer.stop_ids),
-        None if args.no_speculation else chain if args.draft_length and not args.bench else tree, args.lookup and not args.bench)
+    tree = None if args.no_speculation else chain if args.draft_length and not args.bench else tree
+    config = GenerationConfig(args.max_new_tokens, args.temperature, args.top_p, args.seed,
+                              frozenset(tokenizer.stop_ids), tree, args.lookup and not args.bench)
     task = partial(run_bench if args.bench else run_prompt, args, model, drafter, tokenizer, config)
     if not args.remote:
         return task(None)
@@ -881,7 +864,7 @@ def main() -> None:
         def channel(link: Link, seed: int, outage_after: float = args.disconnect_after) -> Channel:
             network = Network(link, seed, outage_after, args.disconnect_for)
             return Channel(server, os.environ.get(SECRET, ""), network, args.timeout)
-        task(channel if args.bench else channel(link_of(args), args.seed))
+        task(channel if args.bench else channel(*links_of(args).values() or [Link()], seed=args.seed))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Distillation: a frozen target teaches its drafter (paper, section 3.4 and appendix).
 
-One target pass gives the KV cache, the hidden states and, through the LM head, soft labels. One drafter pass then covers
-every position, with no unrolling: a random `horizon` cuts each answer into runs, and a query sees only the memory of
-tokens before its run, which is the state it will meet while drafting. The loss of one position is
+One target pass gives the KV cache, the hidden states and, through the LM head, soft labels. One drafter pass then
+covers every position, with no unrolling: a random `horizon` cuts each answer into runs, and a query sees only the memory
+of tokens before its run, which is the state it will meet while drafting. The loss of one position is
 
     0.1 KL(p || q) + 1.0 SmoothL1(h, h'),    p, h the target's distribution and hidden state, q, h' the drafter's.
 
@@ -23,9 +23,10 @@ import os
 import random
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Generator, Iterable, Iterator, NamedTuple
+from typing import Generator, Iterator
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     """The last position whose memory each query may read, (T). answer (T) is True at the assistant's tokens.
 
     Each answer is cut into runs of `length`, the first one shortened by `phase`; a query sees memory up to the token
-    before its run. Outside answers everything is verified: a position sees itself.
+    before its run. Outside answers a position sees itself, as if all were verified.
     """
     position = torch.arange(len(answer))
     begins = answer & ~F.pad(answer[:-1], (1, 0))
@@ -59,10 +60,8 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
 
 
 def loss_mask(answer: Tensor) -> Tensor:
-    """The positions that are trained: the assistant's tokens whose next one is the assistant's too. (..., T) -> bool.
-
-    Drafting asks at no others: an answer's first token comes from the target's own pass over the prompt.
-    """
+    """The positions that are trained, (..., T): the assistant's tokens whose next one is the assistant's too, as an
+    answer's first token comes from the target's own pass over the prompt."""
     return answer & F.pad(answer[..., 1:], (0, 1))
 
 
@@ -79,9 +78,9 @@ def target_pass(target: Llama, tokens: Tensor, N: int) -> tuple[Tensor, Tensor, 
 class ForwardKL(torch.autograd.Function):
     """Sum over positions of KL(p || q), p from the target's hidden states and q from the drafter's features.
 
-    The gradient of KL(p || q) in q's logits is q - p, so the gradient in the features is known as soon as the loss is:
-    both are computed chunk by chunk, and no more than a chunk of the positions x V matrix ever exists. Where head holds
-    the draft vocabulary only, p and q are the distributions over it.
+    The gradient of KL(p || q) in q's logits is q - p: it is known as soon as the loss is, so both are computed chunk by
+    chunk, and no more than a chunk of the positions x V matrix ever exists. Where head holds the draft vocabulary only,
+    p and q are the distributions over it.
     """
 
     @staticmethod
@@ -111,18 +110,12 @@ def hidden_loss(predicted: Tensor, true: Tensor) -> Tensor:
     return F.smooth_l1_loss(predicted.float(), true.float().expand_as(predicted), reduction="none").mean(-1).sum()
 
 
-class Distillation(NamedTuple):
-    """The losses of some sequences, each summed over the trained positions of all horizons, and what they compare."""
+def distill(drafter: Drafter, tokens: Tensor, answer: Tensor, horizons: Tensor, args) -> tuple[Tensor, Tensor, Tensor]:
+    """From a batch, tokens and answer (B, T), horizons (R, B, T), to what is compared and what is lost:
 
-    loss: Tensor
-    kl: Tensor
-    hidden: Tensor
-    features: Tensor  # (R, n, E), the drafter's
-    final: Tensor  # (n, E), the target's
-
-
-def distill(drafter: Drafter, tokens: Tensor, answer: Tensor, horizons: Tensor, args) -> Distillation:
-    """From a batch to its losses: tokens, answer (B, T), horizons (R, B, T)."""
+    the drafter's features (R, n, E), the target's final hidden states (n, E), and (3) the loss, its KL and its
+    hidden-state part, each summed over the trained positions of all horizons.
+    """
     kv, entering, final = target_pass(drafter.target, tokens, drafter.N)
     memory = drafter.memory(kv, final)  # (B, T, E)
     predicted, features = drafter(tokens, memory, kv, horizons)  # (R, B, T, E)
@@ -134,9 +127,10 @@ def distill(drafter: Drafter, tokens: Tensor, answer: Tensor, horizons: Tensor, 
     loss = args.kl_weight * kl + args.feature_weight * hidden
     if args.memory_weight > 0:  # ours, not the paper's: a token's memory, too, is to predict its final hidden state
         memory = memory[trained].float()[None]  # (1, n, E)
-        aux = args.kl_weight * ForwardKL.apply(memory, final, drafter.head_weight) + args.feature_weight * hidden_loss(memory, final)
-        loss = loss + args.memory_weight * len(horizons) * aux
-    return Distillation(loss, kl.detach(), hidden.detach(), features, final)
+        memory_kl = ForwardKL.apply(memory, final, drafter.head_weight)
+        memory_loss = args.kl_weight * memory_kl + args.feature_weight * hidden_loss(memory, final)
+        loss = loss + args.memory_weight * len(horizons) * memory_loss
+    return features, final, torch.stack([loss, kl.detach(), hidden.detach()])
 
 
 # --- The loop --------------------------------------------------------------------------------------------------------
@@ -144,7 +138,7 @@ def distill(drafter: Drafter, tokens: Tensor, answer: Tensor, horizons: Tensor, 
 def train(drafter: Drafter, optimizers: list, data: Conversations, sampler: Sampler, held_out: list[Sequence],
           start: int, epoch_updates: int, args) -> None:
     """Updates `start` to args.updates, logged, evaluated and saved on the way; an epoch has `epoch_updates`."""
-    out, rank = Path(args.out), dist.get_rank() if dist.is_initialized() else 0
+    out, rank = Path(args.out), process()[0]
 
     def log(**record) -> None:
         with open(out / "log.jsonl", "a") as file:
@@ -171,21 +165,18 @@ def train(drafter: Drafter, optimizers: list, data: Conversations, sampler: Samp
             log(update=done, loss=loss, kl=kl, hidden=hidden, lr=lr, grad_norm=norm, tokens_per_second=speed)
             if done % args.eval_every == 0 or last:
                 log(update=done, **(scores := evaluate(drafter, held_out, args)))
-                tqdm.write(f"update {done}: held-out KL {scores['held_out_kl']:.3f}, accuracy at depth 1..{DEPTHS} "
-                           + " ".join(f"{rate:.2f}" for rate in scores["depth_accuracy"])
-                           + f", acceptance length {scores['implied_acceptance_length']:.2f}", file=sys.stderr)
+                depths = " ".join(f"{rate:.2f}" for rate in scores["depth_accuracy"])
+                tqdm.write(f"update {done}: held-out KL {scores['held_out_kl']:.3f}, accuracy at depth 1..{DEPTHS} {depths}, "
+                           f"acceptance length {scores['implied_acceptance_length']:.2f}", file=sys.stderr)
             if done % args.save_every == 0 or last:
                 save_drafter(drafter, out)  # first: a run whose last checkpoint exists has nothing left to do
                 save_checkpoint(out / "checkpoint.pt", drafter, optimizers, data, sampler, done, args)
 
 
 def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args) -> tuple[float, float, float]:
-    """Accumulate the gradient of one global batch; returns loss, KL and hidden-state loss per query.
-
-    Every process draws the same batch and the same horizons and takes its share: the sum does not depend on how many
-    processes there are.
-    """
-    device, (rank, world_size) = drafter.target.device, (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    """Accumulate the gradient of one global batch; returns loss, KL and hidden-state loss per query. Every process draws
+    the same batch and horizons and takes its share: the sum does not depend on how many processes there are."""
+    device, (rank, world_size) = drafter.target.device, process()
     draws = np.random.default_rng((args.seed, update))
     lengths = draws.integers(args.run_length[0], args.run_length[1] + 1, (len(batch), args.horizons))
     phases = draws.integers(0, lengths)
@@ -199,9 +190,9 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
         tokens, answer = pad([batch[i] for i in part], device)
         horizon = pad_sequence([horizons[i] for i in part], batch_first=True).permute(2, 0, 1).to(device)  # (R, B, T)
         with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
-            loss, kl, hidden, _, _ = distill(drafter, tokens, answer, horizon, args)
-        (loss / total).backward()
-        sums += torch.stack([loss.detach(), kl, hidden])
+            _, _, parts = distill(drafter, tokens, answer, horizon, args)
+        (parts[0] / total).backward()
+        sums += parts.detach()
     if world_size > 1:
         for parameter in drafter.parameters():
             if parameter.grad is None:  # this process had no share of a small batch
@@ -215,10 +206,9 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
 def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
     """Losses and, per draft depth 1..8, how often the drafter's first choice is the target's, if it was so before.
 
-    Text is the data's, so at a depth both have read the same tokens. With a_d the share at depth d, the expected number of
-    new tokens a cycle is 1 + a_1 + a_1 a_2 + ... : the acceptance length this implies. It is optimistic: a run begins
-    anywhere here, a cycle mostly after a token that the drafter got wrong, where drafting is harder. Without CA only depth
-    1 is measured: what comes deeper would be scored on true memories that drafting does not have.
+    With a_d that share at depth d, the expected number of new tokens a cycle is 1 + a_1 + a_1 a_2 + ... : the acceptance
+    length this implies. It is optimistic: a run begins anywhere here, a cycle mostly after a token that the drafter got
+    wrong. Without CA only depth 1 is measured: deeper ones would be scored on true memories that drafting lacks.
     """
     device, target = drafter.target.device, drafter.target
     sums, count = torch.zeros(3), 0
@@ -227,13 +217,13 @@ def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
         tokens, answer = pad([sequence], device)
         horizon, trained = run_horizon(sequence.answer, DEPTHS, index % DEPTHS), loss_mask(sequence.answer)  # (T)
         with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
-            loss, kl, hidden, features, final = distill(drafter, tokens, answer, horizon.to(device)[None, None], args)
+            features, final, parts = distill(drafter, tokens, answer, horizon.to(device)[None, None], args)
             agree = []
             for ours, true in zip(features[0].split(LOSS_CHUNK), final.split(LOSS_CHUNK)):
                 choice = drafter.logits(ours).argmax(-1)
                 choice = choice if drafter.vocabulary is None else drafter.vocabulary[choice]
                 agree += (choice == target.head(true.to(target.dtype)).argmax(-1)).tolist()
-        sums, count, alive = sums + torch.stack([loss, kl, hidden]).cpu(), count + len(agree), False
+        sums, count, alive = sums + parts.cpu(), count + len(agree), False
         depths = (torch.arange(len(trained)) - horizon)[trained].tolist()  # 1 at a run's first query
         for depth, is_right in zip(depths, agree):
             alive = alive or depth == 1
@@ -256,13 +246,17 @@ def learning_rate(update: int, args, epoch_updates: int) -> float:
     return args.lr * warm * (1 + math.cos(math.pi * min(1.0, update / args.updates))) / 2
 
 
-def make_optimizers(parameters: Iterable[nn.Parameter], kind: str) -> list[torch.optim.Optimizer]:
+def make_optimizers(drafter: Drafter, kind: str) -> list[torch.optim.Optimizer]:
     """AdamW, or Muon (Jordan et al. 2024) for the matrices and AdamW for the rest."""
-    parameters = list(parameters)
-    if kind == "adamw":
-        return [torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.0)]
-    return [torch.optim.Muon([p for p in parameters if p.ndim == 2], weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW([p for p in parameters if p.ndim != 2], betas=(0.9, 0.95), weight_decay=0.0)]
+    matrices = [p for p in drafter.parameters() if p.ndim == 2 and kind == "muon"]
+    rest = [p for p in drafter.parameters() if p.ndim != 2 or kind == "adamw"]
+    muon = [torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")] if matrices else []
+    return [*muon, torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0)]
+
+
+def process() -> tuple[int, int]:
+    """Which of how many processes of torchrun this is."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 # --- Data: one JSON object a line, four formats, read by offset so that a file of any size can be shuffled -----------
@@ -286,8 +280,8 @@ def read_messages(line: bytes) -> list[dict]:
             messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
         case {"conversations": list(turns)}:
             roles = {"human": "user", "gpt": "assistant"}
-            messages = [{"role": roles.get(t.get("from"), t.get("from")), "content": t.get("value")} if isinstance(t, dict)
-                        else t for t in turns]
+            turns = [turn if isinstance(turn, dict) else {} for turn in turns]
+            messages = [{"role": roles.get(t.get("from"), t.get("from")), "content": t.get("value")} for t in turns]
         case {"instruction": str(instruction), "output": output}:
             question = "\n\n".join(part for part in (instruction, str(record.get("input") or "")) if part)
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
@@ -309,10 +303,8 @@ def encode_conversation(tokenizer: Tokenizer, messages: list[dict], seq_len: int
 
 
 class Conversations:
-    """Random access to the conversations of some .jsonl files, of which only the lines' offsets are in memory.
-
-    Lines that hold no conversation with an answer are named on stderr and left out.
-    """
+    """Random access to the conversations of some .jsonl files, of which only the lines' offsets are in memory. Lines that
+    hold no conversation with an answer are named on stderr and left out."""
 
     def __init__(self, paths: list[str], tokenizer: Tokenizer, seq_len: int):
         """Raises InputError for a file that cannot be read."""
@@ -326,8 +318,7 @@ class Conversations:
                         places.append((file_number, offset, len(line)))
                     offset += len(line)
         self.places = np.array(places, dtype=np.int64).reshape(-1, 3)
-        if self.skipped:
-            print(f"skipped {self.skipped} of {self.skipped + len(places)} lines", file=sys.stderr)
+        print(f"{len(places)} conversations, {self.skipped} lines skipped", file=sys.stderr)
 
     def is_usable(self, path: str, line_number: int, line: bytes) -> bool:
         try:
@@ -351,18 +342,17 @@ class Conversations:
 
 
 class Sampler:
-    """An endless shuffled walk over some indices, a new permutation each epoch. Its state is two numbers."""
+    """An endless shuffled walk over some indices, a new permutation each epoch. `position` is all of its state."""
 
-    def __init__(self, indices: np.ndarray, seed: int, epoch: int = 0, position: int = 0):
-        self.indices, self.seed, self.epoch, self.position = indices, seed, epoch, position
-        self.permutation = np.random.default_rng((seed, epoch)).permutation(indices)
+    def __init__(self, indices: np.ndarray, seed: int, position: int = 0):
+        self.indices, self.seed, self.position, self.epoch = indices, seed, position, None
 
     def __next__(self) -> int:
-        if self.position == len(self.indices):
-            self.epoch, self.position = self.epoch + 1, 0
-            self.permutation = np.random.default_rng((self.seed, self.epoch)).permutation(self.indices)
+        epoch, i = divmod(self.position, len(self.indices))
+        if epoch != self.epoch:
+            self.epoch, self.permutation = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.indices)
         self.position += 1
-        return int(self.permutation[self.position - 1])
+        return int(self.permutation[i])
 
 
 def draw_batch(data: Conversations, sampler: Sampler, size: int) -> list[Sequence]:
@@ -410,9 +400,9 @@ FREE_TO_CHANGE = {"out", "resume", "eval_every", "save_every", "device", "micro_
 def save_checkpoint(path: Path, drafter: Drafter, optimizers: list, data: Conversations, sampler: Sampler, update: int,
                     args) -> None:
     """All that is needed to go on as if nothing had happened, written completely or not at all."""
-    state = {"update": update, "epoch": sampler.epoch, "position": sampler.position, "drafter": drafter.state_dict(),
-             "optimizers": [optimizer.state_dict() for optimizer in optimizers], "arguments": vars(args),
-             "data": int(data.places.sum()), "config": asdict(drafter.config)}
+    state = {"update": update, "position": sampler.position, "drafter": drafter.state_dict(), "arguments": vars(args),
+             "optimizers": [optimizer.state_dict() for optimizer in optimizers], "data": int(data.places.sum()),
+             "config": asdict(drafter.config)}
     with atomic_write(path) as part:
         torch.save(state, part)
 
@@ -453,10 +443,9 @@ NEXT_TURN = 0.3  # the probability that a conversation goes on after an answer
 
 
 def converse(tokenizer: Tokenizer, messages: list[dict], seed: int) -> Generator[tuple[list[int], float], int, None]:
-    """A conversation that the target writes with itself, as a coroutine that adds to `messages`, which may hold a question.
+    """A conversation that the target writes with itself, as a coroutine that adds to `messages`; they may hold a question.
 
-    It yields (ids to read, temperature) and is sent the token that follows them; it ends when the conversation does. When
-    it is closed instead, an answer that has begun is kept.
+    It yields (ids to read, temperature) and is sent the token that follows them. An answer that is cut short is kept.
     """
     draws, role, body = random.Random(seed), "assistant" if messages else "user", []
     given = tokenizer.chat(messages) if messages else tokenizer.chat([], False) + tokenizer.opening("user")
@@ -517,60 +506,40 @@ def read_questions(path: str | Path) -> Iterator[str]:
     """What the user asks first in each conversation of a file. Raises InputError."""
     with input_errors(f"{path}: cannot be read", OSError), open(path, "rb") as file:
         for line in file:
-            try:
+            with suppress(ValueError, StopIteration):
                 yield next(m["content"] for m in read_messages(line) if m["role"] == "user" and m["content"])
-            except (ValueError, StopIteration):
-                pass
-
-
-def drop_partial_line(path: Path) -> tuple[int, int]:
-    """How many conversations a file holds, and bytes, once what an interrupted run left of a line is gone. Raises InputError
-    if it is a file of another kind."""
-    text = path.read_bytes() if path.exists() else b""
-    *lines, tail = text.split(b"\n")
-    with input_errors(f"{path}: holds something other than conversations; choose another --data", ValueError):
-        if lines:
-            read_messages(lines[0])
-        elif tail[:1] not in (b"", b"{"):
-            raise ValueError
-    with open(path, "ab") as file:
-        file.truncate(len(text) - len(tail))
-    return len(lines), len(text)
 
 
 def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
-    """Write args.synthesize conversations to a file; one that has some already is continued. How many it then has.
-
-    Raises InputError.
-    """
-    if not tokenizer.stop_ids:
-        raise InputError(f"{args.model}: names no stop token, so that no turn would end")
+    """Write args.synthesize conversations to a file, or continue one. How many it then has. Raises InputError."""
     path, start, barren = Path(args.data[0]), 0, 0
     questions = list(dict.fromkeys(read_questions(args.questions))) if args.questions else [None]
-    if not questions:
-        raise InputError(f"{args.questions}: no conversation with a question; see train.py for the formats it reads")
+    if not questions or not tokenizer.stop_ids:
+        raise InputError(f"{args.questions}: no conversation with a question; see train.py for the formats it reads"
+                         if not questions else f"{args.model}: names no stop token, so that no turn would end")
     with input_errors(f"{path}: cannot be written", OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        written, seed = drop_partial_line(path)  # bytes: beyond all seeds used so far
-        file = open(path, "a", encoding="utf-8")
+        file = open(path, "ab+")
+        file.seek(0)
+        text = file.read()
+        if text[:13] != b'{"messages": '[:len(text)]:
+            raise InputError(f"{path}: holds something other than conversations; choose another --data")
+        file.truncate(text.rfind(b"\n") + 1)  # what an interrupted run left of a line goes
+    written, seed = text.count(b"\n"), args.seed * 10**9 + len(text)  # bytes: about as many as seeds used, or more
     if written and args.questions and (last := list(read_questions(path))[-1]) in questions:
         start = questions.index(last) + 1  # not `written`: a question may have been left without an answer
     remaining = itertools.islice(itertools.cycle(questions), start, None)
     with file, tqdm(total=args.synthesize, initial=written, unit=" conversations") as bar:
         while written < args.synthesize:
             count = min(args.batch_size, args.synthesize - written)
-            seeds = [(args.seed * 10**9 + seed + i) % 2**63 for i in range(count)]
-            seed += count
-            asked = list(itertools.islice(remaining, count))
+            asked, seeds = list(itertools.islice(remaining, count)), [(seed + i) % 2**63 for i in range(count)]
             made = [m for m in synthesize_batch(target, tokenizer, seeds, asked, args.seq_len) if len(m) >= 2]
-            for messages in made:
-                file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
-                written += 1
-                bar.update()
+            file.write("".join(json.dumps({"messages": m}, ensure_ascii=False) + "\n" for m in made).encode())
             file.flush()
-            barren = 0 if made else barren + count
+            bar.update(len(made))
+            written, seed, barren = written + len(made), seed + count, 0 if made else barren + count
             if barren >= MAX_BARREN:
-                raise InputError(f"{barren} conversations in a row came to no answer; raise --seq-len above {args.seq_len}")
+                raise InputError(f"{barren} conversations in a row had no answer; raise --seq-len above {args.seq_len}")
     return written
 
 
@@ -627,48 +596,37 @@ def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -
     if args.init:
         drafter = load_drafter(args.init, target).requires_grad_(True)
     else:
-        vocabulary = args.draft_vocabulary and frequent_tokens(data, indices, args.draft_vocabulary, target.config.vocab_size)
+        count = args.draft_vocabulary
         choices = {
-            "layer_self_attention_num_attention_heads": args.lsa_heads, "layer_self_attention_intermediate_size": args.lsa_mlp,
+            "layer_self_attention_num_attention_heads": args.lsa_heads,
+            "layer_self_attention_intermediate_size": args.lsa_mlp,
             "self_attention_intermediate_size": args.mlp, "cross_attention_intermediate_size": args.mlp,
             "self_attention_num_key_value_heads": args.kv_heads, "cross_attention_num_key_value_heads": args.kv_heads,
-            "draft_vocabulary": vocabulary, "target_layer_inference": args.tli}
-        config = DrafterConfig.sized_for(
-            target, use_layer_self_attention=not args.no_lsa, use_cross_attention=not args.no_ca,
-            **{name: value for name, value in choices.items() if value is not None})
+            "draft_vocabulary": count and frequent_tokens(data, indices, count, target.config.vocab_size),
+            "target_layer_inference": args.tli, "use_layer_self_attention": not args.no_lsa,
+            "use_cross_attention": not args.no_ca}
+        config = DrafterConfig.sized_for(target, **{name: v for name, v in choices.items() if v is not None})
         drafter = Drafter(target, config).to(target.device)
     for parameter in drafter.parameters():  # not .float(): the LM head's rows belong to the target
         parameter.data = parameter.data.float()
     return drafter
 
 
-def check_out(out: Path, resume: bool) -> bool:
-    """Whether there is a checkpoint to go on from. Raises InputError if there is work that would be overwritten."""
-    checkpoint, drafter = ((out / name).exists() for name in ("checkpoint.pt", "model.safetensors"))
-    if checkpoint and not resume:
-        raise InputError(f"{out} holds a checkpoint: add --resume to go on, or choose another --out")
-    if drafter and not checkpoint:
-        raise InputError(f"{out} holds a drafter, which would be overwritten: choose another --out")
-    return checkpoint  # --resume without one: the run was killed before its first
-
-
-def init_process_group(args) -> None:
-    """Join the processes of torchrun, if that started this one."""
-    if dist.is_torchelastic_launched():
+def main() -> None:
+    args = parse_arguments()
+    out = Path(args.out)
+    with input_errors(f"--out {out}", OSError):
+        resuming = (out / "checkpoint.pt").exists() and not args.synthesize  # if not: it was killed before its first
+        if not args.synthesize and (resuming and not args.resume or (out / "model.safetensors").exists() and not resuming):
+            raise InputError(f"{out} holds a drafter or a checkpoint: add --resume to go on, or choose another --out")
+    if dist.is_torchelastic_launched():  # by torchrun
         if args.device.startswith("cuda"):
             args.device = f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(args.device)
         dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
-
-
-def main() -> None:
-    args = parse_arguments()
-    out = Path(args.out)
-    resuming = not args.synthesize and check_out(out, args.resume)
-    init_process_group(args)
     target, tokenizer = load_target(args)
     if args.seq_len > target.config.max_position_embeddings:
-        raise InputError(f"--seq-len {args.seq_len} is beyond the target's context of {target.config.max_position_embeddings}")
+        raise InputError(f"--seq-len {args.seq_len}: the target's context is {target.config.max_position_embeddings}")
     if args.synthesize:
         written = synthesize(target, tokenizer, args)
         return print(json.dumps({"conversations": written})) if args.json else None
@@ -681,19 +639,18 @@ def main() -> None:
         state = load_checkpoint(out / "checkpoint.pt", data, args)
         drafter = Drafter(target, DrafterConfig(**state["config"])).to(target.device)
         drafter.load_state_dict(state["drafter"])
-        sampler, start = Sampler(training, args.seed, state["epoch"], state["position"]), state["update"]
+        sampler, start = Sampler(training, args.seed, state["position"]), state["update"]
     else:
         drafter = new_drafter(target, data, training, args)
-    optimizers = make_optimizers(drafter.parameters(), args.optimizer)
+    optimizers = make_optimizers(drafter, args.optimizer)
     for optimizer, saved in zip(optimizers, state["optimizers"] if resuming else []):
         optimizer.load_state_dict(saved)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if rank == 0:
+    if process()[0] == 0:
         truncate_log(out / "log.jsonl", start)
         if not resuming:
             save_checkpoint(out / "checkpoint.pt", drafter, optimizers, data, sampler, 0, args)
     train(drafter, optimizers, data, sampler, held_out, start, epoch_updates, args)
-    if rank == 0 and args.json:
+    if process()[0] == 0 and args.json:
         print((out / "log.jsonl").read_text().splitlines()[-1])
     if dist.is_initialized():
         dist.barrier()  # until process 0 has saved, and gloo's threads have let go of our tensors

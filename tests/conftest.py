@@ -1,4 +1,4 @@
-"""What the tests share: where things lie, the real default target, and running a script as a person would."""
+"""Shared by all tests: paths, the real default target, and running a script as a user would."""
 import os
 import subprocess
 import sys
@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from threads that spin, a busy machine loses
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads make tiny models no faster and a busy machine slower
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may fetch from the hub
 
 import torch  # noqa: E402
 
@@ -17,7 +18,7 @@ import llama  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def the_same_chances_every_time() -> None:
+def fixed_seed() -> None:
     torch.manual_seed(0)
 
 
