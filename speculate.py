@@ -51,8 +51,8 @@ from llama import (DEFAULT_MODEL, InputError, Llama, Parser, Tokenizer, add_gene
                    probabilities, read_json, report, run_command, sample)
 from moa import (PROMPT_CHUNK, Q_TOKENS, Draft, Drafter, DraftState, Memory, Sampling, TreeConfig, ancestor_mask,
                  chain_parents, dequantize_probabilities, load_drafter, quantize_probabilities, start_drafting)
-from netsim import (PROFILES, Channel, ConnectionLost, Link, MessageServer, Network, add_link_arguments, address, duration,
-                    links_of)
+from netsim import (PROFILES, Channel, ConnectionLost, Link, MessageServer, Network, add_link_arguments, address,
+                    duration, links_of)
 
 SHIPPED = {DEFAULT_MODEL: Path(__file__).parent / "weights" / DEFAULT_MODEL}
 PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
@@ -77,9 +77,7 @@ class GenerationConfig:
 @dataclass
 class VerifyResult:
     """The target's answer to a draft: what it accepts of it, its own next token, the memory of what is now verified.
-
-    From a target that is out of reach: the drafter's own text, and no memory.
-    """
+    From a target that is out of reach: the drafter's own text, and no memory."""
 
     accepted: list[int]
     token: int
@@ -89,14 +87,10 @@ class VerifyResult:
 
 
 # --- Acceptance ------------------------------------------------------------------------------------------------------
-
 def accept_greedy(choices: list[int], draft: Draft) -> tuple[list[int], int]:
-    """Verification at temperature 0: the accepted nodes, and the token after them.
-
-    choices (K + 1): the target's argmax after draft.token and after each draft.
-    """
-    child = {(parent, token): i for i, (parent, token) in enumerate(zip(draft.parents, draft.tokens))}
-    path, node = [], -1
+    """Verification at temperature 0: the accepted nodes, and the token after them. choices (K + 1): the target's argmax
+    after draft.token and after each draft."""
+    child, path, node = draft.children(), [], -1
     while (node, choices[node + 1]) in child:
         node = child[node, choices[node + 1]]
         path.append(node)
@@ -141,7 +135,6 @@ def normalize(p: Tensor) -> Tensor:
 
 
 # --- The loop --------------------------------------------------------------------------------------------------------
-
 def speculate(target: LocalTarget | RemoteTarget, state: DraftState | Lookup, prompt: list[int],
               config: GenerationConfig) -> Iterator[tuple[list[int], VerifyResult]]:
     """Algorithm 1. Yields, each cycle, the new tokens: accepted drafts, then the target's own token; ends with a stop
@@ -178,7 +171,8 @@ class LocalTarget:
     def verify(self, draft: Draft) -> VerifyResult:
         """Check a draft in one pass; the cache keeps its root and the nodes that are accepted."""
         began, start, tokens = time.perf_counter(), self.cache.length, [draft.token] + draft.tokens
-        ancestors = None if draft.is_chain() else ancestor_mask([-1] + [parent + 1 for parent in draft.parents])
+        parents = [-1] + [parent + 1 for parent in draft.parents]
+        ancestors = None if parents == chain_parents(len(tokens)) else ancestor_mask(parents)
         ids = torch.tensor([tokens], device=self.model.device)
         hidden = self.model.hidden(ids, self.cache, ancestors)  # (1, K + 1, E)
         path, token = self.accept_draft(hidden[0], draft)
@@ -201,10 +195,8 @@ class LocalTarget:
 
 
 class Lookup:
-    """Prompt lookup (Saxena 2023): the draft is what followed the last few tokens where they occurred before.
-
-    It wraps a drafter's state, which is asked only where nothing is found, or stands alone.
-    """
+    """Prompt lookup (Saxena 2023): the draft is what followed the last few tokens where they occurred before. It wraps
+    a drafter's state, which is asked only where nothing is found, or stands alone."""
 
     def __init__(self, state: DraftState | None = None):
         self.state, self.history = state, []
@@ -264,12 +256,6 @@ def dequantize_memory(tokens: list[int], tensors: dict[str, Tensor], state: Draf
                   states("reused", [layers, 1, heads, count, width], state.drafter.target.dtype))
 
 
-def sampling_fields(sampling: Sampling) -> dict:
-    """How the server is to sample: with a seed of its own, as its draws must not be those that made the drafts."""
-    seed = int(torch.randint(2**31 - 1, (), generator=sampling.generator, device=sampling.generator.device))
-    return {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": seed}
-
-
 class RemoteTarget:
     """The target of one conversation, on a server. It is asked what a LocalTarget is asked, in one of three states:
 
@@ -297,39 +283,47 @@ class RemoteTarget:
     def verify(self, draft: Draft) -> VerifyResult:
         began = time.perf_counter()
         try:
-            result = self.ask(draft) if self.channel.sock else self.reconnect()
+            result = self.ask(draft)
         except ConnectionLost as error:
-            self.disconnected = self.disconnected or str(error)
-            result = self.draft_offline(draft.token)
+            try:
+                result = self.reconnect()  # at once: a server may disconnect an idle client, or restart
+            except ConnectionLost:
+                self.disconnected = self.disconnected or str(error)
+                result = self.draft_offline(draft.token)
         result.seconds = time.perf_counter() - began
         return result
 
     def ask(self, draft: Draft) -> VerifyResult:
         """Connected: the server's verdict. Raises ConnectionLost."""
         def parse(fields: dict, tensors: dict[str, Tensor]) -> VerifyResult:
-            path = draft.match_path(fields["accepted"])
-            check_int(len(path), len(fields["accepted"]), len(path))
-            accepted = [draft.tokens[node] for node in path]  # not the reply's own, of which 9.0 may be one
+            accepted, child, node = [], draft.children(), -1
+            for token in fields["accepted"]:
+                node = child[node, token]
+                accepted.append(draft.tokens[node])  # not the reply's own, which may be 9.0
             memory = dequantize_memory([draft.token] + accepted, tensors, self.state)
             return VerifyResult(accepted, self.check_token(fields), memory, len(draft.tokens))
 
         q = {}
         if draft.q is not None:  # exact, as drafts are drawn from a quantised q
-            q["ids"], q["weights"] = quantize_probabilities(draft.q)
+            q["ids"], q["weights"] = (x.cpu() for x in quantize_probabilities(draft.q))
         request = {"call": "verify", "drafts": draft.tokens, "parents": draft.parents}
         return self.record(next(self.channel.request(request, q, parse)))
 
     def reconnect(self) -> VerifyResult:
         """A new connection whose prompt is all text so far: the server's next token. Raises ConnectionLost."""
-        now = time.monotonic()
-        if now < self.retry_at:
+        if time.monotonic() < self.retry_at:
             raise ConnectionLost("too early to try again")
-        self.retry_at, self.pause = now + self.pause, 2 * self.pause
-        if self.channel.connect().get("drafter") != self.state.drafter.checkpoint_hash:
+        try:
+            greeting = self.channel.connect()
+        finally:
+            self.retry_at, self.pause = time.monotonic() + self.pause, 2 * self.pause
+        if greeting.get("drafter") != self.state.drafter.checkpoint_hash:
             raise InputError("the server has another drafter; start both sides with the same --drafter")
         pieces = [self.text[a:a + PROMPT_CHUNK] for a in range(0, len(self.text), PROMPT_CHUNK)]
-        capacity = self.prompt_length + self.config.max_new_tokens + 1 + MAX_DRAFTS
-        request = {"call": "read", "capacity": capacity, **sampling_fields(self.state.sampling)}
+        generator = self.state.sampling.generator
+        seed = int(torch.randint(2**31 - 1, (), generator=generator, device=generator.device))  # not that of drafts
+        request = {"call": "read", "capacity": self.prompt_length + self.config.max_new_tokens + 1 + MAX_DRAFTS,
+                   "temperature": self.config.temperature, "top_p": self.config.top_p, "seed": seed}
         tokens, memories = zip(*self.channel.request(
             request, {"tokens": torch.tensor(self.text, dtype=torch.int32)},
             lambda fields, tensors: (self.check_token(fields), dequantize_memory(pieces.pop(0), tensors, self.state))))
@@ -416,7 +410,7 @@ class TargetSession:
             ids, weights, vocab_size = tensors["ids"], tensors["weights"], self.model.config.vocab_size
             check_ids(ids.flatten(), 0, vocab_size)
             shape = (len(set(parents)), min(Q_TOKENS, vocab_size))
-            if ids.shape != shape or weights.shape != shape or weights.dtype != torch.uint8 or not weights.sum(-1).all():
+            if {ids.shape, weights.shape} != {shape} or weights.dtype != torch.uint8 or not weights.sum(-1).all():
                 raise ValueError("q does not fit the drafts")
             q = dequantize_probabilities(ids, weights, vocab_size).to(self.model.device)
         depth, cache = int(ancestor_mask(parents).sum(-1).max()) if drafts else 0, self.target.cache
@@ -515,7 +509,6 @@ def server_address(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
 
 
 # --- One generation, by any method -----------------------------------------------------------------------------------
-
 class Origin(IntEnum):
     """Whose a token is."""
 
@@ -535,7 +528,7 @@ class Generation:
     first_token_seconds: float = 0.0
     stats: dict[str, float] = field(default_factory=lambda: dict(
         target_calls=0, drafted=0, draft_seconds=0.0, verify_seconds=0.0, unverified_tokens=0))
-    disconnected: str = ""  # why the server was out of reach, if it was
+    disconnected: str = ""  # or why the server was out of reach
 
     def record(self, tokens: list[int], result: VerifyResult, cycle_seconds: float) -> None:
         """Add one cycle of the loop; the first is the prompt's."""
@@ -560,8 +553,7 @@ def answer(model: Llama, drafter: Drafter | None, prompt: list[int], config: Gen
     """One answer to a prompt. `emit(token, origin)` sees each token as it comes.
 
     config.tree None: by the target alone; else with drafts, by lookup where there is no drafter. channel: to the server
-    that has the target, of which `model` is then a part. Raises InputError if it was never there.
-    """
+    that has the target, of which `model` is then a part. Raises InputError if it was never there."""
     generation, start = Generation(prompt), time.perf_counter()
     sampling = Sampling(config.temperature, config.top_p, torch.Generator(model.device).manual_seed(config.seed))
     tree, target = config.tree, None
@@ -595,11 +587,7 @@ def answer(model: Llama, drafter: Drafter | None, prompt: list[int], config: Gen
     return generation
 
 
-# --- The benchmark ---------------------------------------------------------------------------------------------------
-
-Method = Callable[[list[int], GenerationConfig], Generation]
-
-
+# --- The benchmark: its methods are functions of a prompt and a config to a Generation -------------------------------
 def read_prompts(path: Path) -> list[tuple[str, list[str]]]:
     """(category, turns) of each line of a prompt set: {"prompt": text} or {"category": name, "turns": [text, ...]}."""
     prompts = []
@@ -608,12 +596,13 @@ def read_prompts(path: Path) -> list[tuple[str, list[str]]]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        expected = '{"prompt": text} or {"category": name, "turns": [text, ...]}'
-        with input_errors(f"{path}, line {number}: expected {expected}", ValueError, LookupError, TypeError, AttributeError):
+        expected = f'{path}, line {number}: expected {{"prompt": text}} or {{"category": name, "turns": [text, ...]}}'
+        with input_errors(expected, ValueError, LookupError, TypeError, RecursionError):
             record = json.loads(line)
             turns = [record["prompt"]] if "prompt" in record else record["turns"]
-            if not isinstance(turns, list) or not turns or not all(t.encode() for t in turns):  # encode: no half surrogates
+            if not isinstance(turns, list) or not turns:
                 raise ValueError
+            "".join(turns).encode()  # raises for what is not text
             prompts.append((str(record.get("category") or "all"), turns))
     if not prompts:
         raise InputError(f"{path}: no prompts")
@@ -621,9 +610,9 @@ def read_prompts(path: Path) -> list[tuple[str, list[str]]]:
 
 
 def local_methods(alone: Llama, model: Llama, drafter: Drafter, chain: TreeConfig,
-                  tree: TreeConfig) -> dict[str, Method]:
+                  tree: TreeConfig) -> dict[str, Callable]:
     """The target alone; chains; trees; lookup, which needs no drafter; and trees with lookup."""
-    def method(model: Llama, drafter: Drafter | None, **choices) -> Method:
+    def method(model: Llama, drafter: Drafter | None, **choices) -> Callable:
         return lambda prompt, config: answer(model, drafter, prompt, replace(config, **choices))
 
     return {"target": method(alone, None, tree=None), "chain": method(model, drafter, tree=chain),
@@ -632,10 +621,10 @@ def local_methods(alone: Llama, model: Llama, drafter: Drafter, chain: TreeConfi
 
 
 def remote_methods(model: Llama, drafter: Drafter, links: dict[str, Link], channel: Callable[..., Channel],
-                   length: int) -> dict[str, Method]:
+                   length: int) -> dict[str, Callable]:
     """For each network: plain use of an API; ours, without and with lookup; and ours with the network down after a
     quarter of `length` tokens."""
-    def method(link: Link, outage_after: float = math.inf, **choices) -> Method:
+    def method(link: Link, outage_after: float = math.inf, **choices) -> Callable:
         def run(prompt: list[int], config: GenerationConfig) -> Generation:
             config = replace(config, **choices)
             return answer(model, drafter, prompt, config, channel(link, config.seed, outage_after))
@@ -655,7 +644,7 @@ def base_of(name: str) -> str:
     return f"api:{network}" if network else "target"
 
 
-def bench(model: Llama, methods: dict[str, Method], tokenizer: Tokenizer, prompts: list[tuple[str, list[str]]],
+def bench(model: Llama, methods: dict[str, Callable], tokenizer: Tokenizer, prompts: list[tuple[str, list[str]]],
           config: GenerationConfig) -> list[dict]:
     """Every prompt by every method, in turn, after a warm-up. Rows by category, then overall."""
     runs: dict[str, list[dict[str, Generation]]] = {}
@@ -743,7 +732,6 @@ def faster_alone(args: argparse.Namespace, packed: Llama) -> Llama:
 
 
 # --- Command line ----------------------------------------------------------------------------------------------------
-
 COLOURS = {Origin.DRAFT: "\033[32m", Origin.UNVERIFIED: "\033[33m"}  # green, yellow
 RESET = "\033[0m"
 OWN_SERVER = ("", 0)
@@ -761,11 +749,11 @@ def parse_arguments() -> argparse.Namespace:
     size = number(int, 1, MAX_DRAFTS)
     parser.add_argument("--draft-length", type=size, metavar="K", help="draft chains of K tokens instead of trees")
     parser.add_argument("--depth", type=size, help=f"of a tree (default: {TREE.depth}, remote {REMOTE_TREE.depth})")
-    parser.add_argument("--top-k", type=number(int, 2, MAX_DRAFTS), help=f"leaves expanded together (default {TREE.top_k})")
+    parser.add_argument("--top-k", type=number(int, 2, MAX_DRAFTS), help=f"leaves expanded (default: {TREE.top_k})")
     parser.add_argument("--total-tokens", type=size,
                         help=f"of a tree (default: {TREE.total_tokens}, remote {REMOTE_TREE.total_tokens})")
     parser.add_argument("--lookup", action="store_true",
-                        help="draft what followed the last three tokens before, and ask the drafter elsewhere")
+                        help="draft what followed the last three tokens before; ask the drafter elsewhere")
     parser.add_argument("--no-speculation", action="store_true", help="the target alone")
     parser.add_argument("--show", action="store_true", help="colour accepted drafts green, unverified text yellow")
     add_generation_arguments(parser)
@@ -793,10 +781,8 @@ def trees(args: argparse.Namespace) -> tuple[TreeConfig, TreeConfig]:
 
 
 def load_models(args: argparse.Namespace) -> tuple[Llama, Drafter | None, Tokenizer]:
-    """Target, drafter and tokenizer that the command line names, not packed yet. Raises InputError.
-
-    With --remote, of the target only what the drafter needs, unless --bench is to judge text written offline.
-    """
+    """Target, drafter and tokenizer that the command line names, not packed yet. Raises InputError. With --remote, of
+    the target only what the drafter needs, unless --bench is to judge text written offline."""
     folder = args.drafter or SHIPPED.get(args.model)
     if args.no_speculation and not args.serve:
         folder = None

@@ -1,8 +1,8 @@
 """Distillation: a frozen target teaches its drafter (paper, section 3.4 and appendix).
 
 One target pass gives the KV cache, the hidden states and, through the LM head, soft labels. One drafter pass then
-covers every position, with no unrolling: a random `horizon` cuts each answer into runs, and a query sees only the memory
-of tokens before its run, which is the state it will meet while drafting. The loss of one position is
+covers every position, with no unrolling: a random `horizon` cuts each answer into runs, and a query sees only memory of
+tokens before its run, which is the state it will meet while drafting. The loss of one position is
 
     0.1 KL(p || q) + 1.0 SmoothL1(h, h'),    p, h the target's distribution and hidden state, q, h' the drafter's.
 
@@ -37,15 +37,14 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from llama import (DTYPES, InputError, Llama, Parser, Tokenizer, add_model_arguments, atomic_write, check_message,
-                   default_dtype, input_errors, load_target, number, one_line, positive_int, run_command, sample_next)
-from moa import Drafter, DrafterConfig, load_drafter, save_drafter
+                   default_dtype, input_errors, load_target, number, positive_int, run_command, sample_next)
+from moa import Drafter, DrafterConfig, save_drafter
 
 DEPTHS = 8  # of the evaluation
 LOSS_CHUNK = 256  # positions whose V-wide distributions exist at once
 
 
 # --- The method: horizons, the target's pass, the losses -------------------------------------------------------------
-
 def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     """The last position whose memory each query may read, (T). answer (T) is True at the assistant's tokens.
 
@@ -134,7 +133,6 @@ def distill(drafter: Drafter, tokens: Tensor, answer: Tensor, horizons: Tensor, 
 
 
 # --- The loop --------------------------------------------------------------------------------------------------------
-
 def train(drafter: Drafter, optimizers: list, data: Conversations, sampler: Sampler, held_out: list[Sequence],
           start: int, epoch_updates: int, args) -> None:
     """Updates `start` to args.updates, logged, evaluated and saved on the way; an epoch has `epoch_updates`."""
@@ -174,8 +172,8 @@ def train(drafter: Drafter, optimizers: list, data: Conversations, sampler: Samp
 
 
 def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args) -> tuple[float, float, float]:
-    """Accumulate the gradient of one global batch; returns loss, KL and hidden-state loss per query. Every process draws
-    the same batch and horizons and takes its share: the sum does not depend on how many processes there are."""
+    """Accumulate the gradient of one global batch; returns loss, KL and hidden-state loss per query. Every process
+    draws the same batch and horizons and takes its share: the sum does not depend on how many processes there are."""
     device, (rank, world_size) = drafter.target.device, process()
     draws = np.random.default_rng((args.seed, update))
     lengths = draws.integers(args.run_length[0], args.run_length[1] + 1, (len(batch), args.horizons))
@@ -206,9 +204,9 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
 def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
     """Losses and, per draft depth 1..8, how often the drafter's first choice is the target's, if it was so before.
 
-    With a_d that share at depth d, the expected number of new tokens a cycle is 1 + a_1 + a_1 a_2 + ... : the acceptance
-    length this implies. It is optimistic: a run begins anywhere here, a cycle mostly after a token that the drafter got
-    wrong. Without CA only depth 1 is measured: deeper ones would be scored on true memories that drafting lacks.
+    With a_d that share at depth d, a cycle is expected to bring 1 + a_1 + a_1 a_2 + ... tokens: the acceptance length
+    this implies. It is optimistic: a run begins anywhere here, a cycle mostly after a token that the drafter got wrong.
+    Without CA only depth 1 is measured: deeper ones would be scored on true memories that drafting lacks.
     """
     device, target = drafter.target.device, drafter.target
     sums, count = torch.zeros(3), 0
@@ -260,7 +258,6 @@ def process() -> tuple[int, int]:
 
 
 # --- Data: one JSON object a line, four formats, read by offset so that a file of any size can be shuffled -----------
-
 @dataclass
 class Sequence:
     tokens: Tensor  # (T)
@@ -269,11 +266,7 @@ class Sequence:
 
 def read_messages(line: bytes) -> list[dict]:
     """The conversation in a line of UltraChat (either form), ShareGPT or Alpaca. Raises ValueError, saying why not."""
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError):
-        raise ValueError("not JSON") from None
-    match record:
+    match record := json.loads(line.decode("utf-8-sig")):
         case {"messages": list(messages)}:
             pass
         case {"data": list(texts)}:
@@ -289,56 +282,44 @@ def read_messages(line: bytes) -> list[dict]:
             raise ValueError("expected a list in messages, data or conversations, or instruction and output")
     for message in messages:
         check_message(message if isinstance(message, dict) else {})
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError("no answer")
     return messages
 
 
-def encode_conversation(tokenizer: Tokenizer, messages: list[dict], seq_len: int) -> Sequence | None:
-    """Chat template applied, cut at seq_len; None where nothing is left to train on."""
-    ids, answer = [], []
-    for piece, is_answer in tokenizer.turns(messages):
-        ids += piece
-        answer += [is_answer] * len(piece)
-    sequence = Sequence(torch.tensor(ids[:seq_len]), torch.tensor(answer[:seq_len], dtype=torch.bool))
-    return sequence if loss_mask(sequence.answer).any() else None
-
-
 class Conversations:
-    """Random access to the conversations of some .jsonl files, of which only the lines' offsets are in memory. Lines that
-    hold no conversation with an answer are named on stderr and left out."""
+    """Random access to the conversations of some .jsonl files, of which only the lines' offsets are in memory. Lines
+    that hold no conversation with an answer are named on stderr and left out."""
 
     def __init__(self, paths: list[str], tokenizer: Tokenizer, seq_len: int):
         """Raises InputError for a file that cannot be read."""
-        self.paths, self.tokenizer, self.seq_len, self.skipped = paths, tokenizer, seq_len, 0
-        places = []  # (file, offset, length) of each usable line
+        self.paths, self.tokenizer, self.seq_len, places, skipped = paths, tokenizer, seq_len, [], 0
         for file_number, path in enumerate(paths):
             offset = 0
             with input_errors(f"{path}: cannot be read", OSError), open(path, "rb") as file:
                 for line_number, line in enumerate(file, 1):
-                    if line.strip() and self.is_usable(path, line_number, line):
-                        places.append((file_number, offset, len(line)))
+                    try:
+                        if line.strip() and read_messages(line):
+                            places.append((file_number, offset, len(line)))
+                    except (ValueError, RecursionError) as error:  # InputError is a ValueError too
+                        skipped += 1
+                        print(f"skipped {path}, line {line_number}: {error}", file=sys.stderr)
                     offset += len(line)
-        self.places = np.array(places, dtype=np.int64).reshape(-1, 3)
-        print(f"{len(places)} conversations, {self.skipped} lines skipped", file=sys.stderr)
-
-    def is_usable(self, path: str, line_number: int, line: bytes) -> bool:
-        try:
-            if not any(message["role"] == "assistant" for message in read_messages(line)):
-                raise ValueError("no answer")
-            return True
-        except ValueError as error:  # InputError is a ValueError too
-            self.skipped += 1
-            print(f"skipped {path}, line {line_number}: {one_line(error)}", file=sys.stderr)
-            return False
+        self.places = np.array(places, dtype=np.int64).reshape(-1, 3)  # file, offset and length of each usable line
+        print(f"{len(places)} conversations, {skipped} lines skipped", file=sys.stderr)
 
     def __len__(self) -> int:
         return len(self.places)
 
     def __getitem__(self, index: int) -> Sequence | None:
-        """One conversation; None where its first answer begins beyond seq_len."""
+        """One conversation, cut at seq_len; None where nothing is left to train on."""
         file_number, offset, length = self.places[index]
         with open(self.paths[file_number], "rb") as file:
             file.seek(offset)
-            return encode_conversation(self.tokenizer, read_messages(file.read(length)), self.seq_len)
+            pieces = list(self.tokenizer.turns(read_messages(file.read(length))))
+        ids, answer = zip(*[(i, is_answer) for piece, is_answer in pieces for i in piece][:self.seq_len])
+        sequence = Sequence(torch.tensor(ids), torch.tensor(answer))
+        return sequence if loss_mask(sequence.answer).any() else None
 
 
 class Sampler:
@@ -357,13 +338,12 @@ class Sampler:
 
 def draw_batch(data: Conversations, sampler: Sampler, size: int) -> list[Sequence]:
     """The next `size` usable conversations. Raises InputError when a whole epoch has none."""
-    batch, misses = [], 0
+    batch, start = [], sampler.position
     while len(batch) < size:
-        sequence = data[next(sampler)]
-        batch += [sequence] if sequence else []
-        misses = 0 if sequence else misses + 1
-        if misses > len(sampler.indices):
-            raise InputError(f"{', '.join(data.paths)}: no answer within the first {data.seq_len} tokens; raise --seq-len")
+        if (sequence := data[next(sampler)]) is not None:
+            batch.append(sequence)
+        elif not batch and sampler.position - start > len(sampler.indices):
+            raise InputError(f"{', '.join(data.paths)}: no answer within {data.seq_len} tokens; raise --seq-len")
     return batch
 
 
@@ -393,7 +373,6 @@ def frequent_tokens(data: Conversations, indices: np.ndarray, count: int, vocab_
 
 
 # --- Checkpoints -----------------------------------------------------------------------------------------------------
-
 FREE_TO_CHANGE = {"out", "resume", "eval_every", "save_every", "device", "micro_batch_size", "json"}
 
 
@@ -413,12 +392,12 @@ def load_checkpoint(path: Path, data: Conversations, args) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True)
         made_with, changed = state["arguments"], state["data"] != int(data.places.sum())
     if changed:
-        raise InputError(f"{', '.join(args.data)}: changed since {path} was made; restore the data or choose another --out")
+        raise InputError(f"{', '.join(args.data)}: changed since {path} was made; restore it or choose another --out")
     for name, value in made_with.items():
-        free = name in FREE_TO_CHANGE or name == "updates" and args.schedule == "paper"  # a cosine ends with the updates
-        if value != getattr(args, name, None) and not free:
-            raise InputError(f"{path} was made with --{name.replace('_', '-')} {value}, not {getattr(args, name, None)}; "
-                             "resume with the same arguments or choose another --out")
+        free = name in FREE_TO_CHANGE or name == "updates" and args.schedule == "paper"  # a cosine ends with them
+        if (now := getattr(args, name, None)) != value and not free:
+            raise InputError(f"{path} was made with --{name.replace('_', '-')} {value}, not {now}; resume with the same "
+                             "arguments or choose another --out")
     return state
 
 
@@ -426,16 +405,13 @@ def truncate_log(path: Path, start: int) -> None:
     """Of the log keep the first `start` updates: what comes after is done again."""
     kept = []
     for line in path.read_text().splitlines() if path.exists() else []:
-        try:
+        with suppress(ValueError):  # for what an interrupted run left of a line
             kept += [line] if json.loads(line)["update"] <= start else []
-        except ValueError:  # what an interrupted run left of a line
-            break
     with atomic_write(path) as part:
         part.write_text("".join(f"{line}\n" for line in kept))
 
 
 # --- Synthesis: training data from the target alone (the idea of Magpie, Xu et al. 2024) -----------------------------
-
 ANSWER_TEMPERATURES = (0.0, 0.0, 0.6, 1.0)  # half of the answers greedy, as most use of a drafter is
 QUESTION_TEMPERATURE, TOP_P = 1.0, 0.95
 MAX_BARREN = 500  # conversations without an answer, in a row, after which --synthesize gives up
@@ -443,10 +419,8 @@ NEXT_TURN = 0.3  # the probability that a conversation goes on after an answer
 
 
 def converse(tokenizer: Tokenizer, messages: list[dict], seed: int) -> Generator[tuple[list[int], float], int, None]:
-    """A conversation that the target writes with itself, as a coroutine that adds to `messages`; they may hold a question.
-
-    It yields (ids to read, temperature) and is sent the token that follows them. An answer that is cut short is kept.
-    """
+    """A conversation that the target writes with itself: a coroutine that adds to `messages`, which may hold a question.
+    It yields (ids to read, temperature) and is sent the token that follows them. An answer that is cut short is kept."""
     draws, role, body = random.Random(seed), "assistant" if messages else "user", []
     given = tokenizer.chat(messages) if messages else tokenizer.chat([], False) + tokenizer.opening("user")
     try:
@@ -544,14 +518,12 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
 
 
 # --- Command line ----------------------------------------------------------------------------------------------------
-
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(description="Distil a target into a Mixture-of-Attentions drafter.")
     add = parser.add_argument
     add("--data", nargs="+", required=True, metavar="FILE", help="conversations, one JSON object a line")
     add("--out", default="runs/drafter", help="folder for drafter, checkpoint and log (default: %(default)s)")
     add_model_arguments(parser)
-    add("--init", metavar="DIR", help="start from this drafter's weights and sizes")
     add("--updates", type=positive_int, help="default: one pass over the data")
     add("--batch-size", type=positive_int, default=32, help="sequences an update (default: %(default)s)")
     add("--micro-batch-size", type=positive_int, default=1, help="sequences at once; memory (default: %(default)s)")
@@ -591,25 +563,18 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -> Drafter:
-    """One with fresh weights and the sizes that the command line asks for, or the one named by --init."""
+    """One with fresh weights and the sizes that the command line asks for."""
     torch.manual_seed(args.seed)
-    if args.init:
-        drafter = load_drafter(args.init, target).requires_grad_(True)
-    else:
-        count = args.draft_vocabulary
-        choices = {
-            "layer_self_attention_num_attention_heads": args.lsa_heads,
-            "layer_self_attention_intermediate_size": args.lsa_mlp,
-            "self_attention_intermediate_size": args.mlp, "cross_attention_intermediate_size": args.mlp,
-            "self_attention_num_key_value_heads": args.kv_heads, "cross_attention_num_key_value_heads": args.kv_heads,
-            "draft_vocabulary": count and frequent_tokens(data, indices, count, target.config.vocab_size),
-            "target_layer_inference": args.tli, "use_layer_self_attention": not args.no_lsa,
-            "use_cross_attention": not args.no_ca}
-        config = DrafterConfig.sized_for(target, **{name: v for name, v in choices.items() if v is not None})
-        drafter = Drafter(target, config).to(target.device)
-    for parameter in drafter.parameters():  # not .float(): the LM head's rows belong to the target
-        parameter.data = parameter.data.float()
-    return drafter
+    count = args.draft_vocabulary
+    choices = {
+        "layer_self_attention_num_attention_heads": args.lsa_heads, "layer_self_attention_intermediate_size": args.lsa_mlp,
+        "self_attention_intermediate_size": args.mlp, "cross_attention_intermediate_size": args.mlp,
+        "self_attention_num_key_value_heads": args.kv_heads, "cross_attention_num_key_value_heads": args.kv_heads,
+        "draft_vocabulary": count and frequent_tokens(data, indices, count, target.config.vocab_size),
+        "target_layer_inference": args.tli, "use_layer_self_attention": not args.no_lsa,
+        "use_cross_attention": not args.no_ca}
+    config = DrafterConfig.sized_for(target, **{name: v for name, v in choices.items() if v is not None})
+    return Drafter(target, config).to(target.device)
 
 
 def main() -> None:

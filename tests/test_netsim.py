@@ -39,9 +39,9 @@ def assert_share(observed: list[bool], p: float) -> None:
     assert abs(sum(observed) / len(observed) - p) < 4 * math.sqrt(p * (1 - p) / len(observed))
 
 
-@pytest.mark.parametrize("name, figures", [("5g", Link(0.01, 0.01, 100e6, 0.001)), ("4g", Link(0.021, 0.019, 20e6, 0.001))])
-def test_the_profiles_are_the_papers_and_their_propagation_is_normal_but_never_negative(name, figures):
-    assert PROFILES["wan"] == Link(0.009 / 2, 0.0, 50e6) and PROFILES[name] == figures
+@pytest.mark.parametrize("name, paper", [("5g", Link(0.01, 0.01, 1e8, 0.001)), ("4g", Link(0.021, 0.019, 2e7, 0.001))])
+def test_the_profiles_are_the_papers_and_their_propagation_is_normal_but_never_negative(name, paper):
+    assert PROFILES["wan"] == Link(0.009 / 2, 0.0, 50e6) and PROFILES[name] == paper
     link, normal = replace(PROFILES[name], loss=0.0, bandwidth=math.inf), statistics.NormalDist()
     observed, z = delays(link), link.latency / link.jitter
     mean = link.latency * normal.cdf(z) + link.jitter * normal.pdf(z)  # of max(0, N(latency, jitter))
@@ -292,19 +292,14 @@ HUGE, NOISE = HEADER.pack(MAGIC, VERSION, 2, 2**60), b"HTTP/1.1 400 Bad Request\
 @pytest.mark.parametrize("reply", [None, b"", NOISE, HUGE, frame(*EXAMPLE)[:40], frame({}), *(
     frame({"elapsed": e}) for e in (None, [], {}, "x", "", 10**400, math.inf, 1e308))], ids=lambda x: repr(x)[17:60])
 def test_a_server_that_fails_is_lost_in_one_line_and_nothing_else_happens(reply, monkeypatch):
-    with sending(monkeypatch, frame({}), reply) as channel:
+    with sending(monkeypatch, frame({}), *(frame({"elapsed": e}) for e in (-1.0, -1e308, math.nan)), reply) as channel:
         channel.connect()
+        for _ in range(3):  # an impossible time is no failure
+            assert len(ask(channel)) == 1 and channel.network_seconds >= 0
         for _ in range(2):
             with pytest.raises(ConnectionLost) as lost:
                 ask(channel)
             assert str(lost.value) and "\n" not in str(lost.value) and channel.sock is None
-
-
-@pytest.mark.parametrize("elapsed", [-1.0, -1e308, math.nan])
-def test_a_reply_counts_although_the_server_states_an_impossible_time(elapsed, monkeypatch):
-    with sending(monkeypatch, frame({}), frame({"elapsed": elapsed})) as channel:
-        channel.connect()
-        assert len(ask(channel)) == 1 and channel.network_seconds >= 0
 
 
 @pytest.mark.parametrize("greeting", [NOISE, HUGE, raw(b"[]"), frame({})[:-1], frame({"refused": "full"})], ids=repr)
@@ -329,7 +324,7 @@ def test_quantities_are_read_with_their_units(parse, text, value):
 
 
 @pytest.mark.parametrize("parse", [duration, bandwidth, loss_rate])
-@pytest.mark.parametrize("text", ["", "21", "ms", "-1ms", "nanms", "infs", "1e3s", "1 s", "1m", "2h", "-1%", "100%", "nan%",
+@pytest.mark.parametrize("text", ["", "21", "ms", "-1ms", "nanms", "infs", "1e3s", "1 s", "1m", "2h", "-1%", "100%",
                                   "1..2s", "0Mbit", "-3Mbit", "Mbit", "20MB", "inf", "١s", "1s\n", "9" * 400 + "s"])
 def test_an_invalid_quantity_is_one_line_that_says_how_to_write_one(parse, text):
     with pytest.raises(argparse.ArgumentTypeError, match="like") as error:

@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,8 +18,8 @@ import speculate
 from llama import Config, Llama, probabilities, run_command, sample
 from moa import (Draft, Drafter, DrafterConfig, DraftState, Sampling, TreeConfig, chain_parents, expand_leaves,
                  load_drafter)
-from speculate import (CHAIN, TREE, Generation, GenerationConfig, Origin, accept_greedy, answer, bench,
-                       local_methods, print_table, read_prompts, rejection_sample)
+from speculate import (CHAIN, TREE, Generation, GenerationConfig, Origin, accept_greedy, answer, bench, local_methods,
+                       print_table, read_prompts, rejection_sample)
 
 PROMPT, LENGTH, TEMPERATURE, VOCABULARY = [0, 3, 1, 4], 4, 0.8, 5  # of whole sequences at temperature > 0
 
@@ -71,10 +72,6 @@ def chain(tokens: list[int], q: torch.Tensor | None = None) -> Draft:
     return Draft(0, tokens, chain_parents(len(tokens)), q)
 
 
-def siblings(tokens: list[int], q: torch.Tensor | None) -> Draft:
-    return Draft(0, tokens, [-1] * len(tokens), None if q is None else q[None])
-
-
 def target_alone(target: Llama, count: int, **choices) -> list[int]:
     return answer(target, None, PROMPT, GenerationConfig(count, tree=None, **choices)).tokens
 
@@ -88,12 +85,13 @@ QS = [torch.tensor([0.1, 0.6, 0.1, 0.1, 0.1]), torch.tensor([0.0, 0.5, 0.0, 0.5,
 
 
 @pytest.mark.parametrize("q, family", [
-    (QS[0], [1, 3, 0]), (QS[0], [4, 0, 1]), (QS[1], [1, 3]), (QS[1], [3, 1]), (QS[2], [1]), (QS[3], [4]), (P, [2, 0, 3]),
-    (None, [1, 3, 0]), (None, [4, 0, 1])], ids=str)
+    (QS[0], [1, 3, 0]), (QS[0], [4, 0, 1]), (QS[1], [1, 3]), (QS[1], [3, 1]), (QS[2], [1]), (QS[3], [4]),
+    (P, [2, 0, 3]), (None, [1, 3, 0]), (None, [4, 0, 1])], ids=str)
 def test_a_draft_token_is_accepted_with_probability_min_1_p_over_q(q, family):
-    """p: the residual that the siblings before it leave. q: without those; a point mass for a draft that was not drawn."""
+    """p: the residual that siblings before it leave. q: without those; a point mass for a draft that was not drawn."""
     generator, p, left, tries = torch.Generator().manual_seed(0), P, q, 1500
-    paths = [rejection_sample(P.expand(len(family) + 1, 5), siblings(family, q), generator)[0] for _ in range(tries)]
+    draft = Draft(0, family, [-1] * len(family), q if q is None else q[None])  # siblings
+    paths = [rejection_sample(P.expand(len(family) + 1, 5), draft, generator)[0] for _ in range(tries)]
     for rank, x in enumerate(family):
         left = torch.eye(5)[x] if q is None else left / left.sum()
         rate, accepted = min(1.0, (p[x] / left[x]).item()), paths.count([rank])
@@ -112,19 +110,17 @@ def test_the_token_that_results_is_distributed_as_p_whatever_q_is(q, count):
     for _ in range(2000):
         drawn = [] if q is None else expand_leaves(q[None], [1.0], count, 0.0, Sampling(1.0, 1.0, generator))
         family = [1, 4, 0, 3][:count] if q is None else [x for _, x, _ in drawn]
-        path, token = rejection_sample(P.expand(len(family) + 1, 5), siblings(family, q), generator)
+        draft = Draft(0, family, [-1] * len(family), q if q is None else q[None])
+        path, token = rejection_sample(P.expand(len(family) + 1, 5), draft, generator)
         counts[family[path[0]] if path else token] += 1
     assert excess(counts, P) < 4
 
 
 def test_when_every_draft_is_accepted_one_more_token_is_drawn_from_p():
-    generator, counts = torch.Generator().manual_seed(0), torch.zeros(5)
-    p = torch.stack([QS[0], QS[1], P])
-    for _ in range(3000):
-        path, token = rejection_sample(p, chain(sample(p[:2], generator).tolist(), p[:2]), generator)
-        assert path == [0, 1]
-        counts[token] += 1
-    assert excess(counts, P) < 4
+    generator, p = torch.Generator().manual_seed(0), torch.stack([QS[0], QS[1], P])
+    results = [rejection_sample(p, chain(sample(p[:2], generator).tolist(), p[:2]), generator) for _ in range(3000)]
+    assert all(path == [0, 1] for path, _ in results)
+    assert excess(torch.bincount(torch.tensor([token for _, token in results]), minlength=5), P) < 4
 
 
 BRANCHES = Draft(0, [3, 1, 4, 4, 2], [-1, -1, 0, 1, 1])
@@ -144,12 +140,11 @@ def test_greedy_acceptance_follows_the_argmax_while_it_was_drafted_then_takes_it
 
 def sequences_excess(target: Llama, drafter: Drafter | None, tree: TreeConfig, top_p: float, count: int,
                      prompt: list[int] = PROMPT, lookup: bool = False) -> float:
+    config = GenerationConfig(LENGTH, TEMPERATURE, top_p, tree=tree, lookup=lookup)
     counts = torch.zeros(VOCABULARY ** LENGTH)
     for seed in range(count):
-        config, index = GenerationConfig(LENGTH, TEMPERATURE, top_p, seed, tree=tree, lookup=lookup), 0
-        for token in answer(target, drafter, prompt, config).tokens:
-            index = index * VOCABULARY + token
-        counts[index] += 1
+        a, b, c, d = answer(target, drafter, prompt, replace(config, seed=seed)).tokens
+        counts[((a * VOCABULARY + b) * VOCABULARY + c) * VOCABULARY + d] += 1
     return excess(counts, exact_distribution(target, top_p, prompt))
 
 
@@ -165,19 +160,15 @@ PARTIAL = dict(draft_vocabulary=(0, 2, 4))
     (TreeConfig(2, 2, 8, **CONFIDENT), 1.0, dict(target_layer_inference=1, **PARTIAL))], ids=str)
 def test_whole_sequences_are_distributed_as_the_targets_own(tree, top_p, choices):
     target = new_target(VOCABULARY, layers=1)
-    assert sequences_excess(target, new_drafter(target, **choices), tree, top_p, 500) < 4
+    assert sequences_excess(target, new_drafter(target, **choices), tree, top_p, 400) < 4
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 def test_whole_sequences_with_lookup_are_distributed_as_the_targets_own(top_p):
     target = new_target(VOCABULARY, layers=1)
-    assert sequences_excess(target, None, TreeConfig(2), top_p, 500, lookup=True) < 4
-    repetitive = [1, 4, 0, 1, 4, 1, 1, 4, 2, 1, 4, 3, 1, 4, 4, 1, 4]  # whatever the first token, lookup knows what follows
-    assert sequences_excess(target, new_drafter(target), WIDE, top_p, 500, repetitive, lookup=True) < 4
-
-
-def always_accept(p, draft, generator):
-    return list(range(len(draft.tokens))), int(sample(p[-1], generator))
+    assert sequences_excess(target, None, TreeConfig(2), top_p, 400, lookup=True) < 4
+    repetitive = [1, 4, 0, 1, 4, 1, 1, 4, 2, 1, 4, 3, 1, 4, 4, 1, 4]  # lookup finds any first token
+    assert sequences_excess(target, new_drafter(target), WIDE, top_p, 400, repetitive, lookup=True) < 4
 
 
 def redraw_from_p(p, draft, generator):
@@ -185,25 +176,23 @@ def redraw_from_p(p, draft, generator):
     return path, int(sample(p[path[-1] + 1 if path else 0], generator))
 
 
-def drop_unlikely_draws(q, values, room, min_probability, sampling):
-    return [child for child in expand_leaves(q, values, room, min_probability, sampling) if child[2] >= 0.2]
-
-
 @pytest.mark.parametrize("rule, wrong, tree, choices", [
-    ("speculate.rejection_sample", always_accept, TreeConfig(2), PARTIAL),
+    ("speculate.rejection_sample", lambda p, draft, generator: (
+        list(range(len(draft.tokens))), int(sample(p[-1], generator))), TreeConfig(2), PARTIAL),
     ("speculate.rejection_sample", redraw_from_p, TreeConfig(2), PARTIAL),
     ("speculate.normalize", lambda p: p, WIDE, PARTIAL),
-    ("moa.expand_leaves", drop_unlikely_draws, WIDE, {})], ids=["always", "redraw", "without norm", "drop"])
+    ("moa.expand_leaves", lambda *how: [child for child in expand_leaves(*how) if child[2] >= 0.2], WIDE, {})],
+    ids=["accept all", "redraw from p", "leave p and q as they sum", "drop unlikely draws"])
 def test_the_same_test_rejects_a_wrong_rule(rule, wrong, tree, choices, monkeypatch):
     monkeypatch.setattr(rule, wrong)
     target = new_target(VOCABULARY, layers=1)
-    assert sequences_excess(target, new_drafter(target, **choices), tree, 1.0, 600) > 6
+    assert sequences_excess(target, new_drafter(target, **choices), tree, 1.0, 500) > 6
 
 
 # Greedy: the target's own tokens -------------------------------------------------------------------------------------
 
 CHAIN_OF_4, TREE_OF_8 = TreeConfig(4), TreeConfig(4, top_k=2, total_tokens=8)
-TREES = [*map(TreeConfig, range(1, 9)), TreeConfig(1, 2, 5), TreeConfig(2, 2, 4), TREE_OF_8, TreeConfig(3, 4, 30),
+TREES = [*map(TreeConfig, (1, 2, 3, 5, 8)), TreeConfig(1, 2, 5), TreeConfig(2, 2, 4), TREE_OF_8, TreeConfig(3, 4, 30),
          TreeConfig(6, 4, 8), TREE, CHAIN]  # the last but two expands more leaves than it proposes tokens
 
 
@@ -221,20 +210,16 @@ def test_greedy_tokens_are_those_of_the_target_alone(choices):
         assert answer(target, drafter, PROMPT, GenerationConfig(24, tree=TREE_OF_8, **more)).tokens == alone
 
 
-def test_greedy_tokens_with_lookup_are_those_of_the_target_alone_and_cost_fewer_calls():
-    target = new_target(16, sharpness=10.0)
+def test_lookup_costs_fewer_calls_and_the_drafter_is_asked_only_where_it_finds_nothing(monkeypatch):
+    target, asked, draft = new_target(16, sharpness=10.0), [], DraftState.draft
     alone = target_alone(target, 40)
     for length in range(1, 9):
         result = answer(target, None, PROMPT, GenerationConfig(40, tree=TreeConfig(length), lookup=True))
         assert result.tokens == alone and result.stats["target_calls"] < 39
-
-
-def test_the_drafter_is_asked_only_where_lookup_finds_nothing(monkeypatch):
-    target, asked, draft = new_target(16, sharpness=10.0), [], DraftState.draft
     monkeypatch.setattr(DraftState, "draft", lambda self, *how: asked.append(self.verified) or draft(self, *how))
     result = answer(target, new_drafter(target), PROMPT, GenerationConfig(40, tree=TREE_OF_8, lookup=True))
-    text = PROMPT + result.tokens
-    assert 0 < len(asked) < result.stats["target_calls"]
+    text = PROMPT + alone
+    assert result.tokens == alone and 0 < len(asked) < result.stats["target_calls"]
     assert not any(tuple(text[i - 2:i + 1]) in zip(text[:i], text[1:i], text[2:i]) for i in asked)
 
 
@@ -250,8 +235,8 @@ def test_every_token_is_emitted_once_as_draft_or_the_targets_own_and_a_tree_is_a
     target, lengths = new_target(16), []
     drafter = new_drafter(target, target_layer_inference=4, likeness=0.8)
     for tree in (CHAIN_OF_4, TreeConfig(4, 4, 32)):
-        emitted = []
-        result = answer(target, drafter, PROMPT, GenerationConfig(48, tree=tree), emit=lambda *event: emitted.append(event))
+        emitted, config = [], GenerationConfig(48, tree=tree)
+        result = answer(target, drafter, PROMPT, config, emit=lambda *event: emitted.append(event))
         assert emitted == list(zip(result.tokens, result.origins)) and len(emitted) == 48
         assert result.origins.count(Origin.TARGET) == result.stats["target_calls"] + 1  # one a call, and the prefill's
         assert result.origins.count(Origin.DRAFT) == 47 - result.stats["target_calls"]
@@ -259,8 +244,7 @@ def test_every_token_is_emitted_once_as_draft_or_the_targets_own_and_a_tree_is_a
     assert 1 < lengths[0] < lengths[1] < 5  # some drafts are accepted and some are not
 
 
-@pytest.mark.parametrize("choices", [
-    dict(likeness=0.0), dict(likeness=1.0), dict(target_layer_inference=0)], ids=str)
+@pytest.mark.parametrize("choices", [dict(likeness=0.0), dict(likeness=1.0), dict(target_layer_inference=0)], ids=str)
 def test_an_answer_ends_at_the_length_asked_for_or_with_a_stop_token_and_may_fill_the_context(choices):
     target = new_target(16, context=len(PROMPT) + 20)
     drafter, alone = new_drafter(target, **dict(target_layer_inference=4) | choices), target_alone(target, 20)
@@ -274,7 +258,7 @@ def test_an_answer_ends_at_the_length_asked_for_or_with_a_stop_token_and_may_fil
     assert target_alone(target, 20, stop_ids=frozenset(alone)) == alone[:1]
 
 
-# The default model and its drafter -----------------------------------------------------------------------------------
+# The default model and its drafter, and the command line -------------------------------------------------------------
 
 PROMPTS = [
     "Explain in two sentences why the sky is blue.", 'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n',
@@ -286,37 +270,23 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def packed(smollm2) -> Llama:
-    """The default target as speculate.py runs it."""
+def packed(smollm2) -> tuple[Llama, Drafter]:
+    """The default target and its drafter as speculate.py runs them."""
     model = copy.deepcopy(smollm2[0]).pack()
     model.lm_head.weight = model.embed_tokens.weight  # load_drafter takes its rows from there
-    return model
-
-
-@pytest.fixture(scope="module")
-def shipped(packed) -> Drafter:
-    return load_drafter(speculate.SHIPPED["smollm2"], packed).to_bfloat16().pack()
+    return model, load_drafter(speculate.SHIPPED["smollm2"], model).to_bfloat16().pack()
 
 
 @pytest.mark.parametrize("number", range(len(PROMPTS)))
-def test_with_the_shipped_drafter_every_token_is_the_default_models_own_choice(smollm2, packed, shipped, number):
+def test_with_the_shipped_drafter_every_token_is_the_default_models_own_choice(smollm2, packed, number):
     model, tokenizer = smollm2
     prompt = tokenizer.chat([{"role": "user", "content": PROMPTS[number]}])
-    for tokens in {tuple(answer(packed, shipped, prompt, GenerationConfig(
-            16, stop_ids=frozenset(tokenizer.stop_ids), tree=tree)).tokens) for tree in (CHAIN, TREE)}:
+    config = GenerationConfig(16, stop_ids=frozenset(tokenizer.stop_ids))
+    for tokens in {tuple(answer(*packed, prompt, replace(config, tree=tree)).tokens) for tree in (CHAIN, TREE)}:
         assert len(tokens) == 16 or tokens[-1] in tokenizer.stop_ids
         best = model(torch.tensor([prompt + list(tokens[:-1])]))[0, len(prompt) - 1:].topk(2)
         for token, (first, second), (high, low) in zip(tokens, best.indices.tolist(), best.values.tolist()):
             assert token == first or token == second and high - low < 1e-3  # a tie: rounding decides
-
-
-# Command line --------------------------------------------------------------------------------------------------------
-
-KEYS = {"text", "tokens", "new_tokens", "seconds", "tokens_per_second", "target_calls", "acceptance_length",
-        "draft_seconds", "verify_seconds"}
-ROW_KEYS = {"category", "method", "tokens_per_second", "speedup", "acceptance_length", "target_calls", "new_tokens",
-            "identical"}
-METHODS = {"target", "chain", "tree", "lookup", "tree+lookup"}
 
 
 @pytest.fixture
@@ -324,7 +294,7 @@ def command(smollm2, packed, monkeypatch, capsys):
     """Runs speculate.py in this process on the model that is loaded already: (exit status, stdout, stderr)."""
     def call(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["speculate.py", "--device", "cpu", *map(str, arguments)])
-        monkeypatch.setattr(speculate, "load_target", lambda *_: (packed, smollm2[1]))
+        monkeypatch.setattr(speculate, "load_target", lambda *_: (packed[0], smollm2[1]))
         monkeypatch.setattr(Llama, "pack", lambda model: model)  # it is already
         status = 0
         try:
@@ -345,15 +315,15 @@ def busy():
         process.wait()
 
 
-def test_prompt_seed_and_temperature_settle_tokens_and_target_calls_also_on_a_busy_machine(command, busy):
-    arguments = ["--prompt", "Tell me a story.", "--max-new-tokens", 32, "--temperature", 1, "--json"]
+def test_prompt_seed_and_temperature_determine_tokens_and_target_calls_also_on_a_busy_machine(command, busy):
+    arguments = ["--prompt", "Tell me a story.", "--max-new-tokens", 24, "--temperature", 1, "--json"]
     one, other = (json.loads(command(*arguments, "--seed", seed)[1]) for seed in (3, 4))
     busy()
     done = run_script("speculate.py", *arguments, "--seed", 3, "--device", "cpu")  # in a process of its own
     assert done.returncode == 0, done.stderr
     same = json.loads(done.stdout)
     assert (one["tokens"], one["target_calls"]) == (same["tokens"], same["target_calls"])
-    assert one["tokens"] != other["tokens"] and one["target_calls"] < 31
+    assert one["tokens"] != other["tokens"] and one["target_calls"] < 23
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -361,39 +331,37 @@ def test_every_method_drafts_the_same_on_every_run_also_on_a_busy_machine(temper
     target = new_target(16)
     drafter = new_drafter(target, target_layer_inference=4, likeness=0.8)
     methods, config = local_methods(target, target, drafter, CHAIN, TREE), GenerationConfig(40, temperature, seed=1)
-    assert set(methods) == METHODS
 
-    def runs() -> dict:
-        results = {name: method(PROMPT, config) for name, method in methods.items()}
-        return {name: (g.tokens, g.origins, g.stats["target_calls"], g.stats["drafted"]) for name, g in results.items()}
-
-    first = runs()
+    def run() -> list:
+        results = [method(PROMPT, config) for method in methods.values()]
+        return [(g.tokens, g.origins, g.stats["target_calls"], g.stats["drafted"]) for g in results]
+    first = run()
     busy()
-    assert [runs() for _ in range(3)] == [first] * 3
+    assert [run() for _ in range(3)] == [first] * 3
 
 
 def test_the_command_line_gives_the_same_tokens_with_and_without_speculation(command):
     arguments = ["--prompt", "Why is the sky blue?", "--max-new-tokens", "24", "--json"]
-    ways = (["--no-speculation"], [], ["--depth", "4", "--top-k", "2", "--total-tokens", "6"], ["--draft-length", "4"],
+    ways = (["--no-speculation"], [], ["--depth", 4, "--top-k", 2, "--total-tokens", 6], ["--draft-length", 4],
             ["--lookup"])
     alone, *results = (json.loads(command(*arguments, *flags)[1]) for flags in ways)
     assert alone["new_tokens"] == 24 == alone["target_calls"] + 1 and alone["acceptance_length"] == 1 and alone["text"]
     for result in results:
-        assert set(result) == set(alone) == KEYS
+        assert set(result) == set(alone) == {
+            "text", "tokens", "new_tokens", "seconds", "tokens_per_second", "target_calls", "acceptance_length",
+            "draft_seconds", "verify_seconds"}
         assert result["tokens"] == alone["tokens"] and result["text"] == alone["text"]
         assert result["acceptance_length"] == 23 / result["target_calls"] > 1
 
 
 def test_show_colours_the_accepted_drafts_and_leaves_the_text_as_it_is(command):
-    arguments = ["--prompt", "Count from 1 to 20.", "--max-new-tokens", "24"]
-    status, plain, statistics = command(*arguments)
-    assert status == 0 and "\033" not in plain and "24 tokens in" in statistics
-    status, coloured, _ = command(*arguments, "--show")
-    assert status == 0 and "\033[32m" in coloured
+    (_, plain, statistics), (status, coloured, _) = (
+        command("--prompt", "Count from 1 to 20.", "--max-new-tokens", "24", *flags) for flags in ([], ["--show"]))
+    assert status == 0 and "\033" not in plain and "24 tokens in" in statistics and "\033[32m" in coloured
     assert coloured.replace("\033[32m", "").replace("\033[0m", "") == plain
 
 
-WORDS = SimpleNamespace(chat=lambda messages: [sum(m["content"].encode()) % 16 for m in messages],  # in place of a tokenizer
+WORDS = SimpleNamespace(chat=lambda messages: [sum(m["content"].encode()) % 16 for m in messages],  # for a tokenizer
                         decode=lambda ids: " ".join(map(str, ids)))
 
 
@@ -402,9 +370,9 @@ def test_the_benchmark_reports_what_it_measured(capsys):
 
     def method(seconds: float, tokens: list[int], calls: int, prompt: list[int], _) -> Generation:
         asked.append((seconds, prompt))
-        stats = dict(target_calls=calls, drafted=2 * calls, draft_seconds=seconds / 4, verify_seconds=seconds / 2)
-        return Generation(prompt, tokens, [Origin.TARGET] * len(tokens), seconds, stats=stats | dict(unverified_tokens=0))
-
+        stats = dict(target_calls=calls, drafted=2 * calls, draft_seconds=seconds / 4, verify_seconds=seconds / 2,
+                     unverified_tokens=0)
+        return Generation(prompt, tokens, [Origin.TARGET] * len(tokens), seconds, stats=stats)
     methods = {"target": partial(method, 4.0, [1, 2, 3, 4], 3), "chain": partial(method, 1.0, [1, 2, 3, 4], 1),
                "tree": partial(method, 2.0, [1, 2, 3, 5], 2)}
     rows = bench(new_target(16), methods, WORDS, [("a", ["one", "two"]), ("b", ["three"])], GenerationConfig(4))
@@ -419,7 +387,7 @@ def test_the_benchmark_reports_what_it_measured(capsys):
     assert (1.0, WORDS.chat(conversation)) in asked  # a second turn follows the target's own answer to the first
     print_table(rows)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 10 and " 4.00 (4.00-4.00) " in lines[2]
+    assert len(lines) == 10 and lines[2].split()[:4] == ["a", "chain", "4.00", "4.00"]
 
 
 def test_the_benchmark_reads_both_formats_and_leaves_out_a_prompt_that_is_too_long(command, tmp_path):
@@ -430,12 +398,13 @@ def test_the_benchmark_reads_both_formats_and_leaves_out_a_prompt_that_is_too_lo
     status, out, err = command("--bench", prompts, "--max-new-tokens", "4", "--json")
     rows = json.loads(out)["rows"]
     assert status == 0 and "'hello hello" in err and "context" in err
-    assert {(row["category"], row["method"]) for row in rows} == set(itertools.product(("all", "math", "overall"), METHODS))
+    methods = ("target", "chain", "tree", "lookup", "tree+lookup")
+    assert [(r["category"], r["method"]) for r in rows] == list(itertools.product(("all", "math", "overall"), methods))
     for row in rows:
-        assert ROW_KEYS <= set(row) and row["identical"] == 1 and row["acceptance_length"] >= 1
-        assert row["speedup"] == 1 or row["method"] != "target"
+        assert row["identical"] == 1 and row["acceptance_length"] >= 1 and row["target_calls"] < row["new_tokens"]
+        assert row["tokens_per_second"] > 0 and (row["speedup"] == 1 or row["method"] != "target")
     counts = Counter(category for category, _ in read_prompts(speculate.PROMPTS))  # the default set
-    assert set(counts) == {"writing", "maths", "code", "questions", "summaries", "dialogue"} and min(counts.values()) >= 2
+    assert len(counts) == 6 and min(counts.values()) > 1
 
 
 @pytest.mark.parametrize("arguments, complaint", [
@@ -443,10 +412,10 @@ def test_the_benchmark_reads_both_formats_and_leaves_out_a_prompt_that_is_too_lo
     (["--prompt", "Hi", "--drafter", "no/such/folder"], "no/such/folder"),
     *((["--prompt", "Hi", flag, value], flag) for flag, value in (
         ("--draft-length", "0"), ("--depth", "65"), ("--total-tokens", "0"), ("--top-k", "1"), ("--top-k", "1000000"),
-        ("--temperature", "hot"), ("--temperature", "nan"), ("--top-p", "0"), ("--seed", "-1"), ("--max-new-tokens", "0"))),
+        ("--temperature", "nan"), ("--top-p", "0"), ("--seed", "-1"), ("--max-new-tokens", "0"))),
     (["--prompt", "word " * 9000], "shorten"), (["--prompt", "\udcff"], "not valid UTF-8"), ([], "--prompt"),
-    (["--prompt", "Hi", "--bench", "prompts.jsonl"], "not allowed with"), (["--bench", "no-such.jsonl"], "no-such.jsonl"),
-    (["--bench", ""], "cannot be read"), (["--bench", "--no-speculation"], "--no-speculation")], ids=lambda x: str(x)[:60])
+    (["--prompt", "Hi", "--bench", "x.jsonl"], "not allowed with"), (["--bench", "no-such.jsonl"], "no-such.jsonl"),
+    (["--bench", ""], "be read"), (["--bench", "--no-speculation"], "--no-speculation")], ids=lambda x: str(x)[:40])
 def test_bad_input_ends_in_one_line_and_exit_status_2(command, arguments, complaint):
     status, out, err = command(*arguments)
     assert status == 2 and out == "" and err.count("\n") == 1 and complaint in err
