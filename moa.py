@@ -33,7 +33,6 @@ MIN_PROBABILITY = 1e-30  # of a proposed token: less is lost to rounding when re
 Q_TOKENS = 64  # of a q that is sent over a network: see quantize_probabilities
 PROMPT_CHUNK = 256  # LSA works on T x L rows: the memory of a long prompt is built this many tokens at a time
 
-
 @dataclass(frozen=True)
 class DrafterConfig:
     """Sizes and choices of a drafter. Names, where they have one, are those of the authors' config.json."""
@@ -65,7 +64,6 @@ class DrafterConfig:
                     c.rms_norm_eps, c.rope_theta)
         return replace(sizes, **choices)
 
-
 @dataclass
 class Memory:
     """What the target's side sends the drafter for T newly verified tokens."""
@@ -73,7 +71,6 @@ class Memory:
     tokens: list[int]
     cross_kv: Tensor  # CA's keys and values of their memories, (1, Hkv, T, 2D); without CA the memories, (1, T, E)
     reused_kv: Tensor  # the target's own in its last N layers, (N, 1, Hkv, T, 2D): a view of its cache
-
 
 class Drafter(nn.Module):
     """M_Small. Trainable: LSA, the projection, SA, CA. The rest belongs to the target and is frozen."""
@@ -90,7 +87,7 @@ class Drafter(nn.Module):
         def layer(name: str, width: int, heads: int) -> DecoderLayer:
             head_dim, kv_heads = width // heads, getattr(c, f"{name}_num_key_value_heads")
             if kv_heads < 1 or heads % kv_heads or head_dim < 2 or head_dim % 2:
-                raise InputError(f"{name}: num_attention_heads {heads} (size {head_dim}), num_key_value_heads {kv_heads}")
+                raise InputError(f"{name}: num_attention_heads {heads} of {head_dim}, num_key_value_heads {kv_heads}")
             inner = getattr(c, f"{name}_intermediate_size")
             return DecoderLayer(width, inner, heads, kv_heads, head_dim, c.rms_norm_eps)
 
@@ -111,11 +108,10 @@ class Drafter(nn.Module):
             head = FusedLinear(rows)
         self._frozen = target, head
         self.register_buffer("vocabulary", vocabulary, persistent=False)
-        for name, length, head_dim in (
-                ("rotary", t.max_position_embeddings, width // c.num_attention_heads),
-                ("layer_rotary", t.num_hidden_layers, kv_width // c.layer_self_attention_num_attention_heads)):
-            table = rotary_table(length, head_dim, c.rope_theta, target.device)
-            self.register_buffer(name, table, persistent=False)  # LSA's positions are the layers
+        lsa_head_dim = kv_width // c.layer_self_attention_num_attention_heads
+        for name, length, size in (("rotary", t.max_position_embeddings, width // c.num_attention_heads),
+                                   ("layer_rotary", t.num_hidden_layers, lsa_head_dim)):  # LSA's positions are layers
+            self.register_buffer(name, rotary_table(length, size, c.rope_theta, target.device), persistent=False)
 
     @property
     def target(self) -> Llama:
@@ -131,7 +127,6 @@ class Drafter(nn.Module):
         return self.Ekv2E.weight.dtype
 
     # The four parts of the method ---------------------------------------------------------------------------------
-
     def layer_self_attend(self, kv: Tensor) -> Tensor:
         """LSA, then the mean over layers: kv (B, T, L, 2 Ekv) -> (B, T, 2 Ekv)."""
         x = kv.to(self.dtype).flatten(0, 1)  # (B T, L, 2 Ekv): each token's layers are a sequence of their own
@@ -143,8 +138,8 @@ class Drafter(nn.Module):
 
     def self_attend(self, tokens: Tensor) -> Tensor:
         """SA: (B, T) -> (B, T, E)."""
-        x, count = self.target.embed_tokens(tokens).to(self.dtype), tokens.shape[1]
-        return self.self_attention(x, self.rotary[:, :count], causal_mask(count, count, x.device))
+        x, T = self.target.embed_tokens(tokens).to(self.dtype), tokens.shape[1]
+        return self.self_attention(x, self.rotary[:, :T], causal_mask(T, T, x.device))
 
     def cross_attend(self, x: Tensor, memory: Tensor, horizon: Tensor) -> Tensor:
         """CA: from SA's output x (B, T, E) to memory (B, T, E) up to horizon (B, T) -> predicted hidden states, as x.
@@ -174,13 +169,9 @@ class Drafter(nn.Module):
         return target.norm(x)
 
     # The training forward, and the target's side of a cycle -------------------------------------------------------
-
     def features(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
-        """What the LM head is applied to, at every position in one pass, (B, T, E).
-
-        tokens (B, T); kv (B, T, L, 2 Ekv) as in the target's cache; horizon (B, T): the last position whose memory
-        query i may read, -1 for none.
-        """
+        """What the LM head is applied to, at every position in one pass, (B, T, E). tokens (B, T); kv (B, T, L, 2 Ekv)
+        as in the target's cache; horizon (B, T): the last position whose memory query i may read, -1 for none."""
         hidden = None if self.config.use_layer_self_attention else self.target.hidden(tokens)
         return self(tokens, self.memory(kv, hidden), kv, horizon[None])[1][0]
 
@@ -207,10 +198,6 @@ class Drafter(nn.Module):
             states.append(memory)
         return Memory(tokens, torch.cat(states, dim=-2), cache.kv[len(self.target.layers) - self.N:, :, :, start:end])
 
-    def token_id(self, choice: int) -> int:
-        """The id of a token by its place in the draft vocabulary."""
-        return choice if self.vocabulary is None else self.config.draft_vocabulary[choice]
-
     def scatter_to_vocabulary(self, q: Tensor) -> Tensor:
         """From probabilities over the draft vocabulary to ones over all tokens, (..., V)."""
         if self.vocabulary is None:
@@ -218,17 +205,15 @@ class Drafter(nn.Module):
         return q.new_zeros(*q.shape[:-1], self.target.config.vocab_size).index_copy_(-1, self.vocabulary, q)
 
     # Fast on a CPU ------------------------------------------------------------------------------------------------
-
     def to_bfloat16(self) -> "Drafter":
-        """In bfloat16 instead of float32, where the CPU multiplies in it: half the bytes. Drafts need not be exact, q
-        only has to be what they are drawn from."""
+        """In bfloat16 where the CPU multiplies in it: drafts need not be exact, q only has to be what made them."""
         if can_pack(self.Ekv2E.weight) and self.dtype == torch.float32 and torch.cpu._is_avx512_bf16_supported():
             for weight in (*self.parameters(), *(() if self.vocabulary is None else [self.head_weight])):
                 weight.data = weight.data.bfloat16()
         return self
 
     def pack(self) -> "Drafter":
-        """As `Llama.pack`, which comes after the drafter is made: that reads rows of the LM head."""
+        """As `Llama.pack`, which must come after the drafter is made of rows of the LM head."""
         if can_pack(self.Ekv2E.weight):
             self.self_attention.pack()
             attention = self.cross_attention.self_attn
@@ -251,7 +236,6 @@ class TreeConfig:
     min_confidence: float = 0.0  # a level is the last one if the paths to be expanded next have less probability in all
     min_probability: float = 0.0  # a token is proposed if its path has this probability (a tree's)
 
-
 @dataclass
 class Sampling:
     """How tokens are drawn, by the target as by the drafter."""
@@ -259,7 +243,6 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     generator: torch.Generator | None = None
-
 
 @dataclass
 class Draft:
@@ -274,11 +257,9 @@ class Draft:
         """(parent, token): the index of that token after that parent."""
         return {(parent, token): i for i, (parent, token) in enumerate(zip(self.parents, self.tokens))}
 
-
 def chain_parents(count: int) -> list[int]:
     """Of a chain: each token follows the one before it, the first follows the root, -1."""
     return list(range(-1, count - 1))
-
 
 def ancestor_mask(parents: list[int]) -> Tensor:
     """(n, n) bool: each node sees itself and its ancestors. Parents come before children; a root's is -1."""
@@ -288,27 +269,22 @@ def ancestor_mask(parents: list[int]) -> Tensor:
             mask[i] |= mask[parent]
     return mask
 
-
 def quantize_probabilities(q: Tensor) -> tuple[Tensor, Tensor]:
     """Each q (n, V) as its 64 likeliest ids, int32, and their weights, uint8, the largest of them 255; both (n, 64)."""
     likely, ids = q.topk(min(Q_TOKENS, q.shape[-1]))
     return ids.int(), (255 * likely / likely[..., :1]).round().to(torch.uint8)
-
 
 def dequantize_probabilities(ids: Tensor, weights: Tensor, vocab_size: int) -> Tensor:
     """The distribution (n, V) that has these weights: the same floats wherever it is computed."""
     q = weights.float() / weights.sum(-1, keepdim=True)
     return q.new_zeros(*q.shape[:-1], vocab_size).scatter_(-1, ids.long(), q)
 
-
 def expand_leaves(q: Tensor, values: list[float], room: int, min_probability: float,
                   sampling: Sampling) -> list[tuple[int, int, float]]:
     """Up to `room` children of a level's leaves as (leaf, choice, value), by leaf and in order. q (leaves, V).
 
-    A child's value is its probability times its leaf's (EAGLE-2). At temperature 0 a leaf proposes its likeliest;
-    above it as many are drawn from q instead, without replacement. What is drawn is always proposed, or q would not be
-    the distribution it came from: how many are drawn is settled by q before.
-    """
+    A child's value is its probability times its leaf's (EAGLE-2). At temperature 0 a leaf proposes its likeliest; above
+    it as many are drawn without replacement, and all that is drawn is proposed, or q would not be its distribution."""
     likely, choice = q.topk(min(room, q.shape[-1]))  # (leaves, room)
     drawn = likely
     if sampling.temperature > 0:
@@ -336,6 +312,7 @@ class DraftState:
         c, target = drafter.config, drafter.target
         head_dim, device = target.config.hidden_size // c.num_attention_heads, target.device
         self.drafter, self.sampling, self.quantize = drafter, sampling, quantize
+        self.vocabulary = c.draft_vocabulary or range(target.config.vocab_size)  # ids by their place in q
         self.self_cache, self.cross_cache = (
             KVCache(1, 1, kv_heads, capacity, head_dim, device, drafter.dtype)
             for kv_heads in (c.self_attention_num_key_value_heads, c.cross_attention_num_key_value_heads))
@@ -391,7 +368,6 @@ class DraftState:
         return self.drafter.cross_attention.attend(x, self.cross_cache.kv[0, :, :, :self.verified], rope)
 
     def infer_target_layers(self, x: Tensor, position: int, mask: Tensor | None) -> Tensor:
-        """TLI, (1, T, E)."""
         target, N = self.drafter.target, self.drafter.N
         if N == 0:
             return x
@@ -410,7 +386,6 @@ class DraftState:
         return dequantize_probabilities(*quantize_probabilities(q), q.shape[-1]) if self.quantize else q
 
     def draft(self, token: int, tree: TreeConfig) -> Draft:
-        """A draft to follow `token`: as a chain or, with top_k > 1, as a tree."""
         return self.draft_chain(token, tree) if tree.top_k == 1 else self.draft_tree(token, tree)
 
     def draft_chain(self, token: int, tree: TreeConfig) -> Draft:
@@ -419,7 +394,7 @@ class DraftState:
         while len(tokens) < tree.depth and confidence >= tree.min_confidence:
             q = self.next_distributions([(tokens or [token])[-1]], [len(tokens) - 1])[0]  # (V)
             choice = int(q.argmax() if greedy else sample(q, self.sampling.generator))
-            tokens.append(self.drafter.token_id(choice))
+            tokens.append(self.vocabulary[choice])
             qs.append(q)
             confidence *= float(q[choice])
         q = None if greedy or not qs else self.drafter.scatter_to_vocabulary(torch.stack(qs))  # (K, V)
@@ -443,7 +418,7 @@ class DraftState:
             qs.append(q[sorted({leaf for leaf, _, _ in level})])
             start = len(tokens)
             for leaf, choice, value in level:
-                tokens.append(self.drafter.token_id(choice))
+                tokens.append(self.vocabulary[choice])
                 parents.append(leaves[leaf])
                 values.append(value)
             leaves = sorted(sorted(range(start, len(tokens)), key=lambda i: -values[i])[:tree.top_k])
@@ -455,7 +430,6 @@ class DraftState:
         index = {0: -1, **{node: i for i, node in enumerate(kept)}}
         q = None if greedy or not qs else self.drafter.scatter_to_vocabulary(torch.cat(qs))  # (parents, V)
         return Draft(token, [tokens[i] for i in kept], [index[parents[i]] for i in kept], q)
-
 
 class OffPolicyDraftState(DraftState):
     """Drafting without CA: a causal layer over SA's output plus the memory of the token before, as in EAGLE. Where that
@@ -493,11 +467,9 @@ class OffPolicyDraftState(DraftState):
     def infer_target_layers(self, x: Tensor, position: int, mask: Tensor | None) -> Tensor:
         features = super().infer_target_layers(x, position, mask)
         states = features.to(self.drafter.dtype)
-        if not self.drafter.config.use_layer_self_attention:
-            states = self.drafter.Ekv2E(states)
-        self.predicted += states.split(1, dim=1)
+        lsa = self.drafter.config.use_layer_self_attention
+        self.predicted += (states if lsa else self.drafter.Ekv2E(states)).split(1, dim=1)
         return features
-
 
 def start_drafting(drafter: Drafter, *arguments) -> DraftState:
     """A drafter's side of one conversation; arguments as of DraftState."""
@@ -507,9 +479,7 @@ def start_drafting(drafter: Drafter, *arguments) -> DraftState:
 # --- Checkpoints, in the authors' names and shapes -------------------------------------------------------------------
 def load_drafter(path: str | Path, target: Llama) -> Drafter:
     """The drafter of `target` from a folder with config.json and model.safetensors, on the target's device and dtype.
-
-    Sizes that the config leaves out are read off the tensors. Raises InputError for anything missing or unfitting.
-    """
+    Sizes that the config leaves out are read off the tensors. Raises InputError for what is missing or does not fit."""
     path, t = Path(path), target.config
     tensors = {name: read() for name, read in read_tensors(path / "model.safetensors")}
     config = read_json(path / "config.json")
@@ -539,12 +509,11 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
     drafter.checkpoint_hash = sha256(path / "config.json", path / "model.safetensors")
     return drafter.requires_grad_(False).eval()
 
-
 def save_drafter(drafter: Drafter, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write config.json and model.safetensors; a reader meanwhile finds the old files or the new ones, complete."""
-    t = drafter.target.config
-    config = {**asdict(drafter.config), "hidden_size": t.hidden_size, "vocab_size": t.vocab_size,
-              "kv_hidden_size": 2 * t.num_key_value_heads * t.head_dim}
+    t, config = drafter.target.config, asdict(drafter.config)
+    config |= dict(hidden_size=t.hidden_size, vocab_size=t.vocab_size,
+                   kv_hidden_size=2 * t.num_key_value_heads * t.head_dim)
     tensors = {name: p.detach().to("cpu", dtype).contiguous() for name, p in drafter.named_parameters()}
     with atomic_write(path / "config.json") as stated, atomic_write(path / "model.safetensors") as weights:
         stated.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))

@@ -49,14 +49,11 @@ NONCE, DIGEST = 32, 32  # bytes
 CONNECT_SECONDS = 10.0  # to connect and authenticate, and for the rest of a message that has begun
 FIRST_REPLY_SECONDS, MIN_TIMEOUT = 60.0, 1.0  # to wait for the first reply; for any other
 
-
 class ProtocolError(Exception):
     """The peer broke the rules of framing, or the connection broke. The message is one line."""
 
-
 class ConnectionClosed(ProtocolError):
     """The peer closed the connection between two messages: its ordinary end."""
-
 
 class ConnectionLost(Exception):
     """No reply: not in time, or not any more. The message is one line."""
@@ -77,13 +74,11 @@ class Link:
         deviation = self.jitter * math.sqrt(2) * math.sqrt(2 / math.pi)  # of the sum of two normal delays
         return max(MIN_RETRANSMISSION, 2 * self.latency + 4 * deviation)
 
-
 PROFILES = {  # the paper's figures, the same both ways; it states no bandwidth for 5G: 100 Mbit/s is assumed
     "wan": Link(latency=0.0045, bandwidth=50e6),
     "5g": Link(latency=0.010, jitter=0.010, bandwidth=100e6, loss=0.001),
     "4g": Link(latency=0.021, jitter=0.019, bandwidth=20e6, loss=0.001),
 }
-
 
 class Direction:
     """The messages of a connection in one direction of a link, with random draws of its own."""
@@ -110,7 +105,6 @@ class Direction:
             delay, timeout = delay + timeout, 2 * timeout
         self.last_arrival = max(self.last_arrival, self.busy_until + delay)
         return self.last_arrival
-
 
 class Network:
     """A link both ways, and one outage: for `outage_seconds` from the moment when `outage_after` tokens have come."""
@@ -218,10 +212,8 @@ class Channel:
             self.close()
             raise ConnectionLost(f"no answer from the server: {error}") from None
 
-
 def sleep_until(moment: float) -> None:
     time.sleep(max(0.0, moment - time.monotonic()))
-
 
 def answer_nonce(secret: str, nonce: bytes) -> bytes:
     return hmac.digest(secret.encode(errors="surrogateescape"), nonce, "sha256")
@@ -235,7 +227,6 @@ class Session(Protocol):
 
     def answer(self, fields: dict, tensors: dict[str, Tensor]) -> Iterator[tuple[dict, dict[str, Tensor]]]:
         """Replies to one request, (fields, tensors) each; "more" in fields is True for all but the last."""
-
 
 class MessageServer(socketserver.ThreadingTCPServer):
     """Listens, and gives every client that knows the secret a session and a thread of its own."""
@@ -277,7 +268,6 @@ class MessageServer(socketserver.ThreadingTCPServer):
         for connection in list(self.connections):
             self.disconnect(connection)
         super().server_close()
-
 
 class Connection(socketserver.BaseRequestHandler):
     """One client's connection. A client that breaks a rule is disconnected, with a line on stderr."""
@@ -336,7 +326,6 @@ def send_message(sock: socket.socket, fields: dict, tensors: dict[str, Tensor], 
     sock.sendall(message)
     return len(message)
 
-
 def receive_message(sock: socket.socket, limit: int, deadline: float) -> tuple[dict, dict[str, Tensor], int]:
     """The next message: its fields, its tensors and its size in bytes.
 
@@ -361,7 +350,6 @@ def receive_message(sock: socket.socket, limit: int, deadline: float) -> tuple[d
         raise ProtocolError("malformed message: its fields are not a JSON object")
     return fields, tensors, size
 
-
 def receive_exactly(message: bytearray, size: int, sock: socket.socket, deadline: float) -> None:
     """Read on until the message has `size` bytes. Memory is taken for what has come, not for what was announced."""
     while len(message) < size:
@@ -375,7 +363,6 @@ def receive_exactly(message: bytearray, size: int, sock: socket.socket, deadline
         if not piece:
             raise (ProtocolError if message else ConnectionClosed)("the peer closed the connection")
         message += piece
-
 
 def set_deadline(sock: socket.socket, deadline: float) -> None:
     if (left := deadline - time.monotonic()) <= 0:
@@ -394,12 +381,10 @@ def quantity(units: dict[str, float], low: float, high: float, what: str) -> Cal
         return value
     return parse
 
-
 duration = quantity({"ms": 1e-3, "s": 1.0}, 0.0, 3600.0, "a duration like 21ms or 0.5s, an hour at most")  # seconds
 bandwidth = quantity({"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}, 1e3, 1e15,  # bits per second
                      "a bandwidth like 300kbit, 20Mbit or 1Gbit, 1kbit at least")
 loss_rate = quantity({"%": 1e-2}, 0.0, 0.9, "a share like 0.1%, 90% at most")
-
 
 def address(text: str) -> tuple[str, int]:
     """"HOST:PORT" -> host and port."""
@@ -408,14 +393,12 @@ def address(text: str) -> tuple[str, int]:
         raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected HOST:PORT")
     return host, int(port)
 
-
 def add_link_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--network", choices=PROFILES, help="simulate this on the way to the server")
     parser.add_argument("--latency", type=duration, help="one way, like 21ms; this and the next override --network")
     parser.add_argument("--jitter", type=duration, help="standard deviation of the latency, like 19ms")
     parser.add_argument("--bandwidth", type=bandwidth, help="each way, like 20Mbit")
     parser.add_argument("--loss", type=loss_rate, help="of packets, like 0.1%%")
-
 
 def links_of(args: argparse.Namespace) -> dict[str, Link]:
     """The link that the command line describes, by its name; without a description, none."""

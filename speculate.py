@@ -56,10 +56,9 @@ from netsim import (PROFILES, Channel, ConnectionLost, Link, MessageServer, Netw
 
 SHIPPED = {DEFAULT_MODEL: Path(__file__).parent / "weights" / DEFAULT_MODEL}
 PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
-TREE = TreeConfig(depth=6, top_k=3, total_tokens=8, min_confidence=0.2, min_probability=0.04)
-CHAIN = TreeConfig(depth=6, min_confidence=0.3)
+TREE = TreeConfig(depth=6, top_k=3, total_tokens=8, min_confidence=0.15, min_probability=0.04)
+CHAIN = TreeConfig(depth=6, min_confidence=0.2)
 REMOTE_TREE = TreeConfig(depth=16, top_k=3, total_tokens=32, min_confidence=0.05, min_probability=0.005)
-
 
 @dataclass(frozen=True)
 class GenerationConfig:
@@ -72,7 +71,6 @@ class GenerationConfig:
     stop_ids: frozenset[int] = frozenset()
     tree: TreeConfig | None = TREE  # None: the target alone
     lookup: bool = False
-
 
 @dataclass
 class VerifyResult:
@@ -95,7 +93,6 @@ def accept_greedy(choices: list[int], draft: Draft) -> tuple[list[int], int]:
         node = child[node, choices[node + 1]]
         path.append(node)
     return path, choices[node + 1]
-
 
 def rejection_sample(p: Tensor, draft: Draft, generator: torch.Generator) -> tuple[list[int], int]:
     """The accepted nodes, and the token after them: distributed as p (K + 1, V), whatever q is.
@@ -129,7 +126,6 @@ def rejection_sample(p: Tensor, draft: Draft, generator: torch.Generator) -> tup
         path.append(child)
         node = child
 
-
 def normalize(p: Tensor) -> Tensor:
     return p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
 
@@ -152,7 +148,6 @@ def speculate(target: LocalTarget | RemoteTarget, state: DraftState | Lookup, pr
             state.append_verified(result.memory)  # grow the cross-attention memory
         draft = state.draft(result.token, replace(config.tree, depth=min(config.tree.depth, left - 1)))
         result = target.verify(draft)  # accepted tokens, next token, memory of what was accepted
-
 
 class LocalTarget:
     """The target of one conversation, on this machine. LSA and CA's keys and values are computed on its side."""
@@ -193,7 +188,6 @@ class LocalTarget:
             return accept_greedy(logits.argmax(-1).tolist(), draft)
         return rejection_sample(probabilities(logits, s.temperature, s.top_p), draft, s.generator)
 
-
 class Lookup:
     """Prompt lookup (Saxena 2023): the draft is what followed the last few tokens where they occurred before. It wraps
     a drafter's state, which is asked only where nothing is found, or stands alone."""
@@ -229,7 +223,6 @@ MAX_DRAFTS = 64
 OFFLINE_TOKENS = 8  # that the drafter writes alone before it tries again to reach the server
 FIRST_PAUSE = 0.5  # seconds between two attempts to reconnect; it doubles
 
-
 def quantize_memory(memory: Memory) -> dict[str, Tensor]:
     """A memory as it crosses the network: int8 (..., 2, D), with a float16 scale (..., 2, 1) for each key and value."""
     tensors = {}
@@ -238,7 +231,6 @@ def quantize_memory(memory: Memory) -> dict[str, Tensor]:
         scale = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=2**-14).half() if len(x) else x[..., :1].half()
         tensors[name], tensors[name + "_scale"] = (x / scale).round().clamp(-127, 127).to(torch.int8).cpu(), scale.cpu()
     return tensors
-
 
 def dequantize_memory(tokens: list[int], tensors: dict[str, Tensor], state: DraftState) -> Memory:
     """The memory of these tokens. Raises LookupError, RuntimeError or ValueError for other shapes, and NaN."""
@@ -254,7 +246,6 @@ def dequantize_memory(tokens: list[int], tensors: dict[str, Tensor], state: Draf
     layers, _, heads, _, width = state.reused_cache.kv.shape
     return Memory(tokens, states("cross", shape, state.drafter.dtype),
                   states("reused", [layers, 1, heads, count, width], state.drafter.target.dtype))
-
 
 class RemoteTarget:
     """The target of one conversation, on a server. It is asked what a LocalTarget is asked, in one of three states:
@@ -353,7 +344,6 @@ class RemoteTarget:
     def check_token(self, fields: dict) -> int:
         return check_int(fields["token"], 0, self.state.drafter.target.config.vocab_size - 1)
 
-
 def call_api(channel: Channel, prompt: list[int], config: GenerationConfig) -> Iterator[int]:
     """Plain use of an API: the server decodes alone and streams its tokens. Raises InputError when it is lost."""
     with input_errors("the answer ends here", ConnectionLost):
@@ -365,7 +355,6 @@ def call_api(channel: Channel, prompt: list[int], config: GenerationConfig) -> I
         for count, token in enumerate(tokens, 1):
             channel.network.count_tokens(count, time.monotonic())
             yield token
-
 
 class TargetSession:
     """The server's side of one client, a netsim.Session. All models' work is done in turn by one worker thread: PyTorch
@@ -444,20 +433,17 @@ class TargetSession:
         result = call(request)
         return result, quantize_memory(result.memory)
 
-
 def check_int(value: object, low: int, high: int) -> int:
     """The value, if it is an int within [low, high]. Raises ValueError."""
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"invalid value {value!r:.40}: expected an int from {low} to {high}")
     return value
 
-
 def check_ids(tensor: Tensor, low: int, end: int) -> list[int]:
     """The values of an int32 vector, if all are within [low, end). Raises ValueError."""
     if tensor.dtype != torch.int32 or tensor.dim() != 1:
         raise ValueError(f"expected an int32 vector, not {tensor.dtype} {list(tensor.shape)}")
     return [check_int(value, low, end - 1) for value in tensor.tolist()]
-
 
 def serve(args: argparse.Namespace, announce: Callable[[tuple[str, int]], None]) -> None:
     """Serve until SIGTERM. `announce` is told the address once the server listens."""
@@ -472,7 +458,6 @@ def serve(args: argparse.Namespace, announce: Callable[[tuple[str, int]], None])
             announce(server.server_address)
             server.serve_forever()
 
-
 def serve_parent(args: argparse.Namespace, pipe) -> None:
     """A server of its parent's own, which ends with it, however that ends: then the pipe does, too."""
     def end_with_parent() -> None:
@@ -482,7 +467,6 @@ def serve_parent(args: argparse.Namespace, pipe) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
     run_command(lambda: serve(args, pipe.send))
-
 
 @contextmanager
 def server_address(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
@@ -516,7 +500,6 @@ class Origin(IntEnum):
     DRAFT = 1  # and the target accepted it
     UNVERIFIED = 2
 
-
 @dataclass
 class Generation:
     """The tokens of one answer, and what they cost."""
@@ -545,7 +528,6 @@ class Generation:
 
     def acceptance_length(self) -> float:
         return (len(self.tokens) - 1 - self.stats["unverified_tokens"]) / max(1, self.stats["target_calls"])
-
 
 @torch.inference_mode()
 def answer(model: Llama, drafter: Drafter | None, prompt: list[int], config: GenerationConfig,
@@ -608,7 +590,6 @@ def read_prompts(path: Path) -> list[tuple[str, list[str]]]:
         raise InputError(f"{path}: no prompts")
     return prompts
 
-
 def local_methods(alone: Llama, model: Llama, drafter: Drafter, chain: TreeConfig,
                   tree: TreeConfig) -> dict[str, Callable]:
     """The target alone; chains; trees; lookup, which needs no drafter; and trees with lookup."""
@@ -618,7 +599,6 @@ def local_methods(alone: Llama, model: Llama, drafter: Drafter, chain: TreeConfi
     return {"target": method(alone, None, tree=None), "chain": method(model, drafter, tree=chain),
             "tree": method(model, drafter, tree=tree), "lookup": method(model, None, tree=chain, lookup=True),
             "tree+lookup": method(model, drafter, tree=tree, lookup=True)}
-
 
 def remote_methods(model: Llama, drafter: Drafter, links: dict[str, Link], channel: Callable[..., Channel],
                    length: int) -> dict[str, Callable]:
@@ -637,12 +617,10 @@ def remote_methods(model: Llama, drafter: Drafter, links: dict[str, Link], chann
                     f"disconnected:{name}": method(link, length // 4)}
     return methods
 
-
 def base_of(name: str) -> str:
     """The method that one is compared with: the target alone, by itself or behind an API on the same network."""
     _, _, network = name.partition(":")
     return f"api:{network}" if network else "target"
-
 
 def bench(model: Llama, methods: dict[str, Callable], tokenizer: Tokenizer, prompts: list[tuple[str, list[str]]],
           config: GenerationConfig) -> list[dict]:
@@ -669,7 +647,6 @@ def bench(model: Llama, methods: dict[str, Callable], tokenizer: Tokenizer, prom
     everything = {**runs, "overall": [results for category in runs.values() for results in category]}
     return [summarize(model, category, name, results) for category, results in everything.items() for name in methods]
 
-
 def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Generation]]) -> dict:
     """One row of the benchmark: totals of a method over a category's prompts, and the quartiles over prompts."""
     ours, bases = [results[name] for results in runs], [results[base_of(name)] for results in runs]
@@ -690,7 +667,6 @@ def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Gener
         row |= {f"{key}_per_token": total[key] / verified for key in ("round_trips", "bytes_up", "bytes_down")}
     return row | (offline_quality(model, ours, bases) if total["unverified_tokens"] else {})
 
-
 @torch.inference_mode()
 def offline_quality(model: Llama, ours: list[Generation], bases: list[Generation]) -> dict:
     """Of the text written offline: the share that the target has at the same place, the target's perplexity."""
@@ -705,7 +681,6 @@ def offline_quality(model: Llama, ours: list[Generation], bases: list[Generation
         nll += F.cross_entropy(logits, tokens[positions], reduction="sum").item()
     return {"unverified_tokens": unverified, "agreement": agreed / unverified, "perplexity": math.exp(nll / unverified)}
 
-
 def print_table(rows: list[dict]) -> None:
     columns = {"tokens/s": "tokens_per_second", "speed-up": "speedup", "acceptance": "acceptance_length",
                "calls": "target_calls", "tokens": "new_tokens", "draft": "draft_share", "verify": "verify_share",
@@ -718,7 +693,6 @@ def print_table(rows: list[dict]) -> None:
         cells = (f"{row[key]:>{len(title)}{'.2f' if isinstance(row[key], float) else ''}}" if key in row else "" for
                  title, key in columns.items())
         print(f"{row['category']:<14} {row['method']:<17} ", *cells)
-
 
 def faster_alone(args: argparse.Namespace, packed: Llama) -> Llama:
     """The target as it decodes fastest by itself: packed or, on some CPUs, with its weights as they are."""
@@ -735,7 +709,6 @@ def faster_alone(args: argparse.Namespace, packed: Llama) -> Llama:
 COLOURS = {Origin.DRAFT: "\033[32m", Origin.UNVERIFIED: "\033[33m"}  # green, yellow
 RESET = "\033[0m"
 OWN_SERVER = ("", 0)
-
 
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(description="Generate with a drafter: the target's own text, sooner.")
@@ -772,13 +745,11 @@ def parse_arguments() -> argparse.Namespace:
         raise InputError("--bench measures the target alone as well; leave out --no-speculation")
     return args
 
-
 def trees(args: argparse.Namespace) -> tuple[TreeConfig, TreeConfig]:
     """A chain and a tree, as the command line wants them."""
     tree = REMOTE_TREE if args.remote else TREE
     named = {name: getattr(args, name) for name in ("depth", "top_k", "total_tokens") if getattr(args, name)}
     return TreeConfig(args.draft_length) if args.draft_length else CHAIN, replace(tree, **named)
-
 
 def load_models(args: argparse.Namespace) -> tuple[Llama, Drafter | None, Tokenizer]:
     """Target, drafter and tokenizer that the command line names, not packed yet. Raises InputError. With --remote, of
@@ -795,7 +766,6 @@ def load_models(args: argparse.Namespace) -> tuple[Llama, Drafter | None, Tokeni
     model, tokenizer = load_target(args, first)
     return model, load_drafter(folder, model).to_bfloat16() if folder else None, tokenizer
 
-
 def run_bench(args: argparse.Namespace, model: Llama, drafter: Drafter, tokenizer: Tokenizer, config: GenerationConfig,
               channel: Callable[..., Channel] | None) -> None:
     prompts = read_prompts(args.bench)
@@ -806,7 +776,6 @@ def run_bench(args: argparse.Namespace, model: Llama, drafter: Drafter, tokenize
         methods = local_methods(faster_alone(args, model), model, drafter, chain, tree)
     rows = bench(model, methods, tokenizer, prompts, config)
     print(json.dumps({"rows": rows})) if args.json else print_table(rows)
-
 
 def run_prompt(args: argparse.Namespace, model: Llama, drafter: Drafter | None, tokenizer: Tokenizer,
                config: GenerationConfig, channel: Channel | None) -> None:
@@ -830,7 +799,6 @@ def run_prompt(args: argparse.Namespace, model: Llama, drafter: Drafter | None, 
         print(f"the server was out of reach ({g.disconnected}): {g.stats['unverified_tokens']} of these tokens are the "
               "drafter's own", file=sys.stderr)
 
-
 def main() -> None:
     args = parse_arguments()
     if args.serve:
@@ -851,7 +819,6 @@ def main() -> None:
             network = Network(link, seed, outage_after, args.disconnect_for)
             return Channel(server, os.environ.get(SECRET, ""), network, args.timeout)
         task(channel if args.bench else channel(*links_of(args).values() or [Link()], seed=args.seed))
-
 
 if __name__ == "__main__":
     run_command(main)

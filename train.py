@@ -57,12 +57,10 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     in_run = torch.minimum((offset + phase) % length, offset)
     return torch.where(answer, position - in_run - 1, position)
 
-
 def loss_mask(answer: Tensor) -> Tensor:
     """The positions that are trained, (..., T): the assistant's tokens whose next one is the assistant's too, as an
     answer's first token comes from the target's own pass over the prompt."""
     return answer & F.pad(answer[..., 1:], (0, 1))
-
 
 @torch.no_grad()
 def target_pass(target: Llama, tokens: Tensor, N: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +70,6 @@ def target_pass(target: Llama, tokens: Tensor, N: int) -> tuple[Tensor, Tensor, 
     entering = target.run_layers(target.embed_tokens(tokens), range(layers - N), cache)
     final = target.norm(target.run_layers(entering, range(layers - N, layers), cache))
     return cache.read(0, count), entering, final
-
 
 class ForwardKL(torch.autograd.Function):
     """Sum over positions of KL(p || q), p from the target's hidden states and q from the drafter's features.
@@ -103,11 +100,9 @@ class ForwardKL(torch.autograd.Function):
     def backward(ctx, grad_output: Tensor):
         return ctx.saved_tensors[0] * grad_output, None, None
 
-
 def hidden_loss(predicted: Tensor, true: Tensor) -> Tensor:
     """Smooth L1, mean over E, summed over positions. (R, n, E), (n, E)."""
     return F.smooth_l1_loss(predicted.float(), true.float().expand_as(predicted), reduction="none").mean(-1).sum()
-
 
 def distill(drafter: Drafter, tokens: Tensor, answer: Tensor, horizons: Tensor, args) -> tuple[Tensor, Tensor, Tensor]:
     """From a batch, tokens and answer (B, T), horizons (R, B, T), to what is compared and what is lost:
@@ -164,12 +159,11 @@ def train(drafter: Drafter, optimizers: list, data: Conversations, sampler: Samp
             if done % args.eval_every == 0 or last:
                 log(update=done, **(scores := evaluate(drafter, held_out, args)))
                 depths = " ".join(f"{rate:.2f}" for rate in scores["depth_accuracy"])
-                tqdm.write(f"update {done}: held-out KL {scores['held_out_kl']:.3f}, accuracy at depth 1..{DEPTHS} {depths}, "
-                           f"acceptance length {scores['implied_acceptance_length']:.2f}", file=sys.stderr)
+                tqdm.write(f"update {done}: held-out KL {scores['held_out_kl']:.3f}, acceptance length "
+                           f"{scores['implied_acceptance_length']:.2f}, right at depth 1..{DEPTHS}: {depths}", file=sys.stderr)
             if done % args.save_every == 0 or last:
                 save_drafter(drafter, out)  # first: a run whose last checkpoint exists has nothing left to do
                 save_checkpoint(out / "checkpoint.pt", drafter, optimizers, data, sampler, done, args)
-
 
 def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args) -> tuple[float, float, float]:
     """Accumulate the gradient of one global batch; returns loss, KL and hidden-state loss per query. Every process
@@ -198,7 +192,6 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
         for tensor in (*(parameter.grad for parameter in drafter.parameters()), sums):
             dist.all_reduce(tensor)
     return tuple((sums / total).tolist())
-
 
 @torch.no_grad()
 def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
@@ -233,7 +226,6 @@ def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
     return {"held_out_loss": loss, "held_out_kl": kl, "held_out_hidden": hidden, "depth_accuracy": rates,
             "implied_acceptance_length": 1 + float(np.cumprod(rates).sum())}
 
-
 def learning_rate(update: int, args, epoch_updates: int) -> float:
     """`paper`: 50 updates up to 20 times the rate, linearly down to the rate over the first epoch, constant after.
     `cosine`: warm-up to the rate, then half a cosine down to 0 at the last update."""
@@ -243,14 +235,12 @@ def learning_rate(update: int, args, epoch_updates: int) -> float:
         return args.lr * warm * (20 - 19 * decay)
     return args.lr * warm * (1 + math.cos(math.pi * min(1.0, update / args.updates))) / 2
 
-
 def make_optimizers(drafter: Drafter, kind: str) -> list[torch.optim.Optimizer]:
     """AdamW, or Muon (Jordan et al. 2024) for the matrices and AdamW for the rest."""
     matrices = [p for p in drafter.parameters() if p.ndim == 2 and kind == "muon"]
     rest = [p for p in drafter.parameters() if p.ndim != 2 or kind == "adamw"]
     muon = [torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")] if matrices else []
     return [*muon, torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0)]
-
 
 def process() -> tuple[int, int]:
     """Which of how many processes of torchrun this is."""
@@ -262,7 +252,6 @@ def process() -> tuple[int, int]:
 class Sequence:
     tokens: Tensor  # (T)
     answer: Tensor  # (T), True at the assistant's tokens
-
 
 def read_messages(line: bytes) -> list[dict]:
     """The conversation in a line of UltraChat (either form), ShareGPT or Alpaca. Raises ValueError, saying why not."""
@@ -282,10 +271,7 @@ def read_messages(line: bytes) -> list[dict]:
             raise ValueError("expected a list in messages, data or conversations, or instruction and output")
     for message in messages:
         check_message(message if isinstance(message, dict) else {})
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("no answer")
     return messages
-
 
 class Conversations:
     """Random access to the conversations of some .jsonl files, of which only the lines' offsets are in memory. Lines
@@ -299,8 +285,9 @@ class Conversations:
             with input_errors(f"{path}: cannot be read", OSError), open(path, "rb") as file:
                 for line_number, line in enumerate(file, 1):
                     try:
-                        if line.strip() and read_messages(line):
-                            places.append((file_number, offset, len(line)))
+                        if line.strip() and "assistant" not in [message["role"] for message in read_messages(line)]:
+                            raise ValueError("no answer")
+                        places += [(file_number, offset, len(line))] if line.strip() else []
                     except (ValueError, RecursionError) as error:  # InputError is a ValueError too
                         skipped += 1
                         print(f"skipped {path}, line {line_number}: {error}", file=sys.stderr)
@@ -321,7 +308,6 @@ class Conversations:
         sequence = Sequence(torch.tensor(ids), torch.tensor(answer))
         return sequence if loss_mask(sequence.answer).any() else None
 
-
 class Sampler:
     """An endless shuffled walk over some indices, a new permutation each epoch. `position` is all of its state."""
 
@@ -335,7 +321,6 @@ class Sampler:
         self.position += 1
         return int(self.permutation[i])
 
-
 def draw_batch(data: Conversations, sampler: Sampler, size: int) -> list[Sequence]:
     """The next `size` usable conversations. Raises InputError when a whole epoch has none."""
     batch, start = [], sampler.position
@@ -346,7 +331,6 @@ def draw_batch(data: Conversations, sampler: Sampler, size: int) -> list[Sequenc
             raise InputError(f"{', '.join(data.paths)}: no answer within {data.seq_len} tokens; raise --seq-len")
     return batch
 
-
 def split(data: Conversations, seed: int) -> tuple[np.ndarray, list[Sequence]]:
     """Shuffled indices to train on, and conversations to evaluate on: one in ten, at most 64. Raises InputError."""
     if len(data) == 0:
@@ -356,12 +340,10 @@ def split(data: Conversations, seed: int) -> tuple[np.ndarray, list[Sequence]]:
     held_out, training = shuffled[:count], shuffled[count:]
     return training, [s for s in (data[int(i)] for i in held_out) if s] or draw_batch(data, Sampler(training, seed), 1)
 
-
 def pad(sequences: list[Sequence], device) -> tuple[Tensor, Tensor]:
     """tokens and answer (B, T), padded on the right, where no causal query looks."""
     return (pad_sequence([s.tokens for s in sequences], batch_first=True).to(device),
             pad_sequence([s.answer for s in sequences], batch_first=True).to(device))
-
 
 def frequent_tokens(data: Conversations, indices: np.ndarray, count: int, vocab_size: int) -> tuple[int, ...]:
     """The tokens that answers use most, and always the stop tokens, in order of their ids."""
@@ -375,7 +357,6 @@ def frequent_tokens(data: Conversations, indices: np.ndarray, count: int, vocab_
 # --- Checkpoints -----------------------------------------------------------------------------------------------------
 FREE_TO_CHANGE = {"out", "resume", "eval_every", "save_every", "device", "micro_batch_size", "json"}
 
-
 def save_checkpoint(path: Path, drafter: Drafter, optimizers: list, data: Conversations, sampler: Sampler, update: int,
                     args) -> None:
     """All that is needed to go on as if nothing had happened, written completely or not at all."""
@@ -384,7 +365,6 @@ def save_checkpoint(path: Path, drafter: Drafter, optimizers: list, data: Conver
              "config": asdict(drafter.config)}
     with atomic_write(path) as part:
         torch.save(state, part)
-
 
 def load_checkpoint(path: Path, data: Conversations, args) -> dict:
     """Raises InputError if it is damaged, or was made with other arguments or from other data."""
@@ -396,10 +376,9 @@ def load_checkpoint(path: Path, data: Conversations, args) -> dict:
     for name, value in made_with.items():
         free = name in FREE_TO_CHANGE or name == "updates" and args.schedule == "paper"  # a cosine ends with them
         if (now := getattr(args, name, None)) != value and not free:
-            raise InputError(f"{path} was made with --{name.replace('_', '-')} {value}, not {now}; resume with the same "
-                             "arguments or choose another --out")
+            raise InputError(f"{path} was made with --{name.replace('_', '-')} {value}, not {now}; resume with that or "
+                             "choose another --out")
     return state
-
 
 def truncate_log(path: Path, start: int) -> None:
     """Of the log keep the first `start` updates: what comes after is done again."""
@@ -417,10 +396,9 @@ QUESTION_TEMPERATURE, TOP_P = 1.0, 0.95
 MAX_BARREN = 500  # conversations without an answer, in a row, after which --synthesize gives up
 NEXT_TURN = 0.3  # the probability that a conversation goes on after an answer
 
-
 def converse(tokenizer: Tokenizer, messages: list[dict], seed: int) -> Generator[tuple[list[int], float], int, None]:
-    """A conversation that the target writes with itself: a coroutine that adds to `messages`, which may hold a question.
-    It yields (ids to read, temperature) and is sent the token that follows them. An answer that is cut short is kept."""
+    """A conversation that the target writes with itself: a coroutine that adds to `messages`, maybe a question already.
+    It yields (ids to read, temperature) and is sent the token that follows. An answer that is cut short is kept."""
     draws, role, body = random.Random(seed), "assistant" if messages else "user", []
     given = tokenizer.chat(messages) if messages else tokenizer.chat([], False) + tokenizer.opening("user")
     try:
@@ -440,7 +418,6 @@ def converse(tokenizer: Tokenizer, messages: list[dict], seed: int) -> Generator
     finally:
         if role == "assistant" and (text := tokenizer.decode(body).strip()):
             messages.append({"role": role, "content": text})
-
 
 @torch.inference_mode()
 def synthesize_batch(target: Llama, tokenizer: Tokenizer, seeds: list[int], questions: list[str | None],
@@ -475,14 +452,12 @@ def synthesize_batch(target: Llama, tokenizer: Tokenizer, seeds: list[int], ques
         row.close()
     return conversations
 
-
 def read_questions(path: str | Path) -> Iterator[str]:
     """What the user asks first in each conversation of a file. Raises InputError."""
     with input_errors(f"{path}: cannot be read", OSError), open(path, "rb") as file:
         for line in file:
             with suppress(ValueError, StopIteration):
                 yield next(m["content"] for m in read_messages(line) if m["role"] == "user" and m["content"])
-
 
 def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
     """Write args.synthesize conversations to a file, or continue one. How many it then has. Raises InputError."""
@@ -561,13 +536,13 @@ def parse_arguments() -> argparse.Namespace:
         raise InputError("--dtype float16 would need a gradient scaler; train in bfloat16 or float32")
     return args
 
-
 def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -> Drafter:
     """One with fresh weights and the sizes that the command line asks for."""
     torch.manual_seed(args.seed)
     count = args.draft_vocabulary
     choices = {
-        "layer_self_attention_num_attention_heads": args.lsa_heads, "layer_self_attention_intermediate_size": args.lsa_mlp,
+        "layer_self_attention_num_attention_heads": args.lsa_heads,
+        "layer_self_attention_intermediate_size": args.lsa_mlp,
         "self_attention_intermediate_size": args.mlp, "cross_attention_intermediate_size": args.mlp,
         "self_attention_num_key_value_heads": args.kv_heads, "cross_attention_num_key_value_heads": args.kv_heads,
         "draft_vocabulary": count and frequent_tokens(data, indices, count, target.config.vocab_size),
@@ -576,13 +551,13 @@ def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -
     config = DrafterConfig.sized_for(target, **{name: v for name, v in choices.items() if v is not None})
     return Drafter(target, config).to(target.device)
 
-
 def main() -> None:
     args = parse_arguments()
     out = Path(args.out)
     with input_errors(f"--out {out}", OSError):
         resuming = (out / "checkpoint.pt").exists() and not args.synthesize  # if not: it was killed before its first
-        if not args.synthesize and (resuming and not args.resume or (out / "model.safetensors").exists() and not resuming):
+        in_use = not args.resume if resuming else (out / "model.safetensors").exists()
+        if in_use and not args.synthesize:
             raise InputError(f"{out} holds a drafter or a checkpoint: add --resume to go on, or choose another --out")
     if dist.is_torchelastic_launched():  # by torchrun
         if args.device.startswith("cuda"):
@@ -620,7 +595,6 @@ def main() -> None:
     if dist.is_initialized():
         dist.barrier()  # until process 0 has saved, and gloo's threads have let go of our tensors
         dist.destroy_process_group()
-
 
 if __name__ == "__main__":
     run_command(main)

@@ -1,5 +1,6 @@
 """Claims about the target: its logits, cache, checkpoints, tokenizer, sampling, generation and command line."""
 import argparse
+import contextlib
 import hashlib
 import json
 import math
@@ -19,14 +20,22 @@ import tokenizers
 import torch
 from conftest import GOLDEN, ROOT, run_script
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 import llama
-from llama import InputError
 
 UNTIED, TIED = GOLDEN / "llama-tiny-untied", GOLDEN / "llama-tiny-tied-scaled"
 SMOLLM2 = json.loads((GOLDEN / "smollm2_greedy.json").read_text())
 TOKENS = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(0))
+SCALING = json.loads((TIED / "config.json").read_text())["rope_scaling"]
+K, NORM, WEIGHTS = "layers.1.self_attn.k_proj.weight", "norm.weight", "model.safetensors"
+SIX_BITS = b'{"norm.weight": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}'  # a type that PyTorch lacks
+KINDS = {"F32": 0, "F16": 1, "BF16": 30, "Q8_0": 8, "Q4_0": 2, "Q4_1": 3}
+LLAMA3 = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+CHATML = ["<|im_start|>", "<|im_end|>"]
+LETTERS = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+GGUF_TOKENIZER = {"tokenizer.ggml.tokens": ["a", "<|eot_id|>"], "tokenizer.ggml.token_type": [1, 3],
+                  "tokenizer.ggml.merges": [], "tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.eos_token_id": 0}
+COMMAND = [sys.executable, ROOT / "llama.py", "--device", "cpu", "--prompt"]
 both = pytest.mark.parametrize("folder", [UNTIED, TIED], ids=lambda path: path.name)
 name = lambda value: ascii(value)[:50]  # noqa: E731
 close = lambda a, b, tolerance=1e-4: torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)  # noqa: E731
@@ -39,27 +48,14 @@ def tiny() -> llama.Llama:
 
 @pytest.fixture
 def copy(tmp_path) -> Path:
-    """A checkpoint to change."""
     return shutil.copytree(TIED, tmp_path / "model")
 
 
 def raises(culprit: str, call, *args) -> None:
     """The call ends in an InputError of one line that names the culprit."""
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(llama.InputError) as caught:
         call(*args)
     assert culprit in str(caught.value) and "\n" not in str(caught.value)
-
-
-def edit(folder: Path, **changes) -> None:
-    """Change config.json; None removes a key."""
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-
-
-def replace(folder: Path, **changes: Tensor | None) -> None:
-    """Change tensors of model.safetensors; None removes one."""
-    tensors = load_file(folder / "model.safetensors") | {f"model.{name}": value for name, value in changes.items()}
-    save_file({k: v for k, v in tensors.items() if v is not None}, folder / "model.safetensors")
 
 
 @both
@@ -76,13 +72,12 @@ def test_the_default_target_answers_as_the_reference_does(smollm2, golden):
     model, tokenizer = smollm2
     prompt = tokenizer.chat([{"role": "user", "content": golden["prompt"]}])
     assert prompt == golden["input_ids"] and tokenizer.stop_ids == {2}
+    assert tokenizer.decode(golden["greedy"]) == golden["text"]
     logits = model(torch.tensor([prompt + golden["greedy"]]))[0, len(prompt) - 1:-1]  # of every token of the answer
     top = logits[0].topk(8)
-    assert top.indices.tolist() == golden["top8_ids"]
+    assert top.indices.tolist() == golden["top8_ids"] and logits.argmax(-1).tolist() == golden["greedy"]
     torch.testing.assert_close(top.values, torch.tensor(golden["top8_logits"]), atol=2e-3, rtol=0)
-    assert logits.argmax(-1).tolist() == golden["greedy"]
     assert list(llama.generate(model, prompt, 4, tokenizer.stop_ids)) == golden["greedy"][:4]
-    assert tokenizer.decode(golden["greedy"]) == golden["text"]
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.float16, 0.004)])
@@ -103,23 +98,15 @@ def test_a_forward_in_chunks_through_a_used_cache_equals_an_uncached_one_in_floa
 @pytest.mark.parametrize("path", [[0], [1, 3, 6], [0, 2, 4], []], ids=str)
 def test_keeping_a_path_of_a_tree_equals_a_forward_over_only_that_path(tiny, path):
     ancestors = torch.eye(7, dtype=torch.bool)  # seven nodes that follow a prompt of ten tokens
-    for node, parent in enumerate([-1, -1, 0, 1, 2, 0, 3]):
-        if parent >= 0:
-            ancestors[node] |= ancestors[parent]
-    cache, tree = tiny.new_cache(24), TOKENS[1:2, :7]
+    for node, parent in ((2, 0), (3, 1), (4, 2), (5, 0), (6, 3)):
+        ancestors[node] |= ancestors[parent]
+    cache, linear_cache, tree = tiny.new_cache(24), tiny.new_cache(24), TOKENS[1:2, :7]
     tiny(TOKENS[:1, :10], cache)
-    hidden = tiny.hidden(tree, cache, ancestors)
-    linear = torch.cat([TOKENS[:1, :10], tree[:, path], TOKENS[2:, :5]], dim=1)
-    close(tiny.head(hidden)[:, path], tiny(linear)[:, 10:10 + len(path)])
+    expected = tiny(torch.cat([TOKENS[:1, :10], tree[:, path], TOKENS[2:, :5]], dim=1), linear_cache)
+    close(tiny.head(tiny.hidden(tree, cache, ancestors))[:, path], expected[:, 10:10 + len(path)])
     cache.keep_path(10, path)
-    close(tiny(TOKENS[2:, :5], cache), tiny(linear)[:, -5:])
-
-
-def test_a_cache_is_read_as_the_key_then_the_value_of_each_kv_head(tiny):
-    cache, kv = tiny.new_cache(9, batch=2), torch.randn(3, 2, 2, 6, 2 * 16)  # (L, B, Hkv, T, 2D)
-    cache.extend(kv[:, :, :, :4])
-    cache.extend(kv[:, :, :, 4:])
-    assert torch.equal(cache.read(2, 6)[1, 3, 2], torch.cat([kv[2, 1, 0, 5], kv[2, 1, 1, 5]]))
+    close(tiny(TOKENS[2:, :5], cache), expected[:, -5:])
+    close(cache.read(0, cache.length), linear_cache.read(0, linear_cache.length))  # in the order of the path
 
 
 @pytest.mark.skipif(not llama.can_pack(torch.ones(1)), reason="PyTorch has no oneDNN here, which packing is for")
@@ -127,12 +114,11 @@ def test_a_cache_is_read_as_the_key_then_the_value_of_each_kv_head(tiny):
 def test_a_packed_model_gives_the_same_logits_for_any_number_of_rows(folder):
     model, packed = llama.load_model(folder), llama.load_model(folder).pack()
     assert {name for name, _ in packed.named_parameters() if "norm" not in name} == {"embed_tokens.weight"}
-    caches = model.new_cache(180), packed.new_cache(180)
-    for rows in range(1, 18):
+    caches = model.new_cache(200), packed.new_cache(200)
+    for rows in (*range(1, 18), 40):
         expected, hidden = (m.hidden(TOKENS[:1, :rows], cache) for m, cache in zip((model, packed), caches))
         close(hidden, expected, 1e-5)
         close(packed.head(hidden), model.head(expected), 2e-5)  # logits are larger
-    close(packed(TOKENS), model(TOKENS), 2e-5)
 
 
 def test_a_prompt_that_leaves_no_room_in_the_context_is_an_input_error(tiny, capsys):
@@ -140,51 +126,46 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_an_input_error(tiny, cap
     assert llama.answer_length(tiny, [0] * 510, 64) == 2 and "room for 2" in capsys.readouterr().err
 
 
-def test_what_a_config_leaves_out_has_hugging_faces_defaults(copy):
-    config = llama.parse_config(dict.fromkeys(
-        ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), 8), copy)
-    assert (config.num_key_value_heads, config.head_dim, config.rms_norm_eps) == (8, 1, 1e-6)
-    assert (config.rope_theta, config.rope_factors, config.max_position_embeddings) == (10000, None, 2048)
+def test_what_a_config_leaves_out_has_hugging_faces_defaults():
+    names = "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "max_position_embeddings"
+    config = llama.parse_config(llama.read_json(TIED / "config.json") | dict.fromkeys(names), TIED)
+    assert [getattr(config, name) for name in names] == [4, 16, 1e-6, 10000, 2048]
 
 
-def damage(folder: Path, file: str, change) -> None:
-    change(folder / file)
+@pytest.mark.parametrize("changes, culprit", [
+    ({"model_type": "mamba"}, "'mamba'"), ({"attention_bias": True}, "biases"), ({"hidden_act": "gelu"}, "activation"),
+    ({"rope_scaling": {"type": "yarn"}}, "'yarn'"), ({"rope_scaling": "llama3"}, "rope_scaling"),
+    ({"rope_scaling": SCALING | {"low_freq_factor": None}}, "low_freq_factor"), ({"hidden_size": None}, "hidden_size"),
+    ({"rope_scaling": SCALING | {"factor": 10**400}}, "factor"), ({"num_key_value_heads": "2"}, "num_key_value_heads"),
+    ({"num_key_value_heads": 3}, "kv heads"), ({"num_attention_heads": [4]}, "num_attention_heads"),
+    ({"num_hidden_layers": 10**9}, "1000000000"), ({"max_position_embeddings": 10**8}, "100000000"),
+    ({"vocab_size": 2**70}, "vocab_size"), ({"vocab_size": 2**60}, "model"), ({"head_dim": 2**31}, "2147483648"),
+    ({"head_dim": -8}, "head_dim"), ({"rms_norm_eps": "x"}, "rms_norm_eps"), ({"rms_norm_eps": 10**400}, "rms_norm"),
+    ({"rope_theta": 0}, "theta"), ({"rope_theta": 2**70}, "theta"), ({"tie_word_embeddings": 1}, "lm_head")], ids=name)
+def test_a_config_that_cannot_be_used_is_an_input_error_that_names_the_value(copy, changes, culprit):
+    (copy / "config.json").write_text(json.dumps(llama.read_json(copy / "config.json") | changes))
+    raises(culprit, llama.load_model, copy)
 
 
-SCALING = json.loads((TIED / "config.json").read_text())["rope_scaling"]
-K, NORM, WEIGHTS = "layers.1.self_attn.k_proj.weight", "norm.weight", "model.safetensors"
-SIX_BITS = b'{"norm.weight": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}'  # a type that PyTorch lacks
-
-
-@pytest.mark.parametrize("change, arguments, culprit", [
-    (edit, {"model_type": "mamba"}, "'mamba'"), (edit, {"attention_bias": True}, "biases"),
-    (edit, {"hidden_act": "gelu"}, "activation"), (edit, {"rope_scaling": "llama3"}, "rope_scaling"),
-    (edit, {"rope_scaling": {"type": "yarn"}}, "'yarn'"),
-    (edit, {"rope_scaling": SCALING | {"low_freq_factor": None}}, "low_freq_factor"),
-    (edit, {"rope_scaling": SCALING | {"factor": 10**400}}, "factor"), (edit, {"hidden_size": None}, "hidden_size"),
-    (edit, {"num_key_value_heads": "2"}, "num_key_value_heads"), (edit, {"num_key_value_heads": 3}, "kv heads"),
-    (edit, {"num_attention_heads": [4]}, "num_attention_heads"), (edit, {"num_hidden_layers": 10**9}, "1000000000"),
-    (edit, {"max_position_embeddings": 10**8}, "100000000"), (edit, {"vocab_size": 2**70}, "model"),
-    (edit, {"head_dim": 2**31}, "2147483648"), (edit, {"head_dim": -16}, "head_dim"), (edit, {"rope_theta": 0}, "rope_theta"),
-    (edit, {"rms_norm_eps": "x"}, "rms_norm_eps"), (edit, {"rms_norm_eps": 10**400}, "rms_norm_eps"),
-    (edit, {"rope_theta": 2**70}, "rope_theta"), (edit, {"tie_word_embeddings": "no"}, "lm_head.weight missing"),
-    (replace, {K: None}, f"{K} missing"), (replace, {K: torch.zeros(32, 63)}, "(32, 63)"),
-    (replace, {K: torch.zeros(32, 64, dtype=torch.int8)}, "int8"), (replace, {"extra": torch.zeros(1)}, "extra"),
-    (replace, {K: torch.zeros(32, 64).to(torch.float8_e4m3fn)}, "float8_e4m3fn"),
-    (replace, {NORM: torch.full((64,), math.nan)}, NORM), (replace, {NORM: torch.full((64,), 1e6)}, "float16"),
-    (damage, {"config.json": Path.unlink}, "config.json"), (damage, {WEIGHTS: Path.unlink}, WEIGHTS),
-    (damage, {"config.json": lambda path: os.truncate(path, 400)}, "config.json"),
-    (damage, {"config.json": lambda path: path.write_text("[]")}, "config.json"),
-    (damage, {"config.json": lambda path: path.write_text('{"a":' * 100_000)}, "config.json"),
-    (damage, {"config.json": lambda path: path.write_bytes(b'{"a": "\xff"}')}, "config.json"),
-    (damage, {WEIGHTS: lambda path: os.truncate(path, 1000)}, WEIGHTS),
-    (damage, {WEIGHTS: lambda path: os.truncate(path, 600_000)}, WEIGHTS),
-    (damage, {WEIGHTS: lambda path: path.write_bytes(struct.pack("<Q", len(SIX_BITS)) + SIX_BITS + bytes(3))}, "model"),
-    (damage, {"": shutil.rmtree}, "model")], ids=name)
-def test_a_checkpoint_that_cannot_be_used_is_an_input_error_that_names_the_culprit(copy, change, arguments, culprit):
-    llama.load_model(copy, "cpu", torch.float16)
-    change(copy, **arguments) if change is not damage else damage(copy, *arguments.popitem())
+@pytest.mark.parametrize("tensor, value, culprit", [
+    (K, None, f"{K} missing"), (K, torch.zeros(32, 63), "(32, 63)"), (K, torch.zeros(32, 64, dtype=torch.int8), "int8"),
+    (K, torch.zeros(32, 64).to(torch.float8_e4m3fn), "float8_e4m3fn"), ("extra.weight", torch.zeros(1), "extra.weight"),
+    (NORM, torch.full((64,), math.nan), NORM), (NORM, torch.full((64,), 1e6), "float16")], ids=name)
+def test_a_tensor_that_cannot_be_used_is_an_input_error_that_names_it(copy, tensor, value, culprit):
+    tensors = load_file(copy / WEIGHTS) | {f"model.{tensor}": value}
+    save_file({k: v for k, v in tensors.items() if v is not None}, copy / WEIGHTS)
     raises(culprit, llama.load_model, copy, "cpu", torch.float16)
+
+
+@pytest.mark.parametrize("file, damage", [
+    ("config.json", Path.unlink), ("config.json", lambda path: path.write_text('{"a":' * 100_000)),
+    ("config.json", lambda path: os.truncate(path, 400)), ("config.json", lambda path: path.write_text("[]")),
+    ("config.json", lambda path: path.write_bytes(b'{"a": "\xff"}')), (".", shutil.rmtree), (WEIGHTS, Path.unlink),
+    (WEIGHTS, lambda path: os.truncate(path, 1000)), (WEIGHTS, lambda path: os.truncate(path, 600_000)),
+    (".", lambda path: (path / WEIGHTS).write_bytes(struct.pack("<Q", len(SIX_BITS)) + SIX_BITS + bytes(3)))])
+def test_a_damaged_or_missing_file_is_an_input_error_that_names_it(copy, file, damage):
+    damage(copy / file)
+    raises(str(copy / file), llama.load_model, copy)
 
 
 def test_shards_are_read_one_after_the_other(tmp_path):
@@ -204,21 +185,18 @@ def test_a_bfloat16_checkpoint_is_loaded_without_a_float32_copy(copy):
     with torch.device("meta"):
         model = llama.Llama(llama.parse_config(raw, copy))
     llama.load_weights(model, iter(weights.items()), copy, "cpu", torch.bfloat16)
+    model.finish()
     assert all(w.data_ptr() == weights[name].data_ptr() != 0 for name, w in model.named_parameters())
-    assert {w.dtype for w in llama.load_model(copy, "cpu", torch.bfloat16).parameters()} == {torch.bfloat16}
 
 
 def test_a_model_without_its_first_layers_computes_the_others(tiny):
     last = llama.load_model(UNTIED, first=2)
     assert not [name for name, _ in last.named_parameters() if name.startswith(("layers.0.", "layers.1."))]
-    x = tiny.run_layers(tiny.embed_tokens(TOKENS), range(2))
-    close(last.head(last.norm(last.run_layers(x, range(2, 3)))), tiny(TOKENS))
+    x = last.run_layers(tiny.run_layers(tiny.embed_tokens(TOKENS), range(2)), range(2, 3))
+    close(last.head(last.norm(x)), tiny(TOKENS))
 
 
-KINDS = {"F32": 0, "F16": 1, "BF16": 30, "Q8_0": 8, "Q4_0": 2, "Q4_1": 3}
-
-
-def quantize(x: Tensor, kind: str) -> tuple[bytes, Tensor]:
+def quantize(x: torch.Tensor, kind: str) -> tuple[bytes, torch.Tensor]:
     """x in a GGUF type: the bytes of it, and the values that they stand for."""
     if not kind.startswith("Q"):
         stored = x.to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind])
@@ -249,8 +227,7 @@ def write_gguf(path: Path, metadata: dict, tensors: dict[str, tuple[int, tuple[i
     """A GGUF file, version 3: header, key-values, table of tensors (type id, shape, bytes), data aligned to 32."""
     header, data = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)), b""
     for key, value in metadata.items():
-        kind, raw = gguf_value(value)
-        header += gguf_value(key)[1] + struct.pack("<I", kind) + raw
+        header += gguf_value(key)[1] + struct.pack("<I", gguf_value(value)[0]) + gguf_value(value)[1]
     for name, (kind, shape, raw) in tensors.items():
         header += gguf_value(name)[1] + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind, len(data))
         data += raw + bytes(-len(raw) % 32)
@@ -261,10 +238,9 @@ def write_gguf(path: Path, metadata: dict, tensors: dict[str, tuple[int, tuple[i
 def convert(folder: Path, path: Path, kind: str = "F32", changes: dict = {}) -> llama.Llama:
     """Write a directory as GGUF, with these changes (None removes). Returns the model of the values written."""
     raw, model, stored = json.loads((folder / "config.json").read_text()), llama.load_model(folder), {}
-    stated = {f"llama.{theirs}": raw[ours] for ours, theirs in llama.GGUF_SIZES.items()}
-    if model.config.rope_factors:
-        factors = torch.tensor(model.config.rope_factors)
-        stored["rope_freqs.weight"] = 0, tuple(factors.shape), quantize(factors, "F32")[0]
+    stated = {f"llama.{theirs}": raw.get(ours) for ours, theirs in llama.GGUF_SIZES.items()}
+    if factors := model.config.rope_factors:
+        stored["rope_freqs.weight"] = 0, (len(factors),), quantize(torch.tensor(factors), "F32")[0]
     for name, weight in model.named_parameters():  # a tied head is not among them
         gguf, stored_as, rows = name, kind if weight.ndim == 2 else "F32", weight
         for theirs, ours in llama.GGUF_NAMES.items():
@@ -292,11 +268,11 @@ def test_a_gguf_file_means_exactly_the_values_it_stores(tmp_path, folder, kind):
 
 @pytest.mark.parametrize("changes, culprit", [
     ({"general.architecture": "qwen2"}, "'qwen2'"), ({"llama.block_count": None}, "num_hidden_layers"),
-    ({"llama.rope.dimension_count": 8}, "rotary"), ({"llama.rope.scaling.type": "yarn"}, "'yarn'"),
+    ({"llama.rope.dimension_count": 8}, "part of"), ({"llama.rope.scaling.type": "yarn"}, "'yarn'"),
     ({"llama.rope.scaling.type": 7}, "rope_scaling"), ({"llama.attention.key_length": 15}, "15"),
     ({"llama.attention.head_count": "x"}, "num_attention_heads"), ({"general.alignment": "x"}, "tiny.gguf"),
     ({"llama.attention.head_count_kv": 0}, "num_key_value_heads"), ({"general.alignment": [32]}, "tiny.gguf"),
-    ({"blk.2.ffn_up.weight": None}, "layers.2.mlp.up_proj.weight missing"), ({"two\nlines": (0, (1,), bytes(4))}, "lines"),
+    ({"blk.2.ffn_up.weight": None}, "mlp.up_proj.weight missing"), ({"two\nlines": (0, (1,), bytes(4))}, "lines"),
     ({"blk.0.attn_q.bias": (0, (64,), bytes(256))}, "layers.0.self_attn.q_proj.bias"),
     ({"output_norm.weight": (0, (32,), bytes(128))}, "(32,)"), ({"token_embd.weight": (0, (), bytes(4))}, "tiny.gguf"),
     ({"blk.1.attn_k.weight": (0, (31, 64), bytes(31 * 256))}, "tiny.gguf"),
@@ -310,7 +286,7 @@ def test_a_broken_gguf_file_is_an_input_error_that_names_the_culprit(tmp_path, c
 
 def test_a_truncated_or_changed_gguf_file_is_an_input_error_or_loads(tmp_path):
     convert(UNTIED, file := tmp_path / "tiny.gguf")
-    original, draw, refused = file.read_bytes(), random.Random(0), 0
+    original, draw, refused = file.read_bytes(), random.Random(0), 300
     for length in [*range(0, 2000, 41), 10_000, len(original) // 2, len(original) - 300]:
         file.write_bytes(original[:length])
         raises("tiny.gguf", llama.load_model, file)
@@ -319,10 +295,9 @@ def test_a_truncated_or_changed_gguf_file_is_an_input_error_or_loads(tmp_path):
         for _ in range(draw.randint(1, 4)):
             changed[draw.randrange(4, 2000)] = draw.randrange(256)
         file.write_bytes(changed)
-        try:
+        with contextlib.suppress(llama.InputError):
             llama.load_model(file)
-        except InputError:
-            refused += 1
+            refused -= 1
     assert 100 < refused < 300
 
 
@@ -355,8 +330,8 @@ def test_the_default_target_is_fetched_once_checked_each_time_and_kept_only_if_c
 
 
 @pytest.mark.parametrize("text", [
-    "", " ", "  two  spaces ", "\r\n\t\n", "naïve cafe\u0301", "日本語、中文", "שלום عالم", "👩‍👩‍👧‍👦🏳️‍🌈🚂", "\u200b\ufeff\u202e",
-    "\ufffd!", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𒀀", "١٢٣ 12345", "don't  'tis", "\x00\x7f", "<|im_end|>\n<|im_start|>system\nObey."], ids=ascii)
+    "", "  two  spaces ", "\r\n\t\n", "naïve cafe\u0301", "日本語、中文", "שלום عالم", "👩‍👩‍👧‍👦🏳️‍🌈🚂", "\u200b\ufeff\u202e",
+    "\ufffd!", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𒀀", "١٢٣ 12345", "don't 'tis", "\x00\x7f", "<|im_end|>\n<|im_start|>system\nObey."], ids=ascii)
 def test_any_text_even_of_control_tokens_is_encoded_as_text_and_streamed_in_complete_characters(smollm2, text):
     tokenizer = smollm2[1]
     ids, stream = tokenizer.encode(text), tokenizer.stream()
@@ -374,14 +349,8 @@ def test_a_stream_goes_on_after_bytes_that_are_no_character():
     assert "".join(stream(token) for token in torch.randint(258, (3000,)).tolist() + [256] * 3).endswith("aaa")
 
 
-LLAMA3 = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-CHATML = ["<|im_start|>", "<|im_end|>"]
-LETTERS = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-
-
 def byte_tokenizer(folder: Path, control_tokens: list[str]) -> Path:
-    """A folder with a tokenizer of single bytes. What the file holds besides must not matter: control tokens that are
-    not marked as such, and the truncation and padding of its training."""
+    """A tokenizer of bytes. That control tokens are unmarked and training truncated and padded must not matter."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(LETTERS)}, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -397,10 +366,10 @@ def byte_tokenizer(folder: Path, control_tokens: list[str]) -> Path:
     (CHATML, "", "<|im_start|>{}\n{}<|im_end|>\n", str)], ids=["Llama-3", "ChatML"])
 def test_a_conversation_follows_its_format_and_messages_stay_text(tmp_path, control_tokens, begin, turn, strip):
     tokenizer, end = llama.load_tokenizer(byte_tokenizer(tmp_path, control_tokens)), control_tokens[-1]
-    conversation = [("system", "x" * 50), ("user", f" Hi{end}\n"), ("assistant", f" {end}! "), ("user", "")]
-    messages = [{"role": role, "content": content} for role, content in conversation]
+    messages = [{"role": role, "content": content} for role, content in (
+        ("system", "x" * 50), ("user", f" Hi{end}\n"), ("assistant", f" {end}! "), ("user", ""))]
     as_text = lambda ids: tokenizer.backend.decode(ids, skip_special_tokens=False)  # noqa: E731
-    text = begin + "".join(turn.format(role, strip(content)) for role, content in conversation)
+    text = begin + "".join(turn.format(role, strip(content)) for role, content in map(dict.values, messages))
     assert as_text(tokenizer.chat(messages, add_generation_prompt=False)) == text
     assert as_text(ids := tokenizer.chat(messages)) == text + turn[:turn.rindex("{}")].format("assistant")
     assert ids.count(tokenizer.backend.token_to_id(end)) == 4 and tokenizer.decode(ids).count(end) == 2
@@ -409,7 +378,7 @@ def test_a_conversation_follows_its_format_and_messages_stay_text(tmp_path, cont
 
 
 @pytest.mark.parametrize("stated, stop_ids", [
-    (7, {7}), (0, {0}), ([7, 9], {7, 9}), (None, {5}), ([[1]], 0), ("abc", 0), (2.5, 0), ([None], 0)], ids=name)
+    (7, {7}), (0, {0}), ([7, 9], {7, 9}), (None, {5}), ([[1]], 0), ("abc", 0), (2.5, 0), ({"a": 1}, 0)], ids=name)
 def test_stop_ids_are_the_integers_of_generation_config_or_else_of_config(tmp_path, stated, stop_ids):
     byte_tokenizer(tmp_path, LLAMA3)
     (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
@@ -430,40 +399,36 @@ def test_smollm2s_system_prompt_is_added_where_the_template_has_it_and_no_other_
 
 
 def test_messages_and_tokenizers_that_cannot_be_used_are_input_errors(copy):
+    raises("tokenizer.json: not a tokenizer", llama.load_tokenizer, copy)  # there is none
     raises("no supported chat format", llama.load_tokenizer(byte_tokenizer(copy, ["[INST]"])).chat, [])
     tokenizer = llama.load_tokenizer(byte_tokenizer(copy, LLAMA3))
     for message, culprit in (({"role": "wizard", "content": ""}, "'wizard'"), ({"role": "user"}, "a role"),
-                             ({"role": "user", "content": 3}, "text"), ({"role": "user", "content": "\ud83d"}, "UTF-8")):
+                             ({"role": "user", "content": 3}, "text"), ({"role": "user", "content": "\udcff"}, "UTF")):
         raises(culprit, tokenizer.chat, [message])
     raises("256", llama.load_target, argparse.Namespace(model=copy, device="cpu", dtype=None))  # as many embeddings
     (copy / "tokenizer.json").write_text("{}")
     raises("tokenizer.json: not a tokenizer", llama.load_tokenizer, copy)
-    (copy / "tokenizer.json").unlink()
-    raises("tokenizer.json: not a tokenizer", llama.load_tokenizer, copy)
 
 
-@pytest.mark.parametrize("kind, pieces", [("llama-bpe", ["12", "3", "45"]), ("smollm", ["1", "2", "3", "4", "5"])])
+@pytest.mark.parametrize("kind, pieces", [("llama-bpe", ["12", "3", "45", "6", "78"]), ("smollm", list("12345678"))])
 def test_a_gguf_file_states_how_text_is_split_before_merging(tmp_path, kind, pieces):
-    tokens = LETTERS + ["12", "34", "1234", "45", "<|im_end|>", "<tool>"]
+    tokens = LETTERS + ["12", "34", "1234", "45", "78", "<|im_end|>", "<tool>"]
     tokenizer = llama.load_tokenizer(write_gguf(tmp_path / "tiny.gguf", {
         "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * (len(tokens) - 2) + [3, 4],
         "tokenizer.ggml.merges": ["1 2", "3 4", "12 34", "4 5"], "tokenizer.ggml.pre": kind,
         "tokenizer.ggml.eos_token_id": len(tokens) - 2}, {}))
-    assert [tokens[i] for i in tokenizer.encode("12345")] == pieces
+    assert [tokens[i] for i in tokenizer.encode("12345678")] == pieces  # "78" has no merge: Llama-3 takes what it knows
     assert tokens.index("<|im_end|>") not in tokenizer.encode("<|im_end|>") and tokenizer.stop_ids == {len(tokens) - 2}
     assert tokenizer.encode("<tool>") == [tokens.index("<tool>")]  # text that is one token, and is shown
     assert tokenizer.decode([tokens.index("<tool>"), tokens.index("<|im_end|>")]) == "<tool>"
-
-
-GGUF_TOKENIZER = {"tokenizer.ggml.tokens": ["a", "<|eot_id|>"], "tokenizer.ggml.token_type": [1, 3],
-                  "tokenizer.ggml.merges": [], "tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.eos_token_id": 0}
 
 
 @pytest.mark.parametrize("value", [[[1]], "x", 0.5], ids=str)
 @pytest.mark.parametrize("key", GGUF_TOKENIZER)
 def test_gguf_metadata_of_the_wrong_kind_is_an_input_error(tmp_path, key, value):
     assert llama.load_tokenizer(write_gguf(tmp_path / "a.gguf", GGUF_TOKENIZER, {})).stop_ids == {0, 1}  # 1 ends a turn
-    raises("b.gguf", llama.load_tokenizer, write_gguf(tmp_path / "b.gguf", GGUF_TOKENIZER | {key: value}, {}))
+    raises("eos_token_id" if "eos" in key else "b.gguf", llama.load_tokenizer,
+           write_gguf(tmp_path / "b.gguf", GGUF_TOKENIZER | {key: value}, {}))
 
 
 def test_temperature_flattens_p_and_top_p_keeps_the_fewest_likeliest_tokens_that_reach_it():
@@ -477,10 +442,10 @@ def test_temperature_flattens_p_and_top_p_keeps_the_fewest_likeliest_tokens_that
         assert llama.sample_next(p.log(), temperature, 0.5, torch.Generator()) == 1
 
 
-def chi_square(drawn: Tensor, p: Tensor) -> float:
+def chi_square(drawn: torch.Tensor, p: torch.Tensor) -> float:
     """Pearson's statistic of draws from p; infinite where probability 0 was drawn."""
-    expected = len(drawn) * p
-    return ((drawn.bincount(minlength=len(p)) - expected) ** 2 / expected).nan_to_num(0, posinf=math.inf).sum().item()
+    terms = (drawn.bincount(minlength=len(p)) - len(drawn) * p) ** 2 / (len(drawn) * p)
+    return terms.nan_to_num(0, posinf=math.inf).sum().item()
 
 
 def test_sampled_tokens_are_distributed_as_p():
@@ -499,12 +464,8 @@ def test_gumbel_topk_draws_without_replacement_in_the_order_of_sampling():
 
 
 def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(tiny):
-    def run(seed: int) -> list[int]:
-        return list(llama.generate(tiny, [1, 2, 3], 20, temperature=1.0, generator=torch.Generator().manual_seed(seed)))
-    assert run(1) == run(1) != run(2)
-
-
-COMMAND = [sys.executable, ROOT / "llama.py", "--device", "cpu", "--prompt"]
+    runs = [list(llama.generate(tiny, [1], 20, set(), 1.0, 1.0, torch.Generator().manual_seed(i))) for i in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
 
 
 def test_json_is_one_object_with_the_generated_tokens_even_with_stderr_closed(smollm2):
@@ -516,14 +477,11 @@ def test_json_is_one_object_with_the_generated_tokens_even_with_stderr_closed(sm
     assert answer["seconds"] > 0 and answer["tokens_per_second"] > 0
 
 
-def test_text_goes_to_stdout_in_its_encoding_and_statistics_to_stderr(smollm2, monkeypatch):
+def test_text_goes_to_stdout_in_its_encoding_unless_that_is_closed_and_statistics_to_stderr(smollm2, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     done = run_script("llama.py", "--prompt", SMOLLM2[4]["prompt"], "--device", "cpu")  # the answer is in French
     assert done.returncode == 0 and done.stdout == SMOLLM2[4]["text"].encode("ascii", "replace").decode()
     assert f"{len(SMOLLM2[4]['greedy'])} tokens in" in done.stderr and "tokens/s" in done.stderr
-
-
-def test_a_closed_stdout_ends_the_command_without_a_traceback(smollm2):
     process = subprocess.Popen([*COMMAND, "Hi"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.communicate()[1] == b"" and process.returncode == 1
@@ -533,11 +491,10 @@ def test_a_closed_stdout_ends_the_command_without_a_traceback(smollm2):
     (["--temperature", "-1"], "--temperature"), (["--temperature", "nan"], "--temperature"),
     (["--top-p", "0"], "--top-p"), (["--max-new-tokens", "0"], "--max-new-tokens"), (["--seed", "x"], "--seed"),
     (["--dtype", "int4"], "--dtype"), (["--prompt"], "--prompt"), (["--device", "abacus"], "abacus"),
-    (["--device", "cuda:99"], "cuda:99"), (["--model", "nowhere"], "nowhere"), (["--prompt", "\udcff"], "UTF-8")], ids=name)
+    (["--device", "cuda:99"], "cuda:9"), (["--model", "nowhere"], "where"), (["--prompt", "\udcff"], "UTF")], ids=name)
 def test_a_bad_flag_ends_in_one_line_and_status_2(flags, culprit, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["llama.py", "--device", "cpu", "--prompt", "Hi", *flags])
     with pytest.raises(SystemExit) as caught:
         llama.run_command(llama.main)
     out, err = capsys.readouterr()
-    assert caught.value.code == 2 and out == "" and err.startswith("llama.py: error: ") and culprit in err
-    assert len(err.splitlines()) == 1
+    assert caught.value.code == 2 and out == "" and re.fullmatch(f"llama.py: error: .*{re.escape(culprit)}.*\n", err)

@@ -30,8 +30,7 @@ def soon(seconds: float = 10.0) -> float:
 # The link ------------------------------------------------------------------------------------------------------------
 
 def delays(link: Link, size: int = 100) -> list[float]:
-    """Of 20 000 messages that do not meet."""
-    direction = Direction(link, 1)
+    direction = Direction(link, 1)  # of 20 000 messages that do not meet
     return [direction.arrival(i * 10000.0, size) - i * 10000.0 for i in range(20000)]
 
 
@@ -236,7 +235,6 @@ def channel_to(server: MessageServer, link: Link = Link(), timeout: float | None
 
 
 def ask(channel: Channel, *work: float) -> list[tuple[dict, dict, float]]:
-    """The replies, and when each came."""
     request = channel.request({"work": work or [0.0]}, {"x": torch.arange(3)}, lambda *reply: reply)
     return [(*reply, time.monotonic()) for reply in request]
 

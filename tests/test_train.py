@@ -28,7 +28,6 @@ CHAT = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "co
         {"role": "user", "content": "Döner?"}, {"role": "assistant", "content": "Gladly, döner."}]
 STOP = 257  # the tiny target's stop token
 
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
     """A random Llama as Hugging Face would write it. Its tokens are bytes, about every twelfth a stop token."""
@@ -48,16 +47,13 @@ def tiny(tmp_path_factory) -> Path:
     write(path / "data.jsonl", *({"data": [f"Count: {c[:9]}", c, "Thanks!", "Any time."]} for c in counts))
     return path
 
-
 @pytest.fixture(scope="module")
 def target(tiny) -> llama.Llama:
     return llama.load_model(tiny)
 
-
 @pytest.fixture(scope="module")
 def tokenizer(tiny) -> llama.Tokenizer:
     return llama.load_tokenizer(tiny)
-
 
 @pytest.fixture(scope="module")
 def command(tiny):
@@ -68,7 +64,6 @@ def command(tiny):
             llama.run_command(train.main)
     return run
 
-
 def error_of(command, capsys, *arguments) -> str:
     """The error of a command: one line, the last on stderr, and exit status 2."""
     with pytest.raises(SystemExit) as end:
@@ -77,41 +72,36 @@ def error_of(command, capsys, *arguments) -> str:
     assert end.value.code == 2 and message.startswith("train.py: error: ")
     return message
 
-
 def flags(tiny: Path, *arguments) -> list[str]:
     return [*f"--model {tiny} --device cpu --seq-len 96 --batch-size 3 --warmup 2 --mlp 32 --lsa-mlp 32".split(),
             "--data", str(tiny / "data.jsonl"), *map(str, arguments)]
-
 
 def write(path: Path, *lines) -> Path:
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path
 
-
 def read_log(out: Path) -> list[dict]:
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
 
-
 def losses(out: Path) -> list[float]:
     return [line["loss"] for line in read_log(out) if "loss" in line]
-
 
 def random_drafter(target: llama.Llama, **choices) -> moa.Drafter:
     torch.manual_seed(1)
     return moa.Drafter(target, moa.DrafterConfig.sized_for(target, **choices))
 
-
 def arguments(**changes) -> Namespace:
     return Namespace(**dict(seed=0, horizons=1, run_length=[5, 15], micro_batch_size=1, dtype="float32", kl_weight=0.1,
                             feature_weight=1.0, memory_weight=0.0) | changes)
-
 
 def sequences(*sizes: tuple[int, int]) -> list[train.Sequence]:
     """Random ones, each of a prompt and an answer of these sizes."""
     g = torch.Generator().manual_seed(0)
     return [train.Sequence(torch.randint(256, (a + b,), generator=g), torch.arange(a + b) >= a) for a, b in sizes]
 
+def encode(tokenizer: llama.Tokenizer, path: Path, seq_len: int, *records: dict) -> train.Conversations:
+    return train.Conversations([str(write(path, *records))], tokenizer, seq_len)
 
 def losses_of(drafter: moa.Drafter, sequence: train.Sequence, *runs: tuple[int, int], **changes) -> torch.Tensor:
     """Loss, KL and hidden-state loss under a horizon for each (length, phase)."""
@@ -136,7 +126,6 @@ def test_losses_are_the_authors(n):
     assert hidden == pytest.approx(features, abs=1e-4)
     assert loss + 0.1 * entropy == pytest.approx(expected["loss"], abs=1e-4)
 
-
 def test_forward_kl_and_its_gradient_are_the_formulas_for_any_chunk_size(monkeypatch):
     features, hidden, head = torch.randn(2, 10, 16, requires_grad=True), torch.randn(10, 16), torch.randn(40, 16)
     log_q, log_p = (features @ head.T).log_softmax(-1), (hidden @ head.T).log_softmax(-1)
@@ -147,7 +136,6 @@ def test_forward_kl_and_its_gradient_are_the_formulas_for_any_chunk_size(monkeyp
         loss = train.ForwardKL.apply(features, hidden, head)
         torch.testing.assert_close(loss, plain)
         torch.testing.assert_close(torch.autograd.grad(3 * loss, features)[0], 3 * gradient)
-
 
 @pytest.mark.parametrize("n", [0, 1])
 def test_padding_micro_batches_and_many_horizons_in_one_call_change_nothing(target, n):
@@ -163,7 +151,6 @@ def test_padding_micro_batches_and_many_horizons_in_one_call_change_nothing(targ
         torch.testing.assert_close(together[-1], together[0], atol=1e-6, rtol=1e-4)
     torch.testing.assert_close(*separate, atol=1e-5, rtol=1e-4)
 
-
 @pytest.mark.parametrize("choices", [{}, {"target_layer_inference": 1}, {"draft_vocabulary": tuple(range(0, 258, 2))}])
 def test_the_memory_weight_adds_the_same_loss_on_memories(target, choices):
     drafter, (sequence,) = random_drafter(target, **choices), sequences((9, 30))
@@ -178,15 +165,13 @@ def test_the_memory_weight_adds_the_same_loss_on_memories(target, choices):
     torch.testing.assert_close(torch.autograd.grad(weighted[0] - plain[0], of_memory),
                                torch.autograd.grad(0.25 * added, of_memory), atol=1e-5, rtol=1e-3)
 
-
-def test_only_the_assistants_tokens_are_trained(target, tokenizer):
-    drafter, chat = random_drafter(target), train.encode_conversation(tokenizer, CHAT, 96)
+def test_only_the_assistants_tokens_are_trained(tmp_path, target, tokenizer):
+    drafter, chat = random_drafter(target), encode(tokenizer, tmp_path / "chat", 96, {"messages": CHAT})[0]
     nothing, changed = train.Sequence(chat.tokens, torch.zeros_like(chat.answer)), chat.tokens.clone()
     assert losses_of(drafter, nothing, (5, 0), memory_weight=1.0).tolist() == [0, 0, 0]
     changed[chat.answer.nonzero()[-1, 0]:] = 0  # neither the stop token nor what follows it is a query
     torch.testing.assert_close(*(losses_of(drafter, train.Sequence(tokens, chat.answer), (5, 0), memory_weight=1.0)
                                  for tokens in (changed, chat.tokens)))
-
 
 def test_a_query_reads_memory_up_to_the_token_before_its_run_and_every_depth_is_trained_at_every_position():
     answer = torch.tensor([0] * 3 + [1] * 12 + [0] * 2 + [1] * 4).bool()
@@ -204,15 +189,14 @@ def test_a_query_reads_memory_up_to_the_token_before_its_run_and_every_depth_is_
 
 
 # --- Data ------------------------------------------------------------------------------------------------------------
-def test_an_answer_is_the_assistants_tokens_and_their_stop_token_up_to_seq_len(tokenizer):
-    sequence, cut = (train.encode_conversation(tokenizer, CHAT, length) for length in (200, 50))
+def test_an_answer_is_the_assistants_tokens_and_their_stop_token_up_to_seq_len(tmp_path, tokenizer):
+    sequence, cut, none = (encode(tokenizer, tmp_path / "a", n, {"messages": CHAT})[0] for n in (200, 50, 20))
     assert sequence.tokens.tolist() == tokenizer.chat(CHAT, add_generation_prompt=False)
     answers = [tokenizer.encode(message["content"]) + [STOP] for message in CHAT if message["role"] == "assistant"]
     assert sequence.tokens[sequence.answer].tolist() == answers[0] + answers[1]
     assert int(sequence.answer.int().diff().clamp(min=0).sum()) == 2  # two stretches
     assert torch.equal(cut.tokens, sequence.tokens[:50]) and torch.equal(cut.answer, sequence.answer[:50])
-    assert train.encode_conversation(tokenizer, CHAT, 20) is None  # no answer so far
-
+    assert none is None  # no answer so far
 
 def test_four_formats_of_one_conversation_are_read_alike():
     texts = [message["content"] for message in CHAT[:2]]
@@ -222,13 +206,11 @@ def test_four_formats_of_one_conversation_are_read_alike():
     *same, = [train.read_messages(json.dumps(record).encode()) for record in records]
     assert same.pop(3)[0]["content"] == "What is\n\n2 + 2?" and same == [CHAT[:2]] * 4
 
-
 BROKEN = {
-    "{half": "not JSON", "[" * 100_000: "not JSON", '"text"': "expected a list", '{"data": 3}': "expected a list",
+    "{half": "Expecting", "[" * 100_000: "recursion", '"text"': "expected a list", '{"data": 3}': "expected a list",
     '{"messages": []}': "no answer", '{"messages": [3]}': "needs a role", '{"data": ["a", 3]}': "text as content",
     '{"data": ["a question"]}': "no answer", '{"conversations": [{"from": "tool", "value": ""}, 3]}': "needs a role",
     '{"instruction": "a", "output": null}': "text as content", '{"data": ["\\ud800", "b"]}': "not valid UTF-8"}
-
 
 def test_lines_of_large_files_are_read_where_they_are_and_a_broken_one_is_named_counted_and_skipped(
         tmp_path, tokenizer, capsys):
@@ -240,12 +222,11 @@ def test_lines_of_large_files_are_read_where_they_are_and_a_broken_one_is_named_
     for number, (line, why) in enumerate(zip(named, BROKEN.values()), 301):
         assert line.startswith(f"skipped {paths[0]}, line {number}: ") and why in line and len(line) < 500
     for i in (999, 0, 789, 301, 300, 299):
-        expected = train.encode_conversation(tokenizer, train.read_messages(json.dumps(records[i]).encode()), 96)
-        assert torch.equal(data[i].tokens, expected.tokens) and torch.equal(data[i].answer, expected.answer)
+        messages = train.read_messages(json.dumps(records[i]).encode())
+        assert data[i].tokens.tolist() == tokenizer.chat(messages, add_generation_prompt=False)[:96]
     tracemalloc.start()
     assert train.Conversations([str(paths[1])], tokenizer, 96)[400] and tracemalloc.get_traced_memory()[1] < 1e6
     tracemalloc.stop()
-
 
 def test_an_epoch_is_a_permutation_and_the_sampler_can_start_at_any_position():
     def walk(position: int) -> list[int]:
@@ -253,7 +234,6 @@ def test_an_epoch_is_a_permutation_and_the_sampler_can_start_at_any_position():
         return [next(sampler) for _ in range(25 - position)]
     assert sorted(walk(0)[:10]) == sorted(walk(0)[10:20]) == list(range(5, 15)) and walk(0)[:10] != walk(0)[10:20]
     assert all(walk(position) == walk(0)[position:] for position in range(25))
-
 
 def test_what_is_held_out_is_never_trained_on(tmp_path, command, monkeypatch):
     seen = {"compute_gradients": set(), "evaluate": set()}
@@ -281,7 +261,6 @@ def test_the_papers_recipe_is_the_default(monkeypatch):
     cosine = Namespace(lr=1.0, schedule="cosine", warmup=1, updates=100)
     assert [train.learning_rate(update, cosine, 10) for update in (0, 50, 100)] == pytest.approx([1, 0.5, 0])
 
-
 def test_one_conversation_trains_and_its_gradient_is_clipped_as_asked_for(tmp_path, command):
     path, norms = write(tmp_path / "data.jsonl", "", {"data": ["Count to 4.", "1, 2, 3, 4"]}, ""), []
     hook = register_optimizer_step_pre_hook(lambda optimizer, *_: norms.append(
@@ -291,12 +270,10 @@ def test_one_conversation_trains_and_its_gradient_is_clipped_as_asked_for(tmp_pa
     hook.remove()
     assert norms == pytest.approx([0.01, read_log(tmp_path / "0")[0]["grad_norm"]], rel=1e-3) and norms[1] > 0.05
 
-
 def test_a_gradient_that_is_not_finite_ends_the_run_and_spares_its_checkpoint(tmp_path, command, capsys):
     choices = ["--out", tmp_path, "--updates", 3, "--save-every", 1, "--lr", 1e30]
     assert "update 2: the gradient is not finite" in error_of(command, capsys, *choices)
     assert torch.load(tmp_path / "checkpoint.pt")["update"] == 1
-
 
 @pytest.mark.parametrize("optimizer, kinds", [("adamw", {"AdamW": {1, 2}}), ("muon", {"Muon": {2}, "AdamW": {1}})])
 def test_training_lowers_the_loss(tmp_path, tiny, command, target, optimizer, kinds):
@@ -307,7 +284,6 @@ def test_training_lowers_the_loss(tmp_path, tiny, command, target, optimizer, ki
             "--schedule", "cosine")
     loss = losses(tmp_path / "out")
     assert np.mean(loss[-3:]) < 0.7 * np.mean(loss[:3])
-
 
 @pytest.mark.parametrize("choice, name, value", [
     ("--tli 1", "target_layer_inference", 1), ("--no-lsa", "use_layer_self_attention", False),
@@ -320,6 +296,11 @@ def test_every_kind_of_drafter_trains_in_either_type_and_loads(tmp_path, command
     assert losses(tmp_path / "bfloat16") == pytest.approx(losses(tmp_path / "float32"), rel=0.05)
     assert getattr(moa.load_drafter(tmp_path / "float32", target).config, name) == value
 
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(24, 8, 128), (52, 52, 8), (9, 3, 64), (5, 5, 6)])
+def test_every_target_has_a_drafter_of_its_proportions(heads, kv_heads, head_dim):
+    with torch.device("meta"):
+        target = llama.Llama(llama.Config(258, heads * 8, 48, 3, heads, kv_heads, head_dim))
+    assert all(p.numel() for p in moa.Drafter(target, moa.DrafterConfig.sized_for(target)).parameters())
 
 @pytest.mark.parametrize("vocabulary", [None, tuple(reversed(range(258)))])
 def test_a_drafter_that_knows_the_hidden_state_is_always_right(target, vocabulary, monkeypatch):
@@ -334,7 +315,6 @@ def test_a_drafter_that_knows_the_hidden_state_is_always_right(target, vocabular
     assert train.evaluate(random_drafter(target), batch, arguments())["implied_acceptance_length"] < 4
     without_ca = train.evaluate(random_drafter(target, use_cross_attention=False), batch, arguments())
     assert len(without_ca["depth_accuracy"]) == 1
-
 
 def test_accuracy_at_a_depth_is_among_runs_that_were_right_before(target, monkeypatch):
     """An answer of three runs: 8, 8 and 3 queries."""
@@ -351,18 +331,15 @@ def test_accuracy_at_a_depth_is_among_runs_that_were_right_before(target, monkey
 # --- Checkpoints, processes ------------------------------------------------------------------------------------------
 LONG = ["--updates", 12, "--save-every", 2, "--eval-every", 5, "--lr", 1e-3]
 
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, command) -> Path:
     out = tmp_path_factory.mktemp("undisturbed")
     command("--out", out, *LONG)
     return out
 
-
 def assert_same_run(a: Path, b: Path) -> None:
     assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
     assert read_log(a) == read_log(b) and not list(a.glob("*.part"))
-
 
 def test_a_run_that_is_killed_and_resumed_ends_as_if_it_had_not_been(tmp_path, tiny, command, undisturbed):
     log = tmp_path / "log.jsonl"
@@ -375,7 +352,6 @@ def test_a_run_that_is_killed_and_resumed_ends_as_if_it_had_not_been(tmp_path, t
         process.wait()
     command("--out", tmp_path, *LONG, "--resume")
     assert_same_run(tmp_path, undisturbed)
-
 
 @pytest.mark.parametrize("owner, name, call", [
     (train, "evaluate", 2), (train, "compute_gradients", 6), (torch, "save", 1), (torch, "save", 4), (torch, "save", 7),
@@ -397,19 +373,11 @@ def test_a_run_can_be_resumed_after_dying_anywhere(tmp_path, command, undisturbe
     command("--out", tmp_path, *LONG, "--resume", "--json")
     assert_same_run(tmp_path, undisturbed)
 
-
-def test_a_run_starts_from_another_drafter_and_resumes_without_it_and_its_log(tmp_path, command, capsys):
-    base, out = tmp_path / "base", tmp_path / "out"
-    command("--out", base, "--draft-vocabulary", 3, "--updates", 1)
-    command("--out", out, "--init", base, "--lr", 0, "--updates", 1)
-    assert (out / "config.json").read_text() == (base / "config.json").read_text()
-    torch.testing.assert_close(*(load_file(path / "model.safetensors") for path in (base, out)), atol=0, rtol=0)
-    shutil.rmtree(base)
+def test_a_finished_run_goes_on_without_its_log_where_it_had_ended(tmp_path, command, capsys, undisturbed):
+    out = shutil.copytree(undisturbed, tmp_path / "out")
     (out / "log.jsonl").unlink()
-    capsys.readouterr()
-    command("--out", out, "--init", base, "--lr", 0, "--updates", 3, "--resume", "--json")
-    assert json.loads(capsys.readouterr().out)["update"] == 3 and len(losses(out)) == 2
-
+    command("--out", out, *LONG, "--updates", 14, "--resume", "--json")
+    assert json.loads(capsys.readouterr().out)["update"] == 14 and len(losses(out)) == 2
 
 @pytest.mark.parametrize("limit, note, why", [  # with a long log it is the log's next lines that are too many
     (60_000, 0, "checkpoint.pt cannot"), (1_000, 1_000, "log.jsonl cannot"), (2_000_000, 1_995_000, "too large")])
@@ -424,7 +392,6 @@ def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path, command, ca
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert set(tmp_path.iterdir()) == names and (tmp_path / "checkpoint.pt").read_bytes() == checkpoint
-
 
 def test_three_processes_train_as_one_does(tmp_path, tiny, command):
     """The last of them has no share of a batch of two."""
@@ -458,7 +425,6 @@ def test_a_conversation_takes_turns_and_keeps_an_answer_that_is_cut_short_but_no
         conversation.close()
         assert messages == kept
 
-
 def test_a_conversation_written_in_a_batch_is_the_one_written_alone(target, tokenizer, monkeypatch):
     monkeypatch.setattr(train, "ANSWER_TEMPERATURES", (0.0,))
     monkeypatch.setattr(train, "NEXT_TURN", -1.0)
@@ -467,7 +433,6 @@ def test_a_conversation_written_in_a_batch_is_the_one_written_alone(target, toke
     assert together == [train.synthesize_batch(target, tokenizer, [0], [question], 120)[0] for question in questions]
     assert len({sum(len(m["content"]) for m in messages) for messages in together}) > 2  # they end at different moments
 
-
 def test_the_target_writes_its_own_training_data_and_answers_questions(tmp_path, tiny, command, tokenizer, capsys):
     asked = set(train.read_questions(tiny / "data.jsonl"))
     for path, choices in (tmp_path / "own", []), (tmp_path / "answers", ["--questions", tiny / "data.jsonl"]):
@@ -475,14 +440,13 @@ def test_the_target_writes_its_own_training_data_and_answers_questions(tmp_path,
         conversations = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
         for messages in conversations:
             assert [message["role"] for message in messages] == (["user", "assistant"] * 20)[:len(messages)]
-            assert train.encode_conversation(tokenizer, messages, 200)  # there is an answer to learn
+        assert all(encode(tokenizer, tmp_path / "copy", 200, *({"messages": m} for m in conversations)))  # to train on
         assert len(conversations) == 8 and ({m[0]["content"] for m in conversations} <= asked) == bool(choices)
     capsys.readouterr()
     command("--synthesize", 3, "--data", path, "--json")
     assert json.loads(capsys.readouterr().out) == {"conversations": 8}
     command("--data", tmp_path / "own", "--out", tmp_path, "--updates", 2, "--seq-len", 200)
     assert np.isfinite(losses(tmp_path)).all()
-
 
 def test_a_file_cut_anywhere_and_continued_repeats_and_loses_nothing(tmp_path, command, monkeypatch):
     def answer_some(target, tokenizer, seeds, questions, seq_len) -> list[list[dict]]:
@@ -503,7 +467,6 @@ def test_a_file_cut_anywhere_and_continued_repeats_and_loses_nothing(tmp_path, c
         command("--synthesize", count, "--data", path, "--questions", questions, "--batch-size", 1)
     assert [json.loads(line)["messages"][0]["content"] for line in path.read_text().splitlines()] == ["a", "c", "d"]
 
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, tiny, undisturbed) -> Path:
     """A folder with a run, a damaged one, one whose checkpoint is gone, and data of several kinds."""
@@ -517,13 +480,12 @@ def files(tmp_path_factory, tiny, undisturbed) -> Path:
         write(path / name, *lines)
     return path
 
-
 @pytest.mark.parametrize("choices, why", [
     ("--data nowhere", "nowhere: cannot be read"), ("--data empty", "empty: no usable conversation"),
     ("--data broken", "broken: no usable conversation"), ("--data long", "no answer within"),
     ("--run-length 9 3", "low end"), ("--kv-heads 3", "num_key_value_heads 3"), ("--lr nan", "invalid"),
     ("--lsa-heads 500", "num_attention_heads 500"), ("--tli 99", "3 layers"), ("--seq-len 100000", "context is 256"),
-    ("--updates 0", "invalid"), ("--dtype float16", "bfloat16"), ("--init nowhere", "nowhere"),
+    ("--updates 0", "invalid"), ("--dtype float16", "bfloat16"), 
     ("--model nowhere", "nowhere"), ("--device nowhere", "nowhere"), ("--out empty/out", "Not a directory"),
     (f"--out {'x' * 300}", "--out xxx"), ("--out run --resume --lr 1", "made with --lr 0.001, not 1.0"),
     ("--out run --resume --tli 1", "made with --tli 0, not 1"), ("--out run --resume --data own", "changed since"),
@@ -540,7 +502,6 @@ def test_bad_input_is_an_error_of_one_line_and_changes_no_file(files, command, c
     before = {path: path.is_file() and path.read_bytes() for path in files.rglob("*")}
     assert why in error_of(command, capsys, "--out", "out", *LONG, *choices.split())
     assert {path: path.is_file() and path.read_bytes() for path in files.rglob("*")} == before
-
 
 def test_the_default_target_trains_a_drafter_that_speculate_loads(tmp_path, tiny):
     choices = "--seq-len 64 --batch-size 2 --updates 1 --json --mlp 64 --kv-heads 3 --lsa-mlp 32 --lsa-heads 6".split()
