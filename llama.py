@@ -156,8 +156,8 @@ class Attention(nn.Module):
         k, v = kv.chunk(2, dim=-1)
         causal, shape = mask is CAUSAL, q.shape
         if q.dtype != torch.float32 and (shape[2] == 1 or isinstance(mask, Tensor)):
-            # Heads of a group ask the same keys: make them rows of one query. In half precision grouped heads under a
-            # mask fall to a GPU's slowest kernel, and one token's heads apart take a CPU up to six times as long.
+            # Heads of a group ask the same keys: make them rows of one query. In half precision, grouped heads under a
+            # mask fall to a GPU's slowest kernel, and for one token they take a CPU up to six times as long.
             q = q.reshape(len(q), self.kv_heads, -1, self.head_dim)
             mask = None if mask is None else torch.cat([mask] * (self.heads // self.kv_heads), dim=-2)
         out = F.scaled_dot_product_attention(q, k, v, None if causal else mask, is_causal=causal, enable_gqa=True)
@@ -219,8 +219,8 @@ class KVCache:
         self.length = 0
 
     def append(self, layer: int, kv: Tensor) -> Tensor:
-        """Write one layer's kv (B, Hkv, T, 2D) after `length`, which the caller moves when all layers have written.
-        Returns (B, Hkv, length + T, 2D), a view."""
+        """Write one layer's kv (B, Hkv, T, 2D) after `length`, but leave that to the caller, for when all layers have
+        written. Returns (B, Hkv, length + T, 2D), a view."""
         end = self.length + kv.shape[2]
         self.kv[layer, :, :, self.length:end] = kv
         return self.kv[layer, :, :, :end]
@@ -253,7 +253,7 @@ class Llama(nn.Module):
     """The target. Weights are named as in a Hugging Face checkpoint, less the prefix `model.`."""
 
     def __init__(self, config: Config, first: int = 0):
-        """first: leave the layers before it out, which a drafter does not need whose target is on a server."""
+        """first: the first layer to build. The drafter of a target on a server needs only the last N."""
         super().__init__()
         c = self.config = config
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
@@ -266,7 +266,7 @@ class Llama(nn.Module):
         self.finish()
 
     def finish(self) -> None:
-        """Tie the head, make the rotary table, freeze: again, once a model made on the meta device has its weights."""
+        """Tie the head, make the rotary table, freeze. Called again when a model from the meta device has weights."""
         c = self.config
         if c.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -301,7 +301,7 @@ class Llama(nn.Module):
         if ancestors is None:
             rope, mask = self.rotary[:, past:past + count], causal_mask(count, past + count, x.device)
         else:
-            rope = self.rotary[:, past - 1 + ancestors.sum(-1).to(x.device)]  # (2, T, D), each at its depth
+            rope = self.rotary[:, past - 1 + ancestors.sum(-1).to(x.device)]  # (2, T, D): a position is a row's depth
             mask = F.pad(ancestors, (past, 0), value=True).to(x.device)  # (T, S)
         for i in layers:
             x = self.layers[i](x, rope, mask, partial(cache.append, i) if cache else (lambda kv: kv))
@@ -397,14 +397,16 @@ def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
 # --- Checkpoints: a Hugging Face directory, a GGUF file, a hub id, or the default's name ------------------------------
 Tensors = Iterator[tuple[str, Callable[[], Tensor]]]  # names, each with a function that reads the tensor
 
-def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32, first: int = 0) -> Llama:
-    """A frozen Llama from a Hugging Face directory, a .gguf file, a hub id or "smollm2"; its layers from `first` on.
+def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32,
+               last: int | None = None) -> Llama:
+    """A frozen Llama from a Hugging Face directory, a .gguf file, a hub id or "smollm2"; or only its `last` layers.
 
     Tensors are read, converted and moved one at a time. Raises InputError for what cannot be used, naming it.
     """
     path = resolve_path(path)
     raw, tensors = read_gguf(path) if path.suffix == ".gguf" else read_hugging_face(path)
     config = parse_config(raw, path)
+    first = 0 if last is None else config.num_hidden_layers - last
     skipped = tuple(f"layers.{i}." for i in range(first))
     with input_errors(path, RuntimeError, TypeError, SafetensorError, OSError):  # sizes or types that cannot be
         with torch.device("meta"):
@@ -828,13 +830,13 @@ def add_generation_arguments(parser: Parser) -> None:
     parser.add_argument("--top-p", type=number(float, 1e-6, 1), default=1.0, help="draw from the likeliest only")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
 
-def load_target(args: argparse.Namespace, first: int = 0) -> tuple[Llama, Tokenizer]:
-    """Model (its layers from `first` on) and tokenizer that the command line names. Raises InputError."""
+def load_target(args: argparse.Namespace, last: int | None = None) -> tuple[Llama, Tokenizer]:
+    """Model (or its `last` layers) and tokenizer that the command line names. Raises InputError."""
     with input_errors(f"--device {args.device} cannot be used here", RuntimeError, AssertionError):
         torch.zeros(1, device=args.device).item()
     dtype = DTYPES[args.dtype or default_dtype(args.device)]
     path = resolve_path(args.model)
-    model, tokenizer = load_model(path, args.device, dtype, first), load_tokenizer(path)
+    model, tokenizer = load_model(path, args.device, dtype, last), load_tokenizer(path)
     if max(tokenizer.opening("user") + tokenizer.ending()) >= model.config.vocab_size:
         raise InputError(f"{path}: the tokenizer has tokens beyond the model's {model.config.vocab_size} embeddings")
     return model, tokenizer

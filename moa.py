@@ -7,8 +7,8 @@ It drafts the next tokens of a frozen target by three attentions, each an ordina
     SA   Self-Attention, causal, over the embeddings of prompt and draft: a drafted token sees the drafts before it.
     CA   Cross-Attention, from SA's output to the memory of verified tokens. Drafted tokens have none. In training a
          `horizon` for each query sets the same limit, so that one pass over a sequence trains on-policy.
-    TLI  Target Layer Inference: CA's output stands for the hidden state that enters the target's last N layers (N = 0:
-         that leaves the final norm); they run on it, and the frozen LM head makes it a distribution.
+    TLI  Target Layer Inference: CA's output predicts the hidden state that enters the target's last N layers (N = 0:
+         the output of the final norm); they run on it, and the frozen LM head makes it a distribution.
 
 `Drafter.features` covers all positions in one pass, under given horizons; `DraftState` does the same step by step.
 Shapes: B batch, T tokens, L layers, E hidden, H heads, D head size, V vocabulary, N reused layers, K draft length,
@@ -29,7 +29,7 @@ from llama import (DecoderLayer, FusedLinear, InputError, KVCache, Llama, atomic
                    gumbel_topk, input_errors, load_weights, probabilities, read_json, read_tensors, rotary_table,
                    sample, sha256)
 
-MIN_PROBABILITY = 1e-30  # of a proposed token: less is lost to rounding when rejection sampling takes it out of q
+MIN_PROBABILITY = 1e-30  # of a proposed token: with less, what rejection sampling leaves of q is rounding error
 Q_TOKENS = 64  # of a q that is sent over a network: see quantize_probabilities
 PROMPT_CHUNK = 256  # LSA works on T x L rows: the memory of a long prompt is built this many tokens at a time
 
@@ -98,7 +98,6 @@ class Drafter(nn.Module):
             self.layer_self_attention = layer("layer_self_attention", kv_width, lsa_heads)
         self.Ekv2E = nn.Linear(kv_width if c.use_layer_self_attention else width, width)
         self.checkpoint_hash = ""  # of the files that it was loaded from
-
         # The target and, of its LM head, the rows in use: in a tuple, or they would become ours to train and save.
         head, vocabulary = target.head, None
         if c.draft_vocabulary is not None:
@@ -213,7 +212,7 @@ class Drafter(nn.Module):
         return self
 
     def pack(self) -> "Drafter":
-        """As `Llama.pack`, which must come after the drafter is made of rows of the LM head."""
+        """As `Llama.pack`. Make the drafter before packing its target, as it copies rows of the LM head's weight."""
         if can_pack(self.Ekv2E.weight):
             self.self_attention.pack()
             attention = self.cross_attention.self_attn
@@ -233,8 +232,8 @@ class TreeConfig:
     depth: int
     top_k: int = 1  # leaves that are expanded together; 1: a chain
     total_tokens: int = 64  # of a tree
-    min_confidence: float = 0.0  # a level is the last one if the paths to be expanded next have less probability in all
-    min_probability: float = 0.0  # a token is proposed if its path has this probability (a tree's)
+    min_confidence: float = 0.0  # stop when the probabilities of the leaves to expand next add up to less
+    min_probability: float = 0.0  # of the whole path to a token, for a tree to propose it
 
 @dataclass
 class Sampling:
@@ -290,7 +289,7 @@ def expand_leaves(q: Tensor, values: list[float], room: int, min_probability: fl
     if sampling.temperature > 0:
         choice = gumbel_topk(q, choice.shape[1], sampling.generator)
         drawn = q.gather(-1, choice)
-    likely, choice, drawn = torch.stack([likely, choice.to(q), drawn]).tolist()  # at once: a device is waited for
+    likely, choice, drawn = torch.stack([likely, choice.to(q), drawn]).tolist()  # one GPU sync
     least = max(min_probability, MIN_PROBABILITY)
     best = sorted((-p * values[leaf], leaf, rank) for leaf, row in enumerate(likely) for rank, p in enumerate(row)
                   if p * values[leaf] >= least)[:room]
@@ -451,7 +450,7 @@ class OffPolicyDraftState(DraftState):
 
     def append_unverified(self, tokens: list[int]) -> None:
         super().append_unverified(tokens)
-        self.last = self.predicted[-1]
+        self.last, self.predicted = self.predicted[-1], []
 
     def truncate(self, length: int) -> None:
         super().truncate(length)
@@ -485,7 +484,7 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
     config = read_json(path / "config.json")
     stated = {name: config[name] for name in DrafterConfig.__dataclass_fields__ if config.get(name) is not None}
     for name, value in stated.items():
-        valid = isinstance(value, bool) or type(value) is int and value >= (name != "target_layer_inference")
+        valid = isinstance(value, bool) if name.startswith("use_") else type(value) is int and value >= 0
         if name in ("rms_norm_eps", "rope_theta"):
             valid = type(value) in (int, float) and 0 < value < math.inf
         if name == "draft_vocabulary":  # distinct ids
@@ -493,16 +492,17 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
             valid, stated[name] = 0 < len(ids) == len(value), tuple(sorted(ids))
         if not valid:
             raise InputError(f"{path / 'config.json'}: {name} is invalid: {value!r:.40}")
-    with input_errors(path / "config.json", InputError, RuntimeError):
+    with input_errors(f"{path / 'config.json'}: num_attention_heads or another size", InputError, RuntimeError,
+                      ZeroDivisionError, TypeError):
         heads = stated.get("num_attention_heads", t.num_attention_heads)
         lsa_heads = stated.get("layer_self_attention_num_attention_heads", t.num_attention_heads)
         values = {"num_attention_heads": heads, "layer_self_attention_num_attention_heads": lsa_heads,
                   "rms_norm_eps": t.rms_norm_eps, "rope_theta": t.rope_theta}
         for block, head_dim in (("self_attention", t.hidden_size // heads), ("cross_attention", t.hidden_size // heads),
                                 ("layer_self_attention", 2 * t.num_key_value_heads * t.head_dim // lsa_heads)):
-            key, gate = (tensors.get(f"{block}.{name}_proj.weight", " ") for name in ("self_attn.k", "mlp.gate"))
-            values[f"{block}_num_key_value_heads"] = len(key) // max(1, head_dim)
-            values[f"{block}_intermediate_size"] = len(gate)
+            key, gate = (tensors.get(f"{block}.{name}_proj.weight") for name in ("self_attn.k", "mlp.gate"))
+            values[f"{block}_num_key_value_heads"] = 1 if key is None else len(key) // max(1, head_dim)
+            values[f"{block}_intermediate_size"] = 1 if gate is None else len(gate)
         with torch.device("meta"):
             drafter = Drafter(target, DrafterConfig(**{**values, **stated}))
     load_weights(drafter, iter(tensors.items()), path, target.device, target.embed_tokens.weight.dtype)

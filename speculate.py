@@ -129,31 +129,11 @@ def rejection_sample(p: Tensor, draft: Draft, generator: torch.Generator) -> tup
 def normalize(p: Tensor) -> Tensor:
     return p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
 
-
-# --- The loop --------------------------------------------------------------------------------------------------------
-def speculate(target: LocalTarget | RemoteTarget, state: DraftState | Lookup, prompt: list[int],
-              config: GenerationConfig) -> Iterator[tuple[list[int], VerifyResult]]:
-    """Algorithm 1. Yields, each cycle, the new tokens: accepted drafts, then the target's own token; ends with a stop
-    token or at max_new_tokens."""
-    left = config.max_new_tokens
-    result = target.prefill(prompt)  # the first token, and the memory of the prompt
-    while True:
-        tokens = (result.accepted + [result.token])[:left]
-        end = next((i for i, token in enumerate(tokens) if token in config.stop_ids), None)
-        yield tokens[:end] + tokens[end:end + 1] if end is not None else tokens, result
-        left -= len(tokens)
-        if left == 0 or end is not None:
-            return
-        if result.memory:
-            state.append_verified(result.memory)  # grow the cross-attention memory
-        draft = state.draft(result.token, replace(config.tree, depth=min(config.tree.depth, left - 1)))
-        result = target.verify(draft)  # accepted tokens, next token, memory of what was accepted
-
 class LocalTarget:
     """The target of one conversation, on this machine. LSA and CA's keys and values are computed on its side."""
 
     def __init__(self, model: Llama, drafter: Drafter | None, capacity: int, sampling: Sampling):
-        """drafter: whose memory to build; None: nobody's, for lookup alone."""
+        """drafter: whose memory to build; None: lookup needs none."""
         self.model, self.drafter, self.sampling, self.cache = model, drafter, sampling, model.new_cache(capacity)
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
@@ -178,7 +158,7 @@ class LocalTarget:
 
     def build_memory(self, tokens: list[int], start: int, hidden: Tensor) -> Memory:
         if self.drafter is None:
-            return Memory(tokens, hidden, hidden)  # which nobody reads
+            return Memory(tokens, None, None)
         return self.drafter.build_memory(tokens, self.cache, start, hidden)
 
     def accept_draft(self, hidden: Tensor, draft: Draft) -> tuple[list[int], int]:
@@ -187,6 +167,28 @@ class LocalTarget:
         if s.temperature == 0:
             return accept_greedy(logits.argmax(-1).tolist(), draft)
         return rejection_sample(probabilities(logits, s.temperature, s.top_p), draft, s.generator)
+
+
+# --- The loop --------------------------------------------------------------------------------------------------------
+def speculate(target: LocalTarget | RemoteTarget, state: DraftState | Lookup, prompt: list[int],
+              config: GenerationConfig) -> Iterator[tuple[list[int], VerifyResult]]:
+    """Algorithm 1. Yields, each cycle, the new tokens: accepted drafts, then the target's own token; ends with a stop
+    token or at max_new_tokens."""
+    left = config.max_new_tokens
+    result = target.prefill(prompt)  # the first token, and the memory of the prompt
+    while True:
+        tokens = (result.accepted + [result.token])[:left]
+        end = next((i + 1 for i, token in enumerate(tokens) if token in config.stop_ids), None)
+        yield tokens[:end], result
+        left -= len(tokens)
+        if left == 0 or end:
+            return
+        draft = Draft(result.token, [], [])
+        if result.memory:  # else the target is out of reach
+            state.append_verified(result.memory)  # grow the cross-attention memory
+            tree = replace(config.tree, depth=min(config.tree.depth, left - 1))  # the target adds a token of its own
+            draft = state.draft(result.token, tree)
+        result = target.verify(draft)  # accepted tokens, next token, memory of what was accepted
 
 class Lookup:
     """Prompt lookup (Saxena 2023): the draft is what followed the last few tokens where they occurred before. It wraps
@@ -221,21 +223,22 @@ class Lookup:
 SECRET = "MOA_SECRET"  # the environment variable that holds it
 MAX_DRAFTS = 64
 OFFLINE_TOKENS = 8  # that the drafter writes alone before it tries again to reach the server
-FIRST_PAUSE = 0.5  # seconds between two attempts to reconnect; it doubles
+INITIAL_BACKOFF = 0.5  # seconds between two attempts to reconnect; doubles, to half a minute at most
 
 def quantize_memory(memory: Memory) -> dict[str, Tensor]:
     """A memory as it crosses the network: int8 (..., 2, D), with a float16 scale (..., 2, 1) for each key and value."""
     tensors = {}
     for name, x in (("cross", memory.cross_kv), ("reused", memory.reused_kv)):
         x = x.float().unflatten(-1, (2, -1))
-        scale = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=2**-14).half() if len(x) else x[..., :1].half()
+        scale = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=2**-14).half()
         tensors[name], tensors[name + "_scale"] = (x / scale).round().clamp(-127, 127).to(torch.int8).cpu(), scale.cpu()
     return tensors
 
 def dequantize_memory(tokens: list[int], tensors: dict[str, Tensor], state: DraftState) -> Memory:
     """The memory of these tokens. Raises LookupError, RuntimeError or ValueError for other shapes, and NaN."""
     def states(name: str, shape: list[int], dtype: torch.dtype) -> Tensor:
-        x = (tensors[name].float() * tensors[name + "_scale"].float()).flatten(-2).view(shape)
+        values, scale = tensors[name].view(*shape[:-1], 2, -1), tensors[name + "_scale"].view(*shape[:-1], 2, 1)
+        x = (values.float() * scale.float()).view(shape)
         if not x.isfinite().all():
             raise ValueError(f"{name} holds NaN")
         return x.to(state.drafter.target.device, dtype)
@@ -250,7 +253,7 @@ def dequantize_memory(tokens: list[int], tensors: dict[str, Tensor], state: Draf
 class RemoteTarget:
     """The target of one conversation, on a server. It is asked what a LocalTarget is asked, in one of three states:
 
-    connected      a draft goes up, the server's verdict comes down
+    connected      a draft goes up, the server's result comes down
     offline        the drafter writes a chain alone, unverified, for as long as no new connection can be made
     reconnecting   over a new connection the server reads all text so far, what was written offline included
     """
@@ -258,8 +261,8 @@ class RemoteTarget:
     def __init__(self, channel: Channel, state: DraftState, config: GenerationConfig):
         self.channel, self.state, self.config = channel, state, config
         self.text: list[int] = []  # prompt and answer
-        self.disconnected = ""  # or why, the first time
-        self.retry_at, self.pause = 0.0, FIRST_PAUSE  # when to reconnect at the earliest, how long not to after that
+        self.disconnected = ""  # or the reason of the first outage
+        self.retry_at, self.backoff = 0.0, INITIAL_BACKOFF  # the earliest next attempt to reconnect, the pause after it
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
         """Raises InputError if there is no server, or it is lost twice: without any memory the drafter cannot go on."""
@@ -267,14 +270,14 @@ class RemoteTarget:
         try:
             return self.reconnect()
         except ConnectionLost:
-            time.sleep(self.pause)
+            time.sleep(self.backoff)
         with input_errors("the server was lost before its first token", ConnectionLost):
             return self.reconnect()
 
     def verify(self, draft: Draft) -> VerifyResult:
         began = time.perf_counter()
         try:
-            result = self.ask(draft)
+            result = self.verify_remote(draft)
         except ConnectionLost as error:
             try:
                 result = self.reconnect()  # at once: a server may disconnect an idle client, or restart
@@ -284,8 +287,8 @@ class RemoteTarget:
         result.seconds = time.perf_counter() - began
         return result
 
-    def ask(self, draft: Draft) -> VerifyResult:
-        """Connected: the server's verdict. Raises ConnectionLost."""
+    def verify_remote(self, draft: Draft) -> VerifyResult:
+        """Connected: the server's result. Raises ConnectionLost."""
         def parse(fields: dict, tensors: dict[str, Tensor]) -> VerifyResult:
             accepted, child, node = [], draft.children(), -1
             for token in fields["accepted"]:
@@ -307,7 +310,7 @@ class RemoteTarget:
         try:
             greeting = self.channel.connect()
         finally:
-            self.retry_at, self.pause = time.monotonic() + self.pause, 2 * self.pause
+            self.retry_at, self.backoff = time.monotonic() + self.backoff, min(2 * self.backoff, 30.0)
         if greeting.get("drafter") != self.state.drafter.checkpoint_hash:
             raise InputError("the server has another drafter; start both sides with the same --drafter")
         pieces = [self.text[a:a + PROMPT_CHUNK] for a in range(0, len(self.text), PROMPT_CHUNK)]
@@ -324,7 +327,7 @@ class RemoteTarget:
         unknown = self.text[self.state.verified:]
         cross, reused = (torch.cat([getattr(memory, name) for memory in memories], dim=-2)[..., -len(unknown):, :]
                          for name in ("cross_kv", "reused_kv"))
-        self.retry_at, self.pause = 0.0, FIRST_PAUSE
+        self.retry_at, self.backoff = 0.0, INITIAL_BACKOFF
         return self.record(VerifyResult([], tokens[-1], Memory(unknown, cross, reused)))
 
     def draft_offline(self, token: int) -> VerifyResult:
@@ -381,7 +384,7 @@ class TargetSession:
     def read(self, fields: dict, tensors: dict[str, Tensor]) -> Iterator[tuple[dict, dict[str, Tensor]]]:
         """Take tokens as the text so far; their memory goes back in pieces, while the next is worked on."""
         context = self.model.config.max_position_embeddings
-        tokens = check_ids(tensors["tokens"], 0, self.model.config.vocab_size)
+        tokens = check_ids(tensors["tokens"], self.model.config.vocab_size)
         capacity = check_int(fields["capacity"], check_int(len(tokens), 1, context), context + 1 + MAX_DRAFTS)
         self.target = LocalTarget(self.model, self.drafter, capacity, self.read_sampling(fields))
         for a in range(0, len(tokens), PROMPT_CHUNK):
@@ -397,7 +400,7 @@ class TargetSession:
             raise ValueError("drafts must follow a read, and parents come before their children")
         if self.target.sampling.temperature > 0 and "weights" in tensors:
             ids, weights, vocab_size = tensors["ids"], tensors["weights"], self.model.config.vocab_size
-            check_ids(ids.flatten(), 0, vocab_size)
+            check_ids(ids.flatten(), vocab_size)
             shape = (len(set(parents)), min(Q_TOKENS, vocab_size))
             if {ids.shape, weights.shape} != {shape} or weights.dtype != torch.uint8 or not weights.sum(-1).all():
                 raise ValueError("q does not fit the drafts")
@@ -411,7 +414,7 @@ class TargetSession:
 
     def generate(self, fields: dict, tensors: dict[str, Tensor]) -> Iterator[tuple[dict, dict[str, Tensor]]]:
         """The target's own tokens, one a reply."""
-        tokens, stop_ids = check_ids(tensors["tokens"], 0, self.model.config.vocab_size), set(fields["stop_ids"])
+        tokens, stop_ids = check_ids(tensors["tokens"], self.model.config.vocab_size), set(fields["stop_ids"])
         room = self.model.config.max_position_embeddings - check_int(len(tokens), 1, 2**31)
         count, s = check_int(fields["max_new_tokens"], 1, room), self.read_sampling(fields)
         stream = generate(self.model, tokens, count, stop_ids, s.temperature, s.top_p, s.generator)
@@ -439,32 +442,32 @@ def check_int(value: object, low: int, high: int) -> int:
         raise ValueError(f"invalid value {value!r:.40}: expected an int from {low} to {high}")
     return value
 
-def check_ids(tensor: Tensor, low: int, end: int) -> list[int]:
-    """The values of an int32 vector, if all are within [low, end). Raises ValueError."""
+def check_ids(tensor: Tensor, end: int) -> list[int]:
+    """The values of an int32 vector, if all are within [0, end). Raises ValueError."""
     if tensor.dtype != torch.int32 or tensor.dim() != 1:
         raise ValueError(f"expected an int32 vector, not {tensor.dtype} {list(tensor.shape)}")
-    return [check_int(value, low, end - 1) for value in tensor.tolist()]
+    return [check_int(value, 0, end - 1) for value in tensor.tolist()]
 
 def serve(args: argparse.Namespace, announce: Callable[[tuple[str, int]], None]) -> None:
     """Serve until SIGTERM. `announce` is told the address once the server listens."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     model, drafter, _ = load_models(args)
     drafter.pack()
-    where = "cannot serve at {}:{}".format(*args.serve)
-    with ThreadPoolExecutor(1) as worker, input_errors(where, OSError, ValueError):
+    with ThreadPoolExecutor(1) as worker:
         new_session = partial(TargetSession, model.pack(), drafter, worker)
         limit = (1 << 20) + 4 * model.config.max_position_embeddings  # bytes of a request: text and a draft's q
-        with MessageServer(args.serve, os.environ.get(SECRET, ""), new_session, limit) as server:
+        with input_errors("cannot serve at {}:{}".format(*args.serve), OSError, ValueError):
+            server = MessageServer(args.serve, os.environ.get(SECRET, ""), new_session, limit)
+        with server:
             announce(server.server_address)
             server.serve_forever()
 
 def serve_parent(args: argparse.Namespace, pipe) -> None:
-    """A server of its parent's own, which ends with it, however that ends: then the pipe does, too."""
+    """A server of its parent's own. However that ends, the pipe closes, and the server ends too."""
     def end_with_parent() -> None:
         pipe.poll(None)
         os._exit(0)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
     run_command(lambda: serve(args, pipe.send))
 
@@ -478,9 +481,11 @@ def server_address(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
     torch.set_num_threads(max(1, torch.get_num_threads() // 4))  # the server works on the same cores
     context = multiprocessing.get_context("spawn")
     pipe, its_pipe = context.Pipe()
-    its_args = argparse.Namespace(**{**vars(args), "serve": ("127.0.0.1", 0)})
+    its_args = argparse.Namespace(**{**vars(args), "serve": ("127.0.0.1", 0), "remote": None})
     process = context.Process(target=serve_parent, args=(its_args, its_pipe), daemon=True)
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the server inherits
     process.start()
+    signal.signal(signal.SIGINT, on_interrupt)
     its_pipe.close()
     try:
         with input_errors("the server did not start", EOFError):
@@ -555,9 +560,9 @@ def answer(model: Llama, drafter: Drafter | None, prompt: list[int], config: Gen
         now = time.perf_counter()
         generation.first_token_seconds = generation.first_token_seconds or now - start
         generation.record(tokens, result, now - since)
-        since = now
         for token, origin in zip(tokens, generation.origins[-len(tokens):]):
             emit(token, origin)
+        since = time.perf_counter()
     generation.seconds = time.perf_counter() - start
     if tree is None:
         generation.stats["verify_seconds"], generation.stats["draft_seconds"] = generation.seconds, 0.0
@@ -702,7 +707,7 @@ def faster_alone(args: argparse.Namespace, packed: Llama) -> Llama:
             times.append(time.perf_counter())
         return statistics.median(b - a for a, b in itertools.pairwise(times))
 
-    return min((packed, load_target(args)[0]), key=seconds)
+    return packed if packed.head.packed is None else min((packed, load_target(args)[0]), key=seconds)
 
 
 # --- Command line ----------------------------------------------------------------------------------------------------
@@ -749,21 +754,22 @@ def trees(args: argparse.Namespace) -> tuple[TreeConfig, TreeConfig]:
     """A chain and a tree, as the command line wants them."""
     tree = REMOTE_TREE if args.remote else TREE
     named = {name: getattr(args, name) for name in ("depth", "top_k", "total_tokens") if getattr(args, name)}
-    return TreeConfig(args.draft_length) if args.draft_length else CHAIN, replace(tree, **named)
+    if named:
+        tree = replace(tree, **named, min_confidence=0.0, min_probability=0.0)
+    return TreeConfig(args.draft_length) if args.draft_length else CHAIN, tree
 
 def load_models(args: argparse.Namespace) -> tuple[Llama, Drafter | None, Tokenizer]:
     """Target, drafter and tokenizer that the command line names, not packed yet. Raises InputError. With --remote, of
-    the target only what the drafter needs, unless --bench is to judge text written offline."""
+    the target only what the drafter needs, unless --bench is to evaluate text written offline."""
     folder = args.drafter or SHIPPED.get(args.model)
     if args.no_speculation and not args.serve:
         folder = None
     elif folder is None:
         raise InputError(f"no drafter is shipped for {args.model}: name one with --drafter, or add --no-speculation")
-    first = 0
+    last = None
     if args.remote and not args.bench:
-        N = read_json(Path(folder) / "config.json").get("target_layer_inference", 0) if folder else 0
-        first = 10**6 if type(N) is not int else -N
-    model, tokenizer = load_target(args, first)
+        last = read_json(Path(folder) / "config.json").get("target_layer_inference", 0) if folder else 0
+    model, tokenizer = load_target(args, last if type(last) is int and last >= 0 else None)
     return model, load_drafter(folder, model).to_bfloat16() if folder else None, tokenizer
 
 def run_bench(args: argparse.Namespace, model: Llama, drafter: Drafter, tokenizer: Tokenizer, config: GenerationConfig,
@@ -791,10 +797,10 @@ def run_prompt(args: argparse.Namespace, model: Llama, drafter: Drafter | None, 
 
     g = answer(model, drafter, prompt, replace(config, max_new_tokens=count), channel, emit)
     local = ("target_calls", "draft_seconds", "verify_seconds")
-    statistics = {name: value for name, value in g.stats.items() if name in local or channel and name != "drafted"}
+    stats = {name: value for name, value in g.stats.items() if name in local or channel and name != "drafted"}
     if channel:
-        statistics["disconnected"] = g.disconnected != ""
-    report(tokenizer, g.tokens, g.seconds, args.json, acceptance_length=g.acceptance_length(), **statistics)
+        stats["disconnected"] = g.disconnected != ""
+    report(tokenizer, g.tokens, g.seconds, args.json, acceptance_length=g.acceptance_length(), **stats)
     if g.stats["unverified_tokens"]:
         print(f"the server was out of reach ({g.disconnected}): {g.stats['unverified_tokens']} of these tokens are the "
               "drafter's own", file=sys.stderr)

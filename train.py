@@ -44,7 +44,7 @@ DEPTHS = 8  # of the evaluation
 LOSS_CHUNK = 256  # positions whose V-wide distributions exist at once
 
 
-# --- The method: horizons, the target's pass, the losses -------------------------------------------------------------
+# --- The method: horizons, losses, one update, evaluation ------------------------------------------------------------
 def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     """The last position whose memory each query may read, (T). answer (T) is True at the assistant's tokens.
 
@@ -58,15 +58,14 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     return torch.where(answer, position - in_run - 1, position)
 
 def loss_mask(answer: Tensor) -> Tensor:
-    """The positions that are trained, (..., T): the assistant's tokens whose next one is the assistant's too, as an
-    answer's first token comes from the target's own pass over the prompt."""
+    """The positions that are trained, (..., T): position i predicts i + 1, and both must lie in the answer."""
     return answer & F.pad(answer[..., 1:], (0, 1))
 
 @torch.no_grad()
 def target_pass(target: Llama, tokens: Tensor, N: int) -> tuple[Tensor, Tensor, Tensor]:
     """kv (B, T, L, 2 Ekv), the hidden states that enter the last N layers and the final ones, both (B, T, E)."""
     (batch, count), layers = tokens.shape, len(target.layers)
-    cache = target.new_cache(count, batch)  # its length stays 0: each layer writes its own layer from position 0
+    cache = target.new_cache(count, batch)  # its length stays 0, since both halves of the layers start at position 0
     entering = target.run_layers(target.embed_tokens(tokens), range(layers - N), cache)
     final = target.norm(target.run_layers(entering, range(layers - N, layers), cache))
     return cache.read(0, count), entering, final
@@ -105,11 +104,8 @@ def hidden_loss(predicted: Tensor, true: Tensor) -> Tensor:
     return F.smooth_l1_loss(predicted.float(), true.float().expand_as(predicted), reduction="none").mean(-1).sum()
 
 def distill(drafter: Drafter, tokens: Tensor, answer: Tensor, horizons: Tensor, args) -> tuple[Tensor, Tensor, Tensor]:
-    """From a batch, tokens and answer (B, T), horizons (R, B, T), to what is compared and what is lost:
-
-    the drafter's features (R, n, E), the target's final hidden states (n, E), and (3) the loss, its KL and its
-    hidden-state part, each summed over the trained positions of all horizons.
-    """
+    """From tokens and answer (B, T) and horizons (R, B, T) to features (R, n, E), the target's final states (n, E), and
+    a vector of the loss, its KL and its hidden-state part, each summed over trained positions and horizons."""
     kv, entering, final = target_pass(drafter.target, tokens, drafter.N)
     memory = drafter.memory(kv, final)  # (B, T, E)
     predicted, features = drafter(tokens, memory, kv, horizons)  # (R, B, T, E)
@@ -125,45 +121,6 @@ def distill(drafter: Drafter, tokens: Tensor, answer: Tensor, horizons: Tensor, 
         memory_loss = args.kl_weight * memory_kl + args.feature_weight * hidden_loss(memory, final)
         loss = loss + args.memory_weight * len(horizons) * memory_loss
     return features, final, torch.stack([loss, kl.detach(), hidden.detach()])
-
-
-# --- The loop --------------------------------------------------------------------------------------------------------
-def train(drafter: Drafter, optimizers: list, data: Conversations, sampler: Sampler, held_out: list[Sequence],
-          start: int, epoch_updates: int, args) -> None:
-    """Updates `start` to args.updates, logged, evaluated and saved on the way; an epoch has `epoch_updates`."""
-    out, rank = Path(args.out), process()[0]
-
-    def log(**record) -> None:
-        with open(out / "log.jsonl", "a") as file:
-            file.write(json.dumps(record) + "\n")
-
-    bar = tqdm(range(start, args.updates), initial=start, total=args.updates, unit=" updates", disable=rank > 0)
-    for update in bar:
-        began = time.perf_counter()
-        batch = draw_batch(data, sampler, args.batch_size)
-        loss, kl, hidden = compute_gradients(drafter, batch, update, args)
-        norm = nn.utils.clip_grad_norm_(drafter.parameters(), args.clip or math.inf).item()
-        if not math.isfinite(norm):
-            raise InputError(f"update {update + 1}: the gradient is not finite; try a lower --lr")
-        lr = learning_rate(update, args, epoch_updates)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step()
-        drafter.zero_grad()
-        done, last = update + 1, update + 1 == args.updates
-        if rank == 0:
-            speed = sum(len(s.tokens) for s in batch) / (time.perf_counter() - began)
-            bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} tokens/s")
-            log(update=done, loss=loss, kl=kl, hidden=hidden, lr=lr, grad_norm=norm, tokens_per_second=speed)
-            if done % args.eval_every == 0 or last:
-                log(update=done, **(scores := evaluate(drafter, held_out, args)))
-                depths = " ".join(f"{rate:.2f}" for rate in scores["depth_accuracy"])
-                tqdm.write(f"update {done}: held-out KL {scores['held_out_kl']:.3f}, acceptance length "
-                           f"{scores['implied_acceptance_length']:.2f}, right at depth 1..{DEPTHS}: {depths}", file=sys.stderr)
-            if done % args.save_every == 0 or last:
-                save_drafter(drafter, out)  # first: a run whose last checkpoint exists has nothing left to do
-                save_checkpoint(out / "checkpoint.pt", drafter, optimizers, data, sampler, done, args)
 
 def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args) -> tuple[float, float, float]:
     """Accumulate the gradient of one global batch; returns loss, KL and hidden-state loss per query. Every process
@@ -225,6 +182,44 @@ def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
     loss, kl, hidden = (sums / max(1, count)).tolist()
     return {"held_out_loss": loss, "held_out_kl": kl, "held_out_hidden": hidden, "depth_accuracy": rates,
             "implied_acceptance_length": 1 + float(np.cumprod(rates).sum())}
+
+
+# --- The loop --------------------------------------------------------------------------------------------------------
+def train(drafter: Drafter, optimizers: list, data: Conversations, sampler: Sampler, held_out: list[Sequence],
+          start: int, epoch_updates: int, args) -> None:
+    """Updates `start` to args.updates, logged, evaluated and saved on the way; an epoch has `epoch_updates`."""
+    out, rank = Path(args.out), process()[0]
+
+    def log(**record) -> None:
+        with open(out / "log.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    bar = tqdm(range(start, args.updates), initial=start, total=args.updates, unit=" updates", disable=rank > 0)
+    for update in bar:
+        began = time.perf_counter()
+        batch = draw_batch(data, sampler, args.batch_size)
+        loss, kl, hidden = compute_gradients(drafter, batch, update, args)
+        norm = nn.utils.clip_grad_norm_(drafter.parameters(), args.clip or math.inf).item()
+        if not math.isfinite(norm):
+            raise InputError(f"update {update + 1}: the gradient is not finite; try a lower --lr")
+        lr = learning_rate(update, args, epoch_updates)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+        drafter.zero_grad()
+        done, last = update + 1, update + 1 == args.updates
+        if rank == 0:
+            speed = sum(len(s.tokens) for s in batch) / (time.perf_counter() - began)
+            bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} tokens/s")
+            log(update=done, loss=loss, kl=kl, hidden=hidden, lr=lr, grad_norm=norm, tokens_per_second=speed)
+            if done % args.eval_every == 0 or last:
+                log(update=done, **(scores := evaluate(drafter, held_out, args)))
+                tqdm.write(f"update {done}: held-out KL {scores['held_out_kl']:.3f}, implied acceptance length "
+                           f"{scores['implied_acceptance_length']:.2f}", file=sys.stderr)
+            if done % args.save_every == 0 or last:
+                save_drafter(drafter, out)  # first: a run whose last checkpoint exists has nothing left to do
+                save_checkpoint(out / "checkpoint.pt", drafter, optimizers, data, sampler, done, args)
 
 def learning_rate(update: int, args, epoch_updates: int) -> float:
     """`paper`: 50 updates up to 20 times the rate, linearly down to the rate over the first epoch, constant after.
@@ -288,7 +283,7 @@ class Conversations:
                         if line.strip() and "assistant" not in [message["role"] for message in read_messages(line)]:
                             raise ValueError("no answer")
                         places += [(file_number, offset, len(line))] if line.strip() else []
-                    except (ValueError, RecursionError) as error:  # InputError is a ValueError too
+                    except (ValueError, TypeError, RecursionError) as error:  # InputError is a ValueError too
                         skipped += 1
                         print(f"skipped {path}, line {line_number}: {error}", file=sys.stderr)
                     offset += len(line)
@@ -456,7 +451,7 @@ def read_questions(path: str | Path) -> Iterator[str]:
     """What the user asks first in each conversation of a file. Raises InputError."""
     with input_errors(f"{path}: cannot be read", OSError), open(path, "rb") as file:
         for line in file:
-            with suppress(ValueError, StopIteration):
+            with suppress(ValueError, TypeError, StopIteration):
                 yield next(m["content"] for m in read_messages(line) if m["role"] == "user" and m["content"])
 
 def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
@@ -530,11 +525,21 @@ def parse_arguments() -> argparse.Namespace:
     add("--json", action="store_true", help="end with the last record of the log, a JSON object, on stdout")
     args = parser.parse_args()
     args.dtype = args.dtype or default_dtype(args.device)
+    return args
+
+def can_resume(args) -> bool:
+    """Whether there is a checkpoint. Raises InputError for invalid arguments, and where work would be overwritten."""
     if args.run_length[0] > args.run_length[1]:
         raise InputError(f"--run-length {args.run_length[0]} {args.run_length[1]}: the low end comes first")
     if args.dtype == "float16":
         raise InputError("--dtype float16 would need a gradient scaler; train in bfloat16 or float32")
-    return args
+    if args.synthesize and dist.is_torchelastic_launched():
+        raise InputError("--synthesize is for one process; run it without torchrun")
+    with input_errors(f"--out {args.out}", OSError):
+        checkpoint, drafter = (Path(args.out, name).exists() for name in ("checkpoint.pt", "model.safetensors"))
+    if not args.synthesize and (drafter or checkpoint) and not (args.resume and checkpoint):
+        raise InputError(f"{args.out} holds work: --resume goes on from a checkpoint, else choose another --out")
+    return checkpoint
 
 def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -> Drafter:
     """One with fresh weights and the sizes that the command line asks for."""
@@ -553,12 +558,7 @@ def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -
 
 def main() -> None:
     args = parse_arguments()
-    out = Path(args.out)
-    with input_errors(f"--out {out}", OSError):
-        resuming = (out / "checkpoint.pt").exists() and not args.synthesize  # if not: it was killed before its first
-        in_use = not args.resume if resuming else (out / "model.safetensors").exists()
-        if in_use and not args.synthesize:
-            raise InputError(f"{out} holds a drafter or a checkpoint: add --resume to go on, or choose another --out")
+    out, resuming = Path(args.out), can_resume(args)
     if dist.is_torchelastic_launched():  # by torchrun
         if args.device.startswith("cuda"):
             args.device = f"cuda:{os.environ['LOCAL_RANK']}"

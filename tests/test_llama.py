@@ -190,7 +190,7 @@ def test_a_bfloat16_checkpoint_is_loaded_without_a_float32_copy(copy):
 
 
 def test_a_model_without_its_first_layers_computes_the_others(tiny):
-    last = llama.load_model(UNTIED, first=2)
+    last = llama.load_model(UNTIED, last=1)
     assert not [name for name, _ in last.named_parameters() if name.startswith(("layers.0.", "layers.1."))]
     x = last.run_layers(tiny.run_layers(tiny.embed_tokens(TOKENS), range(2)), range(2, 3))
     close(last.head(last.norm(x)), tiny(TOKENS))

@@ -79,7 +79,7 @@ def models() -> tuple[Llama, Drafter]:
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr(netsim, "MIN_TIMEOUT", 0.2)
-    monkeypatch.setattr(speculate, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(speculate, "INITIAL_BACKOFF", 0.0)
 
 
 def connect(server: MessageServer, secret: str = "", after: bytes = b"") -> tuple[socket.socket, dict]:
