@@ -484,7 +484,8 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
     config = read_json(path / "config.json")
     stated = {name: config[name] for name in DrafterConfig.__dataclass_fields__ if config.get(name) is not None}
     for name, value in stated.items():
-        valid = isinstance(value, bool) if name.startswith("use_") else type(value) is int and value >= 0
+        least = 0 if name == "target_layer_inference" else 1
+        valid = isinstance(value, bool) if name.startswith("use_") else type(value) is int and value >= least
         if name in ("rms_norm_eps", "rope_theta"):
             valid = type(value) in (int, float) and 0 < value < math.inf
         if name == "draft_vocabulary":  # distinct ids
@@ -492,8 +493,7 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
             valid, stated[name] = 0 < len(ids) == len(value), tuple(sorted(ids))
         if not valid:
             raise InputError(f"{path / 'config.json'}: {name} is invalid: {value!r:.40}")
-    with input_errors(f"{path / 'config.json'}: num_attention_heads or another size", InputError, RuntimeError,
-                      ZeroDivisionError, TypeError):
+    with input_errors(path / "config.json", InputError, RuntimeError, TypeError):
         heads = stated.get("num_attention_heads", t.num_attention_heads)
         lsa_heads = stated.get("layer_self_attention_num_attention_heads", t.num_attention_heads)
         values = {"num_attention_heads": heads, "layer_self_attention_num_attention_heads": lsa_heads,

@@ -237,7 +237,8 @@ def quantize_memory(memory: Memory) -> dict[str, Tensor]:
 def dequantize_memory(tokens: list[int], tensors: dict[str, Tensor], state: DraftState) -> Memory:
     """The memory of these tokens. Raises LookupError, RuntimeError or ValueError for other shapes, and NaN."""
     def states(name: str, shape: list[int], dtype: torch.dtype) -> Tensor:
-        values, scale = tensors[name].view(*shape[:-1], 2, -1), tensors[name + "_scale"].view(*shape[:-1], 2, 1)
+        values = tensors[name].view(*shape[:-1], 2, shape[-1] // 2)
+        scale = tensors[name + "_scale"].view(*shape[:-1], 2, 1)
         x = (values.float() * scale.float()).view(shape)
         if not x.isfinite().all():
             raise ValueError(f"{name} holds NaN")

@@ -180,8 +180,8 @@ def test_the_same_test_rejects_a_server_that_takes_another_q(monkeypatch):
 def test_the_server_rejects_by_the_very_q_that_the_drafts_were_drawn_from(tree, monkeypatch):
     target, sent, received = new_target(300, sharpness=5.0, context=128), [], []
     drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)
-    ask, verify = RemoteTarget.ask, LocalTarget.verify
-    monkeypatch.setattr(RemoteTarget, "ask", lambda self, draft: sent.append(draft) or ask(self, draft))
+    ask, verify = RemoteTarget.verify_remote, LocalTarget.verify
+    monkeypatch.setattr(RemoteTarget, "verify_remote", lambda self, draft: sent.append(draft) or ask(self, draft))
     monkeypatch.setattr(LocalTarget, "verify", lambda self, draft: received.append(draft) or verify(self, draft))
     with serving_models(target, drafter) as server:
         answer(target, drafter, PROMPT, GenerationConfig(100, 1.5, 0.3, tree=tree), channel_to(server))
@@ -356,12 +356,12 @@ def test_a_wrong_secret_is_refused_in_constant_time_before_more_is_read(models, 
         for secret, after in (("", b""), ("tulips", frame({"call": "read"})), ("tuli", bytes(1000))):
             sock, greeting = connect(server, secret, after)
             sock.close()
-            assert greeting == {"refused": "wrong secret"} and sessions == []
+            assert greeting["refused"].startswith("wrong secret") and sessions == []
         with (socket.create_connection(server.server_address) as sock,
               socket.create_connection(server.server_address) as other):
             nonce, _ = (end.recv(NONCE, socket.MSG_WAITALL) for end in (sock, other))
             other.sendall(hmac.digest(b"tulip", nonce, "sha256"))  # an answer to another connection's nonce
-            assert receive_message(other, LIMIT, soon())[0] == {"refused": "wrong secret"}
+            assert receive_message(other, LIMIT, soon())[0] ["refused"].startswith("wrong secret")
         with pytest.raises(InputError, match="lost before its first token: the server refused: wrong secret"):
             answer(*models, PROMPT, CONFIG, Channel(server.server_address, "rose", Network(Link())))
         assert answer(*models, PROMPT, CONFIG, channel_to(server)).tokens == target_alone(models[0], 24)
@@ -462,7 +462,7 @@ def is_running(pid: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("end, status", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize("end, status", [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_however_the_client_ends_its_own_server_ends_too(end, status):
     command = [sys.executable, ROOT / "speculate.py", "--remote", "--max-new-tokens", "1000", *QUESTION]
     default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's & ignores it
@@ -481,7 +481,7 @@ def test_however_the_client_ends_its_own_server_ends_too(end, status):
     ([*HI, "--bandwidth", "5"], "a bandwidth like"), ([*HI, "--disconnect-after", "0"], "--disconnect-after"),
     ([*HI, "--network", "3g"], "--network"), ([*HI, "here"], "HOST:PORT"), ([*HI, "localhost:99999"], "HOST:PORT"),
     (["--serve", "1234"], "HOST:PORT"), (["--serve", "127.0.0.1:0", "--prompt", "Hi"], "not allowed with"),
-    (["--serve", "0.0.0.0:0"], "a secret is needed to serve beyond this machine"),
+    (["--serve", "0.0.0.0:0"], "to serve beyond this machine, set a secret"),
     (["--serve", "a..b:7000"], "cannot serve at a..b:7000"),
     ([*HI, "--total-tokens", "65"], "64"), ([*HI, "a..b:7000"], "no server at a..b:7000"),
     ([*HI, "127.0.0.1:9"], "no server at 127.0.0.1:9"), ([*HI, "--model", "some/model"], "no drafter is shipped"),
