@@ -58,7 +58,7 @@ SHIPPED = {DEFAULT_MODEL: Path(__file__).parent / "weights" / DEFAULT_MODEL}
 PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
 TREE = TreeConfig(depth=6, top_k=3, total_tokens=8, min_confidence=0.15, min_probability=0.04)
 CHAIN = TreeConfig(depth=6, min_confidence=0.2)
-REMOTE_TREE = TreeConfig(depth=16, top_k=3, total_tokens=32, min_confidence=0.05, min_probability=0.005)
+REMOTE_TREE = TreeConfig(depth=16, top_k=3, total_tokens=32, min_confidence=0.1, min_probability=0.02)
 
 @dataclass(frozen=True)
 class GenerationConfig:
