@@ -166,7 +166,7 @@ def sequences(target: Llama, drafter: Drafter, config: GenerationConfig, count: 
 def test_whole_sequences_are_distributed_as_the_targets_own(tree, top_p, lookup, choices):
     target = new_target(VOCABULARY, layers=1)
     config = GenerationConfig(LENGTH, TEMPERATURE, top_p, tree=tree, lookup=lookup)
-    assert excess(sequences(target, new_drafter(target, **choices), config, 400), exact_distribution(target, top_p)) < 4
+    assert excess(sequences(target, new_drafter(target, **choices), config, 280), exact_distribution(target, top_p)) < 4
 
 
 def test_the_same_test_rejects_a_server_that_takes_another_q(monkeypatch):
@@ -220,7 +220,7 @@ def check(target: Llama, result: Generation, emitted: list[tuple[int, Origin]], 
     return verified
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_an_outage_at_any_moment_costs_verification_only_for_as_long_as_it_lasts(seed, impatient):
     rng, target, emitted = random.Random(seed), new_target(16, context=128), []
     drafter = new_drafter(target, **rng.choice([{}, dict(target_layer_inference=2), dict(use_cross_attention=False)]))
@@ -244,7 +244,7 @@ def test_an_outage_at_any_moment_costs_verification_only_for_as_long_as_it_lasts
     assert len(os.listdir("/proc/self/fd")) == sockets
 
 
-@pytest.mark.parametrize("deed, seed", [("kill", n) for n in range(16)] + [("restart", 0), ("restart", 1), ("stop", 0)])
+@pytest.mark.parametrize("deed, seed", [("kill", n) for n in range(8)] + [("restart", 0), ("restart", 1), ("stop", 0)])
 def test_a_server_that_is_lost_at_any_moment_costs_verification_until_it_is_back(deed, seed, impatient, monkeypatch):
     rng, target, emitted, threads = random.Random(seed), new_target(16, context=128), [], threading.active_count()
     drafter, moment = new_drafter(target, target_layer_inference=rng.choice([0, 2])), rng.randrange(1, 80)

@@ -160,15 +160,15 @@ PARTIAL = dict(draft_vocabulary=(0, 2, 4))
     (TreeConfig(2, 2, 8, **CONFIDENT), 1.0, dict(target_layer_inference=1, **PARTIAL))], ids=str)
 def test_whole_sequences_are_distributed_as_the_targets_own(tree, top_p, choices):
     target = new_target(VOCABULARY, layers=1)
-    assert sequences_excess(target, new_drafter(target, **choices), tree, top_p, 400) < 4
+    assert sequences_excess(target, new_drafter(target, **choices), tree, top_p, 280) < 4
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 def test_whole_sequences_with_lookup_are_distributed_as_the_targets_own(top_p):
     target = new_target(VOCABULARY, layers=1)
-    assert sequences_excess(target, None, TreeConfig(2), top_p, 400, lookup=True) < 4
+    assert sequences_excess(target, None, TreeConfig(2), top_p, 280, lookup=True) < 4
     repetitive = [1, 4, 0, 1, 4, 1, 1, 4, 2, 1, 4, 3, 1, 4, 4, 1, 4]  # lookup finds any first token
-    assert sequences_excess(target, new_drafter(target), WIDE, top_p, 400, repetitive, lookup=True) < 4
+    assert sequences_excess(target, new_drafter(target), WIDE, top_p, 280, repetitive, lookup=True) < 4
 
 
 def redraw_from_p(p, draft, generator):
