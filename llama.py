@@ -219,8 +219,8 @@ class KVCache:
         self.length = 0
 
     def append(self, layer: int, kv: Tensor) -> Tensor:
-        """Write one layer's kv (B, Hkv, T, 2D) after `length`, but leave that to the caller, for when all layers have
-        written. Returns (B, Hkv, length + T, 2D), a view."""
+        """Write one layer's kv (B, Hkv, T, 2D) after `length`, which the caller moves when all layers have written.
+        Returns (B, Hkv, length + T, 2D), a view."""
         end = self.length + kv.shape[2]
         self.kv[layer, :, :, self.length:end] = kv
         return self.kv[layer, :, :, :end]

@@ -109,11 +109,11 @@ def test_keeping_a_path_of_a_tree_equals_a_forward_over_only_that_path(tiny, pat
     close(cache.read(0, cache.length), linear_cache.read(0, linear_cache.length))  # in the order of the path
 
 
-@pytest.mark.skipif(not llama.can_pack(torch.ones(1)), reason="PyTorch has no oneDNN here, which packing is for")
 @both
 def test_a_packed_model_gives_the_same_logits_for_any_number_of_rows(folder):
     model, packed = llama.load_model(folder), llama.load_model(folder).pack()
-    assert {name for name, _ in packed.named_parameters() if "norm" not in name} == {"embed_tokens.weight"}
+    if llama.can_pack(torch.ones(1)):  # elsewhere it stays as it is, and all below holds too
+        assert {name for name, _ in packed.named_parameters() if "norm" not in name} == {"embed_tokens.weight"}
     caches = model.new_cache(200), packed.new_cache(200)
     for rows in (*range(1, 18), 40):
         expected, hidden = (m.hidden(TOKENS[:1, :rows], cache) for m, cache in zip((model, packed), caches))

@@ -192,7 +192,6 @@ def test_a_cycle_costs_its_new_tokens_only(target):
         assert rows == Counter({"SA keys": count + drafts, "SA": drafts, "LSA": count * LAYERS, "memory": count})
 
 
-@pytest.mark.skipif(not can_pack(torch.ones(1)), reason="PyTorch has no oneDNN here, which packing is for")
 @pytest.mark.parametrize("choices", [
     dict(), dict(target_layer_inference=2), dict(use_cross_attention=False), dict(use_layer_self_attention=False),
     dict(draft_vocabulary=PARTIAL)], ids=str)
@@ -203,10 +202,11 @@ def test_packed_it_drafts_the_same_and_in_bfloat16_almost_the_same(target, choic
         twin = copy.deepcopy(target)
         packed = new_drafter(twin, **choices).to_bfloat16().pack()
         state = state_after(twin.pack(), packed, tokens)
-        assert packed.dtype == state.self_cache.kv.dtype == (torch.bfloat16 if bfloat16 else torch.float32)
+        packs = can_pack(torch.ones(1))  # elsewhere it stays as it is, and all below holds too
+        assert packed.dtype == state.self_cache.kv.dtype == (torch.bfloat16 if bfloat16 and packs else torch.float32)
         assert packed.rotary.dtype == twin.norm.weight.dtype == torch.float32
         if not bfloat16:
-            assert packed.self_attention.self_attn.o_proj.weight is None is packed.head_weight
+            assert not packs or packed.self_attention.self_attn.o_proj.weight is None is packed.head_weight
             assert state.draft(2, tree) == state_after(target, drafter, tokens).draft(2, tree)
         for rows in range(1, 18, 8 if bfloat16 else 1):
             drafts = random_tokens(1 + rows), [-1] + [0] * rows
