@@ -35,7 +35,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Callable, Iterator, Protocol
+from typing import Callable, Iterator
 
 import safetensors.torch
 from safetensors import SafetensorError
@@ -276,20 +276,14 @@ def answer_nonce(secret: str, nonce: bytes) -> bytes:
 
 
 # --- The server ------------------------------------------------------------------------------------------------------
-class Session(Protocol):
-    """What answers one client. `answer` raises ValueError, LookupError or TypeError for a malformed request."""
-
-    greeting: dict
-
-    def answer(self, fields: dict, tensors: dict[str, Tensor]) -> Iterator[tuple[dict, dict[str, Tensor]]]:
-        """Replies to one request, (fields, tensors) each; "more" in fields is True for all but the last."""
-
 class MessageServer(socketserver.ThreadingTCPServer):
-    """Listens, and gives every client that knows the secret a session and a thread of its own."""
+    """Listens, and gives every client that knows the secret a session and a thread of its own. A session has fields to
+    greet with, `greeting`, and a generator `answer(fields, tensors)` of replies to a request, (fields, tensors) too; in
+    all but the last "more" is True. It raises ValueError, LookupError or TypeError for a malformed request."""
 
     allow_reuse_address, request_queue_size = True, 128
 
-    def __init__(self, address: tuple[str, int], secret: str, new_session: Callable[[], Session], limit: int = 1 << 20,
+    def __init__(self, address: tuple[str, int], secret: str, new_session: Callable, limit: int = 1 << 20,
                  max_clients: int = 8, idle_seconds: float = 300.0):
         """limit: bytes of a request. Raises OSError or ValueError where it cannot or must not listen."""
         self.secret, self.new_session, self.limit, self.idle_seconds = secret, new_session, limit, idle_seconds
@@ -357,7 +351,7 @@ class Connection(socketserver.BaseRequestHandler):
             self.send({"refused": "wrong secret; both sides take it from MOA_SECRET"})
             raise ProtocolError("wrong secret")
 
-    def answer_request(self, session: Session) -> None:
+    def answer_request(self, session) -> None:
         if not select.select([self.request], [], [], self.server.idle_seconds)[0]:
             raise ProtocolError(f"disconnected after {self.server.idle_seconds:g} s without a request")
         fields, tensors, _ = receive_message(self.request, self.server.limit, time.monotonic() + CONNECT_SECONDS)

@@ -361,8 +361,8 @@ def call_api(channel: Channel, prompt: list[int], config: GenerationConfig) -> I
             yield token
 
 class TargetSession:
-    """The server's side of one client, a netsim.Session. All models' work is done in turn by one worker thread: PyTorch
-    keeps a pool of threads for each thread that calls it."""
+    """The server's side of one client, a session of MessageServer. All models' work is done in turn by one worker
+    thread: PyTorch keeps a pool of threads for each thread that calls it."""
 
     def __init__(self, model: Llama, drafter: Drafter, worker: ThreadPoolExecutor):
         self.model, self.drafter, self.worker = model, drafter, worker
@@ -514,7 +514,6 @@ class Generation:
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     seconds: float = 0.0
-    first_token_seconds: float = 0.0
     stats: dict[str, float] = field(default_factory=lambda: dict(
         target_calls=0, drafted=0, draft_seconds=0.0, verify_seconds=0.0, unverified_tokens=0))
     disconnected: str = ""  # or why the server was out of reach
@@ -559,7 +558,6 @@ def answer(model: Llama, drafter: Drafter | None, prompt: list[int], config: Gen
     since = start
     for tokens, result in cycles:
         now = time.perf_counter()
-        generation.first_token_seconds = generation.first_token_seconds or now - start
         generation.record(tokens, result, now - since)
         for token, origin in zip(tokens, generation.origins[-len(tokens):]):
             emit(token, origin)
@@ -669,7 +667,6 @@ def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Gener
            "draft_share": total["draft_seconds"] / seconds, "verify_share": total["verify_seconds"] / seconds,
            "identical": sum(g.tokens == b.tokens for g, b in zip(ours, bases)) / len(runs)}
     if ":" in name:
-        row["first_token_seconds"] = statistics.median(g.first_token_seconds for g in ours)
         row |= {f"{key}_per_token": total[key] / verified for key in ("round_trips", "bytes_up", "bytes_down")}
     return row | (offline_quality(model, ours, bases) if total["unverified_tokens"] else {})
 
