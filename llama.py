@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterable, Iterator
 
 import tokenizers
 import torch
@@ -152,15 +152,20 @@ class Attention(nn.Module):
 
     def forward(self, q: Tensor, kv: Tensor, mask: Tensor | str | None) -> Tensor:
         """Queries (B, H, T, D) over kv (B, Hkv, S, 2D) -> (B, T, E). mask (T, S) or (B, 1, T, S) is True where a query
-        may look. None: everywhere. CAUSAL: at itself and all before it, for T = S; the rest is not even computed."""
+        may look. None: everywhere. CAUSAL: at itself and all before it, for T = S; the rest is not even computed.
+        Floats, 0 or -inf, are added to the scores: for the rows of a batch, where PyTorch's kernel is slow on a CPU."""
         k, v = kv.chunk(2, dim=-1)
         causal, shape = mask is CAUSAL, q.shape
-        if q.dtype != torch.float32 and (shape[2] == 1 or isinstance(mask, Tensor)):
+        ragged = isinstance(mask, Tensor) and mask.is_floating_point()
+        if ragged or q.dtype != torch.float32 and (shape[2] == 1 or isinstance(mask, Tensor)):
             # Heads of a group ask the same keys: make them rows of one query. In half precision, grouped heads under a
             # mask fall to a GPU's slowest kernel, and for one token they take a CPU up to six times as long.
             q = q.reshape(len(q), self.kv_heads, -1, self.head_dim)
             mask = None if mask is None else torch.cat([mask] * (self.heads // self.kv_heads), dim=-2)
-        out = F.scaled_dot_product_attention(q, k, v, None if causal else mask, is_causal=causal, enable_gqa=True)
+        if ragged:
+            out = torch.softmax((q * self.head_dim**-0.5) @ k.transpose(-1, -2) + mask, dim=-1) @ v
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, None if causal else mask, is_causal=causal, enable_gqa=True)
         return self.o(out.reshape(shape).transpose(1, 2).flatten(2))
 
 class MLP(nn.Module):
@@ -210,25 +215,49 @@ class DecoderLayer(nn.Module):
                      self.input_layernorm, self.post_attention_layernorm):
             part.pack()
 
+@dataclass
 class KVCache:
-    """Keys and values of every layer, side by side: kv (L, B, Hkv, capacity, 2D), `length` positions of it in use.
-    To forget the newest is to make `length` smaller."""
+    """Keys and values of every layer, side by side: kv (L, B, Hkv, capacity, 2D). Row b has lengths[b] positions in
+    use: to forget the newest is to make that smaller."""
 
-    def __init__(self, layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, device, dtype):
-        self.kv = torch.zeros(layers, batch, kv_heads, capacity, 2 * head_dim, device=device, dtype=dtype)
-        self.length = 0
+    kv: Tensor
+    lengths: list[int]
+
+    @property
+    def length(self) -> int:
+        return max(self.lengths)
+
+    @length.setter
+    def length(self, length: int) -> None:
+        self.lengths = [length] * len(self.lengths)
 
     def append(self, layer: int, kv: Tensor) -> Tensor:
-        """Write one layer's kv (B, Hkv, T, 2D) after `length`, which the caller moves when all layers have written.
+        """Write one layer's kv (B, Hkv, T, 2D) after `lengths`, which the caller moves when all layers have written.
         Returns (B, Hkv, length + T, 2D), a view."""
-        end = self.length + kv.shape[2]
-        self.kv[layer, :, :, self.length:end] = kv
-        return self.kv[layer, :, :, :end]
+        rows, end = len(self.lengths), self.length + kv.shape[2]
+        if min(self.lengths) == self.length:
+            self.kv[layer, :rows, :, self.length:end] = kv
+        else:
+            index = torch.arange(rows, device=kv.device)[:, None], self.positions(kv.shape[2])
+            self.kv[layer].transpose(1, 2)[index] = kv.transpose(1, 2)
+        return self.kv[layer, :rows, :, :end]
 
-    def extend(self, kv: Tensor) -> None:
-        """Write all layers' kv (L, B, Hkv, T, 2D) at once."""
-        start, self.length = self.length, self.length + kv.shape[3]
-        self.kv[:, :, :, start:self.length] = kv
+    def positions(self, count: int) -> Tensor:
+        """Of the next `count` tokens of each row, (B, count)."""
+        device = self.kv.device
+        return torch.tensor(self.lengths, device=device)[:, None] + torch.arange(count, device=device)
+
+    def extend(self, kv: Tensor, rows: list[int], places: list[int]) -> None:
+        """Write all layers' kv (L, 1, Hkv, n, 2D) at once, each token at the end of its row."""
+        self.kv[:, rows, :, places] = kv[:, 0].permute(2, 0, 1, 3)  # (n, L, Hkv, 2D): indexed dimensions come first
+        for row in rows:
+            self.lengths[row] += 1
+
+    def drop_row(self, row: int) -> None:
+        """Forget a row; the last one takes its place."""
+        length, last = self.lengths.pop(), len(self.lengths)
+        if row < last:
+            self.kv[:, row, :, :length], self.lengths[row] = self.kv[:, last, :, :length], length
 
     def keep_path(self, start: int, rows: list[int]) -> None:
         """Of the positions from `start` on keep only start + rows, in that order: the accepted path of a tree."""
@@ -246,6 +275,17 @@ def causal_mask(count: int, total: int, device) -> Tensor | str | None:
     if count == 1:
         return None
     return CAUSAL if count == total else torch.ones(count, total, dtype=torch.bool, device=device).tril(total - count)
+
+def causal_step(cache: KVCache, count: int, rotary: Tensor) -> tuple[Tensor, Tensor | str | None]:
+    """Rotary angles and mask for the next `count` tokens of every row of a cache."""
+    past = cache.length
+    if min(cache.lengths) == past:
+        return rotary[:, past:past + count], causal_mask(count, past + count, rotary.device)
+    positions = cache.positions(count)  # (B, T)
+    hidden = torch.arange(past + count, device=rotary.device) > positions.unsqueeze(-1)  # (B, T, S)
+    mask = torch.zeros_like(hidden, dtype=cache.kv.dtype).masked_fill_(hidden, -torch.inf).unsqueeze(1)  # (B, 1, T, S)
+    positions = positions.clamp(max=rotary.shape[1] - 1)  # drafts beyond the context are never accepted
+    return rotary[:, positions].unsqueeze(2), mask  # angles (2, B, 1, T, D)
 
 
 # --- The model --------------------------------------------------------------------------------------------------------
@@ -292,17 +332,20 @@ class Llama(nn.Module):
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         c = self.config
-        return KVCache(c.num_hidden_layers, batch, c.num_key_value_heads, capacity, c.head_dim, self.device, self.dtype)
+        shape = c.num_hidden_layers, batch, c.num_key_value_heads, capacity, 2 * c.head_dim
+        return KVCache(torch.zeros(shape, device=self.device, dtype=self.dtype), [0] * batch)
 
     def run_layers(self, x: Tensor, layers: range, cache: KVCache | None = None,
                    ancestors: Tensor | None = None) -> Tensor:
         """The residual stream x (B, T, E) through some of the layers; new keys and values go to the cache."""
-        past, count = cache.length if cache else 0, x.shape[1]
-        if ancestors is None:
-            rope, mask = self.rotary[:, past:past + count], causal_mask(count, past + count, x.device)
-        else:
-            rope = self.rotary[:, past - 1 + ancestors.sum(-1).to(x.device)]  # (2, T, D): a position is a row's depth
-            mask = F.pad(ancestors, (past, 0), value=True).to(x.device)  # (T, S)
+        count = x.shape[1]
+        if cache is None:
+            rope, mask = self.rotary[:, :count], causal_mask(count, count, x.device)
+        elif ancestors is None:
+            rope, mask = causal_step(cache, count, self.rotary)
+        else:  # a position is a token's depth
+            rope = self.rotary[:, cache.length - 1 + ancestors.sum(-1).to(x.device)]  # (2, T, D)
+            mask = F.pad(ancestors, (cache.length, 0), value=True).to(x.device)  # (T, S)
         for i in layers:
             x = self.layers[i](x, rope, mask, partial(cache.append, i) if cache else (lambda kv: kv))
         return x
@@ -312,7 +355,7 @@ class Llama(nn.Module):
         ancestors (T, T) bool, for a tree of tokens: row i is True at i and its ancestors. None: a chain."""
         x = self.run_layers(self.embed_tokens(tokens), range(len(self.layers)), cache, ancestors)
         if cache:
-            cache.length += tokens.shape[1]
+            cache.lengths = [length + tokens.shape[1] for length in cache.lengths]
         return self.norm(x)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -321,6 +364,27 @@ class Llama(nn.Module):
 
 
 # --- Sampling and generation ------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class GenerationConfig:
+    """How to go on after a prompt. What is generated follows from this and the prompt alone."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+
+    def sampling(self, device) -> Sampling:
+        return Sampling(self.temperature, self.top_p, torch.Generator(device).manual_seed(self.seed))
+
+@dataclass
+class Sampling:
+    """How tokens are drawn, by the target as by the drafter."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    generator: torch.Generator | None = None
+
 def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
     """The distribution that tokens are drawn from, float32 (..., V). Temperature 0 puts all of it on the argmax; top_p
     keeps the likeliest tokens until their sum reaches it (nucleus sampling, Holtzman et al. 2020)."""
@@ -328,7 +392,9 @@ def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Ten
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     p = torch.softmax(logits.float() / temperature, dim=-1)
     if top_p < 1:
-        ordered, order = p.sort(dim=-1, descending=True)
+        ordered, order = p.topk(min(1024, p.shape[-1]))  # nearly always enough, and ten times as fast as sorting all
+        if (ordered.sum(-1) < top_p).any():
+            ordered, order = p.sort(dim=-1, descending=True)
         ordered[ordered.cumsum(-1) - ordered >= top_p] = 0  # what comes before a token reached top_p without it
         p = torch.zeros_like(p).scatter_(-1, order, ordered)
         p = p / p.sum(-1, keepdim=True)
@@ -346,25 +412,97 @@ def sample(p: Tensor, generator: torch.Generator) -> Tensor:
     """Draw from p (..., V) -> (...)."""
     return gumbel_topk(p, 1, generator)[..., 0]
 
-def sample_next(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
-    """The next token: the likeliest at temperature 0, else one drawn. (..., V) -> (...)"""
-    if temperature == 0:
-        return logits.argmax(-1)
-    return sample(probabilities(logits, temperature, top_p), generator)
+def sample_next(logits: Tensor, samplings: list[Sampling]) -> list[int]:
+    """The next token of each of B conversations: the likeliest at temperature 0, else one drawn. logits (B, V)."""
+    tokens = logits.argmax(-1).tolist()
+    for temperature, top_p in {(s.temperature, s.top_p) for s in samplings if s.temperature > 0}:
+        rows = [row for row, s in enumerate(samplings) if (s.temperature, s.top_p) == (temperature, top_p)]
+        for row, p in zip(rows, probabilities(logits[rows], temperature, top_p)):
+            tokens[row] = int(sample(p, samplings[row].generator))
+    return tokens
 
 @torch.inference_mode()
-def generate(model: Llama, prompt: list[int], max_new_tokens: int, stop_ids: set[int] = frozenset(),
-             temperature: float = 0.0, top_p: float = 1.0, generator: torch.Generator | None = None) -> Iterator[int]:
+def generate(model: Llama, prompt: list[int], config: GenerationConfig) -> Iterator[int]:
     """The target alone, token by token, up to and including a stop token. All must fit the model's context."""
-    generator = generator or torch.Generator(model.device).manual_seed(0)
-    cache, tokens = model.new_cache(len(prompt) + max_new_tokens), prompt
-    for _ in range(max_new_tokens):
+    cache, sampling, tokens = model.new_cache(len(prompt) + config.max_new_tokens), config.sampling(model.device), prompt
+    for _ in range(config.max_new_tokens):
         hidden = model.hidden(torch.tensor([tokens], device=model.device), cache)  # (1, T, E)
-        token = sample_next(model.head(hidden[:, -1]), temperature, top_p, generator).item()
-        yield token
-        if token in stop_ids:
+        tokens = sample_next(model.head(hidden[:, -1]), [sampling])
+        yield tokens[0]
+        if tokens[0] in config.stop_ids:
             return
-        tokens = [token]
+
+@dataclass
+class Conversation:
+    """One of a batch, and in how many passes after that over its prompt it has come so far."""
+
+    key: object  # its caller's
+    config: GenerationConfig
+    sampling: Sampling
+    tokens: list[int]
+    target_calls: int = 0
+    ended: bool = False
+
+    def extend(self, tokens: list[int]) -> None:
+        for token in tokens:
+            if not self.ended:
+                self.tokens.append(token)
+                self.ended = len(self.tokens) == self.config.max_new_tokens or token in self.config.stop_ids
+
+class Batch:
+    """Continuous batching (Yu et al. 2022): every row of the cache is a conversation, and a row whose conversation ends
+    is handed to the next one at once. A pass reads the weights once for all of them."""
+
+    def __init__(self, model: Llama, rows: int, capacity: int):
+        self.model, self.rows, self.cache = model, rows, model.new_cache(capacity, rows)
+        self.caches = [self.cache]  # in all of which a conversation has the same row
+        self.cache.lengths, self.conversations = [], []
+
+    def run(self, take: Callable[[], tuple[object, list[int], GenerationConfig] | None]) -> Iterator[Conversation]:
+        """Conversations as they end. `take` gives (key, prompt, config) for a free row; None: there is none for now."""
+        conversations = self.conversations
+        while True:
+            if len(conversations) < self.rows and (item := take()):
+                key, prompt, config = item
+                c = Conversation(key, config, config.sampling(self.model.device), [])
+                conversations.append(c)
+                c.extend(sample_next(self.model.head(self.read(prompt)[:, -1]), [c.sampling]))
+            elif conversations:
+                for c, tokens in zip(conversations, self.advance()):
+                    c.extend(tokens)
+                    c.target_calls += 1
+            else:
+                return
+            for row in reversed(range(len(conversations))):
+                if conversations[row].ended:
+                    for cache in self.caches:
+                        cache.drop_row(row)
+                    ended, conversations[row] = conversations[row], conversations[-1]
+                    conversations.pop()
+                    yield ended
+
+    def read(self, prompt: list[int]) -> Tensor:
+        """Open a row with this prompt: final hidden states (1, T, E)."""
+        row = KVCache(self.cache.kv[:, len(self.cache.lengths):][:, :1], [0])  # a view
+        hidden = self.model.hidden(torch.tensor([prompt], device=self.model.device), row)
+        self.cache.lengths += row.lengths
+        return hidden
+
+    def advance(self) -> list[list[int]]:
+        """One pass for all rows: the new tokens of each."""
+        newest = torch.tensor([c.tokens[-1:] for c in self.conversations], device=self.model.device)  # (B, 1)
+        logits = self.model(newest, self.cache)[:, -1]  # (B, V)
+        return [[token] for token in sample_next(logits, [c.sampling for c in self.conversations])]
+
+@torch.inference_mode()
+def generate_batch(model: Llama, prompts: Iterable[tuple[list[int], GenerationConfig]], rows: int,
+                   capacity: int | None = None) -> Iterator[tuple[int, list[int]]]:
+    """What `generate` says for each (prompt, config), `rows` of them at a time: (index, tokens), as they end. capacity:
+    positions of the longest prompt with its answer (default: the model's context)."""
+    waiting = ((index, *prompt) for index, prompt in enumerate(prompts))
+    batch = Batch(model, rows, capacity or model.config.max_position_embeddings)
+    for conversation in batch.run(lambda: next(waiting, None)):
+        yield conversation.key, conversation.tokens
 
 
 # --- Packed weights: linear layers that are fast on a CPU for a few rows --------------------------------------------
@@ -885,9 +1023,9 @@ def main() -> None:
     model, tokenizer = load_target(args)
     prompt = tokenizer.chat([{"role": "user", "content": args.prompt}])
     count = answer_length(model, prompt, args.max_new_tokens)
-    generator = torch.Generator(args.device).manual_seed(args.seed)
+    config = GenerationConfig(count, args.temperature, args.top_p, args.seed, frozenset(tokenizer.stop_ids))
     tokens, stream, start = [], tokenizer.stream(), time.perf_counter()
-    for token in generate(model, prompt, count, tokenizer.stop_ids, args.temperature, args.top_p, generator):
+    for token in generate(model, prompt, config):
         tokens.append(token)
         if not args.json:
             print(stream(token), end="", flush=True)

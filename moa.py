@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from llama import (DecoderLayer, FusedLinear, InputError, KVCache, Llama, atomic_write, can_pack, causal_mask,
-                   gumbel_topk, input_errors, load_weights, probabilities, read_json, read_tensors, rotary_table,
-                   sample, sha256)
+from llama import (DecoderLayer, FusedLinear, InputError, KVCache, Llama, Sampling, atomic_write, can_pack, causal_mask,
+                   causal_step, gumbel_topk, input_errors, load_weights, probabilities, read_json, read_tensors,
+                   rotary_table, sample, sample_next, sha256)
 
 MIN_PROBABILITY = 1e-30  # of a proposed token: with less, what rejection sampling leaves of q is rounding error
 Q_TOKENS = 64  # of a q that is sent over a network: see quantize_probabilities
@@ -69,8 +69,10 @@ class Memory:
     """What the target's side sends the drafter for T newly verified tokens."""
 
     tokens: list[int]
+    places: list[int]  # their positions
     cross_kv: Tensor  # CA's keys and values of their memories, (1, Hkv, T, 2D); without CA the memories, (1, T, E)
-    reused_kv: Tensor  # the target's own in its last N layers, (N, 1, Hkv, T, 2D): a view of its cache
+    reused_kv: Tensor  # the target's own in its last N layers, (N, 1, Hkv, T, 2D)
+    rows: list[int] | None = None  # in a batch: whose each token is
 
 class Drafter(nn.Module):
     """M_Small. Trainable: LSA, the projection, SA, CA. The rest belongs to the target and is frozen."""
@@ -185,17 +187,17 @@ class Drafter(nn.Module):
         """Frozen LM head: (..., E) -> (..., V), or one logit for each token of the draft vocabulary."""
         return self._frozen[1](features.to(self.target.dtype if self.vocabulary is None else self.dtype))
 
-    def build_memory(self, tokens: list[int], cache: KVCache, start: int, hidden: Tensor) -> Memory:
-        """Memory of newly verified tokens, which lie in the target's cache from position `start` on. hidden (1, T, E):
-        their final hidden states, which only a drafter without LSA reads."""
-        states, end = [], start + len(tokens)
-        for a in range(start, end, PROMPT_CHUNK):
-            b = min(a + PROMPT_CHUNK, end)
-            memory = self.memory(cache.read(a, b), hidden[:, a - start:b - start])
-            if self.config.use_cross_attention:
-                memory = self.cross_attention.keys_values(memory, self.rotary[:, a:b])
-            states.append(memory)
-        return Memory(tokens, torch.cat(states, dim=-2), cache.kv[len(self.target.layers) - self.N:, :, :, start:end])
+    def build_memory(self, tokens: list[int], cache: KVCache, places: list[int], hidden: Tensor,
+                     rows: list[int] | None = None) -> Memory:
+        """Memory of newly verified tokens, which lie in the target's cache at these places (of these rows). hidden
+        (1, T, E): their final hidden states, which only a drafter without LSA reads."""
+        kv = cache.kv[:, rows or [0] * len(places), :, places]  # (T, L, Hkv, 2D): indexed dimensions come first
+        memory = torch.cat([self.memory(piece.flatten(2)[None], states) for piece, states in
+                            zip(kv.split(PROMPT_CHUNK), hidden.split(PROMPT_CHUNK, dim=1))], dim=1)  # (1, T, E)
+        if self.config.use_cross_attention:
+            memory = self.cross_attention.keys_values(memory, self.rotary[:, places])
+        reused_kv = kv[:, len(self.target.layers) - self.N:].permute(1, 2, 0, 3).unsqueeze(1)
+        return Memory(tokens, places, memory, reused_kv, rows)
 
     def scatter_to_vocabulary(self, q: Tensor) -> Tensor:
         """From probabilities over the draft vocabulary to ones over all tokens, (..., V)."""
@@ -234,14 +236,6 @@ class TreeConfig:
     total_tokens: int = 64  # of a tree
     min_confidence: float = 0.0  # stop when the probabilities of the leaves to expand next add up to less
     min_probability: float = 0.0  # of the whole path to a token, for a tree to propose it
-
-@dataclass
-class Sampling:
-    """How tokens are drawn, by the target as by the drafter."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    generator: torch.Generator | None = None
 
 @dataclass
 class Draft:
@@ -306,45 +300,44 @@ class DraftState:
         reused_cache  TLI: the target's own keys and values of verified tokens, then the drafter's
     """
 
-    def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling = Sampling(), quantize: bool = False):
+    def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling = Sampling(), quantize: bool = False,
+                 rows: int = 1):
         """capacity: in tokens, drafts included. quantize: draw from a q that can be sent over a network."""
-        c, target = drafter.config, drafter.target
-        head_dim, device = target.config.hidden_size // c.num_attention_heads, target.device
+        c, t = drafter.config, drafter.target.config
         self.drafter, self.sampling, self.quantize = drafter, sampling, quantize
-        self.vocabulary = c.draft_vocabulary or range(target.config.vocab_size)  # ids by their place in q
-        self.self_cache, self.cross_cache = (
-            KVCache(1, 1, kv_heads, capacity, head_dim, device, drafter.dtype)
-            for kv_heads in (c.self_attention_num_key_value_heads, c.cross_attention_num_key_value_heads))
-        self.reused_cache = KVCache(drafter.N, 1, target.config.num_key_value_heads, capacity, target.config.head_dim,
-                                    device, target.dtype)
-        self.verified = self.unverified = 0  # tokens that have a memory; tokens after them, written without the target
+        self.vocabulary = c.draft_vocabulary or range(t.vocab_size)  # ids by their place in q
+
+        def new_cache(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVCache:
+            kv = torch.zeros(layers, rows, kv_heads, capacity, 2 * head_dim, device=drafter.target.device, dtype=dtype)
+            return KVCache(kv, [0] * rows)
+
+        head_dim = t.hidden_size // c.num_attention_heads
+        self.self_cache = new_cache(1, c.self_attention_num_key_value_heads, head_dim, drafter.dtype)
+        self.cross_cache = new_cache(1, c.cross_attention_num_key_value_heads, head_dim, drafter.dtype)
+        self.reused_cache = new_cache(drafter.N, t.num_key_value_heads, t.head_dim, drafter.target.dtype)
+        self.verified = [0] * rows  # of each row: tokens that have a memory
+        self.unverified = 0  # tokens after them, written without the target (in one conversation)
         self.parents: list[int] = []  # of each drafted token in the caches, in order: the one it follows there, or -1
 
     def append_verified(self, memory: Memory) -> None:
-        """Grow SA's and CA's caches by newly verified tokens; drafts and unverified tokens go."""
-        self.truncate(self.verified)
-        rope = self.drafter.rotary[:, self.verified:self.verified + len(memory.tokens)]
-        self.read_verified(self.embed(memory.tokens), rope, memory)
-        self.reused_cache.extend(memory.reused_kv)
-        self.verified, self.unverified = self.verified + len(memory.tokens), 0
+        """Grow the caches by newly verified tokens; drafts and unverified tokens go."""
+        self.truncate(0)
+        index = memory.rows or [0] * len(memory.tokens), memory.places
+        self.read_verified(self.embed(memory.tokens), memory, index)
+        self.reused_cache.extend(memory.reused_kv, *index)
+        self.verified, self.unverified = list(self.reused_cache.lengths), 0
 
-    def read_verified(self, x: Tensor, rope: Tensor, memory: Memory) -> None:
+    def read_verified(self, x: Tensor, memory: Memory, index: tuple[list[int], list[int]]) -> None:
         """SA's and CA's keys and values of verified tokens with embeddings x (1, T, E). No layer runs for them."""
-        sa = self.drafter.self_attention
-        self.self_cache.extend(sa.self_attn.queries_keys_values(sa.input_layernorm(x), rope)[1][None])
-        self.cross_cache.extend(memory.cross_kv[None])
+        sa, rope = self.drafter.self_attention, self.drafter.rotary[:, memory.places]
+        self.self_cache.extend(sa.self_attn.queries_keys_values(sa.input_layernorm(x), rope)[1][None], *index)
+        self.cross_cache.extend(memory.cross_kv[None], *index)
 
-    def append_unverified(self, tokens: list[int]) -> None:
-        """Go on after these tokens although the target has not seen them: CA reads no more memory than there is."""
-        self.truncate(self.verified + self.unverified)
-        for i, token in enumerate(tokens):
-            self.step([token], [i - 1])
-        self.unverified, self.parents = self.unverified + len(tokens), []
-
-    def truncate(self, length: int) -> None:
+    def truncate(self, unverified: int) -> None:
+        """Forget drafts, and all but so many unverified tokens."""
         self.parents = []
         for cache in (self.self_cache, self.reused_cache):
-            cache.length = length
+            cache.lengths = [length + unverified for length in self.verified]
 
     def embed(self, tokens: list[int]) -> Tensor:
         ids = torch.tensor([tokens], device=self.drafter.target.device)
@@ -354,26 +347,28 @@ class DraftState:
         """SA, CA and TLI on the tokens of one level of a draft: features (T, E). parents are as in self.parents."""
         self.parents += parents
         ancestors = ancestor_mask(self.parents)[-len(tokens):]  # (T, drafted)
-        prefix, x = self.verified + self.unverified, self.embed(tokens)
+        prefix, x = self.verified[0] + self.unverified, self.embed(tokens)
         mask = None if ancestors.all() else F.pad(ancestors, (prefix, 0), value=True).to(x.device)  # (T, S)
         position = prefix + int(ancestors[0].sum()) - 1  # of all these tokens
         rope = self.drafter.rotary[:, position:position + 1]
         x = self.drafter.self_attention(x, rope, mask, partial(self.self_cache.append, 0))
         self.self_cache.length += len(tokens)
-        return self.infer_target_layers(self.cross_attend(x, rope, mask, parents), position, mask)[0]
+        x = self.infer_target_layers(self.cross_attend(x, rope, mask, parents),
+                                     self.drafter.target.rotary[:, position:position + 1], mask)
+        self.reused_cache.length += len(tokens)
+        return x[0]
 
     def cross_attend(self, x: Tensor, rope: Tensor, mask: Tensor | None, parents: list[int]) -> Tensor:
         """CA, (1, T, E): every query of a cycle sees the same memory, all there is."""
-        return self.drafter.cross_attention.attend(x, self.cross_cache.kv[0, :, :, :self.verified], rope)
+        return self.drafter.cross_attention.attend(x, self.cross_cache.kv[0, :, :, :self.verified[0]], rope)
 
-    def infer_target_layers(self, x: Tensor, position: int, mask: Tensor | None) -> Tensor:
+    def infer_target_layers(self, x: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
         target, N = self.drafter.target, self.drafter.N
         if N == 0:
             return x
-        x, rope = x.to(target.dtype), target.rotary[:, position:position + 1]
+        x = x.to(target.dtype)
         for n, layer in enumerate(target.layers[-N:]):
             x = layer(x, rope, mask, partial(self.reused_cache.append, n))
-        self.reused_cache.length += x.shape[1]
         return target.norm(x)
 
     def next_distributions(self, tokens: list[int], parents: list[int]) -> Tensor:
@@ -398,6 +393,13 @@ class DraftState:
             confidence *= float(q[choice])
         q = None if greedy or not qs else self.drafter.scatter_to_vocabulary(torch.stack(qs))  # (K, V)
         return Draft(token, tokens, chain_parents(len(tokens)), q)
+
+    def draft_unverified(self, token: int, count: int) -> list[int]:
+        """A chain that stays although no target will see it: the next one goes on after it, on the same memories."""
+        self.truncate(self.unverified)
+        tokens = self.draft_chain(token, TreeConfig(count)).tokens
+        self.unverified, self.parents = self.unverified + count, []
+        return tokens
 
     def draft_tree(self, token: int, tree: TreeConfig) -> Draft:
         """EAGLE-2's dynamic tree (Li et al. 2024), grown level by level. A node's value is the product of the drafter's
@@ -439,8 +441,8 @@ class OffPolicyDraftState(DraftState):
         self.predicted: list[Tensor] = []  # a memory (1, 1, E) for each drafted token in the caches
         self.last_verified = self.last = torch.zeros_like(drafter.Ekv2E.bias)[None, None]  # of the token before them
 
-    def read_verified(self, x: Tensor, rope: Tensor, memory: Memory) -> None:
-        mask = causal_mask(x.shape[1], self.verified + x.shape[1], x.device)
+    def read_verified(self, x: Tensor, memory: Memory, index: tuple[list[int], list[int]]) -> None:
+        rope, mask = causal_step(self.self_cache, x.shape[1], self.drafter.rotary)
         x = self.drafter.self_attention(x, rope, mask, partial(self.self_cache.append, 0))
         previous = torch.cat([self.last_verified, memory.cross_kv[:, :-1]], dim=1)  # (1, T, E)
         self.drafter.cross_attention(x + previous, rope, mask, partial(self.cross_cache.append, 0))
@@ -448,13 +450,14 @@ class OffPolicyDraftState(DraftState):
         self.cross_cache.length += x.shape[1]
         self.last_verified = self.last = memory.cross_kv[:, -1:]
 
-    def append_unverified(self, tokens: list[int]) -> None:
-        super().append_unverified(tokens)
+    def draft_unverified(self, token: int, count: int) -> list[int]:
+        tokens = super().draft_unverified(token, count)
         self.last, self.predicted = self.predicted[-1], []
+        return tokens
 
-    def truncate(self, length: int) -> None:
-        super().truncate(length)
-        self.cross_cache.length = length
+    def truncate(self, unverified: int) -> None:
+        super().truncate(unverified)
+        self.cross_cache.length = self.self_cache.length
         self.predicted = []
 
     def cross_attend(self, x: Tensor, rope: Tensor, mask: Tensor | None, parents: list[int]) -> Tensor:
@@ -463,12 +466,47 @@ class OffPolicyDraftState(DraftState):
         self.cross_cache.length += x.shape[1]
         return x
 
-    def infer_target_layers(self, x: Tensor, position: int, mask: Tensor | None) -> Tensor:
-        features = super().infer_target_layers(x, position, mask)
+    def infer_target_layers(self, x: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
+        features = super().infer_target_layers(x, rope, mask)
         states = features.to(self.drafter.dtype)
         lsa = self.drafter.config.use_layer_self_attention
         self.predicted += (states if lsa else self.drafter.Ekv2E(states)).split(1, dim=1)
         return features
+
+class BatchDraftState(DraftState):
+    """Chains for several conversations at once, each a row of the caches. Needs CA."""
+
+    def truncate(self, unverified: int) -> None:
+        for cache in (self.self_cache, self.reused_cache):
+            cache.lengths = list(self.cross_cache.lengths)
+
+    def draft_rows(self, newest: list[int], K: int, samplings: list[Sampling]) -> list[Draft]:
+        """A chain of K tokens after the newest of every row."""
+        tokens, logits = [newest], []
+        for _ in range(K):
+            logits.append(self.drafter.logits(self.step_rows(tokens[-1])))  # (B, V)
+            tokens.append([self.vocabulary[choice] for choice in sample_next(logits[-1], samplings)])
+        drafts = []
+        for row, s in enumerate(samplings):
+            q = None
+            if s.temperature > 0:  # what sample_next drew from
+                q = probabilities(torch.stack([step[row] for step in logits]), s.temperature, s.top_p)  # (K, V)
+                q = self.drafter.scatter_to_vocabulary(q)
+            drafts.append(Draft(newest[row], [step[row] for step in tokens[1:]], chain_parents(K), q))
+        return drafts
+
+    def step_rows(self, tokens: list[int]) -> Tensor:
+        """SA, CA and TLI on one more token of every row: features (B, E)."""
+        drafter, cross = self.drafter, self.cross_cache
+        x = self.embed(tokens).transpose(0, 1)  # (B, 1, E)
+        rope, mask = causal_step(self.self_cache, 1, drafter.rotary)
+        x = drafter.self_attention(x, rope, mask, partial(self.self_cache.append, 0))
+        _, mask = causal_step(KVCache(cross.kv, [n - 1 for n in cross.lengths]), 1, drafter.rotary)  # all memory
+        x = drafter.cross_attention.attend(x, cross.kv[0, :len(tokens), :, :cross.length], rope, mask)
+        x = self.infer_target_layers(x, *causal_step(self.reused_cache, 1, drafter.target.rotary))
+        for cache in (self.self_cache, self.reused_cache):
+            cache.lengths = [length + 1 for length in cache.lengths]
+        return x[:, 0]
 
 def start_drafting(drafter: Drafter, *arguments) -> DraftState:
     """A drafter's side of one conversation; arguments as of DraftState."""

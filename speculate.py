@@ -46,10 +46,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from llama import (DEFAULT_MODEL, InputError, Llama, Parser, Tokenizer, add_generation_arguments, add_model_arguments,
-                   answer_length, generate, input_errors, load_target, number, positive_int,
-                   probabilities, read_json, report, run_command, sample)
-from moa import (PROMPT_CHUNK, Q_TOKENS, Draft, Drafter, DraftState, Memory, Sampling, TreeConfig, ancestor_mask,
+from llama import (DEFAULT_MODEL, Batch, GenerationConfig, InputError, Llama, Parser, Sampling, Tokenizer,
+                   add_generation_arguments, add_model_arguments, answer_length, generate, input_errors, load_target,
+                   number, positive_int, probabilities, read_json, report, run_command, sample)
+from moa import (PROMPT_CHUNK, Q_TOKENS, BatchDraftState, Draft, Drafter, DraftState, Memory, TreeConfig, ancestor_mask,
                  chain_parents, dequantize_probabilities, load_drafter, quantize_probabilities, start_drafting)
 from netsim import (PROFILES, Channel, ConnectionLost, Link, MessageServer, Network, add_link_arguments, address,
                     duration, links_of)
@@ -59,18 +59,7 @@ PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
 TREE = TreeConfig(depth=6, top_k=3, total_tokens=8, min_confidence=0.15, min_probability=0.04)
 CHAIN = TreeConfig(depth=6, min_confidence=0.2)
 REMOTE_TREE = TreeConfig(depth=16, top_k=3, total_tokens=32, min_confidence=0.1, min_probability=0.02)
-
-@dataclass(frozen=True)
-class GenerationConfig:
-    """How to generate. What is generated, and in how many target calls, follows from this and the prompt alone."""
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    stop_ids: frozenset[int] = frozenset()
-    tree: TreeConfig | None = TREE  # None: the target alone
-    lookup: bool = False
+BATCH_DRAFTS = 3
 
 @dataclass
 class VerifyResult:
@@ -129,6 +118,12 @@ def rejection_sample(p: Tensor, draft: Draft, generator: torch.Generator) -> tup
 def normalize(p: Tensor) -> Tensor:
     return p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
 
+def accept_draft(logits: Tensor, draft: Draft, s: Sampling) -> tuple[list[int], int]:
+    """Accepted nodes and next token, from the target's logits (K + 1, V) after draft.token and each draft."""
+    if s.temperature == 0:
+        return accept_greedy(logits.argmax(-1).tolist(), draft)
+    return rejection_sample(probabilities(logits, s.temperature, s.top_p), draft, s.generator)
+
 class LocalTarget:
     """The target of one conversation, on this machine. LSA and CA's keys and values are computed on its side."""
 
@@ -140,7 +135,7 @@ class LocalTarget:
         """Read the prompt, or a piece of one."""
         start = self.cache.length
         hidden = self.model.hidden(torch.tensor([prompt], device=self.model.device), self.cache)  # (1, T, E)
-        _, token = self.accept_draft(hidden[0, -1:], Draft(prompt[-1], [], []))
+        _, token = accept_draft(self.model.head(hidden[0, -1:]), Draft(prompt[-1], [], []), self.sampling)
         return VerifyResult([], token, self.build_memory(prompt, start, hidden))
 
     def verify(self, draft: Draft) -> VerifyResult:
@@ -150,7 +145,7 @@ class LocalTarget:
         ancestors = None if parents == chain_parents(len(tokens)) else ancestor_mask(parents)
         ids = torch.tensor([tokens], device=self.model.device)
         hidden = self.model.hidden(ids, self.cache, ancestors)  # (1, K + 1, E)
-        path, token = self.accept_draft(hidden[0], draft)
+        path, token = accept_draft(self.model.head(hidden[0]), draft, self.sampling)
         rows = [0] + [1 + node for node in path]
         self.cache.keep_path(start, rows)
         memory = self.build_memory([tokens[row] for row in rows], start, hidden[:, rows])
@@ -158,20 +153,13 @@ class LocalTarget:
 
     def build_memory(self, tokens: list[int], start: int, hidden: Tensor) -> Memory:
         if self.drafter is None:
-            return Memory(tokens, None, None)
-        return self.drafter.build_memory(tokens, self.cache, start, hidden)
-
-    def accept_draft(self, hidden: Tensor, draft: Draft) -> tuple[list[int], int]:
-        """Accepted nodes and next token, from the hidden states (K + 1, E) of draft.token and the drafts."""
-        logits, s = self.model.head(hidden), self.sampling  # (K + 1, V)
-        if s.temperature == 0:
-            return accept_greedy(logits.argmax(-1).tolist(), draft)
-        return rejection_sample(probabilities(logits, s.temperature, s.top_p), draft, s.generator)
+            return Memory(tokens, [], None, None)
+        return self.drafter.build_memory(tokens, self.cache, list(range(start, start + len(tokens))), hidden)
 
 
 # --- The loop --------------------------------------------------------------------------------------------------------
 def speculate(target: LocalTarget | RemoteTarget, state: DraftState | Lookup, prompt: list[int],
-              config: GenerationConfig) -> Iterator[tuple[list[int], VerifyResult]]:
+              config: GenerationConfig, tree: TreeConfig) -> Iterator[tuple[list[int], VerifyResult]]:
     """Algorithm 1. Yields, each cycle, the new tokens: accepted drafts, then the target's own token; ends with a stop
     token or at max_new_tokens."""
     left = config.max_new_tokens
@@ -186,9 +174,44 @@ def speculate(target: LocalTarget | RemoteTarget, state: DraftState | Lookup, pr
         draft = Draft(result.token, [], [])
         if result.memory:  # else the target is out of reach
             state.append_verified(result.memory)  # grow the cross-attention memory
-            tree = replace(config.tree, depth=min(config.tree.depth, left - 1))  # the target adds a token of its own
-            draft = state.draft(result.token, tree)
+            depth = min(tree.depth, left - 1)  # the target adds a token of its own
+            draft = state.draft(result.token, replace(tree, depth=depth))
         result = target.verify(draft)  # accepted tokens, next token, memory of what was accepted
+
+class ChainBatch(Batch):
+    """The loop for many conversations at once: a chain of K drafts for each row, one pass to verify them all, and each
+    row accepts a length of its own."""
+
+    def __init__(self, model: Llama, drafter: Drafter, rows: int, capacity: int, K: int):
+        super().__init__(model, rows, capacity + K)
+        self.K, self.state = K, BatchDraftState(drafter, capacity + K, rows=rows)
+        for cache in (self.state.self_cache, self.state.cross_cache, self.state.reused_cache):
+            cache.lengths = []
+            self.caches.append(cache)
+
+    def read(self, prompt: list[int]) -> Tensor:
+        hidden, rows = super().read(prompt), [len(self.conversations) - 1] * len(prompt)
+        for cache in self.caches[1:]:
+            cache.lengths.append(0)
+        places = list(range(len(prompt)))
+        self.state.append_verified(self.state.drafter.build_memory(prompt, self.cache, places, hidden, rows))
+        return hidden
+
+    def advance(self) -> list[list[int]]:
+        samplings, starts = [c.sampling for c in self.conversations], self.cache.lengths
+        drafts = self.state.draft_rows([c.tokens[-1] for c in self.conversations], self.K, samplings)
+        ids = torch.tensor([[draft.token, *draft.tokens] for draft in drafts], device=self.model.device)  # (B, K + 1)
+        hidden, new = self.model.hidden(ids, self.cache), []  # (B, K + 1, E)
+        for draft, logits, sampling in zip(drafts, self.model.head(hidden), samplings):
+            path, token = accept_draft(logits, draft, sampling)
+            new.append(draft.tokens[:len(path)] + [token])
+        self.cache.lengths = [start + len(tokens) for start, tokens in zip(starts, new)]
+        # Of each row stay as many tokens as are new: its last token of before and the drafts that were accepted.
+        rows, steps = zip(*[(row, i) for row, tokens in enumerate(new) for i in range(len(tokens))])
+        places = [starts[row] + i for row, i in zip(rows, steps)]
+        self.state.append_verified(self.state.drafter.build_memory(
+            ids[rows, steps].tolist(), self.cache, places, hidden[rows, steps][None], list(rows)))
+        return new
 
 class Lookup:
     """Prompt lookup (Saxena 2023): the draft is what followed the last few tokens where they occurred before. It wraps
@@ -234,8 +257,9 @@ def quantize_memory(memory: Memory) -> dict[str, Tensor]:
         tensors[name], tensors[name + "_scale"] = (x / scale).round().clamp(-127, 127).to(torch.int8).cpu(), scale.cpu()
     return tensors
 
-def dequantize_memory(tokens: list[int], tensors: dict[str, Tensor], state: DraftState) -> Memory:
-    """The memory of these tokens. Raises LookupError, RuntimeError or ValueError for other shapes, and NaN."""
+def dequantize_memory(tokens: list[int], start: int, tensors: dict[str, Tensor], state: DraftState) -> Memory:
+    """The memory of tokens from position `start` on. Raises LookupError, RuntimeError or ValueError for other shapes,
+    and NaN."""
     def states(name: str, shape: list[int], dtype: torch.dtype) -> Tensor:
         values = tensors[name].view(*shape[:-1], 2, shape[-1] // 2)
         scale = tensors[name + "_scale"].view(*shape[:-1], 2, 1)
@@ -248,7 +272,7 @@ def dequantize_memory(tokens: list[int], tensors: dict[str, Tensor], state: Draf
     count, c = len(tokens), state.drafter.config
     shape = [1, heads, count, width] if c.use_cross_attention else [1, count, state.drafter.target.config.hidden_size]
     layers, _, heads, _, width = state.reused_cache.kv.shape
-    return Memory(tokens, states("cross", shape, state.drafter.dtype),
+    return Memory(tokens, list(range(start, start + count)), states("cross", shape, state.drafter.dtype),
                   states("reused", [layers, 1, heads, count, width], state.drafter.target.dtype))
 
 class RemoteTarget:
@@ -295,7 +319,7 @@ class RemoteTarget:
             for token in fields["accepted"]:
                 node = child[node, token]
                 accepted.append(draft.tokens[node])  # not the reply's own, which may be 9.0
-            memory = dequantize_memory([draft.token] + accepted, tensors, self.state)
+            memory = dequantize_memory([draft.token] + accepted, self.state.verified[0], tensors, self.state)
             return VerifyResult(accepted, self.check_token(fields), memory, len(draft.tokens))
 
         q = {}
@@ -321,22 +345,21 @@ class RemoteTarget:
                    "temperature": self.config.temperature, "top_p": self.config.top_p, "seed": seed}
         tokens, memories = zip(*self.channel.request(
             request, {"tokens": torch.tensor(self.text, dtype=torch.int32)},
-            lambda fields, tensors: (self.check_token(fields), dequantize_memory(pieces.pop(0), tensors, self.state))))
+            lambda fields, tensors: (self.check_token(fields), dequantize_memory(pieces.pop(0), 0, tensors, self.state))))
         if pieces:
             self.channel.close()
             raise ConnectionLost("malformed reply: its memory ends early")
-        unknown = self.text[self.state.verified:]
-        cross, reused = (torch.cat([getattr(memory, name) for memory in memories], dim=-2)[..., -len(unknown):, :]
+        start = self.state.verified[0]
+        cross, reused = (torch.cat([getattr(memory, name) for memory in memories], dim=-2)[..., start:, :]
                          for name in ("cross_kv", "reused_kv"))
         self.retry_at, self.backoff = 0.0, INITIAL_BACKOFF
-        return self.record(VerifyResult([], tokens[-1], Memory(unknown, cross, reused)))
+        memory = Memory(self.text[start:], list(range(start, len(self.text))), cross, reused)
+        return self.record(VerifyResult([], tokens[-1], memory))
 
     def draft_offline(self, token: int) -> VerifyResult:
         """The drafter's own text."""
         left = self.config.max_new_tokens - len(self.text) + self.prompt_length
-        self.state.truncate(self.state.verified + self.state.unverified)
-        tokens = self.state.draft_chain(token, TreeConfig(depth=min(OFFLINE_TOKENS, left))).tokens
-        self.state.append_unverified([token] + tokens[:-1])
+        tokens = self.state.draft_unverified(token, min(OFFLINE_TOKENS, left))
         self.text += tokens
         return VerifyResult(tokens[:-1], tokens[-1], None)
 
@@ -387,7 +410,7 @@ class TargetSession:
         context = self.model.config.max_position_embeddings
         tokens = check_ids(tensors["tokens"], self.model.config.vocab_size)
         capacity = check_int(fields["capacity"], check_int(len(tokens), 1, context), context + 1 + MAX_DRAFTS)
-        self.target = LocalTarget(self.model, self.drafter, capacity, self.read_sampling(fields))
+        self.target = LocalTarget(self.model, self.drafter, capacity, self.read_config(fields).sampling(self.model.device))
         for a in range(0, len(tokens), PROMPT_CHUNK):
             result, memory = self.work(self.quantized, self.target.prefill, tokens[a:a + PROMPT_CHUNK])
             self.token = result.token
@@ -417,8 +440,8 @@ class TargetSession:
         """The target's own tokens, one a reply."""
         tokens, stop_ids = check_ids(tensors["tokens"], self.model.config.vocab_size), set(fields["stop_ids"])
         room = self.model.config.max_position_embeddings - check_int(len(tokens), 1, 2**31)
-        count, s = check_int(fields["max_new_tokens"], 1, room), self.read_sampling(fields)
-        stream = generate(self.model, tokens, count, stop_ids, s.temperature, s.top_p, s.generator)
+        count = check_int(fields["max_new_tokens"], 1, room)
+        stream = generate(self.model, tokens, replace(self.read_config(fields), max_new_tokens=count))
         for left in reversed(range(count)):
             token = self.work(next, stream)
             more = left > 0 and token not in stop_ids
@@ -426,12 +449,11 @@ class TargetSession:
             if not more:
                 return
 
-    def read_sampling(self, fields: dict) -> Sampling:
+    def read_config(self, fields: dict) -> GenerationConfig:
         temperature, top_p = float(fields["temperature"]), float(fields["top_p"])
         if not 0 <= temperature <= 100 or not 0 < top_p <= 1:
             raise ValueError(f"invalid sampling: temperature {temperature}, top-p {top_p}")
-        generator = torch.Generator(self.model.device).manual_seed(check_int(fields["seed"], 0, 2**63 - 1))
-        return Sampling(temperature, top_p, generator)
+        return GenerationConfig(0, temperature, top_p, check_int(fields["seed"], 0, 2**63 - 1))
 
     def quantized(self, call: Callable, request) -> tuple[VerifyResult, dict[str, Tensor]]:
         result = call(request)
@@ -536,25 +558,23 @@ class Generation:
 
 @torch.inference_mode()
 def answer(model: Llama, drafter: Drafter | None, prompt: list[int], config: GenerationConfig,
-           channel: Channel | None = None, emit=lambda token, origin: None) -> Generation:
+           tree: TreeConfig | None = TREE, lookup: bool = False, channel: Channel | None = None,
+           emit=lambda token, origin: None) -> Generation:
     """One answer to a prompt. `emit(token, origin)` sees each token as it comes.
 
-    config.tree None: by the target alone; else with drafts, by lookup where there is no drafter. channel: to the server
-    that has the target, of which `model` is then a part. Raises InputError if it was never there."""
-    generation, start = Generation(prompt), time.perf_counter()
-    sampling = Sampling(config.temperature, config.top_p, torch.Generator(model.device).manual_seed(config.seed))
-    tree, target = config.tree, None
+    tree None: by the target alone; else with drafts, by lookup where there is no drafter. channel: to the server that
+    has the target, of which `model` is then a part. Raises InputError if it was never there."""
+    generation, start, target = Generation(prompt), time.perf_counter(), None
     if tree is None:
-        stream = call_api(channel, prompt, config) if channel else generate(
-            model, prompt, config.max_new_tokens, config.stop_ids, config.temperature, config.top_p, sampling.generator)
-        cycles = (([token], VerifyResult([], token, Memory([], None, None))) for token in stream)
+        stream = call_api(channel, prompt, config) if channel else generate(model, prompt, config)
+        cycles = (([token], VerifyResult([], token, Memory([], [], None, None))) for token in stream)
     else:
         drafts = max(tree.total_tokens, tree.depth * tree.top_k, OFFLINE_TOKENS)
-        capacity = len(prompt) + config.max_new_tokens + 1 + drafts
+        capacity, sampling = len(prompt) + config.max_new_tokens + 1 + drafts, config.sampling(model.device)
         state = start_drafting(drafter, capacity, sampling, channel is not None) if drafter else None
         target = (RemoteTarget(channel, state, config) if channel else
                   LocalTarget(model, drafter, capacity, sampling))
-        cycles = speculate(target, Lookup(state) if config.lookup else state, prompt, config)
+        cycles = speculate(target, Lookup(state) if lookup else state, prompt, config, tree)
     since = start
     for tokens, result in cycles:
         now = time.perf_counter()
@@ -597,28 +617,28 @@ def read_prompts(path: Path) -> list[tuple[str, list[str]]]:
 def local_methods(alone: Llama, model: Llama, drafter: Drafter, chain: TreeConfig,
                   tree: TreeConfig) -> dict[str, Callable]:
     """The target alone; chains; trees; lookup, which needs no drafter; and trees with lookup."""
-    def method(model: Llama, drafter: Drafter | None, **choices) -> Callable:
-        return lambda prompt, config: answer(model, drafter, prompt, replace(config, **choices))
+    def method(model: Llama, drafter: Drafter | None, tree: TreeConfig | None, lookup: bool = False) -> Callable:
+        return lambda prompt, config: answer(model, drafter, prompt, config, tree, lookup)
 
-    return {"target": method(alone, None, tree=None), "chain": method(model, drafter, tree=chain),
-            "tree": method(model, drafter, tree=tree), "lookup": method(model, None, tree=chain, lookup=True),
-            "tree+lookup": method(model, drafter, tree=tree, lookup=True)}
+    return {"target": method(alone, None, None), "chain": method(model, drafter, chain),
+            "tree": method(model, drafter, tree), "lookup": method(model, None, chain, lookup=True),
+            "tree+lookup": method(model, drafter, tree, lookup=True)}
 
-def remote_methods(model: Llama, drafter: Drafter, links: dict[str, Link], channel: Callable[..., Channel],
-                   length: int) -> dict[str, Callable]:
+def remote_methods(model: Llama, drafter: Drafter, tree: TreeConfig, links: dict[str, Link],
+                   channel: Callable[..., Channel]) -> dict[str, Callable]:
     """For each network: plain use of an API; ours, without and with lookup; and ours with the network down after a
-    quarter of `length` tokens."""
-    def method(link: Link, outage_after: float = math.inf, **choices) -> Callable:
+    quarter of the tokens."""
+    def method(link: Link, tree: TreeConfig | None, lookup: bool = False, outage: bool = False) -> Callable:
         def run(prompt: list[int], config: GenerationConfig) -> Generation:
-            config = replace(config, **choices)
-            return answer(model, drafter, prompt, config, channel(link, config.seed, outage_after))
+            outage_after = config.max_new_tokens // 4 if outage else math.inf
+            return answer(model, drafter, prompt, config, tree, lookup, channel(link, config.seed, outage_after))
         return run
 
     methods = {}
     for name, link in links.items():
-        methods |= {f"api:{name}": method(link, tree=None), f"remote:{name}": method(link),
-                    f"remote+lookup:{name}": method(link, lookup=True),
-                    f"disconnected:{name}": method(link, length // 4)}
+        methods |= {f"api:{name}": method(link, None), f"remote:{name}": method(link, tree),
+                    f"remote+lookup:{name}": method(link, tree, lookup=True),
+                    f"disconnected:{name}": method(link, tree, outage=True)}
     return methods
 
 def base_of(name: str) -> str:
@@ -684,18 +704,39 @@ def offline_quality(model: Llama, ours: list[Generation], bases: list[Generation
         nll += F.cross_entropy(logits, tokens[positions], reduction="sum").item()
     return {"unverified_tokens": unverified, "agreement": agreed / unverified, "perplexity": math.exp(nll / unverified)}
 
+def bench_batch(model: Llama, drafter: Drafter, tokenizer: Tokenizer, prompts: list[tuple[str, list[str]]],
+                config: GenerationConfig, batches: list[int], K: int) -> list[dict]:
+    """The first turns of all prompts by the target alone and by chains of K, so many conversations at a time."""
+    requests = [(tokenizer.chat([{"role": "user", "content": turns[0]}]), config) for _, turns in prompts]
+    capacity = max(len(prompt) for prompt, _ in requests) + config.max_new_tokens
+    if capacity > model.config.max_position_embeddings:
+        raise InputError(f"a prompt and its answer need {capacity} tokens, more than the model's context")
+    alone = [list(generate(model, *request)) for request in requests]
+    rows = []
+    for size in tqdm(batches, unit=" batch sizes"):
+        base = 0.0
+        for name, batch in (("target", Batch(model, size, capacity)),
+                            ("chain", ChainBatch(model, drafter, size, capacity, K))):
+            waiting, start = ((index, *request) for index, request in enumerate(requests)), time.perf_counter()
+            ended = list(batch.run(lambda: next(waiting, None)))
+            count, calls = sum(len(c.tokens) for c in ended), sum(c.target_calls for c in ended)
+            rate = count / (time.perf_counter() - start)
+            base = base or rate
+            rows.append({"category": "overall", "method": name, "batch": size, "tokens_per_second": rate,
+                         "speedup": rate / base, "acceptance_length": (count - len(ended)) / max(1, calls),
+                         "identical": sum(c.tokens == alone[c.key] for c in ended) / len(ended)})
+    return rows
+
+COLUMNS = ("batch", "tokens_per_second", "speedup", "acceptance_length", "draft_share", "verify_share", "identical",
+           "round_trips_per_token", "bytes_up_per_token", "bytes_down_per_token", "unverified_tokens", "agreement",
+           "perplexity")
+
 def print_table(rows: list[dict]) -> None:
-    columns = {"tokens/s": "tokens_per_second", "speed-up": "speedup", "acceptance": "acceptance_length",
-               "calls": "target_calls", "tokens": "new_tokens", "draft": "draft_share", "verify": "verify_share",
-               "identical": "identical", "trips/token": "round_trips_per_token", "up/token": "bytes_up_per_token",
-               "down/token": "bytes_down_per_token", "offline": "unverified_tokens", "agreement": "agreement",
-               "perplexity": "perplexity"}
-    columns = {title: key for title, key in columns.items() if any(key in row for row in rows)}
-    print(f"{'category':<14} {'method':<17} ", *columns)
+    columns = [key for key in COLUMNS if any(key in row for row in rows)]
+    print(f"{'category':<14} {'method':<17}", *columns)
     for row in rows:
-        cells = (f"{row[key]:>{len(title)}{'.2f' if isinstance(row[key], float) else ''}}" if key in row else "" for
-                 title, key in columns.items())
-        print(f"{row['category']:<14} {row['method']:<17} ", *cells)
+        cells = (f"{row[key]:>{len(key)}.2f}" if key in row else " " * len(key) for key in columns)
+        print(f"{row['category']:<14} {row['method']:<17}", *cells)
 
 def faster_alone(args: argparse.Namespace, packed: Llama) -> Llama:
     """The target as it decodes fastest by itself: packed or, on some CPUs, with its weights as they are."""
@@ -720,6 +761,8 @@ def parse_arguments() -> argparse.Namespace:
     task.add_argument("--bench", type=Path, nargs="?", const=PROMPTS, metavar="FILE",
                       help="measure all methods on a .jsonl file of prompts (default: a few of our own)")
     task.add_argument("--serve", type=address, metavar="HOST:PORT", help="be the server for --remote, until SIGTERM")
+    parser.add_argument("--batch", type=positive_int, nargs="+", metavar="ROWS",
+                        help="--bench: instead, the target and chains with so many conversations at a time")
     add_model_arguments(parser)
     parser.add_argument("--drafter", metavar="DIR", help="default: the one shipped for the default model")
     size = number(int, 1, MAX_DRAFTS)
@@ -746,15 +789,12 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.bench and args.no_speculation:
         raise InputError("--bench measures the target alone as well; leave out --no-speculation")
+    args.chain = TreeConfig(args.draft_length) if args.draft_length else CHAIN
+    args.tree = REMOTE_TREE if args.remote else TREE
+    sizes = {name: getattr(args, name) for name in ("depth", "top_k", "total_tokens") if getattr(args, name)}
+    if sizes:
+        args.tree = replace(args.tree, **sizes, min_confidence=0.0, min_probability=0.0)
     return args
-
-def trees(args: argparse.Namespace) -> tuple[TreeConfig, TreeConfig]:
-    """A chain and a tree, as the command line wants them."""
-    tree = REMOTE_TREE if args.remote else TREE
-    named = {name: getattr(args, name) for name in ("depth", "top_k", "total_tokens") if getattr(args, name)}
-    if named:
-        tree = replace(tree, **named, min_confidence=0.0, min_probability=0.0)
-    return TreeConfig(args.draft_length) if args.draft_length else CHAIN, tree
 
 def load_models(args: argparse.Namespace) -> tuple[Llama, Drafter | None, Tokenizer]:
     """Target, drafter and tokenizer that the command line names, not packed yet. Raises InputError. With --remote, of
@@ -773,12 +813,12 @@ def load_models(args: argparse.Namespace) -> tuple[Llama, Drafter | None, Tokeni
 def run_bench(args: argparse.Namespace, model: Llama, drafter: Drafter, tokenizer: Tokenizer, config: GenerationConfig,
               channel: Callable[..., Channel] | None) -> None:
     prompts = read_prompts(args.bench)
-    chain, tree = trees(args)
-    if channel:
-        methods = remote_methods(model, drafter, links_of(args) or PROFILES, channel, config.max_new_tokens)
+    if args.batch:
+        rows = bench_batch(model, drafter, tokenizer, prompts, config, args.batch, args.draft_length or BATCH_DRAFTS)
     else:
-        methods = local_methods(faster_alone(args, model), model, drafter, chain, tree)
-    rows = bench(model, methods, tokenizer, prompts, config)
+        methods = (remote_methods(model, drafter, args.tree, links_of(args) or PROFILES, channel) if channel else
+                   local_methods(faster_alone(args, model), model, drafter, args.chain, args.tree))
+        rows = bench(model, methods, tokenizer, prompts, config)
     print(json.dumps({"rows": rows})) if args.json else print_table(rows)
 
 def run_prompt(args: argparse.Namespace, model: Llama, drafter: Drafter | None, tokenizer: Tokenizer,
@@ -786,6 +826,7 @@ def run_prompt(args: argparse.Namespace, model: Llama, drafter: Drafter | None, 
     """One answer, as it comes, and what it cost."""
     prompt = tokenizer.chat([{"role": "user", "content": args.prompt}])
     count, stream = answer_length(model, prompt, args.max_new_tokens), tokenizer.stream()
+    tree = None if args.no_speculation else args.chain if args.draft_length else args.tree
 
     def emit(token: int, origin: Origin) -> None:
         text = stream(token)
@@ -793,7 +834,7 @@ def run_prompt(args: argparse.Namespace, model: Llama, drafter: Drafter | None, 
             coloured = args.show and text and origin != Origin.TARGET
             print(f"{COLOURS[origin]}{text}{RESET}" if coloured else text, end="", flush=True)
 
-    g = answer(model, drafter, prompt, replace(config, max_new_tokens=count), channel, emit)
+    g = answer(model, drafter, prompt, replace(config, max_new_tokens=count), tree, args.lookup, channel, emit)
     local = ("target_calls", "draft_seconds", "verify_seconds")
     stats = {name: value for name, value in g.stats.items() if name in local or channel and name != "drafted"}
     if channel:
@@ -811,10 +852,8 @@ def main() -> None:
     model.pack()
     if drafter:
         drafter.pack()
-    chain, tree = trees(args)
-    tree = None if args.no_speculation else chain if args.draft_length and not args.bench else tree
     config = GenerationConfig(args.max_new_tokens, args.temperature, args.top_p, args.seed,
-                              frozenset(tokenizer.stop_ids), tree, args.lookup and not args.bench)
+                              frozenset(tokenizer.stop_ids))
     task = partial(run_bench if args.bench else run_prompt, args, model, drafter, tokenizer, config)
     if not args.remote:
         return task(None)

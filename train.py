@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from llama import (DTYPES, InputError, Llama, Parser, Tokenizer, add_model_arguments, atomic_write, check_message,
-                   default_dtype, input_errors, load_target, number, positive_int, run_command, sample_next)
+from llama import (DTYPES, Batch, GenerationConfig, InputError, Llama, Parser, Tokenizer, add_model_arguments, atomic_write, check_message,
+                   default_dtype, input_errors, load_target, number, positive_int, run_command)
 from moa import Drafter, DrafterConfig, save_drafter
 
 DEPTHS = 8  # of the evaluation
@@ -388,64 +388,45 @@ def truncate_log(path: Path, start: int) -> None:
 # --- Synthesis: training data from the target alone (the idea of Magpie, Xu et al. 2024) -----------------------------
 ANSWER_TEMPERATURES = (0.0, 0.0, 0.6, 1.0)  # half of the answers greedy, as most use of a drafter is
 QUESTION_TEMPERATURE, TOP_P = 1.0, 0.95
-MAX_BARREN = 500  # conversations without an answer, in a row, after which --synthesize gives up
 NEXT_TURN = 0.3  # the probability that a conversation goes on after an answer
+MIN_ROOM = 32  # tokens that must be left for a turn
+MAX_BARREN = 500  # conversations without an answer, in a row, after which --synthesize gives up
 
-def converse(tokenizer: Tokenizer, messages: list[dict], seed: int) -> Generator[tuple[list[int], float], int, None]:
-    """A conversation that the target writes with itself: a coroutine that adds to `messages`, maybe a question already.
-    It yields (ids to read, temperature) and is sent the token that follows. An answer that is cut short is kept."""
-    draws, role, body = random.Random(seed), "assistant" if messages else "user", []
-    given = tokenizer.chat(messages) if messages else tokenizer.chat([], False) + tokenizer.opening("user")
-    try:
-        while True:
-            temperature = draws.choice(ANSWER_TEMPERATURES) if role == "assistant" else QUESTION_TEMPERATURE
-            while (token := (yield given, temperature)) not in tokenizer.stop_ids:
-                body.append(token)
-                given = [token]
-            text, body = tokenizer.decode(body).strip(), []
-            if not text:
-                return
-            messages.append({"role": role, "content": text})
-            if role == "assistant" and draws.random() > NEXT_TURN:
-                return
-            role = "assistant" if role == "user" else "user"
-            given = tokenizer.ending() + tokenizer.opening(role)
-    finally:
-        if role == "assistant" and (text := tokenizer.decode(body).strip()):
-            messages.append({"role": role, "content": text})
+def converse(target: Llama, tokenizer: Tokenizer, openings: Iterator[list[dict]], count: int, seed: int,
+             args) -> Iterator[tuple[list[dict], int]]:
+    """Up to `count` conversations that the target writes with itself, as they end: the messages, and the tokens of the
+    last answer, which may be cut short. openings: what each begins with, a question or nothing. Raises InputError."""
+    draws, stop_ids = random.Random(seed), frozenset(tokenizer.stop_ids)
+    going_on, running, barren = [], 0, 0
 
-@torch.inference_mode()
-def synthesize_batch(target: Llama, tokenizer: Tokenizer, seeds: list[int], questions: list[str | None],
-                     seq_len: int) -> list[list[dict]]:
-    """One conversation a seed, all in step: each row is fed its given ids or its own last choice."""
-    generator = torch.Generator(target.device).manual_seed(seeds[0])
-    conversations = [[{"role": "user", "content": question}] if question else [] for question in questions]
-    rows = [converse(tokenizer, messages, seed) for messages, seed in zip(conversations, seeds)]
-    queues, temperatures = map(list, zip(*(next(row) for row in rows)))
-    cache = target.new_cache(seq_len, len(rows))
-    for _ in range(seq_len - 1):
-        tokens = torch.tensor([queue.pop(0) if queue else 0 for queue in queues], device=target.device)[:, None]
-        logits = target(tokens, cache)[:, -1]  # (B, V)
-        drawn = torch.empty(len(rows), dtype=torch.long, device=target.device)
-        for temperature in sorted(set(temperatures)):
-            those = [i for i, t in enumerate(temperatures) if t == temperature]
-            drawn[those] = sample_next(logits[those], temperature, TOP_P, generator)
-        for i, token in enumerate(drawn.tolist()):
-            if not queues[i]:
-                try:
-                    given, temperatures[i] = rows[i].send(token)
-                    queues[i] = list(given)
-                except StopIteration:  # it has ended, now or before
-                    pass
-        going = [i for i, queue in enumerate(queues) if queue]
-        if not going:
-            break
-        if len(going) <= len(rows) // 2:  # drop finished rows
-            cache.kv = cache.kv[:, going]
-            rows, queues, temperatures = ([values[i] for i in going] for values in (rows, queues, temperatures))
-    for row in rows:
-        row.close()
-    return conversations
+    def take() -> tuple[list[dict], list[int], GenerationConfig] | None:
+        """The next turn to write, as Batch.run wants it."""
+        nonlocal running
+        messages = going_on.pop() if going_on else next(openings, None) if running < count else None
+        if messages is None:
+            return None
+        running += 1
+        role = ("user", "assistant")[len(messages) % 2]
+        prompt = (tokenizer.chat(messages, False) + tokenizer.opening(role))[:args.seq_len - 1]
+        temperature = QUESTION_TEMPERATURE if role == "user" else draws.choice(ANSWER_TEMPERATURES)
+        config = GenerationConfig(args.seq_len - len(prompt), temperature, TOP_P, draws.getrandbits(63), stop_ids)
+        return messages, prompt, config
+
+    for turn in Batch(target, args.batch_size, args.seq_len).run(take):
+        messages, text, running = turn.key, tokenizer.decode(turn.tokens).strip(), running - 1
+        role, stopped = ("user", "assistant")[len(messages) % 2], turn.tokens[-1] in stop_ids
+        has_room = turn.config.max_new_tokens - len(turn.tokens) >= MIN_ROOM
+        if text and (role == "assistant" or stopped and has_room):
+            messages.append({"role": role, "content": text})
+            if stopped and has_room and (role == "user" or draws.random() < NEXT_TURN):
+                going_on.append(messages)
+                continue
+        barren = 0 if len(messages) >= 2 else barren + 1
+        if not barren:
+            count -= 1
+            yield messages, len(turn.tokens)
+        if barren == MAX_BARREN:
+            raise InputError(f"{barren} conversations in a row had no answer; raise --seq-len above {args.seq_len}")
 
 def read_questions(path: str | Path) -> Iterator[str]:
     """What the user asks first in each conversation of a file. Raises InputError."""
@@ -454,13 +435,11 @@ def read_questions(path: str | Path) -> Iterator[str]:
             with suppress(ValueError, TypeError, StopIteration):
                 yield next(m["content"] for m in read_messages(line) if m["role"] == "user" and m["content"])
 
+@torch.inference_mode()
 def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
-    """Write args.synthesize conversations to a file, or continue one. How many it then has. Raises InputError."""
-    path, start, barren = Path(args.data[0]), 0, 0
-    questions = list(dict.fromkeys(read_questions(args.questions))) if args.questions else [None]
-    if not questions or not tokenizer.stop_ids:
-        raise InputError(f"{args.questions}: no conversation with a question; see train.py for the formats it reads"
-                         if not questions else f"{args.model}: names no stop token, so that no turn would end")
+    """Write conversations to a file until it has args.synthesize of them, each when it ends, or until all questions are
+    answered. How many it then has. Raises InputError."""
+    path = Path(args.data[0])
     with input_errors(f"{path}: cannot be written", OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "ab+")
@@ -469,21 +448,20 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
         if text[:13] != b'{"messages": '[:len(text)]:
             raise InputError(f"{path}: holds something other than conversations; choose another --data")
         file.truncate(text.rfind(b"\n") + 1)  # what an interrupted run left of a line goes
-    written, seed = text.count(b"\n"), args.seed * 10**9 + len(text)  # bytes: about as many as seeds used, or more
-    if written and args.questions and (last := list(read_questions(path))[-1]) in questions:
-        start = questions.index(last) + 1  # not `written`: a question may have been left without an answer
-    remaining = itertools.islice(itertools.cycle(questions), start, None)
+    questions = iter(lambda: None, 0)  # without end: the target asks itself
+    if args.questions:
+        answered = set(read_questions(path))
+        questions = (q for q in dict.fromkeys(read_questions(args.questions)) if q not in answered)
+    openings = ([{"role": "user", "content": q}] if q else [] for q in questions)
+    written, tokens, start = text.count(b"\n"), 0, time.perf_counter()
+    seed = args.seed + (len(text) << 32)  # not that of what is written already
     with file, tqdm(total=args.synthesize, initial=written, unit=" conversations") as bar:
-        while written < args.synthesize:
-            count = min(args.batch_size, args.synthesize - written)
-            asked, seeds = list(itertools.islice(remaining, count)), [(seed + i) % 2**63 for i in range(count)]
-            made = [m for m in synthesize_batch(target, tokenizer, seeds, asked, args.seq_len) if len(m) >= 2]
-            file.write("".join(json.dumps({"messages": m}, ensure_ascii=False) + "\n" for m in made).encode())
+        for messages, count in converse(target, tokenizer, openings, args.synthesize - written, seed, args):
+            file.write((json.dumps({"messages": messages}, ensure_ascii=False) + "\n").encode())
             file.flush()
-            bar.update(len(made))
-            written, seed, barren = written + len(made), seed + count, 0 if made else barren + count
-            if barren >= MAX_BARREN:
-                raise InputError(f"{barren} conversations in a row had no answer; raise --seq-len above {args.seq_len}")
+            written, tokens = written + 1, tokens + count
+            bar.update()
+            bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} answer tokens/s")
     return written
 
 
