@@ -195,7 +195,7 @@ def test_a_peer_that_sends_or_takes_too_little_is_held_to_the_deadline(ends):
     for seconds in (0.3, -0.1):  # in the past, although there is something to be read
         timers = [threading.Timer(0.1 * i, ends[0].sendall, [b"MoAs"[i:i + 1]]) for i in range(4)]
         [timer.start() for timer in timers]
-        with pytest.raises(ProtocolError, match="timed out"):
+        with pytest.raises(TimeoutError, match="timed out"):
             receive_message(ends[1], LIMIT, soon(seconds))
         [timer.join() for timer in timers]
     with pytest.raises(TimeoutError):
