@@ -6,10 +6,10 @@ tokens before its run, which is the state it will meet while drafting. The loss 
 
     0.1 KL(p || q) + 1.0 SmoothL1(h, h'),    p, h the target's distribution and hidden state, q, h' the drafter's.
 
-    python train.py --data ultrachat.jsonl                           # the paper's settings, for one pass over the data
-    python train.py --data ultrachat.jsonl --resume                  # goes on after any interruption
-    torchrun --nproc-per-node 8 train.py --data ultrachat.jsonl      # the same, on eight GPUs
-    python train.py --synthesize 1000 --data own.jsonl               # no data? let the target write it
+    python train.py --data ultrachat.jsonl                       # the paper's settings, for one pass over the data
+    python train.py --data ultrachat.jsonl --resume              # goes on after any interruption
+    torchrun --nproc-per-node 8 train.py --data ultrachat.jsonl  # the same, on eight GPUs
+    python train.py --synthesize 1000 --data own.jsonl           # no data? let the target write it
 
 Shapes: B batch, T tokens, L layers, E hidden, V vocabulary, N reused layers, R horizons, n trained positions.
 """
@@ -19,21 +19,19 @@ import argparse
 import itertools
 import json
 import math
-import os
 import random
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Generator, Iterator
+from typing import Generator, Iterator, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from llama import (DTYPES, Batch, GenerationConfig, InputError, Llama, Parser, Tokenizer, add_model_arguments, atomic_write, check_message,
@@ -52,8 +50,7 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     before its run. Outside answers a position sees itself, as if all were verified.
     """
     position = torch.arange(len(answer))
-    begins = answer & ~F.pad(answer[:-1], (1, 0))
-    offset = position - torch.where(begins, position, 0).cummax(0).values  # within its answer
+    offset = position - 1 - torch.where(answer, -1, position).cummax(0).values  # within its answer
     in_run = torch.minimum((offset + phase) % length, offset)
     return torch.where(answer, position - in_run - 1, position)
 
@@ -65,7 +62,7 @@ def loss_mask(answer: Tensor) -> Tensor:
 def target_pass(target: Llama, tokens: Tensor, N: int) -> tuple[Tensor, Tensor, Tensor]:
     """kv (B, T, L, 2 Ekv), the hidden states that enter the last N layers and the final ones, both (B, T, E)."""
     (batch, count), layers = tokens.shape, len(target.layers)
-    cache = target.new_cache(count, batch)  # its length stays 0, since both halves of the layers start at position 0
+    cache = target.new_cache(count, batch)  # its length stays 0: both halves of the layers start at position 0
     entering = target.run_layers(target.embed_tokens(tokens), range(layers - N), cache)
     final = target.norm(target.run_layers(entering, range(layers - N, layers), cache))
     return cache.read(0, count), entering, final
@@ -73,25 +70,22 @@ def target_pass(target: Llama, tokens: Tensor, N: int) -> tuple[Tensor, Tensor, 
 class ForwardKL(torch.autograd.Function):
     """Sum over positions of KL(p || q), p from the target's hidden states and q from the drafter's features.
 
-    The gradient of KL(p || q) in q's logits is q - p: it is known as soon as the loss is, so both are computed chunk by
-    chunk, and no more than a chunk of the positions x V matrix ever exists. Where head holds the draft vocabulary only,
-    p and q are the distributions over it.
+    Its gradient in q's logits, q - p, is known as soon as the loss is: both are computed chunk by chunk, and no more of
+    the positions x V matrix ever exists. Where head holds the draft vocabulary only, p and q are distributions over it.
     """
 
     @staticmethod
     def forward(ctx, features: Tensor, hidden: Tensor, head: Tensor) -> Tensor:  # (R, n, E), (n, E), (V, E)
         loss, gradient = features.new_zeros(()), torch.empty_like(features)
-        if torch.is_autocast_enabled(features.device.type):
-            head = head.to(torch.get_autocast_dtype(features.device.type))
         for a in range(0, hidden.shape[0], LOSS_CHUNK):
             chunk = slice(a, a + LOSS_CHUNK)
-            log_p = torch.log_softmax(F.linear(hidden[chunk].to(head.dtype), head).float(), dim=-1)  # (c, V)
+            log_p = F.linear(hidden[chunk], head).log_softmax(-1, torch.float32)  # (c, V)
             p = log_p.exp()
             for r in range(len(features)):
-                log_q = torch.log_softmax(F.linear(features[r, chunk].to(head.dtype), head).float(), dim=-1)
+                log_q = F.linear(features[r, chunk], head).log_softmax(-1, torch.float32)
                 loss += (p * (log_p - log_q)).sum()
                 if ctx.needs_input_grad[0]:
-                    gradient[r, chunk] = (log_q.exp() - p).to(head.dtype) @ head
+                    gradient[r, chunk] = (log_q.exp() - p) @ head
         ctx.save_for_backward(gradient)
         return loss
 
@@ -123,30 +117,28 @@ def distill(drafter: Drafter, tokens: Tensor, answer: Tensor, horizons: Tensor, 
     return features, final, torch.stack([loss, kl.detach(), hidden.detach()])
 
 def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args) -> tuple[float, float, float]:
-    """Accumulate the gradient of one global batch; returns loss, KL and hidden-state loss per query. Every process
-    draws the same batch and horizons and takes its share: the sum does not depend on how many processes there are."""
+    """Set the gradient of one global batch; returns loss, KL and hidden-state loss per query. Every process draws the
+    same batch and horizons and takes its share: the sum is the same however many there are."""
     device, (rank, world_size) = drafter.target.device, process()
     draws = np.random.default_rng((args.seed, update))
-    lengths = draws.integers(args.run_length[0], args.run_length[1] + 1, (len(batch), args.horizons))
+    lengths = draws.integers(*args.run_length, (len(batch), args.horizons), endpoint=True)
     phases = draws.integers(0, lengths)
-    horizons = [torch.stack([run_horizon(s.answer, int(n), int(k)) for n, k in zip(lengths[i], phases[i])], dim=-1)
-                for i, s in enumerate(batch)]  # each (T, R)
+    rows = [(*s, torch.stack([run_horizon(s.answer, *run) for run in zip(*runs)], dim=-1))
+            for s, *runs in zip(batch, lengths, phases)]  # (T), (T), (T, R)
+    share = sorted(rows[rank::world_size], key=lambda row: len(row[0]))  # little padding
     total = args.horizons * sum(int(loss_mask(s.answer).sum()) for s in batch)
-    share = sorted(range(len(batch))[rank::world_size], key=lambda i: len(batch[i].tokens))  # little padding
     sums = torch.zeros(3, device=device)
+    for p in drafter.parameters():
+        p.grad = torch.zeros_like(p)  # even where a small batch leaves this process no share
     for a in range(0, len(share), args.micro_batch_size):
-        part = share[a:a + args.micro_batch_size]
-        tokens, answer = pad([batch[i] for i in part], device)
-        horizon = pad_sequence([horizons[i] for i in part], batch_first=True).permute(2, 0, 1).to(device)  # (R, B, T)
+        fields = zip(*share[a:a + args.micro_batch_size])  # padded on the right, where no causal query looks
+        tokens, answer, horizons = (nn.utils.rnn.pad_sequence(field, batch_first=True).to(device) for field in fields)
         with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
-            _, _, parts = distill(drafter, tokens, answer, horizon, args)
+            parts = distill(drafter, tokens, answer, horizons.permute(2, 0, 1), args)[2]
         (parts[0] / total).backward()
         sums += parts.detach()
     if world_size > 1:
-        for parameter in drafter.parameters():
-            if parameter.grad is None:  # this process had no share of a small batch
-                parameter.grad = torch.zeros_like(parameter)
-        for tensor in (*(parameter.grad for parameter in drafter.parameters()), sums):
+        for tensor in (*(p.grad for p in drafter.parameters()), sums):
             dist.all_reduce(tensor)
     return tuple((sums / total).tolist())
 
@@ -158,46 +150,37 @@ def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
     this implies. It is optimistic: a run begins anywhere here, a cycle mostly after a token that the drafter got wrong.
     Without CA only depth 1 is measured: deeper ones would be scored on true memories that drafting lacks.
     """
-    device, target = drafter.target.device, drafter.target
-    sums, count = torch.zeros(3), 0
-    reached, right = torch.zeros(DEPTHS), torch.zeros(DEPTHS)
-    for index, sequence in enumerate(held_out):
-        tokens, answer = pad([sequence], device)
-        horizon, trained = run_horizon(sequence.answer, DEPTHS, index % DEPTHS), loss_mask(sequence.answer)  # (T)
-        with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
-            features, final, parts = distill(drafter, tokens, answer, horizon.to(device)[None, None], args)
-            agree = []
-            for ours, true in zip(features[0].split(LOSS_CHUNK), final.split(LOSS_CHUNK)):
-                choice = drafter.logits(ours).argmax(-1)
-                choice = choice if drafter.vocabulary is None else drafter.vocabulary[choice]
-                agree += (choice == target.head(true.to(target.dtype)).argmax(-1)).tolist()
-        sums, count, alive = sums + parts.cpu(), count + len(agree), False
-        depths = (torch.arange(len(trained)) - horizon)[trained].tolist()  # 1 at a run's first query
-        for depth, is_right in zip(depths, agree):
-            alive = alive or depth == 1
-            reached[depth - 1] += alive
-            alive = alive and is_right
-            right[depth - 1] += alive
-    rates = (right / reached.clamp(min=1)).tolist()[:DEPTHS if drafter.config.use_cross_attention else 1]
-    loss, kl, hidden = (sums / max(1, count)).tolist()
+    target, sums, count = drafter.target, torch.zeros(3), 0
+    outcomes = [[] for _ in range(DEPTHS)]
+    for i, s in enumerate(held_out):
+        horizon, trained = run_horizon(s.answer, DEPTHS, i % DEPTHS), loss_mask(s.answer)  # (T)
+        batch = (row[None].to(target.device) for row in (*s, horizon[None]))
+        with torch.autocast(target.device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
+            features, final, parts = distill(drafter, *batch, args)
+            choice = torch.cat([drafter.logits(x).argmax(-1) for x in features[0].split(LOSS_CHUNK)])
+            truth = torch.cat([target.head(x).argmax(-1) for x in final.split(LOSS_CHUNK)])
+        choice = choice if drafter.vocabulary is None else drafter.vocabulary[choice]
+        depths = (torch.arange(len(trained)) - horizon)[trained]  # 1 at a run's first query
+        for depth, agrees in zip(depths.tolist(), (choice == truth).tolist()):
+            if depth == 1 or alive:
+                outcomes[depth - 1].append(agrees)
+                alive = agrees
+        sums, count = sums + parts.cpu(), count + len(truth)
+    loss, kl, hidden = (sums / count).tolist()
+    rates = [sum(o) / max(1, len(o)) for o in outcomes][:DEPTHS if drafter.config.use_cross_attention else 1]
     return {"held_out_loss": loss, "held_out_kl": kl, "held_out_hidden": hidden, "depth_accuracy": rates,
-            "implied_acceptance_length": 1 + float(np.cumprod(rates).sum())}
+            "implied_acceptance_length": 1 + np.cumprod(rates).sum()}
 
 
 # --- The loop --------------------------------------------------------------------------------------------------------
-def train(drafter: Drafter, optimizers: list, data: Conversations, sampler: Sampler, held_out: list[Sequence],
-          start: int, epoch_updates: int, args) -> None:
-    """Updates `start` to args.updates, logged, evaluated and saved on the way; an epoch has `epoch_updates`."""
+def train(drafter: Drafter, optimizers: list, stream: Iterator[tuple[Sequence, int]], held_out: list[Sequence],
+          update: int, epoch_updates: int, args) -> None:
+    """From `update` to args.updates, logged, evaluated and saved on the way; `stream` is the data from there on."""
     out, rank = Path(args.out), process()[0]
-
-    def log(**record) -> None:
-        with open(out / "log.jsonl", "a") as file:
-            file.write(json.dumps(record) + "\n")
-
-    bar = tqdm(range(start, args.updates), initial=start, total=args.updates, unit=" updates", disable=rank > 0)
+    bar = tqdm(range(update, args.updates), initial=update, total=args.updates, unit=" updates", disable=rank > 0)
     for update in bar:
         began = time.perf_counter()
-        batch = draw_batch(data, sampler, args.batch_size)
+        batch, positions = zip(*itertools.islice(stream, args.batch_size))
         loss, kl, hidden = compute_gradients(drafter, batch, update, args)
         norm = nn.utils.clip_grad_norm_(drafter.parameters(), args.clip or math.inf).item()
         if not math.isfinite(norm):
@@ -207,28 +190,29 @@ def train(drafter: Drafter, optimizers: list, data: Conversations, sampler: Samp
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
-        drafter.zero_grad()
+        if rank > 0:
+            continue
         done, last = update + 1, update + 1 == args.updates
-        if rank == 0:
-            speed = sum(len(s.tokens) for s in batch) / (time.perf_counter() - began)
-            bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} tokens/s")
-            log(update=done, loss=loss, kl=kl, hidden=hidden, lr=lr, grad_norm=norm, tokens_per_second=speed)
-            if done % args.eval_every == 0 or last:
-                log(update=done, **(scores := evaluate(drafter, held_out, args)))
-                tqdm.write(f"update {done}: held-out KL {scores['held_out_kl']:.3f}, implied acceptance length "
-                           f"{scores['implied_acceptance_length']:.2f}", file=sys.stderr)
-            if done % args.save_every == 0 or last:
-                save_drafter(drafter, out)  # first: a run whose last checkpoint exists has nothing left to do
-                save_checkpoint(out / "checkpoint.pt", drafter, optimizers, data, sampler, done, args)
+        speed = sum(len(s.tokens) for s in batch) / (time.perf_counter() - began)
+        bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} tokens/s")
+        records = [dict(loss=loss, kl=kl, hidden=hidden, lr=lr, grad_norm=norm, tokens_per_second=speed)]
+        if done % args.eval_every == 0 or last:
+            records.append(scores := evaluate(drafter, held_out, args))
+            tqdm.write(f"update {done}: held-out KL {scores['held_out_kl']:.3f}, implied acceptance length "
+                       f"{scores['implied_acceptance_length']:.2f}", file=sys.stderr)
+        with open(out / "log.jsonl", "a") as log:
+            log.writelines(json.dumps({"update": done} | record) + "\n" for record in records)
+        if done % args.save_every == 0 or last:
+            save_drafter(drafter, out)  # first: a run whose last checkpoint exists has nothing left to do
+            save_checkpoint(out / "checkpoint.pt", drafter, optimizers, done, positions[-1], args)
 
 def learning_rate(update: int, args, epoch_updates: int) -> float:
     """`paper`: 50 updates up to 20 times the rate, linearly down to the rate over the first epoch, constant after.
     `cosine`: warm-up to the rate, then half a cosine down to 0 at the last update."""
     warm = min(1.0, (update + 1) / args.warmup)
     if args.schedule == "paper":
-        decay = min(1.0, max(0, update - args.warmup) / max(1, epoch_updates - args.warmup))
-        return args.lr * warm * (20 - 19 * decay)
-    return args.lr * warm * (1 + math.cos(math.pi * min(1.0, update / args.updates))) / 2
+        return args.lr * warm * float(np.interp(update, [args.warmup, max(epoch_updates, args.warmup + 1)], [20, 1]))
+    return args.lr * warm * (1 + math.cos(math.pi * update / args.updates)) / 2
 
 def make_optimizers(drafter: Drafter, kind: str) -> list[torch.optim.Optimizer]:
     """AdamW, or Muon (Jordan et al. 2024) for the matrices and AdamW for the rest."""
@@ -243,14 +227,13 @@ def process() -> tuple[int, int]:
 
 
 # --- Data: one JSON object a line, four formats, read by offset so that a file of any size can be shuffled -----------
-@dataclass
-class Sequence:
+class Sequence(NamedTuple):
     tokens: Tensor  # (T)
     answer: Tensor  # (T), True at the assistant's tokens
 
 def read_messages(line: bytes) -> list[dict]:
     """The conversation in a line of UltraChat (either form), ShareGPT or Alpaca. Raises ValueError, saying why not."""
-    match record := json.loads(line.decode("utf-8-sig")):
+    match record := json.loads(line):
         case {"messages": list(messages)}:
             pass
         case {"data": list(texts)}:
@@ -260,7 +243,7 @@ def read_messages(line: bytes) -> list[dict]:
             turns = [turn if isinstance(turn, dict) else {} for turn in turns]
             messages = [{"role": roles.get(t.get("from"), t.get("from")), "content": t.get("value")} for t in turns]
         case {"instruction": str(instruction), "output": output}:
-            question = "\n\n".join(part for part in (instruction, str(record.get("input") or "")) if part)
+            question = "\n\n".join(filter(None, (instruction, str(record.get("input") or ""))))
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
         case _:
             raise ValueError("expected a list in messages, data or conversations, or instruction and output")
@@ -269,120 +252,92 @@ def read_messages(line: bytes) -> list[dict]:
     return messages
 
 class Conversations:
-    """Random access to the conversations of some .jsonl files, of which only the lines' offsets are in memory. Lines
-    that hold no conversation with an answer are named on stderr and left out."""
+    """The lines of some .jsonl files that hold a conversation with an answer. Others are named on stderr. Raises
+    InputError for a file that cannot be read, or where no line is left."""
 
     def __init__(self, paths: list[str], tokenizer: Tokenizer, seq_len: int):
-        """Raises InputError for a file that cannot be read."""
         self.paths, self.tokenizer, self.seq_len, places, skipped = paths, tokenizer, seq_len, [], 0
         for file_number, path in enumerate(paths):
-            offset = 0
             with input_errors(f"{path}: cannot be read", OSError), open(path, "rb") as file:
                 for line_number, line in enumerate(file, 1):
                     try:
-                        if line.strip() and "assistant" not in [message["role"] for message in read_messages(line)]:
-                            raise ValueError("no answer")
-                        places += [(file_number, offset, len(line))] if line.strip() else []
-                    except (ValueError, TypeError, RecursionError) as error:  # InputError is a ValueError too
+                        if line.strip():
+                            if "assistant" not in [m["role"] for m in read_messages(line)]:
+                                raise ValueError("no answer")
+                            places.append((file_number, file.tell() - len(line), len(line)))
+                    except (ValueError, TypeError, RecursionError) as error:
                         skipped += 1
                         print(f"skipped {path}, line {line_number}: {error}", file=sys.stderr)
-                    offset += len(line)
-        self.places = np.array(places, dtype=np.int64).reshape(-1, 3)  # file, offset and length of each usable line
         print(f"{len(places)} conversations, {skipped} lines skipped", file=sys.stderr)
-
-    def __len__(self) -> int:
-        return len(self.places)
+        if not places:
+            raise InputError(f"{', '.join(paths)}: no usable conversation; see train.py for the formats it reads")
+        self.places = np.array(places)  # file, offset and length of each usable line
 
     def __getitem__(self, index: int) -> Sequence | None:
         """One conversation, cut at seq_len; None where nothing is left to train on."""
         file_number, offset, length = self.places[index]
         with open(self.paths[file_number], "rb") as file:
             file.seek(offset)
-            pieces = list(self.tokenizer.turns(read_messages(file.read(length))))
-        ids, answer = zip(*[(i, is_answer) for piece, is_answer in pieces for i in piece][:self.seq_len])
-        sequence = Sequence(torch.tensor(ids), torch.tensor(answer))
+            turns = self.tokenizer.turns(read_messages(file.read(length)))
+        pairs = [(i, is_answer) for piece, is_answer in turns for i in piece][:self.seq_len]
+        sequence = Sequence(*map(torch.tensor, zip(*pairs)))
         return sequence if loss_mask(sequence.answer).any() else None
 
-class Sampler:
-    """An endless shuffled walk over some indices, a new permutation each epoch. `position` is all of its state."""
-
-    def __init__(self, indices: np.ndarray, seed: int, position: int = 0):
-        self.indices, self.seed, self.position, self.epoch = indices, seed, position, None
-
-    def __next__(self) -> int:
-        epoch, i = divmod(self.position, len(self.indices))
-        if epoch != self.epoch:
-            self.epoch, self.permutation = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.indices)
-        self.position += 1
-        return int(self.permutation[i])
-
-def draw_batch(data: Conversations, sampler: Sampler, size: int) -> list[Sequence]:
-    """The next `size` usable conversations. Raises InputError when a whole epoch has none."""
-    batch, start = [], sampler.position
-    while len(batch) < size:
-        if (sequence := data[next(sampler)]) is not None:
-            batch.append(sequence)
-        elif not batch and sampler.position - start > len(sampler.indices):
-            raise InputError(f"{', '.join(data.paths)}: no answer within {data.seq_len} tokens; raise --seq-len")
-    return batch
+def shuffled(data: Conversations, indices: np.ndarray, seed: int, position: int = 0) -> Iterator[tuple[Sequence, int]]:
+    """Usable conversations without end, a new permutation each epoch, from any position; with each, the position after
+    it. Raises InputError when a whole epoch has none."""
+    unusable = 0
+    while unusable < len(indices):
+        epoch, first = divmod(position, len(indices))
+        for index in np.random.default_rng((seed, epoch)).permutation(indices)[first:]:
+            position, unusable = position + 1, unusable + 1
+            if (sequence := data[index]) is not None:
+                unusable = 0
+                yield sequence, position
+    raise InputError(f"--data: no answer within {data.seq_len} tokens; raise --seq-len")
 
 def split(data: Conversations, seed: int) -> tuple[np.ndarray, list[Sequence]]:
     """Shuffled indices to train on, and conversations to evaluate on: one in ten, at most 64. Raises InputError."""
-    if len(data) == 0:
-        raise InputError(f"{', '.join(data.paths)}: no usable conversation; see train.py for the formats it reads")
-    shuffled = np.random.default_rng(seed).permutation(len(data))
-    count = min(64, len(data) // 10)
-    held_out, training = shuffled[:count], shuffled[count:]
-    return training, [s for s in (data[int(i)] for i in held_out) if s] or draw_batch(data, Sampler(training, seed), 1)
-
-def pad(sequences: list[Sequence], device) -> tuple[Tensor, Tensor]:
-    """tokens and answer (B, T), padded on the right, where no causal query looks."""
-    return (pad_sequence([s.tokens for s in sequences], batch_first=True).to(device),
-            pad_sequence([s.answer for s in sequences], batch_first=True).to(device))
+    order = np.random.default_rng(seed).permutation(len(data.places))
+    held_out, training = np.split(order, [min(64, len(order) // 10)])
+    return training, list(filter(None, map(data.__getitem__, held_out))) or [next(shuffled(data, training, seed))[0]]
 
 def frequent_tokens(data: Conversations, indices: np.ndarray, count: int, vocab_size: int) -> tuple[int, ...]:
     """The tokens that answers use most, and always the stop tokens, in order of their ids."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for sequence in filter(None, (data[int(index)] for index in indices[:5000])):
-        counts += torch.bincount(sequence.tokens[sequence.answer], minlength=vocab_size)
+    for s in filter(None, map(data.__getitem__, indices[:5000])):
+        counts += torch.bincount(s.tokens[s.answer], minlength=vocab_size)
     counts[list(data.tokenizer.stop_ids)] = counts.max() + 1
     return tuple(sorted(counts.topk(min(count, vocab_size)).indices.tolist()))
 
 
 # --- Checkpoints -----------------------------------------------------------------------------------------------------
-FREE_TO_CHANGE = {"out", "resume", "eval_every", "save_every", "device", "micro_batch_size", "json"}
-
-def save_checkpoint(path: Path, drafter: Drafter, optimizers: list, data: Conversations, sampler: Sampler, update: int,
-                    args) -> None:
+def save_checkpoint(path: Path, drafter: Drafter, optimizers: list, update: int, position: int, args) -> None:
     """All that is needed to go on as if nothing had happened, written completely or not at all."""
-    state = {"update": update, "position": sampler.position, "drafter": drafter.state_dict(), "arguments": vars(args),
-             "optimizers": [optimizer.state_dict() for optimizer in optimizers], "data": int(data.places.sum()),
-             "config": asdict(drafter.config)}
+    state = {"update": update, "position": position, "log_bytes": path.with_name("log.jsonl").stat().st_size,
+             "drafter": drafter.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+             "arguments": vars(args)}
     with atomic_write(path) as part:
         torch.save(state, part)
 
-def load_checkpoint(path: Path, data: Conversations, args) -> dict:
-    """Raises InputError if it is damaged, or was made with other arguments or from other data."""
-    with input_errors(f"{path}: not a readable checkpoint", Exception):  # torch raises what the damage happens to cause
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        made_with, changed = state["arguments"], state["data"] != int(data.places.sum())
-    if changed:
-        raise InputError(f"{', '.join(args.data)}: changed since {path} was made; restore it or choose another --out")
+def load_checkpoint(path: Path, drafter: Drafter, optimizers: list, args) -> tuple[int, int]:
+    """Restores drafter, optimizers and log; returns update and position. Raises InputError for a checkpoint that is
+    damaged, or was made with other arguments or data."""
+    with input_errors(f"{path}: not a readable checkpoint", Exception):  # torch raises many kinds
+        state = torch.load(path, map_location="cpu")
+        made_with, log_bytes = state["arguments"], state["log_bytes"]
+    free = {"out", "resume", "eval_every", "save_every", "device", "micro_batch_size", "json"}
+    free |= {"updates"} if args.schedule == "paper" else set()  # a cosine ends with them
     for name, value in made_with.items():
-        free = name in FREE_TO_CHANGE or name == "updates" and args.schedule == "paper"  # a cosine ends with them
-        if (now := getattr(args, name, None)) != value and not free:
+        if name not in free and (now := getattr(args, name, None)) != value:
             raise InputError(f"{path} was made with --{name.replace('_', '-')} {value}, not {now}; resume with that or "
                              "choose another --out")
-    return state
-
-def truncate_log(path: Path, start: int) -> None:
-    """Of the log keep the first `start` updates: what comes after is done again."""
-    kept = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with suppress(ValueError):  # for what an interrupted run left of a line
-            kept += [line] if json.loads(line)["update"] <= start else []
-    with atomic_write(path) as part:
-        part.write_text("".join(f"{line}\n" for line in kept))
+    drafter.load_state_dict(state["drafter"])
+    for optimizer, saved in zip(optimizers, state["optimizers"]):
+        optimizer.load_state_dict(saved)
+    with open(path.with_name("log.jsonl"), "ab") as log:
+        log.truncate(min(log.tell(), log_bytes))  # what came after is done again
+    return state["update"], state["position"]
 
 
 # --- Synthesis: training data from the target alone (the idea of Magpie, Xu et al. 2024) -----------------------------
@@ -469,77 +424,72 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(description="Distil a target into a Mixture-of-Attentions drafter.")
     add = parser.add_argument
+    count = partial(add, type=positive_int)
     add("--data", nargs="+", required=True, metavar="FILE", help="conversations, one JSON object a line")
     add("--out", default="runs/drafter", help="folder for drafter, checkpoint and log (default: %(default)s)")
     add_model_arguments(parser)
-    add("--updates", type=positive_int, help="default: one pass over the data")
-    add("--batch-size", type=positive_int, default=32, help="sequences an update (default: %(default)s)")
-    add("--micro-batch-size", type=positive_int, default=1, help="sequences at once; memory (default: %(default)s)")
+    count("--updates", help="default: one pass over the data")
+    count("--batch-size", default=32, help="sequences an update (default: %(default)s)")
+    count("--micro-batch-size", default=1, help="sequences at once; memory (default: %(default)s)")
     add("--seq-len", type=number(int, 16), default=2048)
     add("--lr", type=number(float, 0), default=3e-5, help="rate; the paper's schedule peaks at 20 times it")
     add("--schedule", choices=("paper", "cosine"), default="paper")
-    add("--warmup", type=positive_int, default=50, help="updates (default: %(default)s)")
+    count("--warmup", default=50, help="updates (default: %(default)s)")
     add("--optimizer", choices=("adamw", "muon"), default="adamw")
     add("--clip", type=number(float, 0), default=1.0, help="gradient norm, 0: none (default: %(default)s)")
     add("--kl-weight", type=number(float, 0), default=0.1)
     add("--feature-weight", type=number(float, 0), default=1.0)
     add("--memory-weight", type=number(float, 0), default=0.0, help="of the same loss on memories; not the paper's")
-    add("--run-length", nargs=2, type=positive_int, default=[5, 15], metavar=("LOW", "HIGH"),
-        help="runs are of U[LOW, HIGH] tokens (default: 5 15)")
-    add("--horizons", type=positive_int, default=1, metavar="R", help="horizons for each target pass")
+    count("--run-length", nargs=2, default=[5, 15], metavar=("LOW", "HIGH"), help="tokens a run (default: 5 15)")
+    count("--horizons", default=1, metavar="R", help="horizons for each target pass")
     add("--tli", type=number(int, 0), default=0, metavar="N", help="target layers that the drafter reuses")
     add("--no-lsa", action="store_true", help="ablation: memory from the last hidden state")
     add("--no-ca", action="store_true", help="ablation: the drafter reads its own predictions")
-    add("--lsa-heads", type=positive_int, help="default: the target's")
-    add("--lsa-mlp", type=positive_int, help="LSA's MLP width")
-    add("--mlp", type=positive_int, help="SA's and CA's MLP width")
-    add("--kv-heads", type=positive_int, help="SA's and CA's kv heads")
-    add("--draft-vocabulary", type=positive_int, metavar="COUNT", help="draft only the COUNT most frequent tokens")
-    add("--eval-every", type=positive_int, default=200, help="updates (default: %(default)s)")
-    add("--save-every", type=positive_int, default=50, help="updates between checkpoints (default: %(default)s)")
+    count("--lsa-heads", help="default: the target's")
+    count("--lsa-mlp", help="LSA's MLP width")
+    count("--mlp", help="SA's and CA's MLP width")
+    count("--kv-heads", help="SA's and CA's kv heads")
+    count("--draft-vocabulary", metavar="COUNT", help="draft only the COUNT most frequent tokens")
+    count("--eval-every", default=200, help="updates (default: %(default)s)")
+    count("--save-every", default=50, help="updates between checkpoints (default: %(default)s)")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
-    add("--synthesize", type=positive_int, metavar="COUNT", help="write COUNT conversations to --data instead")
+    count("--synthesize", metavar="COUNT", help="write COUNT conversations to --data instead")
     add("--questions", metavar="FILE", help="let --synthesize answer this file's questions, not its own")
-    add("--json", action="store_true", help="end with the last record of the log, a JSON object, on stdout")
+    add("--json", action="store_true", help="end with the log's last record on stdout")
     args = parser.parse_args()
     args.dtype = args.dtype or default_dtype(args.device)
-    return args
-
-def can_resume(args) -> bool:
-    """Whether there is a checkpoint. Raises InputError for invalid arguments, and where work would be overwritten."""
-    if args.run_length[0] > args.run_length[1]:
-        raise InputError(f"--run-length {args.run_length[0]} {args.run_length[1]}: the low end comes first")
+    if args.run_length != sorted(args.run_length):
+        parser.error("--run-length LOW HIGH: the low end comes first")
     if args.dtype == "float16":
-        raise InputError("--dtype float16 would need a gradient scaler; train in bfloat16 or float32")
-    if args.synthesize and dist.is_torchelastic_launched():
-        raise InputError("--synthesize is for one process; run it without torchrun")
-    with input_errors(f"--out {args.out}", OSError):
-        checkpoint, drafter = (Path(args.out, name).exists() for name in ("checkpoint.pt", "model.safetensors"))
-    if not args.synthesize and (drafter or checkpoint) and not (args.resume and checkpoint):
-        raise InputError(f"{args.out} holds work: --resume goes on from a checkpoint, else choose another --out")
-    return checkpoint
+        parser.error("--dtype float16 would need a gradient scaler; train in bfloat16 or float32")
+    return args
 
 def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -> Drafter:
     """One with fresh weights and the sizes that the command line asks for."""
     torch.manual_seed(args.seed)
     count = args.draft_vocabulary
-    choices = {
-        "layer_self_attention_num_attention_heads": args.lsa_heads,
-        "layer_self_attention_intermediate_size": args.lsa_mlp,
-        "self_attention_intermediate_size": args.mlp, "cross_attention_intermediate_size": args.mlp,
-        "self_attention_num_key_value_heads": args.kv_heads, "cross_attention_num_key_value_heads": args.kv_heads,
-        "draft_vocabulary": count and frequent_tokens(data, indices, count, target.config.vocab_size),
-        "target_layer_inference": args.tli, "use_layer_self_attention": not args.no_lsa,
-        "use_cross_attention": not args.no_ca}
+    choices = {"layer_self_attention_num_attention_heads": args.lsa_heads,
+               "layer_self_attention_intermediate_size": args.lsa_mlp,
+               "draft_vocabulary": count and frequent_tokens(data, indices, count, target.config.vocab_size),
+               "target_layer_inference": args.tli, "use_layer_self_attention": not args.no_lsa,
+               "use_cross_attention": not args.no_ca}
+    for layer in "self_attention", "cross_attention":
+        choices |= {f"{layer}_intermediate_size": args.mlp, f"{layer}_num_key_value_heads": args.kv_heads}
     config = DrafterConfig.sized_for(target, **{name: v for name, v in choices.items() if v is not None})
     return Drafter(target, config).to(target.device)
 
 def main() -> None:
     args = parse_arguments()
-    out, resuming = Path(args.out), can_resume(args)
-    if dist.is_torchelastic_launched():  # by torchrun
+    out = Path(args.out)
+    checkpoint = out / "checkpoint.pt"
+    resuming = args.resume and checkpoint.exists()
+    if not (resuming or args.synthesize) and (checkpoint.exists() or (out / "model.safetensors").exists()):
+        raise InputError(f"{out} holds work: --resume goes on from a checkpoint, else choose another --out")
+    if dist.is_torchelastic_launched():  # torchrun
+        if args.synthesize:
+            raise InputError("--synthesize is for one process; run it without torchrun")
         if args.device.startswith("cuda"):
-            args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+            args.device = f"cuda:{dist.get_node_local_rank()}"
             torch.cuda.set_device(args.device)
         dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
     target, tokenizer = load_target(args)
@@ -549,26 +499,22 @@ def main() -> None:
         written = synthesize(target, tokenizer, args)
         return print(json.dumps({"conversations": written})) if args.json else None
     data = Conversations(args.data, tokenizer, args.seq_len)
+    args.data = f"{' '.join(args.data)} (checksum {data.places.sum()})"  # --resume sees a change
     training, held_out = split(data, args.seed)
     epoch_updates = math.ceil(len(training) / args.batch_size)
     args.updates = args.updates or epoch_updates
-    sampler, start = Sampler(training, args.seed), 0
-    if resuming:
-        state = load_checkpoint(out / "checkpoint.pt", data, args)
-        drafter = Drafter(target, DrafterConfig(**state["config"])).to(target.device)
-        drafter.load_state_dict(state["drafter"])
-        sampler, start = Sampler(training, args.seed, state["position"]), state["update"]
-    else:
-        drafter = new_drafter(target, data, training, args)
+    drafter = new_drafter(target, data, training, args)
     optimizers = make_optimizers(drafter, args.optimizer)
-    for optimizer, saved in zip(optimizers, state["optimizers"] if resuming else []):
-        optimizer.load_state_dict(saved)
-    if process()[0] == 0:
-        truncate_log(out / "log.jsonl", start)
-        if not resuming:
-            save_checkpoint(out / "checkpoint.pt", drafter, optimizers, data, sampler, 0, args)
-    train(drafter, optimizers, data, sampler, held_out, start, epoch_updates, args)
-    if process()[0] == 0 and args.json:
+    rank, update, position = process()[0], 0, 0
+    if resuming:
+        update, position = load_checkpoint(checkpoint, drafter, optimizers, args)
+    elif rank == 0:
+        with atomic_write(out / "log.jsonl") as log:
+            log.touch()
+        save_checkpoint(checkpoint, drafter, optimizers, 0, 0, args)
+    stream = shuffled(data, training, args.seed, position)
+    train(drafter, optimizers, stream, held_out, update, epoch_updates, args)
+    if rank == 0 and args.json:
         print((out / "log.jsonl").read_text().splitlines()[-1])
     if dist.is_initialized():
         dist.barrier()  # until process 0 has saved, and gloo's threads have let go of our tensors

@@ -106,7 +106,7 @@ def encode(tokenizer: llama.Tokenizer, path: Path, seq_len: int, *records: dict)
 def losses_of(drafter: moa.Drafter, sequence: train.Sequence, *runs: tuple[int, int], **changes) -> torch.Tensor:
     """Loss, KL and hidden-state loss under a horizon for each (length, phase)."""
     horizons = torch.stack([train.run_horizon(sequence.answer, *run) for run in runs])[:, None]
-    return train.distill(drafter, *train.pad([sequence], "cpu"), horizons, arguments(**changes))[2]
+    return train.distill(drafter, *(field[None] for field in sequence), horizons, arguments(**changes))[2]
 
 
 # --- Losses and horizons ---------------------------------------------------------------------------------------------
@@ -228,12 +228,17 @@ def test_lines_of_large_files_are_read_where_they_are_and_a_broken_one_is_named_
     assert train.Conversations([str(paths[1])], tokenizer, 96)[400] and tracemalloc.get_traced_memory()[1] < 1e6
     tracemalloc.stop()
 
-def test_an_epoch_is_a_permutation_and_the_sampler_can_start_at_any_position():
-    def walk(position: int) -> list[int]:
-        sampler = train.Sampler(np.arange(5, 15), 3, position)
-        return [next(sampler) for _ in range(25 - position)]
-    assert sorted(walk(0)[:10]) == sorted(walk(0)[10:20]) == list(range(5, 15)) and walk(0)[:10] != walk(0)[10:20]
-    assert all(walk(position) == walk(0)[position:] for position in range(25))
+def test_an_epoch_is_a_permutation_and_can_be_gone_on_with_at_any_position():
+    def walk(position: int) -> list[tuple[int, int]]:
+        return list(itertools.islice(train.shuffled(range(20), np.arange(5, 15), 3, position), 25 - position))
+    order, positions = zip(*walk(0))
+    assert sorted(order[:10]) == sorted(order[10:20]) == list(range(5, 15)) and order[:10] != order[10:20]
+    assert positions == tuple(range(1, 26)) and all(walk(position) == walk(0)[position:] for position in range(25))
+
+def test_one_usable_conversation_is_found_in_every_epoch():
+    data = {i: i if i == 7 else None for i in range(10)}
+    found = list(itertools.islice(train.shuffled(data, np.arange(10), 0), 20))
+    assert [(i, (position - 1) // 10) for i, position in found] == [(7, epoch) for epoch in range(20)]
 
 def test_what_is_held_out_is_never_trained_on(tmp_path, command, monkeypatch):
     seen = {"compute_gradients": set(), "evaluate": set()}
@@ -379,11 +384,9 @@ def test_a_finished_run_goes_on_without_its_log_where_it_had_ended(tmp_path, com
     command("--out", out, *LONG, "--updates", 14, "--resume", "--json")
     assert json.loads(capsys.readouterr().out)["update"] == 14 and len(losses(out)) == 2
 
-@pytest.mark.parametrize("limit, note, why", [  # with a long log it is the log's next lines that are too many
-    (60_000, 0, "checkpoint.pt cannot"), (1_000, 1_000, "log.jsonl cannot"), (2_000_000, 1_995_000, "too large")])
-def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path, command, capsys, limit, note, why):
+@pytest.mark.parametrize("limit, why", [(60_000, "checkpoint.pt cannot"), (1_000, "too large")])  # the latter: the log
+def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path, command, capsys, limit, why):
     command("--out", tmp_path, "--updates", 4)
-    write(tmp_path / "log.jsonl", {"update": 4, "note": "x" * note}, *read_log(tmp_path))
     names, checkpoint = set(tmp_path.iterdir()), (tmp_path / "checkpoint.pt").read_bytes()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))  # it stands in for the disk
@@ -487,8 +490,8 @@ def files(tmp_path_factory, tiny, undisturbed) -> Path:
     ("--lsa-heads 500", "num_attention_heads 500"), ("--tli 99", "3 layers"), ("--seq-len 100000", "context is 256"),
     ("--updates 0", "invalid"), ("--dtype float16", "bfloat16"), 
     ("--model nowhere", "nowhere"), ("--device nowhere", "nowhere"), ("--out empty/out", "Not a directory"),
-    (f"--out {'x' * 300}", "--out xxx"), ("--out run --resume --lr 1", "made with --lr 0.001, not 1.0"),
-    ("--out run --resume --tli 1", "made with --tli 0, not 1"), ("--out run --resume --data own", "changed since"),
+    (f"--out {'x' * 300}", "name too long: 'xxx"), ("--out run --resume --lr 1", "made with --lr 0.001, not 1.0"),
+    ("--out run --resume --tli 1", "made with --tli 0, not 1"), ("--out run --resume --data own", "not own (checksum"),
     ("--out run --resume --schedule cosine", "made with --schedule paper, not cosine"),
     ("--out run", "holds work: --resume goes on"), ("--out gone", "holds work"),
     ("--out gone --resume", "holds work"), ("--out damaged --resume", "not a readable checkpoint"),
