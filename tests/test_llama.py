@@ -133,7 +133,8 @@ def test_what_a_config_leaves_out_has_hugging_faces_defaults():
 
 
 @pytest.mark.parametrize("changes, culprit", [
-    ({"model_type": "mamba"}, "'mamba'"), ({"attention_bias": True}, "biases"), ({"hidden_act": "gelu"}, "activation"),
+    ({"model_type": "mamba"}, "'mamba'"), ({"attention_bias": True}, "attention_bias"),
+    ({"hidden_act": "gelu"}, "'gelu'"),
     ({"rope_scaling": {"type": "yarn"}}, "'yarn'"), ({"rope_scaling": "llama3"}, "rope_scaling"),
     ({"rope_scaling": SCALING | {"low_freq_factor": None}}, "low_freq_factor"), ({"hidden_size": None}, "hidden_size"),
     ({"rope_scaling": SCALING | {"factor": 10**400}}, "factor"), ({"num_key_value_heads": "2"}, "num_key_value_heads"),
@@ -180,10 +181,10 @@ def test_shards_are_read_one_after_the_other(tmp_path):
 
 def test_a_bfloat16_checkpoint_is_loaded_without_a_float32_copy(copy):
     save_file({name: w.bfloat16() for name, w in load_file(copy / WEIGHTS).items()}, copy / WEIGHTS)
-    raw, tensors = llama.read_hugging_face(copy)
+    config, tensors = llama.read_hugging_face(copy)
     weights = {name: read() for name, read in tensors}
     with torch.device("meta"):
-        model = llama.Llama(llama.parse_config(raw, copy))
+        model = llama.Llama(config)
     llama.load_weights(model, iter(weights.items()), copy, "cpu", torch.bfloat16)
     model.finish()
     assert all(w.data_ptr() == weights[name].data_ptr() != 0 for name, w in model.named_parameters())
@@ -268,7 +269,7 @@ def test_a_gguf_file_means_exactly_the_values_it_stores(tmp_path, folder, kind):
 
 @pytest.mark.parametrize("changes, culprit", [
     ({"general.architecture": "qwen2"}, "'qwen2'"), ({"llama.block_count": None}, "num_hidden_layers"),
-    ({"llama.rope.dimension_count": 8}, "part of"), ({"llama.rope.scaling.type": "yarn"}, "'yarn'"),
+    ({"llama.rope.dimension_count": 8}, "partial rotation"), ({"llama.rope.scaling.type": "yarn"}, "'yarn'"),
     ({"llama.rope.scaling.type": 7}, "rope_scaling"), ({"llama.attention.key_length": 15}, "15"),
     ({"llama.attention.head_count": "x"}, "num_attention_heads"), ({"general.alignment": "x"}, "tiny.gguf"),
     ({"llama.attention.head_count_kv": 0}, "num_key_value_heads"), ({"general.alignment": [32]}, "tiny.gguf"),
