@@ -1,8 +1,7 @@
 """The target: Llama-3 inference from scratch. In the paper this model is M_Large.
 
-The decoder layer (RMSNorm, grouped-query attention with rotary positions, SwiGLU), a hand-written KV cache, sampling,
-and generation come first; then what makes it fast on a CPU; then checkpoints (safetensors, GGUF) and the tokenizer.
-moa.py builds the drafter from the same `DecoderLayer`; speculate.py makes this model faster without changing its words.
+The decoder layer, a hand-written KV cache, sampling, and generation of one conversation and of many come first; then
+what makes it fast on a CPU; then checkpoints and the tokenizer. moa.py builds the drafter from the same `DecoderLayer`.
 
     python llama.py --prompt "Why is the sky blue?"          # the default target, fetched on first use
     python llama.py --model meta-llama/Meta-Llama-3-8B-Instruct --dtype bfloat16 --prompt "Hello"
@@ -46,16 +45,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 class InputError(ValueError):
     """Something the user gave is wrong. The message is one line: what is wrong and what to do."""
-
     def __init__(self, message: str):
         super().__init__(" ".join(message.split())[:400])
-
 
 # --- The decoder layer ------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Config:
     """The sizes of a Llama, named as in a Hugging Face config.json."""
-
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -71,7 +67,6 @@ class Config:
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, with rms(x) = sqrt(mean(x^2) + eps) over the last dimension (Zhang and Sennrich 2019)."""
-
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight, self.eps, self.packed = nn.Parameter(torch.ones(size)), eps, None
@@ -104,7 +99,6 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 
 class FusedLinear:
     """Linear layers of the same input: their outputs side by side. Once packed (see "Packed weights"), one product."""
-
     def __init__(self, *layers: nn.Linear):
         self.layers, self.packed = layers, None
 
@@ -121,7 +115,6 @@ class FusedLinear:
 
 class Attention(nn.Module):
     """Grouped-query attention in two steps, projections and `forward`: between them keys and values can be cached."""
-
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
@@ -158,8 +151,8 @@ class Attention(nn.Module):
         causal, shape = mask is CAUSAL, q.shape
         ragged = isinstance(mask, Tensor) and mask.is_floating_point()
         if ragged or q.dtype != torch.float32 and (shape[2] == 1 or isinstance(mask, Tensor)):
-            # Heads of a group ask the same keys: make them rows of one query. In half precision, grouped heads under a
-            # mask fall to a GPU's slowest kernel, and for one token they take a CPU up to six times as long.
+            # Heads of a group ask the same keys: make them rows of one query. PyTorch would, but in half precision a
+            # GPU then takes its slowest kernel under a mask, and a CPU six times as long for one token.
             q = q.reshape(len(q), self.kv_heads, -1, self.head_dim)
             mask = None if mask is None else torch.cat([mask] * (self.heads // self.kv_heads), dim=-2)
         if ragged:
@@ -170,7 +163,6 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
-
     def __init__(self, width: int, inner: int):
         super().__init__()
         self.gate_proj = nn.Linear(width, inner, bias=False)
@@ -184,7 +176,6 @@ class MLP(nn.Module):
 
 class DecoderLayer(nn.Module):
     """A pre-norm Llama layer. Target and drafter share it: what differs is whose keys and values it attends to."""
-
     def __init__(self, width: int, inner: int, heads: int, kv_heads: int, head_dim: int, eps: float):
         super().__init__()
         self.input_layernorm = RMSNorm(width, eps)
@@ -217,9 +208,7 @@ class DecoderLayer(nn.Module):
 
 @dataclass
 class KVCache:
-    """Keys and values of every layer, side by side: kv (L, B, Hkv, capacity, 2D). Row b has lengths[b] positions in
-    use: to forget the newest is to make that smaller."""
-
+    """Keys and values of all layers, side by side, kv (L, B, Hkv, capacity, 2D): of row b, lengths[b] are in use."""
     kv: Tensor
     lengths: list[int]
 
@@ -227,13 +216,9 @@ class KVCache:
     def length(self) -> int:
         return max(self.lengths)
 
-    @length.setter
-    def length(self, length: int) -> None:
-        self.lengths = [length] * len(self.lengths)
-
     def append(self, layer: int, kv: Tensor) -> Tensor:
-        """Write one layer's kv (B, Hkv, T, 2D) after `lengths`, which the caller moves when all layers have written.
-        Returns (B, Hkv, length + T, 2D), a view."""
+        """Write one layer's kv (B, Hkv, T, 2D) after `lengths`, which the caller moves when all layers have. Returns
+        (B, Hkv, length + T, 2D), a view."""
         rows, end = len(self.lengths), self.length + kv.shape[2]
         if min(self.lengths) == self.length:
             self.kv[layer, :rows, :, self.length:end] = kv
@@ -244,8 +229,7 @@ class KVCache:
 
     def positions(self, count: int) -> Tensor:
         """Of the next `count` tokens of each row, (B, count)."""
-        device = self.kv.device
-        return torch.tensor(self.lengths, device=device)[:, None] + torch.arange(count, device=device)
+        return (torch.tensor(self.lengths)[:, None] + torch.arange(count)).to(self.kv.device)
 
     def extend(self, kv: Tensor, rows: list[int], places: list[int]) -> None:
         """Write all layers' kv (L, 1, Hkv, n, 2D) at once, each token at the end of its row."""
@@ -259,39 +243,27 @@ class KVCache:
         if row < last:
             self.kv[:, row, :, :length], self.lengths[row] = self.kv[:, last, :, :length], length
 
-    def keep_path(self, start: int, rows: list[int]) -> None:
-        """Of the positions from `start` on keep only start + rows, in that order: the accepted path of a tree."""
-        if rows != list(range(len(rows))):
-            index = torch.tensor(rows, device=self.kv.device) + start
-            self.kv[:, :, :, start:start + len(rows)] = self.kv[:, :, :, index]
-        self.length = start + len(rows)
+    def keep_path(self, start: int, path: list[int]) -> None:
+        """Of the positions from `start` on keep only start + path, in that order: what is accepted of a tree."""
+        if path != list(range(len(path))):
+            self.kv[:, :, :, start:start + len(path)] = self.kv[:, :, :, [start + i for i in path]]
+        self.lengths = [start + len(path)]
 
-    def read(self, start: int, end: int) -> Tensor:
-        """Positions start..end-1 as LSA reads them, (B, T, L, 2 Ekv): per kv head its key, then its value."""
-        return self.kv[:, :, :, start:end].permute(1, 3, 0, 2, 4).flatten(3)
-
-def causal_mask(count: int, total: int, device) -> Tensor | str | None:
-    """For the last `count` of `total` positions, each of which sees itself and all before; as `Attention` takes it."""
-    if count == 1:
-        return None
-    return CAUSAL if count == total else torch.ones(count, total, dtype=torch.bool, device=device).tril(total - count)
-
-def causal_step(cache: KVCache, count: int, rotary: Tensor) -> tuple[Tensor, Tensor | str | None]:
-    """Rotary angles and mask for the next `count` tokens of every row of a cache."""
-    past = cache.length
-    if min(cache.lengths) == past:
-        return rotary[:, past:past + count], causal_mask(count, past + count, rotary.device)
+def causal_step(cache: KVCache | None, count: int, rotary: Tensor) -> tuple[Tensor, Tensor | str | None]:
+    """Rotary angles and mask, as `Attention` takes it, for the next `count` tokens of every row of a cache."""
+    past, device = cache.length if cache else 0, rotary.device
+    if past == 0 or min(cache.lengths) == past:
+        everywhere = torch.ones(count, past + count, dtype=torch.bool, device=device)
+        return rotary[:, past:past + count], None if count == 1 else everywhere.tril(past) if past else CAUSAL
     positions = cache.positions(count)  # (B, T)
-    hidden = torch.arange(past + count, device=rotary.device) > positions.unsqueeze(-1)  # (B, T, S)
-    mask = torch.zeros_like(hidden, dtype=cache.kv.dtype).masked_fill_(hidden, -torch.inf).unsqueeze(1)  # (B, 1, T, S)
+    unseen = torch.arange(past + count, device=device) > positions.unsqueeze(-1)  # (B, T, S)
+    mask = torch.zeros_like(unseen, dtype=cache.kv.dtype).masked_fill_(unseen, -torch.inf).unsqueeze(1)  # (B, 1, T, S)
     positions = positions.clamp(max=rotary.shape[1] - 1)  # drafts beyond the context are never accepted
     return rotary[:, positions].unsqueeze(2), mask  # angles (2, B, 1, T, D)
-
 
 # --- The model --------------------------------------------------------------------------------------------------------
 class Llama(nn.Module):
     """The target. Weights are named as in a Hugging Face checkpoint, less the prefix `model.`."""
-
     def __init__(self, config: Config, first: int = 0):
         """first: the first layer to build. The drafter of a target on a server needs only the last N."""
         super().__init__()
@@ -307,20 +279,13 @@ class Llama(nn.Module):
 
     def finish(self) -> None:
         """Tie the head, make the rotary table, freeze. Called again when a model from the meta device has weights."""
-        c = self.config
+        c, weight = self.config, self.embed_tokens.weight
+        self.device, self.dtype = weight.device, weight.dtype
         if c.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+            self.lm_head.weight = weight
         table = rotary_table(c.max_position_embeddings, c.head_dim, c.rope_theta, self.device, c.rope_factors)
         self.register_buffer("rotary", table, persistent=False)  # (2, context, D)
         self.requires_grad_(False)  # the target is frozen, always
-
-    @property
-    def device(self) -> torch.device:
-        return self.embed_tokens.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.norm.weight.dtype
 
     def pack(self) -> Llama:
         """Lay the weights out for fast inference, where `can_pack`. They can then be neither trained nor saved."""
@@ -339,9 +304,7 @@ class Llama(nn.Module):
                    ancestors: Tensor | None = None) -> Tensor:
         """The residual stream x (B, T, E) through some of the layers; new keys and values go to the cache."""
         count = x.shape[1]
-        if cache is None:
-            rope, mask = self.rotary[:, :count], causal_mask(count, count, x.device)
-        elif ancestors is None:
+        if ancestors is None:
             rope, mask = causal_step(cache, count, self.rotary)
         else:  # a position is a token's depth
             rope = self.rotary[:, cache.length - 1 + ancestors.sum(-1).to(x.device)]  # (2, T, D)
@@ -362,12 +325,10 @@ class Llama(nn.Module):
         """Logits of the token after each. tokens (B, T), which follow those in the cache -> (B, T, V)."""
         return self.head(self.hidden(tokens, cache))
 
-
 # --- Sampling and generation ------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class GenerationConfig:
     """How to go on after a prompt. What is generated follows from this and the prompt alone."""
-
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
@@ -380,14 +341,13 @@ class GenerationConfig:
 @dataclass
 class Sampling:
     """How tokens are drawn, by the target as by the drafter."""
-
     temperature: float = 0.0
     top_p: float = 1.0
     generator: torch.Generator | None = None
 
 def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
-    """The distribution that tokens are drawn from, float32 (..., V). Temperature 0 puts all of it on the argmax; top_p
-    keeps the likeliest tokens until their sum reaches it (nucleus sampling, Holtzman et al. 2020)."""
+    """What tokens are drawn from, float32 (..., V). Temperature 0 puts all of it on the argmax; top_p keeps the
+    likeliest tokens until their sum reaches it (nucleus sampling, Holtzman et al. 2020)."""
     if temperature < 1e-6:  # as good as 0, and logits divided by less would overflow
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     p = torch.softmax(logits.float() / temperature, dim=-1)
@@ -401,10 +361,8 @@ def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Ten
     return p
 
 def gumbel_topk(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
-    """k draws from p (..., V) without replacement, in the order drawn: ids (..., k) (Kool et al. 2019).
-
-    p_x / e_x with e_x ~ Exp(1) is exp(log p_x + Gumbel noise): its argmax is a draw from p. p need not be normalised.
-    """
+    """k draws from p (..., V), which need not be normalised, without replacement, in order: ids (..., k) (Kool et al.
+    2019). p_x / e_x with e_x ~ Exp(1) is exp(log p_x + Gumbel noise): its argmax is a draw from p."""
     e = torch.empty_like(p).exponential_(generator=generator)
     return (p / e.clamp_(min=torch.finfo(p.dtype).tiny)).topk(k).indices  # clamped: some devices draw 0, and 0 / 0 wins
 
@@ -424,7 +382,8 @@ def sample_next(logits: Tensor, samplings: list[Sampling]) -> list[int]:
 @torch.inference_mode()
 def generate(model: Llama, prompt: list[int], config: GenerationConfig) -> Iterator[int]:
     """The target alone, token by token, up to and including a stop token. All must fit the model's context."""
-    cache, sampling, tokens = model.new_cache(len(prompt) + config.max_new_tokens), config.sampling(model.device), prompt
+    cache, tokens = model.new_cache(len(prompt) + config.max_new_tokens), prompt
+    sampling = config.sampling(model.device)
     for _ in range(config.max_new_tokens):
         hidden = model.hidden(torch.tensor([tokens], device=model.device), cache)  # (1, T, E)
         tokens = sample_next(model.head(hidden[:, -1]), [sampling])
@@ -434,13 +393,11 @@ def generate(model: Llama, prompt: list[int], config: GenerationConfig) -> Itera
 
 @dataclass
 class Conversation:
-    """One of a batch, and in how many passes after that over its prompt it has come so far."""
-
     key: object  # its caller's
     config: GenerationConfig
     sampling: Sampling
     tokens: list[int]
-    target_calls: int = 0
+    target_calls: int = 0  # after that for the prompt
     ended: bool = False
 
     def extend(self, tokens: list[int]) -> None:
@@ -450,9 +407,8 @@ class Conversation:
                 self.ended = len(self.tokens) == self.config.max_new_tokens or token in self.config.stop_ids
 
 class Batch:
-    """Continuous batching (Yu et al. 2022): every row of the cache is a conversation, and a row whose conversation ends
-    is handed to the next one at once. A pass reads the weights once for all of them."""
-
+    """Continuous batching (Yu et al. 2022): a pass reads the weights once for all conversations, each a row of the
+    cache, and a row whose conversation ends is handed to the next one at once."""
     def __init__(self, model: Llama, rows: int, capacity: int):
         self.model, self.rows, self.cache = model, rows, model.new_cache(capacity, rows)
         self.caches = [self.cache]  # in all of which a conversation has the same row
@@ -497,19 +453,17 @@ class Batch:
 @torch.inference_mode()
 def generate_batch(model: Llama, prompts: Iterable[tuple[list[int], GenerationConfig]], rows: int,
                    capacity: int | None = None) -> Iterator[tuple[int, list[int]]]:
-    """What `generate` says for each (prompt, config), `rows` of them at a time: (index, tokens), as they end. capacity:
-    positions of the longest prompt with its answer (default: the model's context)."""
+    """What `generate` says for each (prompt, config), `rows` at a time: (index, tokens) as they end. capacity: of a
+    row, for prompt and answer (default: the model's context)."""
     waiting = ((index, *prompt) for index, prompt in enumerate(prompts))
     batch = Batch(model, rows, capacity or model.config.max_position_embeddings)
     for conversation in batch.run(lambda: next(waiting, None)):
         yield conversation.key, conversation.tokens
 
-
 # --- Packed weights: linear layers that are fast on a CPU for a few rows --------------------------------------------
 #
-# A pass over a draft of several tokens should cost what a pass over one does: reading the weights once. On a CPU
-# F.linear runs at the speed of memory for one row and takes two to three times as long for 2 to 16. The kernel that
-# torch.compile picks for frozen weights, on oneDNN's own blocked layout, stays at that speed up to six rows.
+# A pass over a few tokens should cost what one over a single token does: reading the weights once. On a CPU F.linear
+# takes two to three times as long for 2 to 16 rows; oneDNN's kernel on its own blocked layout does not, up to six.
 
 def can_pack(weight: Tensor) -> bool:
     """Whether packing helps: on a CPU that oneDNN has kernels for, in a type that they multiply in."""
@@ -530,7 +484,6 @@ def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
         rows = torch.cat([rows] * -(-4 // count))
     y = torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")[:count]
     return y.view(*x.shape[:-1], -1)
-
 
 # --- Checkpoints: a Hugging Face directory, a GGUF file, a hub id, or the default's name ------------------------------
 Tensors = Iterator[tuple[str, Callable[[], Tensor]]]  # each with a function that reads it
@@ -746,7 +699,6 @@ def read_gguf(path: Path) -> tuple[Config, Tensors]:
     return config, ((".".join(GGUF_NAMES.get(part, part) for part in name.split(".")), partial(read, name))
                     for name in tensors)  # blk.3.attn_q.weight -> layers.3.self_attn.q_proj.weight
 
-
 # --- Tokenizer and chat formats ---------------------------------------------------------------------------------------
 # What begins a conversation, opens a turn and ends one, and what the template does to the content.
 CHATML = "", "<|im_start|>{role}\n", "<|im_end|>\n", str
@@ -765,7 +717,6 @@ def check_message(message: dict) -> None:
 
 class Tokenizer:
     """Text and conversations to ids, and back. In a message, control tokens are text."""
-
     def __init__(self, backend: tokenizers.Tokenizer, stop_ids: list[int | None], template: str):
         """template: the checkpoint's own, read only for SmolLM2's system prompt."""
         if any(type(token) not in (int, type(None)) for token in stop_ids):
@@ -873,7 +824,6 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer(backend, [stated.get("eos_token_id"), stated.get("eot_token_id"), *ends],
                      str(stated.get("tokenizer.chat_template")))
 
-
 # --- Command line -----------------------------------------------------------------------------------------------------
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
@@ -881,18 +831,14 @@ class Parser(argparse.ArgumentParser):
 
 def number(kind: type, low: float, high: float = math.inf):
     """An argparse type: a number within [low, high]."""
-    def parse(text: str):
+    def number(text: str):
         value = kind(text)  # or a ValueError, for argparse
         if not low <= value <= high or value == math.inf:
             raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected {low} to {high}")
         return value
-    parse.__name__ = "number"
-    return parse
+    return number
 
 positive_int = number(int, 1)
-
-def default_dtype(device: str) -> str:
-    return "float32" if device.startswith("cpu") else "bfloat16"
 
 def add_model_arguments(parser: Parser) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="directory, .gguf file or hub id (default: %(default)s)")
@@ -911,17 +857,18 @@ def load_target(args: argparse.Namespace, last: int | None = None) -> tuple[Llam
     """Model (or its `last` layers) and tokenizer of a command line. Raises InputError."""
     with input_errors(f"--device {args.device} cannot be used here", RuntimeError, AssertionError):
         torch.zeros(1, device=args.device).item()
-    path, dtype = resolve_path(args.model), DTYPES[args.dtype or default_dtype(args.device)]
-    model, tokenizer = load_model(path, args.device, dtype, last), load_tokenizer(path)
+    args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
+    path = resolve_path(args.model)
+    model, tokenizer = load_model(path, args.device, DTYPES[args.dtype], last), load_tokenizer(path)
     if max(tokenizer.opening("user") + tokenizer.ending()) >= (size := model.config.vocab_size):
         raise InputError(f"{path}: the tokenizer has tokens beyond the model's {size} embeddings")
     return model, tokenizer
 
 def answer_length(model: Llama, prompt: list[int], max_new_tokens: int) -> int:
     """How many new tokens fit the context after the prompt; warns if that is fewer than asked. Raises InputError."""
-    room = model.config.max_position_embeddings - len(prompt)
-    if room < 1:
-        raise InputError(f"the prompt has {len(prompt)} tokens, the model's context {len(prompt) + room}; shorten it")
+    context = model.config.max_position_embeddings
+    if (room := context - len(prompt)) < 1:
+        raise InputError(f"the prompt has {len(prompt)} tokens, the model's context {context}; shorten it")
     if room < max_new_tokens:
         print(f"the context leaves room for {room} new tokens, not {max_new_tokens}", file=sys.stderr)
     return min(room, max_new_tokens)
@@ -942,15 +889,13 @@ def run_command(main: Callable[[], None]) -> None:
         sys.exit(130)
 
 def report(tokenizer: Tokenizer, tokens: list[int], seconds: float, as_json: bool, **statistics) -> None:
-    """Results of one generation: all of them as JSON on stdout, or the main ones in a line on stderr."""
-    rate = len(tokens) / seconds
+    """Results of one generation: as JSON on stdout, or in a line on stderr."""
+    statistics = dict(new_tokens=len(tokens), seconds=seconds, tokens_per_second=len(tokens) / seconds) | statistics
     if as_json:
-        print(json.dumps({"text": tokenizer.decode(tokens), "tokens": tokens, "new_tokens": len(tokens),
-                          "seconds": seconds, "tokens_per_second": rate, **statistics}))
-        return
-    extra = "".join(f", {name.replace('_', ' ')} {f'{value:.3g}' if isinstance(value, float) else value}"
-                    for name, value in statistics.items())
-    print(f"\n\n{len(tokens)} tokens in {seconds:.2f} s, {rate:.1f} tokens/s{extra}", file=sys.stderr)
+        return print(json.dumps({"text": tokenizer.decode(tokens), "tokens": tokens, **statistics}))
+    line = ", ".join(f"{name.replace('_', ' ')} {f'{value:.3g}' if isinstance(value, float) else value}"
+                     for name, value in statistics.items())
+    print(f"\n\n{line}", file=sys.stderr)
 
 def main() -> None:
     parser = Parser(description="Generate with the target alone.")

@@ -25,7 +25,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Generator, Iterator, NamedTuple
+from typing import Iterator, NamedTuple
 
 import numpy as np
 import torch
@@ -34,8 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from llama import (DTYPES, Batch, GenerationConfig, InputError, Llama, Parser, Tokenizer, add_model_arguments, atomic_write, check_message,
-                   default_dtype, input_errors, load_target, number, positive_int, run_command)
+from llama import (DTYPES, Batch, GenerationConfig, InputError, Llama, Parser, Tokenizer, add_model_arguments,
+                   atomic_write, check_message, input_errors, load_target, number, positive_int, run_command)
 from moa import Drafter, DrafterConfig, save_drafter
 
 DEPTHS = 8  # of the evaluation
@@ -65,7 +65,7 @@ def target_pass(target: Llama, tokens: Tensor, N: int) -> tuple[Tensor, Tensor, 
     cache = target.new_cache(count, batch)  # its length stays 0: both halves of the layers start at position 0
     entering = target.run_layers(target.embed_tokens(tokens), range(layers - N), cache)
     final = target.norm(target.run_layers(entering, range(layers - N, layers), cache))
-    return cache.read(0, count), entering, final
+    return cache.kv.permute(1, 3, 0, 2, 4).flatten(3), entering, final
 
 class ForwardKL(torch.autograd.Function):
     """Sum over positions of KL(p || q), p from the target's hidden states and q from the drafter's features.
@@ -457,7 +457,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--questions", metavar="FILE", help="let --synthesize answer this file's questions, not its own")
     add("--json", action="store_true", help="end with the log's last record on stdout")
     args = parser.parse_args()
-    args.dtype = args.dtype or default_dtype(args.device)
     if args.run_length != sorted(args.run_length):
         parser.error("--run-length LOW HIGH: the low end comes first")
     if args.dtype == "float16":
