@@ -394,7 +394,11 @@ def read_questions(path: str | Path) -> Iterator[str]:
 def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
     """Write conversations to a file until it has args.synthesize of them, each when it ends, or until all questions are
     answered. How many it then has. Raises InputError."""
-    path = Path(args.data[0])
+    path, questions = Path(args.data[0]), iter(lambda: None, 0)  # without end: the target asks itself
+    if args.questions and not (questions := dict.fromkeys(read_questions(args.questions))):
+        raise InputError(f"{args.questions}: no conversation with a question; see train.py for the formats it reads")
+    if not tokenizer.stop_ids:
+        raise InputError(f"{args.model}: names no stop token, so that no turn would end")
     with input_errors(f"{path}: cannot be written", OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "ab+")
@@ -403,11 +407,8 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
         if text[:13] != b'{"messages": '[:len(text)]:
             raise InputError(f"{path}: holds something other than conversations; choose another --data")
         file.truncate(text.rfind(b"\n") + 1)  # what an interrupted run left of a line goes
-    questions = iter(lambda: None, 0)  # without end: the target asks itself
-    if args.questions:
-        answered = set(read_questions(path))
-        questions = (q for q in dict.fromkeys(read_questions(args.questions)) if q not in answered)
-    openings = ([{"role": "user", "content": q}] if q else [] for q in questions)
+    answered = set(read_questions(path)) if args.questions else set()
+    openings = ([{"role": "user", "content": q}] if q else [] for q in questions if q not in answered)
     written, tokens, start = text.count(b"\n"), 0, time.perf_counter()
     seed = args.seed + (len(text) << 32)  # not that of what is written already
     with file, tqdm(total=args.synthesize, initial=written, unit=" conversations") as bar:
