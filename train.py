@@ -367,7 +367,7 @@ def converse(target: Llama, tokenizer: Tokenizer, openings: Iterator[list[dict]]
         config = GenerationConfig(args.seq_len - len(prompt), temperature, TOP_P, draws.getrandbits(63), stop_ids)
         return messages, prompt, config
 
-    for turn in Batch(target, args.batch_size, args.seq_len).run(take):
+    for turn in Batch(target.pack(), args.batch_size, args.seq_len).run(take):
         messages, text, running = turn.key, tokenizer.decode(turn.tokens).strip(), running - 1
         role, stopped = ("user", "assistant")[len(messages) % 2], turn.tokens[-1] in stop_ids
         has_room = turn.config.max_new_tokens - len(turn.tokens) >= MIN_ROOM
