@@ -1,7 +1,5 @@
 """The drafter: a Mixture of Attentions (Zimmer et al., ICLR 2025, arXiv 2410.03804, section 3). In the paper, M_Small.
 
-It drafts the target's next tokens by three attentions, each an ordinary Llama layer, and the target's own:
-
     LSA  Layer Self-Attention, over the L layers of one verified token's keys and values in the target's cache. Its mean
          over layers, projected to E, is that token's `memory`: a look at the target's whole state, not its last layer.
     SA   Self-Attention, causal, over the embeddings of prompt and draft: a drafted token sees the drafts before it.
@@ -14,8 +12,6 @@ It drafts the target's next tokens by three attentions, each an ordinary Llama l
 Shapes: as in llama.py, and N reused layers, K draft length, R horizons.
 """
 import json
-import math
-from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,13 +25,13 @@ from llama import (DecoderLayer, FusedLinear, InputError, KVCache, Llama, Sampli
                    causal_step, gumbel_topk, input_errors, load_weights, probabilities, read_json, read_tensors,
                    rotary_table, sample, sample_next, sha256)
 
-MIN_PROBABILITY = 1e-30  # of a proposed token: with less, what rejection sampling leaves of q is rounding error
+MIN_PROBABILITY = 1e-30  # of a proposed token: below, what rejection sampling leaves of q is rounding error
 Q_TOKENS = 64  # of a q that is sent over a network
-PROMPT_CHUNK = 256  # LSA works on T x L rows: the memory of a long prompt is built this many tokens at a time
+PROMPT_CHUNK = 256  # LSA works on T x L rows: of a long prompt, so many tokens at a time
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Sizes and choices of a drafter. Names, where they have one, are those of the authors' config.json."""
+    """Sizes and choices of a drafter, named as in the authors' config.json."""
 
     num_attention_heads: int
     layer_self_attention_num_attention_heads: int
@@ -48,21 +44,20 @@ class DrafterConfig:
     rms_norm_eps: float
     rope_theta: float
     target_layer_inference: int = 0  # N
-    use_layer_self_attention: bool = True  # without: the memory is a projection of the target's last hidden state
+    use_layer_self_attention: bool = True  # without: the target's last hidden state is projected
     use_cross_attention: bool = True  # without: the drafter reads its own predictions, as EAGLE does
     draft_vocabulary: tuple[int, ...] | None = None  # ids that may be drafted; None: all
 
     @classmethod
     def sized_for(cls, target: Llama, **choices) -> "DrafterConfig":
-        """The paper's proportions: for Llama-3-8B as in its table, for another target as near as its heads divide."""
+        """The paper's proportions: its own sizes for Llama-3-8B, for another target as near as its heads divide."""
         c = target.config
         heads, lsa_kv_heads = c.num_attention_heads, c.num_key_value_heads
-        width, inner = 2 * lsa_kv_heads * c.head_dim, 3 * c.hidden_size // 2  # width: of LSA, 2 Ekv
+        width, inner = 2 * lsa_kv_heads * c.head_dim, 3 * c.hidden_size // 2  # of LSA, of SA and CA
         lsa_heads = next((n for n in range(heads, 0, -1) if n % lsa_kv_heads == 0 and width // n % 2 == 0), heads)
         kv_heads = next(n for n in range(max(1, heads // 8), 0, -1) if heads % n == 0)
-        sizes = cls(heads, lsa_heads, lsa_kv_heads, 3 * width // 2, kv_heads, inner, kv_heads, inner, c.rms_norm_eps,
-                    c.rope_theta)
-        return replace(sizes, **choices)
+        return replace(cls(heads, lsa_heads, lsa_kv_heads, 3 * width // 2, kv_heads, inner, kv_heads, inner,
+                           c.rms_norm_eps, c.rope_theta), **choices)
 
 @dataclass
 class Memory:
@@ -70,12 +65,12 @@ class Memory:
 
     tokens: list[int]
     places: list[int]  # their positions
-    cross_kv: Tensor  # CA's keys and values of their memories, (1, Hkv, T, 2D); without CA the memories, (1, T, E)
-    reused_kv: Tensor  # the target's own in its last N layers, (N, 1, Hkv, T, 2D)
+    cross_kv: Tensor  # CA's keys and values, (1, Hkv, T, 2D); without CA the memories, (1, T, E)
+    reused_kv: Tensor  # the target's in its last N layers, (N, 1, Hkv, T, 2D)
     rows: list[int] | None = None  # in a batch: whose each token is
 
 class Drafter(nn.Module):
-    """M_Small. Trainable: LSA, the projection, SA, CA. The rest belongs to the target and is frozen."""
+    """Trainable: LSA, the projection, SA, CA. The rest belongs to the target and is frozen."""
 
     def __init__(self, target: Llama, config: DrafterConfig):
         """Raises InputError for sizes that do not fit the target or each other."""
@@ -102,7 +97,7 @@ class Drafter(nn.Module):
             self.layer_self_attention = layer("layer_self_attention", width, heads)
             buffer("layer_rotary", rotary_table(t.num_hidden_layers, width // heads, c.rope_theta, target.device))
         self.Ekv2E = nn.Linear(width, E)
-        self._target = (target,)  # a tuple, or the target's weights would be ours to train and save
+        self._target = (target,)  # a tuple, or its weights would be ours to train and save
         self.head, self.ids = target.head, c.draft_vocabulary or range(t.vocab_size)  # ids: by their place in q
         buffer("vocabulary", None if c.draft_vocabulary is None else torch.tensor(self.ids, device=target.device))
         if c.draft_vocabulary is not None:
@@ -123,14 +118,13 @@ class Drafter(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.Ekv2E.weight.dtype
 
-    # The four parts of the method
     def layer_self_attend(self, kv: Tensor) -> Tensor:
-        """LSA, then the mean over layers: kv (B, T, L, 2 Ekv) -> (B, T, 2 Ekv)."""
-        x = kv.to(self.dtype).flatten(0, 1)  # (B T, L, 2 Ekv): each token's layers are a sequence of their own
+        """LSA and the mean over layers: kv (B, T, L, 2 Ekv) -> (B, T, 2 Ekv)."""
+        x = kv.to(self.dtype).flatten(0, 1)  # (B T, L, 2 Ekv): a token's layers are a sequence
         return self.layer_self_attention(x, self.layer_rotary).mean(dim=1).unflatten(0, kv.shape[:2])
 
     def memory(self, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """(B, T, E) of kv (B, T, L, 2 Ekv). Without LSA: of the target's final hidden states (B, T, E)."""
+        """(B, T, E), of kv (B, T, L, 2 Ekv) or, without LSA, of final hidden states (B, T, E)."""
         return self.Ekv2E(self.layer_self_attend(kv) if self.config.use_layer_self_attention else hidden.to(self.dtype))
 
     def self_attend(self, tokens: Tensor) -> Tensor:
@@ -140,7 +134,7 @@ class Drafter(nn.Module):
 
     def cross_attend(self, x: Tensor, memory: Tensor, horizon: Tensor) -> Tensor:
         """CA: from SA's output x (B, T, E) to memory (B, T, E) up to horizon (B, T) -> predicted hidden states, as x.
-        Without CA each position reads the true memory of the one before: the off-policy training that CA replaces."""
+        Without CA each position reads the true memory of the one before: off-policy training."""
         T = x.shape[1]
         rope = self.rotary[:, :T]
         if not self.config.use_cross_attention:
@@ -159,40 +153,38 @@ class Drafter(nn.Module):
         known = position <= horizon.unsqueeze(-1)  # (B, T, T)
         predicted = ~known & (position <= position.unsqueeze(-1))  # (B, T, T)
         mask = torch.cat([known, predicted], dim=-1).unsqueeze(1)  # (B, 1, T, 2T)
-        for i in range(len(target.layers) - self.N, len(target.layers)):
+        for i, layer in list(enumerate(target.layers))[-self.N:]:
             theirs = kv[:, :, i].unflatten(-1, (target.config.num_key_value_heads, -1)).transpose(1, 2).to(x.dtype)
-            ours = target.layers[i].keys_values(x, rope)  # (B, Hkv, T, 2D), as theirs
-            x = target.layers[i].attend(x, torch.cat([theirs, ours], dim=2), rope, mask)
+            ours = layer.keys_values(x, rope)  # (B, Hkv, T, 2D), as theirs
+            x = layer.attend(x, torch.cat([theirs, ours], dim=2), rope, mask)
         return target.norm(x)
 
-    # The training forward, and the target's side of a cycle
     def features(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
         """What the LM head is applied to, at every position in one pass, (B, T, E). tokens (B, T); kv (B, T, L, 2 Ekv)
-        as in the target's cache; horizon (B, T): the last position whose memory query i may read, -1 for none."""
+        from the target's cache; horizon (B, T): the last position whose memory query i may read, -1 for none."""
         hidden = None if self.config.use_layer_self_attention else self.target.hidden(tokens)
         return self(tokens, self.memory(kv, hidden), kv, horizon[None])[1][0]
 
     def forward(self, tokens: Tensor, memory: Tensor, kv: Tensor, horizons: Tensor) -> tuple[Tensor, Tensor]:
-        """CA's predictions and the features, both (R, B, T, E), for horizons (R, B, T). SA is paid for once."""
+        """CA's predictions and the features, both (R, B, T, E), for horizons (R, B, T), by one pass of SA."""
         x = self.self_attend(tokens)
         predicted = [self.cross_attend(x, memory, horizon) for horizon in horizons]
         features = [self.infer_target_layers(p, kv, horizon) for p, horizon in zip(predicted, horizons)]
         return torch.stack(predicted), torch.stack(features)
 
     def logits(self, features: Tensor) -> Tensor:
-        """Frozen LM head: (..., E) -> (..., V), or one logit for each token of the draft vocabulary."""
+        """Frozen LM head: (..., E) -> (..., V), V of the draft vocabulary if there is one."""
         return self.head(features.to(self.target.dtype if self.vocabulary is None else self.dtype))
 
     def scatter_to_vocabulary(self, q: Tensor | None) -> Tensor | None:
-        """From probabilities over the draft vocabulary to ones over all tokens, (..., V)."""
+        """From probabilities over the draft vocabulary to ones over all, (..., V)."""
         if self.vocabulary is None or q is None:
             return q
         return q.new_zeros(*q.shape[:-1], self.target.config.vocab_size).index_copy_(-1, self.vocabulary, q)
 
     def build_memory(self, tokens: list[int], cache: KVCache, places: list[int], hidden: Tensor,
                      rows: list[int] | None = None) -> Memory:
-        """Memory of newly verified tokens, which lie in the target's cache at these places (of these rows). hidden
-        (1, T, E): their final hidden states, which only a drafter without LSA reads."""
+        """Memory of newly verified tokens, at these places (of these rows) in the target's cache. hidden (1, T, E)"""
         kv = cache.kv[:, rows or [0] * len(places), :, places]  # (T, L, Hkv, 2D): indexed dimensions come first
         pieces = zip(kv.split(PROMPT_CHUNK), hidden.split(PROMPT_CHUNK, dim=1))
         memory = torch.cat([self.memory(piece.flatten(2)[None], states) for piece, states in pieces], dim=1)
@@ -202,14 +194,14 @@ class Drafter(nn.Module):
         return Memory(tokens, places, memory, reused_kv, rows)
 
     def to_bfloat16(self) -> "Drafter":
-        """In bfloat16 where the CPU multiplies in it: drafts need not be exact, q only has to be what made them."""
+        """In bfloat16 where the CPU multiplies in it: drafts need not be exact."""
         if can_pack(self.Ekv2E.weight) and self.dtype == torch.float32 and torch.cpu._is_avx512_bf16_supported():
             for weight in (*self.parameters(), *(() if self.vocabulary is None else [self.head_weight])):
                 weight.data = weight.data.bfloat16()
         return self
 
     def pack(self) -> "Drafter":
-        """As `Llama.pack`. Make the drafter before packing its target, as it copies rows of the LM head's weight."""
+        """As `Llama.pack`. The target is packed after the drafter is made, which copies rows of the LM head."""
         if can_pack(self.Ekv2E.weight):
             ca = self.cross_attention.self_attn
             self.self_attention.pack()
@@ -224,29 +216,29 @@ class Drafter(nn.Module):
 # --- Drafts ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class TreeConfig:
-    """How large a draft may grow, in EAGLE-2's words. It ends where the drafter is no longer confident."""
+    """How large a draft may grow, in EAGLE-2's words."""
 
     depth: int
     top_k: int = 1  # leaves that are expanded together; 1: a chain
     total_tokens: int = 64  # of a tree
-    min_confidence: float = 0.0  # stop when the probabilities of the leaves to expand next add up to less
-    min_probability: float = 0.0  # of the whole path to a token, for a tree to propose it
+    min_confidence: float = 0.0  # end where the probabilities of the leaves to expand add up to less
+    min_probability: float = 0.0  # of the path to a token, for a tree to propose it
 
 @dataclass
 class Draft:
-    """What the drafter proposes to follow `token`, the target's newest: a tree, parents before children."""
+    """What is proposed to follow `token`, the target's newest: a tree, parents before children."""
 
     token: int
     tokens: list[int]  # K
-    parents: list[int]  # the index in tokens that each follows, -1 for `token`; siblings in the order they were drawn
-    q: Tensor | None = None  # what each parent's children were drawn from, parents in order, (parents, V); None: greedy
+    parents: list[int]  # the index in tokens that each follows, -1 for `token`; siblings in the order drawn
+    q: Tensor | None = None  # what each parent's children were drawn from, in order, (parents, V); None: greedy
 
     def children(self) -> dict[tuple[int, int], int]:
         """(parent, token): the index of that token after that parent."""
         return {(parent, token): i for i, (parent, token) in enumerate(zip(self.parents, self.tokens))}
 
 def chain_parents(count: int) -> list[int]:
-    """Of a chain: each token follows the one before it, the first follows the root, -1."""
+    """Of a chain: each token follows the one before it."""
     return list(range(-1, count - 1))
 
 def ancestor_mask(parents: list[int]) -> Tensor:
@@ -258,7 +250,7 @@ def ancestor_mask(parents: list[int]) -> Tensor:
     return mask
 
 def quantize_probabilities(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Each q (n, V) as its 64 likeliest ids, int32, and their weights, uint8, the largest of them 255; both (n, 64)."""
+    """Each q (n, V) as its 64 likeliest ids, int32, and their weights, uint8, the largest 255; both (n, 64)."""
     likely, ids = q.topk(min(Q_TOKENS, q.shape[-1]))
     return ids.int(), (255 * likely / likely[..., :1]).round().to(torch.uint8)
 
@@ -267,8 +259,6 @@ def dequantize_probabilities(ids: Tensor, weights: Tensor, vocab_size: int) -> T
     q = weights.float() / weights.sum(-1, keepdim=True)
     return q.new_zeros(*q.shape[:-1], vocab_size).scatter_(-1, ids.long(), q)
 
-
-# --- Drafting, step by step ------------------------------------------------------------------------------------------
 @dataclass(eq=False)
 class Node:
     """A token while its draft is made."""
@@ -277,7 +267,6 @@ class Node:
     parent: "Node | None"  # None: the last verified token
     value: float = 1.0  # the product of the drafter's probabilities on the path to it
     q: Tensor | None = None  # what it was drawn from, over the draft vocabulary (V)
-    memory: Tensor | None = None  # (E), without CA
 
 def parent_indices(nodes: list[Node]) -> list[int]:
     """Where in the list each node's parent is; -1: nowhere."""
@@ -285,33 +274,27 @@ def parent_indices(nodes: list[Node]) -> list[int]:
     return [index.get(node.parent, -1) for node in nodes]
 
 def highest(nodes: list[Node], count: int) -> list[Node]:
-    """The nodes of the highest value, in their order."""
     best = set(sorted(nodes, key=lambda node: -node.value)[:count])
-    return [node for node in nodes if node in best]
+    return [node for node in nodes if node in best]  # in their order
 
 class DraftState:
-    """The drafter's side of one conversation. What its three caches hold, position by position:
-
-        self_cache    SA: verified tokens, then unverified ones, written without the target, then drafts
-        cross_cache   CA: memories of verified tokens and nothing else
-        reused_cache  TLI: the target's own keys and values of verified tokens, then the drafter's
-    """
+    """The drafter's side of one conversation: caches, and the draft being made."""
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling = Sampling(), quantize: bool = False,
                  rows: int = 1):
-        """capacity: in tokens, drafts included. quantize: draw from a q that can be sent over a network."""
+        """capacity: in tokens, with drafts. quantize: draw from a q that can be sent over a network."""
         self.drafter, self.sampling, self.quantize = drafter, sampling, quantize
-        self.drafted: list[Node] = []  # all after the verified tokens in the caches, in order
-        self.unverified = 0  # so many of them, the first, stay until the target is back
+        self.drafted: list[Node] = []  # in the caches after verified tokens: unverified ones, then drafts
+        self.unverified = 0  # tokens, written without the target
 
-        def new_cache(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVCache:
-            kv = torch.zeros(layers, rows, kv_heads, capacity, 2 * head_dim, device=drafter.target.device, dtype=dtype)
-            return KVCache(kv, [0] * rows)
+        def new_cache(layers: int, kv_heads: int, head_dim: int, model: Drafter | Llama) -> KVCache:
+            shape = layers, rows, kv_heads, capacity, 2 * head_dim
+            return KVCache(torch.zeros(shape, device=drafter.target.device, dtype=model.dtype), [0] * rows)
 
         t, sa, ca = drafter.target.config, drafter.self_attention.self_attn, drafter.cross_attention.self_attn
-        self.self_cache = new_cache(1, sa.kv_heads, sa.head_dim, drafter.dtype)
-        self.cross_cache = new_cache(1, ca.kv_heads, ca.head_dim, drafter.dtype)
-        self.reused_cache = new_cache(drafter.N, t.num_key_value_heads, t.head_dim, drafter.target.dtype)
+        self.self_cache = new_cache(1, sa.kv_heads, sa.head_dim, drafter)  # SA: of all tokens
+        self.cross_cache = new_cache(1, ca.kv_heads, ca.head_dim, drafter)  # CA: of memories, that is verified tokens
+        self.reused_cache = new_cache(drafter.N, t.num_key_value_heads, t.head_dim, drafter.target)  # TLI: of all
 
     @property
     def verified(self) -> list[int]:
@@ -325,14 +308,14 @@ class DraftState:
             cache.lengths = [length + unverified for length in self.verified]
 
     def append_verified(self, memory: Memory) -> None:
-        """Grow the caches by newly verified tokens. No layer runs for them: SA's keys and values follow from tokens."""
+        """Grow the caches by newly verified tokens. No layer runs for them: SA's keys and values need none."""
         self.truncate(0)
         sa, rope = self.drafter.self_attention, self.drafter.rotary[:, memory.places]
         self_kv = sa.self_attn.queries_keys_values(sa.input_layernorm(self.embed(memory.tokens)), rope)[1]
-        rows = memory.rows or [0] * len(memory.tokens)
-        self.self_cache.extend(self_kv[None], rows, memory.places)
-        self.cross_cache.extend(memory.cross_kv[None], rows, memory.places)
-        self.reused_cache.extend(memory.reused_kv, rows, memory.places)
+        index = memory.rows or [0] * len(memory.tokens), memory.places
+        self.self_cache.extend(self_kv[None], *index)
+        self.cross_cache.extend(memory.cross_kv[None], *index)
+        self.reused_cache.extend(memory.reused_kv, *index)
 
     def embed(self, tokens: list[int]) -> Tensor:
         ids = torch.tensor([tokens], device=self.drafter.target.device)
@@ -343,8 +326,8 @@ class DraftState:
         root, q = Node(token, self.drafted[-1] if self.drafted else None), None
         nodes = self.draft_chain(root, tree) if tree.top_k == 1 else self.draft_tree(root, tree)
         if nodes and self.sampling.temperature > 0:
-            drawn_from = {node.parent: node.q for node in nodes}
-            q = self.drafter.scatter_to_vocabulary(torch.stack([*drawn_from.values()]))  # (parents, V)
+            drawn_from = {node.parent: node.q for node in nodes}  # siblings share theirs
+            q = self.drafter.scatter_to_vocabulary(torch.stack([*drawn_from.values()]))
         return Draft(token, [node.token for node in nodes], parent_indices(nodes), q)
 
     def draft_chain(self, root: Node, tree: TreeConfig) -> list[Node]:
@@ -357,7 +340,7 @@ class DraftState:
         return chain[1:]
 
     def draft_unverified(self, token: int, count: int) -> list[int]:
-        """A chain that stays although no target will see it: the next one goes on after it, on the same memories."""
+        """A chain that stays although no target will see it: the next goes on after it, on the same memories."""
         tokens = self.draft(token, TreeConfig(count)).tokens
         self.unverified = len(self.drafted)
         return tokens
@@ -373,14 +356,15 @@ class DraftState:
     def step(self, nodes: list[Node]) -> Tensor:
         """SA, CA and TLI on the nodes of one level: features (T, E)."""
         self.drafted += nodes
-        ancestors, verified = ancestor_mask(parent_indices(self.drafted))[-len(nodes):], self.verified[0]
-        position = verified + int(ancestors[0].sum()) - 1  # of all these nodes
+        drafts, prefix = self.drafted[self.unverified:], self.verified[0] + self.unverified
+        ancestors = ancestor_mask(parent_indices(drafts))[-len(nodes):]  # (T, drafts)
+        position = prefix + int(ancestors[0].sum()) - 1  # of all these nodes
         rope, target_rope = (m.rotary[:, position:position + 1] for m in (self.drafter, self.drafter.target))
-        mask = None if ancestors.all() else F.pad(ancestors, (verified, 0), value=True).to(rope.device)  # (T, S)
+        mask = None if ancestors.all() else F.pad(ancestors, (prefix, 0), value=True).to(rope.device)  # (T, S)
         return self.run(self.embed([node.token for node in nodes]), (rope, mask), (target_rope, mask))[0]
 
     def run(self, x: Tensor, own: tuple[Tensor, Tensor | None], reused: tuple[Tensor, Tensor | None]) -> Tensor:
-        """Features of embeddings x (B, T, E), as x. own, reused: angles and mask for our layers and the target's."""
+        """Features of embeddings x (B, T, E). own, reused: angles and mask for our layers and the target's."""
         target, N = self.drafter.target, self.drafter.N
         x = self.drafter.self_attention(x, *own, partial(self.self_cache.append, 0))
         x = self.cross_attend(x, *own)
@@ -394,14 +378,14 @@ class DraftState:
         return x
 
     def cross_attend(self, x: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
-        """Every query of a cycle sees the same memory, all there is: what the last verified token of its row would."""
+        """Every query of a cycle sees the same memory, all of it: what the last verified token of its row would."""
         cache = KVCache(self.cross_cache.kv, [length - 1 for length in self.verified])
         _, mask = causal_step(cache, 1, self.drafter.rotary)
         return self.drafter.cross_attention.attend(x, cache.kv[0, :len(x), :, :cache.length + 1], rope, mask)
 
     def draft_tree(self, root: Node, tree: TreeConfig) -> list[Node]:
-        """EAGLE-2's dynamic tree (Li et al. 2024), grown level by level: the leaves of the highest value are expanded,
-        and at temperature 0 the nodes of the highest value are kept, never one without its parent."""
+        """EAGLE-2's dynamic tree (Li et al. 2024), level by level: the leaves of the highest value are expanded and, at
+        temperature 0, the nodes of the highest value kept, never one without its parent."""
         nodes, leaves, total, greedy = [], [root], tree.total_tokens, self.sampling.temperature == 0
         for _ in range(tree.depth):
             room = total if greedy else min(-(-total // tree.depth), total - len(nodes))
@@ -418,50 +402,44 @@ class DraftState:
 def expand_leaves(q: Tensor, values: list[float], room: int, min_probability: float,
                   sampling: Sampling) -> list[tuple[int, int, float]]:
     """Up to `room` children of a level's leaves as (leaf, choice, value), by leaf and in order. q (leaves, V).
-
-    How many each leaf has follows from its likeliest choices. At temperature 0 it proposes these; above it as many are
-    drawn without replacement, and all that is drawn is proposed, or q would not be its distribution."""
+    A leaf's likeliest choices say how many it has. At temperature 0 these are its children; above it as many are drawn
+    without replacement, and all that is drawn is proposed, or q would not be its distribution."""
     likely, choices = q.topk(min(room, q.shape[-1]))  # (leaves, room)
-    drawn = likely
     if sampling.temperature > 0:
         choices = gumbel_topk(q, choices.shape[1], sampling.generator)
-        drawn = q.gather(-1, choices)
-    likely, choices, drawn = torch.stack([likely, choices.to(q), drawn]).tolist()  # one GPU sync
+    likely, choices, drawn = torch.stack([likely, choices.to(q), q.gather(-1, choices)]).tolist()  # one GPU sync
     likeliest = sorted((-p * values[leaf], leaf) for leaf, row in enumerate(likely) for p in row)[:room]
-    counts = Counter(leaf for value, leaf in likeliest if -value >= max(min_probability, MIN_PROBABILITY))
-    return [(leaf, int(choice), p * values[leaf]) for leaf, count in sorted(counts.items())
-            for choice, p in zip(choices[leaf][:count], drawn[leaf])]
+    parents = [leaf for value, leaf in likeliest if -value >= max(min_probability, MIN_PROBABILITY)]
+    return [(leaf, int(choice), p * value) for leaf, value in enumerate(values)
+            for choice, p in zip(choices[leaf][:parents.count(leaf)], drawn[leaf])]
 
 class OffPolicyDraftState(DraftState):
     """Drafting without CA: a causal layer over SA's output plus the memory of the token before, as in EAGLE. Where that
-    is a draft, its features stand in, projected or (with LSA, unseen in training) as they are. The cross_cache holds
-    this layer's keys and values: of verified tokens, which it counts, and after them of drafts."""
+    is a draft, its features stand in, projected or (with LSA, unseen in training) as they are. cross_cache holds the
+    layer's keys and values of verified tokens, which it counts, then of drafts."""
 
     def __init__(self, drafter: Drafter, *arguments):
         super().__init__(drafter, *arguments)
-        self.last_memory = torch.zeros_like(drafter.Ekv2E.bias)  # of the last verified token, (E)
+        self.memories = torch.zeros_like(drafter.Ekv2E.bias)[None]  # the last verified token's, then those of drafted
 
     def append_verified(self, memory: Memory) -> None:
         self.truncate(0)
-        rope, mask = causal_step(self.self_cache, len(memory.tokens), self.drafter.rotary)
-        x = self.drafter.self_attention(self.embed(memory.tokens), rope, mask, partial(self.self_cache.append, 0))
-        previous = torch.cat([self.last_memory[None, None], memory.cross_kv[:, :-1]], dim=1)  # (1, T, E)
-        self.last_memory = memory.cross_kv[0, -1]
-        ca = self.drafter.cross_attention
+        T, sa, ca = len(memory.tokens), self.drafter.self_attention, self.drafter.cross_attention
+        rope, mask = causal_step(self.self_cache, T, self.drafter.rotary)
+        x = sa(self.embed(memory.tokens), rope, mask, partial(self.self_cache.append, 0))
+        previous, self.memories = torch.cat([self.memories[:1], memory.cross_kv[0]]).split([T, 1])  # (T, E), (1, E)
         _, kv = ca.self_attn.queries_keys_values(ca.input_layernorm(x + previous), rope)
         super().append_verified(replace(memory, cross_kv=kv))
 
     def step(self, nodes: list[Node]) -> Tensor:
         features = super().step(nodes)  # (T, E)
-        states = features.to(self.drafter.dtype)
-        memories = states if self.drafter.config.use_layer_self_attention else self.drafter.Ekv2E(states)
-        for node, memory in zip(nodes, memories):
-            node.memory = memory
+        states, lsa = features.to(self.drafter.dtype), self.drafter.config.use_layer_self_attention
+        earlier = self.memories[:1 + len(self.drafted) - len(nodes)]
+        self.memories = torch.cat([earlier, states if lsa else self.drafter.Ekv2E(states)])
         return features
 
     def cross_attend(self, x: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
-        parents = [node.parent for node in self.drafted[-x.shape[1]:]]
-        previous = torch.stack([parent.memory if parent else self.last_memory for parent in parents])  # (T, E)
+        previous = self.memories[[1 + parent for parent in parent_indices(self.drafted)[-x.shape[1]:]]]  # (T, E)
         cache = KVCache(self.cross_cache.kv, self.self_cache.lengths)
         return self.drafter.cross_attention(x + previous, rope, mask, partial(cache.append, 0))
 
@@ -489,8 +467,8 @@ def start_drafting(drafter: Drafter, *arguments) -> DraftState:
 
 # --- Checkpoints, in the authors' names and shapes -------------------------------------------------------------------
 def load_drafter(path: str | Path, target: Llama) -> Drafter:
-    """The drafter of `target` from a folder with config.json and model.safetensors, on the target's device and dtype.
-    Sizes that the config leaves out are read off the tensors. Raises InputError for what is missing or does not fit."""
+    """A drafter of `target`, on its device and dtype, from a folder with config.json and model.safetensors. Sizes that
+    the config leaves out are read off the tensors. Raises InputError for what is missing or does not fit."""
     path, t = Path(path), target.config
     tensors = {name: read() for name, read in read_tensors(path / "model.safetensors")}
     config, heads = read_json(path / "config.json"), t.num_attention_heads
@@ -502,11 +480,11 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
                 if not is_valid(value, kind, t.vocab_size):
                     raise InputError(f"{name} is invalid: {value!r:.40}")
                 values[name] = tuple(value) if isinstance(value, list) else value
-        for block, its in (("self_attention", ""), ("cross_attention", ""),
-                           ("layer_self_attention", "layer_self_attention_")):
+        for block in ("self_attention", "cross_attention", "layer_self_attention"):
             q, k, gate = (len(tensors.get(f"{block}.{name}_proj.weight", "-"))
                           for name in ("self_attn.q", "self_attn.k", "mlp.gate"))
-            values.setdefault(f"{block}_num_key_value_heads", values[f"{its}num_attention_heads"] * k // q)
+            heads = values.get(f"{block}_num_attention_heads", values["num_attention_heads"])
+            values.setdefault(f"{block}_num_key_value_heads", heads * k // q)
             values.setdefault(f"{block}_intermediate_size", gate)
         with torch.device("meta"):
             drafter = Drafter(target, DrafterConfig(**values))
@@ -515,20 +493,20 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
     return drafter.requires_grad_(False).eval()
 
 def is_valid(value: object, kind: type, vocab_size: int) -> bool:
-    """Whether a value of a config.json is of its field's kind."""
     if kind in (bool, int):
         return type(value) is kind and value >= 0
     if kind is float:
-        return type(value) in (int, float) and 0 < value < math.inf
+        return type(value) in (int, float) and 0 < value < float("inf")
     ids = {i for i in value if type(i) is int and 0 <= i < vocab_size} if isinstance(value, list) else ()
     return 0 < len(ids) == len(value)
 
 def save_drafter(drafter: Drafter, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write config.json and model.safetensors; a reader meanwhile finds the old files or the new ones, complete."""
-    t, config = drafter.target.config, asdict(drafter.config)
+    """Write config.json and model.safetensors: a reader finds the old files or the new ones, complete."""
+    t = drafter.target.config
+    config = {name: value for name, value in asdict(drafter.config).items() if value is not None}
     config |= dict(hidden_size=t.hidden_size, vocab_size=t.vocab_size,
                    kv_hidden_size=2 * t.num_key_value_heads * t.head_dim)
     tensors = {name: p.detach().to("cpu", dtype).contiguous() for name, p in drafter.named_parameters()}
     with atomic_write(path / "config.json") as stated, atomic_write(path / "model.safetensors") as weights:
-        stated.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+        stated.write_text(json.dumps(config))
         save_file(tensors, weights, metadata={"format": "pt"})

@@ -154,8 +154,7 @@ def test_a_draft_has_the_features_it_has_in_a_chain_also_after_unverified_tokens
     verify(state, cache, [14, 15])  # the unverified 17 was wrong
     expected = state_after(target, drafter, tokens + [14, 15]).step([Node(18, None)])
     torch.testing.assert_close(state.step([Node(18, None)]), expected, **CLOSE)
-    chain, state = state.draft(2, TreeConfig(6)).tokens, state_after(target, drafter, tokens + [14, 15])
-    begun = state.draft_unverified(2, 4)
+    chain, begun = state.draft(2, TreeConfig(6)).tokens, state.draft_unverified(2, 4)
     assert begun + state.draft_unverified(begun[-1], 2) == chain  # it goes on after itself
 
 
@@ -333,27 +332,24 @@ def test_many_conversations_draft_what_each_would_alone(target, N, temperature):
     caches = cache, state.self_cache, state.cross_cache, state.reused_cache
     for each in caches:
         each.lengths = []
-    generator = torch.Generator().manual_seed(3)
-    for counts, dropped in [  # of newly verified tokens in each row, which may be new; the row that ends then
-            ([6], None), ([0, 3], None), ([2, 1], None), ([0, 0, 8], None), ([1, 5, 2], 0), ([3, 1], None),
-            ([2, 4], 1), ([0, 5], 0), ([2], None)]:
+    for counts, dropped in [  # newly verified tokens of each row, which may be new; the row that then ends
+            ([6], None), ([0, 3], None), ([0, 0, 8], None), ([1, 5, 2], 0), ([3, 1], None), ([2, 4], 1), ([3], None)]:
         if len(counts) > len(texts):
             texts.append([])
             for each in caches:
                 each.lengths.append(0)
-        tokens, starts = torch.randint(V, (len(counts), max(counts)), generator=generator), cache.lengths
+        tokens, starts = torch.randint(V, (len(counts), max(counts))), cache.lengths
         hidden = target.hidden(tokens, cache)  # (B, T, E)
         cache.lengths = [start + count for start, count in zip(starts, counts)]
         rows, steps = zip(*[(row, i) for row, count in enumerate(counts) for i in range(count)])
-        places = [starts[row] + i for row, i in zip(rows, steps)]
         state.append_verified(drafter.build_memory(
-            tokens[rows, steps].tolist(), cache, places, hidden[rows, steps][None], list(rows)))
+            tokens[rows, steps].tolist(), cache, [starts[row] + i for row, i in zip(rows, steps)],
+            hidden[rows, steps][None], list(rows)))
         texts = [text + new[:count] for text, new, count in zip(texts, tokens.tolist(), counts)]
-        samplings = [[Sampling(temperature, 0.9, torch.Generator().manual_seed(row)) for row in range(len(texts))]
-                     for _ in range(2)]
-        drafts = state.draft_rows(list(range(len(texts))), K, samplings[0])
-        for row, (draft, text, sampling) in enumerate(zip(drafts, texts, samplings[1], strict=True)):
-            alone = state_after(target, drafter, text, sampling).draft(row, TreeConfig(K))
+        samplings = [Sampling(temperature, 0.9, torch.Generator().manual_seed(row)) for row in range(len(texts))]
+        twins = copy.deepcopy(samplings)
+        for row, draft in enumerate(state.draft_rows(list(range(len(texts))), K, samplings)):
+            alone = state_after(target, drafter, texts[row], twins[row]).draft(row, TreeConfig(K))
             assert (draft.token, draft.tokens, draft.parents) == (alone.token, alone.tokens, alone.parents)
             assert draft.q is alone.q is None or torch.allclose(draft.q, alone.q, **CLOSE)
         if dropped is not None:
@@ -370,11 +366,16 @@ def test_without_lsa_the_memory_is_a_function_of_the_last_hidden_state_only(targ
 
 
 @pytest.mark.parametrize("use_lsa", [True, False])
-def test_without_ca_the_horizon_has_no_effect(target, use_lsa):
+def test_without_ca_the_horizon_has_no_effect_and_a_draft_reads_what_was_predicted_before_it(target, use_lsa):
     drafter = new_drafter(target, use_cross_attention=False, use_layer_self_attention=use_lsa)
     tokens, horizons = torch.tensor([random_tokens(10)]), (torch.full((1, 10), -1), torch.arange(10).unsqueeze(0))
     kv = read(target, tokens[0].tolist())[1]
     assert torch.equal(*(drafter.features(tokens, kv, horizon) for horizon in horizons))
+    verified = tokens[0, :7].tolist()  # while drafting, what was predicted at a draft stands in for its memory
+    steps = step_through(state_after(target, drafter, verified), tokens[0, 7:].tolist(), chain_parents(3))
+    _, kv, hidden = read(target, verified)
+    memory = torch.cat([drafter.memory(kv, hidden), (steps if use_lsa else drafter.Ekv2E(steps))[None]], dim=1)
+    torch.testing.assert_close(drafter.cross_attend(drafter.self_attend(tokens), memory, None)[0, 7:], steps, **CLOSE)
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------
