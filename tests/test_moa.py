@@ -12,8 +12,8 @@ from conftest import GOLDEN
 from safetensors.torch import load_file, save_file
 
 import moa
-from llama import Config, InputError, Llama, RMSNorm, can_pack, load_model, probabilities
-from moa import (Draft, Drafter, DrafterConfig, DraftState, Sampling, TreeConfig, chain_parents,
+from llama import Config, InputError, KVCache, Llama, RMSNorm, Sampling, can_pack, load_model, probabilities
+from moa import (BatchDraftState, Draft, Drafter, DrafterConfig, DraftState, Node, TreeConfig, chain_parents,
                  dequantize_probabilities, expand_leaves, load_drafter, quantize_probabilities, save_drafter,
                  start_drafting)
 
@@ -44,10 +44,15 @@ def read(target: Llama, tokens: list[int]):
     return cache, cache.read(0, len(tokens)), hidden
 
 
+def verify(state: DraftState, cache: KVCache, tokens: list[int]) -> None:
+    """The target reads tokens, the drafter their memory."""
+    start, hidden = cache.length, state.drafter.target.hidden(torch.tensor([tokens]), cache)
+    state.append_verified(state.drafter.build_memory(tokens, cache, list(range(start, cache.length)), hidden))
+
+
 def state_after(target: Llama, drafter: Drafter, tokens: list[int], *sampling) -> DraftState:
-    cache, _, hidden = read(target, tokens)
     state = start_drafting(drafter, 64, *sampling)
-    state.append_verified(drafter.build_memory(tokens, cache, 0, hidden))
+    verify(state, target.new_cache(len(tokens)), tokens)
     return state
 
 
@@ -65,10 +70,11 @@ def paths(draft: Draft) -> list[tuple[int, ...]]:
 
 def step_through(state: DraftState, tokens: list[int], parents: list[int]) -> torch.Tensor:
     """Features (K, E) of a tree, level by level."""
-    levels: dict[int, list[int]] = {}
-    for node in range(len(tokens)):
-        levels.setdefault(len(path_to(node, tokens, parents)), []).append(node)
-    steps = [state.step([tokens[i] for i in level], [parents[i] for i in level]) for level in levels.values()]
+    nodes, levels = [], {}
+    for i, (token, parent) in enumerate(zip(tokens, parents)):
+        nodes.append(Node(token, nodes[parent] if parent >= 0 else None))
+        levels.setdefault(len(path_to(i, tokens, parents)), []).append(nodes[i])
+    steps = [state.step(level) for level in levels.values()]
     return torch.cat(steps) if steps else torch.empty(0)
 
 
@@ -117,9 +123,9 @@ def test_drafting_step_by_step_gives_the_features_of_one_pass_under_its_horizon(
     drafter, cache, verified = new_drafter(target, **choices), target.new_cache(64), []
     state = start_drafting(drafter, 64)
     for newly_verified, drafted, parents in CYCLES:
-        hidden = target.hidden(torch.tensor([newly_verified]), cache)
-        state.append_verified(drafter.build_memory(newly_verified, cache, len(verified), hidden))
+        verify(state, cache, newly_verified)
         verified = verified + newly_verified
+        assert state.verified == [len(verified)]
         steps = step_through(state, drafted, parents)
         for node in range(len(drafted))[:None if drafter.config.use_cross_attention else 1]:  # others read predictions
             tokens = verified + path_to(node, drafted, parents)
@@ -134,20 +140,22 @@ def test_drafting_step_by_step_gives_the_features_of_one_pass_under_its_horizon(
 def test_a_draft_has_the_features_it_has_in_a_chain_also_after_unverified_tokens(target, choices):
     drafter, tokens = new_drafter(target, **choices), random_tokens(7)
     drafted, parents = [14, 15, 16, 17, 18, 19, 20], [-1, 0, 0, 0, 1, 3, 3]
-    state, other = state_after(target, drafter, tokens), state_after(target, drafter, tokens)
-    features = step_through(other, drafted, parents)
+    features = step_through(state_after(target, drafter, tokens), drafted, parents)
     for node in range(7):
         path = path_to(node, drafted, parents)
         chain = step_through(state_after(target, drafter, tokens), path, chain_parents(len(path)))
         torch.testing.assert_close(features[node], chain[-1], **CLOSE)
-    state.append_unverified([14])
-    state.step([9], [-1])  # a draft, which is then dropped
-    state.append_unverified([17])
-    torch.testing.assert_close(state.step([19, 20], [-1, -1]), features[5:], **CLOSE)
-    cache, _, hidden = read(target, tokens + [14, 15])  # the unverified 17 was wrong
-    state.append_verified(drafter.build_memory([14, 15], cache, 7, hidden[:, 7:]))
-    expected = state_after(target, drafter, tokens + [14, 15]).step([18], [-1])
-    torch.testing.assert_close(state.step([18], [-1]), expected, **CLOSE)
+    state, cache = start_drafting(drafter, 64), target.new_cache(64)
+    verify(state, cache, tokens)
+    state.draft_unverified(14, 1)
+    state.draft(9, TreeConfig(2))  # which is then dropped
+    state.draft_unverified(17, 1)
+    torch.testing.assert_close(state.step([Node(x, state.drafted[-1]) for x in (19, 20)]), features[5:], **CLOSE)
+    verify(state, cache, [14, 15])  # the unverified 17 was wrong
+    expected = state_after(target, drafter, tokens + [14, 15]).step([Node(18, None)])
+    torch.testing.assert_close(state.step([Node(18, None)]), expected, **CLOSE)
+    chain, begun = state.draft(2, TreeConfig(6)).tokens, state.draft_unverified(2, 4)
+    assert begun + state.draft_unverified(begun[-1], 2) == chain  # it goes on after itself
 
 
 @pytest.mark.parametrize("N", [1, 2, LAYERS])
@@ -185,8 +193,7 @@ def test_a_cycle_costs_its_new_tokens_only(target):
     state = start_drafting(drafter, 64)
     for tokens, drafted, parents in CYCLES:
         rows.clear()
-        start, hidden = cache.length, target.hidden(torch.tensor([tokens]), cache)
-        state.append_verified(drafter.build_memory(tokens, cache, start, hidden))
+        verify(state, cache, tokens)
         step_through(state, drafted, parents)
         count, drafts = len(tokens), len(drafted)  # of verified tokens, SA has the keys and values alone to compute
         assert rows == Counter({"SA keys": count + drafts, "SA": drafts, "LSA": count * LAYERS, "memory": count})
@@ -231,7 +238,7 @@ def test_a_draft_is_drawn_from_exactly_the_q_it_reports(target, vocabulary, quan
     q = draft.q[0]
     assert (counts[q == 0] == 0).all() and q.sum() == pytest.approx(1)  # nothing beyond top-p or the draft vocabulary
     assert ((counts - 300 * q).abs() <= 4.5 * (300 * q * (1 - q)).sqrt() + 1).all()
-    features = state_after(target, drafter, tokens).step([2], [-1])[0]
+    features = state_after(target, drafter, tokens).step([Node(2, None)])[0]
     own = probabilities(target.lm_head(features)[allowed], 0.7, 0.9)
     if quantize:
         own = dequantize_probabilities(*quantize_probabilities(own), len(own))
@@ -317,6 +324,41 @@ def test_a_draft_ends_where_the_drafter_is_no_longer_confident(target, top_k):
     assert depths[0] == 8 > depths[1] > depths[2] > depths[3] == 1
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("N", [0, 1])
+def test_many_conversations_draft_what_each_would_alone(target, N, temperature):
+    drafter, K, texts = new_drafter(target, target_layer_inference=N, draft_vocabulary=PARTIAL), 4, []
+    state, cache = BatchDraftState(drafter, 64, rows=3), target.new_cache(64, 3)
+    caches = cache, state.self_cache, state.cross_cache, state.reused_cache
+    for each in caches:
+        each.lengths = []
+    for counts, dropped in [  # newly verified tokens of each row, which may be new; the row that then ends
+            ([6], None), ([0, 3], None), ([0, 0, 8], None), ([1, 5, 2], 0), ([3, 1], None), ([2, 4], 1), ([3], None)]:
+        if len(counts) > len(texts):
+            texts.append([])
+            for each in caches:
+                each.lengths.append(0)
+        tokens, starts = torch.randint(V, (len(counts), max(counts))), cache.lengths
+        hidden = target.hidden(tokens, cache)  # (B, T, E)
+        cache.lengths = [start + count for start, count in zip(starts, counts)]
+        rows, steps = zip(*[(row, i) for row, count in enumerate(counts) for i in range(count)])
+        state.append_verified(drafter.build_memory(
+            tokens[rows, steps].tolist(), cache, [starts[row] + i for row, i in zip(rows, steps)],
+            hidden[rows, steps][None], list(rows)))
+        texts = [text + new[:count] for text, new, count in zip(texts, tokens.tolist(), counts)]
+        samplings = [Sampling(temperature, 0.9, torch.Generator().manual_seed(row)) for row in range(len(texts))]
+        twins = copy.deepcopy(samplings)
+        for row, draft in enumerate(state.draft_rows(list(range(len(texts))), K, samplings)):
+            alone = state_after(target, drafter, texts[row], twins[row]).draft(row, TreeConfig(K))
+            assert (draft.token, draft.tokens, draft.parents) == (alone.token, alone.tokens, alone.parents)
+            assert draft.q is alone.q is None or torch.allclose(draft.q, alone.q, **CLOSE)
+        if dropped is not None:
+            texts[dropped] = texts[-1]
+            texts.pop()
+            for each in caches:
+                each.drop_row(dropped)
+
+
 def test_without_lsa_the_memory_is_a_function_of_the_last_hidden_state_only(target):
     drafter, tokens = new_drafter(target, use_layer_self_attention=False), random_tokens(8)
     _, kv, hidden = read(target, tokens)
@@ -324,11 +366,16 @@ def test_without_lsa_the_memory_is_a_function_of_the_last_hidden_state_only(targ
 
 
 @pytest.mark.parametrize("use_lsa", [True, False])
-def test_without_ca_the_horizon_has_no_effect(target, use_lsa):
+def test_without_ca_the_horizon_has_no_effect_and_a_draft_reads_what_was_predicted_before_it(target, use_lsa):
     drafter = new_drafter(target, use_cross_attention=False, use_layer_self_attention=use_lsa)
     tokens, horizons = torch.tensor([random_tokens(10)]), (torch.full((1, 10), -1), torch.arange(10).unsqueeze(0))
     kv = read(target, tokens[0].tolist())[1]
     assert torch.equal(*(drafter.features(tokens, kv, horizon) for horizon in horizons))
+    verified = tokens[0, :7].tolist()  # while drafting, what was predicted at a draft stands in for its memory
+    steps = step_through(state_after(target, drafter, verified), tokens[0, 7:].tolist(), chain_parents(3))
+    _, kv, hidden = read(target, verified)
+    memory = torch.cat([drafter.memory(kv, hidden), (steps if use_lsa else drafter.Ekv2E(steps))[None]], dim=1)
+    torch.testing.assert_close(drafter.cross_attend(drafter.self_attend(tokens), memory, None)[0, 7:], steps, **CLOSE)
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------------
