@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from llama import (DecoderLayer, FusedLinear, InputError, KVCache, Llama, Sampling, atomic_write, can_pack, causal_mask,
-                   causal_step, gumbel_topk, input_errors, load_weights, probabilities, read_json, read_tensors,
+from llama import (DecoderLayer, FusedLinear, InputError, KVCache, Llama, Sampling, atomic_write, can_pack, causal_step,
+                   gumbel_topk, input_errors, load_weights, probabilities, read_json, read_tensors,
                    rotary_table, sample, sample_next, sha256)
 
 MIN_PROBABILITY = 1e-30  # of a proposed token: with less, what rejection sampling leaves of q is rounding error
@@ -139,8 +139,8 @@ class Drafter(nn.Module):
 
     def self_attend(self, tokens: Tensor) -> Tensor:
         """SA: (B, T) -> (B, T, E)."""
-        x, T = self.target.embed_tokens(tokens).to(self.dtype), tokens.shape[1]
-        return self.self_attention(x, self.rotary[:, :T], causal_mask(T, T, x.device))
+        x = self.target.embed_tokens(tokens).to(self.dtype)
+        return self.self_attention(x, *causal_step(None, tokens.shape[1], self.rotary))
 
     def cross_attend(self, x: Tensor, memory: Tensor, horizon: Tensor) -> Tensor:
         """CA: from SA's output x (B, T, E) to memory (B, T, E) up to horizon (B, T) -> predicted hidden states, as x.
@@ -149,7 +149,7 @@ class Drafter(nn.Module):
         rope = self.rotary[:, :count]
         if not self.config.use_cross_attention:
             previous = F.pad(memory[:, :-1], (0, 0, 1, 0))
-            return self.cross_attention(x + previous, rope, causal_mask(count, count, x.device))
+            return self.cross_attention(x + previous, *causal_step(None, count, self.rotary))
         mask = (torch.arange(count, device=x.device) <= horizon.unsqueeze(-1)).unsqueeze(1)  # (B, 1, T, T)
         return self.cross_attention.attend(x, self.cross_attention.keys_values(memory, rope), rope, mask)
 
@@ -352,10 +352,10 @@ class DraftState:
         position = prefix + int(ancestors[0].sum()) - 1  # of all these tokens
         rope = self.drafter.rotary[:, position:position + 1]
         x = self.drafter.self_attention(x, rope, mask, partial(self.self_cache.append, 0))
-        self.self_cache.length += len(tokens)
+        self.self_cache.lengths = [self.self_cache.length + len(tokens)]
         x = self.infer_target_layers(self.cross_attend(x, rope, mask, parents),
                                      self.drafter.target.rotary[:, position:position + 1], mask)
-        self.reused_cache.length += len(tokens)
+        self.reused_cache.lengths = [self.reused_cache.length + len(tokens)]
         return x[0]
 
     def cross_attend(self, x: Tensor, rope: Tensor, mask: Tensor | None, parents: list[int]) -> Tensor:
@@ -446,8 +446,8 @@ class OffPolicyDraftState(DraftState):
         x = self.drafter.self_attention(x, rope, mask, partial(self.self_cache.append, 0))
         previous = torch.cat([self.last_verified, memory.cross_kv[:, :-1]], dim=1)  # (1, T, E)
         self.drafter.cross_attention(x + previous, rope, mask, partial(self.cross_cache.append, 0))
-        self.self_cache.length += x.shape[1]
-        self.cross_cache.length += x.shape[1]
+        self.self_cache.lengths = [self.self_cache.length + x.shape[1]]
+        self.cross_cache.lengths = [self.cross_cache.length + x.shape[1]]
         self.last_verified = self.last = memory.cross_kv[:, -1:]
 
     def draft_unverified(self, token: int, count: int) -> list[int]:
@@ -457,13 +457,13 @@ class OffPolicyDraftState(DraftState):
 
     def truncate(self, unverified: int) -> None:
         super().truncate(unverified)
-        self.cross_cache.length = self.self_cache.length
+        self.cross_cache.lengths = list(self.self_cache.lengths)
         self.predicted = []
 
     def cross_attend(self, x: Tensor, rope: Tensor, mask: Tensor | None, parents: list[int]) -> Tensor:
         previous = torch.cat([self.predicted[i] if i >= 0 else self.last for i in parents], dim=1)
         x = self.drafter.cross_attention(x + previous, rope, mask, partial(self.cross_cache.append, 0))
-        self.cross_cache.length += x.shape[1]
+        self.cross_cache.lengths = [self.cross_cache.length + x.shape[1]]
         return x
 
     def infer_target_layers(self, x: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
