@@ -51,6 +51,10 @@ def copy(tmp_path) -> Path:
     return shutil.copytree(TIED, tmp_path / "model")
 
 
+def generate(model: llama.Llama, prompt: list[int], *config, **choices) -> list[int]:
+    return list(llama.generate(model, prompt, llama.GenerationConfig(*config, **choices)))
+
+
 def raises(culprit: str, call, *args) -> None:
     """The call ends in an InputError of one line that names the culprit."""
     with pytest.raises(llama.InputError) as caught:
@@ -63,8 +67,8 @@ def test_logits_and_greedy_tokens_equal_the_reference(folder):
     model, expected = llama.load_model(folder), load_file(folder / "expected.safetensors")
     close(model(expected["input_ids"]), expected["logits"])
     prompt, answer = expected["greedy"][0, :16].tolist(), expected["greedy"][0, 16:].tolist()
-    assert list(llama.generate(model, prompt, len(answer))) == answer
-    assert list(llama.generate(model, prompt, len(answer), {answer[4]})) == answer[:answer.index(answer[4]) + 1]
+    assert generate(model, prompt, len(answer)) == answer
+    assert generate(model, prompt, len(answer), stop_ids={answer[4]}) == answer[:answer.index(answer[4]) + 1]
 
 
 @pytest.mark.parametrize("golden", SMOLLM2, ids=lambda golden: golden["prompt"][:12])
@@ -77,7 +81,7 @@ def test_the_default_target_answers_as_the_reference_does(smollm2, golden):
     top = logits[0].topk(8)
     assert top.indices.tolist() == golden["top8_ids"] and logits.argmax(-1).tolist() == golden["greedy"]
     torch.testing.assert_close(top.values, torch.tensor(golden["top8_logits"]), atol=2e-3, rtol=0)
-    assert list(llama.generate(model, prompt, 4, tokenizer.stop_ids)) == golden["greedy"][:4]
+    assert generate(model, prompt, 4, stop_ids=tokenizer.stop_ids) == golden["greedy"][:4]
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.float16, 0.004)])
@@ -86,12 +90,12 @@ def test_a_forward_in_chunks_through_a_used_cache_equals_an_uncached_one_in_floa
     expected, model = llama.load_model(folder)(TOKENS), llama.load_model(folder, dtype=dtype)
     cache, limit = model.new_cache(40, batch=3), tolerance * expected.abs().max()
     for chunks in ([40], [1] * 40, [1, 7, 3, 2, 11, 1, 15], [37, 3]):
-        cache.length = 0
+        cache.lengths = [0] * 3
         logits = torch.cat([model(part, cache) for part in TOKENS.split(chunks, dim=1)], dim=1)
         assert logits.dtype == dtype and (logits.float() - expected).abs().max() < limit
-        cache.length = 12
+        cache.lengths = [12] * 3
         assert (model(TOKENS[:, 12:], cache).float() - expected[:, 12:]).abs().max() < limit
-        cache.length = 0
+        cache.lengths = [0] * 3
         model(TOKENS.flip(1), cache)
 
 
@@ -106,7 +110,8 @@ def test_keeping_a_path_of_a_tree_equals_a_forward_over_only_that_path(tiny, pat
     close(tiny.head(tiny.hidden(tree, cache, ancestors))[:, path], expected[:, 10:10 + len(path)])
     cache.keep_path(10, path)
     close(tiny(TOKENS[2:, :5], cache), expected[:, -5:])
-    close(cache.read(0, cache.length), linear_cache.read(0, linear_cache.length))  # in the order of the path
+    assert cache.lengths == linear_cache.lengths == [15 + len(path)]
+    close(cache.kv[:, :, :, :cache.length], linear_cache.kv[:, :, :, :cache.length])  # in the order of the path
 
 
 @both
@@ -440,7 +445,7 @@ def test_temperature_flattens_p_and_top_p_keeps_the_fewest_likeliest_tokens_that
         close(llama.probabilities(p.log(), 1.0, top_p), expected, 1e-6)
     for temperature in (0, 1e-45):
         assert llama.probabilities(p.log(), temperature, 0.5).tolist() == [0, 1, 0, 0, 0]
-        assert llama.sample_next(p.log(), temperature, 0.5, torch.Generator()) == 1
+        assert llama.sample_next(p.log()[None], [llama.Sampling(temperature, 0.5, torch.Generator())]) == [1]
 
 
 def chi_square(drawn: torch.Tensor, p: torch.Tensor) -> float:
@@ -451,7 +456,7 @@ def chi_square(drawn: torch.Tensor, p: torch.Tensor) -> float:
 
 def test_sampled_tokens_are_distributed_as_p():
     p = torch.tensor([0.35, 0.0, 0.25, 0.2, 0.1, 0.06, 0.03, 0.01])
-    drawn = llama.sample_next(p.log().expand(40_000, -1), 1.0, 1.0, torch.Generator().manual_seed(0))
+    drawn = llama.sample(p.expand(40_000, -1), torch.Generator().manual_seed(0))
     assert chi_square(drawn, p) < 22.5  # 6 degrees of freedom: exceeded by one seed in a thousand
     assert chi_square(drawn, llama.probabilities(p.log(), 1.1)) > 22.5  # another temperature is noticed
 
@@ -465,7 +470,7 @@ def test_gumbel_topk_draws_without_replacement_in_the_order_of_sampling():
 
 
 def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(tiny):
-    runs = [list(llama.generate(tiny, [1], 20, set(), 1.0, 1.0, torch.Generator().manual_seed(i))) for i in (1, 1, 2)]
+    runs = [generate(tiny, [1], 20, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
 
 
@@ -482,7 +487,7 @@ def test_text_goes_to_stdout_in_its_encoding_unless_that_is_closed_and_statistic
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     done = run_script("llama.py", "--prompt", SMOLLM2[4]["prompt"], "--device", "cpu")  # the answer is in French
     assert done.returncode == 0 and done.stdout == SMOLLM2[4]["text"].encode("ascii", "replace").decode()
-    assert f"{len(SMOLLM2[4]['greedy'])} tokens in" in done.stderr and "tokens/s" in done.stderr
+    assert f"new tokens {len(SMOLLM2[4]['greedy'])}, seconds" in done.stderr
     process = subprocess.Popen([*COMMAND, "Hi"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.communicate()[1] == b"" and process.returncode == 1
