@@ -2,6 +2,7 @@
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import struct
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -454,11 +456,27 @@ def chi_square(drawn: torch.Tensor, p: torch.Tensor) -> float:
     return terms.nan_to_num(0, posinf=math.inf).sum().item()
 
 
-def test_sampled_tokens_are_distributed_as_p():
+def test_tokens_of_many_rows_are_each_distributed_as_the_softmax_of_its_logits():
+    """Each row has a generator of its own; every other one has its probabilities in reverse."""
     p = torch.tensor([0.35, 0.0, 0.25, 0.2, 0.1, 0.06, 0.03, 0.01])
-    drawn = llama.sample(p.expand(40_000, -1), torch.Generator().manual_seed(0))
-    assert chi_square(drawn, p) < 22.5  # 6 degrees of freedom: exceeded by one seed in a thousand
-    assert chi_square(drawn, llama.probabilities(p.log(), 1.1)) > 22.5  # another temperature is noticed
+    generators = [torch.Generator().manual_seed(seed) for seed in range(8000)]
+    drawn = llama.sample_next(torch.stack([p, p.flip(0)]).log().repeat(4000, 1),
+                              [llama.Sampling(1.0, 1.0, generator) for generator in generators])
+    for tokens in torch.tensor(drawn[::2]), 7 - torch.tensor(drawn[1::2]):
+        assert chi_square(tokens, p) < 22.5  # 6 degrees of freedom: exceeded by one seed in a thousand
+        assert chi_square(tokens, llama.probabilities(p.log(), 1.2)) > 22.5  # another temperature is noticed
+
+
+@pytest.mark.parametrize("top_p", [0.001, 0.3, 0.9, 0.9999])
+def test_top_ps_short_cut_gives_what_sorting_all_tokens_gives(top_p):
+    logits = torch.randn(3, 3000) * torch.tensor([[0.1], [2.0], [9.0]])  # from flat to peaked
+    ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
+    kept = ordered * (ordered.cumsum(-1) - ordered < top_p)
+    expected = torch.zeros_like(kept).scatter_(-1, order, kept / kept.sum(-1, keepdim=True))
+    for rows in [0], [1], [2], [0, 1, 2]:
+        close(llama.probabilities(logits[rows], 1.0, top_p), expected[rows], 1e-6)
+        assert torch.equal(llama.probabilities(logits[rows], 1.0, top_p) > 0, expected[rows] > 0)
+    assert top_p < 0.3 or expected[0].count_nonzero() > 1024 / 2 > expected[2].count_nonzero()
 
 
 def test_gumbel_topk_draws_without_replacement_in_the_order_of_sampling():
@@ -472,6 +490,30 @@ def test_gumbel_topk_draws_without_replacement_in_the_order_of_sampling():
 def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(tiny):
     runs = [generate(tiny, [1], 20, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.mark.parametrize("temperatures", [[0.0], [1.0, 0.0, 0.7]], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 9])
+def test_a_conversation_in_a_batch_is_the_one_alone_whatever_its_neighbours_and_its_row(tiny, rows, temperatures):
+    sizes = (3, 20), (1, 1), (90, 11), (2, 9), (7, 94), (5, 30), (4, 25)  # prompt and answer: two fill the capacity
+    requests, expected = [], []
+    for i, ((start, count), temperature) in enumerate(zip(sizes, itertools.cycle(temperatures))):
+        config = llama.GenerationConfig(count, temperature, (1.0, 0.8)[i % 2], seed=i)
+        requests.append((TOKENS.flatten()[i:i + start].tolist(), config))
+        expected.append(list(llama.generate(tiny, *requests[i])))
+        if i in (0, 5):
+            requests[i] = requests[i][0], replace(config, stop_ids=frozenset({expected[i][6]}))
+            expected[i] = expected[i][:expected[i].index(expected[i][6]) + 1]
+    for order in range(7), [6, 2, 5, 1, 0, 4, 3]:
+        answers = list(llama.generate_batch(tiny, [requests[i] for i in order], rows, capacity=101))
+        assert sorted(answers) == [(place, expected[i]) for place, i in enumerate(order)]
+
+
+def test_a_prompt_is_taken_only_when_a_row_is_free(tiny):
+    taken, endless = [], itertools.count()
+    prompts = ((taken.append(i) or [i], llama.GenerationConfig(2 + i % 3)) for i in endless)
+    for ended, (index, tokens) in zip(range(1, 12), llama.generate_batch(tiny, prompts, 3, capacity=8)):
+        assert len(taken) <= ended + 2 and tokens == generate(tiny, [index], 2 + index % 3)
 
 
 def test_json_is_one_object_with_the_generated_tokens_even_with_stderr_closed(smollm2):
