@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import resource
+import runpy
 import shutil
 import subprocess
 import sys
@@ -494,14 +495,19 @@ def test_a_file_cut_anywhere_and_continued_repeats_and_loses_nothing(tmp_path, c
     assert [messages[0]["content"] for messages in written(path)] == ["a", "c", "d"]
 
 @pytest.mark.parametrize("ask", [False, True])
-def test_synthesis_killed_at_any_moment_and_resumed_loses_doubles_and_breaks_no_line(tmp_path, command, ask):
+def test_synthesis_killed_at_any_moment_and_resumed_loses_doubles_and_breaks_no_line(
+        tmp_path, tiny, command, monkeypatch, ask):
     path, draws, lines = tmp_path / "own", random.Random(0), []
     file = write(tmp_path / "questions", *({"data": [f"Count to {i}.", "1"]} for i in range(300)))
     task = ["--synthesize", 150, "--data", path, *(["--questions", file] if ask else [])]
     path.touch()
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags(tiny, *task)])
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])  # which takes most of a process's start
     for more in (0, 1, 2, 20, 0, 9):
-        process, before = multiprocessing.get_context("fork").Process(target=command, args=task), lines
-        process.start()  # as from a shell, but for importing torch
+        process = context.Process(target=runpy.run_path, args=(str(ROOT / "train.py"), None, "__main__"))
+        before = lines
+        process.start()
         while process.is_alive() and path.read_bytes().count(b"\n") < len(before) + more:
             time.sleep(draws.uniform(0, 0.01))
         process.kill()
