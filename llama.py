@@ -279,12 +279,14 @@ class Llama(nn.Module):
         self.head = FusedLinear(self.lm_head)
         self.finish()
 
+    device = property(lambda self: self.embed_tokens.weight.device)
+    dtype = property(lambda self: self.embed_tokens.weight.dtype)
+
     def finish(self) -> None:
         """Tie the head, make the rotary table, freeze. Called again when a model from the meta device has weights."""
-        c, weight = self.config, self.embed_tokens.weight
-        self.device, self.dtype = weight.device, weight.dtype
+        c = self.config
         if c.tie_word_embeddings:
-            self.lm_head.weight = weight
+            self.lm_head.weight = self.embed_tokens.weight
         table = rotary_table(c.max_position_embeddings, c.head_dim, c.rope_theta, self.device, c.rope_factors)
         self.register_buffer("rotary", table, persistent=False)  # (2, context, D)
         self.requires_grad_(False)  # the target is frozen, always

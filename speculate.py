@@ -252,7 +252,7 @@ def quantize_memory(memory: Memory) -> dict[str, Tensor]:
     """A memory as it crosses the network: int8 (..., 2, D), with a float16 scale (..., 2, 1) for each key and value."""
     tensors = {}
     for name, x in (("cross", memory.cross_kv), ("reused", memory.reused_kv)):
-        x = x.float().unflatten(-1, (2, -1))
+        x = x.float().contiguous().unflatten(-1, (2, -1))
         scale = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=2**-14).half()
         tensors[name], tensors[name + "_scale"] = (x / scale).round().clamp(-127, 127).to(torch.int8).cpu(), scale.cpu()
     return tensors

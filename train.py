@@ -371,7 +371,8 @@ def converse(target: Llama, tokenizer: Tokenizer, openings: Iterator[list[dict]]
         messages, text, running = turn.key, tokenizer.decode(turn.tokens).strip(), running - 1
         role, stopped = ("user", "assistant")[len(messages) % 2], turn.tokens[-1] in stop_ids
         has_room = turn.config.max_new_tokens - len(turn.tokens) >= MIN_ROOM
-        if text and (role == "assistant" or stopped and has_room):
+        whole = turn.config.max_new_tokens > 1  # else the question was cut
+        if text and (role == "assistant" and whole or stopped and has_room):
             messages.append({"role": role, "content": text})
             if stopped and has_room and (role == "user" or draws.random() < NEXT_TURN):
                 going_on.append(messages)
@@ -406,11 +407,11 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
         text = file.read()
         if text[:13] != b'{"messages": '[:len(text)]:
             raise InputError(f"{path}: holds something other than conversations; choose another --data")
-        file.truncate(text.rfind(b"\n") + 1)  # what an interrupted run left of a line goes
+        size = file.truncate(text.rfind(b"\n") + 1)  # what an interrupted run left of a line goes
     answered = set(read_questions(path)) if args.questions else set()
     openings = ([{"role": "user", "content": q}] if q else [] for q in questions if q not in answered)
     written, tokens, start = text.count(b"\n"), 0, time.perf_counter()
-    seed = args.seed + (len(text) << 32)  # not that of what is written already
+    seed = args.seed + (size << 32)  # not that of what is written already
     with file, tqdm(total=args.synthesize, initial=written, unit=" conversations") as bar:
         for messages, count in converse(target, tokenizer, openings, args.synthesize - written, seed, args):
             file.write((json.dumps({"messages": messages}, ensure_ascii=False) + "\n").encode())

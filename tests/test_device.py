@@ -94,11 +94,12 @@ def models(device, **choices) -> tuple[Llama, Drafter]:
 
 @torch.no_grad()
 def answer_on(device, tree: TreeConfig, temperature: float, remote: bool = False, **choices) -> Generation:
-    both, config = models(device, **choices), GenerationConfig(6, temperature, 0.9, tree=tree, lookup=not remote)
+    both, config = models(device, **choices), GenerationConfig(6, temperature, 0.9)
     if not remote:
-        return answer.__wrapped__(*both, PROMPT, config)
+        return answer.__wrapped__(*both, PROMPT, config, tree, lookup=True)
     with serving_models(*both) as server:
-        return answer.__wrapped__(*both, PROMPT, config, Channel(server.server_address, "", Network(Link())))
+        channel = Channel(server.server_address, "", Network(Link()))
+        return answer.__wrapped__(*both, PROMPT, config, tree, channel=channel)
 
 
 @pytest.mark.parametrize("choices", CHOICES)

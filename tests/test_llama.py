@@ -2,6 +2,7 @@
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import struct
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -51,6 +53,10 @@ def copy(tmp_path) -> Path:
     return shutil.copytree(TIED, tmp_path / "model")
 
 
+def generate(model: llama.Llama, prompt: list[int], *config, **choices) -> list[int]:
+    return list(llama.generate(model, prompt, llama.GenerationConfig(*config, **choices)))
+
+
 def raises(culprit: str, call, *args) -> None:
     """The call ends in an InputError of one line that names the culprit."""
     with pytest.raises(llama.InputError) as caught:
@@ -63,8 +69,8 @@ def test_logits_and_greedy_tokens_equal_the_reference(folder):
     model, expected = llama.load_model(folder), load_file(folder / "expected.safetensors")
     close(model(expected["input_ids"]), expected["logits"])
     prompt, answer = expected["greedy"][0, :16].tolist(), expected["greedy"][0, 16:].tolist()
-    assert list(llama.generate(model, prompt, len(answer))) == answer
-    assert list(llama.generate(model, prompt, len(answer), {answer[4]})) == answer[:answer.index(answer[4]) + 1]
+    assert generate(model, prompt, len(answer)) == answer
+    assert generate(model, prompt, len(answer), stop_ids={answer[4]}) == answer[:answer.index(answer[4]) + 1]
 
 
 @pytest.mark.parametrize("golden", SMOLLM2, ids=lambda golden: golden["prompt"][:12])
@@ -77,7 +83,7 @@ def test_the_default_target_answers_as_the_reference_does(smollm2, golden):
     top = logits[0].topk(8)
     assert top.indices.tolist() == golden["top8_ids"] and logits.argmax(-1).tolist() == golden["greedy"]
     torch.testing.assert_close(top.values, torch.tensor(golden["top8_logits"]), atol=2e-3, rtol=0)
-    assert list(llama.generate(model, prompt, 4, tokenizer.stop_ids)) == golden["greedy"][:4]
+    assert generate(model, prompt, 4, stop_ids=tokenizer.stop_ids) == golden["greedy"][:4]
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.float16, 0.004)])
@@ -86,12 +92,12 @@ def test_a_forward_in_chunks_through_a_used_cache_equals_an_uncached_one_in_floa
     expected, model = llama.load_model(folder)(TOKENS), llama.load_model(folder, dtype=dtype)
     cache, limit = model.new_cache(40, batch=3), tolerance * expected.abs().max()
     for chunks in ([40], [1] * 40, [1, 7, 3, 2, 11, 1, 15], [37, 3]):
-        cache.length = 0
+        cache.lengths = [0] * 3
         logits = torch.cat([model(part, cache) for part in TOKENS.split(chunks, dim=1)], dim=1)
         assert logits.dtype == dtype and (logits.float() - expected).abs().max() < limit
-        cache.length = 12
+        cache.lengths = [12] * 3
         assert (model(TOKENS[:, 12:], cache).float() - expected[:, 12:]).abs().max() < limit
-        cache.length = 0
+        cache.lengths = [0] * 3
         model(TOKENS.flip(1), cache)
 
 
@@ -106,7 +112,8 @@ def test_keeping_a_path_of_a_tree_equals_a_forward_over_only_that_path(tiny, pat
     close(tiny.head(tiny.hidden(tree, cache, ancestors))[:, path], expected[:, 10:10 + len(path)])
     cache.keep_path(10, path)
     close(tiny(TOKENS[2:, :5], cache), expected[:, -5:])
-    close(cache.read(0, cache.length), linear_cache.read(0, linear_cache.length))  # in the order of the path
+    assert cache.lengths == linear_cache.lengths == [15 + len(path)]
+    close(cache.kv[:, :, :, :cache.length], linear_cache.kv[:, :, :, :cache.length])  # in the order of the path
 
 
 @both
@@ -440,7 +447,7 @@ def test_temperature_flattens_p_and_top_p_keeps_the_fewest_likeliest_tokens_that
         close(llama.probabilities(p.log(), 1.0, top_p), expected, 1e-6)
     for temperature in (0, 1e-45):
         assert llama.probabilities(p.log(), temperature, 0.5).tolist() == [0, 1, 0, 0, 0]
-        assert llama.sample_next(p.log(), temperature, 0.5, torch.Generator()) == 1
+        assert llama.sample_next(p.log()[None], [llama.Sampling(temperature, 0.5, torch.Generator())]) == [1]
 
 
 def chi_square(drawn: torch.Tensor, p: torch.Tensor) -> float:
@@ -449,11 +456,27 @@ def chi_square(drawn: torch.Tensor, p: torch.Tensor) -> float:
     return terms.nan_to_num(0, posinf=math.inf).sum().item()
 
 
-def test_sampled_tokens_are_distributed_as_p():
+def test_tokens_of_many_rows_are_each_distributed_as_the_softmax_of_its_logits():
+    """Each row has a generator of its own; every other one has its probabilities in reverse."""
     p = torch.tensor([0.35, 0.0, 0.25, 0.2, 0.1, 0.06, 0.03, 0.01])
-    drawn = llama.sample_next(p.log().expand(40_000, -1), 1.0, 1.0, torch.Generator().manual_seed(0))
-    assert chi_square(drawn, p) < 22.5  # 6 degrees of freedom: exceeded by one seed in a thousand
-    assert chi_square(drawn, llama.probabilities(p.log(), 1.1)) > 22.5  # another temperature is noticed
+    generators = [torch.Generator().manual_seed(seed) for seed in range(8000)]
+    drawn = llama.sample_next(torch.stack([p, p.flip(0)]).log().repeat(4000, 1),
+                              [llama.Sampling(1.0, 1.0, generator) for generator in generators])
+    for tokens in torch.tensor(drawn[::2]), 7 - torch.tensor(drawn[1::2]):
+        assert chi_square(tokens, p) < 22.5  # 6 degrees of freedom: exceeded by one seed in a thousand
+        assert chi_square(tokens, llama.probabilities(p.log(), 1.2)) > 22.5  # another temperature is noticed
+
+
+@pytest.mark.parametrize("top_p", [0.001, 0.3, 0.9, 0.9999])
+def test_top_ps_short_cut_gives_what_sorting_all_tokens_gives(top_p):
+    logits = torch.randn(3, 3000) * torch.tensor([[0.1], [2.0], [9.0]])  # from flat to peaked
+    ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
+    kept = ordered * (ordered.cumsum(-1) - ordered < top_p)
+    expected = torch.zeros_like(kept).scatter_(-1, order, kept / kept.sum(-1, keepdim=True))
+    for rows in [0], [1], [2], [0, 1, 2]:
+        close(llama.probabilities(logits[rows], 1.0, top_p), expected[rows], 1e-6)
+        assert torch.equal(llama.probabilities(logits[rows], 1.0, top_p) > 0, expected[rows] > 0)
+    assert top_p < 0.3 or expected[0].count_nonzero() > 1024 / 2 > expected[2].count_nonzero()
 
 
 def test_gumbel_topk_draws_without_replacement_in_the_order_of_sampling():
@@ -465,8 +488,32 @@ def test_gumbel_topk_draws_without_replacement_in_the_order_of_sampling():
 
 
 def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(tiny):
-    runs = [list(llama.generate(tiny, [1], 20, set(), 1.0, 1.0, torch.Generator().manual_seed(i))) for i in (1, 1, 2)]
+    runs = [generate(tiny, [1], 20, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.mark.parametrize("temperatures", [[0.0], [1.0, 0.0, 0.7]], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 9])
+def test_a_conversation_in_a_batch_is_the_one_alone_whatever_its_neighbours_and_its_row(tiny, rows, temperatures):
+    sizes = (3, 20), (1, 1), (90, 11), (2, 9), (7, 94), (5, 30), (4, 25)  # prompt and answer: two fill the capacity
+    requests, expected = [], []
+    for i, ((start, count), temperature) in enumerate(zip(sizes, itertools.cycle(temperatures))):
+        config = llama.GenerationConfig(count, temperature, (1.0, 0.8)[i % 2], seed=i)
+        requests.append((TOKENS.flatten()[i:i + start].tolist(), config))
+        expected.append(list(llama.generate(tiny, *requests[i])))
+        if i in (0, 5):
+            requests[i] = requests[i][0], replace(config, stop_ids=frozenset({expected[i][6]}))
+            expected[i] = expected[i][:expected[i].index(expected[i][6]) + 1]
+    for order in range(7), [6, 2, 5, 1, 0, 4, 3]:
+        answers = list(llama.generate_batch(tiny, [requests[i] for i in order], rows, capacity=101))
+        assert sorted(answers) == [(place, expected[i]) for place, i in enumerate(order)]
+
+
+def test_a_prompt_is_taken_only_when_a_row_is_free(tiny):
+    taken, endless = [], itertools.count()
+    prompts = ((taken.append(i) or [i], llama.GenerationConfig(2 + i % 3)) for i in endless)
+    for ended, (index, tokens) in zip(range(1, 12), llama.generate_batch(tiny, prompts, 3, capacity=8)):
+        assert len(taken) <= ended + 2 and tokens == generate(tiny, [index], 2 + index % 3)
 
 
 def test_json_is_one_object_with_the_generated_tokens_even_with_stderr_closed(smollm2):
@@ -482,7 +529,7 @@ def test_text_goes_to_stdout_in_its_encoding_unless_that_is_closed_and_statistic
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     done = run_script("llama.py", "--prompt", SMOLLM2[4]["prompt"], "--device", "cpu")  # the answer is in French
     assert done.returncode == 0 and done.stdout == SMOLLM2[4]["text"].encode("ascii", "replace").decode()
-    assert f"{len(SMOLLM2[4]['greedy'])} tokens in" in done.stderr and "tokens/s" in done.stderr
+    assert f"new tokens {len(SMOLLM2[4]['greedy'])}, seconds" in done.stderr
     process = subprocess.Popen([*COMMAND, "Hi"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.communicate()[1] == b"" and process.returncode == 1

@@ -34,7 +34,7 @@ from speculate import (OFFLINE_TOKENS, Generation, GenerationConfig, LocalTarget
                        answer, bench, dequantize_memory, offline_quality, print_table, quantize_memory, remote_methods)
 
 CHAIN, TREE = TreeConfig(4), TreeConfig(4, top_k=2, total_tokens=8)
-CONFIG = GenerationConfig(24, tree=CHAIN)
+CONFIG = GenerationConfig(24)
 NAN = torch.full((1, 1, 1, 2, 8), math.nan)
 QUESTION, HI = ["--prompt", "Why is the sky blue?", "--device", "cpu"], ["--prompt", "Hi", "--remote"]
 

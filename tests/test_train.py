@@ -1,8 +1,11 @@
 """Claims about the distillation: horizons, losses, and a training run that survives being killed."""
 import itertools
 import json
+import multiprocessing
 import os
+import random
 import resource
+import runpy
 import shutil
 import subprocess
 import sys
@@ -408,55 +411,76 @@ def test_three_processes_train_as_one_does(tmp_path, tiny, command):
 
 
 # --- Synthesis and bad input -----------------------------------------------------------------------------------------
+def written(path: Path) -> list[list[dict]]:
+    return [json.loads(line)["messages"] for line in path.read_bytes().splitlines()]
+
+def converse(target: llama.Llama, tokenizer: llama.Tokenizer, *openings: list[dict], seq_len: int = 200,
+             rows: int = 4) -> list[list[dict]]:
+    """The conversations that begin like this, in the order in which they end."""
+    args = Namespace(seq_len=seq_len, batch_size=rows)
+    return [messages for messages, _ in train.converse(target, tokenizer, iter(openings), len(openings), 0, args)]
+
+def question(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
 def test_a_conversation_takes_turns_and_keeps_an_answer_that_is_cut_short_but_no_question(tokenizer, monkeypatch):
+    def run(take):
+        """A batch that writes these turns, and notes what it is asked for."""
+        for tokens, item in zip(turns, iter(take, None)):
+            asked.append(item[1:])
+            yield llama.Conversation(item[0], item[2], None, tokens)
     monkeypatch.setattr(train, "NEXT_TURN", 1.0)
-    conversation, fed, temperatures = train.converse(tokenizer, messages := [], seed=0), [], []
-    given, temperature = next(conversation)
-    for token in [token for message in CHAT for token in tokenizer.encode(message["content"]) + [STOP]]:
-        fed, temperatures = fed + given, temperatures + [temperature]
-        given, temperature = conversation.send(token)
-    assert messages == CHAT and fed + given == tokenizer.chat(CHAT, False) + tokenizer.opening("user")
-    assert temperatures[0] == train.QUESTION_TEMPERATURE and temperatures[-1] in train.ANSWER_TEMPERATURES
-    with pytest.raises(StopIteration):
-        conversation.send(STOP)  # an empty turn
-    assert messages == CHAT
-    for messages, kept in ([], []), (CHAT[:1], [CHAT[0], {"role": "assistant", "content": "It"}]):
-        conversation = train.converse(tokenizer, messages, seed=0)
-        next(conversation)
-        for token in tokenizer.encode("It"):
-            conversation.send(token)
-        conversation.close()
-        assert messages == kept
+    monkeypatch.setattr(train, "Batch", lambda *_: Namespace(run=run))
+    told, cut = [tokenizer.encode(message["content"]) + [STOP] for message in CHAT], tokenizer.encode("It")
+    for start, turns, expected in (
+            (0, [*told, [STOP]], CHAT), (0, [*told, cut], CHAT), (0, [cut], None), (1, [[STOP]], None),
+            (1, [cut], CHAT[:1] + [{"role": "assistant", "content": "It"}])):
+        asked = []
+        assert converse(None, tokenizer, CHAT[:start]) == ([expected] if expected else [])
+        for i, (prompt, config) in enumerate(asked, start):
+            assert prompt == tokenizer.chat(CHAT[:i], False) + tokenizer.opening(("user", "assistant")[i % 2])
+            assert len(prompt) + config.max_new_tokens == 200 and config.stop_ids == {STOP}
+            assert config.temperature in (train.ANSWER_TEMPERATURES if i % 2 else [train.QUESTION_TEMPERATURE])
+    turns = told[1:]
+    assert converse(None, tokenizer, CHAT[:1], seq_len=80) == [CHAT[:2]]  # 31 tokens are left: no room for a question
+    assert converse(None, tokenizer, question("long" * 50)) == []  # and no answer to one that is cut
 
 def test_a_conversation_written_in_a_batch_is_the_one_written_alone(target, tokenizer, monkeypatch):
     monkeypatch.setattr(train, "ANSWER_TEMPERATURES", (0.0,))
     monkeypatch.setattr(train, "NEXT_TURN", -1.0)
-    questions = [f"Number {i}?" * (1 + i % 3) for i in range(9)]
-    together = train.synthesize_batch(target, tokenizer, list(range(9)), questions, 120)
-    assert together == [train.synthesize_batch(target, tokenizer, [0], [question], 120)[0] for question in questions]
-    assert len({sum(len(m["content"]) for m in messages) for messages in together}) > 2  # they end at different moments
+    texts = [f"Number {i}?" * (1 + i % 3) for i in range(9)]
+    together = converse(target, tokenizer, *map(question, texts), seq_len=120)
+    alone = [messages for text in texts for messages in converse(target, tokenizer, question(text), seq_len=120)]
+    assert together != alone and sorted(together, key=str) == sorted(alone, key=str)  # they end at different moments
 
-def test_the_target_writes_its_own_training_data_and_answers_questions(tmp_path, tiny, command, tokenizer, capsys):
-    asked = set(train.read_questions(tiny / "data.jsonl"))
-    for path, choices in (tmp_path / "own", []), (tmp_path / "answers", ["--questions", tiny / "data.jsonl"]):
-        command("--synthesize", 8, "--data", path, *choices)
-        conversations = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
-        for messages in conversations:
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory) -> Path:
+    """Nine of them, each of which is asked twice."""
+    lines = [{"data": [f"Count to {i}.", "1, 2"]} for i in range(9)]
+    return write(tmp_path_factory.mktemp("questions") / "questions", *lines, *lines)
+
+def test_the_target_writes_its_own_training_data_and_answers_questions(tmp_path, command, tokenizer, questions, capsys):
+    asked = set(train.read_questions(questions))
+    for path, choices in (tmp_path / "own", []), (tmp_path / "answers", ["--questions", questions]):
+        command("--synthesize", 7, "--data", path, *choices)
+        for messages in written(path):
             assert [message["role"] for message in messages] == (["user", "assistant"] * 20)[:len(messages)]
-        assert all(encode(tokenizer, tmp_path / "copy", 200, *({"messages": m} for m in conversations)))  # to train on
-        assert len(conversations) == 8 and ({m[0]["content"] for m in conversations} <= asked) == bool(choices)
-    capsys.readouterr()
+        assert all(encode(tokenizer, tmp_path / "copy", 200, *({"messages": m} for m in written(path))))  # to train on
+        assert len(written(path)) == 7 and ({m[0]["content"] for m in written(path)} <= asked) == bool(choices)
+    for _ in range(6):  # an answer may come out empty
+        command("--synthesize", 99, "--data", path, *choices, "--json")
+    assert sorted(m[0]["content"] for m in written(path)) == sorted(asked)  # each once
     command("--synthesize", 3, "--data", path, "--json")
-    assert json.loads(capsys.readouterr().out) == {"conversations": 8}
+    assert capsys.readouterr().out.endswith('{"conversations": 9}\n' * 2)
     command("--data", tmp_path / "own", "--out", tmp_path, "--updates", 2, "--seq-len", 200)
     assert np.isfinite(losses(tmp_path)).all()
 
 def test_a_file_cut_anywhere_and_continued_repeats_and_loses_nothing(tmp_path, command, monkeypatch):
-    def answer_some(target, tokenizer, seeds, questions, seq_len) -> list[list[dict]]:
-        """Conversations that hold their question or seed; none for "b" and for two seeds in three."""
-        texts = [question or (str(seed) if seed % 3 == 0 else "b") for question, seed in zip(questions, seeds)]
-        return [[{"role": "user", "content": t}, {"role": "assistant", "content": "Ä"}] * (t != "b") for t in texts]
-    monkeypatch.setattr(train, "synthesize_batch", answer_some)
+    def answer_some(target, tokenizer, openings, count, seed, args):
+        """Conversations that hold their question or seed; none for "b"."""
+        for i, messages in zip(range(count), (messages for messages in openings if messages != question("b"))):
+            yield (messages or question(f"{seed} {i}")) + [{"role": "assistant", "content": "Ä"}], 1
+    monkeypatch.setattr(train, "converse", answer_some)
     path, questions = tmp_path / "own", write(tmp_path / "questions", *({"data": [q]} for q in "ab\ud83dcbd"))
     command("--synthesize", 3, "--data", path)
     first = path.read_bytes()
@@ -466,9 +490,35 @@ def test_a_file_cut_anywhere_and_continued_repeats_and_loses_nothing(tmp_path, c
         lines, complete = path.read_bytes().splitlines(), first[:cut].count(b"\n")
         assert len(set(lines)) == len(lines) == 6 and lines[:complete] == first.splitlines()[:complete]
     path.unlink()
-    for count in (1, 2, 3):
+    for count in (1, 2, 9):
         command("--synthesize", count, "--data", path, "--questions", questions, "--batch-size", 1)
-    assert [json.loads(line)["messages"][0]["content"] for line in path.read_text().splitlines()] == ["a", "c", "d"]
+    assert [messages[0]["content"] for messages in written(path)] == ["a", "c", "d"]
+
+@pytest.mark.parametrize("ask", [False, True])
+def test_synthesis_killed_at_any_moment_and_resumed_loses_doubles_and_breaks_no_line(
+        tmp_path, tiny, command, monkeypatch, ask):
+    path, draws, lines = tmp_path / "own", random.Random(0), []
+    file = write(tmp_path / "questions", *({"data": [f"Count to {i}.", "1"]} for i in range(300)))
+    task = ["--synthesize", 150, "--data", path, *(["--questions", file] if ask else [])]
+    path.touch()
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags(tiny, *task)])
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])  # which takes most of a process's start
+    for more in (0, 1, 2, 20, 0, 9):
+        process = context.Process(target=runpy.run_path, args=(str(ROOT / "train.py"), None, "__main__"))
+        before = lines
+        process.start()
+        while process.is_alive() and path.read_bytes().count(b"\n") < len(before) + more:
+            time.sleep(draws.uniform(0, 0.01))
+        process.kill()
+        process.join()
+        lines = path.read_bytes().splitlines(keepends=True)
+        assert lines[:len(before)] == before and len(lines) < 150
+    command(*task)
+    assert path.read_bytes().splitlines(keepends=True)[:len(lines)] == lines and len(written(path)) == 150
+    texts = [messages[0]["content"] for messages in written(path)]
+    texts = [text for text in texts if ask or len(text) > 5]  # of its own, short ones come up again by chance
+    assert len(texts) == len(set(texts)) > 50
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, tiny, undisturbed) -> Path:
