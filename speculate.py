@@ -33,8 +33,8 @@ import statistics
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
@@ -48,7 +48,7 @@ from tqdm import tqdm
 
 from llama import (DEFAULT_MODEL, Batch, GenerationConfig, InputError, Llama, Parser, Sampling, Tokenizer,
                    add_generation_arguments, add_model_arguments, answer_length, generate, input_errors, load_target,
-                   number, positive_int, probabilities, read_json, report, run_command, sample)
+                   number, positive_int, probabilities, read_json, report, run_command, sample, sample_next)
 from moa import (PROMPT_CHUNK, Q_TOKENS, BatchDraftState, Draft, Drafter, DraftState, Memory, TreeConfig, ancestor_mask,
                  chain_parents, dequantize_probabilities, load_drafter, quantize_probabilities, start_drafting)
 from netsim import (PROFILES, Channel, ConnectionLost, Link, MessageServer, Network, add_link_arguments, address,
@@ -73,7 +73,7 @@ class VerifyResult:
     seconds: float = 0.0  # that this took
 
 
-# --- Acceptance ------------------------------------------------------------------------------------------------------
+# --- Acceptance ---
 def accept_greedy(choices: list[int], draft: Draft) -> tuple[list[int], int]:
     """Verification at temperature 0: the accepted nodes, and the token after them. choices (K + 1): the target's argmax
     after draft.token and after each draft."""
@@ -84,16 +84,8 @@ def accept_greedy(choices: list[int], draft: Draft) -> tuple[list[int], int]:
     return path, choices[node + 1]
 
 def rejection_sample(p: Tensor, draft: Draft, generator: torch.Generator) -> tuple[list[int], int]:
-    """The accepted nodes, and the token after them: distributed as p (K + 1, V), whatever q is.
-
-    The siblings after an accepted node are tried in order; a chain has one at a time. Where x was drawn from q:
-
-        u q(x) < p(x), with u uniform: x is accepted, that is with probability min(1, p(x) / q(x))
-        otherwise: p <- norm(max(p - q, 0)), q <- norm(q without x), and on to the next sibling
-        none is left: the token after the accepted node is drawn from what p has become
-
-    A draft that was not drawn (by lookup) counts as drawn with q(x) = 1.
-    """
+    """The accepted nodes, and the token after them: by the rule above distributed as p (K + 1, V), whatever q is. A
+    draft that was not drawn (by lookup) counts as drawn with q(x) = 1."""
     drawn_from = {} if draft.q is None else dict(zip(sorted(set(draft.parents)), draft.q))  # parent: q (V)
     path, node = [], -1
     while True:
@@ -103,10 +95,11 @@ def rejection_sample(p: Tensor, draft: Draft, generator: torch.Generator) -> tup
             if draft.q is None:
                 q_left = torch.zeros_like(p_left)
                 q_left[x] = 1.0
-            if torch.rand((), device=p.device, generator=generator) * q_left[x] < p_left[x]:
+            u = torch.rand((), device=p.device, generator=generator)
+            if u * q_left[x] < p_left[x]:  # with probability min(1, p(x) / q(x))
                 break
-            residual = normalize((p_left - q_left).clamp(min=0))
-            p_left = torch.where(residual.any(), residual, p_left)  # all 0 where p = q
+            residual = normalize((p_left - q_left).clamp(min=0))  # all 0 where p = q
+            p_left = torch.where(residual.any(), residual, p_left)
             q_left = q_left.clone()
             q_left[x] = 0.0
             q_left = normalize(q_left)
@@ -128,14 +121,14 @@ class LocalTarget:
     """The target of one conversation, on this machine. LSA and CA's keys and values are computed on its side."""
 
     def __init__(self, model: Llama, drafter: Drafter | None, capacity: int, sampling: Sampling):
-        """drafter: whose memory to build; None: lookup needs none."""
+        """drafter: whose memory to build, if any (lookup needs none)."""
         self.model, self.drafter, self.sampling, self.cache = model, drafter, sampling, model.new_cache(capacity)
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
         """Read the prompt, or a piece of one."""
         start = self.cache.length
         hidden = self.model.hidden(torch.tensor([prompt], device=self.model.device), self.cache)  # (1, T, E)
-        _, token = accept_draft(self.model.head(hidden[0, -1:]), Draft(prompt[-1], [], []), self.sampling)
+        token, = sample_next(self.model.head(hidden[:, -1]), [self.sampling])
         return VerifyResult([], token, self.build_memory(prompt, start, hidden))
 
     def verify(self, draft: Draft) -> VerifyResult:
@@ -145,7 +138,7 @@ class LocalTarget:
         ancestors = None if parents == chain_parents(len(tokens)) else ancestor_mask(parents)
         ids = torch.tensor([tokens], device=self.model.device)
         hidden = self.model.hidden(ids, self.cache, ancestors)  # (1, K + 1, E)
-        path, token = accept_draft(self.model.head(hidden[0]), draft, self.sampling)
+        path, token = accept_draft(self.model.head(hidden[0]), draft, self.sampling)  # of (K + 1, V)
         rows = [0] + [1 + node for node in path]
         self.cache.keep_path(start, rows)
         memory = self.build_memory([tokens[row] for row in rows], start, hidden[:, rows])
@@ -157,7 +150,7 @@ class LocalTarget:
         return self.drafter.build_memory(tokens, self.cache, list(range(start, start + len(tokens))), hidden)
 
 
-# --- The loop --------------------------------------------------------------------------------------------------------
+# --- The loop ---
 def speculate(target: LocalTarget | RemoteTarget, state: DraftState | Lookup, prompt: list[int],
               config: GenerationConfig, tree: TreeConfig) -> Iterator[tuple[list[int], VerifyResult]]:
     """Algorithm 1. Yields, each cycle, the new tokens: accepted drafts, then the target's own token; ends with a stop
@@ -190,27 +183,29 @@ class ChainBatch(Batch):
             self.caches.append(cache)
 
     def read(self, prompt: list[int]) -> Tensor:
-        hidden, rows = super().read(prompt), [len(self.conversations) - 1] * len(prompt)
+        hidden, row = super().read(prompt), len(self.conversations) - 1
         for cache in self.caches[1:]:
             cache.lengths.append(0)
-        places = list(range(len(prompt)))
-        self.state.append_verified(self.state.drafter.build_memory(prompt, self.cache, places, hidden, rows))
+        self.append_verified(prompt, [row] * len(prompt), list(range(len(prompt))), hidden)
         return hidden
+
+    def append_verified(self, tokens: list[int], rows: list[int], places: list[int], hidden: Tensor) -> None:
+        self.state.append_verified(self.state.drafter.build_memory(tokens, self.cache, places, hidden, rows))
 
     def advance(self) -> list[list[int]]:
         samplings, starts = [c.sampling for c in self.conversations], self.cache.lengths
-        drafts = self.state.draft_rows([c.tokens[-1] for c in self.conversations], self.K, samplings)
+        left = max(c.config.max_new_tokens - len(c.tokens) for c in self.conversations)
+        drafts = self.state.draft_rows([c.tokens[-1] for c in self.conversations], min(self.K, left), samplings)
         ids = torch.tensor([[draft.token, *draft.tokens] for draft in drafts], device=self.model.device)  # (B, K + 1)
         hidden, new = self.model.hidden(ids, self.cache), []  # (B, K + 1, E)
         for draft, logits, sampling in zip(drafts, self.model.head(hidden), samplings):
             path, token = accept_draft(logits, draft, sampling)
             new.append(draft.tokens[:len(path)] + [token])
         self.cache.lengths = [start + len(tokens) for start, tokens in zip(starts, new)]
-        # Of each row stay as many tokens as are new: its last token of before and the drafts that were accepted.
+        # As many tokens stay in each row as are new: its newest of before and the accepted drafts.
         rows, steps = zip(*[(row, i) for row, tokens in enumerate(new) for i in range(len(tokens))])
         places = [starts[row] + i for row, i in zip(rows, steps)]
-        self.state.append_verified(self.state.drafter.build_memory(
-            ids[rows, steps].tolist(), self.cache, places, hidden[rows, steps][None], list(rows)))
+        self.append_verified(ids[rows, steps].tolist(), list(rows), places, hidden[rows, steps][None])
         return new
 
 class Lookup:
@@ -236,19 +231,20 @@ class Lookup:
         return self.state.draft(token, tree) if self.state else Draft(token, [], [])
 
 
-# --- Client and server: the drafter here, the target there (paper, section 5) ----------------------------------------
+# --- Client and server: the drafter here, the target there (paper, section 5) ---
 #
 # A connection opens with the server's greeting, the hash of its drafter. Then the client asks:
-#     read {capacity, temperature, top_p, seed} + tokens    the text so far: next token and memory, a reply a piece
-#     verify {drafts, parents} + q                          what of the draft is accepted, next token and memory
-#     generate {max_new_tokens, stop_ids, ...} + tokens     plain use of an API: the target's own tokens, one a reply
+#     read {a GenerationConfig} + tokens        the text so far: next token and memory, a reply a piece
+#     verify {drafts, parents} + q              what of the draft is accepted, next token and memory
+#     generate {a GenerationConfig} + tokens    plain use of an API: the target's own tokens, one a reply
 
 SECRET = "MOA_SECRET"  # the environment variable that holds it
 MAX_DRAFTS = 64
 OFFLINE_TOKENS = 8  # that the drafter writes alone before it tries again to reach the server
 INITIAL_BACKOFF = 0.5  # seconds between two attempts to reconnect; doubles, to half a minute at most
+Tensors = dict[str, Tensor]
 
-def quantize_memory(memory: Memory) -> dict[str, Tensor]:
+def quantize_memory(memory: Memory) -> Tensors:
     """A memory as it crosses the network: int8 (..., 2, D), with a float16 scale (..., 2, 1) for each key and value."""
     tensors = {}
     for name, x in (("cross", memory.cross_kv), ("reused", memory.reused_kv)):
@@ -257,23 +253,23 @@ def quantize_memory(memory: Memory) -> dict[str, Tensor]:
         tensors[name], tensors[name + "_scale"] = (x / scale).round().clamp(-127, 127).to(torch.int8).cpu(), scale.cpu()
     return tensors
 
-def dequantize_memory(tokens: list[int], start: int, tensors: dict[str, Tensor], state: DraftState) -> Memory:
-    """The memory of tokens from position `start` on. Raises LookupError, RuntimeError or ValueError for other shapes,
-    and NaN."""
-    def states(name: str, shape: list[int], dtype: torch.dtype) -> Tensor:
-        values = tensors[name].view(*shape[:-1], 2, shape[-1] // 2)
-        scale = tensors[name + "_scale"].view(*shape[:-1], 2, 1)
-        x = (values.float() * scale.float()).view(shape)
+def dequantize_memory(count: int, tensors: Tensors, state: DraftState) -> list[Tensor]:
+    """cross_kv and reused_kv of `count` tokens. Raises LookupError, RuntimeError or ValueError: other shapes, NaN."""
+    cross, reused = state.cross_cache.kv[0, :, :, :count], state.reused_cache.kv[:, :, :, :count]  # for their shapes
+    if not state.drafter.config.use_cross_attention:
+        cross = cross.new_empty(1, count, state.drafter.target.config.hidden_size)
+    memory = []
+    for name, like in (("cross", cross), ("reused", reused)):
+        shape = *like.shape[:-1], 2, like.shape[-1] // 2
+        x = tensors[name].view(shape).float() * tensors[name + "_scale"].view(*shape[:-1], 1).float()
         if not x.isfinite().all():
             raise ValueError(f"{name} holds NaN")
-        return x.to(state.drafter.target.device, dtype)
+        memory.append(x.flatten(-2).to(like))
+    return memory
 
-    _, _, heads, _, width = state.cross_cache.kv.shape
-    count, c = len(tokens), state.drafter.config
-    shape = [1, heads, count, width] if c.use_cross_attention else [1, count, state.drafter.target.config.hidden_size]
-    layers, _, heads, _, width = state.reused_cache.kv.shape
-    return Memory(tokens, list(range(start, start + count)), states("cross", shape, state.drafter.dtype),
-                  states("reused", [layers, 1, heads, count, width], state.drafter.target.dtype))
+def text_request(call: str, text: list[int], config: GenerationConfig) -> tuple[dict, Tensors]:
+    fields = {"call": call, **vars(config), "stop_ids": sorted(config.stop_ids)}
+    return fields, {"tokens": torch.tensor(text, dtype=torch.int32)}
 
 class RemoteTarget:
     """The target of one conversation, on a server. It is asked what a LocalTarget is asked, in one of three states:
@@ -291,7 +287,7 @@ class RemoteTarget:
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
         """Raises InputError if there is no server, or it is lost twice: without any memory the drafter cannot go on."""
-        self.text, self.prompt_length = list(prompt), len(prompt)
+        self.text, self.end = list(prompt), len(prompt) + self.config.max_new_tokens
         try:
             return self.reconnect()
         except ConnectionLost:
@@ -314,19 +310,18 @@ class RemoteTarget:
 
     def verify_remote(self, draft: Draft) -> VerifyResult:
         """Connected: the server's result. Raises ConnectionLost."""
-        def parse(fields: dict, tensors: dict[str, Tensor]) -> VerifyResult:
+        def parse(fields: dict, tensors: Tensors) -> tuple[int, list[Tensor], list[int]]:
             accepted, child, node = [], draft.children(), -1
             for token in fields["accepted"]:
                 node = child[node, token]
                 accepted.append(draft.tokens[node])  # not the reply's own, which may be 9.0
-            memory = dequantize_memory([draft.token] + accepted, self.state.verified[0], tensors, self.state)
-            return VerifyResult(accepted, self.check_token(fields), memory, len(draft.tokens))
+            return *self.parse(fields, tensors, 1 + len(accepted)), accepted
 
         q = {}
         if draft.q is not None:  # exact, as drafts are drawn from a quantised q
             q["ids"], q["weights"] = (x.cpu() for x in quantize_probabilities(draft.q))
         request = {"call": "verify", "drafts": draft.tokens, "parents": draft.parents}
-        return self.record(next(self.channel.request(request, q, parse)))
+        return self.result(*next(self.channel.request(request, q, parse)), len(draft.tokens))
 
     def reconnect(self) -> VerifyResult:
         """A new connection whose prompt is all text so far: the server's next token. Raises ConnectionLost."""
@@ -338,46 +333,45 @@ class RemoteTarget:
             self.retry_at, self.backoff = time.monotonic() + self.backoff, min(2 * self.backoff, 30.0)
         if greeting.get("drafter") != self.state.drafter.checkpoint_hash:
             raise InputError("the server has another drafter; start both sides with the same --drafter")
-        pieces = [self.text[a:a + PROMPT_CHUNK] for a in range(0, len(self.text), PROMPT_CHUNK)]
         generator = self.state.sampling.generator
         seed = int(torch.randint(2**31 - 1, (), generator=generator, device=generator.device))  # not that of drafts
-        request = {"call": "read", "capacity": self.prompt_length + self.config.max_new_tokens + 1 + MAX_DRAFTS,
-                   "temperature": self.config.temperature, "top_p": self.config.top_p, "seed": seed}
-        tokens, memories = zip(*self.channel.request(
-            request, {"tokens": torch.tensor(self.text, dtype=torch.int32)},
-            lambda fields, tensors: (self.check_token(fields), dequantize_memory(pieces.pop(0), 0, tensors, self.state))))
+        config = replace(self.config, max_new_tokens=self.end - len(self.text), seed=seed)
+        pieces = [len(self.text[a:a + PROMPT_CHUNK]) for a in range(0, len(self.text), PROMPT_CHUNK)]
+        replies = self.channel.request(*text_request("read", self.text, config),
+                                       lambda fields, tensors: self.parse(fields, tensors, pieces.pop(0)))
+        tokens, memories = zip(*replies)
         if pieces:
             self.channel.close()
             raise ConnectionLost("malformed reply: its memory ends early")
-        start = self.state.verified[0]
-        cross, reused = (torch.cat([getattr(memory, name) for memory in memories], dim=-2)[..., start:, :]
-                         for name in ("cross_kv", "reused_kv"))
         self.retry_at, self.backoff = 0.0, INITIAL_BACKOFF
-        memory = Memory(self.text[start:], list(range(start, len(self.text))), cross, reused)
-        return self.record(VerifyResult([], tokens[-1], memory))
+        memory = [torch.cat(x, dim=-2)[..., self.state.verified[0]:, :] for x in zip(*memories)]
+        return self.result(tokens[-1], memory, [])
+
+    def parse(self, fields: dict, tensors: Tensors, count: int) -> tuple[int, list[Tensor]]:
+        """Of a reply: the next token, and the memory of `count` before it."""
+        token = check_int(fields["token"], 0, self.state.drafter.target.config.vocab_size - 1)
+        return token, dequantize_memory(count, tensors, self.state)
+
+    def result(self, token: int, memory: list[Tensor], accepted: list[int], drafted: int = 0) -> VerifyResult:
+        """What replies say. Verified is now all text before them, and what they accept."""
+        start = self.state.verified[0]
+        tokens = self.text[start:] + accepted
+        self.text += accepted + [token]
+        self.channel.network.count_tokens(len(self.text) - self.end + self.config.max_new_tokens, time.monotonic())
+        places = list(range(start, start + len(tokens)))
+        return VerifyResult(accepted, token, Memory(tokens, places, *memory), drafted)
 
     def draft_offline(self, token: int) -> VerifyResult:
         """The drafter's own text."""
-        left = self.config.max_new_tokens - len(self.text) + self.prompt_length
-        tokens = self.state.draft_unverified(token, min(OFFLINE_TOKENS, left))
+        tokens = self.state.draft_unverified(token, min(OFFLINE_TOKENS, self.end - len(self.text)))
         self.text += tokens
         return VerifyResult(tokens[:-1], tokens[-1], None)
-
-    def record(self, result: VerifyResult) -> VerifyResult:
-        self.text += result.accepted + [result.token]
-        self.channel.network.count_tokens(len(self.text) - self.prompt_length, time.monotonic())
-        return result
-
-    def check_token(self, fields: dict) -> int:
-        return check_int(fields["token"], 0, self.state.drafter.target.config.vocab_size - 1)
 
 def call_api(channel: Channel, prompt: list[int], config: GenerationConfig) -> Iterator[int]:
     """Plain use of an API: the server decodes alone and streams its tokens. Raises InputError when it is lost."""
     with input_errors("the answer ends here", ConnectionLost):
         channel.connect()
-        request = {"call": "generate", "max_new_tokens": config.max_new_tokens, "stop_ids": sorted(config.stop_ids),
-                   "temperature": config.temperature, "top_p": config.top_p, "seed": config.seed}
-        tokens = channel.request(request, {"tokens": torch.tensor(prompt, dtype=torch.int32)},
+        tokens = channel.request(*text_request("generate", prompt, config),
                                  lambda fields, _: check_int(fields["token"], 0, 2**31))
         for count, token in enumerate(tokens, 1):
             channel.network.count_tokens(count, time.monotonic())
@@ -393,7 +387,7 @@ class TargetSession:
         self.token = 0  # the newest, which drafts follow
         self.greeting = {"drafter": drafter.checkpoint_hash}
 
-    def answer(self, fields: dict, tensors: dict[str, Tensor]) -> Iterator[tuple[dict, dict[str, Tensor]]]:
+    def answer(self, fields: dict, tensors: Tensors) -> Iterator[tuple[dict, Tensors]]:
         return {"read": self.read, "verify": self.verify, "generate": self.generate}[fields["call"]](fields, tensors)
 
     def work(self, function: Callable, *arguments):
@@ -405,59 +399,60 @@ class TargetSession:
                 raise RuntimeError("the models failed") from error
         return self.worker.submit(in_turn).result()
 
-    def read(self, fields: dict, tensors: dict[str, Tensor]) -> Iterator[tuple[dict, dict[str, Tensor]]]:
-        """Take tokens as the text so far; their memory goes back in pieces, while the next is worked on."""
+    def ask_target(self, call: Callable, request) -> tuple[VerifyResult, Tensors]:
+        """Its result, and the memory as it is sent."""
+        result = call(request)
+        self.token = result.token
+        return result, quantize_memory(result.memory)
+
+    def parse_text(self, fields: dict, tensors: Tensors) -> tuple[list[int], GenerationConfig]:
+        """A text, and how to go on after it: they fit the context. Raises what MessageServer takes for malformed."""
         context = self.model.config.max_position_embeddings
         tokens = check_ids(tensors["tokens"], self.model.config.vocab_size)
-        capacity = check_int(fields["capacity"], check_int(len(tokens), 1, context), context + 1 + MAX_DRAFTS)
-        self.target = LocalTarget(self.model, self.drafter, capacity, self.read_config(fields).sampling(self.model.device))
+        count = check_int(fields["max_new_tokens"], 1, context - check_int(len(tokens), 1, context))
+        temperature, top_p = float(fields["temperature"]), float(fields["top_p"])
+        if not 0 <= temperature <= 100 or not 0 < top_p <= 1:
+            raise ValueError(f"invalid sampling: temperature {temperature}, top-p {top_p}")
+        seed, stop_ids = check_int(fields["seed"], 0, 2**63 - 1), frozenset(fields["stop_ids"])
+        return tokens, GenerationConfig(count, temperature, top_p, seed, stop_ids)
+
+    def read(self, fields: dict, tensors: Tensors) -> Iterator[tuple[dict, Tensors]]:
+        """Take tokens as the text so far; their memory goes back in pieces, while the next is worked on."""
+        tokens, config = self.parse_text(fields, tensors)
+        capacity = len(tokens) + config.max_new_tokens + 1 + MAX_DRAFTS
+        self.target = LocalTarget(self.model, self.drafter, capacity, config.sampling(self.model.device))
         for a in range(0, len(tokens), PROMPT_CHUNK):
-            result, memory = self.work(self.quantized, self.target.prefill, tokens[a:a + PROMPT_CHUNK])
-            self.token = result.token
+            result, memory = self.work(self.ask_target, self.target.prefill, tokens[a:a + PROMPT_CHUNK])
             yield {"token": result.token, "more": a + PROMPT_CHUNK < len(tokens)}, memory
 
-    def verify(self, fields: dict, tensors: dict[str, Tensor]) -> Iterator[tuple[dict, dict[str, Tensor]]]:
-        check_int(len(fields["drafts"]), 0, MAX_DRAFTS)
-        drafts = [check_int(token, 0, self.model.config.vocab_size - 1) for token in fields["drafts"]]
-        parents, q = [check_int(parent, -1, len(drafts) - 1) for parent in fields["parents"]], None
-        if len(parents) != len(drafts) or any(parent >= i for i, parent in enumerate(parents)) or self.target is None:
-            raise ValueError("drafts must follow a read, and parents come before their children")
+    def verify(self, fields: dict, tensors: Tensors) -> Iterator[tuple[dict, Tensors]]:
+        vocab_size, q = self.model.config.vocab_size, None
+        drafts = [check_int(token, 0, vocab_size - 1) for token in fields["drafts"]]
+        parents = [check_int(parent, -1, i - 1) for i, parent in enumerate(fields["parents"])]
+        if self.target is None or len(parents) != check_int(len(drafts), 0, MAX_DRAFTS):
+            raise ValueError("drafts must follow a read, and each have a parent")
         if self.target.sampling.temperature > 0 and "weights" in tensors:
-            ids, weights, vocab_size = tensors["ids"], tensors["weights"], self.model.config.vocab_size
+            ids, weights, shape = tensors["ids"], tensors["weights"], (len(set(parents)), min(Q_TOKENS, vocab_size))
             check_ids(ids.flatten(), vocab_size)
-            shape = (len(set(parents)), min(Q_TOKENS, vocab_size))
             if {ids.shape, weights.shape} != {shape} or weights.dtype != torch.uint8 or not weights.sum(-1).all():
                 raise ValueError("q does not fit the drafts")
             q = dequantize_probabilities(ids, weights, vocab_size).to(self.model.device)
         depth, cache = int(ancestor_mask(parents).sum(-1).max()) if drafts else 0, self.target.cache
         check_int(cache.length + 1 + len(drafts), 0, cache.kv.shape[3])
         check_int(cache.length + 1 + depth, 0, self.model.config.max_position_embeddings)
-        result, memory = self.work(self.quantized, self.target.verify, Draft(self.token, drafts, parents, q))
-        self.token = result.token
+        result, memory = self.work(self.ask_target, self.target.verify, Draft(self.token, drafts, parents, q))
         yield {"accepted": result.accepted, "token": result.token}, memory
 
-    def generate(self, fields: dict, tensors: dict[str, Tensor]) -> Iterator[tuple[dict, dict[str, Tensor]]]:
+    def generate(self, fields: dict, tensors: Tensors) -> Iterator[tuple[dict, Tensors]]:
         """The target's own tokens, one a reply."""
-        tokens, stop_ids = check_ids(tensors["tokens"], self.model.config.vocab_size), set(fields["stop_ids"])
-        room = self.model.config.max_position_embeddings - check_int(len(tokens), 1, 2**31)
-        count = check_int(fields["max_new_tokens"], 1, room)
-        stream = generate(self.model, tokens, replace(self.read_config(fields), max_new_tokens=count))
-        for left in reversed(range(count)):
+        tokens, config = self.parse_text(fields, tensors)
+        stream = generate(self.model, tokens, config)
+        for left in reversed(range(config.max_new_tokens)):
             token = self.work(next, stream)
-            more = left > 0 and token not in stop_ids
+            more = left > 0 and token not in config.stop_ids
             yield {"token": token, "more": more}, {}
             if not more:
                 return
-
-    def read_config(self, fields: dict) -> GenerationConfig:
-        temperature, top_p = float(fields["temperature"]), float(fields["top_p"])
-        if not 0 <= temperature <= 100 or not 0 < top_p <= 1:
-            raise ValueError(f"invalid sampling: temperature {temperature}, top-p {top_p}")
-        return GenerationConfig(0, temperature, top_p, check_int(fields["seed"], 0, 2**63 - 1))
-
-    def quantized(self, call: Callable, request) -> tuple[VerifyResult, dict[str, Tensor]]:
-        result = call(request)
-        return result, quantize_memory(result.memory)
 
 def check_int(value: object, low: int, high: int) -> int:
     """The value, if it is an int within [low, high]. Raises ValueError."""
@@ -475,9 +470,8 @@ def serve(args: argparse.Namespace, announce: Callable[[tuple[str, int]], None])
     """Serve until SIGTERM. `announce` is told the address once the server listens."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     model, drafter, _ = load_models(args)
-    drafter.pack()
     with ThreadPoolExecutor(1) as worker:
-        new_session = partial(TargetSession, model.pack(), drafter, worker)
+        new_session = partial(TargetSession, model, drafter, worker)
         limit = (1 << 20) + 4 * model.config.max_position_embeddings  # bytes of a request: text and a draft's q
         with input_errors("cannot serve at {}:{}".format(*args.serve), OSError, ValueError):
             server = MessageServer(args.serve, os.environ.get(SECRET, ""), new_session, limit)
@@ -486,41 +480,30 @@ def serve(args: argparse.Namespace, announce: Callable[[tuple[str, int]], None])
             server.serve_forever()
 
 def serve_parent(args: argparse.Namespace, pipe) -> None:
-    """A server of its parent's own. However that ends, the pipe closes, and the server ends too."""
+    """Serve until the process that started this one ends, however it ends."""
     def end_with_parent() -> None:
-        pipe.poll(None)
+        multiprocessing.parent_process().join()
         os._exit(0)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     run_command(lambda: serve(args, pipe.send))
 
-@contextmanager
-def server_address(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """Where the server is: as named on the command line, or a process of our own."""
-    if args.remote != OWN_SERVER:
-        yield args.remote
-        return
+def start_server(args: argparse.Namespace) -> tuple[str, int]:
+    """A server in a process of our own: its address."""
     os.environ.setdefault(SECRET, secrets.token_hex(16))
     torch.set_num_threads(max(1, torch.get_num_threads() // 4))  # the server works on the same cores
     context = multiprocessing.get_context("spawn")
     pipe, its_pipe = context.Pipe()
     its_args = argparse.Namespace(**{**vars(args), "serve": ("127.0.0.1", 0), "remote": None})
-    process = context.Process(target=serve_parent, args=(its_args, its_pipe), daemon=True)
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the server inherits
-    process.start()
+    context.Process(target=serve_parent, args=(its_args, its_pipe), daemon=True).start()  # terminated at exit
     signal.signal(signal.SIGINT, on_interrupt)
     its_pipe.close()
-    try:
-        with input_errors("the server did not start", EOFError):
-            address = pipe.recv()
-        yield address
-    finally:
-        process.terminate()
-        process.join(timeout=10)
-        process.kill()  # if it hangs
+    with input_errors("the server did not start", EOFError):
+        return pipe.recv()
 
 
-# --- One generation, by any method -----------------------------------------------------------------------------------
+# --- One generation, by any method ---
 class Origin(IntEnum):
     """Whose a token is."""
 
@@ -536,22 +519,21 @@ class Generation:
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     seconds: float = 0.0
-    stats: dict[str, float] = field(default_factory=lambda: dict(
+    stats: Counter = field(default_factory=lambda: Counter(
         target_calls=0, drafted=0, draft_seconds=0.0, verify_seconds=0.0, unverified_tokens=0))
     disconnected: str = ""  # or why the server was out of reach
 
     def record(self, tokens: list[int], result: VerifyResult, cycle_seconds: float) -> None:
         """Add one cycle of the loop; the first is the prompt's."""
-        cycle = dict(target_calls=result.memory is not None, drafted=result.drafted, verify_seconds=result.seconds,
-                     draft_seconds=cycle_seconds - result.seconds) if self.tokens else {}
-        origins = [Origin.DRAFT] * len(result.accepted) + [Origin.TARGET]
+        origins = ([Origin.DRAFT] * len(result.accepted) + [Origin.TARGET])[:len(tokens)]
         if result.memory is None:
-            origins = [Origin.UNVERIFIED] * len(origins)
-            cycle["unverified_tokens"] = len(tokens)
+            origins = [Origin.UNVERIFIED] * len(tokens)
+        if self.tokens:
+            self.stats.update(target_calls=result.memory is not None, drafted=result.drafted,
+                              draft_seconds=cycle_seconds - result.seconds, verify_seconds=result.seconds,
+                              unverified_tokens=origins.count(Origin.UNVERIFIED))
         self.tokens += tokens
-        self.origins += origins[:len(tokens)]
-        for name, value in cycle.items():
-            self.stats[name] += value
+        self.origins += origins
 
     def acceptance_length(self) -> float:
         return (len(self.tokens) - 1 - self.stats["unverified_tokens"]) / max(1, self.stats["target_calls"])
@@ -572,17 +554,15 @@ def answer(model: Llama, drafter: Drafter | None, prompt: list[int], config: Gen
         drafts = max(tree.total_tokens, tree.depth * tree.top_k, OFFLINE_TOKENS)
         capacity, sampling = len(prompt) + config.max_new_tokens + 1 + drafts, config.sampling(model.device)
         state = start_drafting(drafter, capacity, sampling, channel is not None) if drafter else None
-        target = (RemoteTarget(channel, state, config) if channel else
-                  LocalTarget(model, drafter, capacity, sampling))
+        target = RemoteTarget(channel, state, config) if channel else LocalTarget(model, drafter, capacity, sampling)
         cycles = speculate(target, Lookup(state) if lookup else state, prompt, config, tree)
     since = start
     for tokens, result in cycles:
-        now = time.perf_counter()
-        generation.record(tokens, result, now - since)
+        generation.record(tokens, result, time.perf_counter() - since)
         for token, origin in zip(tokens, generation.origins[-len(tokens):]):
             emit(token, origin)
         since = time.perf_counter()
-    generation.seconds = time.perf_counter() - start
+    generation.seconds = since - start
     if tree is None:
         generation.stats["verify_seconds"], generation.stats["draft_seconds"] = generation.seconds, 0.0
     if channel:
@@ -593,9 +573,11 @@ def answer(model: Llama, drafter: Drafter | None, prompt: list[int], config: Gen
     return generation
 
 
-# --- The benchmark: its methods are functions of a prompt and a config to a Generation -------------------------------
-def read_prompts(path: Path) -> list[tuple[str, list[str]]]:
-    """(category, turns) of each line of a prompt set: {"prompt": text} or {"category": name, "turns": [text, ...]}."""
+# --- The benchmark: its methods are functions of a prompt and a config to a Generation ---
+Prompts = list[tuple[str, list[str]]]  # each a category and the user's turns
+
+def read_prompts(path: Path) -> Prompts:
+    """The lines of a prompt set. Raises InputError."""
     prompts = []
     with input_errors(f"{path}: cannot be read", OSError, UnicodeDecodeError):
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -617,40 +599,32 @@ def read_prompts(path: Path) -> list[tuple[str, list[str]]]:
 def local_methods(alone: Llama, model: Llama, drafter: Drafter, chain: TreeConfig,
                   tree: TreeConfig) -> dict[str, Callable]:
     """The target alone; chains; trees; lookup, which needs no drafter; and trees with lookup."""
-    def method(model: Llama, drafter: Drafter | None, tree: TreeConfig | None, lookup: bool = False) -> Callable:
-        return lambda prompt, config: answer(model, drafter, prompt, config, tree, lookup)
-
-    return {"target": method(alone, None, None), "chain": method(model, drafter, chain),
-            "tree": method(model, drafter, tree), "lookup": method(model, None, chain, lookup=True),
-            "tree+lookup": method(model, drafter, tree, lookup=True)}
+    return {"target": partial(answer, alone, None, tree=None), "chain": partial(answer, model, drafter, tree=chain),
+            "tree": partial(answer, model, drafter, tree=tree),
+            "lookup": partial(answer, model, None, tree=chain, lookup=True),
+            "tree+lookup": partial(answer, model, drafter, tree=tree, lookup=True)}
 
 def remote_methods(model: Llama, drafter: Drafter, tree: TreeConfig, links: dict[str, Link],
                    channel: Callable[..., Channel]) -> dict[str, Callable]:
     """For each network: plain use of an API; ours, without and with lookup; and ours with the network down after a
     quarter of the tokens."""
-    def method(link: Link, tree: TreeConfig | None, lookup: bool = False, outage: bool = False) -> Callable:
-        def run(prompt: list[int], config: GenerationConfig) -> Generation:
-            outage_after = config.max_new_tokens // 4 if outage else math.inf
-            return answer(model, drafter, prompt, config, tree, lookup, channel(link, config.seed, outage_after))
-        return run
+    def run(link, tree, lookup, outage, prompt, config) -> Generation:
+        outage_after = config.max_new_tokens // 4 if outage else math.inf
+        return answer(model, drafter, prompt, config, tree, lookup, channel(link, config.seed, outage_after))
 
-    methods = {}
-    for name, link in links.items():
-        methods |= {f"api:{name}": method(link, None), f"remote:{name}": method(link, tree),
-                    f"remote+lookup:{name}": method(link, tree, lookup=True),
-                    f"disconnected:{name}": method(link, tree, outage=True)}
-    return methods
+    kinds = {"api": (None, False, False), "remote": (tree, False, False), "remote+lookup": (tree, True, False),
+             "disconnected": (tree, False, True)}
+    return {f"{kind}:{name}": partial(run, link, *how) for name, link in links.items() for kind, how in kinds.items()}
 
 def base_of(name: str) -> str:
     """The method that one is compared with: the target alone, by itself or behind an API on the same network."""
-    _, _, network = name.partition(":")
-    return f"api:{network}" if network else "target"
+    return "api:" + name.partition(":")[2] if ":" in name else "target"
 
-def bench(model: Llama, methods: dict[str, Callable], tokenizer: Tokenizer, prompts: list[tuple[str, list[str]]],
+def bench(model: Llama, methods: dict[str, Callable], tokenizer: Tokenizer, prompts: Prompts,
           config: GenerationConfig) -> list[dict]:
     """Every prompt by every method, in turn, after a warm-up. Rows by category, then overall."""
     runs: dict[str, list[dict[str, Generation]]] = {}
-    base = base_of(next(iter(methods)))
+    base = next(iter(methods))
     for index, (category, turns) in enumerate(tqdm(prompts[:1] + prompts, unit=" prompts")):
         messages: list[dict] = []
         for turn in turns:
@@ -673,19 +647,20 @@ def bench(model: Llama, methods: dict[str, Callable], tokenizer: Tokenizer, prom
 
 def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Generation]]) -> dict:
     """One row of the benchmark: totals of a method over a category's prompts, and the quartiles over prompts."""
+    def rate(generations: list[Generation]) -> float:
+        return sum(len(g.tokens) for g in generations) / sum(g.seconds for g in generations)
+
     ours, bases = [results[name] for results in runs], [results[base_of(name)] for results in runs]
     total = {key: sum(g.stats[key] for g in ours) for key in ours[0].stats}
     new_tokens, seconds = sum(len(g.tokens) for g in ours), sum(g.seconds for g in ours)
     verified, calls = new_tokens - total["unverified_tokens"], max(1, total["target_calls"])
-    base = sum(g.seconds for g in bases) / sum(len(g.tokens) for g in bases)  # seconds a token
-    speedups = [b.seconds / len(b.tokens) * len(g.tokens) / g.seconds for g, b in zip(ours, bases)]
-    low, _, high = statistics.quantiles(speedups, n=4, method="inclusive") if len(speedups) > 1 else speedups * 3
-    row = {"category": category, "method": name, "tokens_per_second": new_tokens / seconds,
-           "speedup": base / (seconds / new_tokens), "speedup_quartiles": [low, high],
+    speedups = torch.tensor([rate([g]) / rate([base]) for g, base in zip(ours, bases)])
+    row = {"category": category, "method": name, "tokens_per_second": rate(ours), "speedup": rate(ours) / rate(bases),
+           "speedup_quartiles": speedups.quantile(torch.tensor([0.25, 0.75])).tolist(),
            "acceptance_length": (verified - len(ours)) / calls, "target_calls": total["target_calls"],
            "new_tokens": new_tokens, "drafted_per_call": total["drafted"] / calls,
            "draft_share": total["draft_seconds"] / seconds, "verify_share": total["verify_seconds"] / seconds,
-           "identical": sum(g.tokens == b.tokens for g, b in zip(ours, bases)) / len(runs)}
+           "identical": sum(g.tokens == base.tokens for g, base in zip(ours, bases)) / len(runs)}
     if ":" in name:
         row |= {f"{key}_per_token": total[key] / verified for key in ("round_trips", "bytes_up", "bytes_down")}
     return row | (offline_quality(model, ours, bases) if total["unverified_tokens"] else {})
@@ -693,46 +668,44 @@ def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Gener
 @torch.inference_mode()
 def offline_quality(model: Llama, ours: list[Generation], bases: list[Generation]) -> dict:
     """Of the text written offline: the share that the target has at the same place, the target's perplexity."""
-    unverified, agreed, nll = 0, 0, 0.0
+    agreed, nll = [], []
     for g, base in zip(ours, bases):
+        start, ids = len(g.prompt), torch.tensor([g.prompt + g.tokens], device=model.device)
+        logits = model(ids[:, :-1])[0, start - 1:].float()  # (T, V)
+        losses = F.cross_entropy(logits, ids[0, start:], reduction="none").tolist()
         alone = [i for i, origin in enumerate(g.origins) if origin == Origin.UNVERIFIED]
-        tokens = torch.tensor(g.prompt + g.tokens, device=model.device)
-        positions = torch.tensor(alone, dtype=torch.long, device=tokens.device) + len(g.prompt)
-        unverified += len(alone)
-        agreed += sum(g.tokens[i:i + 1] == base.tokens[i:i + 1] for i in alone)
-        logits = model(tokens[None, :-1])[0, positions - 1].float()  # (len(alone), V)
-        nll += F.cross_entropy(logits, tokens[positions], reduction="sum").item()
-    return {"unverified_tokens": unverified, "agreement": agreed / unverified, "perplexity": math.exp(nll / unverified)}
+        agreed += [g.tokens[i:i + 1] == base.tokens[i:i + 1] for i in alone]
+        nll += [losses[i] for i in alone]
+    return {"unverified_tokens": len(nll), "agreement": statistics.fmean(agreed),
+            "perplexity": math.exp(statistics.fmean(nll))}
 
-def bench_batch(model: Llama, drafter: Drafter, tokenizer: Tokenizer, prompts: list[tuple[str, list[str]]],
-                config: GenerationConfig, batches: list[int], K: int) -> list[dict]:
+@torch.inference_mode()
+def bench_batch(model: Llama, drafter: Drafter, tokenizer: Tokenizer, prompts: Prompts, config: GenerationConfig,
+                batches: list[int], K: int) -> list[dict]:
     """The first turns of all prompts by the target alone and by chains of K, so many conversations at a time."""
-    requests = [(tokenizer.chat([{"role": "user", "content": turns[0]}]), config) for _, turns in prompts]
-    capacity = max(len(prompt) for prompt, _ in requests) + config.max_new_tokens
+    requests = [(index, tokenizer.chat([{"role": "user", "content": turns[0]}]), config)
+                for index, (_, turns) in enumerate(prompts)]
+    capacity = max(len(prompt) for _, prompt, _ in requests) + config.max_new_tokens
     if capacity > model.config.max_position_embeddings:
         raise InputError(f"a prompt and its answer need {capacity} tokens, more than the model's context")
-    alone = [list(generate(model, *request)) for request in requests]
+    alone = [list(generate(model, prompt, config)) for _, prompt, _ in requests]
     rows = []
     for size in tqdm(batches, unit=" batch sizes"):
-        base = 0.0
+        rates = []
         for name, batch in (("target", Batch(model, size, capacity)),
                             ("chain", ChainBatch(model, drafter, size, capacity, K))):
-            waiting, start = ((index, *request) for index, request in enumerate(requests)), time.perf_counter()
+            waiting, start = iter(requests), time.perf_counter()
             ended = list(batch.run(lambda: next(waiting, None)))
             count, calls = sum(len(c.tokens) for c in ended), sum(c.target_calls for c in ended)
-            rate = count / (time.perf_counter() - start)
-            base = base or rate
-            rows.append({"category": "overall", "method": name, "batch": size, "tokens_per_second": rate,
-                         "speedup": rate / base, "acceptance_length": (count - len(ended)) / max(1, calls),
+            rates.append(count / (time.perf_counter() - start))
+            rows.append({"category": "overall", "method": name, "batch": size, "tokens_per_second": rates[-1],
+                         "speedup": rates[-1] / rates[0], "acceptance_length": (count - len(ended)) / max(1, calls),
                          "identical": sum(c.tokens == alone[c.key] for c in ended) / len(ended)})
     return rows
 
-COLUMNS = ("batch", "tokens_per_second", "speedup", "acceptance_length", "draft_share", "verify_share", "identical",
-           "round_trips_per_token", "bytes_up_per_token", "bytes_down_per_token", "unverified_tokens", "agreement",
-           "perplexity")
-
 def print_table(rows: list[dict]) -> None:
-    columns = [key for key in COLUMNS if any(key in row for row in rows)]
+    left_out = ("category", "method", "speedup_quartiles", "target_calls", "new_tokens", "drafted_per_call")
+    columns = [key for key in dict.fromkeys(itertools.chain(*rows)) if key not in left_out]
     print(f"{'category':<14} {'method':<17}", *columns)
     for row in rows:
         cells = (f"{row[key]:>{len(key)}.2f}" if key in row else " " * len(key) for key in columns)
@@ -741,17 +714,14 @@ def print_table(rows: list[dict]) -> None:
 def faster_alone(args: argparse.Namespace, packed: Llama) -> Llama:
     """The target as it decodes fastest by itself: packed or, on some CPUs, with its weights as they are."""
     def seconds(model: Llama) -> float:
-        times = [time.perf_counter()]
-        for _ in generate(model, [0], 16):
-            times.append(time.perf_counter())
+        times = [time.perf_counter() for _ in generate(model, [0], GenerationConfig(17))]
         return statistics.median(b - a for a, b in itertools.pairwise(times))
 
     return packed if packed.head.packed is None else min((packed, load_target(args)[0]), key=seconds)
 
 
-# --- Command line ----------------------------------------------------------------------------------------------------
-COLOURS = {Origin.DRAFT: "\033[32m", Origin.UNVERIFIED: "\033[33m"}  # green, yellow
-RESET = "\033[0m"
+# --- Command line ---
+COLOURS = {Origin.TARGET: "{}", Origin.DRAFT: "\033[32m{}\033[0m", Origin.UNVERIFIED: "\033[33m{}\033[0m"}
 OWN_SERVER = ("", 0)
 
 def parse_arguments() -> argparse.Namespace:
@@ -765,103 +735,98 @@ def parse_arguments() -> argparse.Namespace:
                         help="--bench: instead, the target and chains with so many conversations at a time")
     add_model_arguments(parser)
     parser.add_argument("--drafter", metavar="DIR", help="default: the one shipped for the default model")
-    size = number(int, 1, MAX_DRAFTS)
-    parser.add_argument("--draft-length", type=size, metavar="K", help="draft chains of K tokens instead of trees")
-    parser.add_argument("--depth", type=size, help=f"of a tree (default: {TREE.depth}, remote {REMOTE_TREE.depth})")
-    parser.add_argument("--top-k", type=number(int, 2, MAX_DRAFTS), help=f"leaves expanded (default: {TREE.top_k})")
-    parser.add_argument("--total-tokens", type=size,
-                        help=f"of a tree (default: {TREE.total_tokens}, remote {REMOTE_TREE.total_tokens})")
+    parser.add_argument("--draft-length", type=number(int, 1, MAX_DRAFTS), metavar="K",
+                        help="draft chains of K tokens instead of trees")
+    for name, least in (("depth", 1), ("top_k", 2), ("total_tokens", 1)):
+        parser.add_argument("--" + name.replace("_", "-"), type=number(int, least, MAX_DRAFTS),
+                            help=f"of a tree (default: {vars(TREE)[name]}, remote {vars(REMOTE_TREE)[name]})")
     parser.add_argument("--lookup", action="store_true",
                         help="draft what followed the last three tokens before; ask the drafter elsewhere")
     parser.add_argument("--no-speculation", action="store_true", help="the target alone")
     parser.add_argument("--show", action="store_true", help="colour accepted drafts green, unverified text yellow")
     add_generation_arguments(parser)
-    remote = parser.add_argument_group("the target on a server")
-    remote.add_argument("--remote", nargs="?", const=OWN_SERVER, type=address, metavar="HOST:PORT",
-                        help="there or, by default, in a process that starts and ends with this one")
-    add_link_arguments(remote)
-    remote.add_argument("--timeout", type=duration,
-                        help="after which a reply counts as lost (default: ten times the slowest so far)")
-    remote.add_argument("--disconnect-after", type=positive_int, default=math.inf, metavar="N",
-                        help="the network goes down when N tokens have come")
-    remote.add_argument("--disconnect-for", type=duration, default=math.inf, metavar="TIME",
-                        help="and is back after so long (default: never)")
+    add_remote_arguments(parser.add_argument_group("the target on a server"))
     args = parser.parse_args()
     if args.bench and args.no_speculation:
         raise InputError("--bench measures the target alone as well; leave out --no-speculation")
     args.chain = TreeConfig(args.draft_length) if args.draft_length else CHAIN
     args.tree = REMOTE_TREE if args.remote else TREE
-    sizes = {name: getattr(args, name) for name in ("depth", "top_k", "total_tokens") if getattr(args, name)}
-    if sizes:
+    if sizes := {name: value for name, value in vars(args).items() if name in vars(TREE) and value}:
         args.tree = replace(args.tree, **sizes, min_confidence=0.0, min_probability=0.0)
     return args
 
+def add_remote_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--remote", nargs="?", const=OWN_SERVER, type=address, metavar="HOST:PORT",
+                       help="there or, by default, in a process that starts and ends with this one")
+    add_link_arguments(group)
+    group.add_argument("--timeout", type=duration, help="for a reply (default: ten times the slowest so far)")
+    group.add_argument("--disconnect-after", type=positive_int, default=math.inf, metavar="N",
+                       help="the network goes down when N tokens have come")
+    group.add_argument("--disconnect-for", type=duration, default=math.inf, metavar="TIME",
+                       help="and is back after so long (default: never)")
+
 def load_models(args: argparse.Namespace) -> tuple[Llama, Drafter | None, Tokenizer]:
-    """Target, drafter and tokenizer that the command line names, not packed yet. Raises InputError. With --remote, of
-    the target only what the drafter needs, unless --bench is to evaluate text written offline."""
-    folder = args.drafter or SHIPPED.get(args.model)
+    """Target, drafter and tokenizer that the command line names, packed. Raises InputError. With --remote, of the
+    target only what the drafter needs, unless --bench is to evaluate text written offline."""
+    folder, last, drafter = args.drafter or SHIPPED.get(args.model), None, None
     if args.no_speculation and not args.serve:
         folder = None
     elif folder is None:
         raise InputError(f"no drafter is shipped for {args.model}: name one with --drafter, or add --no-speculation")
-    last = None
     if args.remote and not args.bench:
         last = read_json(Path(folder) / "config.json").get("target_layer_inference", 0) if folder else 0
     model, tokenizer = load_target(args, last if type(last) is int and last >= 0 else None)
-    return model, load_drafter(folder, model).to_bfloat16() if folder else None, tokenizer
-
-def run_bench(args: argparse.Namespace, model: Llama, drafter: Drafter, tokenizer: Tokenizer, config: GenerationConfig,
-              channel: Callable[..., Channel] | None) -> None:
-    prompts = read_prompts(args.bench)
-    if args.batch:
-        rows = bench_batch(model, drafter, tokenizer, prompts, config, args.batch, args.draft_length or BATCH_DRAFTS)
-    else:
-        methods = (remote_methods(model, drafter, args.tree, links_of(args) or PROFILES, channel) if channel else
-                   local_methods(faster_alone(args, model), model, drafter, args.chain, args.tree))
-        rows = bench(model, methods, tokenizer, prompts, config)
-    print(json.dumps({"rows": rows})) if args.json else print_table(rows)
+    if folder:  # before the target is packed
+        drafter = load_drafter(folder, model).to_bfloat16().pack()
+    return model.pack(), drafter, tokenizer
 
 def run_prompt(args: argparse.Namespace, model: Llama, drafter: Drafter | None, tokenizer: Tokenizer,
                config: GenerationConfig, channel: Channel | None) -> None:
     """One answer, as it comes, and what it cost."""
-    prompt = tokenizer.chat([{"role": "user", "content": args.prompt}])
-    count, stream = answer_length(model, prompt, args.max_new_tokens), tokenizer.stream()
+    prompt, stream = tokenizer.chat([{"role": "user", "content": args.prompt}]), tokenizer.stream()
+    config = replace(config, max_new_tokens=answer_length(model, prompt, config.max_new_tokens))
     tree = None if args.no_speculation else args.chain if args.draft_length else args.tree
 
     def emit(token: int, origin: Origin) -> None:
         text = stream(token)
         if not args.json:
-            coloured = args.show and text and origin != Origin.TARGET
-            print(f"{COLOURS[origin]}{text}{RESET}" if coloured else text, end="", flush=True)
+            print(COLOURS[origin].format(text) if args.show and text else text, end="", flush=True)
 
-    g = answer(model, drafter, prompt, replace(config, max_new_tokens=count), tree, args.lookup, channel, emit)
-    local = ("target_calls", "draft_seconds", "verify_seconds")
-    stats = {name: value for name, value in g.stats.items() if name in local or channel and name != "drafted"}
+    g = answer(model, drafter, prompt, config, tree, args.lookup, channel, emit)
+    unverified, left_out = g.stats["unverified_tokens"], ("drafted", "" if channel else "unverified_tokens")
+    stats = {name: value for name, value in g.stats.items() if name not in left_out}
     if channel:
         stats["disconnected"] = g.disconnected != ""
     report(tokenizer, g.tokens, g.seconds, args.json, acceptance_length=g.acceptance_length(), **stats)
-    if g.stats["unverified_tokens"]:
-        print(f"the server was out of reach ({g.disconnected}): {g.stats['unverified_tokens']} of these tokens are the "
-              "drafter's own", file=sys.stderr)
+    if unverified:
+        print(f"the server was out of reach ({g.disconnected}): {unverified} of these tokens are the drafter's own",
+              file=sys.stderr)
 
 def main() -> None:
     args = parse_arguments()
     if args.serve:
         return serve(args, lambda address: print("{}:{}".format(*address), flush=True))
     model, drafter, tokenizer = load_models(args)
-    model.pack()
-    if drafter:
-        drafter.pack()
     config = GenerationConfig(args.max_new_tokens, args.temperature, args.top_p, args.seed,
                               frozenset(tokenizer.stop_ids))
-    task = partial(run_bench if args.bench else run_prompt, args, model, drafter, tokenizer, config)
-    if not args.remote:
-        return task(None)
-    with server_address(args) as server:
-        def channel(link: Link, seed: int, outage_after: float = args.disconnect_after) -> Channel:
-            network = Network(link, seed, outage_after, args.disconnect_for)
-            return Channel(server, os.environ.get(SECRET, ""), network, args.timeout)
-        task(channel if args.bench else channel(*links_of(args).values() or [Link()], seed=args.seed))
+    prompts = read_prompts(args.bench) if args.bench else []
+    server = start_server(args) if args.remote == OWN_SERVER else args.remote
+
+    def channel(link: Link, seed: int, outage_after: float = args.disconnect_after) -> Channel:
+        network = Network(link, seed, outage_after, args.disconnect_for)
+        return Channel(server, os.environ.get(SECRET, ""), network, args.timeout)
+
+    links = links_of(args)
+    if args.prompt is not None:
+        link = next(iter(links.values()), Link())
+        return run_prompt(args, model, drafter, tokenizer, config, channel(link, args.seed) if server else None)
+    if args.batch:
+        rows = bench_batch(model, drafter, tokenizer, prompts, config, args.batch, args.draft_length or BATCH_DRAFTS)
+    else:
+        methods = (remote_methods(model, drafter, args.tree, links or PROFILES, channel) if server else
+                   local_methods(faster_alone(args, model), model, drafter, args.chain, args.tree))
+        rows = bench(model, methods, tokenizer, prompts, config)
+    print(json.dumps({"rows": rows})) if args.json else print_table(rows)
 
 if __name__ == "__main__":
     run_command(main)

@@ -27,11 +27,11 @@ from test_speculate import (LENGTH, PROMPT, TEMPERATURE, VOCABULARY, WORDS, exac
 
 import netsim
 import speculate
-from llama import InputError, Llama, generate, run_command
+from llama import GenerationConfig, InputError, Llama, generate, run_command
 from moa import PROMPT_CHUNK, Drafter, TreeConfig, start_drafting
 from netsim import DIGEST, NONCE, PROFILES, Channel, Link, MessageServer, Network, receive_message
-from speculate import (OFFLINE_TOKENS, Generation, GenerationConfig, LocalTarget, Origin, RemoteTarget, TargetSession,
-                       answer, bench, dequantize_memory, offline_quality, print_table, quantize_memory, remote_methods)
+from speculate import (OFFLINE_TOKENS, Generation, LocalTarget, Origin, RemoteTarget, TargetSession, answer, bench,
+                       dequantize_memory, offline_quality, print_table, quantize_memory, remote_methods)
 
 CHAIN, TREE = TreeConfig(4), TreeConfig(4, top_k=2, total_tokens=8)
 CONFIG = GenerationConfig(24)
@@ -102,10 +102,10 @@ def wait_for(condition) -> None:
 def test_a_memory_in_8_bits_is_off_by_hardly_more_than_half_a_step_of_each_key_and_value(choices):
     target = new_target(16)
     drafter, cache = new_drafter(target, **choices), target.new_cache(9)
-    memory = drafter.build_memory(PROMPT, cache, 0, target.hidden(torch.tensor([PROMPT]), cache))
-    received = dequantize_memory(PROMPT, tensors := quantize_memory(memory), start_drafting(drafter, 9))
+    memory = drafter.build_memory(PROMPT, cache, [0, 1, 2, 3], target.hidden(torch.tensor([PROMPT]), cache))
+    received = dequantize_memory(len(PROMPT), tensors := quantize_memory(memory), start_drafting(drafter, 9))
     assert {x.dtype for x in tensors.values()} == {torch.int8, torch.half}
-    for sent, got in ((memory.cross_kv, received.cross_kv), (memory.reused_kv, received.reused_kv)):
+    for sent, got in zip((memory.cross_kv, memory.reused_kv), received):
         step = sent.reshape(-1, 2, sent.shape[-1] // 2).abs().amax(-1, keepdim=True) / 127
         error = (got - sent).reshape(-1, 2, sent.shape[-1] // 2).abs()
         assert got.shape == sent.shape and (error <= 0.6 * step + 1e-6).all()
@@ -122,8 +122,8 @@ def test_greedy_tokens_are_those_of_the_target_alone_over_every_network(choices,
     ways = (CHAIN, False), (TREE, False), (TREE, True)
     with serving_models(target, drafter) as server:
         for (link, count, seed), (tree, lookup) in itertools.product(links, ways):
-            config = GenerationConfig(count, tree=tree, lookup=lookup)
-            result = answer(target, drafter, PROMPT, config, channel_to(server, link, seed=seed))
+            channel = channel_to(server, link, seed=seed)
+            result = answer(target, drafter, PROMPT, GenerationConfig(count), tree, lookup, channel)
             assert result.tokens == alone[:count] and not result.disconnected
             assert result.stats["round_trips"] == 1 + result.stats["target_calls"]
 
@@ -134,7 +134,7 @@ def test_prompt_and_answer_may_fill_the_context_to_its_end(likeness, tree):
     target = new_target(16)
     drafter, count = new_drafter(target, target_layer_inference=4, likeness=likeness), 64 - len(PROMPT)
     with serving_models(target, drafter) as server:
-        result = answer(target, drafter, PROMPT, GenerationConfig(count, tree=tree), channel_to(server))
+        result = answer(target, drafter, PROMPT, GenerationConfig(count), tree, channel=channel_to(server))
     assert result.tokens == target_alone(target, count) and not result.disconnected
 
 
@@ -143,18 +143,19 @@ def test_plain_use_of_an_api_streams_what_the_target_writes_alone_with_the_same_
     target = models[0]
     with serving_models(*models) as server:
         for seed, stop_ids in ((3, frozenset()), (4, frozenset()), (4, frozenset([5, 7]))):
-            config = GenerationConfig(24, temperature, 0.9, seed, stop_ids, tree=None)
-            result = answer(target, None, PROMPT, config, channel_to(server))
-            assert result.tokens == answer(target, None, PROMPT, config).tokens and result.stats["round_trips"] == 1
+            config = GenerationConfig(24, temperature, 0.9, seed, stop_ids)
+            result = answer(target, None, PROMPT, config, tree=None, channel=channel_to(server))
+            assert result.tokens == list(generate(target, PROMPT, config)) and result.stats["round_trips"] == 1
         with pytest.raises(InputError, match="the answer ends here"):
-            answer(target, None, PROMPT, config, channel_to(server, timeout=0.2, outage_after=2))
+            answer(target, None, PROMPT, config, None, channel=channel_to(server, timeout=0.2, outage_after=2))
 
 
-def sequences(target: Llama, drafter: Drafter, config: GenerationConfig, count: int) -> torch.Tensor:
+def sequences(target: Llama, drafter: Drafter, top_p: float, count: int, *how) -> torch.Tensor:
     counts = torch.zeros(VOCABULARY ** LENGTH)
     with serving_models(target, drafter) as server:
         for seed in range(count):
-            tokens = answer(target, drafter, PROMPT, speculate.replace(config, seed=seed), channel_to(server)).tokens
+            config = GenerationConfig(LENGTH, TEMPERATURE, top_p, seed)
+            tokens = answer(target, drafter, PROMPT, config, *how, channel_to(server)).tokens
             counts[sum(token * VOCABULARY ** i for i, token in enumerate(reversed(tokens)))] += 1
     return counts
 
@@ -165,15 +166,15 @@ def sequences(target: Llama, drafter: Drafter, config: GenerationConfig, count: 
     (TreeConfig(2, 2, 4), 1.0, False, dict(draft_vocabulary=(0, 2, 4)))], ids=str)
 def test_whole_sequences_are_distributed_as_the_targets_own(tree, top_p, lookup, choices):
     target = new_target(VOCABULARY, layers=1)
-    config = GenerationConfig(LENGTH, TEMPERATURE, top_p, tree=tree, lookup=lookup)
-    assert excess(sequences(target, new_drafter(target, **choices), config, 280), exact_distribution(target, top_p)) < 4
+    counts = sequences(target, new_drafter(target, **choices), top_p, 280, tree, lookup)
+    assert excess(counts, exact_distribution(target, top_p)) < 4
 
 
 def test_the_same_test_rejects_a_server_that_takes_another_q(monkeypatch):
     target, dequantize = new_target(VOCABULARY, layers=1), speculate.dequantize_probabilities
     monkeypatch.setattr(speculate, "dequantize_probabilities", lambda *sent: F.normalize(dequantize(*sent)**8, p=1))
-    config = GenerationConfig(LENGTH, TEMPERATURE, tree=TreeConfig(2))
-    assert excess(sequences(target, new_drafter(target), config, 400), exact_distribution(target)) > 6
+    counts = sequences(target, new_drafter(target), 1.0, 400, TreeConfig(2), False)
+    assert excess(counts, exact_distribution(target)) > 6
 
 
 @pytest.mark.parametrize("tree", [TreeConfig(1), CHAIN, TREE], ids=["one", "chain", "tree"])
@@ -184,7 +185,7 @@ def test_the_server_rejects_by_the_very_q_that_the_drafts_were_drawn_from(tree, 
     monkeypatch.setattr(RemoteTarget, "verify_remote", lambda self, draft: sent.append(draft) or ask(self, draft))
     monkeypatch.setattr(LocalTarget, "verify", lambda self, draft: received.append(draft) or verify(self, draft))
     with serving_models(target, drafter) as server:
-        answer(target, drafter, PROMPT, GenerationConfig(100, 1.5, 0.3, tree=tree), channel_to(server))
+        answer(target, drafter, PROMPT, GenerationConfig(100, 1.5, 0.3), tree, channel=channel_to(server))
     assert len(sent) == len(received) > 10
     for ours, theirs in zip(sent, received):
         assert (ours.token, ours.tokens, ours.parents) == (theirs.token, theirs.tokens, theirs.parents)
@@ -199,10 +200,10 @@ def test_eight_clients_at_once_each_get_their_own_answer_and_the_memory_of_a_lon
     drafter, long = new_drafter(target, target_layer_inference=2), [i * i % 13 for i in range(2 * PROMPT_CHUNK + 50)]
     prompts = [PROMPT + [number] for number in range(6)] + [long, long[:PROMPT_CHUNK]]
     with serving_models(target, drafter, max_clients=8) as server, ThreadPoolExecutor(8) as clients:
-        config = GenerationConfig(24, tree=TREE)
-        results = clients.map(lambda prompt: answer(target, drafter, prompt, config, channel_to(server)), prompts)
+        results = clients.map(
+            lambda prompt: answer(target, drafter, prompt, CONFIG, TREE, channel=channel_to(server)), prompts)
     for prompt, result in zip(prompts, results):
-        assert result.tokens == answer(target, None, prompt, GenerationConfig(24, tree=None)).tokens
+        assert result.tokens == list(generate(target, prompt, CONFIG))
         assert result.stats["round_trips"] == 1 + result.stats["target_calls"]
 
 
@@ -226,7 +227,7 @@ def test_an_outage_at_any_moment_costs_verification_only_for_as_long_as_it_lasts
     drafter = new_drafter(target, **rng.choice([{}, dict(target_layer_inference=2), dict(use_cross_attention=False)]))
     after = rng.randrange(1, 40)
     until, sockets = rng.choice([after + rng.randrange(45), math.inf]), len(os.listdir("/proc/self/fd"))
-    config = GenerationConfig(100, tree=rng.choice([CHAIN, TREE]), lookup=rng.random() < 0.3)
+    tree, lookup = rng.choice([CHAIN, TREE]), rng.random() < 0.3
 
     def emit(*event) -> None:
         emitted.append(event)
@@ -235,7 +236,7 @@ def test_an_outage_at_any_moment_costs_verification_only_for_as_long_as_it_lasts
 
     with serving_models(target, drafter) as server:
         channel = channel_to(server, Link(0.002, 0.002), outage_after=after)
-        result = answer(target, drafter, PROMPT, config, channel, emit)
+        result = answer(target, drafter, PROMPT, GenerationConfig(100), tree, lookup, channel, emit)
         wait_for(lambda: not server.connections)
     verified = check(target, result, emitted, 100)
     first, back = (verified + [False]).index(False), min(until, 100)
@@ -265,7 +266,7 @@ def test_a_server_that_is_lost_at_any_moment_costs_verification_until_it_is_back
                 os.kill(server.pid, signal.SIGSTOP)
 
         channel = Channel(address, "", Network(Link()))
-        result = answer(target, drafter, PROMPT, GenerationConfig(100, tree=CHAIN), channel, emit)
+        result = answer(target, drafter, PROMPT, GenerationConfig(100), CHAIN, channel=channel, emit=emit)
         [killer.join() for _ in range(deed == "kill")]
     verified = check(target, result, emitted, 100)
     assert all(verified) == (deed == "restart") and verified[:moment] == [True] * moment
@@ -277,7 +278,7 @@ def test_a_server_that_is_lost_while_it_reads_the_prompt_is_asked_again(models, 
     monkeypatch.setattr(TargetSession, "read", lambda session, *request: reads.append(request) or read(
         session, *(request if len(reads) > 1 else ({}, {}))))  # the first time, that is malformed
     with serving_models(*models) as server:
-        result = answer(*models, PROMPT, CONFIG, channel_to(server))
+        result = answer(*models, PROMPT, CONFIG, CHAIN, channel=channel_to(server))
     assert len(reads) == 2 and result.tokens == target_alone(models[0], 24) and not result.stats["unverified_tokens"]
 
 
@@ -297,8 +298,8 @@ def test_malformed_replies_count_as_lost(fields, tensors, impatient, monkeypatch
 
     monkeypatch.setattr(netsim.Connection, "send", send_malformed)
     with serving_models(target, drafter) as server:
-        result = answer(target, drafter, PROMPT, GenerationConfig(60, tree=CHAIN), channel_to(server, timeout=0.3),
-                        lambda *event: emitted.append(event))
+        result = answer(target, drafter, PROMPT, GenerationConfig(60), CHAIN, emit=lambda *event: emitted.append(event),
+                        channel=channel_to(server, timeout=0.3))
     verified = check(target, result, emitted, 60)  # only a verdict states what is accepted: a new connection helps
     assert verified.count(False) > 30 and verified.index(False) >= 5 or all(verified) and "accepted" in fields
 
@@ -306,7 +307,7 @@ def test_malformed_replies_count_as_lost(fields, tensors, impatient, monkeypatch
 def test_a_server_with_another_drafter_is_refused(models):
     with serving_models(models[0], new_drafter(models[0])) as server, pytest.raises(InputError, match="another"):
         models[1].checkpoint_hash = "other"
-        answer(*models, PROMPT, CONFIG, channel_to(server))
+        answer(*models, PROMPT, CONFIG, CHAIN, channel=channel_to(server))
 
 
 def test_a_target_that_produces_nan_ends_in_one_line(impatient, capsys):
@@ -314,7 +315,7 @@ def test_a_target_that_produces_nan_ends_in_one_line(impatient, capsys):
     drafter = new_drafter(target)
     target.layers[0].input_layernorm.weight.data.fill_(math.nan)
     with serving_models(target, drafter) as server, pytest.raises(InputError, match="NaN") as error:
-        answer(target, drafter, PROMPT, CONFIG, channel_to(server))
+        answer(target, drafter, PROMPT, CONFIG, channel=channel_to(server))
     assert "\n" not in str(error.value) and "Traceback" not in capsys.readouterr().err
 
 
@@ -323,8 +324,8 @@ def test_the_benchmark_takes_every_network_and_cuts_each_once(models, capsys, im
     target, drafter, links = *models, {"wan": Link(), "4g": Link(0.001)}
     with serving_models(target, drafter) as server:
         channel = lambda link, seed, after=math.inf: channel_to(server, link, outage_after=after)
-        methods, config = remote_methods(target, drafter, links, channel, 8), GenerationConfig(8, tree=CHAIN)
-        rows = bench(target, methods, WORDS, [("a", ["one", "two"])], config)
+        methods = remote_methods(target, drafter, CHAIN, links, channel)
+        rows = bench(target, methods, WORDS, [("a", ["one", "two"])], GenerationConfig(8))
     overall = {row["method"]: row for row in rows if row["category"] == "overall"}
     kinds = {name.split(":")[0] for name in overall}
     assert kinds == {"api", "remote", "remote+lookup", "disconnected"} and len(overall) == 2 * len(kinds)
@@ -363,8 +364,8 @@ def test_a_wrong_secret_is_refused_in_constant_time_before_more_is_read(models, 
             other.sendall(hmac.digest(b"tulip", nonce, "sha256"))  # an answer to another connection's nonce
             assert receive_message(other, LIMIT, soon())[0]["refused"].startswith("wrong secret")
         with pytest.raises(InputError, match="lost before its first token: the server refused: wrong secret"):
-            answer(*models, PROMPT, CONFIG, Channel(server.server_address, "rose", Network(Link())))
-        assert answer(*models, PROMPT, CONFIG, channel_to(server)).tokens == target_alone(models[0], 24)
+            answer(*models, PROMPT, CONFIG, channel=Channel(server.server_address, "rose", Network(Link())))
+        assert answer(*models, PROMPT, CONFIG, CHAIN, channel=channel_to(server)).tokens == target_alone(models[0], 24)
     assert compared == [(DIGEST, DIGEST)] * 7 and len(sessions) == 1
     assert capsys.readouterr().err == "127.0.0.1: wrong secret\n" * 6
 
@@ -372,13 +373,13 @@ def test_a_wrong_secret_is_refused_in_constant_time_before_more_is_read(models, 
 def test_neither_unauthenticated_clients_nor_ones_beyond_the_limit_keep_others_out(models):
     with serving_models(*models, max_clients=2) as server, contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection(server.server_address, 30)) for _ in range(40)]
-        assert answer(*models, PROMPT, CONFIG, channel_to(server)).tokens == target_alone(models[0], 24)
+        assert answer(*models, PROMPT, CONFIG, CHAIN, channel=channel_to(server)).tokens == target_alone(models[0], 24)
         assert len(server.unauthenticated) <= 8 and silent[0].recv(99)[NONCE:] == b""  # the oldest was disconnected
         socks = [connect(server) for _ in range(3)]
         assert [*socks[1][1]] == ["drafter"] and socks[2][1] == {"refused": "it has 2 clients, its limit"}
         [sock.close() for sock, _ in socks]
         wait_for(lambda: set(server.connections) == set(server.unauthenticated))
-        assert answer(*models, PROMPT, CONFIG, channel_to(server)).tokens == target_alone(models[0], 24)
+        assert answer(*models, PROMPT, CONFIG, CHAIN, channel=channel_to(server)).tokens == target_alone(models[0], 24)
 
 
 @pytest.mark.parametrize("part, reason", [(b"", "disconnected after 0.1 s without a request"), (b"MoAs", "timed out")])
@@ -392,14 +393,14 @@ def test_a_client_that_sends_nothing_more_is_disconnected(models, part, reason, 
     assert capsys.readouterr().err == f"127.0.0.1: {reason}\n"
 
 
-READ = {"call": "read", "capacity": 99, "temperature": 0.8, "top_p": 1.0, "seed": 0}
+READ = {"call": "read", "max_new_tokens": 3, "temperature": 0.8, "top_p": 1.0, "seed": 0, "stop_ids": []}
 
 
 def random_request(rng: random.Random) -> tuple[dict, dict]:
     """A request that is nearly right."""
     odd = [None, -1, 0, 1, 3, 10**9, 2**70, 10**400, "0", [], {}, 1.5, math.nan, math.inf, True, [-1], [[]], "\ud800"]
-    fields = READ | {"call": rng.choice(["read", "verify", "generate", "verify", "stop"]), "max_new_tokens": 3,
-                     "stop_ids": [], "drafts": [1, 2, 1], "parents": [-1, 0, -1], "temperature": rng.choice([0, 0.8])}
+    fields = READ | {"call": rng.choice(["read", "verify", "generate", "verify", "stop"]), "drafts": [1, 2, 1],
+                     "parents": [-1, 0, -1], "temperature": rng.choice([0, 0.8])}
     fields |= {name: rng.choice(odd) for name in rng.sample(sorted(fields), rng.choice([0, 1, 1, 3]))}
     shapes, kinds = [(0,), (1,), (3,), (2, 16), (2, 16), (70,), (), (2**40, 0)], [torch.int32, torch.uint8, torch.half]
     tensors = {name: torch.randint(-1, rng.choice([2, 16, 17]), rng.choice(shapes)).to(rng.choice(kinds))
@@ -426,7 +427,7 @@ def test_thousands_of_malformed_frames_leave_the_server_serving(models, capsys):
                 while sock.recv(1 << 16):
                     pass
         wait_for(lambda: not server.connections)
-        assert answer(*models, PROMPT, CONFIG, channel_to(server)).tokens == target_alone(models[0], 24)
+        assert answer(*models, PROMPT, CONFIG, CHAIN, channel=channel_to(server)).tokens == target_alone(models[0], 24)
     lines = capsys.readouterr().err.splitlines()
     assert {line.split(":")[0] for line in lines} == {"127.0.0.1"} and len(lines) > 1500
 
@@ -435,7 +436,7 @@ def test_thousands_of_malformed_frames_leave_the_server_serving(models, capsys):
 
 def test_the_command_line_gives_the_same_tokens_with_the_target_on_a_server(smollm2, monkeypatch, capsys):
     model, tokenizer = smollm2
-    alone = list(generate(model, tokenizer.chat([{"role": "user", "content": QUESTION[1]}]), 24))
+    alone = list(generate(model, tokenizer.chat([{"role": "user", "content": QUESTION[1]}]), CONFIG))
     monkeypatch.setenv("MOA_SECRET", "tulip")
     with subprocess.Popen([sys.executable, ROOT / "speculate.py", "--serve", "127.0.0.1:0", "--device", "cpu"],
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:

@@ -15,10 +15,9 @@ import torch
 from conftest import run_script
 
 import speculate
-from llama import Config, Llama, probabilities, run_command, sample
-from moa import (Draft, Drafter, DrafterConfig, DraftState, Sampling, TreeConfig, chain_parents, expand_leaves,
-                 load_drafter)
-from speculate import (CHAIN, TREE, Generation, GenerationConfig, Origin, accept_greedy, answer, bench, local_methods,
+from llama import Config, GenerationConfig, Llama, Sampling, generate, probabilities, run_command, sample
+from moa import Draft, Drafter, DrafterConfig, DraftState, TreeConfig, chain_parents, expand_leaves, load_drafter
+from speculate import (CHAIN, TREE, ChainBatch, Generation, Origin, accept_greedy, answer, bench, local_methods,
                        print_table, read_prompts, rejection_sample)
 
 PROMPT, LENGTH, TEMPERATURE, VOCABULARY = [0, 3, 1, 4], 4, 0.8, 5  # of whole sequences at temperature > 0
@@ -73,7 +72,7 @@ def chain(tokens: list[int], q: torch.Tensor | None = None) -> Draft:
 
 
 def target_alone(target: Llama, count: int, **choices) -> list[int]:
-    return answer(target, None, PROMPT, GenerationConfig(count, tree=None, **choices)).tokens
+    return list(generate(target, PROMPT, GenerationConfig(count, **choices)))
 
 
 # Acceptance ----------------------------------------------------------------------------------------------------------
@@ -140,10 +139,10 @@ def test_greedy_acceptance_follows_the_argmax_while_it_was_drafted_then_takes_it
 
 def sequences_excess(target: Llama, drafter: Drafter | None, tree: TreeConfig, top_p: float, count: int,
                      prompt: list[int] = PROMPT, lookup: bool = False) -> float:
-    config = GenerationConfig(LENGTH, TEMPERATURE, top_p, tree=tree, lookup=lookup)
+    config = GenerationConfig(LENGTH, TEMPERATURE, top_p)
     counts = torch.zeros(VOCABULARY ** LENGTH)
     for seed in range(count):
-        a, b, c, d = answer(target, drafter, prompt, replace(config, seed=seed)).tokens
+        a, b, c, d = answer(target, drafter, prompt, replace(config, seed=seed), tree, lookup).tokens
         counts[((a * VOCABULARY + b) * VOCABULARY + c) * VOCABULARY + d] += 1
     return excess(counts, exact_distribution(target, top_p, prompt))
 
@@ -205,19 +204,19 @@ def test_greedy_tokens_are_those_of_the_target_alone(choices):
     target = new_target(16)
     drafter, alone = new_drafter(target, **choices), target_alone(target, 24)
     for tree in TREES:
-        assert answer(target, drafter, PROMPT, GenerationConfig(24, tree=tree)).tokens == alone
-    for more in (dict(lookup=True), dict(temperature=1e-7)):  # at such a temperature all distributions are point masses
-        assert answer(target, drafter, PROMPT, GenerationConfig(24, tree=TREE_OF_8, **more)).tokens == alone
+        assert answer(target, drafter, PROMPT, GenerationConfig(24), tree).tokens == alone
+    for temperature, lookup in ((0.0, True), (1e-7, False)):  # at such a temperature distributions are point masses
+        assert answer(target, drafter, PROMPT, GenerationConfig(24, temperature), TREE_OF_8, lookup).tokens == alone
 
 
 def test_lookup_costs_fewer_calls_and_the_drafter_is_asked_only_where_it_finds_nothing(monkeypatch):
     target, asked, draft = new_target(16, sharpness=10.0), [], DraftState.draft
     alone = target_alone(target, 40)
     for length in range(1, 9):
-        result = answer(target, None, PROMPT, GenerationConfig(40, tree=TreeConfig(length), lookup=True))
+        result = answer(target, None, PROMPT, GenerationConfig(40), TreeConfig(length), lookup=True)
         assert result.tokens == alone and result.stats["target_calls"] < 39
-    monkeypatch.setattr(DraftState, "draft", lambda self, *how: asked.append(self.verified) or draft(self, *how))
-    result = answer(target, new_drafter(target), PROMPT, GenerationConfig(40, tree=TREE_OF_8, lookup=True))
+    monkeypatch.setattr(DraftState, "draft", lambda self, *how: asked.append(self.verified[0]) or draft(self, *how))
+    result = answer(target, new_drafter(target), PROMPT, GenerationConfig(40), TREE_OF_8, lookup=True)
     text = PROMPT + alone
     assert result.tokens == alone and 0 < len(asked) < result.stats["target_calls"]
     assert not any(tuple(text[i - 2:i + 1]) in zip(text[:i], text[1:i], text[2:i]) for i in asked)
@@ -227,7 +226,7 @@ def test_lookup_costs_fewer_calls_and_the_drafter_is_asked_only_where_it_finds_n
 def test_a_drafter_that_is_the_target_is_always_accepted(temperature, tree):
     target = new_target(16, sharpness=10.0)  # so that its own choice is always among the best leaves
     drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)
-    result = answer(target, drafter, PROMPT, GenerationConfig(21, temperature, top_p=0.9, tree=tree))
+    result = answer(target, drafter, PROMPT, GenerationConfig(21, temperature, top_p=0.9), tree)
     assert result.stats["target_calls"] == 4 and result.acceptance_length() == 5  # the prefill's token, and 4 x (4 + 1)
 
 
@@ -235,8 +234,8 @@ def test_every_token_is_emitted_once_as_draft_or_the_targets_own_and_a_tree_is_a
     target, lengths = new_target(16), []
     drafter = new_drafter(target, target_layer_inference=4, likeness=0.8)
     for tree in (CHAIN_OF_4, TreeConfig(4, 4, 32)):
-        emitted, config = [], GenerationConfig(48, tree=tree)
-        result = answer(target, drafter, PROMPT, config, emit=lambda *event: emitted.append(event))
+        emitted, config = [], GenerationConfig(48)
+        result = answer(target, drafter, PROMPT, config, tree, emit=lambda *event: emitted.append(event))
         assert emitted == list(zip(result.tokens, result.origins)) and len(emitted) == 48
         assert result.origins.count(Origin.TARGET) == result.stats["target_calls"] + 1  # one a call, and the prefill's
         assert result.origins.count(Origin.DRAFT) == 47 - result.stats["target_calls"]
@@ -250,11 +249,11 @@ def test_an_answer_ends_at_the_length_asked_for_or_with_a_stop_token_and_may_fil
     drafter, alone = new_drafter(target, **dict(target_layer_inference=4) | choices), target_alone(target, 20)
     for tree in (TreeConfig(1), TreeConfig(3), TreeConfig(8), TREE_OF_8):
         for count in (1, 2, 3, 4, 5, 8, 12, 20):
-            result = answer(target, drafter, PROMPT, GenerationConfig(count, tree=tree))
+            result = answer(target, drafter, PROMPT, GenerationConfig(count), tree)
             assert result.tokens == alone[:count] and (result.stats["target_calls"] == 0) == (count == 1)
         for stop in set(alone):
-            config = GenerationConfig(20, stop_ids=frozenset([stop]), tree=tree)
-            assert answer(target, drafter, PROMPT, config).tokens == alone[:alone.index(stop) + 1]
+            config = GenerationConfig(20, stop_ids=frozenset([stop]))
+            assert answer(target, drafter, PROMPT, config, tree).tokens == alone[:alone.index(stop) + 1]
     assert target_alone(target, 20, stop_ids=frozenset(alone)) == alone[:1]
 
 
@@ -282,7 +281,7 @@ def test_with_the_shipped_drafter_every_token_is_the_default_models_own_choice(s
     model, tokenizer = smollm2
     prompt = tokenizer.chat([{"role": "user", "content": PROMPTS[number]}])
     config = GenerationConfig(16, stop_ids=frozenset(tokenizer.stop_ids))
-    for tokens in {tuple(answer(*packed, prompt, replace(config, tree=tree)).tokens) for tree in (CHAIN, TREE)}:
+    for tokens in {tuple(answer(*packed, prompt, config, tree).tokens) for tree in (CHAIN, TREE)}:
         assert len(tokens) == 16 or tokens[-1] in tokenizer.stop_ids
         best = model(torch.tensor([prompt + list(tokens[:-1])]))[0, len(prompt) - 1:].topk(2)
         for token, (first, second), (high, low) in zip(tokens, best.indices.tolist(), best.values.tolist()):
