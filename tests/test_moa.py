@@ -41,7 +41,7 @@ def read(target: Llama, tokens: list[int]):
     """What the target makes of tokens: its cache, kv (1, T, L, 2 Ekv) and final hidden states (1, T, E)."""
     cache = target.new_cache(len(tokens))
     hidden = target.hidden(torch.tensor([tokens]), cache)
-    return cache, cache.read(0, len(tokens)), hidden
+    return cache, cache.kv[:, :, :, :len(tokens)].permute(1, 3, 0, 2, 4).flatten(3), hidden
 
 
 def verify(state: DraftState, cache: KVCache, tokens: list[int]) -> None:
@@ -346,7 +346,7 @@ def test_many_conversations_draft_what_each_would_alone(target, N, temperature):
             tokens[rows, steps].tolist(), cache, [starts[row] + i for row, i in zip(rows, steps)],
             hidden[rows, steps][None], list(rows)))
         texts = [text + new[:count] for text, new, count in zip(texts, tokens.tolist(), counts)]
-        samplings = [Sampling(temperature, 0.9, torch.Generator().manual_seed(row)) for row in range(len(texts))]
+        samplings = [Sampling(temperature, 1.0, torch.Generator().manual_seed(row)) for row in range(len(texts))]
         twins = copy.deepcopy(samplings)
         for row, draft in enumerate(state.draft_rows(list(range(len(texts))), K, samplings)):
             alone = state_after(target, drafter, texts[row], twins[row]).draft(row, TreeConfig(K))
