@@ -49,7 +49,7 @@ class InputError(ValueError):
     def __init__(self, message: str):
         super().__init__(" ".join(message.split())[:400])
 
-# --- The decoder layer ------------------------------------------------------------------------------------------------
+# --- The decoder layer ---
 @dataclass(frozen=True)
 class Config:
     """The sizes of a Llama, named as in a Hugging Face config.json."""
@@ -70,19 +70,13 @@ class RMSNorm(nn.Module):
     """x / rms(x) * weight, with rms(x) = sqrt(mean(x^2) + eps) over the last dimension (Zhang and Sennrich 2019)."""
     def __init__(self, size: int, eps: float):
         super().__init__()
-        self.weight, self.eps, self.packed = nn.Parameter(torch.ones(size)), eps, None
-
-    def pack(self) -> None:
-        """On a CPU F.rms_norm falls apart into ten operations; with these two numbers at hand four are enough."""
-        if self.weight.dtype == torch.float32:
-            size = len(self.weight)
-            self.packed = self.weight * math.sqrt(size), self.weight.new_tensor(math.sqrt(size * self.eps))
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.packed is None:
+        if x.dtype != torch.float32 or x.device.type != "cpu":
             return F.rms_norm(x, self.weight.shape, self.weight.type_as(x), self.eps)
-        scale, floor = self.packed
-        return x * scale / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(floor)
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()  # F.rms_norm takes ten operations here
+        return x * self.weight * (squares / x.shape[-1] + self.eps).rsqrt()
 
 def rotary_table(length: int, head_dim: int, theta: float, device, factors: tuple[float, ...] | None = None) -> Tensor:
     """Cosine and signed sine of every position times every frequency, float32 (2, length, D) (Su et al. 2021)."""
@@ -204,8 +198,7 @@ class DecoderLayer(nn.Module):
 
     def pack(self, *projections: FusedLinear) -> None:
         """Pack the weights: for self-attention or, given `q` and `kv` of `self_attn` apart, for cross-attention."""
-        for part in (*(projections or (self.self_attn.qkv,)), self.self_attn.o, self.mlp.gate_up, self.mlp.down,
-                     self.input_layernorm, self.post_attention_layernorm):
+        for part in (*(projections or (self.self_attn.qkv,)), self.self_attn.o, self.mlp.gate_up, self.mlp.down):
             part.pack()
 
 @dataclass
@@ -263,7 +256,7 @@ def causal_step(cache: KVCache | None, count: int, rotary: Tensor) -> tuple[Tens
     positions = positions.clamp(max=rotary.shape[1] - 1)  # drafts beyond the context are never accepted
     return rotary[:, positions].unsqueeze(2), mask  # angles (2, B, 1, T, D)
 
-# --- The model --------------------------------------------------------------------------------------------------------
+# --- The model ---
 class Llama(nn.Module):
     """The target. Weights are named as in a Hugging Face checkpoint, less the prefix `model.`."""
     def __init__(self, config: Config, first: int = 0):
@@ -294,7 +287,7 @@ class Llama(nn.Module):
     def pack(self) -> Llama:
         """Lay the weights out for fast inference, where `can_pack`. They can then be neither trained nor saved."""
         if can_pack(self.norm.weight):
-            for part in (*self.layers, self.norm, self.head):
+            for part in (*self.layers, self.head):
                 if not isinstance(part, nn.Identity):
                     part.pack()
         return self
@@ -329,7 +322,7 @@ class Llama(nn.Module):
         """Logits of the token after each. tokens (B, T), which follow those in the cache -> (B, T, V)."""
         return self.head(self.hidden(tokens, cache))
 
-# --- Sampling and generation ------------------------------------------------------------------------------------------
+# --- Sampling and generation ---
 @dataclass(frozen=True)
 class GenerationConfig:
     """How to go on after a prompt. What is generated follows from this and the prompt alone."""
@@ -469,7 +462,7 @@ def generate_batch(model: Llama, prompts: Iterable[tuple[list[int], GenerationCo
     for conversation in batch.run(lambda: next(waiting, None)):
         yield conversation.key, conversation.tokens
 
-# --- Packed weights: linear layers that are fast on a CPU for a few rows --------------------------------------------
+# --- Packed weights: linear layers that are fast on a CPU for a few rows ---
 #
 # A pass over a few tokens should cost what one over a single token does: reading the weights once. On a CPU F.linear
 # takes two to three times as long for 2 to 16 rows; oneDNN's kernel on its own blocked layout does not, up to six.
@@ -494,7 +487,7 @@ def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
     y = torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")[:count]
     return y.view(*x.shape[:-1], -1)
 
-# --- Checkpoints: a Hugging Face directory, a GGUF file, a hub id, or the default's name ------------------------------
+# --- Checkpoints: a Hugging Face directory, a GGUF file, a hub id, or the default's name ---
 Tensors = Iterator[tuple[str, Callable[[], Tensor]]]  # each with a function that reads it
 
 def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32,
@@ -708,7 +701,7 @@ def read_gguf(path: Path) -> tuple[Config, Tensors]:
     return config, ((".".join(GGUF_NAMES.get(part, part) for part in name.split(".")), partial(read, name))
                     for name in tensors)  # blk.3.attn_q.weight -> layers.3.self_attn.q_proj.weight
 
-# --- Tokenizer and chat formats ---------------------------------------------------------------------------------------
+# --- Tokenizer and chat formats ---
 # What begins a conversation, opens a turn and ends one, and what the template does to the content.
 CHATML = "", "<|im_start|>{role}\n", "<|im_end|>\n", str
 LLAMA3 = "<|begin_of_text|>", "<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", str.strip
@@ -833,7 +826,7 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer(backend, [stated.get("eos_token_id"), stated.get("eot_token_id"), *ends],
                      str(stated.get("tokenizer.chat_template")))
 
-# --- Command line -----------------------------------------------------------------------------------------------------
+# --- Command line ---
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         self.exit(2, f"{self.prog}: error: {message}\n")

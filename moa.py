@@ -213,7 +213,7 @@ class Drafter(nn.Module):
         return self
 
 
-# --- Drafts ----------------------------------------------------------------------------------------------------------
+# --- Drafts ---
 @dataclass(frozen=True)
 class TreeConfig:
     """How large a draft may grow, in EAGLE-2's words."""
@@ -465,7 +465,7 @@ def start_drafting(drafter: Drafter, *arguments) -> DraftState:
     return (DraftState if drafter.config.use_cross_attention else OffPolicyDraftState)(drafter, *arguments)
 
 
-# --- Checkpoints, in the authors' names and shapes -------------------------------------------------------------------
+# --- Checkpoints, in the authors' names and shapes ---
 def load_drafter(path: str | Path, target: Llama) -> Drafter:
     """A drafter of `target`, on its device and dtype, from a folder with config.json and model.safetensors. Sizes that
     the config leaves out are read off the tensors. Raises InputError for what is missing or does not fit."""

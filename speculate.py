@@ -683,6 +683,8 @@ def offline_quality(model: Llama, ours: list[Generation], bases: list[Generation
 def bench_batch(model: Llama, drafter: Drafter, tokenizer: Tokenizer, prompts: Prompts, config: GenerationConfig,
                 batches: list[int], K: int) -> list[dict]:
     """The first turns of all prompts by the target alone and by chains of K, so many conversations at a time."""
+    if not drafter.config.use_cross_attention:
+        raise InputError("--batch drafts for many conversations with cross-attention only; this drafter has none")
     requests = [(index, tokenizer.chat([{"role": "user", "content": turns[0]}]), config)
                 for index, (_, turns) in enumerate(prompts)]
     capacity = max(len(prompt) for _, prompt, _ in requests) + config.max_new_tokens

@@ -42,7 +42,7 @@ DEPTHS = 8  # of the evaluation
 LOSS_CHUNK = 256  # positions whose V-wide distributions exist at once
 
 
-# --- The method: horizons, losses, one update, evaluation ------------------------------------------------------------
+# --- The method: horizons, losses, one update, evaluation ---
 def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     """The last position whose memory each query may read, (T). answer (T) is True at the assistant's tokens.
 
@@ -172,7 +172,7 @@ def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
             "implied_acceptance_length": 1 + np.cumprod(rates).sum()}
 
 
-# --- The loop --------------------------------------------------------------------------------------------------------
+# --- The loop ---
 def train(drafter: Drafter, optimizers: list, stream: Iterator[tuple[Sequence, int]], held_out: list[Sequence],
           update: int, epoch_updates: int, args) -> None:
     """From `update` to args.updates, logged, evaluated and saved on the way; `stream` is the data from there on."""
@@ -226,7 +226,7 @@ def process() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-# --- Data: one JSON object a line, four formats, read by offset so that a file of any size can be shuffled -----------
+# --- Data: one JSON object a line, four formats, read by offset so that a file of any size can be shuffled ---
 class Sequence(NamedTuple):
     tokens: Tensor  # (T)
     answer: Tensor  # (T), True at the assistant's tokens
@@ -311,7 +311,7 @@ def frequent_tokens(data: Conversations, indices: np.ndarray, count: int, vocab_
     return tuple(sorted(counts.topk(min(count, vocab_size)).indices.tolist()))
 
 
-# --- Checkpoints -----------------------------------------------------------------------------------------------------
+# --- Checkpoints ---
 def save_checkpoint(path: Path, drafter: Drafter, optimizers: list, update: int, position: int, args) -> None:
     """All that is needed to go on as if nothing had happened, written completely or not at all."""
     state = {"update": update, "position": position, "log_bytes": path.with_name("log.jsonl").stat().st_size,
@@ -340,7 +340,7 @@ def load_checkpoint(path: Path, drafter: Drafter, optimizers: list, args) -> tup
     return state["update"], state["position"]
 
 
-# --- Synthesis: training data from the target alone (the idea of Magpie, Xu et al. 2024) -----------------------------
+# --- Synthesis: training data from the target alone (the idea of Magpie, Xu et al. 2024) ---
 ANSWER_TEMPERATURES = (0.0, 0.0, 0.6, 1.0)  # half of the answers greedy, as most use of a drafter is
 QUESTION_TEMPERATURE, TOP_P = 1.0, 0.95
 NEXT_TURN = 0.3  # the probability that a conversation goes on after an answer
@@ -367,7 +367,7 @@ def converse(target: Llama, tokenizer: Tokenizer, openings: Iterator[list[dict]]
         config = GenerationConfig(args.seq_len - len(prompt), temperature, TOP_P, draws.getrandbits(63), stop_ids)
         return messages, prompt, config
 
-    for turn in Batch(target.pack(), args.batch_size, args.seq_len).run(take):
+    for turn in Batch(target, args.batch_size, args.seq_len).run(take):
         messages, text, running = turn.key, tokenizer.decode(turn.tokens).strip(), running - 1
         role, stopped = ("user", "assistant")[len(messages) % 2], turn.tokens[-1] in stop_ids
         has_room = turn.config.max_new_tokens - len(turn.tokens) >= MIN_ROOM
@@ -422,7 +422,7 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
     return written
 
 
-# --- Command line ----------------------------------------------------------------------------------------------------
+# --- Command line ---
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(description="Distil a target into a Mixture-of-Attentions drafter.")
     add = parser.add_argument
@@ -497,7 +497,7 @@ def main() -> None:
     if args.seq_len > target.config.max_position_embeddings:
         raise InputError(f"--seq-len {args.seq_len}: the target's context is {target.config.max_position_embeddings}")
     if args.synthesize:
-        written = synthesize(target, tokenizer, args)
+        written = synthesize(target.pack(), tokenizer, args)
         return print(json.dumps({"conversations": written})) if args.json else None
     data = Conversations(args.data, tokenizer, args.seq_len)
     args.data = f"{' '.join(args.data)} (checksum {data.places.sum()})"  # --resume sees a change

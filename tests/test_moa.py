@@ -421,8 +421,8 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_complete(target, tmp_path, 
 
 @pytest.mark.parametrize("file, content, complaint", [
     ("config.json", None, "not readable as JSON"), ("config.json", b"{", "not readable as JSON"),
-    ("config.json", b"[]", "not an object"), ("model.safetensors", None, "not a readable safetensors file"),
-    ("model.safetensors", b"?", "not a readable safetensors file"),
+    ("config.json", b"[]", "not a mapping"), ("model.safetensors", None, "not a safetensors file"),
+    ("model.safetensors", b"?", "not a safetensors file"),
     *(("model.safetensors", edit, complaint) for edit, complaint in (
         ({"Ekv2E.bias": None}, "Ekv2E.bias missing"), ({"Ekv2E.bias": torch.ones(3)}, "expected (32,)"),
         ({"Ekv2E.bias": torch.full((32,), math.nan)}, "holds NaN"), ({"more": torch.ones(3)}, "unknown tensor more"))),
