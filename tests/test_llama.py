@@ -477,6 +477,9 @@ def test_top_ps_short_cut_gives_what_sorting_all_tokens_gives(top_p):
         close(llama.probabilities(logits[rows], 1.0, top_p), expected[rows], 1e-6)
         assert torch.equal(llama.probabilities(logits[rows], 1.0, top_p) > 0, expected[rows] > 0)
     assert top_p < 0.3 or expected[0].count_nonzero() > 1024 / 2 > expected[2].count_nonzero()
+    alone, beside, flat = (llama.Sampling(1.0, top_p, torch.Generator().manual_seed(i)) for i in (0, 0, 1))
+    for _ in range(3):  # nor does a neighbour that takes it, or does not, change what is drawn
+        assert llama.sample_next(logits[2:], [alone]) == llama.sample_next(logits[[0, 2]], [flat, beside])[1:]
 
 
 def test_gumbel_topk_draws_without_replacement_in_the_order_of_sampling():
@@ -527,12 +530,12 @@ def test_json_is_one_object_with_the_generated_tokens_even_with_stderr_closed(sm
 
 def test_text_goes_to_stdout_in_its_encoding_unless_that_is_closed_and_statistics_to_stderr(smollm2, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    closed = subprocess.Popen([*COMMAND, "Hi"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    closed.stdout.close()
     done = run_script("llama.py", "--prompt", SMOLLM2[4]["prompt"], "--device", "cpu")  # the answer is in French
     assert done.returncode == 0 and done.stdout == SMOLLM2[4]["text"].encode("ascii", "replace").decode()
     assert f"new tokens {len(SMOLLM2[4]['greedy'])}, seconds" in done.stderr
-    process = subprocess.Popen([*COMMAND, "Hi"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process.stdout.close()
-    assert process.communicate()[1] == b"" and process.returncode == 1
+    assert closed.communicate()[1] == b"" and closed.returncode == 1
 
 
 @pytest.mark.parametrize("flags, culprit", [

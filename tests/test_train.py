@@ -414,10 +414,10 @@ def test_three_processes_train_as_one_does(tmp_path, tiny, command):
 def written(path: Path) -> list[list[dict]]:
     return [json.loads(line)["messages"] for line in path.read_bytes().splitlines()]
 
-def converse(target: llama.Llama, tokenizer: llama.Tokenizer, *openings: list[dict], seq_len: int = 200,
-             rows: int = 4) -> list[list[dict]]:
+def converse(target: llama.Llama, tokenizer: llama.Tokenizer, *openings: list[dict],
+             seq_len: int = 200) -> list[list[dict]]:
     """The conversations that begin like this, in the order in which they end."""
-    args = Namespace(seq_len=seq_len, batch_size=rows)
+    args = Namespace(seq_len=seq_len, batch_size=4)
     return [messages for messages, _ in train.converse(target, tokenizer, iter(openings), len(openings), 0, args)]
 
 def question(text: str) -> list[dict]:
@@ -453,13 +453,8 @@ def test_a_conversation_written_in_a_batch_is_the_one_written_alone(target, toke
     alone = [messages for text in texts for messages in converse(target, tokenizer, question(text), seq_len=120)]
     assert together != alone and sorted(together, key=str) == sorted(alone, key=str)  # they end at different moments
 
-@pytest.fixture(scope="module")
-def questions(tmp_path_factory) -> Path:
-    """Nine of them, each of which is asked twice."""
-    lines = [{"data": [f"Count to {i}.", "1, 2"]} for i in range(9)]
-    return write(tmp_path_factory.mktemp("questions") / "questions", *lines, *lines)
-
-def test_the_target_writes_its_own_training_data_and_answers_questions(tmp_path, command, tokenizer, questions, capsys):
+def test_the_target_writes_its_own_training_data_and_answers_questions(tmp_path, command, tokenizer, capsys):
+    questions = write(tmp_path / "questions", *({"data": [f"Count to {i % 9}.", "1"]} for i in range(18)))
     asked = set(train.read_questions(questions))
     for path, choices in (tmp_path / "own", []), (tmp_path / "answers", ["--questions", questions]):
         command("--synthesize", 7, "--data", path, *choices)
