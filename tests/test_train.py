@@ -474,7 +474,8 @@ def test_a_file_cut_anywhere_and_continued_repeats_and_loses_nothing(tmp_path, c
     def answer_some(target, tokenizer, openings, count, seed, args):
         """Conversations that hold their question or seed; none for "b"."""
         for i, messages in zip(range(count), (messages for messages in openings if messages != question("b"))):
-            yield (messages or question(f"{seed} {i}")) + [{"role": "assistant", "content": "Ä"}], 1
+            yield (messages := messages or question(f"{seed} {i}")) + [{"role": "assistant", "content": "Ä"}], 1
+            assert written(path)[-1][:1] == messages  # at once
     monkeypatch.setattr(train, "converse", answer_some)
     path, questions = tmp_path / "own", write(tmp_path / "questions", *({"data": [q]} for q in "ab\ud83dcbd"))
     command("--synthesize", 3, "--data", path)
@@ -483,7 +484,7 @@ def test_a_file_cut_anywhere_and_continued_repeats_and_loses_nothing(tmp_path, c
         path.write_bytes(first[:cut])
         command("--synthesize", 6, "--data", path)
         lines, complete = path.read_bytes().splitlines(), first[:cut].count(b"\n")
-        assert len(set(lines)) == len(lines) == 6 and lines[:complete] == first.splitlines()[:complete]
+        assert len(set(lines)) == len(written(path)) == 6 and lines[:complete] == first.splitlines()[:complete]
     path.unlink()
     for count in (1, 2, 9):
         command("--synthesize", count, "--data", path, "--questions", questions, "--batch-size", 1)
