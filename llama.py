@@ -70,13 +70,19 @@ class RMSNorm(nn.Module):
     """x / rms(x) * weight, with rms(x) = sqrt(mean(x^2) + eps) over the last dimension (Zhang and Sennrich 2019)."""
     def __init__(self, size: int, eps: float):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.weight, self.eps, self.packed = nn.Parameter(torch.ones(size)), eps, None
+
+    def pack(self) -> None:
+        """On a CPU F.rms_norm falls apart into many operations; with these two numbers at hand four are enough."""
+        if self.weight.dtype == torch.float32:
+            root = math.sqrt(len(self.weight))
+            self.packed = self.weight * root, self.weight.new_tensor(root * math.sqrt(self.eps))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.float32 or x.device.type != "cpu":
+        if self.packed is None:
             return F.rms_norm(x, self.weight.shape, self.weight.type_as(x), self.eps)
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()  # F.rms_norm takes ten operations here
-        return x * self.weight * (squares / x.shape[-1] + self.eps).rsqrt()
+        scale, floor = self.packed
+        return x * scale / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(floor)
 
 def rotary_table(length: int, head_dim: int, theta: float, device, factors: tuple[float, ...] | None = None) -> Tensor:
     """Cosine and signed sine of every position times every frequency, float32 (2, length, D) (Su et al. 2021)."""
@@ -198,7 +204,8 @@ class DecoderLayer(nn.Module):
 
     def pack(self, *projections: FusedLinear) -> None:
         """Pack the weights: for self-attention or, given `q` and `kv` of `self_attn` apart, for cross-attention."""
-        for part in (*(projections or (self.self_attn.qkv,)), self.self_attn.o, self.mlp.gate_up, self.mlp.down):
+        for part in (*(projections or (self.self_attn.qkv,)), self.self_attn.o, self.mlp.gate_up, self.mlp.down,
+                     self.input_layernorm, self.post_attention_layernorm):
             part.pack()
 
 @dataclass
@@ -287,7 +294,7 @@ class Llama(nn.Module):
     def pack(self) -> Llama:
         """Lay the weights out for fast inference, where `can_pack`. They can then be neither trained nor saved."""
         if can_pack(self.norm.weight):
-            for part in (*self.layers, self.head):
+            for part in (*self.layers, self.norm, self.head):
                 if not isinstance(part, nn.Identity):
                     part.pack()
         return self
