@@ -31,7 +31,7 @@ from llama import GenerationConfig, InputError, Llama, generate, run_command
 from moa import PROMPT_CHUNK, Drafter, TreeConfig, start_drafting
 from netsim import DIGEST, NONCE, PROFILES, Channel, Link, MessageServer, Network, receive_message
 from speculate import (OFFLINE_TOKENS, Generation, LocalTarget, Origin, RemoteTarget, TargetSession, answer, bench,
-                       dequantize_memory, offline_quality, print_table, quantize_memory, remote_methods)
+                       offline_quality, parse_reply, print_table, quantize_memory, remote_methods)
 
 CHAIN, TREE = TreeConfig(4), TreeConfig(4, top_k=2, total_tokens=8)
 CONFIG = GenerationConfig(24)
@@ -103,7 +103,8 @@ def test_a_memory_in_8_bits_is_off_by_hardly_more_than_half_a_step_of_each_key_a
     target = new_target(16)
     drafter, cache = new_drafter(target, **choices), target.new_cache(9)
     memory = drafter.build_memory(PROMPT, cache, [0, 1, 2, 3], target.hidden(torch.tensor([PROMPT]), cache))
-    received = dequantize_memory(len(PROMPT), tensors := quantize_memory(memory), start_drafting(drafter, 9))
+    tensors = quantize_memory(memory)
+    _, received = parse_reply({"token": 0}, tensors, len(PROMPT), start_drafting(drafter, 9))
     assert {x.dtype for x in tensors.values()} == {torch.int8, torch.half}
     for sent, got in zip((memory.cross_kv, memory.reused_kv), received):
         step = sent.reshape(-1, 2, sent.shape[-1] // 2).abs().amax(-1, keepdim=True) / 127
@@ -216,7 +217,7 @@ def check(target: Llama, result: Generation, emitted: list[tuple[int, Origin]], 
     own = target(torch.tensor([PROMPT + tokens[:-1]]))[0, len(PROMPT) - 1:].argmax(-1).tolist()
     assert tokens == result.tokens and len(tokens) == count
     assert all(token == best for token, best, sure in zip(tokens, own, verified) if sure)
-    assert result.stats["unverified_tokens"] == verified.count(False)
+    assert result.unverified() == verified.count(False)
     assert bool(result.disconnected) == (False in verified)
     return verified
 
@@ -279,7 +280,7 @@ def test_a_server_that_is_lost_while_it_reads_the_prompt_is_asked_again(models, 
         session, *(request if len(reads) > 1 else ({}, {}))))  # the first time, that is malformed
     with serving_models(*models) as server:
         result = answer(*models, PROMPT, CONFIG, CHAIN, channel=channel_to(server))
-    assert len(reads) == 2 and result.tokens == target_alone(models[0], 24) and not result.stats["unverified_tokens"]
+    assert len(reads) == 2 and result.tokens == target_alone(models[0], 24) and not result.unverified()
 
 
 @pytest.mark.parametrize("fields, tensors", [
@@ -438,10 +439,12 @@ def test_the_command_line_gives_the_same_tokens_with_the_target_on_a_server(smol
     model, tokenizer = smollm2
     alone = list(generate(model, tokenizer.chat([{"role": "user", "content": QUESTION[1]}]), CONFIG))
     monkeypatch.setenv("MOA_SECRET", "tulip")
-    with subprocess.Popen([sys.executable, ROOT / "speculate.py", "--serve", "127.0.0.1:0", "--device", "cpu"],
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+    command = [sys.executable, ROOT / "speculate.py", "--serve", "127.0.0.1:0", "--device", "cpu"]
+    with (subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server,
+          contextlib.ExitStack() as stack):
+        stack.callback(server.terminate)
         address = server.stdout.readline().strip()
-        for more in (["--network", "4g"], ["--no-speculation"]):
+        for more in (["--network", "4g"], ["--network", "wan", "--no-speculation"]):
             arguments = ["--remote", address, "--json", "--max-new-tokens", "24", *QUESTION, *more]
             monkeypatch.setattr(sys, "argv", ["speculate.py", *arguments])
             run_command(speculate.main)
