@@ -7,42 +7,38 @@ With p the target's and q the drafter's distribution of the token at hand:
     accept x ~ q with probability min(1, p(x) / q(x)); if it is rejected, p becomes norm(max(p - q, 0)) and q loses x;
     then try the next sibling against these. When none is left, or after the last accepted token, draw from p as it is.
 
-For a chain, which has no siblings, that is the algorithm of the two papers; for a tree, SpecInfer's (Miao et al. 2024)
-with siblings drawn without replacement. At temperature 0 it says: accept x if it is the target's argmax.
+For a chain, which has no siblings, that is the two papers' algorithm; for a tree, SpecInfer's (Miao et al. 2024) with
+siblings drawn without replacement. At temperature 0 it says: accept x if it is the target's argmax.
 
     python speculate.py --prompt "Explain why the sky is blue." --show
-    python speculate.py --bench                                # target alone, chain, tree, lookup and both, interleaved
-    python speculate.py --remote --network 4g --prompt "..."   # the target in another process, over a simulated network
-    python speculate.py --serve HOST:PORT                      # or by hand, on two machines with the same MOA_SECRET:
-    python speculate.py --remote HOST:PORT --prompt "..."
+    python speculate.py --bench  # target alone, chain, tree, lookup and both, interleaved
+    python speculate.py --remote --network 4g --prompt "..."  # the target in another process, on a simulated network
+    python speculate.py --serve HOST:PORT  # for --remote HOST:PORT on another machine with the same MOA_SECRET
 
 Shapes: T tokens, K drafts, E hidden, V vocabulary.
 """
 from __future__ import annotations
 
-import argparse
-import itertools
 import json
 import math
-import multiprocessing
 import os
-import random
-import secrets
 import signal
-import statistics
 import sys
-import threading
-import time
+from argparse import Namespace
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
+from enum import Enum
 from functools import partial
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from random import Random
+from statistics import fmean, median
+from threading import Thread
+from time import monotonic, perf_counter, sleep
 from typing import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -63,20 +59,19 @@ BATCH_DRAFTS = 3
 
 @dataclass
 class VerifyResult:
-    """The target's answer to a draft: what it accepts of it, its own next token, the memory of what is now verified.
-    From a target that is out of reach: the drafter's own text, and no memory."""
+    """The target's answer to a draft. From a target that is out of reach: the drafter's own text, and no memory."""
 
     accepted: list[int]
-    token: int
-    memory: Memory | None
-    drafted: int = 0  # tokens that the target was asked to verify
+    token: int  # after them, the target's own
+    memory: Memory | None  # of what is now verified
+    drafted: int = 0  # tokens that it was asked to verify
     seconds: float = 0.0  # that this took
 
 
 # --- Acceptance ---
 def accept_greedy(choices: list[int], draft: Draft) -> tuple[list[int], int]:
-    """Verification at temperature 0: the accepted nodes, and the token after them. choices (K + 1): the target's argmax
-    after draft.token and after each draft."""
+    """The accepted nodes, and the token after them. choices (K + 1): the target's argmax after draft.token and after
+    each draft."""
     child, path, node = draft.children(), [], -1
     while (node, choices[node + 1]) in child:
         node = child[node, choices[node + 1]]
@@ -112,7 +107,7 @@ def normalize(p: Tensor) -> Tensor:
     return p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
 
 def accept_draft(logits: Tensor, draft: Draft, s: Sampling) -> tuple[list[int], int]:
-    """Accepted nodes and next token, from the target's logits (K + 1, V) after draft.token and each draft."""
+    """The same from the target's logits (K + 1, V)."""
     if s.temperature == 0:
         return accept_greedy(logits.argmax(-1).tolist(), draft)
     return rejection_sample(probabilities(logits, s.temperature, s.top_p), draft, s.generator)
@@ -121,19 +116,17 @@ class LocalTarget:
     """The target of one conversation, on this machine. LSA and CA's keys and values are computed on its side."""
 
     def __init__(self, model: Llama, drafter: Drafter | None, capacity: int, sampling: Sampling):
-        """drafter: whose memory to build, if any (lookup needs none)."""
         self.model, self.drafter, self.sampling, self.cache = model, drafter, sampling, model.new_cache(capacity)
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
         """Read the prompt, or a piece of one."""
-        start = self.cache.length
         hidden = self.model.hidden(torch.tensor([prompt], device=self.model.device), self.cache)  # (1, T, E)
         token, = sample_next(self.model.head(hidden[:, -1]), [self.sampling])
-        return VerifyResult([], token, self.build_memory(prompt, start, hidden))
+        return VerifyResult([], token, self.build_memory(prompt, hidden))
 
     def verify(self, draft: Draft) -> VerifyResult:
-        """Check a draft in one pass; the cache keeps its root and the nodes that are accepted."""
-        began, start, tokens = time.perf_counter(), self.cache.length, [draft.token] + draft.tokens
+        """One pass over a draft; the cache keeps its root and what is accepted."""
+        began, start, tokens = perf_counter(), self.cache.length, [draft.token] + draft.tokens
         parents = [-1] + [parent + 1 for parent in draft.parents]
         ancestors = None if parents == chain_parents(len(tokens)) else ancestor_mask(parents)
         ids = torch.tensor([tokens], device=self.model.device)
@@ -141,20 +134,21 @@ class LocalTarget:
         path, token = accept_draft(self.model.head(hidden[0]), draft, self.sampling)  # of (K + 1, V)
         rows = [0] + [1 + node for node in path]
         self.cache.keep_path(start, rows)
-        memory = self.build_memory([tokens[row] for row in rows], start, hidden[:, rows])
-        return VerifyResult(memory.tokens[1:], token, memory, len(draft.tokens), time.perf_counter() - began)
+        memory = self.build_memory([tokens[row] for row in rows], hidden[:, rows])
+        return VerifyResult(memory.tokens[1:], token, memory, len(draft.tokens), perf_counter() - began)
 
-    def build_memory(self, tokens: list[int], start: int, hidden: Tensor) -> Memory:
-        if self.drafter is None:
+    def build_memory(self, tokens: list[int], hidden: Tensor) -> Memory:
+        if self.drafter is None:  # lookup needs tokens only
             return Memory(tokens, [], None, None)
-        return self.drafter.build_memory(tokens, self.cache, list(range(start, start + len(tokens))), hidden)
+        places = list(range(self.cache.length - len(tokens), self.cache.length))
+        return self.drafter.build_memory(tokens, self.cache, places, hidden)
 
 
 # --- The loop ---
 def speculate(target: LocalTarget | RemoteTarget, state: DraftState | Lookup, prompt: list[int],
               config: GenerationConfig, tree: TreeConfig) -> Iterator[tuple[list[int], VerifyResult]]:
-    """Algorithm 1. Yields, each cycle, the new tokens: accepted drafts, then the target's own token; ends with a stop
-    token or at max_new_tokens."""
+    """Algorithm 1. Yields each cycle's new tokens: accepted drafts, then the target's own; up to a stop token or
+    max_new_tokens."""
     left = config.max_new_tokens
     result = target.prefill(prompt)  # the first token, and the memory of the prompt
     while True:
@@ -172,15 +166,15 @@ def speculate(target: LocalTarget | RemoteTarget, state: DraftState | Lookup, pr
         result = target.verify(draft)  # accepted tokens, next token, memory of what was accepted
 
 class ChainBatch(Batch):
-    """The loop for many conversations at once: a chain of K drafts for each row, one pass to verify them all, and each
-    row accepts a length of its own."""
+    """The loop for many conversations at once: a chain of K drafts for each row, one pass to verify them all, and as
+    many accepted as each row will."""
 
     def __init__(self, model: Llama, drafter: Drafter, rows: int, capacity: int, K: int):
         super().__init__(model, rows, capacity + K)
         self.K, self.state = K, BatchDraftState(drafter, capacity + K, rows=rows)
-        for cache in (self.state.self_cache, self.state.cross_cache, self.state.reused_cache):
+        self.caches += [self.state.self_cache, self.state.cross_cache, self.state.reused_cache]
+        for cache in self.caches:
             cache.lengths = []
-            self.caches.append(cache)
 
     def read(self, prompt: list[int]) -> Tensor:
         hidden, row = super().read(prompt), len(self.conversations) - 1
@@ -194,27 +188,28 @@ class ChainBatch(Batch):
 
     def advance(self) -> list[list[int]]:
         samplings, starts = [c.sampling for c in self.conversations], self.cache.lengths
-        left = max(c.config.max_new_tokens - len(c.tokens) for c in self.conversations)
-        drafts = self.state.draft_rows([c.tokens[-1] for c in self.conversations], min(self.K, left), samplings)
+        left = [c.config.max_new_tokens - len(c.tokens) for c in self.conversations]
+        newest, K = [c.tokens[-1] for c in self.conversations], min(self.K, max(left))  # no further than the context
+        drafts = self.state.draft_rows(newest, K, samplings)
         ids = torch.tensor([[draft.token, *draft.tokens] for draft in drafts], device=self.model.device)  # (B, K + 1)
         hidden, new = self.model.hidden(ids, self.cache), []  # (B, K + 1, E)
-        for draft, logits, sampling in zip(drafts, self.model.head(hidden), samplings):
+        for draft, logits, sampling, room in zip(drafts, self.model.head(hidden), samplings, left):
             path, token = accept_draft(logits, draft, sampling)
-            new.append(draft.tokens[:len(path)] + [token])
+            new.append((draft.tokens[:len(path)] + [token])[:room])
         self.cache.lengths = [start + len(tokens) for start, tokens in zip(starts, new)]
-        # As many tokens stay in each row as are new: its newest of before and the accepted drafts.
+        # Each row keeps as many tokens as are new: its newest of before and accepted drafts.
         rows, steps = zip(*[(row, i) for row, tokens in enumerate(new) for i in range(len(tokens))])
         places = [starts[row] + i for row, i in zip(rows, steps)]
         self.append_verified(ids[rows, steps].tolist(), list(rows), places, hidden[rows, steps][None])
         return new
 
 class Lookup:
-    """Prompt lookup (Saxena 2023): the draft is what followed the last few tokens where they occurred before. It wraps
-    a drafter's state, which is asked only where nothing is found, or stands alone."""
+    """Prompt lookup (Saxena 2023): the draft is what followed the last few tokens where they occurred before. If
+    nothing is found it asks the drafter, where there is one."""
 
-    def __init__(self, state: DraftState | None = None):
+    def __init__(self, state: DraftState | None):
         self.state, self.history = state, []
-        self.sizes = (3,) if state else (3, 2, 1)  # how many last tokens to look for, one after the other
+        self.sizes = (3,) if state else (3, 2, 1)  # of last tokens to look for
 
     def append_verified(self, memory: Memory) -> None:
         self.history += memory.tokens
@@ -233,16 +228,17 @@ class Lookup:
 
 # --- Client and server: the drafter here, the target there (paper, section 5) ---
 #
-# A connection opens with the server's greeting, the hash of its drafter. Then the client asks:
-#     read {a GenerationConfig} + tokens        the text so far: next token and memory, a reply a piece
-#     verify {drafts, parents} + q              what of the draft is accepted, next token and memory
-#     generate {a GenerationConfig} + tokens    plain use of an API: the target's own tokens, one a reply
+# The server greets with the hash of its drafter. Then the client asks, with tensors after the +:
+#     read {a GenerationConfig} + tokens      the text so far: next token and memory, a reply a piece
+#     verify {drafts, parents} + q            what of the draft is accepted, next token and memory
+#     generate {a GenerationConfig} + tokens  plain use of an API: the target's own tokens, one a reply
 
-SECRET = "MOA_SECRET"  # the environment variable that holds it
+SECRET = "MOA_SECRET"  # an environment variable
 MAX_DRAFTS = 64
-OFFLINE_TOKENS = 8  # that the drafter writes alone before it tries again to reach the server
-INITIAL_BACKOFF = 0.5  # seconds between two attempts to reconnect; doubles, to half a minute at most
+OFFLINE_TOKENS = 8  # written by the drafter alone between two attempts to reconnect
+INITIAL_BACKOFF = 0.5  # seconds between them, at least; doubles, up to 30
 Tensors = dict[str, Tensor]
+Replies = Iterator[tuple[dict, Tensors]]
 
 def quantize_memory(memory: Memory) -> Tensors:
     """A memory as it crosses the network: int8 (..., 2, D), with a float16 scale (..., 2, 1) for each key and value."""
@@ -253,50 +249,50 @@ def quantize_memory(memory: Memory) -> Tensors:
         tensors[name], tensors[name + "_scale"] = (x / scale).round().clamp(-127, 127).to(torch.int8).cpu(), scale.cpu()
     return tensors
 
-def dequantize_memory(count: int, tensors: Tensors, state: DraftState) -> list[Tensor]:
-    """cross_kv and reused_kv of `count` tokens. Raises LookupError, RuntimeError or ValueError: other shapes, NaN."""
+def parse_reply(fields: dict, tensors: Tensors, count: int, state: DraftState) -> tuple[int, list[Tensor]]:
+    """The next token; cross_kv and reused_kv of `count` tokens. Raises LookupError, RuntimeError or ValueError."""
+    c = state.drafter.target.config
+    token, memory = check_int(fields["token"], 0, c.vocab_size - 1), []
     cross, reused = state.cross_cache.kv[0, :, :, :count], state.reused_cache.kv[:, :, :, :count]  # for their shapes
     if not state.drafter.config.use_cross_attention:
-        cross = cross.new_empty(1, count, state.drafter.target.config.hidden_size)
-    memory = []
+        cross = cross.new_empty(1, count, c.hidden_size)
     for name, like in (("cross", cross), ("reused", reused)):
         shape = *like.shape[:-1], 2, like.shape[-1] // 2
         x = tensors[name].view(shape).float() * tensors[name + "_scale"].view(*shape[:-1], 1).float()
         if not x.isfinite().all():
             raise ValueError(f"{name} holds NaN")
         memory.append(x.flatten(-2).to(like))
-    return memory
+    return token, memory
 
 def text_request(call: str, text: list[int], config: GenerationConfig) -> tuple[dict, Tensors]:
     fields = {"call": call, **vars(config), "stop_ids": sorted(config.stop_ids)}
     return fields, {"tokens": torch.tensor(text, dtype=torch.int32)}
 
 class RemoteTarget:
-    """The target of one conversation, on a server. It is asked what a LocalTarget is asked, in one of three states:
+    """The target of one conversation, on a server, in one of three states:
 
-    connected      a draft goes up, the server's result comes down
-    offline        the drafter writes a chain alone, unverified, for as long as no new connection can be made
-    reconnecting   over a new connection the server reads all text so far, what was written offline included
+    connected: a draft goes up, the server's result comes down
+    offline: the drafter writes a chain alone, unverified, for as long as no new connection can be made
+    reconnecting: over a new connection the server reads all text so far, what was written offline included
     """
 
     def __init__(self, channel: Channel, state: DraftState, config: GenerationConfig):
         self.channel, self.state, self.config = channel, state, config
-        self.text: list[int] = []  # prompt and answer
         self.disconnected = ""  # or the reason of the first outage
-        self.retry_at, self.backoff = 0.0, INITIAL_BACKOFF  # the earliest next attempt to reconnect, the pause after it
+        self.retry_at, self.backoff = 0.0, INITIAL_BACKOFF  # when to reconnect at the earliest
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
-        """Raises InputError if there is no server, or it is lost twice: without any memory the drafter cannot go on."""
-        self.text, self.end = list(prompt), len(prompt) + self.config.max_new_tokens
+        """Raises InputError if the server is not there, twice: the drafter needs a memory."""
+        self.text, self.end = list(prompt), len(prompt) + self.config.max_new_tokens  # with the answer
         try:
             return self.reconnect()
         except ConnectionLost:
-            time.sleep(self.backoff)
+            sleep(self.backoff)
         with input_errors("the server was lost before its first token", ConnectionLost):
             return self.reconnect()
 
     def verify(self, draft: Draft) -> VerifyResult:
-        began = time.perf_counter()
+        began = perf_counter()
         try:
             result = self.verify_remote(draft)
         except ConnectionLost as error:
@@ -305,32 +301,32 @@ class RemoteTarget:
             except ConnectionLost:
                 self.disconnected = self.disconnected or str(error)
                 result = self.draft_offline(draft.token)
-        result.seconds = time.perf_counter() - began
+        result.seconds = perf_counter() - began
         return result
 
     def verify_remote(self, draft: Draft) -> VerifyResult:
         """Connected: the server's result. Raises ConnectionLost."""
-        def parse(fields: dict, tensors: Tensors) -> tuple[int, list[Tensor], list[int]]:
+        def parse(fields: dict, tensors: Tensors) -> tuple:
             accepted, child, node = [], draft.children(), -1
             for token in fields["accepted"]:
                 node = child[node, token]
                 accepted.append(draft.tokens[node])  # not the reply's own, which may be 9.0
-            return *self.parse(fields, tensors, 1 + len(accepted)), accepted
+            return *parse_reply(fields, tensors, 1 + len(accepted), self.state), accepted
 
         q = {}
-        if draft.q is not None:  # exact, as drafts are drawn from a quantised q
+        if draft.q is not None:  # exact: drafts are drawn from a quantised q
             q["ids"], q["weights"] = (x.cpu() for x in quantize_probabilities(draft.q))
         request = {"call": "verify", "drafts": draft.tokens, "parents": draft.parents}
         return self.result(*next(self.channel.request(request, q, parse)), len(draft.tokens))
 
     def reconnect(self) -> VerifyResult:
         """A new connection whose prompt is all text so far: the server's next token. Raises ConnectionLost."""
-        if time.monotonic() < self.retry_at:
-            raise ConnectionLost("too early to try again")
+        if monotonic() < self.retry_at:
+            raise ConnectionLost("too early")
         try:
             greeting = self.channel.connect()
         finally:
-            self.retry_at, self.backoff = time.monotonic() + self.backoff, min(2 * self.backoff, 30.0)
+            self.retry_at, self.backoff = monotonic() + self.backoff, min(2 * self.backoff, 30.0)
         if greeting.get("drafter") != self.state.drafter.checkpoint_hash:
             raise InputError("the server has another drafter; start both sides with the same --drafter")
         generator = self.state.sampling.generator
@@ -338,7 +334,7 @@ class RemoteTarget:
         config = replace(self.config, max_new_tokens=self.end - len(self.text), seed=seed)
         pieces = [len(self.text[a:a + PROMPT_CHUNK]) for a in range(0, len(self.text), PROMPT_CHUNK)]
         replies = self.channel.request(*text_request("read", self.text, config),
-                                       lambda fields, tensors: self.parse(fields, tensors, pieces.pop(0)))
+                                       lambda *reply: parse_reply(*reply, pieces.pop(0), self.state))
         tokens, memories = zip(*replies)
         if pieces:
             self.channel.close()
@@ -347,35 +343,25 @@ class RemoteTarget:
         memory = [torch.cat(x, dim=-2)[..., self.state.verified[0]:, :] for x in zip(*memories)]
         return self.result(tokens[-1], memory, [])
 
-    def parse(self, fields: dict, tensors: Tensors, count: int) -> tuple[int, list[Tensor]]:
-        """Of a reply: the next token, and the memory of `count` before it."""
-        token = check_int(fields["token"], 0, self.state.drafter.target.config.vocab_size - 1)
-        return token, dequantize_memory(count, tensors, self.state)
-
     def result(self, token: int, memory: list[Tensor], accepted: list[int], drafted: int = 0) -> VerifyResult:
-        """What replies say. Verified is now all text before them, and what they accept."""
+        """Verified is now all text so far, and what is accepted."""
         start = self.state.verified[0]
         tokens = self.text[start:] + accepted
         self.text += accepted + [token]
-        self.channel.network.count_tokens(len(self.text) - self.end + self.config.max_new_tokens, time.monotonic())
-        places = list(range(start, start + len(tokens)))
-        return VerifyResult(accepted, token, Memory(tokens, places, *memory), drafted)
+        memory = Memory(tokens, list(range(start, start + len(tokens))), *memory)
+        return VerifyResult(accepted, token, memory, drafted)
 
     def draft_offline(self, token: int) -> VerifyResult:
-        """The drafter's own text."""
         tokens = self.state.draft_unverified(token, min(OFFLINE_TOKENS, self.end - len(self.text)))
         self.text += tokens
         return VerifyResult(tokens[:-1], tokens[-1], None)
 
 def call_api(channel: Channel, prompt: list[int], config: GenerationConfig) -> Iterator[int]:
-    """Plain use of an API: the server decodes alone and streams its tokens. Raises InputError when it is lost."""
+    """Plain use of an API: the server decodes alone. Raises InputError when it is lost."""
     with input_errors("the answer ends here", ConnectionLost):
         channel.connect()
-        tokens = channel.request(*text_request("generate", prompt, config),
-                                 lambda fields, _: check_int(fields["token"], 0, 2**31))
-        for count, token in enumerate(tokens, 1):
-            channel.network.count_tokens(count, time.monotonic())
-            yield token
+        yield from channel.request(*text_request("generate", prompt, config),
+                                   lambda fields, _: check_int(fields["token"], 0, 2**31))
 
 class TargetSession:
     """The server's side of one client, a session of MessageServer. All models' work is done in turn by one worker
@@ -384,10 +370,10 @@ class TargetSession:
     def __init__(self, model: Llama, drafter: Drafter, worker: ThreadPoolExecutor):
         self.model, self.drafter, self.worker = model, drafter, worker
         self.target: LocalTarget | None = None
-        self.token = 0  # the newest, which drafts follow
+        self.token = 0  # which drafts follow
         self.greeting = {"drafter": drafter.checkpoint_hash}
 
-    def answer(self, fields: dict, tensors: Tensors) -> Iterator[tuple[dict, Tensors]]:
+    def answer(self, fields: dict, tensors: Tensors) -> Replies:
         return {"read": self.read, "verify": self.verify, "generate": self.generate}[fields["call"]](fields, tensors)
 
     def work(self, function: Callable, *arguments):
@@ -400,24 +386,23 @@ class TargetSession:
         return self.worker.submit(in_turn).result()
 
     def ask_target(self, call: Callable, request) -> tuple[VerifyResult, Tensors]:
-        """Its result, and the memory as it is sent."""
         result = call(request)
         self.token = result.token
         return result, quantize_memory(result.memory)
 
     def parse_text(self, fields: dict, tensors: Tensors) -> tuple[list[int], GenerationConfig]:
-        """A text, and how to go on after it: they fit the context. Raises what MessageServer takes for malformed."""
+        """A text and how to go on after it, within the context."""
         context = self.model.config.max_position_embeddings
         tokens = check_ids(tensors["tokens"], self.model.config.vocab_size)
         count = check_int(fields["max_new_tokens"], 1, context - check_int(len(tokens), 1, context))
         temperature, top_p = float(fields["temperature"]), float(fields["top_p"])
         if not 0 <= temperature <= 100 or not 0 < top_p <= 1:
             raise ValueError(f"invalid sampling: temperature {temperature}, top-p {top_p}")
-        seed, stop_ids = check_int(fields["seed"], 0, 2**63 - 1), frozenset(fields["stop_ids"])
-        return tokens, GenerationConfig(count, temperature, top_p, seed, stop_ids)
+        seed = check_int(fields["seed"], 0, 2**63 - 1)
+        return tokens, GenerationConfig(count, temperature, top_p, seed, frozenset(fields["stop_ids"]))
 
-    def read(self, fields: dict, tensors: Tensors) -> Iterator[tuple[dict, Tensors]]:
-        """Take tokens as the text so far; their memory goes back in pieces, while the next is worked on."""
+    def read(self, fields: dict, tensors: Tensors) -> Replies:
+        """The text so far. Its memory goes back in pieces, while the next is worked on."""
         tokens, config = self.parse_text(fields, tensors)
         capacity = len(tokens) + config.max_new_tokens + 1 + MAX_DRAFTS
         self.target = LocalTarget(self.model, self.drafter, capacity, config.sampling(self.model.device))
@@ -425,7 +410,7 @@ class TargetSession:
             result, memory = self.work(self.ask_target, self.target.prefill, tokens[a:a + PROMPT_CHUNK])
             yield {"token": result.token, "more": a + PROMPT_CHUNK < len(tokens)}, memory
 
-    def verify(self, fields: dict, tensors: Tensors) -> Iterator[tuple[dict, Tensors]]:
+    def verify(self, fields: dict, tensors: Tensors) -> Replies:
         vocab_size, q = self.model.config.vocab_size, None
         drafts = [check_int(token, 0, vocab_size - 1) for token in fields["drafts"]]
         parents = [check_int(parent, -1, i - 1) for i, parent in enumerate(fields["parents"])]
@@ -443,58 +428,54 @@ class TargetSession:
         result, memory = self.work(self.ask_target, self.target.verify, Draft(self.token, drafts, parents, q))
         yield {"accepted": result.accepted, "token": result.token}, memory
 
-    def generate(self, fields: dict, tensors: Tensors) -> Iterator[tuple[dict, Tensors]]:
-        """The target's own tokens, one a reply."""
+    def generate(self, fields: dict, tensors: Tensors) -> Replies:
         tokens, config = self.parse_text(fields, tensors)
-        stream = generate(self.model, tokens, config)
-        for left in reversed(range(config.max_new_tokens)):
-            token = self.work(next, stream)
+        stream, left, more = generate(self.model, tokens, config), config.max_new_tokens, True
+        while more:
+            token, left = self.work(next, stream), left - 1
             more = left > 0 and token not in config.stop_ids
             yield {"token": token, "more": more}, {}
-            if not more:
-                return
 
 def check_int(value: object, low: int, high: int) -> int:
-    """The value, if it is an int within [low, high]. Raises ValueError."""
+    """The value, an int within [low, high]. Raises ValueError."""
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"invalid value {value!r:.40}: expected an int from {low} to {high}")
     return value
 
 def check_ids(tensor: Tensor, end: int) -> list[int]:
-    """The values of an int32 vector, if all are within [0, end). Raises ValueError."""
+    """The values of an int32 vector, within [0, end). Raises ValueError."""
     if tensor.dtype != torch.int32 or tensor.dim() != 1:
-        raise ValueError(f"expected an int32 vector, not {tensor.dtype} {list(tensor.shape)}")
+        raise ValueError("expected an int32 vector")
     return [check_int(value, 0, end - 1) for value in tensor.tolist()]
 
-def serve(args: argparse.Namespace, announce: Callable[[tuple[str, int]], None]) -> None:
-    """Serve until SIGTERM. `announce` is told the address once the server listens."""
+def serve(args: Namespace, announce: Callable) -> None:
+    """Serve until SIGTERM. `announce` is told the address."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     model, drafter, _ = load_models(args)
     with ThreadPoolExecutor(1) as worker:
-        new_session = partial(TargetSession, model, drafter, worker)
-        limit = (1 << 20) + 4 * model.config.max_position_embeddings  # bytes of a request: text and a draft's q
         with input_errors("cannot serve at {}:{}".format(*args.serve), OSError, ValueError):
-            server = MessageServer(args.serve, os.environ.get(SECRET, ""), new_session, limit)
+            new_session = partial(TargetSession, model, drafter, worker)
+            server = MessageServer(args.serve, os.environ.get(SECRET, ""), new_session)
         with server:
             announce(server.server_address)
             server.serve_forever()
 
-def serve_parent(args: argparse.Namespace, pipe) -> None:
-    """Serve until the process that started this one ends, however it ends."""
+def serve_parent(args: Namespace, pipe) -> None:
+    """Serve until the parent ends, however it ends."""
     def end_with_parent() -> None:
-        multiprocessing.parent_process().join()
+        parent_process().join()
         os._exit(0)
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    Thread(target=end_with_parent, daemon=True).start()
     run_command(lambda: serve(args, pipe.send))
 
-def start_server(args: argparse.Namespace) -> tuple[str, int]:
+def start_server(args: Namespace) -> tuple[str, int]:
     """A server in a process of our own: its address."""
-    os.environ.setdefault(SECRET, secrets.token_hex(16))
-    torch.set_num_threads(max(1, torch.get_num_threads() // 4))  # the server works on the same cores
-    context = multiprocessing.get_context("spawn")
+    os.environ.setdefault(SECRET, os.urandom(16).hex())
+    torch.set_num_threads(max(1, torch.get_num_threads() // 4))  # the server needs cores too
+    context = get_context("spawn")
     pipe, its_pipe = context.Pipe()
-    its_args = argparse.Namespace(**{**vars(args), "serve": ("127.0.0.1", 0), "remote": None})
+    its_args = Namespace(**vars(args) | {"serve": ("127.0.0.1", 0), "remote": None})
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the server inherits
     context.Process(target=serve_parent, args=(its_args, its_pipe), daemon=True).start()  # terminated at exit
     signal.signal(signal.SIGINT, on_interrupt)
@@ -504,39 +485,41 @@ def start_server(args: argparse.Namespace) -> tuple[str, int]:
 
 
 # --- One generation, by any method ---
-class Origin(IntEnum):
-    """Whose a token is."""
+class Origin(Enum):
+    """Whose a token is, and how --show prints it."""
 
-    TARGET = 0
-    DRAFT = 1  # and the target accepted it
-    UNVERIFIED = 2
+    TARGET = "{}"
+    DRAFT = "\033[32m{}\033[0m"  # accepted
+    UNVERIFIED = "\033[33m{}\033[0m"  # yellow
 
 @dataclass
 class Generation:
-    """The tokens of one answer, and what they cost."""
+    """One answer, and what it cost."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     seconds: float = 0.0
     stats: Counter = field(default_factory=lambda: Counter(
-        target_calls=0, drafted=0, draft_seconds=0.0, verify_seconds=0.0, unverified_tokens=0))
+        target_calls=0, drafted=0, draft_seconds=0.0, verify_seconds=0.0))
     disconnected: str = ""  # or why the server was out of reach
 
     def record(self, tokens: list[int], result: VerifyResult, cycle_seconds: float) -> None:
-        """Add one cycle of the loop; the first is the prompt's."""
-        origins = ([Origin.DRAFT] * len(result.accepted) + [Origin.TARGET])[:len(tokens)]
+        """Add a cycle of the loop. The first, the prompt's, does not count."""
+        origins = [Origin.DRAFT] * len(result.accepted) + [Origin.TARGET]
         if result.memory is None:
             origins = [Origin.UNVERIFIED] * len(tokens)
         if self.tokens:
             self.stats.update(target_calls=result.memory is not None, drafted=result.drafted,
-                              draft_seconds=cycle_seconds - result.seconds, verify_seconds=result.seconds,
-                              unverified_tokens=origins.count(Origin.UNVERIFIED))
+                              draft_seconds=cycle_seconds - result.seconds, verify_seconds=result.seconds)
         self.tokens += tokens
-        self.origins += origins
+        self.origins += origins[:len(tokens)]
+
+    def unverified(self) -> int:
+        return self.origins.count(Origin.UNVERIFIED)
 
     def acceptance_length(self) -> float:
-        return (len(self.tokens) - 1 - self.stats["unverified_tokens"]) / max(1, self.stats["target_calls"])
+        return (len(self.tokens) - 1 - self.unverified()) / max(1, self.stats["target_calls"])
 
 @torch.inference_mode()
 def answer(model: Llama, drafter: Drafter | None, prompt: list[int], config: GenerationConfig,
@@ -546,7 +529,7 @@ def answer(model: Llama, drafter: Drafter | None, prompt: list[int], config: Gen
 
     tree None: by the target alone; else with drafts, by lookup where there is no drafter. channel: to the server that
     has the target, of which `model` is then a part. Raises InputError if it was never there."""
-    generation, start, target = Generation(prompt), time.perf_counter(), None
+    g, start, target = Generation(prompt), perf_counter(), None
     if tree is None:
         stream = call_api(channel, prompt, config) if channel else generate(model, prompt, config)
         cycles = (([token], VerifyResult([], token, Memory([], [], None, None))) for token in stream)
@@ -558,26 +541,28 @@ def answer(model: Llama, drafter: Drafter | None, prompt: list[int], config: Gen
         cycles = speculate(target, Lookup(state) if lookup else state, prompt, config, tree)
     since = start
     for tokens, result in cycles:
-        generation.record(tokens, result, time.perf_counter() - since)
-        for token, origin in zip(tokens, generation.origins[-len(tokens):]):
+        g.record(tokens, result, perf_counter() - since)
+        if channel:
+            channel.network.count_tokens(len(g.tokens), monotonic())
+        for token, origin in zip(tokens, g.origins[-len(tokens):]):
             emit(token, origin)
-        since = time.perf_counter()
-    generation.seconds = since - start
+        since = perf_counter()
+    g.seconds = since - start
     if tree is None:
-        generation.stats["verify_seconds"], generation.stats["draft_seconds"] = generation.seconds, 0.0
+        g.stats["verify_seconds"], g.stats["draft_seconds"] = g.seconds, 0.0
     if channel:
         channel.close()
         for name in ("bytes_up", "bytes_down", "round_trips", "network_seconds"):
-            generation.stats[name] = getattr(channel, name)
-        generation.disconnected = target.disconnected if target else ""
-    return generation
+            g.stats[name] = getattr(channel, name)
+        g.disconnected = getattr(target, "disconnected", "")
+    return g
 
 
-# --- The benchmark: its methods are functions of a prompt and a config to a Generation ---
-Prompts = list[tuple[str, list[str]]]  # each a category and the user's turns
+# --- The benchmark: a method makes a Generation of a prompt and a config ---
+Prompts = list[tuple[str, list[str]]]
 
 def read_prompts(path: Path) -> Prompts:
-    """The lines of a prompt set. Raises InputError."""
+    """(category, turns) of each line. Raises InputError."""
     prompts = []
     with input_errors(f"{path}: cannot be read", OSError, UnicodeDecodeError):
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -598,16 +583,15 @@ def read_prompts(path: Path) -> Prompts:
 
 def local_methods(alone: Llama, model: Llama, drafter: Drafter, chain: TreeConfig,
                   tree: TreeConfig) -> dict[str, Callable]:
-    """The target alone; chains; trees; lookup, which needs no drafter; and trees with lookup."""
-    return {"target": partial(answer, alone, None, tree=None), "chain": partial(answer, model, drafter, tree=chain),
-            "tree": partial(answer, model, drafter, tree=tree),
-            "lookup": partial(answer, model, None, tree=chain, lookup=True),
-            "tree+lookup": partial(answer, model, drafter, tree=tree, lookup=True)}
+    """What is measured on one machine."""
+    ours = partial(answer, model, drafter)
+    return {"target": partial(answer, alone, None, tree=None), "chain": partial(ours, tree=chain),
+            "tree": partial(ours, tree=tree), "lookup": partial(answer, model, None, tree=chain, lookup=True),
+            "tree+lookup": partial(ours, tree=tree, lookup=True)}
 
 def remote_methods(model: Llama, drafter: Drafter, tree: TreeConfig, links: dict[str, Link],
                    channel: Callable[..., Channel]) -> dict[str, Callable]:
-    """For each network: plain use of an API; ours, without and with lookup; and ours with the network down after a
-    quarter of the tokens."""
+    """What is measured on each network. "disconnected": it goes down after a quarter of the tokens."""
     def run(link, tree, lookup, outage, prompt, config) -> Generation:
         outage_after = config.max_new_tokens // 4 if outage else math.inf
         return answer(model, drafter, prompt, config, tree, lookup, channel(link, config.seed, outage_after))
@@ -616,17 +600,12 @@ def remote_methods(model: Llama, drafter: Drafter, tree: TreeConfig, links: dict
              "disconnected": (tree, False, True)}
     return {f"{kind}:{name}": partial(run, link, *how) for name, link in links.items() for kind, how in kinds.items()}
 
-def base_of(name: str) -> str:
-    """The method that one is compared with: the target alone, by itself or behind an API on the same network."""
-    return "api:" + name.partition(":")[2] if ":" in name else "target"
-
 def bench(model: Llama, methods: dict[str, Callable], tokenizer: Tokenizer, prompts: Prompts,
           config: GenerationConfig) -> list[dict]:
     """Every prompt by every method, in turn, after a warm-up. Rows by category, then overall."""
-    runs: dict[str, list[dict[str, Generation]]] = {}
-    base = next(iter(methods))
-    for index, (category, turns) in enumerate(tqdm(prompts[:1] + prompts, unit=" prompts")):
-        messages: list[dict] = []
+    runs, base = {}, next(iter(methods))  # by category, for each turn: method: Generation
+    for index, (category, turns) in enumerate(tqdm(prompts[:1] + prompts)):
+        messages = []
         for turn in turns:
             messages.append({"role": "user", "content": turn})
             prompt, results = tokenizer.chat(messages), {}
@@ -635,49 +614,48 @@ def bench(model: Llama, methods: dict[str, Callable], tokenizer: Tokenizer, prom
             except InputError as error:
                 tqdm.write(f"{turn[:40]!r} is left out: {error}", file=sys.stderr)
                 break
-            for name in random.Random(index).sample(list(methods), len(methods)):
+            for name in Random(index).sample(list(methods), len(methods)):
                 results[name] = methods[name](prompt, replace(config, max_new_tokens=count))
             messages.append({"role": "assistant", "content": tokenizer.decode(results[base].tokens)})
             if index > 0:  # the first was the warm-up
                 runs.setdefault(category, []).append(results)
     if not runs:
         raise InputError("no prompt fits the model's context")
-    everything = {**runs, "overall": [results for category in runs.values() for results in category]}
-    return [summarize(model, category, name, results) for category, results in everything.items() for name in methods]
+    runs["overall"] = [results for category in runs.values() for results in category]
+    return [summarize(model, category, name, results) for category, results in runs.items() for name in methods]
 
 def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Generation]]) -> dict:
-    """One row of the benchmark: totals of a method over a category's prompts, and the quartiles over prompts."""
-    def rate(generations: list[Generation]) -> float:
-        return sum(len(g.tokens) for g in generations) / sum(g.seconds for g in generations)
+    """A method's totals over a category's prompts, and quartiles over prompts."""
+    def rate(answers: list[Generation]) -> float:
+        return sum(len(g.tokens) for g in answers) / sum(g.seconds for g in answers)
 
-    ours, bases = [results[name] for results in runs], [results[base_of(name)] for results in runs]
-    total = {key: sum(g.stats[key] for g in ours) for key in ours[0].stats}
+    base = "api:" + name.partition(":")[2] if ":" in name else "target"  # on the same network, or here
+    ours, bases = [results[name] for results in runs], [results[base] for results in runs]
+    total = sum((g.stats for g in ours), Counter())
     new_tokens, seconds = sum(len(g.tokens) for g in ours), sum(g.seconds for g in ours)
-    verified, calls = new_tokens - total["unverified_tokens"], max(1, total["target_calls"])
-    speedups = torch.tensor([rate([g]) / rate([base]) for g, base in zip(ours, bases)])
+    verified, calls = new_tokens - sum(g.unverified() for g in ours), max(1, total["target_calls"])
+    speedups = torch.tensor([rate([g]) / rate([b]) for g, b in zip(ours, bases)])
     row = {"category": category, "method": name, "tokens_per_second": rate(ours), "speedup": rate(ours) / rate(bases),
            "speedup_quartiles": speedups.quantile(torch.tensor([0.25, 0.75])).tolist(),
            "acceptance_length": (verified - len(ours)) / calls, "target_calls": total["target_calls"],
            "new_tokens": new_tokens, "drafted_per_call": total["drafted"] / calls,
            "draft_share": total["draft_seconds"] / seconds, "verify_share": total["verify_seconds"] / seconds,
-           "identical": sum(g.tokens == base.tokens for g, base in zip(ours, bases)) / len(runs)}
+           "identical": sum(g.tokens == b.tokens for g, b in zip(ours, bases)) / len(runs)}
     if ":" in name:
         row |= {f"{key}_per_token": total[key] / verified for key in ("round_trips", "bytes_up", "bytes_down")}
-    return row | (offline_quality(model, ours, bases) if total["unverified_tokens"] else {})
+    return row | (offline_quality(model, ours, bases) if verified < new_tokens else {})
 
 @torch.inference_mode()
 def offline_quality(model: Llama, ours: list[Generation], bases: list[Generation]) -> dict:
-    """Of the text written offline: the share that the target has at the same place, the target's perplexity."""
+    """Of the text written offline: the share that the target has there, its perplexity."""
     agreed, nll = [], []
     for g, base in zip(ours, bases):
-        start, ids = len(g.prompt), torch.tensor([g.prompt + g.tokens], device=model.device)
-        logits = model(ids[:, :-1])[0, start - 1:].float()  # (T, V)
-        losses = F.cross_entropy(logits, ids[0, start:], reduction="none").tolist()
+        ids = torch.tensor([g.prompt + g.tokens[:-1]], device=model.device)
+        log_p = model(ids)[0, len(g.prompt) - 1:].float().log_softmax(-1)  # (T, V)
         alone = [i for i, origin in enumerate(g.origins) if origin == Origin.UNVERIFIED]
         agreed += [g.tokens[i:i + 1] == base.tokens[i:i + 1] for i in alone]
-        nll += [losses[i] for i in alone]
-    return {"unverified_tokens": len(nll), "agreement": statistics.fmean(agreed),
-            "perplexity": math.exp(statistics.fmean(nll))}
+        nll += [-log_p[i, g.tokens[i]].item() for i in alone]
+    return {"unverified_tokens": len(nll), "agreement": fmean(agreed), "perplexity": math.exp(fmean(nll))}
 
 @torch.inference_mode()
 def bench_batch(model: Llama, drafter: Drafter, tokenizer: Tokenizer, prompts: Prompts, config: GenerationConfig,
@@ -687,19 +665,21 @@ def bench_batch(model: Llama, drafter: Drafter, tokenizer: Tokenizer, prompts: P
         raise InputError("--batch drafts for many conversations with cross-attention only; this drafter has none")
     requests = [(index, tokenizer.chat([{"role": "user", "content": turns[0]}]), config)
                 for index, (_, turns) in enumerate(prompts)]
+    if not drafter.config.use_cross_attention:
+        raise InputError("--batch needs a drafter with cross-attention")
     capacity = max(len(prompt) for _, prompt, _ in requests) + config.max_new_tokens
     if capacity > model.config.max_position_embeddings:
-        raise InputError(f"a prompt and its answer need {capacity} tokens, more than the model's context")
+        raise InputError(f"a prompt with its answer needs a context of {capacity} tokens")
     alone = [list(generate(model, prompt, config)) for _, prompt, _ in requests]
     rows = []
-    for size in tqdm(batches, unit=" batch sizes"):
+    for size in tqdm(batches):
         rates = []
         for name, batch in (("target", Batch(model, size, capacity)),
                             ("chain", ChainBatch(model, drafter, size, capacity, K))):
-            waiting, start = iter(requests), time.perf_counter()
+            waiting, start = iter(requests), perf_counter()
             ended = list(batch.run(lambda: next(waiting, None)))
             count, calls = sum(len(c.tokens) for c in ended), sum(c.target_calls for c in ended)
-            rates.append(count / (time.perf_counter() - start))
+            rates.append(count / (perf_counter() - start))
             rows.append({"category": "overall", "method": name, "batch": size, "tokens_per_second": rates[-1],
                          "speedup": rates[-1] / rates[0], "acceptance_length": (count - len(ended)) / max(1, calls),
                          "identical": sum(c.tokens == alone[c.key] for c in ended) / len(ended)})
@@ -707,69 +687,68 @@ def bench_batch(model: Llama, drafter: Drafter, tokenizer: Tokenizer, prompts: P
 
 def print_table(rows: list[dict]) -> None:
     left_out = ("category", "method", "speedup_quartiles", "target_calls", "new_tokens", "drafted_per_call")
-    columns = [key for key in dict.fromkeys(itertools.chain(*rows)) if key not in left_out]
+    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in left_out]
     print(f"{'category':<14} {'method':<17}", *columns)
     for row in rows:
-        cells = (f"{row[key]:>{len(key)}.2f}" if key in row else " " * len(key) for key in columns)
-        print(f"{row['category']:<14} {row['method']:<17}", *cells)
+        print(f"{row['category']:<14} {row['method']:<17}",
+              *(f"{row[key]:{len(key)}.2f}" if key in row else " " * len(key) for key in columns))
 
-def faster_alone(args: argparse.Namespace, packed: Llama) -> Llama:
-    """The target as it decodes fastest by itself: packed or, on some CPUs, with its weights as they are."""
+def faster_alone(args: Namespace, packed: Llama) -> Llama:
+    """The target as it decodes fastest by itself: packed or, on some CPUs, not."""
     def seconds(model: Llama) -> float:
-        times = [time.perf_counter() for _ in generate(model, [0], GenerationConfig(17))]
-        return statistics.median(b - a for a, b in itertools.pairwise(times))
+        times = [perf_counter() for _ in generate(model, [0], GenerationConfig(17))]
+        return median(b - a for a, b in zip(times, times[1:]))
 
     return packed if packed.head.packed is None else min((packed, load_target(args)[0]), key=seconds)
 
 
 # --- Command line ---
-COLOURS = {Origin.TARGET: "{}", Origin.DRAFT: "\033[32m{}\033[0m", Origin.UNVERIFIED: "\033[33m{}\033[0m"}
 OWN_SERVER = ("", 0)
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments() -> Namespace:
     parser = Parser(description="Generate with a drafter: the target's own text, sooner.")
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--prompt")
     task.add_argument("--bench", type=Path, nargs="?", const=PROMPTS, metavar="FILE",
-                      help="measure all methods on a .jsonl file of prompts (default: a few of our own)")
+                      help="measure all methods on a .jsonl file of prompts (default: ours)")
     task.add_argument("--serve", type=address, metavar="HOST:PORT", help="be the server for --remote, until SIGTERM")
     parser.add_argument("--batch", type=positive_int, nargs="+", metavar="ROWS",
-                        help="--bench: instead, the target and chains with so many conversations at a time")
+                        help="with --bench: chains only, for so many conversations at a time")
     add_model_arguments(parser)
-    parser.add_argument("--drafter", metavar="DIR", help="default: the one shipped for the default model")
+    parser.add_argument("--drafter", metavar="DIR", help="default: shipped for the default model")
     parser.add_argument("--draft-length", type=number(int, 1, MAX_DRAFTS), metavar="K",
                         help="draft chains of K tokens instead of trees")
     for name, least in (("depth", 1), ("top_k", 2), ("total_tokens", 1)):
         parser.add_argument("--" + name.replace("_", "-"), type=number(int, least, MAX_DRAFTS),
                             help=f"of a tree (default: {vars(TREE)[name]}, remote {vars(REMOTE_TREE)[name]})")
-    parser.add_argument("--lookup", action="store_true",
-                        help="draft what followed the last three tokens before; ask the drafter elsewhere")
-    parser.add_argument("--no-speculation", action="store_true", help="the target alone")
-    parser.add_argument("--show", action="store_true", help="colour accepted drafts green, unverified text yellow")
+    for flag, text in (("--lookup", "draft what followed the last three tokens before; ask the drafter elsewhere"),
+                       ("--no-speculation", "the target alone"),
+                       ("--show", "colour accepted drafts green, unverified text yellow")):
+        parser.add_argument(flag, action="store_true", help=text)
     add_generation_arguments(parser)
-    add_remote_arguments(parser.add_argument_group("the target on a server"))
+    remote = parser.add_argument_group("the target on a server")
+    remote.add_argument("--remote", nargs="?", const=OWN_SERVER, type=address, metavar="HOST:PORT",
+                        help="there or in a process of our own")
+    add_link_arguments(remote)
+    remote.add_argument("--timeout", type=duration, help="for a reply (default: ten times the slowest)")
+    remote.add_argument("--disconnect-after", type=positive_int, default=math.inf, metavar="N",
+                        help="the network goes down when N tokens have come")
+    remote.add_argument("--disconnect-for", type=duration, default=math.inf, metavar="TIME",
+                        help="and is back after so long (default: never)")
     args = parser.parse_args()
     if args.bench and args.no_speculation:
-        raise InputError("--bench measures the target alone as well; leave out --no-speculation")
+        raise InputError("--bench measures the target alone, too: leave out --no-speculation")
+    if args.batch and (args.remote or not args.bench):
+        raise InputError("--batch goes with --bench, and not with --remote")
     args.chain = TreeConfig(args.draft_length) if args.draft_length else CHAIN
     args.tree = REMOTE_TREE if args.remote else TREE
     if sizes := {name: value for name, value in vars(args).items() if name in vars(TREE) and value}:
         args.tree = replace(args.tree, **sizes, min_confidence=0.0, min_probability=0.0)
     return args
 
-def add_remote_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--remote", nargs="?", const=OWN_SERVER, type=address, metavar="HOST:PORT",
-                       help="there or, by default, in a process that starts and ends with this one")
-    add_link_arguments(group)
-    group.add_argument("--timeout", type=duration, help="for a reply (default: ten times the slowest so far)")
-    group.add_argument("--disconnect-after", type=positive_int, default=math.inf, metavar="N",
-                       help="the network goes down when N tokens have come")
-    group.add_argument("--disconnect-for", type=duration, default=math.inf, metavar="TIME",
-                       help="and is back after so long (default: never)")
-
-def load_models(args: argparse.Namespace) -> tuple[Llama, Drafter | None, Tokenizer]:
-    """Target, drafter and tokenizer that the command line names, packed. Raises InputError. With --remote, of the
-    target only what the drafter needs, unless --bench is to evaluate text written offline."""
+def load_models(args: Namespace) -> tuple[Llama, Drafter | None, Tokenizer]:
+    """Target, drafter and tokenizer that the command line names, packed. A client's target has only the layers that
+    the drafter reuses, unless --bench is to evaluate text written offline."""
     folder, last, drafter = args.drafter or SHIPPED.get(args.model), None, None
     if args.no_speculation and not args.serve:
         folder = None
@@ -782,9 +761,9 @@ def load_models(args: argparse.Namespace) -> tuple[Llama, Drafter | None, Tokeni
         drafter = load_drafter(folder, model).to_bfloat16().pack()
     return model.pack(), drafter, tokenizer
 
-def run_prompt(args: argparse.Namespace, model: Llama, drafter: Drafter | None, tokenizer: Tokenizer,
+def run_prompt(args: Namespace, model: Llama, drafter: Drafter | None, tokenizer: Tokenizer,
                config: GenerationConfig, channel: Channel | None) -> None:
-    """One answer, as it comes, and what it cost."""
+    """One answer, as it comes."""
     prompt, stream = tokenizer.chat([{"role": "user", "content": args.prompt}]), tokenizer.stream()
     config = replace(config, max_new_tokens=answer_length(model, prompt, config.max_new_tokens))
     tree = None if args.no_speculation else args.chain if args.draft_length else args.tree
@@ -792,26 +771,24 @@ def run_prompt(args: argparse.Namespace, model: Llama, drafter: Drafter | None, 
     def emit(token: int, origin: Origin) -> None:
         text = stream(token)
         if not args.json:
-            print(COLOURS[origin].format(text) if args.show and text else text, end="", flush=True)
+            print(origin.value.format(text) if args.show and text else text, end="", flush=True)
 
     g = answer(model, drafter, prompt, config, tree, args.lookup, channel, emit)
-    unverified, left_out = g.stats["unverified_tokens"], ("drafted", "" if channel else "unverified_tokens")
-    stats = {name: value for name, value in g.stats.items() if name not in left_out}
+    stats = {name: value for name, value in g.stats.items() if name != "drafted"}
     if channel:
-        stats["disconnected"] = g.disconnected != ""
+        stats |= {"unverified_tokens": g.unverified(), "disconnected": g.disconnected != ""}
     report(tokenizer, g.tokens, g.seconds, args.json, acceptance_length=g.acceptance_length(), **stats)
-    if unverified:
-        print(f"the server was out of reach ({g.disconnected}): {unverified} of these tokens are the drafter's own",
+    if g.disconnected:
+        print(f"the server was out of reach ({g.disconnected}): {g.unverified()} of these tokens are the drafter's own",
               file=sys.stderr)
 
 def main() -> None:
     args = parse_arguments()
     if args.serve:
-        return serve(args, lambda address: print("{}:{}".format(*address), flush=True))
+        return serve(args, lambda address: print(*address, sep=":", flush=True))
     model, drafter, tokenizer = load_models(args)
     config = GenerationConfig(args.max_new_tokens, args.temperature, args.top_p, args.seed,
                               frozenset(tokenizer.stop_ids))
-    prompts = read_prompts(args.bench) if args.bench else []
     server = start_server(args) if args.remote == OWN_SERVER else args.remote
 
     def channel(link: Link, seed: int, outage_after: float = args.disconnect_after) -> Channel:
@@ -820,8 +797,9 @@ def main() -> None:
 
     links = links_of(args)
     if args.prompt is not None:
-        link = next(iter(links.values()), Link())
+        link, = links.values() or [Link()]
         return run_prompt(args, model, drafter, tokenizer, config, channel(link, args.seed) if server else None)
+    prompts = read_prompts(args.bench)
     if args.batch:
         rows = bench_batch(model, drafter, tokenizer, prompts, config, args.batch, args.draft_length or BATCH_DRAFTS)
     else:

@@ -31,7 +31,7 @@ from llama import GenerationConfig, InputError, Llama, generate, run_command
 from moa import PROMPT_CHUNK, Drafter, TreeConfig, start_drafting
 from netsim import DIGEST, NONCE, PROFILES, Channel, Link, MessageServer, Network, receive_message
 from speculate import (OFFLINE_TOKENS, Generation, LocalTarget, Origin, RemoteTarget, TargetSession, answer, bench,
-                       dequantize_memory, offline_quality, print_table, quantize_memory, remote_methods)
+                       offline_quality, parse_reply, print_table, quantize_memory, remote_methods)
 
 CHAIN, TREE = TreeConfig(4), TreeConfig(4, top_k=2, total_tokens=8)
 CONFIG = GenerationConfig(24)
@@ -103,7 +103,8 @@ def test_a_memory_in_8_bits_is_off_by_hardly_more_than_half_a_step_of_each_key_a
     target = new_target(16)
     drafter, cache = new_drafter(target, **choices), target.new_cache(9)
     memory = drafter.build_memory(PROMPT, cache, [0, 1, 2, 3], target.hidden(torch.tensor([PROMPT]), cache))
-    received = dequantize_memory(len(PROMPT), tensors := quantize_memory(memory), start_drafting(drafter, 9))
+    tensors = quantize_memory(memory)
+    _, received = parse_reply({"token": 0}, tensors, len(PROMPT), start_drafting(drafter, 9))
     assert {x.dtype for x in tensors.values()} == {torch.int8, torch.half}
     for sent, got in zip((memory.cross_kv, memory.reused_kv), received):
         step = sent.reshape(-1, 2, sent.shape[-1] // 2).abs().amax(-1, keepdim=True) / 127
@@ -120,12 +121,14 @@ def test_greedy_tokens_are_those_of_the_target_alone_over_every_network(choices,
     monkeypatch.setattr(netsim, "MIN_RETRANSMISSION", 0.002)
     links = [(link, 6, 0) for link in PROFILES.values()] + [(Link(0.001, 0.001, 1e7, 0.2), 24, n) for n in range(3)]
     ways = (CHAIN, False), (TREE, False), (TREE, True)
-    with serving_models(target, drafter) as server:
-        for (link, count, seed), (tree, lookup) in itertools.product(links, ways):
-            channel = channel_to(server, link, seed=seed)
-            result = answer(target, drafter, PROMPT, GenerationConfig(count), tree, lookup, channel)
+    with serving_models(target, drafter) as server, ThreadPoolExecutor(4) as clients:
+        def run(link: Link, count: int, seed: int, *how) -> None:
+            config, channel = GenerationConfig(count), channel_to(server, link, seed=seed)
+            result = answer(target, drafter, PROMPT, config, *how, channel)
             assert result.tokens == alone[:count] and not result.disconnected
             assert result.stats["round_trips"] == 1 + result.stats["target_calls"]
+        for done in [clients.submit(run, *link, *way) for link, way in itertools.product(links, ways)]:
+            done.result()
 
 
 @pytest.mark.parametrize("likeness, tree", [
@@ -216,7 +219,7 @@ def check(target: Llama, result: Generation, emitted: list[tuple[int, Origin]], 
     own = target(torch.tensor([PROMPT + tokens[:-1]]))[0, len(PROMPT) - 1:].argmax(-1).tolist()
     assert tokens == result.tokens and len(tokens) == count
     assert all(token == best for token, best, sure in zip(tokens, own, verified) if sure)
-    assert result.stats["unverified_tokens"] == verified.count(False)
+    assert result.unverified() == verified.count(False)
     assert bool(result.disconnected) == (False in verified)
     return verified
 
@@ -279,7 +282,7 @@ def test_a_server_that_is_lost_while_it_reads_the_prompt_is_asked_again(models, 
         session, *(request if len(reads) > 1 else ({}, {}))))  # the first time, that is malformed
     with serving_models(*models) as server:
         result = answer(*models, PROMPT, CONFIG, CHAIN, channel=channel_to(server))
-    assert len(reads) == 2 and result.tokens == target_alone(models[0], 24) and not result.stats["unverified_tokens"]
+    assert len(reads) == 2 and result.tokens == target_alone(models[0], 24) and not result.unverified()
 
 
 @pytest.mark.parametrize("fields, tensors", [
@@ -436,12 +439,14 @@ def test_thousands_of_malformed_frames_leave_the_server_serving(models, capsys):
 
 def test_the_command_line_gives_the_same_tokens_with_the_target_on_a_server(smollm2, monkeypatch, capsys):
     model, tokenizer = smollm2
-    alone = list(generate(model, tokenizer.chat([{"role": "user", "content": QUESTION[1]}]), CONFIG))
     monkeypatch.setenv("MOA_SECRET", "tulip")
-    with subprocess.Popen([sys.executable, ROOT / "speculate.py", "--serve", "127.0.0.1:0", "--device", "cpu"],
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+    command = [sys.executable, ROOT / "speculate.py", "--serve", "127.0.0.1:0", "--device", "cpu"]
+    with (subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server,
+          contextlib.ExitStack() as stack):
+        stack.callback(server.terminate)
+        alone = list(generate(model, tokenizer.chat([{"role": "user", "content": QUESTION[1]}]), CONFIG))
         address = server.stdout.readline().strip()
-        for more in (["--network", "4g"], ["--no-speculation"]):
+        for more in (["--network", "4g"], ["--network", "wan", "--no-speculation"]):
             arguments = ["--remote", address, "--json", "--max-new-tokens", "24", *QUESTION, *more]
             monkeypatch.setattr(sys, "argv", ["speculate.py", *arguments])
             run_command(speculate.main)
@@ -453,7 +458,7 @@ def test_the_command_line_gives_the_same_tokens_with_the_target_on_a_server(smol
 
 
 def test_the_command_line_finishes_its_answer_without_the_network():
-    done = run_script("speculate.py", "--remote", "--disconnect-after", 20, "--max-new-tokens", 40, "--show", *QUESTION)
+    done = run_script("speculate.py", "--remote", "--disconnect-after", 9, "--max-new-tokens", 20, "--show", *QUESTION)
     assert done.returncode == 0 and "\033[33m" in done.stdout and "the drafter's own" in done.stderr
 
 
@@ -463,18 +468,18 @@ def is_running(pid: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("end, status", [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_however_the_client_ends_its_own_server_ends_too(end, status):
+def test_however_a_client_ends_its_own_server_ends_too():
     command = [sys.executable, ROOT / "speculate.py", "--remote", "--max-new-tokens", "1000", *QUESTION]
-    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's & ignores it
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-                          preexec_fn=default) as client:
-        client.stdout.read(1)  # it is in the midst of its answer
-        children = Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text().split()
-        assert children and all(map(is_running, children))
-        os.killpg(client.pid, end) if end == signal.SIGINT else client.send_signal(end)  # Ctrl-C goes to both
-        assert client.wait(30) == status and client.stderr.read() == b""
-    wait_for(lambda: not any(map(is_running, children)))
+    start = partial(subprocess.Popen, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+                    preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL))  # a shell's & ignores it
+    with start() as interrupted, start() as killed:
+        for client, end, status in ((interrupted, signal.SIGINT, 130), (killed, signal.SIGKILL, -9)):
+            client.stdout.read(1)  # it is in the midst of its answer
+            children = Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text().split()
+            assert children and all(map(is_running, children))
+            os.killpg(client.pid, end) if end == signal.SIGINT else client.send_signal(end)  # Ctrl-C goes to both
+            assert client.wait(30) == status and client.stderr.read() == b""
+            wait_for(lambda: not any(map(is_running, children)))
 
 
 @pytest.mark.parametrize("arguments, complaint", [
@@ -489,6 +494,8 @@ def test_however_the_client_ends_its_own_server_ends_too(end, status):
     ([*HI, "127.0.0.1:9", "--no-speculation"], "no server at 127.0.0.1:9")], ids=str)
 def test_bad_input_ends_in_one_line_and_exit_status_2(arguments, complaint, impatient, monkeypatch, capsys, smollm2):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # a server's handler is not for this process
+    monkeypatch.setattr(speculate, "load_target", lambda *_: smollm2)
+    monkeypatch.setattr(Llama, "pack", lambda model: model)  # or it would be for all tests
     monkeypatch.delenv("MOA_SECRET", raising=False)
     monkeypatch.setattr(sys, "argv", ["speculate.py", "--device", "cpu", *arguments])
     with pytest.raises(SystemExit) as exit:
