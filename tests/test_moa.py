@@ -356,7 +356,8 @@ def test_many_conversations_draft_what_each_would_alone(target, N, temperature):
             texts[dropped] = texts[-1]
             texts.pop()
             for each in caches:
-                each.drop_row(dropped)
+                each.move_row(len(texts), dropped)
+                each.lengths.pop()
 
 
 def test_without_lsa_the_memory_is_a_function_of_the_last_hidden_state_only(target):

@@ -269,7 +269,8 @@ def in_batch(target: Llama, drafter: Drafter, rows: int, requests: list[tuple[li
 
 @pytest.mark.parametrize("choices", [{}, dict(target_layer_inference=1), dict(target_layer_inference=4, likeness=0.8)])
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
-def test_greedy_chains_in_a_batch_say_to_each_what_the_target_says_alone(rows, choices):
+def test_greedy_chains_in_a_batch_say_to_each_what_the_target_says_alone(rows, choices, monkeypatch):
+    monkeypatch.setattr("llama.GROUP", 2)
     target = new_target(16)
     long = [i * i % 13 for i in range(44)], GenerationConfig(20)  # fills the context, and with it the capacity
     requests = [(PROMPT, GenerationConfig(24)), ([7], GenerationConfig(1)), long, ([2, 9], GenerationConfig(9)),
