@@ -451,10 +451,10 @@ def check_ids(tensor: Tensor, end: int) -> list[int]:
 def serve(args: Namespace, announce: Callable) -> None:
     """Serve until SIGTERM. `announce` is told the address."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    model, drafter, _ = load_models(args)
+    model, drafters, _ = load_models(args)
     with ThreadPoolExecutor(1) as worker:
         with input_errors("cannot serve at {}:{}".format(*args.serve), OSError, ValueError):
-            new_session = partial(TargetSession, model, drafter, worker)
+            new_session = partial(TargetSession, model, next(iter(drafters.values())), worker)
             server = MessageServer(args.serve, os.environ.get(SECRET, ""), new_session)
         with server:
             announce(server.server_address)
@@ -581,13 +581,17 @@ def read_prompts(path: Path) -> Prompts:
         raise InputError(f"{path}: no prompts")
     return prompts
 
-def local_methods(alone: Llama, model: Llama, drafter: Drafter, chain: TreeConfig,
+def local_methods(alone: Llama, model: Llama, drafters: dict[str, Drafter], chain: TreeConfig,
                   tree: TreeConfig) -> dict[str, Callable]:
-    """What is measured on one machine."""
-    ours = partial(answer, model, drafter)
-    return {"target": partial(answer, alone, None, tree=None), "chain": partial(ours, tree=chain),
-            "tree": partial(ours, tree=tree), "lookup": partial(answer, model, None, tree=chain, lookup=True),
-            "tree+lookup": partial(ours, tree=tree, lookup=True)}
+    """What is measured on one machine: for several drafters, chains and trees of each."""
+    methods = {"target": partial(answer, alone, None, tree=None)}
+    for name, drafter in drafters.items():
+        suffix, ours = f" {name}" if len(drafters) > 1 else "", partial(answer, model, drafter)
+        methods |= {"chain" + suffix: partial(ours, tree=chain), "tree" + suffix: partial(ours, tree=tree)}
+    if len(drafters) == 1:
+        methods |= {"lookup": partial(answer, model, None, tree=chain, lookup=True),
+                    "tree+lookup": partial(ours, tree=tree, lookup=True)}
+    return methods
 
 def remote_methods(model: Llama, drafter: Drafter, tree: TreeConfig, links: dict[str, Link],
                    channel: Callable[..., Channel]) -> dict[str, Callable]:
@@ -661,8 +665,6 @@ def offline_quality(model: Llama, ours: list[Generation], bases: list[Generation
 def bench_batch(model: Llama, drafter: Drafter, tokenizer: Tokenizer, prompts: Prompts, config: GenerationConfig,
                 batches: list[int], K: int) -> list[dict]:
     """The first turns of all prompts by the target alone and by chains of K, so many conversations at a time."""
-    if not drafter.config.use_cross_attention:
-        raise InputError("--batch drafts for many conversations with cross-attention only; this drafter has none")
     requests = [(index, tokenizer.chat([{"role": "user", "content": turns[0]}]), config)
                 for index, (_, turns) in enumerate(prompts)]
     if not drafter.config.use_cross_attention:
@@ -715,7 +717,8 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--batch", type=positive_int, nargs="+", metavar="ROWS",
                         help="with --bench: chains only, for so many conversations at a time")
     add_model_arguments(parser)
-    parser.add_argument("--drafter", metavar="DIR", help="default: shipped for the default model")
+    parser.add_argument("--drafter", action="append", metavar="DIR",
+                        help="default: shipped for the default model; with --bench, any number of them")
     parser.add_argument("--draft-length", type=number(int, 1, MAX_DRAFTS), metavar="K",
                         help="draft chains of K tokens instead of trees")
     for name, least in (("depth", 1), ("top_k", 2), ("total_tokens", 1)):
@@ -746,20 +749,19 @@ def parse_arguments() -> Namespace:
         args.tree = replace(args.tree, **sizes, min_confidence=0.0, min_probability=0.0)
     return args
 
-def load_models(args: Namespace) -> tuple[Llama, Drafter | None, Tokenizer]:
-    """Target, drafter and tokenizer that the command line names, packed. A client's target has only the layers that
+def load_models(args: Namespace) -> tuple[Llama, dict[str, Drafter], Tokenizer]:
+    """Target, drafters and tokenizer that the command line names, packed. A client's target has only the layers that
     the drafter reuses, unless --bench is to evaluate text written offline."""
-    folder, last, drafter = args.drafter or SHIPPED.get(args.model), None, None
+    folders, last = args.drafter or list(filter(None, [SHIPPED.get(args.model)])), None
     if args.no_speculation and not args.serve:
-        folder = None
-    elif folder is None:
+        folders = []
+    elif not folders:
         raise InputError(f"no drafter is shipped for {args.model}: name one with --drafter, or add --no-speculation")
     if args.remote and not args.bench:
-        last = read_json(Path(folder) / "config.json").get("target_layer_inference", 0) if folder else 0
+        last = read_json(Path(folders[0]) / "config.json").get("target_layer_inference", 0) if folders else 0
     model, tokenizer = load_target(args, last if type(last) is int and last >= 0 else None)
-    if folder:  # before the target is packed
-        drafter = load_drafter(folder, model).to_bfloat16().pack()
-    return model.pack(), drafter, tokenizer
+    drafters = {str(folder): load_drafter(folder, model).to_bfloat16().pack() for folder in folders}
+    return model.pack(), drafters, tokenizer  # the target last: drafters copy rows of its LM head
 
 def run_prompt(args: Namespace, model: Llama, drafter: Drafter | None, tokenizer: Tokenizer,
                config: GenerationConfig, channel: Channel | None) -> None:
@@ -786,7 +788,8 @@ def main() -> None:
     args = parse_arguments()
     if args.serve:
         return serve(args, lambda address: print(*address, sep=":", flush=True))
-    model, drafter, tokenizer = load_models(args)
+    model, drafters, tokenizer = load_models(args)
+    drafter = next(iter(drafters.values()), None)
     config = GenerationConfig(args.max_new_tokens, args.temperature, args.top_p, args.seed,
                               frozenset(tokenizer.stop_ids))
     server = start_server(args) if args.remote == OWN_SERVER else args.remote
@@ -804,7 +807,7 @@ def main() -> None:
         rows = bench_batch(model, drafter, tokenizer, prompts, config, args.batch, args.draft_length or BATCH_DRAFTS)
     else:
         methods = (remote_methods(model, drafter, args.tree, links or PROFILES, channel) if server else
-                   local_methods(faster_alone(args, model), model, drafter, args.chain, args.tree))
+                   local_methods(faster_alone(args, model), model, drafters, args.chain, args.tree))
         rows = bench(model, methods, tokenizer, prompts, config)
     print(json.dumps({"rows": rows})) if args.json else print_table(rows)
 

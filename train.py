@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from llama import (DTYPES, Batch, GenerationConfig, InputError, Llama, Parser, Tokenizer, add_model_arguments,
                    atomic_write, check_message, input_errors, load_target, number, positive_int, run_command)
-from moa import Drafter, DrafterConfig, save_drafter
+from moa import Drafter, DrafterConfig, load_drafter, save_drafter
 
 DEPTHS = 8  # of the evaluation
 LOSS_CHUNK = 256  # positions whose V-wide distributions exist at once
@@ -455,6 +455,7 @@ def parse_arguments() -> argparse.Namespace:
     count("--eval-every", default=200, help="updates (default: %(default)s)")
     count("--save-every", default=50, help="updates between checkpoints (default: %(default)s)")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    add("--evaluate", metavar="DIR", help="print how a finished drafter does on --data, as JSON, and train nothing")
     count("--synthesize", metavar="COUNT", help="write COUNT conversations to --data instead")
     add("--questions", metavar="FILE", help="let --synthesize answer this file's questions, not its own")
     add("--json", action="store_true", help="end with the log's last record on stdout")
@@ -484,7 +485,8 @@ def main() -> None:
     out = Path(args.out)
     checkpoint = out / "checkpoint.pt"
     resuming = args.resume and checkpoint.exists()
-    if not (resuming or args.synthesize) and (checkpoint.exists() or (out / "model.safetensors").exists()):
+    fresh = not (resuming or args.synthesize or args.evaluate)
+    if fresh and (checkpoint.exists() or (out / "model.safetensors").exists()):
         raise InputError(f"{out} holds work: --resume goes on from a checkpoint, else choose another --out")
     if dist.is_torchelastic_launched():  # torchrun
         if args.synthesize:
@@ -500,6 +502,9 @@ def main() -> None:
         written = synthesize(target.pack(), tokenizer, args)
         return print(json.dumps({"conversations": written})) if args.json else None
     data = Conversations(args.data, tokenizer, args.seq_len)
+    if args.evaluate:
+        sequences = filter(None, map(data.__getitem__, range(len(data.places))))
+        return print(json.dumps(evaluate(load_drafter(args.evaluate, target), list(sequences), args)))
     args.data = f"{' '.join(args.data)} (checksum {data.places.sum()})"  # --resume sees a change
     training, held_out = split(data, args.seed)
     epoch_updates = math.ceil(len(training) / args.batch_size)

@@ -371,7 +371,8 @@ def test_prompt_seed_and_temperature_determine_tokens_and_target_calls_also_on_a
 def test_every_method_drafts_the_same_on_every_run_also_on_a_busy_machine(temperature, busy):
     target = new_target(16)
     drafter = new_drafter(target, target_layer_inference=4, likeness=0.8)
-    methods, config = local_methods(target, target, drafter, CHAIN, TREE), GenerationConfig(40, temperature, seed=1)
+    methods = local_methods(target, target, {"": drafter}, CHAIN, TREE)
+    config = GenerationConfig(40, temperature, seed=1)
 
     def run() -> list:
         results = [method(PROMPT, config) for method in methods.values()]

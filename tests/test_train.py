@@ -345,6 +345,14 @@ def undisturbed(tmp_path_factory, command) -> Path:
     command("--out", out, *LONG)
     return out
 
+def test_a_finished_drafter_is_evaluated_as_while_it_was_trained(tmp_path, tiny, command, undisturbed, capsys):
+    held_out, *_ = np.random.default_rng(0).permutation(12)
+    line = (tiny / "data.jsonl").read_text().splitlines()[held_out]
+    command("--evaluate", undisturbed, "--data", write(tmp_path / "held_out.jsonl", line))
+    scores, logged = json.loads(capsys.readouterr().out), read_log(undisturbed)[-1]
+    for name in "held_out_kl", "held_out_hidden", "depth_accuracy":
+        assert scores[name] == pytest.approx(logged[name], rel=0.01)  # saved in bfloat16
+
 def assert_same_run(a: Path, b: Path) -> None:
     assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
     assert read_log(a) == read_log(b) and not list(a.glob("*.part"))
