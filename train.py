@@ -349,10 +349,11 @@ MAX_BARREN = 500  # conversations without an answer, in a row, after which --syn
 
 def converse(target: Llama, tokenizer: Tokenizer, openings: Iterator[list[dict]], count: int, seed: int,
              args) -> Iterator[tuple[list[dict], int]]:
-    """Up to `count` conversations that the target writes with itself, as they end: the messages, and the tokens of the
-    last answer, which may be cut short. openings: what each begins with, a question or nothing. Raises InputError."""
+    """Up to `count` conversations that the target writes with itself, as they end: the messages, of which the last may
+    be cut short, and the tokens of all answers so far. openings: what each begins with, a question or nothing. Raises
+    InputError."""
     draws, stop_ids = random.Random(seed), frozenset(tokenizer.stop_ids)
-    going_on, running, barren = [], 0, 0
+    going_on, running, barren, answer_tokens = [], 0, 0, 0
 
     def take() -> tuple[list[dict], list[int], GenerationConfig] | None:
         """The next turn to write, as Batch.run wants it."""
@@ -374,13 +375,14 @@ def converse(target: Llama, tokenizer: Tokenizer, openings: Iterator[list[dict]]
         whole = turn.config.max_new_tokens > 1  # else the question was cut
         if text and (role == "assistant" and whole or stopped and has_room):
             messages.append({"role": role, "content": text})
+            answer_tokens += len(turn.tokens) * (role == "assistant")
             if stopped and has_room and (role == "user" or draws.random() < NEXT_TURN):
                 going_on.append(messages)
                 continue
         barren = 0 if len(messages) >= 2 else barren + 1
         if not barren:
             count -= 1
-            yield messages, len(turn.tokens)
+            yield messages, answer_tokens
         if barren == MAX_BARREN:
             raise InputError(f"{barren} conversations in a row had no answer; raise --seq-len above {args.seq_len}")
 
@@ -410,13 +412,13 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
         size = file.truncate(text.rfind(b"\n") + 1)  # what an interrupted run left of a line goes
     answered = set(read_questions(path)) if args.questions else set()
     openings = ([{"role": "user", "content": q}] if q else [] for q in questions if q not in answered)
-    written, tokens, start = text.count(b"\n"), 0, time.perf_counter()
+    written, start = text.count(b"\n"), time.perf_counter()
     seed = args.seed + (size << 32)  # not that of what is written already
     with file, tqdm(total=args.synthesize, initial=written, unit=" conversations") as bar:
-        for messages, count in converse(target, tokenizer, openings, args.synthesize - written, seed, args):
+        for messages, tokens in converse(target, tokenizer, openings, args.synthesize - written, seed, args):
             file.write((json.dumps({"messages": messages}, ensure_ascii=False) + "\n").encode())
             file.flush()
-            written, tokens = written + 1, tokens + count
+            written += 1
             bar.update()
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} answer tokens/s")
     return written
