@@ -8,7 +8,7 @@
     TLI  Target Layer Inference: CA's output predicts the hidden state that enters the target's last N layers (N = 0:
          the output of the final norm); they run on it, and the frozen LM head makes it a distribution.
 
-`Drafter.features` covers all positions in one pass, under given horizons; `DraftState` does the same step by step.
+`Drafter.forward` covers all positions in one pass, under given horizons; `DraftState` does the same step by step.
 Shapes: as in llama.py, and N reused layers, K draft length, R horizons.
 """
 import json
@@ -61,11 +61,11 @@ class DrafterConfig:
 
 @dataclass
 class Memory:
-    """What the target's side sends the drafter for T newly verified tokens."""
+    """What the target's side sends the drafter for T newly verified tokens: their memories, as CA's keys and values."""
 
     tokens: list[int]
     places: list[int]  # their positions
-    cross_kv: Tensor  # CA's keys and values, (1, Hkv, T, 2D); without CA the memories, (1, T, E)
+    cross_kv: Tensor  # (1, Hkv, T, 2D); without CA the memories themselves, (1, T, E)
     reused_kv: Tensor  # the target's in its last N layers, (N, 1, Hkv, T, 2D)
     rows: list[int] | None = None  # in a batch: whose each token is
 
@@ -185,12 +185,15 @@ class Drafter(nn.Module):
     def build_memory(self, tokens: list[int], cache: KVCache, places: list[int], hidden: Tensor,
                      rows: list[int] | None = None) -> Memory:
         """Memory of newly verified tokens, at these places (of these rows) in the target's cache. hidden (1, T, E)"""
-        kv = cache.kv[:, rows or [0] * len(places), :, places]  # (T, L, Hkv, 2D): indexed dimensions come first
-        pieces = zip(kv.split(PROMPT_CHUNK), hidden.split(PROMPT_CHUNK, dim=1))
-        memory = torch.cat([self.memory(piece.flatten(2)[None], states) for piece, states in pieces], dim=1)
+        index, pieces = rows or [0] * len(places), []
+        for a in range(0, len(places), PROMPT_CHUNK):
+            piece = slice(a, a + PROMPT_CHUNK)
+            kv = cache.kv[:, index[piece], :, places[piece]]  # (T, L, Hkv, 2D): indexed dimensions come first
+            pieces.append(self.memory(kv.flatten(2)[None], hidden[:, piece]))
+        memory = torch.cat(pieces, dim=1)
         if self.config.use_cross_attention:
             memory = self.cross_attention.keys_values(memory, self.rotary[:, places])
-        reused_kv = kv[:, len(self.target.layers) - self.N:].permute(1, 2, 0, 3).unsqueeze(1)
+        reused_kv = cache.kv[len(cache.kv) - self.N:, index, :, places].permute(1, 2, 0, 3).unsqueeze(1)
         return Memory(tokens, places, memory, reused_kv, rows)
 
     def to_bfloat16(self) -> "Drafter":
@@ -216,7 +219,7 @@ class Drafter(nn.Module):
 # --- Drafts ---
 @dataclass(frozen=True)
 class TreeConfig:
-    """How large a draft may grow, in EAGLE-2's words."""
+    """How large a draft may grow: EAGLE-2's limits, and two of ours that end it where the drafter is unsure."""
 
     depth: int
     top_k: int = 1  # leaves that are expanded together; 1: a chain
@@ -231,7 +234,7 @@ class Draft:
     token: int
     tokens: list[int]  # K
     parents: list[int]  # the index in tokens that each follows, -1 for `token`; siblings in the order drawn
-    q: Tensor | None = None  # what each parent's children were drawn from, in order, (parents, V); None: greedy
+    q: Tensor | None = None  # what each parent's children were drawn from, in order, (parents, V); None: not drawn
 
     def children(self) -> dict[tuple[int, int], int]:
         """(parent, token): the index of that token after that parent."""
@@ -284,7 +287,7 @@ class DraftState:
                  rows: int = 1):
         """capacity: in tokens, with drafts. quantize: draw from a q that can be sent over a network."""
         self.drafter, self.sampling, self.quantize = drafter, sampling, quantize
-        self.drafted: list[Node] = []  # in the caches after verified tokens: unverified ones, then drafts
+        self.drafted: list[Node] = []  # in the caches after verified tokens: unverified ones, the newest, then drafts
         self.unverified = 0  # tokens, written without the target
 
         def new_cache(layers: int, kv_heads: int, head_dim: int, model: Drafter | Llama) -> KVCache:
@@ -308,7 +311,8 @@ class DraftState:
             cache.lengths = [length + unverified for length in self.verified]
 
     def append_verified(self, memory: Memory) -> None:
-        """Grow the caches by newly verified tokens. No layer runs for them: SA's keys and values need none."""
+        """Grow the caches by newly verified tokens. No layer runs for them: SA's keys and values need none (they come
+        with queries, since its weights are packed so)."""
         self.truncate(0)
         sa, rope = self.drafter.self_attention, self.drafter.rotary[:, memory.places]
         self_kv = sa.self_attn.queries_keys_values(sa.input_layernorm(self.embed(memory.tokens)), rope)[1]
@@ -346,7 +350,7 @@ class DraftState:
         return tokens
 
     def next_distributions(self, nodes: list[Node]) -> Tensor:
-        """q after each node of a level, (T, V), over the draft vocabulary. At temperature 0 it only ranks."""
+        """q after each node of a level, (T, V), over the draft vocabulary."""
         s, logits = self.sampling, self.drafter.logits(self.step(nodes))
         if s.temperature == 0:
             return logits.float().softmax(-1)
@@ -385,25 +389,26 @@ class DraftState:
 
     def draft_tree(self, root: Node, tree: TreeConfig) -> list[Node]:
         """EAGLE-2's dynamic tree (Li et al. 2024), level by level: the leaves of the highest value are expanded and, at
-        temperature 0, the nodes of the highest value kept, never one without its parent."""
+        temperature 0, the nodes of the highest value kept, never one without its parent. Nodes that are drawn must all
+        be proposed: each level then has its share of them."""
         nodes, leaves, total, greedy = [], [root], tree.total_tokens, self.sampling.temperature == 0
-        for _ in range(tree.depth):
-            room = total if greedy else min(-(-total // tree.depth), total - len(nodes))
+        for level in range(tree.depth):
+            room = total if greedy else -(-(total - len(nodes)) // (tree.depth - level))
             values = [leaf.value for leaf in leaves]
             if not leaves or room == 0 or sum(values) < tree.min_confidence:
                 break
             q = self.next_distributions(leaves)  # (leaves, V)
-            level = [Node(self.drafter.ids[choice], leaves[leaf], value, q[leaf]) for leaf, choice, value in
-                     expand_leaves(q, values, room, tree.min_probability, self.sampling)]
-            nodes += level
-            leaves = highest(level, tree.top_k)
+            children = [Node(self.drafter.ids[choice], leaves[leaf], value, q[leaf]) for leaf, choice, value in
+                        expand_leaves(q, values, room, tree.min_probability, self.sampling)]
+            nodes += children
+            leaves = highest(children, tree.top_k)
         return highest(nodes, total) if greedy else nodes
 
 def expand_leaves(q: Tensor, values: list[float], room: int, min_probability: float,
                   sampling: Sampling) -> list[tuple[int, int, float]]:
     """Up to `room` children of a level's leaves as (leaf, choice, value), by leaf and in order. q (leaves, V).
     A leaf's likeliest choices say how many it has. At temperature 0 these are its children; above it as many are drawn
-    without replacement, and all that is drawn is proposed, or q would not be its distribution."""
+    without replacement: a number that did depend on the draw would change its distribution."""
     likely, choices = q.topk(min(room, q.shape[-1]))  # (leaves, room)
     if sampling.temperature > 0:
         choices = gumbel_topk(q, choices.shape[1], sampling.generator)

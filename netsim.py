@@ -4,10 +4,10 @@ A message crosses a TCP socket at once. The client computes when it would have a
 states how long the server worked for it ("elapsed"):
 
     sent --up.arrival()--> at the server --elapsed--> answered --down.arrival()--> arrived
-    arrival = propagation ~ N(latency, jitter), never negative + time-outs of lost packets + 8 bytes / bandwidth,
+    arrival = propagation ~ N(latency, jitter), never negative + time-outs of lost packets + 8 size / bandwidth,
               queued after the bytes before it and never before the message before it
 
-Nothing is encrypted: across an open network use a tunnel. Units: seconds and bytes.
+Nothing is encrypted: across an open network use a tunnel. Units: seconds, bytes, and bits per second.
 """
 import argparse
 import hmac
@@ -42,7 +42,7 @@ FIRST_REPLY_SECONDS, MIN_TIMEOUT = 60.0, 1.0  # to wait for the first reply; for
 class Link:
     """One direction of a network."""
 
-    latency: float = 0.0  # mean of the propagation, drawn for every message
+    latency: float = 0.0  # of the propagation, drawn for every message: its mean, before negative draws become 0
     jitter: float = 0.0  # its standard deviation
     bandwidth: float = math.inf  # bits per second
     loss: float = 0.0  # share of packets
@@ -71,7 +71,7 @@ class Direction:
     def arrival(self, sent: float, size: int) -> float:
         """When a message of `size` bytes, sent at `sent` (no earlier than the last), has arrived. It waits for its
         unluckiest packet: each loss costs a time-out, twice the last. (Fast retransmission needs three packets after
-        a lost one: our messages are rarely that long.)"""
+        a lost one: the messages of a cycle are rarely that long.)"""
         link = self.link
         self.busy_until = max(self.busy_until, sent) + 8 * size / link.bandwidth
         delay, timeout = max(0.0, self.random.gauss(link.latency, link.jitter)), link.retransmission_timeout()
@@ -186,7 +186,7 @@ class Channel:
             greeting, _, size = receive_message(self.sock, MAX_FIELDS, deadline)
             self.bytes_up += DIGEST
             self.bytes_down += NONCE + size
-            for up, down in ((0, 0), (0, NONCE), (DIGEST, size)):  # the first is TCP's handshake
+            for up, down in ((0, 0), (0, NONCE), (DIGEST, size)):  # TCP's handshake, the nonce, digest and greeting
                 arrival = self.network.down.arrival(self.network.up.arrival(arrival, up), down)
             self.network.wait(start, arrival, deadline)
         except (OSError, UnicodeError) as error:  # the latter: a name like a..b
@@ -215,7 +215,7 @@ class Channel:
             sent = monotonic()
             size = send_message(self.sock, fields, tensors, sent + CONNECT_SECONDS)
             self.bytes_up += size
-            answered, more = self.network.up.arrival(sent, size), True
+            answered, more = self.network.up.arrival(sent, size), True  # when the server sends a reply, as simulated
             while more:
                 start = monotonic()
                 deadline = start + self.reply_timeout()
@@ -258,7 +258,7 @@ class MessageServer(socketserver.ThreadingTCPServer):
             raise ValueError("to serve beyond this machine, set a secret in MOA_SECRET on both sides")
 
     def process_request(self, request: socket.socket, address) -> None:
-        self.disconnect(list(self.unauthenticated)[:1 - 4 * self.max_clients])  # the oldest make room
+        self.disconnect(list(self.unauthenticated)[:1 - 4 * self.max_clients])  # the oldest, if there are too many
         self.connections.add(request)
         self.unauthenticated[request] = None
         super().process_request(request, address)
@@ -309,9 +309,9 @@ class Connection(socketserver.BaseRequestHandler):
         fields, tensors, _ = receive_message(self.request, self.server.limit, monotonic() + CONNECT_SECONDS)
         since = perf_counter()
         try:
-            for fields, tensors in session.answer(fields, tensors):
+            for reply, its_tensors in session.answer(fields, tensors):
                 now = perf_counter()
-                self.send({**fields, "elapsed": round(now - since, 6)}, tensors)
+                self.send({**reply, "elapsed": round(now - since, 6)}, its_tensors)
                 since = now
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             raise ProtocolError(f"malformed request: {error!r:.200}") from None

@@ -52,6 +52,7 @@ from netsim import (PROFILES, Channel, ConnectionLost, Link, MessageServer, Netw
 
 SHIPPED = {DEFAULT_MODEL: Path(__file__).parent / "weights" / DEFAULT_MODEL}
 PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
+# Tuned on prompts of six kinds. Sizes given on the command line apply without a limit of confidence.
 TREE = TreeConfig(depth=6, top_k=3, total_tokens=8, min_confidence=0.15, min_probability=0.04)
 CHAIN = TreeConfig(depth=6, min_confidence=0.2)
 REMOTE_TREE = TreeConfig(depth=16, top_k=3, total_tokens=32, min_confidence=0.1, min_probability=0.02)
@@ -98,7 +99,7 @@ def rejection_sample(p: Tensor, draft: Draft, generator: torch.Generator) -> tup
             q_left = q_left.clone()
             q_left[x] = 0.0
             q_left = normalize(q_left)
-        else:
+        else:  # no child was accepted
             return path, int(sample(p_left, generator))
         path.append(child)
         node = child
@@ -109,7 +110,7 @@ def normalize(p: Tensor) -> Tensor:
 def accept_draft(logits: Tensor, draft: Draft, s: Sampling) -> tuple[list[int], int]:
     """The same from the target's logits (K + 1, V)."""
     if s.temperature == 0:
-        return accept_greedy(logits.argmax(-1).tolist(), draft)
+        return accept_greedy(logits.float().argmax(-1).tolist(), draft)  # a float's argmax is fast
     return rejection_sample(probabilities(logits, s.temperature, s.top_p), draft, s.generator)
 
 class LocalTarget:
@@ -132,9 +133,9 @@ class LocalTarget:
         ids = torch.tensor([tokens], device=self.model.device)
         hidden = self.model.hidden(ids, self.cache, ancestors)  # (1, K + 1, E)
         path, token = accept_draft(self.model.head(hidden[0]), draft, self.sampling)  # of (K + 1, V)
-        rows = [0] + [1 + node for node in path]
-        self.cache.keep_path(start, rows)
-        memory = self.build_memory([tokens[row] for row in rows], hidden[:, rows])
+        kept = [0] + [1 + node for node in path]
+        self.cache.keep_path(start, kept)
+        memory = self.build_memory([tokens[i] for i in kept], hidden[:, kept])
         return VerifyResult(memory.tokens[1:], token, memory, len(draft.tokens), perf_counter() - began)
 
     def build_memory(self, tokens: list[int], hidden: Tensor) -> Memory:
@@ -189,7 +190,7 @@ class ChainBatch(Batch):
     def advance(self) -> list[list[int]]:
         samplings, starts = [c.sampling for c in self.conversations], self.cache.lengths
         left = [c.config.max_new_tokens - len(c.tokens) for c in self.conversations]
-        newest, K = [c.tokens[-1] for c in self.conversations], min(self.K, max(left))  # no further than the context
+        newest, K = [c.tokens[-1] for c in self.conversations], min(self.K, max(left))
         drafts = self.state.draft_rows(newest, K, samplings)
         ids = torch.tensor([[draft.token, *draft.tokens] for draft in drafts], device=self.model.device)  # (B, K + 1)
         hidden, new = self.model.hidden(ids, self.cache), []  # (B, K + 1, E)
@@ -197,7 +198,7 @@ class ChainBatch(Batch):
             path, token = accept_draft(logits, draft, sampling)
             new.append((draft.tokens[:len(path)] + [token])[:room])
         self.cache.lengths = [start + len(tokens) for start, tokens in zip(starts, new)]
-        # Each row keeps as many tokens as are new: its newest of before and accepted drafts.
+        # A row keeps its newest token of before and accepted drafts: as many as are new, the last of them the target's.
         rows, steps = zip(*[(row, i) for row, tokens in enumerate(new) for i in range(len(tokens))])
         places = [starts[row] + i for row, i in zip(rows, steps)]
         self.append_verified(ids[rows, steps].tolist(), list(rows), places, hidden[rows, steps][None])
@@ -598,7 +599,8 @@ def remote_methods(model: Llama, drafter: Drafter, tree: TreeConfig, links: dict
     """What is measured on each network. "disconnected": it goes down after a quarter of the tokens."""
     def run(link, tree, lookup, outage, prompt, config) -> Generation:
         outage_after = config.max_new_tokens // 4 if outage else math.inf
-        return answer(model, drafter, prompt, config, tree, lookup, channel(link, config.seed, outage_after))
+        seed = config.seed + sum(prompt)  # other delays for another prompt, the same for all methods
+        return answer(model, drafter, prompt, config, tree, lookup, channel(link, seed, outage_after))
 
     kinds = {"api": (None, False, False), "remote": (tree, False, False), "remote+lookup": (tree, True, False),
              "disconnected": (tree, False, True)}
@@ -806,7 +808,8 @@ def main() -> None:
     if args.batch:
         rows = bench_batch(model, drafter, tokenizer, prompts, config, args.batch, args.draft_length or BATCH_DRAFTS)
     else:
-        methods = (remote_methods(model, drafter, args.tree, links or PROFILES, channel) if server else
+        tree = args.chain if args.draft_length else args.tree
+        methods = (remote_methods(model, drafter, tree, links or PROFILES, channel) if server else
                    local_methods(faster_alone(args, model), model, drafters, args.chain, args.tree))
         rows = bench(model, methods, tokenizer, prompts, config)
     print(json.dumps({"rows": rows})) if args.json else print_table(rows)

@@ -4,9 +4,11 @@ One target pass gives the KV cache, the hidden states and, through the LM head, 
 covers every position, with no unrolling: a random `horizon` cuts each answer into runs, and a query sees only memory of
 tokens before its run, which is the state it will meet while drafting. The loss of one position is
 
-    0.1 KL(p || q) + 1.0 SmoothL1(h, h'),    p, h the target's distribution and hidden state, q, h' the drafter's.
+    0.1 KL(p || q) + 1.0 SmoothL1(h, h'),    p, h the target's distribution and hidden state, q, h' the drafter's;
 
-    python train.py --data ultrachat.jsonl                       # the paper's settings, for one pass over the data
+with N > 0 half of the second term is for the state that enters the reused layers.
+
+    python train.py --data ultrachat.jsonl                       # the paper's recipe, for one pass over the data
     python train.py --data ultrachat.jsonl --resume              # goes on after any interruption
     torchrun --nproc-per-node 8 train.py --data ultrachat.jsonl  # the same, on eight GPUs
     python train.py --synthesize 1000 --data own.jsonl           # no data? let the target write it
@@ -50,7 +52,7 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     before its run. Outside answers a position sees itself, as if all were verified.
     """
     position = torch.arange(len(answer))
-    offset = position - 1 - torch.where(answer, -1, position).cummax(0).values  # within its answer
+    offset = position - 1 - torch.where(answer, -1, position).cummax(0).values  # from its answer's first token
     in_run = torch.minimum((offset + phase) % length, offset)
     return torch.where(answer, position - in_run - 1, position)
 
@@ -70,8 +72,8 @@ def target_pass(target: Llama, tokens: Tensor, N: int) -> tuple[Tensor, Tensor, 
 class ForwardKL(torch.autograd.Function):
     """Sum over positions of KL(p || q), p from the target's hidden states and q from the drafter's features.
 
-    Its gradient in q's logits, q - p, is known as soon as the loss is: both are computed chunk by chunk, and no more of
-    the positions x V matrix ever exists. Where head holds the draft vocabulary only, p and q are distributions over it.
+    To save memory: its gradient in q's logits, q - p, is known as soon as the loss is, so that both are computed chunk
+    by chunk and no more of the positions x V matrix ever exists. With a draft vocabulary p and q are over its tokens.
     """
 
     @staticmethod
@@ -113,13 +115,13 @@ def distill(drafter: Drafter, tokens: Tensor, answer: Tensor, horizons: Tensor, 
         memory = memory[trained].float()[None]  # (1, n, E)
         memory_kl = ForwardKL.apply(memory, final, drafter.head_weight)
         memory_loss = args.kl_weight * memory_kl + args.feature_weight * hidden_loss(memory, final)
-        loss = loss + args.memory_weight * len(horizons) * memory_loss
+        loss = loss + args.memory_weight * len(horizons) * memory_loss  # once for each horizon, like the rest
     return features, final, torch.stack([loss, kl.detach(), hidden.detach()])
 
 def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args) -> tuple[float, float, float]:
     """Set the gradient of one global batch; returns loss, KL and hidden-state loss per query. Every process draws the
     same batch and horizons and takes its share: the sum is the same however many there are."""
-    device, (rank, world_size) = drafter.target.device, process()
+    device, (rank, world_size) = drafter.target.device, rank_and_world_size()
     draws = np.random.default_rng((args.seed, update))
     lengths = draws.integers(*args.run_length, (len(batch), args.horizons), endpoint=True)
     phases = draws.integers(0, lengths)
@@ -176,7 +178,7 @@ def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
 def train(drafter: Drafter, optimizers: list, stream: Iterator[tuple[Sequence, int]], held_out: list[Sequence],
           update: int, epoch_updates: int, args) -> None:
     """From `update` to args.updates, logged, evaluated and saved on the way; `stream` is the data from there on."""
-    out, rank = Path(args.out), process()[0]
+    out, rank = Path(args.out), rank_and_world_size()[0]
     bar = tqdm(range(update, args.updates), initial=update, total=args.updates, unit=" updates", disable=rank > 0)
     for update in bar:
         began = time.perf_counter()
@@ -221,7 +223,7 @@ def make_optimizers(drafter: Drafter, kind: str) -> list[torch.optim.Optimizer]:
     muon = [torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")] if matrices else []
     return [*muon, torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0)]
 
-def process() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """Which of how many processes of torchrun this is."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
@@ -513,7 +515,7 @@ def main() -> None:
     args.updates = args.updates or epoch_updates
     drafter = new_drafter(target, data, training, args)
     optimizers = make_optimizers(drafter, args.optimizer)
-    rank, update, position = process()[0], 0, 0
+    rank, update, position = rank_and_world_size()[0], 0, 0
     if resuming:
         update, position = load_checkpoint(checkpoint, drafter, optimizers, args)
     elif rank == 0:
