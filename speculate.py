@@ -768,7 +768,7 @@ def load_models(args: Namespace) -> tuple[Llama, dict[str, Drafter], Tokenizer]:
 def run_prompt(args: Namespace, model: Llama, drafter: Drafter | None, tokenizer: Tokenizer,
                config: GenerationConfig, channel: Channel | None) -> None:
     """One answer, as it comes."""
-    prompt, stream = tokenizer.chat([{"role": "user", "content": args.prompt}]), tokenizer.stream()
+    prompt, stream = tokenizer.chat([{"role": "user", "content": args.prompt}]), partial(tokenizer.stream, [])
     config = replace(config, max_new_tokens=answer_length(model, prompt, config.max_new_tokens))
     tree = None if args.no_speculation else args.chain if args.draft_length else args.tree
 
