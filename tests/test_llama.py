@@ -58,12 +58,6 @@ def generate(model: llama.Llama, prompt: list[int], *config, **choices) -> list[
     return list(llama.generate(model, prompt, llama.GenerationConfig(*config, **choices)))
 
 
-def generate_batch(model: llama.Llama, requests, rows: int, capacity: int):
-    """What each (prompt, config) gets: (index, tokens) as they end."""
-    waiting = ((i, *request) for i, request in enumerate(requests))
-    return ((c.key, c.tokens) for c in llama.Batch(model, rows, capacity).run(lambda: next(waiting, None)))
-
-
 def raises(culprit: str, call, *args) -> None:
     """The call ends in an InputError that names the culprit."""
     with pytest.raises(llama.InputError) as caught:
@@ -453,8 +447,9 @@ def test_temperature_flattens_p_and_top_p_keeps_the_fewest_likeliest_tokens_that
         expected = torch.zeros(5).index_copy(0, torch.tensor(kept), p[kept] / p[kept].sum())
         close(llama.probabilities(p.log(), 1.0, top_p), expected, 1e-6)
     for temperature in (0, 1e-45):
-        assert llama.probabilities(p.log(), temperature, 0.5).tolist() == [0, 1, 0, 0, 0]
-        assert llama.sample_next(p.log()[None], [llama.Sampling(temperature, 0.5, torch.Generator())]) == [1]
+        sampling = llama.GenerationConfig(temperature=temperature, top_p=0.5).sampling("cpu")
+        assert llama.probabilities(p.log(), sampling.temperature, 0.5).tolist() == [0, 1, 0, 0, 0]
+        assert llama.sample_next(p.log()[None], [sampling]) == [1]
 
 
 def chi_square(drawn: torch.Tensor, p: torch.Tensor) -> float:
@@ -517,14 +512,14 @@ def test_a_conversation_in_a_batch_is_the_one_alone_whatever_its_neighbours_and_
             requests[i] = requests[i][0], replace(config, stop_ids=frozenset({expected[i][6]}))
             expected[i] = expected[i][:expected[i].index(expected[i][6]) + 1]
     for order in range(7), [6, 2, 5, 1, 0, 4, 3]:
-        answers = list(generate_batch(tiny, [requests[i] for i in order], rows, capacity=101))
+        answers = list(llama.generate_batch(tiny, [requests[i] for i in order], rows, capacity=101))
         assert sorted(answers) == [(place, expected[i]) for place, i in enumerate(order)]
 
 
 def test_a_prompt_is_taken_only_when_a_row_is_free(tiny):
     taken, endless = [], itertools.count()
     prompts = ((taken.append(i) or [i], llama.GenerationConfig(2 + i % 3)) for i in endless)
-    for ended, (index, tokens) in zip(range(1, 12), generate_batch(tiny, prompts, 3, capacity=8)):
+    for ended, (index, tokens) in zip(range(1, 12), llama.generate_batch(tiny, prompts, 3, capacity=8)):
         assert len(taken) <= ended + 2 and tokens == generate(tiny, [index], 2 + index % 3)
 
 

@@ -205,7 +205,7 @@ def test_greedy_tokens_are_those_of_the_target_alone(choices):
     drafter, alone = new_drafter(target, **choices), target_alone(target, 24)
     for tree in TREES:
         assert answer(target, drafter, PROMPT, GenerationConfig(24), tree).tokens == alone
-    for temperature, lookup in ((0.0, True), (1e-7, False)):  # at such a temperature distributions are point masses
+    for temperature, lookup in ((0.0, True), (1e-5, False)):  # at such a temperature distributions are point masses
         assert answer(target, drafter, PROMPT, GenerationConfig(24, temperature), TREE_OF_8, lookup).tokens == alone
 
 
