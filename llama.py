@@ -138,8 +138,8 @@ class Attention(nn.Module):
         """Queries (B, H, T, D) over kv (B, Hkv, S, 2D) -> (B, T, E). mask (T, S) or (B, 1, T, S) is True where a query
         may look. None: everywhere. CAUSAL: at itself and before, for T = S. A list: a bias for each GROUP of rows."""
         if isinstance(mask, list) or q.dtype != torch.float32 and (q.shape[2] == 1 or isinstance(mask, Tensor)):
-            # Heads of a group ask the same keys: make them rows of one query. PyTorch would, but in half precision a
-            # GPU then takes its slowest kernel under a mask, and a CPU six times as long for one token.
+            # Heads of a group ask the same keys: make them rows of one query. PyTorch does (enable_gqa), but in half
+            # precision takes six times as long on a CPU.
             q = q.reshape(len(q), self.kv_heads, -1, self.head_dim)
             mask = torch.cat([mask] * (self.heads // self.kv_heads), dim=-2) if isinstance(mask, Tensor) else mask
         if isinstance(mask, list):

@@ -300,8 +300,8 @@ class DraftState:
             cache.lengths = [length + unverified for length in self.verified]
 
     def append_verified(self, memory: Memory) -> None:
-        """Grow the caches by newly verified tokens. No layer runs for them: SA's keys and values need none (they come
-        with queries, since its weights are packed so)."""
+        """Grow the caches by newly verified tokens. No layer runs for them: SA's keys and values need none. (They come
+        with queries: the weights are packed so.)"""
         self.truncate(0)
         sa, rope = self.drafter.self_attention, self.drafter.rotary[:, memory.places]
         self_kv = sa.self_attn.queries_keys_values(sa.input_layernorm(self.embed(memory.tokens)), rope)[1]
@@ -408,9 +408,9 @@ def expand_leaves(q: Tensor, values: list[float], room: int, min_probability: fl
             for choice, p in zip(choices[leaf][:parents.count(leaf)], drawn[leaf])]
 
 class OffPolicyDraftState(DraftState):
-    """Drafting without CA: a causal layer over SA's output plus the memory of the token before, as in EAGLE. Where that
-    is a draft, its features stand in, projected or (with LSA, unseen in training) as they are. cross_cache holds the
-    layer's keys and values of verified tokens, which it counts, then of drafts."""
+    """An ablation, without CA: a causal layer over SA's output plus the memory of the token before, as in EAGLE. Where
+    that is a draft, its features stand in, projected or (with LSA, unseen in training) as they are. cross_cache holds
+    the layer's keys and values of verified tokens, which it counts, then of drafts."""
 
     def __init__(self, drafter: Drafter, *arguments):
         super().__init__(drafter, *arguments)

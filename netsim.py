@@ -7,7 +7,7 @@ states how long the server worked for it ("elapsed"):
     arrival = propagation ~ N(latency, jitter), never negative + time-outs of lost packets + 8 size / bandwidth,
               queued after the bytes before it and never before the message before it
 
-Nothing is encrypted: across an open network use a tunnel. Units: seconds, bytes, and bits per second.
+Nothing is encrypted. Units: seconds, bytes, and bits per second.
 """
 import argparse
 import hmac
@@ -70,8 +70,8 @@ class Direction:
 
     def arrival(self, sent: float, size: int) -> float:
         """When a message of `size` bytes, sent at `sent` (no earlier than the last), has arrived. It waits for its
-        unluckiest packet: each loss costs a time-out, twice the last. (Fast retransmission needs three packets after
-        a lost one: the messages of a cycle are rarely that long.)"""
+        unluckiest packet: each loss costs a time-out, twice the last. (Most messages are too short for TCP's faster
+        ways.)"""
         link = self.link
         self.busy_until = max(self.busy_until, sent) + 8 * size / link.bandwidth
         delay, timeout = max(0.0, self.random.gauss(link.latency, link.jitter)), link.retransmission_timeout()
@@ -239,9 +239,9 @@ def answer_nonce(secret: str, nonce: bytes) -> bytes:
     return hmac.digest(secret.encode(errors="surrogateescape"), nonce, "sha256")
 
 class MessageServer(socketserver.ThreadingTCPServer):
-    """Gives every client that knows the secret a thread and a session, which has fields to greet with, `greeting`, and
-    `answer(fields, tensors)`, a generator of replies (fields, tensors), all but the last with "more": True. It raises
-    ValueError, LookupError or TypeError for a malformed request."""
+    """Gives every client that knows the secret a thread and a session: fields to greet with, `greeting`, and a generator
+    `answer(fields, tensors)` of replies (fields, tensors), all but the last with "more": True, which raises ValueError,
+    LookupError or TypeError for a malformed request."""
 
     allow_reuse_address, request_queue_size = True, 128
 

@@ -13,7 +13,6 @@ siblings drawn without replacement. At temperature 0 it says: accept x if it is 
     python speculate.py --prompt "Explain why the sky is blue." --show
     python speculate.py --bench  # target alone, chain, tree, lookup and both, interleaved
     python speculate.py --remote --network 4g --prompt "..."  # the target in another process, on a simulated network
-    python speculate.py --serve HOST:PORT  # for --remote HOST:PORT on another machine with the same MOA_SECRET
 
 Shapes: T tokens, K drafts, E hidden, V vocabulary.
 """
@@ -52,7 +51,7 @@ from netsim import (PROFILES, Channel, ConnectionLost, Link, MessageServer, Netw
 
 SHIPPED = {DEFAULT_MODEL: Path(__file__).parent / "weights" / DEFAULT_MODEL}
 PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
-# Tuned on prompts of six kinds. Sizes given on the command line apply without a limit of confidence.
+# Tuned on prompts of six kinds. Sizes from the command line go without limits of confidence.
 TREE = TreeConfig(depth=6, top_k=3, total_tokens=8, min_confidence=0.15, min_probability=0.04)
 CHAIN = TreeConfig(depth=6, min_confidence=0.2)
 REMOTE_TREE = TreeConfig(depth=16, top_k=3, total_tokens=32, min_confidence=0.1, min_probability=0.02)
@@ -110,7 +109,7 @@ def normalize(p: Tensor) -> Tensor:
 def accept_draft(logits: Tensor, draft: Draft, s: Sampling) -> tuple[list[int], int]:
     """The same from the target's logits (K + 1, V)."""
     if s.temperature == 0:
-        return accept_greedy(logits.float().argmax(-1).tolist(), draft)  # a float's argmax is fast
+        return accept_greedy(logits.float().argmax(-1).tolist(), draft)
     return rejection_sample(probabilities(logits, s.temperature, s.top_p), draft, s.generator)
 
 class LocalTarget:
@@ -167,8 +166,7 @@ def speculate(target: LocalTarget | RemoteTarget, state: DraftState | Lookup, pr
         result = target.verify(draft)  # accepted tokens, next token, memory of what was accepted
 
 class ChainBatch(Batch):
-    """The loop for many conversations at once: a chain of K drafts for each row, one pass to verify them all, and as
-    many accepted as each row will."""
+    """The loop for many conversations at once: a chain of K drafts for each row, and one pass to verify them all."""
 
     def __init__(self, model: Llama, drafter: Drafter, rows: int, capacity: int, K: int):
         super().__init__(model, rows, capacity + K)
@@ -198,15 +196,14 @@ class ChainBatch(Batch):
             path, token = accept_draft(logits, draft, sampling)
             new.append((draft.tokens[:len(path)] + [token])[:room])
         self.cache.lengths = [start + len(tokens) for start, tokens in zip(starts, new)]
-        # A row keeps its newest token of before and accepted drafts: as many as are new, the last of them the target's.
+        # Each row keeps its newest token of before and accepted drafts, as many as are new.
         rows, steps = zip(*[(row, i) for row, tokens in enumerate(new) for i in range(len(tokens))])
         places = [starts[row] + i for row, i in zip(rows, steps)]
         self.append_verified(ids[rows, steps].tolist(), list(rows), places, hidden[rows, steps][None])
         return new
 
 class Lookup:
-    """Prompt lookup (Saxena 2023): the draft is what followed the last few tokens where they occurred before. If
-    nothing is found it asks the drafter, where there is one."""
+    """Prompt lookup (Saxena 2023): a draft is what followed the last few tokens before, else the drafter's, if any."""
 
     def __init__(self, state: DraftState | None):
         self.state, self.history = state, []
@@ -273,8 +270,8 @@ class RemoteTarget:
     """The target of one conversation, on a server, in one of three states:
 
     connected: a draft goes up, the server's result comes down
-    offline: the drafter writes a chain alone, unverified, for as long as no new connection can be made
-    reconnecting: over a new connection the server reads all text so far, what was written offline included
+    reconnecting: over a new connection the server reads all text so far, also what was written offline
+    offline: as long as that fails, the drafter writes a chain alone, unverified
     """
 
     def __init__(self, channel: Channel, state: DraftState, config: GenerationConfig):
@@ -365,8 +362,8 @@ def call_api(channel: Channel, prompt: list[int], config: GenerationConfig) -> I
                                    lambda fields, _: check_int(fields["token"], 0, 2**31))
 
 class TargetSession:
-    """The server's side of one client, a session of MessageServer. All models' work is done in turn by one worker
-    thread: PyTorch keeps a pool of threads for each thread that calls it."""
+    """The server's side of one client, a session of MessageServer. One worker thread does all models' work in turn:
+    PyTorch keeps a pool of threads for each thread that calls it."""
 
     def __init__(self, model: Llama, drafter: Drafter, worker: ThreadPoolExecutor):
         self.model, self.drafter, self.worker = model, drafter, worker
@@ -526,10 +523,9 @@ class Generation:
 def answer(model: Llama, drafter: Drafter | None, prompt: list[int], config: GenerationConfig,
            tree: TreeConfig | None = TREE, lookup: bool = False, channel: Channel | None = None,
            emit=lambda token, origin: None) -> Generation:
-    """One answer to a prompt. `emit(token, origin)` sees each token as it comes.
-
-    tree None: by the target alone; else with drafts, by lookup where there is no drafter. channel: to the server that
-    has the target, of which `model` is then a part. Raises InputError if it was never there."""
+    """One answer to a prompt; `emit(token, origin)` sees each token as it comes. tree None: by the target alone; else
+    with drafts, without a drafter by lookup. channel: to a server with the target, of which `model` is then a part.
+    Raises InputError if it was never there."""
     g, start, target = Generation(prompt), perf_counter(), None
     if tree is None:
         stream = call_api(channel, prompt, config) if channel else generate(model, prompt, config)
@@ -666,11 +662,11 @@ def offline_quality(model: Llama, ours: list[Generation], bases: list[Generation
 @torch.inference_mode()
 def bench_batch(model: Llama, drafter: Drafter, tokenizer: Tokenizer, prompts: Prompts, config: GenerationConfig,
                 batches: list[int], K: int) -> list[dict]:
-    """The first turns of all prompts by the target alone and by chains of K, so many conversations at a time."""
+    """All first turns by the target alone and by chains of K, so many at a time."""
     requests = [(index, tokenizer.chat([{"role": "user", "content": turns[0]}]), config)
                 for index, (_, turns) in enumerate(prompts)]
     if not drafter.config.use_cross_attention:
-        raise InputError("--batch needs a drafter with cross-attention")
+        raise InputError("--batch needs a drafter with CA")
     capacity = max(len(prompt) for _, prompt, _ in requests) + config.max_new_tokens
     if capacity > model.config.max_position_embeddings:
         raise InputError(f"a prompt with its answer needs a context of {capacity} tokens")
@@ -714,19 +710,19 @@ def parse_arguments() -> Namespace:
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--prompt")
     task.add_argument("--bench", type=Path, nargs="?", const=PROMPTS, metavar="FILE",
-                      help="measure all methods on a .jsonl file of prompts (default: ours)")
+                      help="measure all methods on the prompts of a .jsonl file (default: ours)")
     task.add_argument("--serve", type=address, metavar="HOST:PORT", help="be the server for --remote, until SIGTERM")
     parser.add_argument("--batch", type=positive_int, nargs="+", metavar="ROWS",
-                        help="with --bench: chains only, for so many conversations at a time")
+                        help="with --bench: so many conversations at a time")
     add_model_arguments(parser)
     parser.add_argument("--drafter", action="append", metavar="DIR",
-                        help="default: shipped for the default model; with --bench, any number of them")
+                        help="default: the shipped one; with --bench, any number")
     parser.add_argument("--draft-length", type=number(int, 1, MAX_DRAFTS), metavar="K",
                         help="draft chains of K tokens instead of trees")
     for name, least in (("depth", 1), ("top_k", 2), ("total_tokens", 1)):
         parser.add_argument("--" + name.replace("_", "-"), type=number(int, least, MAX_DRAFTS),
                             help=f"of a tree (default: {vars(TREE)[name]}, remote {vars(REMOTE_TREE)[name]})")
-    for flag, text in (("--lookup", "draft what followed the last three tokens before; ask the drafter elsewhere"),
+    for flag, text in (("--lookup", "draft what followed the last three tokens before, else by the drafter"),
                        ("--no-speculation", "the target alone"),
                        ("--show", "colour accepted drafts green, unverified text yellow")):
         parser.add_argument(flag, action="store_true", help=text)
@@ -741,10 +737,6 @@ def parse_arguments() -> Namespace:
     remote.add_argument("--disconnect-for", type=duration, default=math.inf, metavar="TIME",
                         help="and is back after so long (default: never)")
     args = parser.parse_args()
-    if args.bench and args.no_speculation:
-        raise InputError("--bench measures the target alone, too: leave out --no-speculation")
-    if args.batch and (args.remote or not args.bench):
-        raise InputError("--batch goes with --bench, and not with --remote")
     args.chain = TreeConfig(args.draft_length) if args.draft_length else CHAIN
     args.tree = REMOTE_TREE if args.remote else TREE
     if sizes := {name: value for name, value in vars(args).items() if name in vars(TREE) and value}:
@@ -752,10 +744,10 @@ def parse_arguments() -> Namespace:
     return args
 
 def load_models(args: Namespace) -> tuple[Llama, dict[str, Drafter], Tokenizer]:
-    """Target, drafters and tokenizer that the command line names, packed. A client's target has only the layers that
-    the drafter reuses, unless --bench is to evaluate text written offline."""
+    """Target, drafters and tokenizer of the command line, packed. A client's target has only the layers that the
+    drafter reuses, unless --bench is to evaluate text written offline."""
     folders, last = args.drafter or list(filter(None, [SHIPPED.get(args.model)])), None
-    if args.no_speculation and not args.serve:
+    if args.no_speculation and not (args.serve or args.bench):
         folders = []
     elif not folders:
         raise InputError(f"no drafter is shipped for {args.model}: name one with --drafter, or add --no-speculation")
@@ -763,7 +755,7 @@ def load_models(args: Namespace) -> tuple[Llama, dict[str, Drafter], Tokenizer]:
         last = read_json(Path(folders[0]) / "config.json").get("target_layer_inference", 0) if folders else 0
     model, tokenizer = load_target(args, last if type(last) is int and last >= 0 else None)
     drafters = {str(folder): load_drafter(folder, model).to_bfloat16().pack() for folder in folders}
-    return model.pack(), drafters, tokenizer  # the target last: drafters copy rows of its LM head
+    return model.pack(), drafters, tokenizer
 
 def run_prompt(args: Namespace, model: Llama, drafter: Drafter | None, tokenizer: Tokenizer,
                config: GenerationConfig, channel: Channel | None) -> None:

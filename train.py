@@ -8,10 +8,9 @@ tokens before its run, which is the state it will meet while drafting. The loss 
 
 with N > 0 half of the second term is for the state that enters the reused layers.
 
-    python train.py --data ultrachat.jsonl                       # the paper's recipe, for one pass over the data
-    python train.py --data ultrachat.jsonl --resume              # goes on after any interruption
-    torchrun --nproc-per-node 8 train.py --data ultrachat.jsonl  # the same, on eight GPUs
-    python train.py --synthesize 1000 --data own.jsonl           # no data? let the target write it
+    python train.py --data ultrachat.jsonl              # the paper's recipe, for one pass over the data
+    python train.py --data ultrachat.jsonl --resume     # goes on after any interruption
+    python train.py --synthesize 1000 --data own.jsonl  # no data? let the target write it
 
 Shapes: B batch, T tokens, L layers, E hidden, V vocabulary, N reused layers, R horizons, n trained positions.
 """
@@ -72,8 +71,8 @@ def target_pass(target: Llama, tokens: Tensor, N: int) -> tuple[Tensor, Tensor, 
 class ForwardKL(torch.autograd.Function):
     """Sum over positions of KL(p || q), p from the target's hidden states and q from the drafter's features.
 
-    To save memory: its gradient in q's logits, q - p, is known as soon as the loss is, so that both are computed chunk
-    by chunk and no more of the positions x V matrix ever exists. With a draft vocabulary p and q are over its tokens.
+    Its gradient in q's logits, q - p, is known as soon as the loss is: both are computed chunk by chunk, and the whole
+    positions x V matrix never exists. With a draft vocabulary p and q are over its tokens.
     """
 
     @staticmethod
@@ -100,8 +99,8 @@ def hidden_loss(predicted: Tensor, true: Tensor) -> Tensor:
     return F.smooth_l1_loss(predicted.float(), true.float().expand_as(predicted), reduction="none").mean(-1).sum()
 
 def distill(drafter: Drafter, tokens: Tensor, answer: Tensor, horizons: Tensor, args) -> tuple[Tensor, Tensor, Tensor]:
-    """From tokens and answer (B, T) and horizons (R, B, T) to features (R, n, E), the target's final states (n, E), and
-    a vector of the loss, its KL and its hidden-state part, each summed over trained positions and horizons."""
+    """From tokens and answer (B, T) and horizons (R, B, T) to features (R, n, E), the target's final states (n, E) and
+    (loss, its KL, its hidden-state part), summed over trained positions and horizons."""
     kv, entering, final = target_pass(drafter.target, tokens, drafter.N)
     memory = drafter.memory(kv, final)  # (B, T, E)
     predicted, features = drafter(tokens, memory, kv, horizons)  # (R, B, T, E)
@@ -119,8 +118,8 @@ def distill(drafter: Drafter, tokens: Tensor, answer: Tensor, horizons: Tensor, 
     return features, final, torch.stack([loss, kl.detach(), hidden.detach()])
 
 def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args) -> tuple[float, float, float]:
-    """Set the gradient of one global batch; returns loss, KL and hidden-state loss per query. Every process draws the
-    same batch and horizons and takes its share: the sum is the same however many there are."""
+    """Set the gradient of one global batch; returns its losses per query. Every process draws the same batch and
+    horizons and takes its share: the sum is the same however many there are."""
     device, (rank, world_size) = drafter.target.device, rank_and_world_size()
     draws = np.random.default_rng((args.seed, update))
     lengths = draws.integers(*args.run_length, (len(batch), args.horizons), endpoint=True)
@@ -148,9 +147,9 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
 def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
     """Losses and, per draft depth 1..8, how often the drafter's first choice is the target's, if it was so before.
 
-    With a_d that share at depth d, a cycle is expected to bring 1 + a_1 + a_1 a_2 + ... tokens: the acceptance length
-    this implies. It is optimistic: a run begins anywhere here, a cycle mostly after a token that the drafter got wrong.
-    Without CA only depth 1 is measured: deeper ones would be scored on true memories that drafting lacks.
+    With a_d that share at depth d, a cycle would bring 1 + a_1 + a_1 a_2 + ... tokens: the acceptance length implied,
+    an optimistic one: a run begins anywhere here, a cycle mostly after a token that the drafter got wrong. Without CA
+    only depth 1 is measured: deeper ones would be scored on true memories, which drafting lacks.
     """
     target, sums, count = drafter.target, torch.zeros(3), 0
     outcomes = [[] for _ in range(DEPTHS)]
@@ -254,8 +253,8 @@ def read_messages(line: bytes) -> list[dict]:
     return messages
 
 class Conversations:
-    """The lines of some .jsonl files that hold a conversation with an answer. Others are named on stderr. Raises
-    InputError for a file that cannot be read, or where no line is left."""
+    """The conversations with an answer in some .jsonl files. Other lines are named on stderr. Raises InputError for a
+    file that cannot be read, or if there are none."""
 
     def __init__(self, paths: list[str], tokenizer: Tokenizer, seq_len: int):
         self.paths, self.tokenizer, self.seq_len, places, skipped = paths, tokenizer, seq_len, [], 0
@@ -286,8 +285,8 @@ class Conversations:
         return sequence if loss_mask(sequence.answer).any() else None
 
 def shuffled(data: Conversations, indices: np.ndarray, seed: int, position: int = 0) -> Iterator[tuple[Sequence, int]]:
-    """Usable conversations without end, a new permutation each epoch, from any position; with each, the position after
-    it. Raises InputError when a whole epoch has none."""
+    """Usable conversations without end, permuted anew each epoch, each with the position after it, to start from.
+    Raises InputError when a whole epoch has none."""
     unusable = 0
     while unusable < len(indices):
         epoch, first = divmod(position, len(indices))
@@ -323,8 +322,8 @@ def save_checkpoint(path: Path, drafter: Drafter, optimizers: list, update: int,
         torch.save(state, part)
 
 def load_checkpoint(path: Path, drafter: Drafter, optimizers: list, args) -> tuple[int, int]:
-    """Restores drafter, optimizers and log; returns update and position. Raises InputError for a checkpoint that is
-    damaged, or was made with other arguments or data."""
+    """Restores drafter, optimizers and log; returns update and position. Raises InputError for a damaged checkpoint, or
+    one of other arguments or data."""
     with input_errors(f"{path}: not a readable checkpoint", Exception):  # torch raises many kinds
         state = torch.load(path, map_location="cpu")
         made_with, log_bytes = state["arguments"], state["log_bytes"]
@@ -351,9 +350,8 @@ MAX_BARREN = 500  # conversations without an answer, in a row, after which --syn
 
 def converse(target: Llama, tokenizer: Tokenizer, openings: Iterator[list[dict]], count: int, seed: int,
              args) -> Iterator[tuple[list[dict], int]]:
-    """Up to `count` conversations that the target writes with itself, as they end: the messages, of which the last may
-    be cut short, and the tokens of all answers so far. openings: what each begins with, a question or nothing. Raises
-    InputError."""
+    """Up to `count` conversations of the target with itself, as they end: the messages, the last perhaps cut short, and
+    the tokens of all answers so far. openings: what each begins with, a question or nothing. Raises InputError."""
     draws, stop_ids = random.Random(seed), frozenset(tokenizer.stop_ids)
     going_on, running, barren, answer_tokens = [], 0, 0, 0
 
@@ -397,11 +395,11 @@ def read_questions(path: str | Path) -> Iterator[str]:
 
 @torch.inference_mode()
 def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
-    """Write conversations to a file until it has args.synthesize of them, each when it ends, or until all questions are
-    answered. How many it then has. Raises InputError."""
+    """Write conversations to a file, each when it ends, until it has args.synthesize or all questions are answered. How
+    many it then has. Raises InputError."""
     path, questions = Path(args.data[0]), iter(lambda: None, 0)  # without end: the target asks itself
     if args.questions and not (questions := dict.fromkeys(read_questions(args.questions))):
-        raise InputError(f"{args.questions}: no conversation with a question; see train.py for the formats it reads")
+        raise InputError(f"{args.questions}: no conversation with a question")
     if not tokenizer.stop_ids:
         raise InputError(f"{args.model}: names no stop token, so that no turn would end")
     with input_errors(f"{path}: cannot be written", OSError):
@@ -410,7 +408,7 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
         file.seek(0)
         text = file.read()
         if text[:13] != b'{"messages": '[:len(text)]:
-            raise InputError(f"{path}: holds something other than conversations; choose another --data")
+            raise InputError(f"{path}: holds no conversations; choose another --data")
         size = file.truncate(text.rfind(b"\n") + 1)  # what an interrupted run left of a line goes
     answered = set(read_questions(path)) if args.questions else set()
     openings = ([{"role": "user", "content": q}] if q else [] for q in questions if q not in answered)
@@ -459,7 +457,7 @@ def parse_arguments() -> argparse.Namespace:
     count("--eval-every", default=200, help="updates (default: %(default)s)")
     count("--save-every", default=50, help="updates between checkpoints (default: %(default)s)")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
-    add("--evaluate", metavar="DIR", help="print how a finished drafter does on --data, as JSON, and train nothing")
+    add("--evaluate", metavar="DIR", help="only print how a finished drafter does on --data, as JSON")
     count("--synthesize", metavar="COUNT", help="write COUNT conversations to --data instead")
     add("--questions", metavar="FILE", help="let --synthesize answer this file's questions, not its own")
     add("--json", action="store_true", help="end with the log's last record on stdout")
@@ -467,11 +465,11 @@ def parse_arguments() -> argparse.Namespace:
     if args.run_length != sorted(args.run_length):
         parser.error("--run-length LOW HIGH: the low end comes first")
     if args.dtype == "float16":
-        parser.error("--dtype float16 would need a gradient scaler; train in bfloat16 or float32")
+        parser.error("--dtype float16 cannot be trained in; try bfloat16")
     return args
 
 def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -> Drafter:
-    """One with fresh weights and the sizes that the command line asks for."""
+    """Fresh weights, in the sizes that the command line asks for."""
     torch.manual_seed(args.seed)
     count = args.draft_vocabulary
     choices = {"layer_self_attention_num_attention_heads": args.lsa_heads,
@@ -494,7 +492,7 @@ def main() -> None:
         raise InputError(f"{out} holds work: --resume goes on from a checkpoint, else choose another --out")
     if dist.is_torchelastic_launched():  # torchrun
         if args.synthesize:
-            raise InputError("--synthesize is for one process; run it without torchrun")
+            raise InputError("--synthesize runs without torchrun")
         if args.device.startswith("cuda"):
             args.device = f"cuda:{dist.get_node_local_rank()}"
             torch.cuda.set_device(args.device)
