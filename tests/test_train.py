@@ -549,7 +549,7 @@ def files(tmp_path_factory, tiny, undisturbed) -> Path:
     ("--out run --resume --schedule cosine", "made with --schedule paper, not cosine"),
     ("--out run", "holds work: --resume goes on"), ("--out gone", "holds work"),
     ("--out gone --resume", "holds work"), ("--out damaged --resume", "not a readable checkpoint"),
-    ("--synthesize 2 --data long", "other than conversations"), ("--synthesize 2 --data run", "cannot be written"),
+    ("--synthesize 2 --data long", "holds no conversations"), ("--synthesize 2 --data run", "cannot be written"),
     ("--synthesize 2 --data own --model endless", "no stop token"),
     ("--synthesize 2 --data own --questions nowhere", "cannot be read"),
     ("--synthesize 2 --data own --questions empty", "no conversation with a question"),
