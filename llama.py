@@ -94,9 +94,8 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     cos, sin = rope
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin).type_as(x)
 
-class FusedLinear:
-    """Linear layers of the same input: their outputs side by side. Once packed (see "Packed weights"), one product.
-    No nn.Module: parameters keep the names they have in checkpoints."""
+class FusedLinear:  # no nn.Module: parameters keep the names they have in checkpoints
+    """Linear layers of the same input: their outputs side by side. Once packed (see "Packed weights"), one product."""
     def __init__(self, *layers: nn.Linear):
         self.layers, self.packed = layers, None
 
@@ -343,9 +342,10 @@ def nucleus(logits: Tensor, temperature: float, top_p: float) -> tuple[Tensor, T
     p = torch.softmax(logits.float() / temperature, dim=-1)
     if top_p == 1:
         return p, torch.arange(p.shape[-1], device=p.device).expand_as(p)
-    likely, ids = p.topk(min(1024, p.shape[-1]))  # mostly enough, and ten times as fast as sorting all
-    if (likely.sum(-1) < top_p).any():
-        likely, ids = p.sort(dim=-1, descending=True)
+    for k in (64, 1024, p.shape[-1]):  # a few are mostly enough, and much faster
+        likely, ids = p.topk(min(k, p.shape[-1]))
+        if (likely.sum(-1) >= top_p).all():
+            break
     likely[likely.cumsum(-1) - likely >= top_p] = 0  # what comes before a token reached top_p without it
     return likely, ids
 
