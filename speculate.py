@@ -604,7 +604,7 @@ def remote_methods(model: Llama, drafter: Drafter, tree: TreeConfig, links: dict
 
 def bench(model: Llama, methods: dict[str, Callable], tokenizer: Tokenizer, prompts: Prompts,
           config: GenerationConfig) -> list[dict]:
-    """Every prompt by every method, in turn, after a warm-up. Rows by category, then overall."""
+    """Every prompt by every method, in turn, after a warm-up. Rows by category, then all."""
     runs, base = {}, next(iter(methods))  # by category, for each turn: method: Generation
     for index, (category, turns) in enumerate(tqdm(prompts[:1] + prompts)):
         messages = []
@@ -627,7 +627,7 @@ def bench(model: Llama, methods: dict[str, Callable], tokenizer: Tokenizer, prom
     return [summarize(model, category, name, results) for category, results in runs.items() for name in methods]
 
 def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Generation]]) -> dict:
-    """A method's totals over a category's prompts, and quartiles over prompts."""
+    """A method's totals over a category, and quartiles over its turns."""
     def rate(answers: list[Generation]) -> float:
         return sum(len(g.tokens) for g in answers) / sum(g.seconds for g in answers)
 
@@ -688,9 +688,10 @@ def bench_batch(model: Llama, drafter: Drafter, tokenizer: Tokenizer, prompts: P
 def print_table(rows: list[dict]) -> None:
     left_out = ("category", "method", "speedup_quartiles", "target_calls", "new_tokens", "drafted_per_call")
     columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in left_out]
-    print(f"{'category':<14} {'method':<17}", *columns)
+    width = max(len(row["method"]) for row in rows)
+    print(f"{'category':<14} {'method':<{width}}", *columns)
     for row in rows:
-        print(f"{row['category']:<14} {row['method']:<17}",
+        print(f"{row['category']:<14} {row['method']:<{width}}",
               *(f"{row[key]:{len(key)}.2f}" if key in row else " " * len(key) for key in columns))
 
 def faster_alone(args: Namespace, packed: Llama) -> Llama:

@@ -40,6 +40,7 @@ from llama import (DTYPES, Batch, GenerationConfig, InputError, Llama, Parser, T
 from moa import Drafter, DrafterConfig, load_drafter, save_drafter
 
 DEPTHS = 8  # of the evaluation
+CLIP = 1.0  # the gradient norm
 LOSS_CHUNK = 256  # positions whose V-wide distributions exist at once
 
 
@@ -183,7 +184,7 @@ def train(drafter: Drafter, optimizers: list, stream: Iterator[tuple[Sequence, i
         began = time.perf_counter()
         batch, positions = zip(*itertools.islice(stream, args.batch_size))
         loss, kl, hidden = compute_gradients(drafter, batch, update, args)
-        norm = nn.utils.clip_grad_norm_(drafter.parameters(), args.clip or math.inf).item()
+        norm = nn.utils.clip_grad_norm_(drafter.parameters(), CLIP).item()
         if not math.isfinite(norm):
             raise InputError(f"update {update + 1}: the gradient is not finite; try a lower --lr")
         lr = learning_rate(update, args, epoch_updates)
@@ -440,7 +441,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--schedule", choices=("paper", "cosine"), default="paper")
     count("--warmup", default=50, help="updates (default: %(default)s)")
     add("--optimizer", choices=("adamw", "muon"), default="adamw")
-    add("--clip", type=number(float, 0), default=1.0, help="gradient norm, 0: none (default: %(default)s)")
     add("--kl-weight", type=number(float, 0), default=0.1)
     add("--feature-weight", type=number(float, 0), default=1.0)
     add("--memory-weight", type=number(float, 0), default=0.0, help="of the same loss on memories; not the paper's")

@@ -259,7 +259,7 @@ def test_the_papers_recipe_is_the_default(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--data", "x"])
     a = train.parse_arguments()
     assert (a.kl_weight, a.feature_weight, a.memory_weight, a.lr, a.warmup, a.run_length, a.batch_size, a.schedule,
-            a.clip, a.horizons, a.tli) == (0.1, 1.0, 0.0, 3e-5, 50, [5, 15], 32, "paper", 1.0, 1, 0)
+            train.CLIP, a.horizons, a.tli) == (0.1, 1.0, 0.0, 3e-5, 50, [5, 15], 32, "paper", 1.0, 1, 0)
     adamw, = train.make_optimizers(torch.nn.Linear(2, 2), a.optimizer)
     assert adamw.defaults["betas"] == (0.9, 0.95) and adamw.defaults["weight_decay"] == 0
     rate = [train.learning_rate(update, a, 1050) / 3e-5 for update in range(2000)]
@@ -269,14 +269,16 @@ def test_the_papers_recipe_is_the_default(monkeypatch):
     cosine = Namespace(lr=1.0, schedule="cosine", warmup=1, updates=100)
     assert [train.learning_rate(update, cosine, 10) for update in (0, 50, 100)] == pytest.approx([1, 0.5, 0])
 
-def test_one_conversation_trains_and_its_gradient_is_clipped_as_asked_for(tmp_path, command):
+def test_one_conversation_trains_and_its_gradient_is_clipped(tmp_path, command, monkeypatch):
     path, norms = write(tmp_path / "data.jsonl", "", {"data": ["Count to 4.", "1, 2, 3, 4"]}, ""), []
     hook = register_optimizer_step_pre_hook(lambda optimizer, *_: norms.append(
         torch.nn.utils.get_total_norm([p.grad for p in optimizer.param_groups[0]["params"]]).item()))
-    for clip in (0.01, 0):
-        command("--data", path, "--out", tmp_path / str(clip), "--updates", 1, "--clip", clip)
+    for clip in (0.01, 1.0):
+        monkeypatch.setattr(train, "CLIP", clip)
+        command("--data", path, "--out", tmp_path / str(clip), "--updates", 1)
     hook.remove()
-    assert norms == pytest.approx([0.01, read_log(tmp_path / "0")[0]["grad_norm"]], rel=1e-3) and norms[1] > 0.05
+    norm = read_log(tmp_path / "1.0")[0]["grad_norm"]
+    assert norms == pytest.approx([0.01, min(norm, 1.0)], rel=1e-3) and norms[1] > 0.05
 
 def test_a_gradient_that_is_not_finite_ends_the_run_and_spares_its_checkpoint(tmp_path, command, capsys):
     choices = ["--out", tmp_path, "--updates", 3, "--save-every", 1, "--lr", 1e30]
