@@ -462,8 +462,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--questions", metavar="FILE", help="let --synthesize answer this file's questions, not its own")
     add("--json", action="store_true", help="end with the log's last record on stdout")
     args = parser.parse_args()
-    if args.run_length != sorted(args.run_length):
-        parser.error("--run-length LOW HIGH: the low end comes first")
+    args.run_length.sort()
     if args.dtype == "float16":
         parser.error("--dtype float16 cannot be trained in; try bfloat16")
     return args
@@ -482,6 +481,15 @@ def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -
     config = DrafterConfig.sized_for(target, **{name: v for name, v in choices.items() if v is not None})
     return Drafter(target, config).to(target.device)
 
+def join_processes(args) -> None:
+    """Under torchrun: a device for this process, and a way to the others."""
+    if args.synthesize:
+        raise InputError("--synthesize runs without torchrun")
+    if args.device.startswith("cuda"):
+        args.device = f"cuda:{dist.get_node_local_rank()}"
+        torch.cuda.set_device(args.device)
+    dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
+
 def main() -> None:
     args = parse_arguments()
     out = Path(args.out)
@@ -490,13 +498,8 @@ def main() -> None:
     fresh = not (resuming or args.synthesize or args.evaluate)
     if fresh and (checkpoint.exists() or (out / "model.safetensors").exists()):
         raise InputError(f"{out} holds work: --resume goes on from a checkpoint, else choose another --out")
-    if dist.is_torchelastic_launched():  # torchrun
-        if args.synthesize:
-            raise InputError("--synthesize runs without torchrun")
-        if args.device.startswith("cuda"):
-            args.device = f"cuda:{dist.get_node_local_rank()}"
-            torch.cuda.set_device(args.device)
-        dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
+    if dist.is_torchelastic_launched():
+        join_processes(args)
     target, tokenizer = load_target(args)
     if args.seq_len > target.config.max_position_embeddings:
         raise InputError(f"--seq-len {args.seq_len}: the target's context is {target.config.max_position_embeddings}")

@@ -542,7 +542,7 @@ def files(tmp_path_factory, tiny, undisturbed) -> Path:
 @pytest.mark.parametrize("choices, why", [
     ("--data nowhere", "nowhere: cannot be read"), ("--data empty", "empty: no usable conversation"),
     ("--data broken", "broken: no usable conversation"), ("--data long", "no answer within"),
-    ("--run-length 9 3", "low end"), ("--kv-heads 3", "num_key_value_heads 3"), ("--lr nan", "invalid"),
+    ("--kv-heads 3", "num_key_value_heads 3"), ("--lr nan", "invalid"),
     ("--lsa-heads 500", "num_attention_heads 500"), ("--tli 99", "3 layers"), ("--seq-len 100000", "context is 256"),
     ("--updates 0", "invalid"), ("--dtype float16", "bfloat16"), 
     ("--model nowhere", "nowhere"), ("--device nowhere", "nowhere"), ("--out empty/out", "Not a directory"),
