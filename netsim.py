@@ -215,7 +215,7 @@ class Channel:
             sent = monotonic()
             size = send_message(self.sock, fields, tensors, sent + CONNECT_SECONDS)
             self.bytes_up += size
-            answered, more = self.network.up.arrival(sent, size), True  # when the server sends a reply, as simulated
+            answered, more = self.network.up.arrival(sent, size), True  # when the server replies, as simulated
             while more:
                 start = monotonic()
                 deadline = start + self.reply_timeout()
@@ -239,9 +239,9 @@ def answer_nonce(secret: str, nonce: bytes) -> bytes:
     return hmac.digest(secret.encode(errors="surrogateescape"), nonce, "sha256")
 
 class MessageServer(socketserver.ThreadingTCPServer):
-    """Gives every client that knows the secret a thread and a session: fields to greet with, `greeting`, and a generator
-    `answer(fields, tensors)` of replies (fields, tensors), all but the last with "more": True, which raises ValueError,
-    LookupError or TypeError for a malformed request."""
+    """Gives every client that knows the secret a thread and a session, which has fields to greet with, `greeting`, and
+    `answer(fields, tensors)`, a generator of replies (fields, tensors), all but the last with "more": True. It raises
+    ValueError, LookupError or TypeError for a malformed request."""
 
     allow_reuse_address, request_queue_size = True, 128
 
@@ -258,7 +258,7 @@ class MessageServer(socketserver.ThreadingTCPServer):
             raise ValueError("to serve beyond this machine, set a secret in MOA_SECRET on both sides")
 
     def process_request(self, request: socket.socket, address) -> None:
-        self.disconnect(list(self.unauthenticated)[:1 - 4 * self.max_clients])  # the oldest, if there are too many
+        self.disconnect(list(self.unauthenticated)[:1 - 4 * self.max_clients])  # the oldest, if too many
         self.connections.add(request)
         self.unauthenticated[request] = None
         super().process_request(request, address)
