@@ -286,7 +286,7 @@ class Conversations:
         return sequence if loss_mask(sequence.answer).any() else None
 
 def shuffled(data: Conversations, indices: np.ndarray, seed: int, position: int = 0) -> Iterator[tuple[Sequence, int]]:
-    """Usable conversations without end, permuted anew each epoch, each with the position after it, to start from.
+    """Usable conversations without end, shuffled again each epoch, each with the position after it, to start from.
     Raises InputError when a whole epoch has none."""
     unusable = 0
     while unusable < len(indices):

@@ -372,6 +372,8 @@ def test_every_method_drafts_the_same_on_every_run_also_on_a_busy_machine(temper
     target = new_target(16)
     drafter = new_drafter(target, target_layer_inference=4, likeness=0.8)
     methods = local_methods(target, target, {"": drafter}, CHAIN, TREE)
+    several = local_methods(target, target, {"a": drafter, "b": new_drafter(target)}, CHAIN, TREE)
+    assert list(several) == ["target", "chain a", "tree a", "chain b", "tree b"]
     config = GenerationConfig(40, temperature, seed=1)
 
     def run() -> list:
