@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterable, Iterator
+from typing import Callable, Iterator
 
 import tokenizers
 import torch
@@ -454,18 +454,9 @@ class Batch:
         logits = self.model(newest, self.cache)[:, -1]  # (B, V)
         return [[token] for token in sample_next(logits, [c.sampling for c in self.conversations])]
 
-@torch.inference_mode()
-def generate_batch(model: Llama, prompts: Iterable[tuple[list[int], GenerationConfig]], rows: int,
-                   capacity: int | None = None) -> Iterator[tuple[int, list[int]]]:
-    """What `generate` says for each (prompt, config), `rows` at a time: (index, tokens) as they end. capacity: of a
-    row, for prompt and answer (default: the model's context)."""
-    waiting = ((index, *prompt) for index, prompt in enumerate(prompts))
-    batch = Batch(model, rows, capacity or model.config.max_position_embeddings)
-    yield from ((c.key, c.tokens) for c in batch.run(lambda: next(waiting, None)))
-
 # --- Packed weights: linear layers that are fast on a CPU for a few rows ---
 # A pass over a few tokens should cost what one over a single token does: reading the weights once. On a CPU F.linear
-# takes two to three times as long for 2 to 16 rows; oneDNN's kernel on its own blocked layout does not, up to six.
+# takes two to three times as long for 2 to 16 rows; oneDNN's kernel on its own blocked layout does not, up to six rows.
 
 def can_pack(weight: Tensor) -> bool:
     """Whether packing helps: on a CPU that oneDNN has kernels for, in a type that they multiply in."""
@@ -815,7 +806,8 @@ def number(kind: type, low: float, high: float = math.inf):
     def number(text: str):
         value = kind(text)  # or a ValueError, for argparse
         if not low <= value <= high or value == math.inf:
-            raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected {low} to {high}")
+            expected = f"at least {low}" if high == math.inf else f"{low} to {high}"
+            raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
         return value
     return number
 
@@ -841,7 +833,8 @@ def load_target(args: argparse.Namespace, last: int | None = None) -> tuple[Llam
     args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
     path = resolve_path(args.model)
     model, tokenizer = load_model(path, args.device, DTYPES[args.dtype], last), load_tokenizer(path)
-    if max(tokenizer.chat([{"role": "user", "content": ""}])) >= (size := model.config.vocab_size):
+    ids, size = {*tokenizer.chat([{"role": "user", "content": ""}]), *tokenizer.stop_ids}, model.config.vocab_size
+    if max(ids) >= size:
         raise InputError(f"{path}: the tokenizer has tokens beyond the model's {size} embeddings")
     return model, tokenizer
 

@@ -279,7 +279,7 @@ class DraftState:
                  rows: int = 1):
         """capacity: in tokens, with drafts. quantize: draw from a q that can be sent over a network."""
         self.drafter, self.sampling, self.quantize = drafter, sampling, quantize
-        self.drafted: list[Node] = []  # in the caches after verified tokens: unverified ones, the newest, then drafts
+        self.drafted: list[Node] = []  # in the caches after verified tokens: unverified, the newest, expanded drafts
         self.unverified = 0  # tokens, written without the target
 
         def new_cache(layers: int, kv_heads: int, head_dim: int, model: Drafter | Llama) -> KVCache:
@@ -382,7 +382,7 @@ class DraftState:
         be proposed: each level then has its share of them."""
         nodes, leaves, total, greedy = [], [root], tree.total_tokens, self.sampling.temperature == 0
         for level in range(tree.depth):
-            room = total if greedy else -(-(total - len(nodes)) // (tree.depth - level))
+            room = total if greedy else -(-(total - len(nodes)) // (tree.depth - level))  # rounded up
             values = [leaf.value for leaf in leaves]
             if not leaves or room == 0 or sum(values) < tree.min_confidence:
                 break
@@ -496,7 +496,7 @@ def is_valid(value: object, kind: type, vocab_size: int) -> bool:
     return 0 < len(ids) == len(value)
 
 def save_drafter(drafter: Drafter, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write config.json and model.safetensors: a reader finds the old files or the new ones, complete."""
+    """Write config.json and model.safetensors, each completely or not at all."""
     t = drafter.target.config
     config = {name: value for name, value in asdict(drafter.config).items() if value is not None}
     config |= dict(hidden_size=t.hidden_size, vocab_size=t.vocab_size,

@@ -188,13 +188,13 @@ class Channel:
             self.bytes_down += NONCE + size
             for up, down in ((0, 0), (0, NONCE), (DIGEST, size)):  # TCP's handshake, the nonce, digest and greeting
                 arrival = self.network.down.arrival(self.network.up.arrival(arrival, up), down)
-            self.network.wait(start, arrival, deadline)
+            self.network.wait(start, arrival, start + self.reply_timeout())
         except (OSError, UnicodeError) as error:  # the latter: a name like a..b
             self.close()
             raise ConnectionLost(f"no server at {self.address[0]}:{self.address[1]}: {error}") from None
         if "refused" in greeting:
             self.close()
-            raise ConnectionLost(f"the server refused: {greeting['refused']}")
+            raise ConnectionLost(f"the server refused: {greeting['refused']!r:.200}")
         return greeting
 
     def close(self) -> None:

@@ -563,10 +563,10 @@ def read_prompts(path: Path) -> Prompts:
     prompts = []
     with input_errors(f"{path}: cannot be read", OSError, UnicodeDecodeError):
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-    for number, line in enumerate(lines, 1):
+    for i, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        expected = f'{path}, line {number}: expected {{"prompt": text}} or {{"category": name, "turns": [text, ...]}}'
+        expected = f'{path}, line {i}: expected {{"prompt": text}} or {{"category": name, "turns": [text, ...]}}'
         with input_errors(expected, ValueError, LookupError, TypeError, RecursionError):
             record = json.loads(line)
             turns = [record["prompt"]] if "prompt" in record else record["turns"]
@@ -631,7 +631,7 @@ def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Gener
     def rate(answers: list[Generation]) -> float:
         return sum(len(g.tokens) for g in answers) / sum(g.seconds for g in answers)
 
-    base = "api:" + name.partition(":")[2] if ":" in name else "target"  # on the same network, or here
+    base = next(b for b in ("api:" + name.partition(":")[2], "target") if b in runs[0])  # on the same network, or here
     ours, bases = [results[name] for results in runs], [results[base] for results in runs]
     total = sum((g.stats for g in ours), Counter())
     new_tokens, seconds = sum(len(g.tokens) for g in ours), sum(g.seconds for g in ours)
@@ -643,7 +643,7 @@ def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Gener
            "new_tokens": new_tokens, "drafted_per_call": total["drafted"] / calls,
            "draft_share": total["draft_seconds"] / seconds, "verify_share": total["verify_seconds"] / seconds,
            "identical": sum(g.tokens == b.tokens for g, b in zip(ours, bases)) / len(runs)}
-    if ":" in name:
+    if base != "target":
         row |= {f"{key}_per_token": total[key] / verified for key in ("round_trips", "bytes_up", "bytes_down")}
     return row | (offline_quality(model, ours, bases) if verified < new_tokens else {})
 
@@ -738,6 +738,8 @@ def parse_arguments() -> Namespace:
     remote.add_argument("--disconnect-for", type=duration, default=math.inf, metavar="TIME",
                         help="and is back after so long (default: never)")
     args = parser.parse_args()
+    if (links_of(args) or args.disconnect_after < math.inf) and not args.remote:
+        parser.error("a simulated network needs --remote")
     args.chain = TreeConfig(args.draft_length) if args.draft_length else CHAIN
     args.tree = REMOTE_TREE if args.remote else TREE
     if sizes := {name: value for name, value in vars(args).items() if name in vars(TREE) and value}:

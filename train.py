@@ -272,7 +272,7 @@ class Conversations:
                         print(f"skipped {path}, line {line_number}: {error}", file=sys.stderr)
         print(f"{len(places)} conversations, {skipped} lines skipped", file=sys.stderr)
         if not places:
-            raise InputError(f"{', '.join(paths)}: no usable conversation; see train.py for the formats it reads")
+            raise InputError(f"{', '.join(paths)}: no usable conversation (UltraChat, ShareGPT, Alpaca)")
         self.places = np.array(places)  # file, offset and length of each usable line
 
     def __getitem__(self, index: int) -> Sequence | None:
@@ -391,7 +391,7 @@ def read_questions(path: str | Path) -> Iterator[str]:
     """What the user asks first in each conversation of a file. Raises InputError."""
     with input_errors(f"{path}: cannot be read", OSError), open(path, "rb") as file:
         for line in file:
-            with suppress(ValueError, TypeError, StopIteration):
+            with suppress(ValueError, TypeError, RecursionError, StopIteration):
                 yield next(m["content"] for m in read_messages(line) if m["role"] == "user" and m["content"])
 
 @torch.inference_mode()
@@ -508,8 +508,9 @@ def main() -> None:
         return print(json.dumps({"conversations": written})) if args.json else None
     data = Conversations(args.data, tokenizer, args.seq_len)
     if args.evaluate:
-        sequences = filter(None, map(data.__getitem__, range(len(data.places))))
-        return print(json.dumps(evaluate(load_drafter(args.evaluate, target), list(sequences), args)))
+        indices = np.arange(len(data.places))
+        sequences = list(filter(None, map(data.__getitem__, indices))) or next(shuffled(data, indices, 0))
+        return print(json.dumps(evaluate(load_drafter(args.evaluate, target), sequences, args)))
     args.data = f"{' '.join(args.data)} (checksum {data.places.sum()})"  # --resume sees a change
     training, held_out = split(data, args.seed)
     epoch_updates = math.ceil(len(training) / args.batch_size)

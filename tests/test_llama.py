@@ -497,6 +497,13 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(tiny):
     assert runs[0] == runs[1] != runs[2]
 
 
+@torch.inference_mode()
+def generate_batch(model, prompts, rows, capacity):
+    waiting = ((index, *prompt) for index, prompt in enumerate(prompts))
+    for ended in llama.Batch(model, rows, capacity).run(lambda: next(waiting, None)):
+        yield ended.key, ended.tokens
+
+
 @pytest.mark.parametrize("temperatures", [[0.0], [1.0, 0.0, 0.7]], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9])
 def test_a_conversation_in_a_batch_is_the_one_alone_whatever_its_neighbours_and_its_row(
@@ -512,14 +519,14 @@ def test_a_conversation_in_a_batch_is_the_one_alone_whatever_its_neighbours_and_
             requests[i] = requests[i][0], replace(config, stop_ids=frozenset({expected[i][6]}))
             expected[i] = expected[i][:expected[i].index(expected[i][6]) + 1]
     for order in range(7), [6, 2, 5, 1, 0, 4, 3]:
-        answers = list(llama.generate_batch(tiny, [requests[i] for i in order], rows, capacity=101))
+        answers = list(generate_batch(tiny, [requests[i] for i in order], rows, capacity=101))
         assert sorted(answers) == [(place, expected[i]) for place, i in enumerate(order)]
 
 
 def test_a_prompt_is_taken_only_when_a_row_is_free(tiny):
     taken, endless = [], itertools.count()
     prompts = ((taken.append(i) or [i], llama.GenerationConfig(2 + i % 3)) for i in endless)
-    for ended, (index, tokens) in zip(range(1, 12), llama.generate_batch(tiny, prompts, 3, capacity=8)):
+    for ended, (index, tokens) in zip(range(1, 12), generate_batch(tiny, prompts, 3, capacity=8)):
         assert len(taken) <= ended + 2 and tokens == generate(tiny, [index], 2 + index % 3)
 
 

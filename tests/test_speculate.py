@@ -416,12 +416,13 @@ def test_the_benchmark_reports_what_it_measured(capsys):
         asked.append((seconds, prompt))
         stats = Counter(target_calls=calls, drafted=2 * calls, draft_seconds=seconds / 4, verify_seconds=seconds / 2)
         return Generation(prompt, tokens, [Origin.TARGET] * len(tokens), seconds, stats=stats)
-    methods = {"target": partial(method, 4.0, [1, 2, 3, 4], 3), "chain": partial(method, 1.0, [1, 2, 3, 4], 1),
+    methods = {"target": partial(method, 4.0, [1, 2, 3, 4], 3),
+               "chain:x": partial(method, 1.0, [1, 2, 3, 4], 1),  # a drafter's folder may be named so
                "tree": partial(method, 2.0, [1, 2, 3, 5], 2)}
     rows = bench(new_target(16), methods, WORDS, [("a", ["one", "two"]), ("b", ["three"])], GenerationConfig(4))
     by = {(row["category"], row["method"]): row for row in rows}
     assert len(by) == len(rows) == 9
-    one, tree = by["overall", "chain"], by["overall", "tree"]
+    one, tree = by["overall", "chain:x"], by["overall", "tree"]
     assert one["new_tokens"] == 12 and one["target_calls"] == 3  # of three turns: the warm-up is not among them
     assert one["speedup"] == 4 and one["speedup_quartiles"] == [4, 4] and tree["speedup"] == 2
     assert one["acceptance_length"] == 3 and one["tokens_per_second"] == 4 and one["drafted_per_call"] == 2
@@ -430,7 +431,7 @@ def test_the_benchmark_reports_what_it_measured(capsys):
     assert (1.0, WORDS.chat(conversation)) in asked  # a second turn follows the target's own answer to the first
     print_table(rows)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 10 and lines[2].split()[:4] == ["a", "chain", "4.00", "4.00"]
+    assert len(lines) == 10 and lines[2].split()[:4] == ["a", "chain:x", "4.00", "4.00"]
 
 
 def test_the_benchmark_reads_both_formats_and_leaves_out_a_prompt_that_is_too_long(command, tmp_path):
@@ -473,7 +474,8 @@ def test_the_benchmark_of_batches_has_the_target_and_chains_for_each_size(comman
         ("--temperature", "nan"), ("--top-p", "0"), ("--seed", "-1"), ("--max-new-tokens", "0"))),
     (["--prompt", "word " * 9000], "shorten"), (["--prompt", "\udcff"], "not valid UTF-8"), ([], "--prompt"),
     (["--prompt", "Hi", "--bench", "x.jsonl"], "not allowed with"), (["--bench", "no-such.jsonl"], "no-such.jsonl"),
-    (["--bench", ""], "be read")], ids=lambda x: str(x)[:40])
+    (["--bench", ""], "be read"),
+    (["--prompt", "Hi", "--latency", "21ms"], "needs --remote")], ids=lambda x: str(x)[:40])
 def test_bad_input_ends_in_one_line_and_exit_status_2(command, arguments, complaint):
     status, out, err = command(*arguments)
     assert status == 2 and out == "" and err.count("\n") == 1 and complaint in err

@@ -535,13 +535,14 @@ def files(tmp_path_factory, tiny, undisturbed) -> Path:
     gone.unlink()
     (shutil.copytree(tiny, path / "endless") / "generation_config.json").unlink()
     for name, lines in {"empty": [], "broken": BROKEN, "long": [{"data": ["long" * 99, "b"]}] * 12,
-                        "own": [{"messages": CHAT}]}.items():
+                        "own": [{"messages": CHAT}], "deep": ["[" * 100_000]}.items():
         write(path / name, *lines)
     return path
 
 @pytest.mark.parametrize("choices, why", [
     ("--data nowhere", "nowhere: cannot be read"), ("--data empty", "empty: no usable conversation"),
     ("--data broken", "broken: no usable conversation"), ("--data long", "no answer within"),
+    ("--data long --evaluate run", "no answer within"),
     ("--kv-heads 3", "num_key_value_heads 3"), ("--lr nan", "invalid"),
     ("--lsa-heads 500", "num_attention_heads 500"), ("--tli 99", "3 layers"), ("--seq-len 100000", "context is 256"),
     ("--updates 0", "invalid"), ("--dtype float16", "bfloat16"), 
@@ -555,6 +556,7 @@ def files(tmp_path_factory, tiny, undisturbed) -> Path:
     ("--synthesize 2 --data own --model endless", "no stop token"),
     ("--synthesize 2 --data own --questions nowhere", "cannot be read"),
     ("--synthesize 2 --data own --questions empty", "no conversation with a question"),
+    ("--synthesize 2 --data own --questions deep", "no conversation with a question"),
     ("--synthesize 502 --data own --seq-len 16 --batch-size 250", "raise --seq-len above 16")])
 def test_bad_input_is_an_error_of_one_line_and_changes_no_file(files, command, capsys, monkeypatch, choices, why):
     monkeypatch.chdir(files)
