@@ -51,7 +51,7 @@ from netsim import (PROFILES, Channel, ConnectionLost, Link, MessageServer, Netw
 
 SHIPPED = {DEFAULT_MODEL: Path(__file__).parent / "weights" / DEFAULT_MODEL}
 PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
-# Tuned on prompts of six kinds. Sizes from the command line go without limits of confidence.
+# Tuned on 48 prompts of Spec-Bench, not on PROMPTS. Sizes from the command line go without limits of confidence.
 TREE = TreeConfig(depth=6, top_k=3, total_tokens=8, min_confidence=0.15, min_probability=0.04)
 CHAIN = TreeConfig(depth=6, min_confidence=0.2)
 REMOTE_TREE = TreeConfig(depth=16, top_k=3, total_tokens=32, min_confidence=0.1, min_probability=0.02)
