@@ -366,7 +366,7 @@ def test_a_wrong_secret_is_refused_in_constant_time_before_more_is_read(models, 
             nonce, _ = (end.recv(NONCE, socket.MSG_WAITALL) for end in (sock, other))
             other.sendall(hmac.digest(b"tulip", nonce, "sha256"))  # an answer to another connection's nonce
             assert receive_message(other, LIMIT, soon())[0]["refused"].startswith("wrong secret")
-        with pytest.raises(InputError, match="lost before its first token: the server refused: wrong secret"):
+        with pytest.raises(InputError, match="lost before its first token: the server refused: 'wrong secret"):
             answer(*models, PROMPT, CONFIG, channel=Channel(server.server_address, "rose", Network(Link())))
         assert answer(*models, PROMPT, CONFIG, CHAIN, channel=channel_to(server)).tokens == target_alone(models[0], 24)
     assert compared == [(DIGEST, DIGEST)] * 7 and len(sessions) == 1
