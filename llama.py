@@ -473,7 +473,7 @@ def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
     return y.view(*x.shape[:-1], -1)
 
 # --- Checkpoints: a Hugging Face directory, a GGUF file, a hub id, or the default's name ---
-Tensors = Iterator[tuple[str, Callable[[], Tensor]]]  # each with a function that reads it
+Readers = Iterator[tuple[str, Callable[[], Tensor]]]  # each with a function that reads it
 
 def load_model(path: str | Path, device="cpu", dtype=torch.float32, last: int | None = None) -> Llama:
     """A frozen Llama from a Hugging Face directory, a .gguf file, a hub id or "smollm2"; or only its `last` layers.
@@ -560,7 +560,7 @@ def read_json(path: Path) -> dict:
     with input_errors(f"{path}: not readable as JSON", OSError, ValueError, TypeError, RecursionError):
         return {**json.loads(path.read_text(encoding="utf-8"))}  # a TypeError if it is no object
 
-def read_tensors(path: Path) -> Tensors:
+def read_tensors(path: Path) -> Readers:
     """Every tensor of a .safetensors file, to be read before the next."""
     with input_errors(f"{path}: not a safetensors file", SafetensorError, OSError), safe_open(path, "pt") as file:
         for name in file.keys():
@@ -599,7 +599,7 @@ def parse_config(raw: dict, path: Path) -> Config:
                   kv_heads, head_dim, get_real("rms_norm_eps", 1e-6), theta, factors,
                   get("max_position_embeddings", 2048, most=2**22), raw.get("tie_word_embeddings") is True)
 
-def read_hugging_face(path: Path) -> tuple[Config, Tensors]:
+def read_hugging_face(path: Path) -> tuple[Config, Readers]:
     """A directory as `save_pretrained` writes it: its sizes, and its tensors by our names."""
     files = sorted(path.glob("model*.safetensors")) or [path / "model.safetensors"]
     tensors = ((name.removeprefix("model."), read) for file in files for name, read in read_tensors(file))
@@ -655,7 +655,7 @@ def parse_gguf(path: Path) -> tuple[dict, dict[str, tuple], memoryview]:
         start = -(-file.tell() // alignment) * alignment
         return metadata, tensors, memoryview(file)[start:]
 
-def read_gguf(path: Path) -> tuple[Config, Tensors]:
+def read_gguf(path: Path) -> tuple[Config, Readers]:
     """A GGUF file: its sizes, and its tensors by our names."""
     metadata, tensors, data = parse_gguf(path)
 

@@ -738,8 +738,12 @@ def parse_arguments() -> Namespace:
     remote.add_argument("--disconnect-for", type=duration, default=math.inf, metavar="TIME",
                         help="and is back after so long (default: never)")
     args = parser.parse_args()
-    if (links_of(args) or args.disconnect_after < math.inf) and not args.remote:
-        parser.error("a simulated network needs --remote")
+    simulated = links_of(args) or args.disconnect_after < math.inf
+    wrong = ("a simulated network needs --remote" if simulated and not args.remote else
+             "--batch needs --bench, without --remote" if args.batch and (args.remote or not args.bench) else
+             "several drafters need --bench" if len(args.drafter or ()) > 1 and not args.bench else "")
+    if wrong:
+        parser.error(wrong)
     args.chain = TreeConfig(args.draft_length) if args.draft_length else CHAIN
     args.tree = REMOTE_TREE if args.remote else TREE
     if sizes := {name: value for name, value in vars(args).items() if name in vars(TREE) and value}:
