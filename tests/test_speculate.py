@@ -477,7 +477,8 @@ def test_the_benchmark_of_batches_has_the_target_and_chains_for_each_size(comman
     (["--bench", ""], "be read"),
     (["--prompt", "Hi", "--latency", "21ms"], "needs --remote"), (["--prompt", "Hi", "--batch", "2"], "needs --bench"),
     (["--bench", "--batch", "2", "--remote"], "without --remote"),
-    (["--prompt", "Hi", "--drafter", "a", "--drafter", "b"], "several drafters need --bench")], ids=lambda x: str(x)[:40])
+    (["--prompt", "Hi", "--drafter", "a", "--drafter", "b"], "several drafters need --bench"),
+], ids=lambda x: str(x)[:40])
 def test_bad_input_ends_in_one_line_and_exit_status_2(command, arguments, complaint):
     status, out, err = command(*arguments)
     assert status == 2 and out == "" and err.count("\n") == 1 and complaint in err
