@@ -10,10 +10,6 @@ With p the target's and q the drafter's distribution of the token at hand:
 For a chain, which has no siblings, that is the two papers' algorithm; for a tree, SpecInfer's (Miao et al. 2024) with
 siblings drawn without replacement. At temperature 0 it says: accept x if it is the target's argmax.
 
-    python speculate.py --prompt "Explain why the sky is blue." --show
-    python speculate.py --bench  # target alone, chain, tree, lookup and both, interleaved
-    python speculate.py --remote --network 4g --prompt "..."  # the target in another process, on a simulated network
-
 Shapes: T tokens, K drafts, E hidden, V vocabulary.
 """
 from __future__ import annotations
@@ -738,15 +734,19 @@ def parse_arguments() -> Namespace:
     remote.add_argument("--disconnect-for", type=duration, default=math.inf, metavar="TIME",
                         help="and is back after so long (default: never)")
     args = parser.parse_args()
-    simulated = links_of(args) or args.disconnect_after < math.inf
-    wrong = ("a simulated network needs --remote" if simulated and not args.remote else
-             "--batch needs --bench, without --remote" if args.batch and (args.remote or not args.bench) else
-             "several drafters need --bench" if len(args.drafter or ()) > 1 and not args.bench else "")
-    if wrong:
-        parser.error(wrong)
+    sizes = {name: value for name, value in vars(args).items() if name in vars(TREE) and value}
+    wrong = {"a simulated network needs --remote":
+             (links_of(args) or args.disconnect_after < math.inf) and not args.remote,
+             "--batch and several drafters need --bench, without --remote":
+             (args.batch or len(args.drafter or ()) > 1) and (args.remote or not args.bench),
+             "--bench runs every method: no --lookup, --no-speculation or --show":
+             args.bench and (args.lookup or args.no_speculation or args.show),
+             "--draft-length makes chains: no sizes of a tree": args.draft_length and sizes and not args.bench}
+    if any(wrong.values()):
+        parser.error(next(filter(wrong.get, wrong)))
     args.chain = TreeConfig(args.draft_length) if args.draft_length else CHAIN
     args.tree = REMOTE_TREE if args.remote else TREE
-    if sizes := {name: value for name, value in vars(args).items() if name in vars(TREE) and value}:
+    if sizes:
         args.tree = replace(args.tree, **sizes, min_confidence=0.0, min_probability=0.0)
     return args
 

@@ -253,6 +253,13 @@ def test_replies_come_after_the_way_up_the_servers_work_and_the_way_down_and_all
         assert channel.round_trips == 1 and channel.network_seconds >= 0.02
 
 
+def test_a_slow_link_delays_a_new_connection_and_does_not_break_it(monkeypatch):
+    monkeypatch.setattr(netsim, "CONNECT_SECONDS", 0.4)  # for the real messages; six simulated one-way trips take longer
+    with serving() as server, contextlib.closing(channel_to(server, Link(0.1))) as channel:
+        start = time.monotonic()
+        assert channel.connect() == {"drafter": "test"} and time.monotonic() >= start + 6 * 0.1
+
+
 def test_what_meets_an_outage_is_lost_after_ten_times_the_slowest_reply_and_a_new_connection_works(monkeypatch):
     monkeypatch.setattr(netsim, "MIN_TIMEOUT", 0.01)
     with serving() as server:

@@ -475,9 +475,11 @@ def test_the_benchmark_of_batches_has_the_target_and_chains_for_each_size(comman
     (["--prompt", "word " * 9000], "shorten"), (["--prompt", "\udcff"], "not valid UTF-8"), ([], "--prompt"),
     (["--prompt", "Hi", "--bench", "x.jsonl"], "not allowed with"), (["--bench", "no-such.jsonl"], "no-such.jsonl"),
     (["--bench", ""], "be read"),
-    (["--prompt", "Hi", "--latency", "21ms"], "needs --remote"), (["--prompt", "Hi", "--batch", "2"], "needs --bench"),
+    (["--prompt", "Hi", "--latency", "21ms"], "needs --remote"), (["--prompt", "Hi", "--batch", "2"], "need --bench"),
     (["--bench", "--batch", "2", "--remote"], "without --remote"),
     (["--prompt", "Hi", "--drafter", "a", "--drafter", "b"], "several drafters need --bench"),
+    (["--bench", "--lookup"], "--lookup"), (["--bench", "--no-speculation"], "--no-speculation"),
+    (["--prompt", "Hi", "--draft-length", "4", "--depth", "6"], "no sizes of a tree"),
 ], ids=lambda x: str(x)[:40])
 def test_bad_input_ends_in_one_line_and_exit_status_2(command, arguments, complaint):
     status, out, err = command(*arguments)
