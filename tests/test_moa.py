@@ -119,7 +119,8 @@ CYCLES = [  # (verified, then drafted, parents): each way a cycle can end is how
     *(dict(use_cross_attention=False, **more) for more in (
         {}, dict(use_layer_self_attention=False), dict(target_layer_inference=2)))], ids=str)
 def test_drafting_step_by_step_gives_the_features_of_one_pass_under_its_horizon(target, choices, monkeypatch):
-    monkeypatch.setattr(moa, "PROMPT_CHUNK", 3)  # the memory of the first tokens is built in chunks
+    monkeypatch.setattr(moa, "PROMPT_CHUNK", 3)  # the memory of the first tokens is built in chunks,
+    monkeypatch.setattr(moa, "LSA_TOKENS", 2)  # which LSA works on in pieces
     drafter, cache, verified = new_drafter(target, **choices), target.new_cache(64), []
     state = start_drafting(drafter, 64)
     for newly_verified, drafted, parents in CYCLES:
