@@ -28,8 +28,8 @@ from llama import (CAUSAL, DecoderLayer, FusedLinear, InputError, KVCache, Llama
 
 MIN_PROBABILITY = 1e-30  # of a proposed token: below, what rejection sampling leaves of q is rounding error
 Q_TOKENS = 64  # of a q that is sent over a network
-PROMPT_CHUNK = 256  # of a long prompt, so many tokens at a time
-LSA_TOKENS = 64  # on a CPU: each is L rows, which are still in its cache when the next operation reads them
+PROMPT_CHUNK = 256  # tokens of a long prompt at a time
+LSA_TOKENS = 64  # whose L rows each fit a CPU's cache
 
 @dataclass(frozen=True)
 class DrafterConfig:
@@ -115,9 +115,9 @@ class Drafter(nn.Module):
     def layer_self_attend(self, kv: Tensor) -> Tensor:
         """LSA and the mean over layers: kv (B, T, L, 2 Ekv) -> (B, T, 2 Ekv)."""
         x = kv.to(self.dtype).flatten(0, 1)  # (B T, L, 2 Ekv): a token's layers are a sequence
-        pieces = x.split(LSA_TOKENS) if x.device.type == "cpu" else [x]
-        means = torch.cat([self.layer_self_attention(piece, self.layer_rotary).mean(dim=1) for piece in pieces])
-        return means.unflatten(0, kv.shape[:2])
+        pieces = x.split(LSA_TOKENS if x.device.type == "cpu" else len(x))
+        means = [self.layer_self_attention(piece, self.layer_rotary).mean(dim=1) for piece in pieces]
+        return torch.cat(means).unflatten(0, kv.shape[:2])
 
     def memory(self, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
         """(B, T, E), of kv (B, T, L, 2 Ekv) or, without LSA, of final hidden states (B, T, E)."""

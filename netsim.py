@@ -70,8 +70,7 @@ class Direction:
 
     def arrival(self, sent: float, size: int) -> float:
         """When a message of `size` bytes, sent at `sent` (no earlier than the last), has arrived. It waits for its
-        unluckiest packet: each loss costs a time-out, twice the last. (Most messages are too short for TCP's faster
-        ways.)"""
+        unluckiest packet: each loss costs a time-out, twice the last."""
         link = self.link
         self.busy_until = max(self.busy_until, sent) + 8 * size / link.bandwidth
         delay, timeout = max(0.0, self.random.gauss(link.latency, link.jitter)), link.retransmission_timeout()

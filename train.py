@@ -72,8 +72,8 @@ def target_pass(target: Llama, tokens: Tensor, N: int) -> tuple[Tensor, Tensor, 
 class ForwardKL(torch.autograd.Function):
     """Sum over positions of KL(p || q), p from the target's hidden states and q from the drafter's features.
 
-    Its gradient in q's logits, q - p, is known as soon as the loss is: both are computed chunk by chunk, and the whole
-    positions x V matrix never exists. With a draft vocabulary p and q are over its tokens.
+    Its gradient in q's logits is q - p: both are computed chunk by chunk, and the positions x V matrix never exists.
+    With a draft vocabulary p and q are over its tokens.
     """
 
     @staticmethod
@@ -149,8 +149,8 @@ def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
     """Losses and, per draft depth 1..8, how often the drafter's first choice is the target's, if it was so before.
 
     With a_d that share at depth d, a cycle would bring 1 + a_1 + a_1 a_2 + ... tokens: the acceptance length implied,
-    an optimistic one: a run begins anywhere here, a cycle mostly after a token that the drafter got wrong. Without CA
-    only depth 1 is measured: deeper ones would be scored on true memories, which drafting lacks.
+    an optimistic one, as cycles mostly begin where the drafter was wrong. Without CA only depth 1 is
+    measured: deeper ones would be scored on true memories, which drafting lacks.
     """
     target, sums, count = drafter.target, torch.zeros(3), 0
     outcomes = [[] for _ in range(DEPTHS)]
@@ -175,10 +175,9 @@ def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
 
 
 # --- The loop ---
-def train(drafter: Drafter, averaged: Drafter, optimizers: list, stream: Iterator[tuple[Sequence, int]],
-          held_out: list[Sequence], update: int, epoch_updates: int, args) -> None:
-    """From `update` to args.updates, logged, evaluated and saved on the way; `stream` is the data from there on.
-    averaged: what is evaluated and saved, a moving average of the drafter or, without --average, the drafter."""
+def train(drafter: Drafter, optimizers: list, stream: Iterator[tuple[Sequence, int]], held_out: list[Sequence],
+          update: int, epoch_updates: int, args) -> None:
+    """From `update` to args.updates, logged, evaluated and saved on the way; `stream` is the data from there on."""
     out, rank = Path(args.out), rank_and_world_size()[0]
     bar = tqdm(range(update, args.updates), initial=update, total=args.updates, unit=" updates", disable=rank > 0)
     for update in bar:
@@ -195,27 +194,19 @@ def train(drafter: Drafter, averaged: Drafter, optimizers: list, stream: Iterato
             optimizer.step()
         if rank > 0:
             continue
-        if averaged is not drafter:
-            update_average(averaged, drafter, min(args.average, (1 + update) / (10 + update)))
         done, last = update + 1, update + 1 == args.updates
         speed = sum(len(s.tokens) for s in batch) / (time.perf_counter() - began)
         bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} tokens/s")
         records = [dict(loss=loss, kl=kl, hidden=hidden, lr=lr, grad_norm=norm, tokens_per_second=speed)]
         if done % args.eval_every == 0 or last:
-            records.append(scores := evaluate(averaged, held_out, args))
+            records.append(scores := evaluate(drafter, held_out, args))
             tqdm.write(f"update {done}: held-out KL {scores['held_out_kl']:.3f}, implied acceptance length "
                        f"{scores['implied_acceptance_length']:.2f}", file=sys.stderr)
         with open(out / "log.jsonl", "a") as log:
             log.writelines(json.dumps({"update": done} | record) + "\n" for record in records)
         if done % args.save_every == 0 or last:
-            save_drafter(averaged, out)  # first: a run whose last checkpoint exists has nothing left to do
-            save_checkpoint(out / "checkpoint.pt", drafter, averaged, optimizers, done, positions[-1], args)
-
-@torch.no_grad()
-def update_average(averaged: Drafter, drafter: Drafter, decay: float) -> None:
-    """An exponential moving average of weights: much of the noise of the last updates is not in it (Polyak 1990)."""
-    for mean, weight in zip(averaged.parameters(), drafter.parameters()):
-        mean.lerp_(weight, 1 - decay)
+            save_drafter(drafter, out)  # first: a run whose last checkpoint exists has nothing left to do
+            save_checkpoint(out / "checkpoint.pt", drafter, optimizers, done, positions[-1], args)
 
 def learning_rate(update: int, args, epoch_updates: int) -> float:
     """`paper`: 50 updates up to 20 times the rate, linearly down to the rate over the first epoch, constant after.
@@ -323,16 +314,15 @@ def frequent_tokens(data: Conversations, indices: np.ndarray, count: int, vocab_
 
 
 # --- Checkpoints ---
-def save_checkpoint(path: Path, drafter: Drafter, averaged: Drafter, optimizers: list, update: int, position: int,
-                    args) -> None:
+def save_checkpoint(path: Path, drafter: Drafter, optimizers: list, update: int, position: int, args) -> None:
     """All that is needed to go on as if nothing had happened, written completely or not at all."""
     state = {"update": update, "position": position, "log_bytes": path.with_name("log.jsonl").stat().st_size,
-             "drafter": drafter.state_dict(), "averaged": averaged.state_dict(),
-             "optimizers": [optimizer.state_dict() for optimizer in optimizers], "arguments": vars(args)}
+             "drafter": drafter.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+             "arguments": vars(args)}
     with atomic_write(path) as part:
         torch.save(state, part)
 
-def load_checkpoint(path: Path, drafter: Drafter, averaged: Drafter, optimizers: list, args) -> tuple[int, int]:
+def load_checkpoint(path: Path, drafter: Drafter, optimizers: list, args) -> tuple[int, int]:
     """Restores drafter, optimizers and log; returns update and position. Raises InputError for a damaged checkpoint, or
     one of other arguments or data."""
     with input_errors(f"{path}: not a readable checkpoint", Exception):  # torch raises many kinds
@@ -344,7 +334,6 @@ def load_checkpoint(path: Path, drafter: Drafter, averaged: Drafter, optimizers:
         if name not in free and (now := getattr(args, name, None)) != value:
             raise InputError(f"{path} was made with --{name.replace('_', '-')} {value}, not {now}; resume with that or "
                              "choose another --out")
-    averaged.load_state_dict(state["averaged"])
     drafter.load_state_dict(state["drafter"])
     for optimizer, saved in zip(optimizers, state["optimizers"]):
         optimizer.load_state_dict(saved)
@@ -358,7 +347,7 @@ ANSWER_TEMPERATURES = (0.0, 0.0, 0.6, 1.0)  # half of the answers greedy, as mos
 QUESTION_TEMPERATURE, TOP_P = 1.0, 0.95
 NEXT_TURN = 0.3  # the probability that a conversation goes on after an answer
 MIN_ROOM = 32  # tokens that must be left for a turn
-MAX_BARREN = 500  # conversations without an answer, in a row, after which --synthesize gives up
+MAX_BARREN = 500  # conversations in a row without an answer: --synthesize gives up
 
 def converse(target: Llama, tokenizer: Tokenizer, openings: Iterator[list[dict]], count: int, seed: int,
              args) -> Iterator[tuple[list[dict], int]]:
@@ -454,12 +443,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--optimizer", choices=("adamw", "muon"), default="adamw")
     add("--kl-weight", type=number(float, 0), default=0.1)
     add("--feature-weight", type=number(float, 0), default=1.0)
-    add("--average", type=number(float, 0, 0.99999), default=0.0, metavar="DECAY",
-        help="evaluate and save a moving average of the weights; not the paper's")
     add("--memory-weight", type=number(float, 0), default=0.0, help="of the same loss on memories; not the paper's")
     count("--run-length", nargs=2, default=[5, 15], metavar=("LOW", "HIGH"), help="tokens a run (default: 5 15)")
     count("--horizons", default=1, metavar="R", help="horizons for each target pass")
-    add("--init", metavar="DIR", help="start from the weights, and with the sizes, of this drafter")
     add("--tli", type=number(int, 0), default=0, metavar="N", help="target layers that the drafter reuses")
     add("--no-lsa", action="store_true", help="ablation: memory from the last hidden state")
     add("--no-ca", action="store_true", help="ablation: the drafter reads its own predictions")
@@ -477,18 +463,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--json", action="store_true", help="end with the log's last record on stdout")
     args = parser.parse_args()
     args.run_length.sort()
-    sizes = (args.tli, args.no_lsa, args.no_ca, args.lsa_heads, args.lsa_mlp, args.mlp, args.kv_heads,
-             args.draft_vocabulary)
-    if args.init and any(sizes):
-        parser.error("--init brings its own sizes: leave out --tli, --no-lsa, --no-ca and all sizes")
     if args.dtype == "float16":
         parser.error("--dtype float16 cannot be trained in; try bfloat16")
     return args
 
 def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -> Drafter:
-    """Fresh weights, in the sizes that the command line asks for, or those of --init."""
-    if args.init:
-        return load_drafter(args.init, target).float().requires_grad_(True)
+    """Fresh weights, in the sizes that the command line asks for."""
     torch.manual_seed(args.seed)
     count = args.draft_vocabulary
     choices = {"layer_self_attention_num_attention_heads": args.lsa_heads,
@@ -535,22 +515,19 @@ def main() -> None:
     training, held_out = split(data, args.seed)
     epoch_updates = math.ceil(len(training) / args.batch_size)
     args.updates = args.updates or epoch_updates
-    drafter = averaged = new_drafter(target, data, training, args)
-    if args.average:
-        averaged = Drafter(target, drafter.config).to(target.device)
-        averaged.load_state_dict(drafter.state_dict())
+    drafter = new_drafter(target, data, training, args)
     optimizers = make_optimizers(drafter, args.optimizer)
     rank, update, position = rank_and_world_size()[0], 0, 0
     if resuming:
-        update, position = load_checkpoint(checkpoint, drafter, averaged, optimizers, args)
+        update, position = load_checkpoint(checkpoint, drafter, optimizers, args)
     elif rank == 0:
         with atomic_write(out / "log.jsonl") as log:
             log.touch()
-        save_checkpoint(checkpoint, drafter, averaged, optimizers, 0, 0, args)
+        save_checkpoint(checkpoint, drafter, optimizers, 0, 0, args)
     stream = shuffled(data, training, args.seed, position)
-    train(drafter, averaged, optimizers, stream, held_out, update, epoch_updates, args)
+    train(drafter, optimizers, stream, held_out, update, epoch_updates, args)
     if rank == 0 and args.json:
-        print(*(out / "log.jsonl").read_text().splitlines()[-1:] or ["{}"])  # empty: finished, but its log is gone
+        print(*(out / "log.jsonl").read_text().splitlines()[-1:] or ["{}"])
     if dist.is_initialized():
         dist.barrier()  # until process 0 has saved, and gloo's threads have let go of our tensors
         dist.destroy_process_group()

@@ -542,11 +542,11 @@ def test_json_is_one_object_with_the_generated_tokens_even_with_stderr_closed(sm
 
 def test_text_goes_to_stdout_in_its_encoding_unless_that_is_closed_and_statistics_to_stderr(smollm2, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    closed = subprocess.Popen([*COMMAND, "Hi"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # beside the other
+    closed.stdout.close()
     done = run_script("llama.py", "--prompt", SMOLLM2[4]["prompt"], "--device", "cpu")  # the answer is in French
     assert done.returncode == 0 and done.stdout == SMOLLM2[4]["text"].encode("ascii", "replace").decode()
     assert f"new tokens {len(SMOLLM2[4]['greedy'])}, seconds" in done.stderr
-    closed = subprocess.Popen([*COMMAND, "Hi"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    closed.stdout.close()
     assert closed.communicate()[1] == b"" and closed.returncode == 1
 
 

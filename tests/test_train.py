@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from conftest import GOLDEN, ROOT, run_script
 from safetensors.torch import load_file, save_file
 from test_llama import byte_tokenizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import llama
 import moa
@@ -339,7 +339,7 @@ def test_accuracy_at_a_depth_is_among_runs_that_were_right_before(target, monkey
 
 
 # --- Checkpoints, processes ------------------------------------------------------------------------------------------
-LONG = ["--updates", 12, "--save-every", 2, "--eval-every", 5, "--lr", 1e-3, "--average", 0.5]
+LONG = ["--updates", 12, "--save-every", 2, "--eval-every", 5, "--lr", 1e-3]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, command) -> Path:
@@ -354,23 +354,6 @@ def test_a_finished_drafter_is_evaluated_as_while_it_was_trained(tmp_path, tiny,
     scores, logged = json.loads(capsys.readouterr().out), read_log(undisturbed)[-1]
     for name in "held_out_kl", "held_out_hidden", "depth_accuracy":
         assert scores[name] == pytest.approx(logged[name], rel=0.01)  # saved in bfloat16
-
-def test_training_goes_on_from_a_drafter_and_saves_a_moving_average_of_its_weights(
-        tmp_path, tiny, target, undisturbed, monkeypatch):
-    weights, choices = [], flags(tiny, "--out", tmp_path, "--updates", 3, "--lr", 1e-2, "--average", 0.15)
-    del choices[(sizes := choices.index("--mlp")):sizes + 4]  # they are those of the drafter
-    monkeypatch.setattr(sys, "argv", ["train.py", *choices, "--init", str(undisturbed)])
-    hook = register_optimizer_step_post_hook(lambda optimizer, *_: weights.append(
-        [p.detach().clone() for p in optimizer.param_groups[0]["params"]]))
-    llama.run_command(train.main)
-    hook.remove()
-    expected = list(moa.load_drafter(undisturbed, target).parameters())
-    for decay, updated in zip((0.1, 0.15, 0.15), weights, strict=True):  # it forgets its start sooner
-        expected = [decay * mean + (1 - decay) * weight for mean, weight in zip(expected, updated)]
-    averaged = torch.load(tmp_path / "checkpoint.pt")["averaged"]
-    torch.testing.assert_close(list(averaged.values()), expected)
-    saved = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(saved[name], weight.bfloat16()) for name, weight in averaged.items())
 
 def assert_same_run(a: Path, b: Path) -> None:
     assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
@@ -564,7 +547,7 @@ def files(tmp_path_factory, tiny, undisturbed) -> Path:
     ("--data long --evaluate run", "no answer within"),
     ("--kv-heads 3", "num_key_value_heads 3"), ("--lr nan", "invalid"),
     ("--lsa-heads 500", "num_attention_heads 500"), ("--tli 99", "3 layers"), ("--seq-len 100000", "context is 256"),
-    ("--updates 0", "invalid"), ("--dtype float16", "bfloat16"), ("--init run", "leave out"),
+    ("--updates 0", "invalid"), ("--dtype float16", "bfloat16"), 
     ("--model nowhere", "nowhere"), ("--device nowhere", "nowhere"), ("--out empty/out", "Not a directory"),
     (f"--out {'x' * 300}", "name too long: 'xxx"), ("--out run --resume --lr 1", "made with --lr 0.001, not 1.0"),
     ("--out run --resume --tli 1", "made with --tli 0, not 1"), ("--out run --resume --data own", "not own (checksum"),
