@@ -28,8 +28,8 @@ from llama import (CAUSAL, DecoderLayer, FusedLinear, InputError, KVCache, Llama
 
 MIN_PROBABILITY = 1e-30  # of a proposed token: below, what rejection sampling leaves of q is rounding error
 Q_TOKENS = 64  # of a q that is sent over a network
-PROMPT_CHUNK = 256  # tokens of a long prompt at a time
-LSA_TOKENS = 64  # whose L rows each fit a CPU's cache
+PROMPT_CHUNK = 256  # of a prompt's tokens
+LSA_TOKENS = 64  # L rows each, for a CPU's cache
 
 @dataclass(frozen=True)
 class DrafterConfig:

@@ -149,8 +149,8 @@ def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
     """Losses and, per draft depth 1..8, how often the drafter's first choice is the target's, if it was so before.
 
     With a_d that share at depth d, a cycle would bring 1 + a_1 + a_1 a_2 + ... tokens: the acceptance length implied,
-    an optimistic one, as cycles mostly begin where the drafter was wrong. Without CA only depth 1 is
-    measured: deeper ones would be scored on true memories, which drafting lacks.
+    an optimistic one, as cycles mostly begin where a draft was wrong. Without CA only depth 1 is measured: deeper
+    ones would be scored on true memories, which drafting lacks.
     """
     target, sums, count = drafter.target, torch.zeros(3), 0
     outcomes = [[] for _ in range(DEPTHS)]
