@@ -700,7 +700,7 @@ def check_message(message: dict) -> None:
 class Tokenizer:
     """Text and conversations to ids, and back. In a message, control tokens are text."""
     def __init__(self, backend: tokenizers.Tokenizer, stop_ids: list[int | None], template: str):
-        if any(token is not None and (type(token) is not int or token < 0) for token in stop_ids):
+        if any(type(token) not in (int, type(None)) for token in stop_ids):
             raise InputError(f"eos_token_id is invalid: {stop_ids!r:.40}")
         self.backend, self.stop_ids = backend, set(stop_ids) - {None}
         backend.add_special_tokens([token for token in CONTROL_TOKENS if backend.token_to_id(token) is not None])

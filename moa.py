@@ -28,8 +28,8 @@ from llama import (CAUSAL, DecoderLayer, FusedLinear, InputError, KVCache, Llama
 
 MIN_PROBABILITY = 1e-30  # of a proposed token: below, what rejection sampling leaves of q is rounding error
 Q_TOKENS = 64  # of a q that is sent over a network
-PROMPT_CHUNK = 256  # of a prompt's tokens
-LSA_TOKENS = 64  # L rows each, for a CPU's cache
+PROMPT_CHUNK = 256  # of a long prompt, so many tokens at a time
+LSA_TOKENS = 64  # of them at a time in LSA on a CPU: their L rows each fit its cache
 
 @dataclass(frozen=True)
 class DrafterConfig:
@@ -115,13 +115,14 @@ class Drafter(nn.Module):
     def layer_self_attend(self, kv: Tensor) -> Tensor:
         """LSA and the mean over layers: kv (B, T, L, 2 Ekv) -> (B, T, 2 Ekv)."""
         x = kv.to(self.dtype).flatten(0, 1)  # (B T, L, 2 Ekv): a token's layers are a sequence
-        pieces = x.split(LSA_TOKENS if x.device.type == "cpu" else len(x))
-        means = [self.layer_self_attention(piece, self.layer_rotary).mean(dim=1) for piece in pieces]
-        return torch.cat(means).unflatten(0, kv.shape[:2])
+        return self.layer_self_attention(x, self.layer_rotary).mean(dim=1).unflatten(0, kv.shape[:2])
 
     def memory(self, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
         """(B, T, E), of kv (B, T, L, 2 Ekv) or, without LSA, of final hidden states (B, T, E)."""
-        return self.Ekv2E(self.layer_self_attend(kv) if self.config.use_layer_self_attention else hidden.to(self.dtype))
+        if not self.config.use_layer_self_attention:
+            return self.Ekv2E(hidden.to(self.dtype))
+        pieces = kv.split(LSA_TOKENS if kv.device.type == "cpu" else kv.shape[1], dim=1)
+        return self.Ekv2E(torch.cat([self.layer_self_attend(piece) for piece in pieces], dim=1))
 
     def self_attend(self, tokens: Tensor) -> Tensor:
         """SA: (B, T) -> (B, T, E)."""
@@ -236,7 +237,6 @@ class Draft:
         return {(parent, token): i for i, (parent, token) in enumerate(zip(self.parents, self.tokens))}
 
 def chain_parents(count: int) -> list[int]:
-    """Of a chain: each token follows the one before it."""
     return list(range(-1, count - 1))
 
 def ancestor_mask(parents: list[int]) -> Tensor:

@@ -70,7 +70,8 @@ class Direction:
 
     def arrival(self, sent: float, size: int) -> float:
         """When a message of `size` bytes, sent at `sent` (no earlier than the last), has arrived. It waits for its
-        unluckiest packet: each loss costs a time-out, twice the last."""
+        unluckiest packet: each loss costs a time-out, twice the last. (Most messages are too short for TCP's faster
+        ways.)"""
         link = self.link
         self.busy_until = max(self.busy_until, sent) + 8 * size / link.bandwidth
         delay, timeout = max(0.0, self.random.gauss(link.latency, link.jitter)), link.retransmission_timeout()
@@ -88,7 +89,6 @@ class Network:
         self.outage_after, self.outage_seconds, self.outage_begins = outage_after, outage_seconds, math.inf
 
     def count_tokens(self, count: int, now: float) -> None:
-        """`count` tokens have come by now."""
         if count >= self.outage_after:
             self.outage_begins = min(self.outage_begins, now)
 

@@ -637,7 +637,7 @@ def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Gener
            "speedup_quartiles": speedups.quantile(torch.tensor([0.25, 0.75])).tolist(),
            "acceptance_length": (verified - len(ours)) / calls, "target_calls": total["target_calls"],
            "new_tokens": new_tokens, "drafted_per_call": total["drafted"] / calls,
-           "draft_share": total["draft_seconds"] / seconds, "verify_share": total["verify_seconds"] / seconds,
+           "draft_share": total["draft_seconds"] / seconds,
            "identical": sum(g.tokens == b.tokens for g, b in zip(ours, bases)) / len(runs)}
     if base != "target":
         row |= {f"{key}_per_token": total[key] / verified for key in ("round_trips", "bytes_up", "bytes_down")}

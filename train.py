@@ -72,8 +72,8 @@ def target_pass(target: Llama, tokens: Tensor, N: int) -> tuple[Tensor, Tensor, 
 class ForwardKL(torch.autograd.Function):
     """Sum over positions of KL(p || q), p from the target's hidden states and q from the drafter's features.
 
-    Its gradient in q's logits is q - p: both are computed chunk by chunk, and the positions x V matrix never exists.
-    With a draft vocabulary p and q are over its tokens.
+    Its gradient in q's logits, q - p, is known as soon as the loss is: both are computed chunk by chunk, and the whole
+    positions x V matrix never exists. With a draft vocabulary p and q are over its tokens.
     """
 
     @staticmethod
@@ -149,8 +149,8 @@ def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
     """Losses and, per draft depth 1..8, how often the drafter's first choice is the target's, if it was so before.
 
     With a_d that share at depth d, a cycle would bring 1 + a_1 + a_1 a_2 + ... tokens: the acceptance length implied,
-    an optimistic one, as cycles mostly begin where a draft was wrong. Without CA only depth 1 is measured: deeper
-    ones would be scored on true memories, which drafting lacks.
+    an optimistic one: a run begins anywhere here, a cycle mostly after a token that the drafter got wrong. Without CA
+    only depth 1 is measured: deeper ones would be scored on true memories, which drafting lacks.
     """
     target, sums, count = drafter.target, torch.zeros(3), 0
     outcomes = [[] for _ in range(DEPTHS)]
@@ -224,7 +224,6 @@ def make_optimizers(drafter: Drafter, kind: str) -> list[torch.optim.Optimizer]:
     return [*muon, torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0)]
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Which of how many processes of torchrun this is."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
@@ -347,7 +346,7 @@ ANSWER_TEMPERATURES = (0.0, 0.0, 0.6, 1.0)  # half of the answers greedy, as mos
 QUESTION_TEMPERATURE, TOP_P = 1.0, 0.95
 NEXT_TURN = 0.3  # the probability that a conversation goes on after an answer
 MIN_ROOM = 32  # tokens that must be left for a turn
-MAX_BARREN = 500  # conversations in a row without an answer: --synthesize gives up
+MAX_BARREN = 500  # conversations without an answer, in a row, after which --synthesize gives up
 
 def converse(target: Llama, tokenizer: Tokenizer, openings: Iterator[list[dict]], count: int, seed: int,
              args) -> Iterator[tuple[list[dict], int]]:
@@ -527,7 +526,7 @@ def main() -> None:
     stream = shuffled(data, training, args.seed, position)
     train(drafter, optimizers, stream, held_out, update, epoch_updates, args)
     if rank == 0 and args.json:
-        print(*(out / "log.jsonl").read_text().splitlines()[-1:] or ["{}"])
+        print((out / "log.jsonl").read_text().splitlines()[-1])
     if dist.is_initialized():
         dist.barrier()  # until process 0 has saved, and gloo's threads have let go of our tensors
         dist.destroy_process_group()

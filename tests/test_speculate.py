@@ -426,7 +426,7 @@ def test_the_benchmark_reports_what_it_measured(capsys):
     assert one["new_tokens"] == 12 and one["target_calls"] == 3  # of three turns: the warm-up is not among them
     assert one["speedup"] == 4 and one["speedup_quartiles"] == [4, 4] and tree["speedup"] == 2
     assert one["acceptance_length"] == 3 and one["tokens_per_second"] == 4 and one["drafted_per_call"] == 2
-    assert (one["draft_share"], one["verify_share"], one["identical"], tree["identical"]) == (0.25, 0.5, 1, 0)
+    assert (one["draft_share"], one["identical"], tree["identical"]) == (0.25, 1, 0)
     conversation = [{"content": text} for text in ("one", "1 2 3 4", "two")]
     assert (1.0, WORDS.chat(conversation)) in asked  # a second turn follows the target's own answer to the first
     print_table(rows)
