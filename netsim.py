@@ -1,13 +1,33 @@
-"""The network between drafter and target: real messages over a real socket, with simulated delays (paper, section 5).
+"""The network between drafter and target: real messages, simulated delays (paper, section 5).
 
-A message crosses a TCP socket at once. The client computes when it would have arrived, and waits until then. Each reply
-states how long the server worked for it ("elapsed"):
+The drafter runs on a consumer device and the target on a server. How much that slows them down
+depends on the network between them. This file lets one machine stand for both ends of any network:
 
-    sent --up.arrival()--> at the server --elapsed--> answered --down.arrival()--> arrived
-    arrival = propagation ~ N(latency, jitter), never negative + time-outs of lost packets + 8 size / bandwidth,
-              queued after the bytes before it and never before the message before it
+    A message crosses a real TCP socket, at once. The client then computes when the message would
+    have arrived over the simulated link, and sleeps until that moment.
 
-Nothing is encrypted. Units: seconds, bytes, and bits per second.
+So the messages have their real sizes and a seed repeats all delays, without a second machine and
+without special rights on this one.
+
+An example: the link takes 21 ms each way and 20 Mbit/s. The client sends a request of 250 bytes.
+The server works on it for 30 ms, and its reply has 2500 bytes.
+
+    what happens                        in reality    as simulated
+    the client has sent the request         0 ms          0.0 ms
+    the server has the request              0 ms         21.1 ms    8 * 250 bits at 20e6/s, + 21 ms
+    the server has sent the reply          30 ms         51.1 ms    30 ms of work
+    the client has the reply               30 ms         73.1 ms    8 * 2500 bits at 20e6/s, + 21 ms
+
+The client has the reply after 30 ms, sleeps for another 43.1 ms, and then uses it. The server knows
+nothing of the simulation: it only states in each reply for how long it has worked ("elapsed"), and
+all else is the client's arithmetic.
+
+The file has five parts: the link and its outage; messages; the client's channel; the server; and
+the quantities of the command line. It does not simulate congestion control, slow start or other
+people's traffic, and it encrypts nothing.
+
+Everywhere, durations are in seconds, sizes in bytes and bandwidths in bits per second. A moment is
+a value of time.monotonic().
 """
 import argparse
 import hmac
@@ -16,341 +36,539 @@ import math
 import os
 import random
 import re
-import select
 import socket
 import socketserver
 import struct
 import sys
 import threading
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from time import monotonic, perf_counter, sleep
-from typing import Callable, Iterator
+from functools import partial
+from time import monotonic, sleep
+from typing import Callable, Iterator, NamedTuple, Protocol
 
 import safetensors.torch
 from torch import Tensor
 
-MSS = 1460  # bytes of a TCP segment over Ethernet
-MIN_RETRANSMISSION = 0.2  # as in Linux
-HEADER = struct.Struct("!4sBIQ")  # magic, version, lengths of fields and tensors
-MAGIC, VERSION, MAX_FIELDS = b"MoAs", 2, 1 << 16
-NONCE, DIGEST, MAX_REPLY = 32, 32, 1 << 28
-CONNECT_SECONDS = 10.0  # to connect and authenticate; for the rest of a message
-FIRST_REPLY_SECONDS, MIN_TIMEOUT = 60.0, 1.0  # to wait for the first reply; for any other
+Address = tuple[str, int]  # host and port
+Tensors = dict[str, Tensor]  # by name
+
+
+# --- The link ---
+#
+# A packet can be lost. TCP sends it again if the other side has not confirmed it within the
+# retransmission timeout (RTO), and doubles this timeout each time.
+
+MSS = 1460  # bytes of a message in one packet: Ethernet's 1500, less the headers of IP and TCP
+INITIAL_RTO = 1.0  # seconds, as long as no round trip has been measured (RFC 6298)
+MIN_RTO_VARIANCE = 0.2  # seconds: Linux adds no less to the mean round trip (its tcp_rto_min)
+
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a network."""
+    """One direction of a network, in numbers."""
 
-    latency: float = 0.0  # of the propagation, drawn for every message: its mean, before negative draws become 0
-    jitter: float = 0.0  # its standard deviation
+    latency: float = 0.0  # seconds: the mean of a normal distribution that every message draws from
+    jitter: float = 0.0  # seconds: its standard deviation; a negative draw becomes 0
     bandwidth: float = math.inf  # bits per second
-    loss: float = 0.0  # share of packets
+    loss: float = 0.0  # share of the packets, from 0 to 1
 
     def retransmission_timeout(self) -> float:
-        """TCP's, once settled: mean round trip + 4 mean deviations of it (RFC 6298)."""
-        deviation = 2 * self.jitter / math.sqrt(math.pi)  # of the sum of two delays
-        return max(MIN_RETRANSMISSION, 2 * self.latency + 4 * deviation)
+        """The RTO in seconds, once TCP has measured round trips: their mean, plus four times their
+        mean deviation but at least MIN_RTO_VARIANCE (RFC 6298)."""
+        deviation = 2 * self.jitter / math.sqrt(math.pi)  # of a sum of two normal draws
+        return 2 * self.latency + max(4 * deviation, MIN_RTO_VARIANCE)
 
-PROFILES = {  # the paper's, the same both ways; 5G's bandwidth is assumed
-    "wan": Link(latency=0.0045, bandwidth=50e6),
-    "5g": Link(latency=0.010, jitter=0.010, bandwidth=100e6, loss=0.001),
-    "4g": Link(latency=0.021, jitter=0.019, bandwidth=20e6, loss=0.001),
+
+# The paper's networks, the same both ways. It gives 5G no bandwidth: the 100 Mbit/s are assumed.
+PROFILES = {  # latency, jitter, bandwidth, loss
+    "wan": Link(0.0045, 0.000, 50e6),
+    "5g": Link(0.0100, 0.010, 100e6, 0.001),
+    "4g": Link(0.0210, 0.019, 20e6, 0.001),
 }
 
-class Direction:
-    """One direction of a connection, with random draws of its own."""
-
-    def __init__(self, link: Link, seed: int):
-        self.link, self.random = link, random.Random(seed)
-        self.reset()
-
-    def reset(self) -> None:
-        self.busy_until = self.last_arrival = 0.0  # what is in flight belongs to the old connection
-
-    def arrival(self, sent: float, size: int) -> float:
-        """When a message of `size` bytes, sent at `sent` (no earlier than the last), has arrived. It waits for its
-        unluckiest packet: each loss costs a time-out, twice the last. (Most messages are too short for TCP's faster
-        ways.)"""
-        link = self.link
-        self.busy_until = max(self.busy_until, sent) + 8 * size / link.bandwidth
-        delay, timeout = max(0.0, self.random.gauss(link.latency, link.jitter)), link.retransmission_timeout()
-        packets = math.ceil(size / MSS)
-        while packets := sum(self.random.random() < link.loss for _ in range(packets)):  # lost ones
-            delay, timeout = delay + timeout, 2 * timeout
-        self.last_arrival = max(self.last_arrival, self.busy_until + delay)
-        return self.last_arrival
 
 class Network:
-    """A link both ways, and one outage: for `outage_seconds` from the moment when `outage_after` tokens have come."""
+    """A link both ways, and at most one outage.
 
-    def __init__(self, link: Link, seed: int = 0, outage_after: float = math.inf, outage_seconds: float = math.inf):
-        self.up, self.down = Direction(link, 2 * seed), Direction(link, 2 * seed + 1)
-        self.outage_after, self.outage_seconds, self.outage_begins = outage_after, outage_seconds, math.inf
+    The outage begins when `outage_after` tokens have come, and lasts `outage_seconds`. It loses no
+    message for good, because TCP sends again until it gets through. So we let a message stand still
+    where the outage meets it, and go on one RTO after the outage has ended:
+
+        sent ---> stopped | outage | end ... RTO ... | resumed ---> arrived
+
+    An example: an outage from 1.0 s to 1.3 s on a link of 20 ms, whose RTO is 0.24 s. A reply sent
+    at 0.99 s has 10 ms of its way left and arrives at 1.55 s, one sent at 1.1 s arrives at 1.56 s.
+    One sent at 1.4 s, after the outage, is not delayed, but it has to wait for those before it and
+    arrives at 1.56 s too. If the outage never ends, none of the three arrives: whoever waits for
+    them gives up at a deadline (see Channel.reply_timeout).
+
+    Real TCP needs longer to notice the end of a long outage, as it doubles its timeout. By then
+    the client will usually have given up.
+    """
+
+    def __init__(self, link: Link, seed: int = 0, outage_after: float = math.inf,
+                 outage_seconds: float = math.inf):
+        self.outage_after = outage_after
+        self.outage_seconds = outage_seconds
+        self.outage_begins = math.inf  # a moment that count_tokens finds
+        self.up = Direction(self, link, 2 * seed)  # no other network has these seeds
+        self.down = Direction(self, link, 2 * seed + 1)
 
     def count_tokens(self, count: int, now: float) -> None:
+        """Begin the outage at the moment `now`, if `count` tokens are enough and it has not begun
+        yet."""
         if count >= self.outage_after:
             self.outage_begins = min(self.outage_begins, now)
 
     def is_down(self, sent: float, arrival: float) -> bool:
-        """Whether the outage hits a message in flight from `sent` to `arrival`."""
+        """Whether the outage meets a message in flight from the moment `sent` to `arrival`."""
         return sent < self.outage_begins + self.outage_seconds and self.outage_begins <= arrival
 
-    def wait(self, sent: float, arrival: float, deadline: float) -> None:
-        """Sleep until a message has arrived. Raises TimeoutError, at the deadline, if it is late or lost."""
-        lost = arrival > deadline or self.is_down(sent, arrival)
-        sleep(max(0.0, (deadline if lost else arrival) - monotonic()))
-        if lost:
+    def wait(self, arrival: float, deadline: float) -> None:
+        """Sleep until the moment `arrival`. If the moment `deadline` comes first, raises
+        TimeoutError then."""
+        sleep(max(0.0, min(arrival, deadline) - monotonic()))
+        if arrival > deadline:
             raise TimeoutError("timed out")
 
 
-# --- Messages, client and server ---
+class Direction:
+    """One direction of a network, with random draws of its own."""
+
+    def __init__(self, network: Network, link: Link, seed: int):
+        self.network = network
+        self.link = link
+        self.random = random.Random(seed)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new connection: what is still in flight belongs to the old one."""
+        self.busy_until = 0.0  # the moment when all bytes so far have left
+        self.last_arrival = 0.0  # the moment when the last message so far arrives
+        self.retransmission_timeout = INITIAL_RTO  # for the next message
+
+    def arrival(self, sent: float, size: int) -> float:
+        """The moment when a message of `size` bytes arrives that is sent at the moment `sent`;
+        infinity if an outage without end meets it. Call it in the order of sending."""
+        # Its bytes leave one after the other, and after those of the messages before it.
+        self.busy_until = max(self.busy_until, sent) + 8 * size / self.link.bandwidth
+        propagation = max(0.0, self.random.gauss(self.link.latency, self.link.jitter))
+        arrival = self.busy_until + propagation
+
+        # It is complete when its unluckiest packet has come. (TCP also has a faster way to notice a
+        # loss, but that takes three later packets: most messages here are too short.)
+        timeout = self.retransmission_timeout
+        self.retransmission_timeout = self.link.retransmission_timeout()
+        missing = max(1, math.ceil(size / MSS))  # packets; those of TCP's handshake have no bytes
+        while missing > 0:
+            missing = sum(self.random.random() < self.link.loss for _ in range(missing))
+            if missing > 0:
+                arrival += timeout
+                timeout *= 2
+
+        # An outage stops it: see Network.
+        network = self.network
+        if network.is_down(sent, arrival):
+            stopped = max(sent, network.outage_begins)
+            outage_ends = network.outage_begins + network.outage_seconds
+            arrival += outage_ends - stopped + self.retransmission_timeout
+
+        # TCP delivers in order.
+        self.last_arrival = max(self.last_arrival, arrival)
+        return self.last_arrival
+
+
+# --- Messages ---
+#
+# A message is a header, then fields as a JSON object, then tensors in the safetensors format:
+#
+#     "MoAs" | version | size of fields | size of tensors | fields | tensors
+#        4   |    1    |        4       |        8        |        |            bytes
+#
+# A client first has to prove that it knows the server's secret. The server sends a random number,
+# the nonce, and the client answers with an HMAC of it, which nobody can compute without the secret.
+# The secret itself never crosses the network, and an answer that somebody has overheard is
+# worthless, because the next connection has another nonce.
+
+HEADER = struct.Struct("!4sBIQ")  # "!": big-endian, as is usual in networks, and no padding
+MAGIC = b"MoAs"  # to notice at once a peer that speaks another protocol
+VERSION = 2  # of this format: a peer with another one would misread our messages
+MAX_FIELDS = 1 << 16  # bytes: the longest fields list 64 drafts, which takes less than a thousand
+MAX_REPLY = 1 << 28  # bytes: the memory of a long prompt comes in pieces of a few million
+MAX_RECEIVE = 1 << 16  # bytes in one call: a peer that announces much and sends little gets little
+NONCE = 32  # bytes: 256 random bits never come twice
+DIGEST = 32  # bytes of an HMAC with SHA-256
+CONNECT_SECONDS = 10.0  # to connect, or to transfer one message: a stalled peer must not hold us
+
+
 class ProtocolError(OSError):
     """The peer broke the rules."""
 
+
 class ConnectionClosed(ProtocolError, ConnectionError):
-    """The peer closed the connection between two messages."""
+    """The peer closed the connection between two messages. That breaks no rule."""
 
-class ConnectionLost(Exception):
-    """No reply, or none in time."""
 
-def send_message(sock: socket.socket, fields: dict, tensors: dict[str, Tensor], deadline: float) -> int:
-    """Send a message by `deadline` (of time.monotonic); returns its size in bytes. Raises OSError."""
-    text, data = json.dumps(fields, separators=(",", ":")).encode(), safetensors.torch.save(tensors) if tensors else b""
+class Message(NamedTuple):
+    """A message that has been received."""
+
+    fields: dict
+    tensors: Tensors
+    size: int  # bytes, with the header
+
+
+def send_message(sock: socket.socket, fields: dict, tensors: Tensors) -> int:
+    """Send a message; returns its size in bytes. Raises OSError, for example TimeoutError if the
+    peer has not taken it after CONNECT_SECONDS."""
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    data = safetensors.torch.save(tensors) if tensors else b""
     message = HEADER.pack(MAGIC, VERSION, len(text), len(data)) + text + data
-    set_deadline(sock, deadline)
+    sock.settimeout(CONNECT_SECONDS)
     sock.sendall(message)
     return len(message)
 
-def receive_message(sock: socket.socket, limit: int, deadline: float) -> tuple[dict, dict[str, Tensor], int]:
-    """The next message: its fields, its tensors and its size in bytes. Raises OSError: ConnectionClosed if none came,
-    TimeoutError at `deadline`, ProtocolError if it is malformed, cut short or longer than `limit`."""
-    message = bytearray()
-    receive_exactly(message, HEADER.size, sock, deadline)
-    magic, version, text_size, data_size = HEADER.unpack(message)
-    if (magic, version) != (MAGIC, VERSION):
+
+def receive_message(sock: socket.socket, limit: int, deadline: float) -> Message:
+    """The next message. Raises OSError: ConnectionClosed if there is none because the peer has
+    left, ProtocolError if it is malformed, cut short or longer than `limit` bytes, TimeoutError at
+    the moment `deadline`."""
+    header = receive_bytes(sock, HEADER.size, deadline, ConnectionClosed)
+    magic, version, text_size, data_size = HEADER.unpack(header)
+    if magic != MAGIC or version != VERSION:
         raise ProtocolError("malformed message: wrong magic bytes or version")
-    start = HEADER.size + text_size
-    size = start + data_size
+    size = HEADER.size + text_size + data_size
     if text_size > MAX_FIELDS or size > limit:
         raise ProtocolError(f"a message of {size} bytes is too long")
-    receive_exactly(message, size, sock, deadline)
+    text = receive_bytes(sock, text_size, deadline)
+    data = receive_bytes(sock, data_size, deadline)
     try:
-        fields = {**json.loads(message[HEADER.size:start])}  # TypeError if no object
-        tensors = safetensors.torch.load(bytes(message[start:])) if data_size else {}
+        fields = {**json.loads(text)}  # a TypeError unless it is an object
+        tensors = safetensors.torch.load(data) if data else {}
     except (ValueError, TypeError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
-        raise ProtocolError(f"malformed message: {error!r:.200}") from None
-    return fields, tensors, size
+        raise ProtocolError(f"malformed message: {error!r:.200}")
+    return Message(fields, tensors, size)
 
-def receive_exactly(message: bytearray, size: int, sock: socket.socket, deadline: float) -> None:
-    """Read on until the message has `size` bytes. Memory is taken for what has come, not for what was announced."""
-    while len(message) < size:
-        set_deadline(sock, deadline)
-        if not (piece := sock.recv(min(size - len(message), 1 << 16))):
-            raise (ProtocolError if message else ConnectionClosed)("the peer closed the connection")
-        message += piece
 
-def set_deadline(sock: socket.socket, deadline: float) -> None:
-    if (left := deadline - monotonic()) <= 0:
-        raise TimeoutError("timed out")
-    sock.settimeout(left)
+def receive_bytes(sock: socket.socket, size: int, deadline: float,
+                  closed: type = ProtocolError) -> bytes:
+    """The next `size` bytes. Raises OSError: TimeoutError at the moment `deadline`, `closed` if the
+    peer closes the connection before the first byte, and ProtocolError if it does so later."""
+    received = bytearray()  # it grows with what comes, not with what is announced
+    while len(received) < size:
+        left = deadline - monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        sock.settimeout(left)
+        piece = sock.recv(min(size - len(received), MAX_RECEIVE))
+        if not piece:
+            kind = ProtocolError if received else closed
+            raise kind("the peer closed the connection")
+        received += piece
+    return bytes(received)
+
+
+def answer_nonce(secret: str, nonce: bytes) -> bytes:
+    """The DIGEST bytes that prove that the client knows the secret."""
+    # The secret is an environment variable, where bytes that are no text come as surrogates.
+    return hmac.digest(secret.encode(errors="surrogateescape"), nonce, "sha256")
+
+
+# --- The client ---
+
+FIRST_REPLY_SECONDS = 60.0  # to wait for the first reply: the server has to read the prompt for it
+MIN_TIMEOUT = 1.0  # seconds to wait for any other: a packet that is lost twice still comes in time
+
+
+class ConnectionLost(Exception):
+    """The server did not answer, not in time or not sensibly."""
+
 
 @dataclass(repr=False)  # it holds a secret
 class Channel:
-    """The client's end of a connection, which is closed when anything is lost: `connect` makes another. A round trip is
-    a request with its replies; `network_seconds` is waiting less the server's work."""
+    """The client's end of a connection. If anything goes wrong, the connection is closed, and
+    `connect` makes another."""
 
-    address: tuple[str, int]
+    address: Address
     secret: str
     network: Network
-    timeout: float | None = None  # after which a reply counts as lost; default: ten times the slowest yet
+    timeout: float | None = None  # seconds to wait for a reply; None: see reply_timeout
     sock: socket.socket | None = None
-    bytes_up = bytes_down = round_trips = 0
-    network_seconds = slowest = 0.0
+    bytes_up: int = 0  # over all connections, as all that follows
+    bytes_down: int = 0
+    round_trips: int = 0  # requests that have been answered to the end
+    network_seconds: float = 0.0  # that were spent waiting, less the server's work
+    slowest: float = 0.0  # seconds waited for the slowest reply
 
     def connect(self) -> dict:
-        """Connect and authenticate; returns the server's greeting. Raises ConnectionLost."""
+        """Connect and authenticate; returns the fields of the server's greeting. Raises
+        ConnectionLost."""
         self.close()
-        self.network.up.reset()
-        self.network.down.reset()
-        arrival = start = monotonic()
-        deadline, nonce = start + min(CONNECT_SECONDS, self.reply_timeout()), bytearray()
-        if self.network.is_down(start, start):
+        network = self.network
+        network.up.reset()
+        network.down.reset()
+        start = monotonic()
+        if network.is_down(start, start):
             raise ConnectionLost("the network is down")
+        deadline = start + min(CONNECT_SECONDS, self.reply_timeout())
         try:
             self.sock = socket.create_connection(self.address, deadline - start)
-            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            receive_exactly(nonce, NONCE, self.sock, deadline)
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send at once
+            nonce = receive_bytes(self.sock, NONCE, deadline)
             self.sock.sendall(answer_nonce(self.secret, nonce))
-            greeting, _, size = receive_message(self.sock, MAX_FIELDS, deadline)
+            greeting = receive_message(self.sock, MAX_FIELDS, deadline)
             self.bytes_up += DIGEST
-            self.bytes_down += NONCE + size
-            for up, down in ((0, 0), (0, NONCE), (DIGEST, size)):  # TCP's handshake, the nonce, digest and greeting
-                arrival = self.network.down.arrival(self.network.up.arrival(arrival, up), down)
-            self.network.wait(start, arrival, start + self.reply_timeout())
-        except (OSError, UnicodeError) as error:  # the latter: a name like a..b
+            self.bytes_down += NONCE + greeting.size
+
+            # TCP's handshake and what followed it: three times up and down, one after the other.
+            arrival = start
+            for up_size, down_size in ((0, 0), (0, NONCE), (DIGEST, greeting.size)):
+                arrival = network.up.arrival(arrival, up_size)
+                arrival = network.down.arrival(arrival, down_size)
+            network.wait(arrival, start + self.reply_timeout())
+        except (OSError, UnicodeError) as error:  # the latter: a host name like a..b
             self.close()
-            raise ConnectionLost(f"no server at {self.address[0]}:{self.address[1]}: {error}") from None
-        if "refused" in greeting:
+            raise ConnectionLost(f"no server at {self.address[0]}:{self.address[1]}: {error}")
+        if "refused" in greeting.fields:
             self.close()
-            raise ConnectionLost(f"the server refused: {greeting['refused']!r:.200}")
-        return greeting
+            raise ConnectionLost(f"the server refused: {greeting.fields['refused']!r:.200}")
+        return greeting.fields
 
     def close(self) -> None:
+        """Close the connection, if there is one."""
         if self.sock:
             self.sock.close()
         self.sock = None
 
     def reply_timeout(self) -> float:
-        default = max(MIN_TIMEOUT, 10 * self.slowest) if self.slowest else FIRST_REPLY_SECONDS
-        return default if self.timeout is None else self.timeout
+        """Seconds after which a reply counts as lost: `timeout`, or else ten times the slowest so
+        far, and at least MIN_TIMEOUT."""
+        if self.timeout is not None:
+            return self.timeout
+        if self.slowest == 0:
+            return FIRST_REPLY_SECONDS
+        return max(MIN_TIMEOUT, 10 * self.slowest)  # even a busy server is faster
 
-    def request(self, fields: dict, tensors: dict[str, Tensor], parse: Callable) -> Iterator:
-        """Send a request; yields parse(fields, tensors) of its replies, as they arrive. Raises ConnectionLost, also if
-        `parse` raises an exception."""
+    def request(self, fields: dict, tensors: Tensors, parse: Callable) -> Iterator:
+        """Send a request. Yields parse(fields, tensors) of every reply, as soon as it has arrived.
+        Raises ConnectionLost if a reply is late, or if `parse` raises an exception."""
         if self.sock is None:
             raise ConnectionLost("not connected")
         try:
             sent = monotonic()
-            size = send_message(self.sock, fields, tensors, sent + CONNECT_SECONDS)
+            size = send_message(self.sock, fields, tensors)
             self.bytes_up += size
-            answered, more = self.network.up.arrival(sent, size), True  # when the server replies, as simulated
+            # The simulated server's clock: when it has the request, then when it sends each reply.
+            clock = self.network.up.arrival(sent, size)
+            more = True
             while more:
                 start = monotonic()
                 deadline = start + self.reply_timeout()
-                fields, tensors, size = receive_message(self.sock, MAX_REPLY, deadline)
-                self.bytes_down += size
-                more, parsed = fields.get("more") is True, parse(fields, tensors)
-                elapsed = max(0.0, float(fields["elapsed"]))  # 0 for NaN
-                answered += elapsed
-                self.network.wait(sent, self.network.down.arrival(answered, size), deadline)
+                reply = receive_message(self.sock, MAX_REPLY, deadline)
+                self.bytes_down += reply.size
+                parsed = parse(reply.fields, reply.tensors)
+                elapsed = max(0.0, float(reply.fields["elapsed"]))  # NaN becomes 0
+                clock += elapsed
+                arrival = self.network.down.arrival(clock, reply.size)
+                self.network.wait(arrival, deadline)
                 waited = monotonic() - start
                 self.slowest = max(self.slowest, waited)
                 self.network_seconds += max(0.0, waited - elapsed)
-                self.round_trips += not more
+                more = reply.fields.get("more")
+                if not more:
+                    self.round_trips += 1
                 yield parsed
-        except (OSError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        except OSError as error:
             self.close()
-            reason = error if isinstance(error, OSError) else f"malformed reply: {error!r:.200}"
-            raise ConnectionLost(f"no answer from the server: {reason}") from None
+            raise ConnectionLost(f"no answer from the server: {error}")
+        except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            self.close()
+            raise ConnectionLost(f"no answer from the server: malformed reply: {error!r:.200}")
 
-def answer_nonce(secret: str, nonce: bytes) -> bytes:
-    return hmac.digest(secret.encode(errors="surrogateescape"), nonce, "sha256")
+
+# --- The server ---
+
+MAX_REQUEST = 1 << 20  # bytes: a prompt of 131 072 tokens takes half of it
+
+
+class Session(Protocol):
+    """What a server does for one client: speculate.py has one."""
+
+    greeting: dict  # the fields of the first message to the client
+
+    def answer(self, fields: dict, tensors: Tensors) -> Iterator:
+        """Yields the replies to a request, each a pair of fields and tensors. All but the last have
+        a field "more", which is True. Raises LookupError, TypeError, ValueError or ArithmeticError
+        if the request is malformed."""
+
 
 class MessageServer(socketserver.ThreadingTCPServer):
-    """Gives every client that knows the secret a thread and a session, which has fields to greet with, `greeting`, and
-    `answer(fields, tensors)`, a generator of replies (fields, tensors), all but the last with "more": True. It raises
-    ValueError, LookupError or TypeError for a malformed request."""
+    """Gives a thread and a session to every client that knows the secret."""
 
-    allow_reuse_address, request_queue_size = True, 128
+    allow_reuse_address = True  # a restarted server need not wait until its old port is free
+    request_queue_size = 128  # not yet accepted: a burst of connections must not be refused
 
-    def __init__(self, address: tuple[str, int], secret: str, new_session: Callable, limit: int = 1 << 20,
-                 max_clients: int = 8, idle_seconds: float = 300.0):
-        """limit: bytes of a request. Raises OSError or ValueError where it cannot or must not listen."""
-        self.secret, self.new_session, self.limit, self.idle_seconds = secret, new_session, limit, idle_seconds
+    def __init__(self, address: Address, secret: str, new_session: Callable[[], Session],
+                 max_clients: int = 8,  # each of them has a KV cache of the target
+                 idle_seconds: float = 300.0):  # then a client without a request loses its place
+        """Begins to listen. Raises OSError if it cannot listen at the address, ValueError if it
+        must not."""
+        self.secret = secret
+        self.new_session = new_session
+        self.max_clients = max_clients
+        self.idle_seconds = idle_seconds
         self.slots = threading.Semaphore(max_clients)
-        self.max_clients, self.connections = max_clients, set()
-        self.unauthenticated = {}  # ordered, the oldest first
+        self.connections = set()  # sockets
+        self.unauthenticated = {}  # those of them that have not proved anything, the oldest first
         super().__init__(address, Connection)
-        if not secret and not self.server_address[0].startswith("127."):
+        host = self.server_address[0]  # as a number, which is known only now
+        if not secret and not host.startswith("127."):
             super().server_close()
-            raise ValueError("to serve beyond this machine, set a secret in MOA_SECRET on both sides")
+            raise ValueError("to serve beyond this machine, set a secret: MOA_SECRET on both sides")
 
-    def process_request(self, request: socket.socket, address) -> None:
-        self.disconnect(list(self.unauthenticated)[:1 - 4 * self.max_clients])  # the oldest, if too many
+    def process_request(self, request: socket.socket, client_address: Address) -> None:
+        """socketserver calls this for a new connection, whose socket it calls a request."""
+        # Anyone can open connections and say nothing: the oldest of too many have to go.
+        room = 4 * self.max_clients - 1
+        self.disconnect(list(self.unauthenticated)[:-room])
         self.connections.add(request)
         self.unauthenticated[request] = None
-        super().process_request(request, address)
+        super().process_request(request, client_address)
 
     def shutdown_request(self, request: socket.socket) -> None:
+        """socketserver calls this at the end of a connection."""
         self.connections.discard(request)
         self.unauthenticated.pop(request, None)
         super().shutdown_request(request)
 
     def server_close(self) -> None:
+        """Disconnect all clients, and wait for their threads to end."""
         self.disconnect(list(self.connections))
-        super().server_close()  # waits for their threads
+        super().server_close()
 
     def disconnect(self, connections: list[socket.socket]) -> None:
+        """End connections. Their threads notice, and clean up."""
         for sock in connections:
-            with suppress(OSError):
+            try:
                 sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it has ended already
 
-class Connection(socketserver.BaseRequestHandler):
-    """A client's connection. One that breaks a rule is closed, with a line on stderr."""
+
+class Connection(socketserver.StreamRequestHandler):
+    """A connection to one client, in a thread of its own. self.connection is its socket."""
+
+    server: MessageServer
+    disable_nagle_algorithm = True  # send small messages at once, without waiting for more bytes
 
     def handle(self) -> None:
-        nonce, digest = os.urandom(NONCE), bytearray()
+        """Serve the client until it leaves. If it breaks a rule, disconnect it, with a line on
+        stderr."""
         try:
-            self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.request.sendall(nonce)
-            receive_exactly(digest, DIGEST, self.request, monotonic() + CONNECT_SECONDS)
-            if not hmac.compare_digest(digest, answer_nonce(self.server.secret, nonce)):
-                self.send({"refused": "wrong secret; both sides take it from MOA_SECRET"})
-                raise ProtocolError("wrong secret")
-            self.server.unauthenticated.pop(self.request, None)
-            if not self.server.slots.acquire(blocking=False):
-                return self.send({"refused": f"it has {self.server.max_clients} clients, its limit"})
-            try:
-                session = self.server.new_session()
-                self.send(session.greeting)
-                while True:
-                    self.answer_request(session)
-            finally:
-                self.server.slots.release()
+            self.authenticate()
+            self.serve()
+        except ConnectionError:
+            pass  # the client has left
         except OSError as error:
-            if not isinstance(error, ConnectionError):  # the client's leaving
-                print(f"{self.client_address[0]}: {error}", file=sys.stderr)
+            print(f"{self.client_address[0]}: {error}", file=sys.stderr)
 
-    def answer_request(self, session) -> None:
-        if not select.select([self.request], [], [], self.server.idle_seconds)[0]:
-            raise ProtocolError(f"disconnected after {self.server.idle_seconds:g} s without a request")
-        fields, tensors, _ = receive_message(self.request, self.server.limit, monotonic() + CONNECT_SECONDS)
-        since = perf_counter()
+    def authenticate(self) -> None:
+        """Raises ProtocolError if the client does not know the secret."""
+        nonce = os.urandom(NONCE)
+        self.connection.sendall(nonce)
+        deadline = monotonic() + CONNECT_SECONDS
+        digest = receive_bytes(self.connection, DIGEST, deadline, ConnectionClosed)
+        # compare_digest takes the same time wherever the two differ, and so gives no hint.
+        if not hmac.compare_digest(digest, answer_nonce(self.server.secret, nonce)):
+            self.send({"refused": "wrong secret; both sides take it from MOA_SECRET"}, {})
+            raise ProtocolError("wrong secret")
+        self.server.unauthenticated.pop(self.connection, None)
+
+    def serve(self) -> None:
+        """Answer one request after the other. Raises OSError at the end, at the latest when the
+        client leaves."""
+        if not self.server.slots.acquire(blocking=False):
+            self.send({"refused": f"it has {self.server.max_clients} clients, its limit"}, {})
+            return
         try:
-            for reply, its_tensors in session.answer(fields, tensors):
-                now = perf_counter()
-                self.send({**reply, "elapsed": round(now - since, 6)}, its_tensors)
+            session = self.server.new_session()
+            self.send(session.greeting, {})
+            while True:
+                self.answer_request(session)
+        finally:
+            self.server.slots.release()
+
+    def answer_request(self, session: Session) -> None:
+        """Wait for the next request, and send the replies to it. Raises OSError."""
+        idle_seconds = self.server.idle_seconds
+        self.connection.settimeout(idle_seconds)
+        try:
+            self.connection.recv(1, socket.MSG_PEEK)  # wait for a byte, and leave it there
+        except TimeoutError:
+            raise ProtocolError(f"disconnected after {idle_seconds:g} s without a request")
+        request = receive_message(self.connection, MAX_REQUEST, monotonic() + CONNECT_SECONDS)
+        since = monotonic()
+        try:
+            for reply, tensors in session.answer(request.fields, request.tensors):
+                now = monotonic()
+                self.send({**reply, "elapsed": round(now - since, 6)}, tensors)
                 since = now
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-            raise ProtocolError(f"malformed request: {error!r:.200}") from None
+            raise ProtocolError(f"malformed request: {error!r:.200}")
 
-    def send(self, fields: dict, tensors: dict[str, Tensor] = {}) -> None:
-        send_message(self.request, fields, tensors, monotonic() + CONNECT_SECONDS)
+    def send(self, fields: dict, tensors: Tensors) -> None:
+        """Send a message to the client."""
+        send_message(self.connection, fields, tensors)
 
 
-# --- Command line ---
-def quantity(units: dict[str, float], low: float, high: float, what: str) -> Callable[[str], float]:
-    """An argparse type: a decimal number with a unit, within [low, high] of the base unit."""
-    def parse(text: str) -> float:
-        match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([A-Za-z%]+)", text)
-        value = float(match[1]) * units.get(match[2], math.nan) if match else math.nan
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected {what}")
-        return value
-    return parse
+# --- The command line ---
+#
+# Types for argparse. What they raise becomes one line that says what was expected.
 
-duration = quantity({"ms": 1e-3, "s": 1.0}, 0.0, 3600.0, "a duration like 21ms or 0.5s, an hour at most")
-bandwidth = quantity({"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}, 1e3, 1e15,
-                     "a bandwidth like 300kbit, 20Mbit or 1Gbit, 1kbit at least")
-loss_rate = quantity({"%": 1e-2}, 0.0, 0.9, "a share like 0.1%, 90% at most")
 
-def address(text: str) -> tuple[str, int]:
-    """"HOST:PORT" -> host and port."""
+def quantity(units: dict[str, float], low: float, high: float, expected: str, text: str) -> float:
+    """The value of "21ms" or the like, in the unit that counts as 1.0. Raises ArgumentTypeError
+    unless it lies within [low, high]."""
+    value = math.nan  # lies within nothing
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([A-Za-z%]+)", text)
+    if match:
+        value = float(match[1]) * units.get(match[2], math.nan)
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
+    return value
+
+
+# In seconds, in bits per second, and as a share. With all packets lost, TCP would never end.
+duration = partial(quantity, {"ms": 1e-3, "s": 1.0}, 0.0, 3600.0,
+                   "a duration like 21ms or 0.5s, an hour at most")
+bandwidth = partial(quantity, {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}, 1e3, 1e15,
+                    "a bandwidth like 300kbit, 20Mbit or 1Gbit, 1kbit at least")
+loss_rate = partial(quantity, {"%": 1e-2}, 0.0, 0.9,
+                    "a share like 0.1%, 90% at most")
+
+
+def address(text: str) -> Address:
+    """The host and the port of "HOST:PORT". Raises ArgumentTypeError."""
     match = re.fullmatch("(.+):([0-9]{1,5})", text)
     if not match or int(match[2]) > 65535:
         raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected HOST:PORT")
     return match[1], int(match[2])
 
+
 def add_link_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that links_of reads."""
     parser.add_argument("--network", choices=PROFILES, help="simulate this network to the server")
-    parser.add_argument("--latency", type=duration, help="one way, like 21ms; this and the next override --network")
-    parser.add_argument("--jitter", type=duration, help="standard deviation of the latency, like 19ms")
+    parser.add_argument("--latency", type=duration,
+                        help="one way, like 21ms; this and the next three override --network")
+    parser.add_argument("--jitter", type=duration,
+                        help="standard deviation of the latency, like 19ms")
     parser.add_argument("--bandwidth", type=bandwidth, help="each way, like 20Mbit")
     parser.add_argument("--loss", type=loss_rate, help="of packets, like 0.1%%")
 
+
 def links_of(args: argparse.Namespace) -> dict[str, Link]:
-    """The link that the command line describes, if any, by its name."""
+    """The link that the command line describes, by its name. Empty if it describes none."""
     stated = {name: vars(args)[name] for name in vars(Link()) if vars(args)[name] is not None}
-    link = replace(PROFILES.get(args.network, Link()), **stated)
-    return {args.network or "link": link} if args.network or stated else {}
+    if args.network is None and not stated:
+        return {}
+    link = PROFILES.get(args.network, Link())
+    return {args.network or "link": replace(link, **stated)}

@@ -1,283 +1,509 @@
-"""Speculative decoding: draft, verify, accept (paper, algorithm 1).
+"""Speculative decoding with a Mixture of Attentions: draft, verify, accept (paper, algorithm 1).
 
-The drafter proposes K tokens, a chain or a tree of them; the target verifies all in one pass and keeps a path from the
-root. The text is distributed exactly as if the target had written it alone (Leviathan et al. 2023; Chen et al. 2023).
-With p the target's and q the drafter's distribution of the token at hand:
+The target needs one pass for each token it writes, and most of a pass is spent reading its weights.
+So a drafter proposes the next few tokens, and one pass of the target verifies all of them: it keeps
+those that it might have written itself, and adds one of its own. Wherever the drafter is right, a
+pass brings several tokens. `speculate` is the loop, `LocalTarget` the target's side of it.
 
-    accept x ~ q with probability min(1, p(x) / q(x)); if it is rejected, p becomes norm(max(p - q, 0)) and q loses x;
-    then try the next sibling against these. When none is left, or after the last accepted token, draw from p as it is.
+Which drafts are kept is decided so that the text is distributed exactly as the target's own
+(Leviathan et al. 2023; Chen et al. 2023). With p the target's and q the drafter's distribution:
 
-For a chain, which has no siblings, that is the two papers' algorithm; for a tree, SpecInfer's (Miao et al. 2024) with
-siblings drawn without replacement. At temperature 0 it says: accept x if it is the target's argmax.
+    accept x ~ q with probability min(1, p(x) / q(x));  if rejected, draw from norm(max(p - q, 0))
 
-Shapes: T tokens, K drafts, E hidden, V vocabulary.
+Why that is exact: x is drafted and then accepted with probability q(x) min(1, p(x) / q(x)), which
+is min(p(x), q(x)). A draft is rejected with probability 1 - sum min(p, q) = sum max(p - q, 0),
+and that is what `norm` divides by. So x comes out with probability min(p(x), q(x)) + max(p(x) -
+q(x), 0), which is p(x), whatever q is. A bad drafter costs time, never text.
+
+    python speculate.py --prompt "Explain why the sky is blue." --show   # accepted drafts are green
+    python speculate.py                                                  # a chat
+    python speculate.py --remote --latency 21ms                          # the target on a server
+
+Shapes: T tokens, K drafted tokens, S tokens seen so far, E hidden size, V vocabulary.
 """
 from __future__ import annotations
 
 import json
 import math
 import os
+import random
 import signal
 import sys
 from argparse import Namespace
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from random import Random
 from statistics import fmean, median
-from threading import Thread
+from threading import Thread, Timer
 from time import monotonic, perf_counter, sleep
-from typing import Callable, Iterator
+from typing import Callable, Iterator, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from llama import (DEFAULT_MODEL, Batch, GenerationConfig, InputError, Llama, Parser, Sampling, Tokenizer,
-                   add_generation_arguments, add_model_arguments, answer_length, generate, input_errors, load_target,
-                   number, positive_int, probabilities, read_json, report, run_command, sample, sample_next)
-from moa import (PROMPT_CHUNK, Q_TOKENS, BatchDraftState, Draft, Drafter, DraftState, Memory, TreeConfig, ancestor_mask,
-                 chain_parents, dequantize_probabilities, load_drafter, quantize_probabilities, start_drafting)
-from netsim import (PROFILES, Channel, ConnectionLost, Link, MessageServer, Network, add_link_arguments, address,
-                    duration, links_of)
-
-SHIPPED = {DEFAULT_MODEL: Path(__file__).parent / "weights" / DEFAULT_MODEL}
-PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
-# Tuned on 48 prompts of Spec-Bench, not on PROMPTS. Sizes from the command line go without limits of confidence.
-TREE = TreeConfig(depth=6, top_k=3, total_tokens=8, min_confidence=0.15, min_probability=0.04)
-CHAIN = TreeConfig(depth=6, min_confidence=0.2)
-REMOTE_TREE = TreeConfig(depth=16, top_k=3, total_tokens=32, min_confidence=0.1, min_probability=0.02)
-BATCH_DRAFTS = 3
-
-@dataclass
-class VerifyResult:
-    """The target's answer to a draft. From a target that is out of reach: the drafter's own text, and no memory."""
-
-    accepted: list[int]
-    token: int  # after them, the target's own
-    memory: Memory | None  # of what is now verified
-    drafted: int = 0  # tokens that it was asked to verify
-    seconds: float = 0.0  # that this took
-
-
-# --- Acceptance ---
-def accept_greedy(choices: list[int], draft: Draft) -> tuple[list[int], int]:
-    """The accepted nodes, and the token after them. choices (K + 1): the target's argmax after draft.token and after
-    each draft."""
-    child, path, node = draft.children(), [], -1
-    while (node, choices[node + 1]) in child:
-        node = child[node, choices[node + 1]]
-        path.append(node)
-    return path, choices[node + 1]
-
-def rejection_sample(p: Tensor, draft: Draft, generator: torch.Generator) -> tuple[list[int], int]:
-    """The accepted nodes, and the token after them: by the rule above distributed as p (K + 1, V), whatever q is. A
-    draft that was not drawn (by lookup) counts as drawn with q(x) = 1."""
-    drawn_from = {} if draft.q is None else dict(zip(sorted(set(draft.parents)), draft.q))  # parent: q (V)
-    path, node = [], -1
-    while True:
-        p_left, q_left = p[node + 1], drawn_from.get(node)  # (V)
-        for child in [i for i, parent in enumerate(draft.parents) if parent == node]:
-            x = draft.tokens[child]
-            if draft.q is None:
-                q_left = torch.zeros_like(p_left)
-                q_left[x] = 1.0
-            u = torch.rand((), device=p.device, generator=generator)
-            if u * q_left[x] < p_left[x]:  # with probability min(1, p(x) / q(x))
-                break
-            residual = normalize((p_left - q_left).clamp(min=0))  # all 0 where p = q
-            p_left = torch.where(residual.any(), residual, p_left)
-            q_left = q_left.clone()
-            q_left[x] = 0.0
-            q_left = normalize(q_left)
-        else:  # no child was accepted
-            return path, int(sample(p_left, generator))
-        path.append(child)
-        node = child
-
-def normalize(p: Tensor) -> Tensor:
-    return p / p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
-
-def accept_draft(logits: Tensor, draft: Draft, s: Sampling) -> tuple[list[int], int]:
-    """The same from the target's logits (K + 1, V)."""
-    if s.temperature == 0:
-        return accept_greedy(logits.float().argmax(-1).tolist(), draft)
-    return rejection_sample(probabilities(logits, s.temperature, s.top_p), draft, s.generator)
-
-class LocalTarget:
-    """The target of one conversation, on this machine. LSA and CA's keys and values are computed on its side."""
-
-    def __init__(self, model: Llama, drafter: Drafter | None, capacity: int, sampling: Sampling):
-        self.model, self.drafter, self.sampling, self.cache = model, drafter, sampling, model.new_cache(capacity)
-
-    def prefill(self, prompt: list[int]) -> VerifyResult:
-        """Read the prompt, or a piece of one."""
-        hidden = self.model.hidden(torch.tensor([prompt], device=self.model.device), self.cache)  # (1, T, E)
-        token, = sample_next(self.model.head(hidden[:, -1]), [self.sampling])
-        return VerifyResult([], token, self.build_memory(prompt, hidden))
-
-    def verify(self, draft: Draft) -> VerifyResult:
-        """One pass over a draft; the cache keeps its root and what is accepted."""
-        began, start, tokens = perf_counter(), self.cache.length, [draft.token] + draft.tokens
-        parents = [-1] + [parent + 1 for parent in draft.parents]
-        ancestors = None if parents == chain_parents(len(tokens)) else ancestor_mask(parents)
-        ids = torch.tensor([tokens], device=self.model.device)
-        hidden = self.model.hidden(ids, self.cache, ancestors)  # (1, K + 1, E)
-        path, token = accept_draft(self.model.head(hidden[0]), draft, self.sampling)  # of (K + 1, V)
-        kept = [0] + [1 + node for node in path]
-        self.cache.keep_path(start, kept)
-        memory = self.build_memory([tokens[i] for i in kept], hidden[:, kept])
-        return VerifyResult(memory.tokens[1:], token, memory, len(draft.tokens), perf_counter() - began)
-
-    def build_memory(self, tokens: list[int], hidden: Tensor) -> Memory:
-        if self.drafter is None:  # lookup needs tokens only
-            return Memory(tokens, [], None, None)
-        places = list(range(self.cache.length - len(tokens), self.cache.length))
-        return self.drafter.build_memory(tokens, self.cache, places, hidden)
+from llama import (
+    Batch,
+    Conversation,
+    GenerationConfig,
+    InputError,
+    Llama,
+    PackedLinear,
+    Parser,
+    Sampling,
+    Tokenizer,
+    add_generation_arguments,
+    add_model_arguments,
+    answer_length,
+    describe_ending,
+    generate,
+    input_errors,
+    load_target,
+    number,
+    positive_int,
+    probabilities,
+    ragged_hidden,
+    read_json,
+    read_prompt,
+    report,
+    run_command,
+    sample,
+    sample_next,
+)
+from moa import (
+    Q_TOKENS,
+    BatchDraftState,
+    Draft,
+    Drafter,
+    DraftState,
+    MemoryUpdate,
+    RemoteDraftState,
+    TreeConfig,
+    dequantize_probabilities,
+    load_drafter,
+    pack_together,
+    quantize_probabilities,
+    start_drafting,
+    to_bfloat16,
+)
+from netsim import (
+    PROFILES,
+    Channel,
+    ConnectionLost,
+    Link,
+    MessageServer,
+    Network,
+    add_link_arguments,
+    address,
+    duration,
+    links_of,
+)
 
 
 # --- The loop ---
-def speculate(target: LocalTarget | RemoteTarget, state: DraftState | Lookup, prompt: list[int],
-              config: GenerationConfig, tree: TreeConfig) -> Iterator[tuple[list[int], VerifyResult]]:
-    """Algorithm 1. Yields each cycle's new tokens: accepted drafts, then the target's own; up to a stop token or
-    max_new_tokens."""
+
+
+@dataclass
+class VerifyResult:
+    """The target's answer to a draft."""
+
+    accepted: list[int]  # the drafted tokens that it keeps
+    token: int  # its own, which comes after them
+    memory: MemoryUpdate | None  # of what is now verified: the draft's root and accepted tokens
+
+    @property
+    def is_offline(self) -> bool:
+        """Whether the target is out of reach, so that these are the drafter's own tokens."""
+        return self.memory is None
+
+
+@torch.inference_mode()
+def speculate(
+    target: LocalTarget,  # or RemoteTarget, or whatever answers `prefill` and `verify`
+    state: DraftState,  # or whatever answers `append_verified` and `draft`
+    prompt: list[int],
+    config: GenerationConfig,
+    tree: TreeConfig,
+) -> Iterator[list[int]]:
+    """Run algorithm 1. Yields the new tokens of each cycle, a draft and its verification.
+
+    Ends with a stop token, or with max_new_tokens.
+    """
     left = config.max_new_tokens
     result = target.prefill(prompt)  # the first token, and the memory of the prompt
     while True:
-        tokens = (result.accepted + [result.token])[:left]
-        end = next((i + 1 for i, token in enumerate(tokens) if token in config.stop_ids), None)
-        yield tokens[:end], result
+        tokens = cut(result.accepted + [result.token], left, config.stop_ids)
+        yield tokens
         left -= len(tokens)
-        if left == 0 or end:
+        if left == 0 or tokens[-1] in config.stop_ids:
             return
-        draft = Draft(result.token, [], [])
-        if result.memory:  # else the target is out of reach
-            state.append_verified(result.memory)  # grow the cross-attention memory
-            depth = min(tree.depth, left - 1)  # the target adds a token of its own
-            draft = state.draft(result.token, replace(tree, depth=depth))
-        result = target.verify(draft)  # accepted tokens, next token, memory of what was accepted
+        state.append_verified(result.memory)  # grow the cross-attention memory
+        depth = min(tree.depth, left - 1)  # the target adds a token of its own
+        draft = state.draft(result.token, replace(tree, depth=depth))
+        result = target.verify(draft)  # accepted tokens, next token, memory of what is verified
 
-class ChainBatch(Batch):
-    """The loop for many conversations at once: a chain of K drafts for each row, and one pass to verify them all."""
 
-    def __init__(self, model: Llama, drafter: Drafter, rows: int, capacity: int, K: int):
-        super().__init__(model, rows, capacity + K)
-        self.K, self.state = K, BatchDraftState(drafter, capacity + K, rows=rows)
-        self.caches += [self.state.self_cache, self.state.cross_cache, self.state.reused_cache]
-        for cache in self.caches:
-            cache.lengths = []
+def cut(tokens: list[int], left: int, stop_ids: frozenset[int]) -> list[int]:
+    """Keep the first `left` tokens, up to and including the first stop token."""
+    for i, token in enumerate(tokens[:left]):
+        if token in stop_ids:
+            return tokens[:i + 1]
+    return tokens[:left]
 
-    def read(self, prompt: list[int]) -> Tensor:
-        hidden, row = super().read(prompt), len(self.conversations) - 1
-        for cache in self.caches[1:]:
-            cache.lengths.append(0)
-        self.append_verified(prompt, [row] * len(prompt), list(range(len(prompt))), hidden)
-        return hidden
 
-    def append_verified(self, tokens: list[int], rows: list[int], places: list[int], hidden: Tensor) -> None:
-        self.state.append_verified(self.state.drafter.build_memory(tokens, self.cache, places, hidden, rows))
+class LocalTarget:
+    """The target of one conversation, on this machine. LSA runs on its side, where its cache is."""
 
-    def advance(self) -> list[list[int]]:
-        samplings, starts = [c.sampling for c in self.conversations], self.cache.lengths
-        left = [c.config.max_new_tokens - len(c.tokens) for c in self.conversations]
-        newest, K = [c.tokens[-1] for c in self.conversations], min(self.K, max(left))
-        drafts = self.state.draft_rows(newest, K, samplings)
-        ids = torch.tensor([[draft.token, *draft.tokens] for draft in drafts], device=self.model.device)  # (B, K + 1)
-        hidden, new = self.model.hidden(ids, self.cache), []  # (B, K + 1, E)
-        for draft, logits, sampling, room in zip(drafts, self.model.head(hidden), samplings, left):
-            path, token = accept_draft(logits, draft, sampling)
-            new.append((draft.tokens[:len(path)] + [token])[:room])
-        self.cache.lengths = [start + len(tokens) for start, tokens in zip(starts, new)]
-        # Each row keeps its newest token of before and accepted drafts, as many as are new.
-        rows, steps = zip(*[(row, i) for row, tokens in enumerate(new) for i in range(len(tokens))])
-        places = [starts[row] + i for row, i in zip(rows, steps)]
-        self.append_verified(ids[rows, steps].tolist(), list(rows), places, hidden[rows, steps][None])
-        return new
+    def __init__(self, model: Llama, drafter: Drafter, capacity: int, sampling: Sampling):
+        """capacity: tokens of text and draft together."""
+        self.model = model
+        self.drafter = drafter
+        self.sampling = sampling
+        self.cache = model.new_cache(capacity)
+
+    def prefill(self, prompt: list[int]) -> VerifyResult:
+        """Read a prompt, and choose the token after it. A server does so for each piece of it."""
+        ids = torch.tensor([prompt], device=self.model.device)
+        hidden = self.model.hidden(ids, self.cache)  # (1, T, E)
+        token = sample_next(self.model.lm_head(hidden[0, -1]), self.sampling)
+        return VerifyResult([], token, self.memory_update(prompt, hidden))
+
+    def verify(self, draft: Draft) -> VerifyResult:
+        """Run one pass over a draft. The cache keeps its root and what is accepted."""
+        start = self.cache.length
+        ids = torch.tensor([draft.tokens], device=self.model.device)
+        positions, mask = draft_layout(draft, start)
+        positions = positions.to(self.model.device)
+        mask = mask.to(self.model.device)
+        hidden = self.model.hidden(ids, self.cache, positions, mask)  # (1, 1 + K, E)
+        logits = self.model.lm_head(hidden[0])  # (1 + K, V)
+        acceptance = self.accept(logits, draft)
+        self.cache.keep_path(start, acceptance.path)
+        verified = [draft.tokens[i] for i in acceptance.path]  # the root, then accepted drafts
+        memory = self.memory_update(verified, hidden[:, acceptance.path])
+        return VerifyResult(verified[1:], acceptance.token, memory)
+
+    def accept(self, logits: Tensor, draft: Draft) -> Acceptance:
+        """Decide which drafted tokens to keep. (A method, so that --trace can watch it.)"""
+        return accept_draft(logits, draft, self.sampling)
+
+    def memory_update(self, tokens: list[int], hidden: Tensor) -> MemoryUpdate:
+        return self.drafter.memory_update(tokens, self.cache, hidden)
+
+
+def draft_layout(draft: Draft, start: int) -> tuple[Tensor, Tensor]:
+    """Say where a draft's tokens stand after `start` others: their positions (1 + K), and which
+    tokens each of them may look at (1 + K, S).
+
+    The branches of a tree lie side by side in the cache. Two tokens that may follow the same one
+    have the same position, and each sees the text, its ancestors and itself, but no other branch.
+    """
+    count = len(draft.tokens)
+    positions = []
+    mask = torch.zeros(count, start + count, dtype=torch.bool)
+    mask[:, :start] = True  # the text
+    for i in range(count):
+        path = draft.path(i)
+        positions.append(start + len(path) - 1)
+        mask[i, [start + j for j in path]] = True
+    return torch.tensor(positions), mask
+
+
+# --- Acceptance ---
+
+
+@dataclass
+class Acceptance:
+    """What the target decides on a draft."""
+
+    path: list[int]  # indices of what it keeps: the root, then accepted tokens
+    token: int  # its own, which comes after them
+
+
+def accept_draft(logits: Tensor, draft: Draft, sampling: Sampling) -> Acceptance:
+    """Decide which drafted tokens to keep, by the target's logits (1 + K, V) after each token."""
+    if sampling.temperature == 0:
+        return accept_greedy(logits.float().argmax(-1).tolist(), draft)
+    p = probabilities(logits, sampling.temperature, sampling.top_p)
+    u = torch.rand(len(draft.tokens), generator=sampling.generator, device=p.device).tolist()
+    if draft.is_chain:
+        return rejection_sample(p, draft, u, sampling.generator)
+    return rejection_sample_tree(p, draft, u, sampling.generator)
+
+
+def accept_greedy(choices: list[int], draft: Draft) -> Acceptance:
+    """At temperature 0, accept drafted tokens that are the target's own choices (1 + K)."""
+    path = [0]
+    while True:
+        choice = choices[path[-1]]  # after the newest accepted token
+        matches = [child for child in draft.children(path[-1]) if draft.tokens[child] == choice]
+        if not matches:
+            return Acceptance(path, choice)
+        path.append(matches[0])
+
+
+def rejection_sample(
+    p: Tensor, draft: Draft, u: list[float], generator: torch.Generator
+) -> Acceptance:
+    """Accept tokens of a chain so that the text is distributed as p (1 + K, V).
+
+    This is the rejection sampling of Leviathan et al. 2023 (algorithm 1) and Chen et al. 2023
+    (algorithm 2). u (1 + K): random numbers, uniform in [0, 1). The root's is not used.
+    """
+    path = [0]
+    for i in range(1, len(draft.tokens)):
+        x = draft.tokens[i]
+        q = draft.q[i - 1]  # what x was drawn from, (V)
+        if u[i] >= p[i - 1, x] / q[x]:  # rejected, with probability 1 - min(1, p(x) / q(x))
+            return Acceptance(path, sample(residual(p[i - 1], q), generator))
+        path.append(i)
+    return Acceptance(path, sample(p[-1], generator))  # all are accepted
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """Return norm(max(p - q, 0)): what q proposes too seldom. p, q (V)."""
+    left = (p - q).clamp(min=0)
+    if not left.any():  # p = q: then only a rounding error rejects, and any answer is right
+        return p
+    return left / left.sum()
+
+
+def rejection_sample_tree(
+    p: Tensor, draft: Draft, u: list[float], generator: torch.Generator
+) -> Acceptance:
+    """Do the same for a tree (SpecInfer, Miao et al. 2024; here siblings are drawn without
+    replacement). The children of the newest accepted token are tried in the order drawn.
+
+    A rejection changes two things for the next sibling. What is left to produce is the residual of
+    p. And the sibling was drawn from q without the rejected token. So it is tried with these two in
+    place of p and q. If all are rejected, the token is drawn from what is left of p.
+
+    Why that is exact, too: by the chain's argument a trial gives p_left, whatever q_left is, if
+    after a rejection its token is drawn from the residual. The next trial does that: it gives
+    p_left again, which is now this residual. And so does the draw after the last one.
+    """
+    path = [0]
+    while True:
+        last = path[-1]
+        p_left = p[last]  # (V)
+        q_left = draft.q.get(last)  # (V), or None if it has no children
+        for child in draft.children(last):
+            x = draft.tokens[child]
+            if u[child] < p_left[x] / q_left[x]:
+                path.append(child)
+                break
+            p_left = residual(p_left, q_left)
+            q_left = without(q_left, x)
+        if path[-1] == last:  # no child is accepted
+            return Acceptance(path, sample(p_left, generator))
+
+
+def without(q: Tensor, x: int) -> Tensor:
+    """Return the distribution of the next draw if x was drawn from q (V) and not put back."""
+    rest = q.clone()
+    rest[x] = 0.0
+    return rest / rest.sum().clamp(min=torch.finfo(q.dtype).tiny)  # all 0 where x was all of q
+
+
+# --- The method ends here: what follows makes it fast and practical ---
+
+
+# --- Lookup: drafts without a drafter, or before it is asked ---
+
 
 class Lookup:
-    """Prompt lookup (Saxena 2023): a draft is what followed the last few tokens before, else the drafter's, if any."""
+    """Prompt lookup (Saxena 2023). Where the newest tokens occurred before, the draft is what
+    followed them there. Elsewhere the drafter is asked, if there is one."""
 
-    def __init__(self, state: DraftState | None):
-        self.state, self.history = state, []
-        self.sizes = (3,) if state else (3, 2, 1)  # of last tokens to look for
+    def __init__(self, state: DraftState | None, vocab_size: int, sampling: Sampling):
+        self.state = state
+        self.vocab_size = vocab_size
+        self.sampling = sampling
+        self.history: list[int] = []
+        self.sizes = (3, 2, 1) if state is None else (3,)  # of newest tokens to look for
 
-    def append_verified(self, memory: Memory) -> None:
-        self.history += memory.tokens
-        if self.state:
-            self.state.append_verified(memory)
+    def append_verified(self, update: MemoryUpdate | None) -> None:
+        if update is not None:
+            self.history += update.tokens
+        if self.state is not None:
+            self.state.append_verified(update)
 
     def draft(self, token: int, tree: TreeConfig) -> Draft:
         text = self.history + [token]
         for size in self.sizes:
-            for i in reversed(range(len(text) - size)):
-                if text[i:i + size] == text[-size:]:
-                    found = text[i + size:i + size + tree.depth]
-                    return Draft(token, found, chain_parents(len(found)))
-        return self.state.draft(token, tree) if self.state else Draft(token, [], [])
+            newest = text[-size:]
+            for start in reversed(range(len(text) - size)):
+                if text[start:start + size] == newest:
+                    after = start + size
+                    return self.certain_draft(token, text[after:after + tree.depth])
+        if self.state is None:
+            return Draft(token)
+        return self.state.draft(token, tree)
+
+    def certain_draft(self, root: int, tokens: list[int]) -> Draft:
+        """Make a chain whose tokens were not drawn, as if q had been 1 for each."""
+        draft = Draft(root)
+        for parent, token in enumerate(tokens):
+            draft.add(token, parent, probability=1.0)
+            if self.sampling.temperature > 0:
+                device = self.sampling.generator.device
+                draft.q[parent] = torch.zeros(self.vocab_size, device=device)
+                draft.q[parent][token] = 1.0
+        return draft
+
+
+class TargetForLookup(LocalTarget):
+    """A target whose drafts come from lookup alone, so that nobody needs a memory."""
+
+    def memory_update(self, tokens: list[int], hidden: Tensor) -> MemoryUpdate:
+        return MemoryUpdate(tokens, cross_kv=None, reused_kv=None)
+
+
+# --- Many conversations at once ---
+
+
+class ChainBatch(Batch):
+    """The loop for many conversations: a chain of K drafts for each row of the caches, and one
+    pass that verifies them all. Each row accepts a length of its own."""
+
+    def __init__(self, model: Llama, drafter: Drafter, rows: int, capacity: int, K: int):
+        super().__init__(model, rows, capacity + K)
+        self.K = K
+        self.state = BatchDraftState(drafter, rows, capacity + K)
+        self.caches += self.state.caches
+
+    def read_prompt(self, prompt: list[int]) -> Tensor:
+        hidden = super().read_prompt(prompt)  # (1, T, E)
+        row = len(self.conversations) - 1
+        for cache in self.state.caches:
+            cache.lengths.append(0)
+        self.state.append_verified([row], [prompt], self.cache, [hidden[0]])
+        return hidden
+
+    def advance(self) -> list[list[int]]:
+        conversations = self.conversations
+        samplings = [conversation.sampling for conversation in conversations]
+        newest = [conversation.tokens[-1] for conversation in conversations]
+        room = [c.config.max_new_tokens - len(c.tokens) for c in conversations]
+        K = min(self.K, max(room) - 1)  # the target adds a token of its own
+        drafts = self.state.draft_chains(newest, K, samplings)
+        ids = torch.tensor([draft.tokens for draft in drafts])  # (B, 1 + K)
+        hidden = ragged_hidden(self.model, ids.to(self.model.device), self.cache)  # (B, 1 + K, E)
+        logits = self.model.lm_head(hidden)  # (B, 1 + K, V)
+        new_tokens = []
+        verified = []
+        verified_hidden = []
+        for row, draft in enumerate(drafts):
+            acceptance = accept_draft(logits[row], draft, samplings[row])
+            kept = draft.tokens[:len(acceptance.path)]  # the root and accepted drafts
+            new = (kept[1:] + [acceptance.token])[:room[row]]
+            count = len(new)
+            new_tokens.append(new)
+            verified.append(kept[:count])
+            verified_hidden.append(hidden[row, :count])
+            self.cache.lengths[row] += count
+        rows = list(range(len(drafts)))
+        self.state.append_verified(rows, verified, self.cache, verified_hidden)
+        return new_tokens
 
 
 # --- Client and server: the drafter here, the target there (paper, section 5) ---
 #
-# The server greets with the hash of its drafter. Then the client asks, with tensors after the +:
-#     read {a GenerationConfig} + tokens      the text so far: next token and memory, a reply a piece
-#     verify {drafts, parents} + q            what of the draft is accepted, next token and memory
-#     generate {a GenerationConfig} + tokens  plain use of an API: the target's own tokens, one a reply
+# The server greets a client with the hash of its drafter. Then the client asks:
+#
+#     call      fields               tensors  what the server replies
+#     read      a GenerationConfig   tokens   for each piece of the text so far: the next token,
+#                                             and the memory of the piece
+#     verify    drafts, parents      q        what is accepted, the next token, and the memory of
+#                                             what is now verified
+#     generate  a GenerationConfig   tokens   plain use of an API: one token of the target a reply
 
-SECRET = "MOA_SECRET"  # an environment variable
-MAX_DRAFTS = 64
-OFFLINE_TOKENS = 8  # written by the drafter alone between two attempts to reconnect
-INITIAL_BACKOFF = 0.5  # seconds between them, at least; doubles, up to 30
+SECRET = "MOA_SECRET"  # the environment variable that holds the secret of both sides
+MAX_DRAFTS = 64  # tokens of a draft that the server verifies
+PROMPT_CHUNK = 256  # tokens of a long text that the server reads before it sends their memory
+OFFLINE_TOKENS = 8  # that the drafter writes alone between two attempts to reconnect
+INITIAL_BACKOFF = 0.5  # seconds between two attempts; doubles with each that fails
+MAX_BACKOFF = 30.0
 Tensors = dict[str, Tensor]
 Replies = Iterator[tuple[dict, Tensors]]
 
-def quantize_memory(memory: Memory) -> Tensors:
-    """A memory as it crosses the network: int8 (..., 2, D), with a float16 scale (..., 2, 1) for each key and value."""
+
+def quantize_memory(memory: MemoryUpdate) -> Tensors:
+    """Turn a memory into what crosses the network: int8 (..., 2, D), and for each key and each
+    value a float16 scale (..., 2, 1)."""
     tensors = {}
-    for name, x in (("cross", memory.cross_kv), ("reused", memory.reused_kv)):
-        x = x.float().contiguous().unflatten(-1, (2, -1))
-        scale = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=2**-14).half()
-        tensors[name], tensors[name + "_scale"] = (x / scale).round().clamp(-127, 127).to(torch.int8).cpu(), scale.cpu()
+    for name, kv in (("cross", memory.cross_kv), ("reused", memory.reused_kv)):
+        kv = kv.float().contiguous().unflatten(-1, (2, -1))  # keys and values apart
+        largest = kv.abs().amax(-1, keepdim=True)
+        scale = (largest / 127).clamp(min=2**-14).half()  # float16's smallest normal number
+        tensors[name] = (kv / scale).round().clamp(-127, 127).to(torch.int8).cpu()
+        tensors[name + "_scale"] = scale.cpu()
     return tensors
 
-def parse_reply(fields: dict, tensors: Tensors, count: int, state: DraftState) -> tuple[int, list[Tensor]]:
-    """The next token; cross_kv and reused_kv of `count` tokens. Raises LookupError, RuntimeError or ValueError."""
-    c = state.drafter.target.config
-    token, memory = check_int(fields["token"], 0, c.vocab_size - 1), []
-    cross, reused = state.cross_cache.kv[0, :, :, :count], state.reused_cache.kv[:, :, :, :count]  # for their shapes
+
+def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) -> MemoryUpdate:
+    """Read the memory of these tokens off a reply. Raises LookupError, RuntimeError, ValueError."""
+    count = len(tokens)
+    cross_like = state.cross_cache.kv[0, :, :, :count]  # (1, Hkv, T, 2D)
     if not state.drafter.config.use_cross_attention:
-        cross = cross.new_empty(1, count, c.hidden_size)
-    for name, like in (("cross", cross), ("reused", reused)):
-        shape = *like.shape[:-1], 2, like.shape[-1] // 2
-        x = tensors[name].view(shape).float() * tensors[name + "_scale"].view(*shape[:-1], 1).float()
-        if not x.isfinite().all():
-            raise ValueError(f"{name} holds NaN")
-        memory.append(x.flatten(-2).to(like))
-    return token, memory
+        hidden_size = state.drafter.target.config.hidden_size
+        cross_like = cross_like.new_empty(1, count, hidden_size)  # the memory itself
+    reused_like = state.reused_cache.kv[:, :, :, :count]  # (N, 1, Hkv, T, 2D)
+    cross_kv = dequantize(tensors["cross"], tensors["cross_scale"], cross_like)
+    reused_kv = dequantize(tensors["reused"], tensors["reused_scale"], reused_like)
+    return MemoryUpdate(tokens, cross_kv, reused_kv)
+
+
+def dequantize(integers: Tensor, scale: Tensor, like: Tensor) -> Tensor:
+    """Return keys and values of the shape and dtype of `like`, on its device."""
+    shape = (*like.shape[:-1], 2, like.shape[-1] // 2)
+    x = integers.view(shape).float() * scale.view(*shape[:-1], 1).float()
+    if not x.isfinite().all():
+        raise ValueError("the memory holds NaN")
+    return x.flatten(-2).to(like)
+
 
 def text_request(call: str, text: list[int], config: GenerationConfig) -> tuple[dict, Tensors]:
+    """Return fields and tensors of a request that sends a text and how to go on after it."""
     fields = {"call": call, **vars(config), "stop_ids": sorted(config.stop_ids)}
     return fields, {"tokens": torch.tensor(text, dtype=torch.int32)}
+
+
+class TextReply(NamedTuple):
+    """A reply to "read"."""
+
+    token: int
+    memory: MemoryUpdate
+
 
 class RemoteTarget:
     """The target of one conversation, on a server, in one of three states:
 
-    connected: a draft goes up, the server's result comes down
-    reconnecting: over a new connection the server reads all text so far, also what was written offline
-    offline: as long as that fails, the drafter writes a chain alone, unverified
+    connected     a draft goes up, and the server's result comes down
+    reconnecting  over a new connection the server reads all text so far, with what was written
+                  offline
+    offline       as long as that fails, the drafter writes alone, and its text is unverified
     """
 
-    def __init__(self, channel: Channel, state: DraftState, config: GenerationConfig):
-        self.channel, self.state, self.config = channel, state, config
-        self.disconnected = ""  # or the reason of the first outage
-        self.retry_at, self.backoff = 0.0, INITIAL_BACKOFF  # when to reconnect at the earliest
+    def __init__(self, channel: Channel, state: RemoteDraftState, config: GenerationConfig):
+        self.channel = channel
+        self.state = state
+        self.config = config
+        self.connection = "connected"  # during the last cycle
+        self.outage = ""  # the reason of the first one
+        self.text: list[int] = []  # prompt and answer
+        self.end = 0  # the length of the text once the answer is complete
+        self.retry_at = 0.0  # when to reconnect at the earliest, by time.monotonic
+        self.backoff = INITIAL_BACKOFF
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
-        """Raises InputError if the server is not there, twice: the drafter needs a memory."""
-        self.text, self.end = list(prompt), len(prompt) + self.config.max_new_tokens  # with the answer
+        """Connect, and let the server read the prompt. Tries twice, then raises InputError: without
+        a memory the drafter cannot begin."""
+        self.text = list(prompt)
+        self.end = len(prompt) + self.config.max_new_tokens
         try:
             return self.reconnect()
         except ConnectionLost:
@@ -286,176 +512,292 @@ class RemoteTarget:
             return self.reconnect()
 
     def verify(self, draft: Draft) -> VerifyResult:
-        began = perf_counter()
         try:
-            result = self.verify_remote(draft)
+            return self.verify_remote(draft)
         except ConnectionLost as error:
-            try:
-                result = self.reconnect()  # at once: a server may disconnect an idle client, or restart
-            except ConnectionLost:
-                self.disconnected = self.disconnected or str(error)
-                result = self.draft_offline(draft.token)
-        result.seconds = perf_counter() - began
-        return result
+            lost = str(error)
+        try:  # at once: the server may have closed an idle connection, or restarted
+            result = self.reconnect()
+            self.connection = "reconnecting"
+            return result
+        except ConnectionLost:
+            self.outage = self.outage or lost
+            self.connection = "offline"
+            return self.draft_offline(draft.tokens[0])
+
+    def draft_offline(self, newest: int) -> VerifyResult:
+        """Let the drafter go on alone."""
+        count = min(OFFLINE_TOKENS, self.end - len(self.text))
+        tokens = self.state.draft_unverified(newest, count)
+        self.text += tokens
+        return VerifyResult(tokens[:-1], tokens[-1], memory=None)
 
     def verify_remote(self, draft: Draft) -> VerifyResult:
-        """Connected: the server's result. Raises ConnectionLost."""
-        def parse(fields: dict, tensors: Tensors) -> tuple:
-            accepted, child, node = [], draft.children(), -1
-            for token in fields["accepted"]:
-                node = child[node, token]
-                accepted.append(draft.tokens[node])  # not the reply's own, which may be 9.0
-            return *parse_reply(fields, tensors, 1 + len(accepted), self.state), accepted
+        """Let the server verify a draft. Raises ConnectionLost."""
+        drafts = draft.tokens[1:]  # the server knows the root
+        fields = {"call": "verify", "drafts": drafts, "parents": draft.parents[1:]}
+        tensors = {}
+        if draft.q:
+            # In the order of the parents. Quantizing loses nothing: q was quantized before tokens
+            # were drawn from it.
+            q = torch.stack([draft.q[parent] for parent in sorted(draft.q)])
+            ids, weights = quantize_probabilities(q)
+            tensors = {"ids": ids.cpu(), "weights": weights.cpu()}
+        parse = partial(self.parse_verification, draft)
+        result = next(self.channel.request(fields, tensors, parse))
+        self.connection = "connected"
+        self.text += result.accepted + [result.token]
+        return result
 
-        q = {}
-        if draft.q is not None:  # exact: drafts are drawn from a quantised q
-            q["ids"], q["weights"] = (x.cpu() for x in quantize_probabilities(draft.q))
-        request = {"call": "verify", "drafts": draft.tokens, "parents": draft.parents}
-        return self.result(*next(self.channel.request(request, q, parse)), len(draft.tokens))
+    def parse_verification(self, draft: Draft, fields: dict, tensors: Tensors) -> VerifyResult:
+        """Read the server's reply to a draft. What is wrong with it raises one of many exceptions,
+        which the channel turns into ConnectionLost."""
+        path = match_path(draft, fields["accepted"])
+        accepted = [draft.tokens[i] for i in path[1:]]  # not the reply's own: 9.0 equals 9
+        token = self.parse_token(fields)
+        verified = self.text[self.state.verified:] + accepted
+        return VerifyResult(accepted, token, dequantize_memory(tensors, verified, self.state))
+
+    def parse_token(self, fields: dict) -> int:
+        return check_int(fields["token"], 0, self.state.drafter.target.config.vocab_size - 1)
 
     def reconnect(self) -> VerifyResult:
-        """A new connection whose prompt is all text so far: the server's next token. Raises ConnectionLost."""
+        """Make a new connection, whose prompt is all text so far. Returns the server's token after
+        it, and the memory that the drafter lacks. Raises ConnectionLost."""
         if monotonic() < self.retry_at:
-            raise ConnectionLost("too early")
+            raise ConnectionLost("too early to try again")
         try:
             greeting = self.channel.connect()
         finally:
-            self.retry_at, self.backoff = monotonic() + self.backoff, min(2 * self.backoff, 30.0)
+            self.retry_at = monotonic() + self.backoff
+            self.backoff = min(2 * self.backoff, MAX_BACKOFF)
         if greeting.get("drafter") != self.state.drafter.checkpoint_hash:
-            raise InputError("the server has another drafter; start both sides with the same --drafter")
+            raise InputError(
+                "the server has another drafter; start both sides with the same --drafter"
+            )
+        replies = self.read_text()
+        self.retry_at = 0.0
+        self.backoff = INITIAL_BACKOFF
+        memory = join_memories([reply.memory for reply in replies], self.state.verified)
+        token = replies[-1].token
+        self.text.append(token)
+        return VerifyResult([], token, memory)
+
+    def read_text(self) -> list[TextReply]:
+        """Let the server read all text so far: its replies, one for each piece of the text."""
+        pieces = []
+        for start in range(0, len(self.text), PROMPT_CHUNK):
+            pieces.append(self.text[start:start + PROMPT_CHUNK])
+        # The server draws its tokens from a seed of its own, not from the numbers that drafts used.
         generator = self.state.sampling.generator
-        seed = int(torch.randint(2**31 - 1, (), generator=generator, device=generator.device))  # not that of drafts
-        config = replace(self.config, max_new_tokens=self.end - len(self.text), seed=seed)
-        pieces = [len(self.text[a:a + PROMPT_CHUNK]) for a in range(0, len(self.text), PROMPT_CHUNK)]
-        replies = self.channel.request(*text_request("read", self.text, config),
-                                       lambda *reply: parse_reply(*reply, pieces.pop(0), self.state))
-        tokens, memories = zip(*replies)
-        if pieces:
+        seed = torch.randint(2**31 - 1, (), generator=generator, device=generator.device)
+        left = self.end - len(self.text)
+        config = replace(self.config, max_new_tokens=left, seed=int(seed))
+        fields, tensors = text_request("read", self.text, config)
+        replies: list[TextReply] = []
+
+        def parse(fields: dict, tensors: Tensors) -> TextReply:
+            piece = pieces[len(replies)]  # a LookupError where the server sends too many
+            memory = dequantize_memory(tensors, piece, self.state)
+            return TextReply(self.parse_token(fields), memory)
+
+        for reply in self.channel.request(fields, tensors, parse):
+            replies.append(reply)
+        if len(replies) < len(pieces):
             self.channel.close()
             raise ConnectionLost("malformed reply: its memory ends early")
-        self.retry_at, self.backoff = 0.0, INITIAL_BACKOFF
-        memory = [torch.cat(x, dim=-2)[..., self.state.verified[0]:, :] for x in zip(*memories)]
-        return self.result(tokens[-1], memory, [])
+        return replies
 
-    def result(self, token: int, memory: list[Tensor], accepted: list[int], drafted: int = 0) -> VerifyResult:
-        """Verified is now all text so far, and what is accepted."""
-        start = self.state.verified[0]
-        tokens = self.text[start:] + accepted
-        self.text += accepted + [token]
-        memory = Memory(tokens, list(range(start, start + len(tokens))), *memory)
-        return VerifyResult(accepted, token, memory, drafted)
 
-    def draft_offline(self, token: int) -> VerifyResult:
-        tokens = self.state.draft_unverified(token, min(OFFLINE_TOKENS, self.end - len(self.text)))
-        self.text += tokens
-        return VerifyResult(tokens[:-1], tokens[-1], None)
+def join_memories(pieces: list[MemoryUpdate], skip: int) -> MemoryUpdate:
+    """Join memories, without the first `skip` tokens, which the drafter has already."""
+    tokens = []
+    for piece in pieces:
+        tokens += piece.tokens
+    cross_kv = torch.cat([piece.cross_kv for piece in pieces], dim=-2)
+    reused_kv = torch.cat([piece.reused_kv for piece in pieces], dim=-2)
+    return MemoryUpdate(tokens[skip:], cross_kv[..., skip:, :], reused_kv[..., skip:, :])
+
+
+def match_path(draft: Draft, accepted: list) -> list[int]:
+    """Find the path of accepted tokens from the root. Raises ValueError if there is none."""
+    path = [0]
+    for token in accepted:
+        matches = [child for child in draft.children(path[-1]) if draft.tokens[child] == token]
+        if not matches:
+            raise ValueError(f"token {token!r:.20} was not drafted there")
+        path.append(matches[0])
+    return path
+
 
 def call_api(channel: Channel, prompt: list[int], config: GenerationConfig) -> Iterator[int]:
-    """Plain use of an API: the server decodes alone. Raises InputError when it is lost."""
+    """Use the server as a plain API: it decodes alone. Raises InputError when it is lost."""
     with input_errors("the answer ends here", ConnectionLost):
         channel.connect()
-        yield from channel.request(*text_request("generate", prompt, config),
-                                   lambda fields, _: check_int(fields["token"], 0, 2**31))
+        fields, tensors = text_request("generate", prompt, config)
+        yield from channel.request(fields, tensors, parse_api_reply)
+
+
+def parse_api_reply(fields: dict, tensors: Tensors) -> int:
+    return check_int(fields["token"], 0, 2**31)
+
 
 class TargetSession:
-    """The server's side of one client, a session of MessageServer. One worker thread does all models' work in turn:
-    PyTorch keeps a pool of threads for each thread that calls it."""
+    """The server's side of one client, a session of MessageServer.
+
+    One worker thread does the models' work of all clients in turn: PyTorch keeps a pool of threads
+    for each thread that calls it, and several pools would fight for the cores.
+    """
 
     def __init__(self, model: Llama, drafter: Drafter, worker: ThreadPoolExecutor):
-        self.model, self.drafter, self.worker = model, drafter, worker
+        self.model = model
+        self.drafter = drafter
+        self.worker = worker
         self.target: LocalTarget | None = None
-        self.token = 0  # which drafts follow
+        self.token = 0  # which the next drafts follow
         self.greeting = {"drafter": drafter.checkpoint_hash}
 
     def answer(self, fields: dict, tensors: Tensors) -> Replies:
-        return {"read": self.read, "verify": self.verify, "generate": self.generate}[fields["call"]](fields, tensors)
+        """Reply to a request. Raises ValueError, LookupError or TypeError if it is malformed."""
+        calls = {"read": self.read, "verify": self.verify, "generate": self.generate}
+        return calls[fields["call"]](fields, tensors)
 
     def work(self, function: Callable, *arguments):
-        def in_turn():
-            try:
-                with torch.inference_mode():
-                    return function(*arguments)
-            except (LookupError, TypeError, ValueError) as error:  # a bug of ours, not a malformed request
-                raise RuntimeError("the models failed") from error
-        return self.worker.submit(in_turn).result()
-
-    def ask_target(self, call: Callable, request) -> tuple[VerifyResult, Tensors]:
-        result = call(request)
-        self.token = result.token
-        return result, quantize_memory(result.memory)
+        """Run a function of the models in the worker's thread."""
+        return self.worker.submit(run_models, function, *arguments).result()
 
     def parse_text(self, fields: dict, tensors: Tensors) -> tuple[list[int], GenerationConfig]:
-        """A text and how to go on after it, within the context."""
+        """Read a text off a request, and how to go on after it within the context."""
         context = self.model.config.max_position_embeddings
         tokens = check_ids(tensors["tokens"], self.model.config.vocab_size)
-        count = check_int(fields["max_new_tokens"], 1, context - check_int(len(tokens), 1, context))
-        temperature, top_p = float(fields["temperature"]), float(fields["top_p"])
+        length = check_int(len(tokens), 1, context - 1)
+        temperature = float(fields["temperature"])
+        top_p = float(fields["top_p"])
         if not 0 <= temperature <= 100 or not 0 < top_p <= 1:
             raise ValueError(f"invalid sampling: temperature {temperature}, top-p {top_p}")
-        seed = check_int(fields["seed"], 0, 2**63 - 1)
-        return tokens, GenerationConfig(count, temperature, top_p, seed, frozenset(fields["stop_ids"]))
+        config = GenerationConfig(
+            max_new_tokens=check_int(fields["max_new_tokens"], 1, context - length),
+            temperature=temperature,
+            top_p=top_p,
+            seed=check_int(fields["seed"], 0, 2**63 - 1),
+            stop_ids=frozenset(fields["stop_ids"]),
+        )
+        return tokens, config
 
     def read(self, fields: dict, tensors: Tensors) -> Replies:
-        """The text so far. Its memory goes back in pieces, while the next is worked on."""
+        """Read the text so far. The memory of each piece goes back while the next is read."""
         tokens, config = self.parse_text(fields, tensors)
         capacity = len(tokens) + config.max_new_tokens + 1 + MAX_DRAFTS
-        self.target = LocalTarget(self.model, self.drafter, capacity, config.sampling(self.model.device))
-        for a in range(0, len(tokens), PROMPT_CHUNK):
-            result, memory = self.work(self.ask_target, self.target.prefill, tokens[a:a + PROMPT_CHUNK])
-            yield {"token": result.token, "more": a + PROMPT_CHUNK < len(tokens)}, memory
+        sampling = config.new_sampling(self.model.device)
+        self.target = LocalTarget(self.model, self.drafter, capacity, sampling)
+        for start in range(0, len(tokens), PROMPT_CHUNK):
+            end = start + PROMPT_CHUNK
+            result = self.work(self.target.prefill, tokens[start:end])
+            self.token = result.token
+            reply = {"token": result.token, "more": end < len(tokens)}
+            yield reply, quantize_memory(result.memory)
 
     def verify(self, fields: dict, tensors: Tensors) -> Replies:
-        vocab_size, q = self.model.config.vocab_size, None
-        drafts = [check_int(token, 0, vocab_size - 1) for token in fields["drafts"]]
-        parents = [check_int(parent, -1, i - 1) for i, parent in enumerate(fields["parents"])]
-        if self.target is None or len(parents) != check_int(len(drafts), 0, MAX_DRAFTS):
-            raise ValueError("drafts must follow a read, and each have a parent")
-        if self.target.sampling.temperature > 0 and "weights" in tensors:
-            ids, weights, shape = tensors["ids"], tensors["weights"], (len(set(parents)), min(Q_TOKENS, vocab_size))
-            check_ids(ids.flatten(), vocab_size)
-            if {ids.shape, weights.shape} != {shape} or weights.dtype != torch.uint8 or not weights.sum(-1).all():
-                raise ValueError("q does not fit the drafts")
-            q = dequantize_probabilities(ids, weights, vocab_size).to(self.model.device)
-        depth, cache = int(ancestor_mask(parents).sum(-1).max()) if drafts else 0, self.target.cache
-        check_int(cache.length + 1 + len(drafts), 0, cache.kv.shape[3])
-        check_int(cache.length + 1 + depth, 0, self.model.config.max_position_embeddings)
-        result, memory = self.work(self.ask_target, self.target.verify, Draft(self.token, drafts, parents, q))
-        yield {"accepted": result.accepted, "token": result.token}, memory
+        draft = self.parse_draft(fields, tensors)
+        result = self.work(self.target.verify, draft)
+        self.token = result.token
+        reply = {"accepted": result.accepted, "token": result.token}
+        yield reply, quantize_memory(result.memory)
+
+    def parse_draft(self, fields: dict, tensors: Tensors) -> Draft:
+        """Read a draft off a request. It must fit the model, the text and its context."""
+        sizes = self.model.config
+        tokens = fields["drafts"]
+        parents = fields["parents"]
+        if self.target is None:
+            raise ValueError("drafts must follow a text")
+        if len(parents) != check_int(len(tokens), 0, MAX_DRAFTS):
+            raise ValueError("each draft needs a parent")
+        draft = Draft(self.token)
+        for i, (token, parent) in enumerate(zip(tokens, parents)):
+            check_int(token, 0, sizes.vocab_size - 1)
+            draft.add(token, check_int(parent, 0, i), probability=1.0)
+        cache = self.target.cache
+        depth = max(len(draft.path(i)) for i in range(len(draft.tokens)))
+        check_int(cache.length + depth, 0, sizes.max_position_embeddings)
+        check_int(cache.length + len(draft.tokens), 0, cache.kv.shape[3])
+        if self.target.sampling.temperature > 0 and tokens:
+            draft.q = self.parse_distributions(sorted(set(parents)), tensors)
+        return draft
+
+    def parse_distributions(self, parents: list[int], tensors: Tensors) -> dict[int, Tensor]:
+        """Read off a request what the children of each parent were drawn from."""
+        vocab_size = self.model.config.vocab_size
+        ids = tensors["ids"]
+        weights = tensors["weights"]
+        shape = (len(parents), min(Q_TOKENS, vocab_size))
+        check_ids(ids.flatten(), vocab_size)
+        if ids.shape != shape or weights.shape != shape or weights.dtype != torch.uint8:
+            raise ValueError("q does not fit the drafts")
+        if not weights.sum(-1).all():
+            raise ValueError("q has no tokens")
+        q = dequantize_probabilities(ids, weights, vocab_size).to(self.model.device)
+        return dict(zip(parents, q))
 
     def generate(self, fields: dict, tensors: Tensors) -> Replies:
         tokens, config = self.parse_text(fields, tensors)
-        stream, left, more = generate(self.model, tokens, config), config.max_new_tokens, True
-        while more:
-            token, left = self.work(next, stream), left - 1
-            more = left > 0 and token not in config.stop_ids
+        stream = generate(self.model, tokens, config)
+        for count in range(1, config.max_new_tokens + 1):
+            token = self.work(next, stream)
+            more = count < config.max_new_tokens and token not in config.stop_ids
             yield {"token": token, "more": more}, {}
+            if not more:
+                return
+
+
+def run_models(function: Callable, *arguments):
+    """Call it without gradients. What fails in the models is our bug, no malformed request."""
+    try:
+        with torch.inference_mode():
+            return function(*arguments)
+    except (LookupError, TypeError, ValueError) as error:
+        raise RuntimeError("the models failed") from error
+
 
 def check_int(value: object, low: int, high: int) -> int:
-    """The value, an int within [low, high]. Raises ValueError."""
+    """Return the value if it is an int within [low, high]. Raises ValueError."""
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"invalid value {value!r:.40}: expected an int from {low} to {high}")
     return value
 
+
 def check_ids(tensor: Tensor, end: int) -> list[int]:
-    """The values of an int32 vector, within [0, end). Raises ValueError."""
+    """Return the values of an int32 vector if they are within [0, end). Raises ValueError."""
     if tensor.dtype != torch.int32 or tensor.dim() != 1:
         raise ValueError("expected an int32 vector")
     return [check_int(value, 0, end - 1) for value in tensor.tolist()]
 
-def serve(args: Namespace, announce: Callable) -> None:
+
+def serve(args: Namespace, announce: Callable[[tuple[str, int]], None]) -> None:
     """Serve until SIGTERM. `announce` is told the address."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    model, drafters, _ = load_models(args)
+    models = load_models(args)
+    host, port = args.serve
     with ThreadPoolExecutor(1) as worker:
-        with input_errors("cannot serve at {}:{}".format(*args.serve), OSError, ValueError):
-            new_session = partial(TargetSession, model, next(iter(drafters.values())), worker)
+        new_session = partial(TargetSession, models.target, models.drafter, worker)
+        with input_errors(f"cannot serve at {host}:{port}", OSError, ValueError):
             server = MessageServer(args.serve, os.environ.get(SECRET, ""), new_session)
         with server:
             announce(server.server_address)
             server.serve_forever()
 
+
+def announce_on_terminal(address: tuple[str, int]) -> None:
+    host, port = address[:2]
+    print(f"{host}:{port}", flush=True)
+    print(f"connect with: python speculate.py --remote {host}:{port}", file=sys.stderr)
+    if not os.environ.get(SECRET):
+        print("no secret is set: any program on this machine may connect", file=sys.stderr)
+
+
 def serve_parent(args: Namespace, pipe) -> None:
-    """Serve until the parent ends, however it ends."""
+    """Serve until the parent process ends, however it ends."""
+
     def end_with_parent() -> None:
         parent_process().join()
         os._exit(0)
@@ -463,355 +805,1148 @@ def serve_parent(args: Namespace, pipe) -> None:
     Thread(target=end_with_parent, daemon=True).start()
     run_command(lambda: serve(args, pipe.send))
 
+
 def start_server(args: Namespace) -> tuple[str, int]:
-    """A server in a process of our own: its address."""
+    """Start a server in a process of its own. Returns its address."""
     os.environ.setdefault(SECRET, os.urandom(16).hex())
     torch.set_num_threads(max(1, torch.get_num_threads() // 4))  # the server needs cores too
     context = get_context("spawn")
-    pipe, its_pipe = context.Pipe()
-    its_args = Namespace(**vars(args) | {"serve": ("127.0.0.1", 0), "remote": None})
+    pipe, server_pipe = context.Pipe()
+    server_args = Namespace(**vars(args) | {"serve": ("127.0.0.1", 0), "remote": None})
+    # Ctrl-C in a terminal reaches both processes. It is meant for this one.
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the server inherits
-    context.Process(target=serve_parent, args=(its_args, its_pipe), daemon=True).start()  # terminated at exit
+    context.Process(target=serve_parent, args=(server_args, server_pipe), daemon=True).start()
     signal.signal(signal.SIGINT, on_interrupt)
-    its_pipe.close()
+    server_pipe.close()
     with input_errors("the server did not start", EOFError):
         return pipe.recv()
 
 
-# --- One generation, by any method ---
-class Origin(Enum):
-    """Whose a token is, and how --show prints it."""
+# --- One answer, and what it cost ---
 
-    TARGET = "{}"
-    DRAFT = "\033[32m{}\033[0m"  # accepted
-    UNVERIFIED = "\033[33m{}\033[0m"  # yellow
+GREEN = "\033[32m"
+YELLOW = "\033[33m"
+RED = "\033[31m"
+PLAIN = "\033[0m"
+
+class Origin(Enum):
+    """Whose a token is, and the color of it with --show."""
+
+    TARGET = ""
+    DRAFT = GREEN
+    UNVERIFIED = YELLOW
+
+
+@dataclass
+class Cycle:
+    """One round of the loop, a draft and its verification. With the target alone, one token."""
+
+    tokens: list[int]
+    result: VerifyResult
+    draft: Draft | None = None
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    target: LocalTarget | RemoteTarget | None = None  # that verified it
+
+    @property
+    def origins(self) -> list[Origin]:
+        """Whose each token is."""
+        if self.result.is_offline:
+            return [Origin.UNVERIFIED] * len(self.tokens)
+        origins = [Origin.DRAFT] * len(self.result.accepted) + [Origin.TARGET]
+        return origins[:len(self.tokens)]
+
+
+class Recorder:
+    """Stands between the loop and what it calls, and notes what passes and how long it takes."""
+
+    def __init__(self, target: LocalTarget | RemoteTarget, state: DraftState | Lookup):
+        self.target = target
+        self.state = state
+        self.result: VerifyResult | None = None
+        self.last_draft: Draft | None = None
+        self.draft_seconds = 0.0
+        self.verify_seconds = 0.0
+
+    def prefill(self, prompt: list[int]) -> VerifyResult:
+        start = perf_counter()
+        self.result = self.target.prefill(prompt)
+        self.verify_seconds = perf_counter() - start
+        return self.result
+
+    def append_verified(self, memory: MemoryUpdate | None) -> None:
+        start = perf_counter()
+        self.state.append_verified(memory)
+        self.draft_seconds = perf_counter() - start
+
+    def draft(self, token: int, tree: TreeConfig) -> Draft:
+        start = perf_counter()
+        self.last_draft = self.state.draft(token, tree)
+        self.draft_seconds += perf_counter() - start
+        return self.last_draft
+
+    def verify(self, draft: Draft) -> VerifyResult:
+        start = perf_counter()
+        self.result = self.target.verify(draft)
+        self.verify_seconds = perf_counter() - start
+        return self.result
+
+    def cycle(self, tokens: list[int]) -> Cycle:
+        """Return the cycle that has brought these tokens."""
+        return Cycle(
+            tokens=tokens,
+            result=self.result,
+            draft=self.last_draft,
+            draft_seconds=self.draft_seconds,
+            verify_seconds=self.verify_seconds,
+            target=self.target,
+        )
+
 
 @dataclass
 class Generation:
-    """One answer, and what it cost."""
+    """One answer, and what it cost. The prompt's pass counts in `seconds` only."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     seconds: float = 0.0
-    stats: Counter = field(default_factory=lambda: Counter(
-        target_calls=0, drafted=0, draft_seconds=0.0, verify_seconds=0.0))
-    disconnected: str = ""  # or why the server was out of reach
+    target_calls: int = 0
+    drafted: int = 0  # tokens that the target was asked to verify
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    network: dict = field(default_factory=dict)  # of a channel: bytes_up, bytes_down, ...
+    outage: str = ""  # or why the server was out of reach
+    interrupted: bool = False  # by Ctrl-C
 
-    def record(self, tokens: list[int], result: VerifyResult, cycle_seconds: float) -> None:
-        """Add a cycle of the loop. The first, the prompt's, does not count."""
-        origins = [Origin.DRAFT] * len(result.accepted) + [Origin.TARGET]
-        if result.memory is None:
-            origins = [Origin.UNVERIFIED] * len(tokens)
-        if self.tokens:
-            self.stats.update(target_calls=result.memory is not None, drafted=result.drafted,
-                              draft_seconds=cycle_seconds - result.seconds, verify_seconds=result.seconds)
-        self.tokens += tokens
-        self.origins += origins[:len(tokens)]
+    def add(self, cycle: Cycle) -> None:
+        if self.tokens:  # not the prompt's
+            self.draft_seconds += cycle.draft_seconds
+            self.verify_seconds += cycle.verify_seconds
+            if not cycle.result.is_offline:
+                self.target_calls += 1
+                self.drafted += len(cycle.draft.tokens) - 1 if cycle.draft else 0
+        self.tokens += cycle.tokens
+        self.origins += cycle.origins
 
+    @property
     def unverified(self) -> int:
         return self.origins.count(Origin.UNVERIFIED)
 
+    @property
     def acceptance_length(self) -> float:
-        return (len(self.tokens) - 1 - self.unverified()) / max(1, self.stats["target_calls"])
+        """New tokens per target call, both without the prompt's."""
+        verified = len(self.tokens) - 1 - self.unverified
+        return verified / max(1, self.target_calls)
 
-@torch.inference_mode()
-def answer(model: Llama, drafter: Drafter | None, prompt: list[int], config: GenerationConfig,
-           tree: TreeConfig | None = TREE, lookup: bool = False, channel: Channel | None = None,
-           emit=lambda token, origin: None) -> Generation:
-    """One answer to a prompt; `emit(token, origin)` sees each token as it comes. tree None: by the target alone; else
-    with drafts, without a drafter by lookup. channel: to a server with the target, of which `model` is then a part.
-    Raises InputError if it was never there."""
-    g, start, target = Generation(prompt), perf_counter(), None
-    if tree is None:
-        stream = call_api(channel, prompt, config) if channel else generate(model, prompt, config)
-        cycles = (([token], VerifyResult([], token, Memory([], [], None, None))) for token in stream)
-    else:
+    def statistics(self) -> dict:
+        """Return what --json adds to text and tokens."""
+        statistics = {
+            "target_calls": self.target_calls,
+            "acceptance_length": self.acceptance_length,
+            "draft_seconds": self.draft_seconds,
+            "verify_seconds": self.verify_seconds,
+        }
+        if self.network:
+            statistics |= self.network
+            statistics["unverified_tokens"] = self.unverified
+            statistics["disconnected"] = self.outage != ""
+        return statistics
+
+
+Emit = Callable[[Cycle], None]
+
+
+def ignore(cycle: Cycle) -> None:
+    """Nobody watches."""
+
+
+@dataclass
+class Method:
+    """A way to answer a prompt."""
+
+    model: Llama
+    drafter: Drafter | None = None
+    tree: TreeConfig | None = None  # None: the target alone
+    lookup: bool = False
+    new_channel: Callable[[list[int]], Channel] | None = None  # to a server, for a prompt
+    traced: bool = False
+
+    @torch.inference_mode()
+    def answer(
+        self, prompt: list[int], config: GenerationConfig, emit: Emit = ignore
+    ) -> Generation:
+        """Answer a prompt. `emit` sees each cycle as it happens, and Ctrl-C ends the answer.
+
+        Raises InputError when a server was never there.
+        """
+        generation = Generation(prompt)
+        channel = self.new_channel(prompt) if self.new_channel else None
+        start = perf_counter()
+        try:
+            if self.tree is None:
+                cycles = self.cycles_alone(prompt, config, channel)
+            else:
+                cycles = self.cycles_with_drafts(prompt, config, channel, generation)
+            for cycle in cycles:
+                generation.add(cycle)
+                if channel is not None:
+                    channel.network.count_tokens(len(generation.tokens), monotonic())
+                emit(cycle)
+        except KeyboardInterrupt:
+            generation.interrupted = True
+        finally:
+            generation.seconds = perf_counter() - start
+            if channel is not None:
+                channel.close()
+                for name in ("bytes_up", "bytes_down", "round_trips", "network_seconds"):
+                    generation.network[name] = getattr(channel, name)
+        return generation
+
+    def cycles_alone(
+        self, prompt: list[int], config: GenerationConfig, channel: Channel | None
+    ) -> Iterator[Cycle]:
+        """Let the target write alone, here or behind an API."""
+        if channel is None:
+            stream = generate(self.model, prompt, config)
+        else:
+            stream = call_api(channel, prompt, config)
+        start = perf_counter()
+        for token in stream:
+            nothing = MemoryUpdate([], None, None)  # nobody drafts
+            result = VerifyResult([], token, nothing)
+            yield Cycle([token], result, verify_seconds=perf_counter() - start)
+            start = perf_counter()
+
+    def cycles_with_drafts(
+        self,
+        prompt: list[int],
+        config: GenerationConfig,
+        channel: Channel | None,
+        generation: Generation,
+    ) -> Iterator[Cycle]:
+        tree = self.tree
+        sampling = config.new_sampling(self.model.device)
         drafts = max(tree.total_tokens, tree.depth * tree.top_k, OFFLINE_TOKENS)
-        capacity, sampling = len(prompt) + config.max_new_tokens + 1 + drafts, config.sampling(model.device)
-        state = start_drafting(drafter, capacity, sampling, channel is not None) if drafter else None
-        target = RemoteTarget(channel, state, config) if channel else LocalTarget(model, drafter, capacity, sampling)
-        cycles = speculate(target, Lookup(state) if lookup else state, prompt, config, tree)
-    since = start
-    for tokens, result in cycles:
-        g.record(tokens, result, perf_counter() - since)
-        if channel:
-            channel.network.count_tokens(len(g.tokens), monotonic())
-        for token, origin in zip(tokens, g.origins[-len(tokens):]):
-            emit(token, origin)
-        since = perf_counter()
-    g.seconds = since - start
-    if tree is None:
-        g.stats["verify_seconds"], g.stats["draft_seconds"] = g.seconds, 0.0
-    if channel:
-        channel.close()
-        for name in ("bytes_up", "bytes_down", "round_trips", "network_seconds"):
-            g.stats[name] = getattr(channel, name)
-        g.disconnected = getattr(target, "disconnected", "")
-    return g
+        capacity = len(prompt) + config.max_new_tokens + 1 + drafts
+        state = None
+        if self.drafter is not None:
+            state = start_drafting(self.drafter, capacity, sampling, remote=channel is not None)
+        if channel is not None:
+            target = RemoteTarget(channel, state, config)
+        elif self.drafter is None:
+            target = TargetForLookup(self.model, None, capacity, sampling)
+        else:
+            kind = TracedTarget if self.traced else LocalTarget
+            target = kind(self.model, self.drafter, capacity, sampling)
+        if self.lookup:
+            state = Lookup(state, self.model.config.vocab_size, sampling)
+        recorder = Recorder(target, state)  # plays both
+        for tokens in speculate(recorder, recorder, prompt, config, tree):
+            if channel is not None:
+                generation.outage = target.outage
+            yield recorder.cycle(tokens)
 
 
-# --- The benchmark: a method makes a Generation of a prompt and a config ---
-Prompts = list[tuple[str, list[str]]]
+# --- Watching: the answer as it comes, and every cycle of it with --trace ---
 
-def read_prompts(path: Path) -> Prompts:
-    """(category, turns) of each line. Raises InputError."""
-    prompts = []
+
+def paint(text: str, color: str) -> str:
+    """Put text in a color, on a terminal that is to have some."""
+    if not color or not text or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return color + text + PLAIN
+
+
+class Printer:
+    """Prints an answer as it comes, and says when the server is lost and when it is back."""
+
+    def __init__(self, tokenizer: Tokenizer, show: bool):
+        self.tokenizer = tokenizer
+        self.show = show
+        self.pending: list[int] = []  # tokens that do not end on a whole character yet
+        self.offline = False
+
+    def emit(self, cycle: Cycle) -> None:
+        self.announce_link(cycle)
+        for token, origin in zip(cycle.tokens, cycle.origins):
+            text = self.tokenizer.stream(self.pending, token)
+            print(paint(text, origin.value) if self.show else text, end="", flush=True)
+
+    def announce_link(self, cycle: Cycle) -> None:
+        offline = cycle.result.is_offline
+        if offline and not self.offline:
+            note = "the link is lost: what follows is the drafter's own text, unverified"
+            print(f"\n[{note}]", file=sys.stderr)
+        if self.offline and not offline:
+            print("\n[the link is back: the target goes on]", file=sys.stderr)
+        self.offline = offline
+
+
+class Trial(NamedTuple):
+    """A draft x is accepted if u < ratio."""
+
+    u: float  # a random number, uniform in [0, 1)
+    ratio: float  # p(x) / q(x)
+
+
+class TracedTarget(LocalTarget):
+    """Notes the p and the u by which it decided, for --trace."""
+
+    p: list[float] = []  # the target's probability of each token of the draft
+    trials: dict[int, Trial] = {}  # of the drafts that were tried, above temperature 0
+
+    def accept(self, logits: Tensor, draft: Draft) -> Acceptance:
+        before = self.sampling.generator.get_state()
+        acceptance = super().accept(logits, draft)
+        temperature = self.sampling.temperature
+        p = probabilities(logits, temperature or 1.0, self.sampling.top_p)  # (1 + K, V)
+        self.p = [1.0]  # of the root
+        for parent, token in zip(draft.parents[1:], draft.tokens[1:]):
+            self.p.append(float(p[parent, token]))
+        self.trials = {}
+        if temperature > 0:
+            replay = torch.Generator(p.device)
+            replay.set_state(before)
+            u = torch.rand(len(draft.tokens), generator=replay, device=p.device).tolist()
+            self.trials = repeat_trials(p, draft, u, acceptance.path)
+        return acceptance
+
+
+def repeat_trials(p: Tensor, draft: Draft, u: list[float], path: list[int]) -> dict[int, Trial]:
+    """Follow `rejection_sample_tree` on the path that it took."""
+    trials = {}
+    for parent in path:
+        p_left = p[parent]
+        q_left = draft.q.get(parent)
+        for child in draft.children(parent):
+            x = draft.tokens[child]
+            trials[child] = Trial(u[child], float(p_left[x] / q_left[x]))
+            if child in path:
+                break
+            p_left = residual(p_left, q_left)
+            q_left = without(q_left, x)
+    return trials
+
+
+class Trace:
+    """Draws every cycle: what was drafted, what was kept, and why not more."""
+
+    def __init__(self, tokenizer: Tokenizer, as_json: bool):
+        self.tokenizer = tokenizer
+        self.as_json = as_json
+        self.cycles = 0
+        self.traffic = (0, 0, 0.0)  # bytes up, bytes down and seconds on the network so far
+
+    def emit(self, cycle: Cycle) -> None:
+        self.cycles += 1
+        draft = cycle.draft or Draft(cycle.result.token)
+        path = [0]
+        if isinstance(cycle.target, RemoteTarget) and cycle.target.connection != "connected":
+            draft = Draft(draft.tokens[0])  # what was drafted never reached the target
+        else:
+            path = match_path(draft, cycle.result.accepted)
+        if self.as_json:
+            print(json.dumps(self.record(cycle, draft, path)), flush=True)
+        else:
+            print("\n".join(self.lines(cycle, draft, path)), flush=True)
+
+    def record(self, cycle: Cycle, draft: Draft, path: list[int]) -> dict:
+        """Return one line of --trace --json. A parent of -1 is the root."""
+        drafts = []
+        for i in range(1, len(draft.tokens)):
+            node = {
+                "token": draft.tokens[i],
+                "text": self.tokenizer.decode([draft.tokens[i]]),
+                "parent": draft.parents[i] - 1,
+                "q": draft.probabilities[i],
+                "p": cycle.target.p[i] if isinstance(cycle.target, TracedTarget) else None,
+                "accepted": i in path,
+            }
+            drafts.append(node)
+        return {
+            "cycle": self.cycles,
+            "drafts": drafts,
+            "token": cycle.result.token,
+            "draft_seconds": cycle.draft_seconds,
+            "verify_seconds": cycle.verify_seconds,
+        }
+
+    def lines(self, cycle: Cycle, draft: Draft, path: list[int]) -> list[str]:
+        """Draw the same for a person, on 80 columns."""
+        counts = f"{len(draft.tokens) - 1} drafted, {len(path) - 1} accepted"
+        lines = [f"cycle {self.cycles}: {counts}; {self.timing(cycle)}"]
+        if len(draft.tokens) > 1:
+            lines.append(f"  {self.text(draft.tokens[0])}")
+            lines += self.branch(cycle, draft, path, parent=0, indent="  ")
+        if cycle.result.is_offline:
+            lines.append(paint("  offline: the drafter alone wrote, unverified,", YELLOW))
+            text = self.tokenizer.decode(cycle.tokens)
+            lines.append(paint(f"  {json.dumps(text, ensure_ascii=False)}", YELLOW))
+        else:
+            lines.append(f"  the target's own: {self.text(cycle.result.token)}{self.source(cycle)}")
+        return lines
+
+    def text(self, token: int) -> str:
+        """Put a token in quotes, no longer than a line has room for."""
+        text = self.tokenizer.decode([token]) or "<end>"
+        return json.dumps(text[:16], ensure_ascii=False)
+
+    def timing(self, cycle: Cycle) -> str:
+        text = f"draft {1e3 * cycle.draft_seconds:.1f} ms"
+        text += f", verification {1e3 * cycle.verify_seconds:.1f} ms"
+        if not isinstance(cycle.target, RemoteTarget):
+            return text
+        channel = cycle.target.channel
+        traffic = (channel.bytes_up, channel.bytes_down, channel.network_seconds)
+        up, down, seconds = [new - old for new, old in zip(traffic, self.traffic)]
+        self.traffic = traffic
+        link = f"\n  link: {cycle.target.connection}, {up} bytes up, {down} down"
+        return f"{text}{link}, {1e3 * seconds:.0f} ms"
+
+    def branch(
+        self, cycle: Cycle, draft: Draft, path: list[int], parent: int, indent: str
+    ) -> list[str]:
+        """Draw the drafts after a parent, and what follows each."""
+        lines = []
+        children = draft.children(parent)
+        for child in children:
+            last = child == children[-1]
+            label = f"{indent}{'└' if last else '├'} {self.text(draft.tokens[child])}"
+            figures = f"q {draft.probabilities[child]:.2f}"
+            if isinstance(cycle.target, TracedTarget):
+                figures += f"  p {cycle.target.p[child]:.2f}"
+            color = GREEN if child in path else RED
+            reason = paint(self.reason(cycle, draft, path, child), color)
+            lines.append(f"{label:<32} {figures}  {reason}")
+            below = indent + ("  " if last else "│ ")
+            lines += self.branch(cycle, draft, path, child, below)
+        return lines
+
+    def reason(self, cycle: Cycle, draft: Draft, path: list[int], child: int) -> str:
+        """Say why a draft was accepted or not."""
+        verdict = "accepted" if child in path else "rejected"
+        if draft.parents[child] not in path:
+            return "not reached"
+        if not isinstance(cycle.target, TracedTarget) or not draft.q:
+            return verdict
+        if child not in cycle.target.trials:
+            return "not tried"
+        trial = cycle.target.trials[child]
+        sign = "<" if child in path else ">="
+        return f"{verdict}: u {trial.u:.2f} {sign} p/q {trial.ratio:.2f}"
+
+    def source(self, cycle: Cycle) -> str:
+        """Say what the target's own token comes from."""
+        if not isinstance(cycle.target, TracedTarget) or cycle.draft is None:
+            return ""
+        if not cycle.draft.q:
+            return ", its likeliest"
+        rejected = len(cycle.target.trials) > len(cycle.result.accepted)
+        return ", drawn from what p - q leaves" if rejected else ", drawn from p"
+
+
+# --- The benchmark: every prompt by every method, in turn ---
+
+
+class Prompt(NamedTuple):
+    category: str
+    turns: list[str]  # what the user says, one after the other
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read the prompts of a file, one a line. Raises InputError."""
     with input_errors(f"{path}: cannot be read", OSError, UnicodeDecodeError):
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-    for i, line in enumerate(lines, 1):
+    prompts = []
+    for line_number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        expected = f'{path}, line {i}: expected {{"prompt": text}} or {{"category": name, "turns": [text, ...]}}'
-        with input_errors(expected, ValueError, LookupError, TypeError, RecursionError):
-            record = json.loads(line)
-            turns = [record["prompt"]] if "prompt" in record else record["turns"]
-            if not isinstance(turns, list) or not turns:
-                raise ValueError
-            "".join(turns).encode()  # raises for what is not text
-            prompts.append((str(record.get("category") or "all"), turns))
+        form = '{"prompt": text} or {"category": name, "turns": [text, ...]}'
+        wrong = (ValueError, LookupError, TypeError, RecursionError)
+        with input_errors(f"{path}, line {line_number}: expected {form}", *wrong):
+            prompts.append(parse_prompt(json.loads(line)))
     if not prompts:
         raise InputError(f"{path}: no prompts")
     return prompts
 
-def local_methods(alone: Llama, model: Llama, drafters: dict[str, Drafter], chain: TreeConfig,
-                  tree: TreeConfig) -> dict[str, Callable]:
-    """What is measured on one machine: for several drafters, chains and trees of each."""
-    methods = {"target": partial(answer, alone, None, tree=None)}
+
+def parse_prompt(record: dict) -> Prompt:
+    turns = [record["prompt"]] if "prompt" in record else record["turns"]
+    if not isinstance(turns, list) or not turns:
+        raise ValueError("no turns")
+    "".join(turns).encode()  # raises an exception for what is not text
+    return Prompt(str(record.get("category") or "all"), turns)
+
+
+Methods = dict[str, Method]
+Runs = dict[str, list[dict[str, Generation]]]  # by category: for each turn, each method's answer
+
+
+def local_methods(
+    alone: Llama, model: Llama, drafters: dict[str, Drafter], chain: TreeConfig, tree: TreeConfig
+) -> Methods:
+    """List what is measured on one machine: for several drafters, chains and trees of each."""
+    methods = {"target": Method(alone)}
     for name, drafter in drafters.items():
-        suffix, ours = f" {name}" if len(drafters) > 1 else "", partial(answer, model, drafter)
-        methods |= {"chain" + suffix: partial(ours, tree=chain), "tree" + suffix: partial(ours, tree=tree)}
+        suffix = f" {name}" if len(drafters) > 1 else ""
+        methods["chain" + suffix] = Method(model, drafter, chain)
+        methods["tree" + suffix] = Method(model, drafter, tree)
     if len(drafters) == 1:
-        methods |= {"lookup": partial(answer, model, None, tree=chain, lookup=True),
-                    "tree+lookup": partial(ours, tree=tree, lookup=True)}
+        methods["lookup"] = Method(model, None, chain, lookup=True)
+        methods["tree+lookup"] = Method(model, drafter, tree, lookup=True)
     return methods
 
-def remote_methods(model: Llama, drafter: Drafter, tree: TreeConfig, links: dict[str, Link],
-                   channel: Callable[..., Channel]) -> dict[str, Callable]:
-    """What is measured on each network. "disconnected": it goes down after a quarter of the tokens."""
-    def run(link, tree, lookup, outage, prompt, config) -> Generation:
-        outage_after = config.max_new_tokens // 4 if outage else math.inf
-        seed = config.seed + sum(prompt)  # other delays for another prompt, the same for all methods
-        return answer(model, drafter, prompt, config, tree, lookup, channel(link, seed, outage_after))
 
-    kinds = {"api": (None, False, False), "remote": (tree, False, False), "remote+lookup": (tree, True, False),
-             "disconnected": (tree, False, True)}
-    return {f"{kind}:{name}": partial(run, link, *how) for name, link in links.items() for kind, how in kinds.items()}
+def remote_methods(
+    model: Llama,
+    drafter: Drafter,
+    tree: TreeConfig,
+    links: dict[str, Link],
+    new_channel: Callable[..., Channel],
+    max_new_tokens: int,
+) -> Methods:
+    """List what is measured on each network. "disconnected" goes down after a quarter of the
+    tokens."""
+    methods = {}
+    for name, link in links.items():
+        connect = partial(new_channel, link)
+        lose = partial(new_channel, link, outage_after=max_new_tokens // 4)
+        methods[f"api:{name}"] = Method(model, new_channel=connect)
+        methods[f"remote:{name}"] = Method(model, drafter, tree, new_channel=connect)
+        methods[f"remote+lookup:{name}"] = Method(model, drafter, tree, True, connect)
+        methods[f"disconnected:{name}"] = Method(model, drafter, tree, new_channel=lose)
+    return methods
 
-def bench(model: Llama, methods: dict[str, Callable], tokenizer: Tokenizer, prompts: Prompts,
-          config: GenerationConfig) -> list[dict]:
-    """Every prompt by every method, in turn, after a warm-up. Rows by category, then all."""
-    runs, base = {}, next(iter(methods))  # by category, for each turn: method: Generation
-    for index, (category, turns) in enumerate(tqdm(prompts[:1] + prompts)):
-        messages = []
-        for turn in turns:
-            messages.append({"role": "user", "content": turn})
-            prompt, results = tokenizer.chat(messages), {}
-            try:
-                count = answer_length(model, prompt, config.max_new_tokens)
-            except InputError as error:
-                tqdm.write(f"{turn[:40]!r} is left out: {error}", file=sys.stderr)
-                break
-            for name in Random(index).sample(list(methods), len(methods)):
-                results[name] = methods[name](prompt, replace(config, max_new_tokens=count))
-            messages.append({"role": "assistant", "content": tokenizer.decode(results[base].tokens)})
-            if index > 0:  # the first was the warm-up
-                runs.setdefault(category, []).append(results)
+
+def bench(
+    model: Llama,
+    methods: Methods,
+    tokenizer: Tokenizer,
+    prompts: list[Prompt],
+    config: GenerationConfig,
+) -> list[dict]:
+    """Answer every prompt by every method, in turn, after a warm-up. Returns rows by category, then
+    rows of all prompts.
+
+    Ctrl-C ends it early, with the rows of the prompts that are done.
+    """
+    runs: Runs = {}
+    try:
+        for results in run_prompt(methods, tokenizer, prompts[0], config, model, seed=0):
+            pass  # the warm-up
+        for seed, prompt in enumerate(tqdm(prompts, unit=" prompts"), 1):
+            for results in run_prompt(methods, tokenizer, prompt, config, model, seed):
+                runs.setdefault(prompt.category, []).append(results)
+                tqdm.write(progress(prompt, methods, results), file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted: these are the prompts that were done", file=sys.stderr)
     if not runs:
         raise InputError("no prompt fits the model's context")
-    runs["overall"] = [results for category in runs.values() for results in category]
-    return [summarize(model, category, name, results) for category, results in runs.items() for name in methods]
+    everything = []
+    for results in runs.values():
+        everything += results
+    runs["overall"] = everything
+    rows = []
+    for category, results in runs.items():
+        for name in methods:
+            rows.append(summarize(model, category, name, results))
+    return rows
+
+
+def run_prompt(
+    methods: Methods,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    config: GenerationConfig,
+    model: Llama,
+    seed: int,
+) -> Iterator[dict[str, Generation]]:
+    """Yield, for each turn, each method's answer. The first method's is the next turn's context."""
+    messages = []
+    base = next(iter(methods))
+    for turn in prompt.turns:
+        messages.append({"role": "user", "content": turn})
+        ids = tokenizer.chat(messages)
+        try:
+            count = answer_length(model, ids, config.max_new_tokens)
+        except InputError as error:
+            tqdm.write(f"{turn[:40]!r} is left out: {error}", file=sys.stderr)
+            return
+        results = {}
+        for name in random.Random(seed).sample(list(methods), len(methods)):
+            results[name] = methods[name].answer(ids, replace(config, max_new_tokens=count))
+            if results[name].interrupted:
+                raise KeyboardInterrupt
+        messages.append({"role": "assistant", "content": tokenizer.decode(results[base].tokens)})
+        yield results
+
+
+def progress(prompt: Prompt, methods: Methods, results: dict[str, Generation]) -> str:
+    speeds = [f"{name} {rate([results[name]]):.1f}" for name in methods]
+    return f"{prompt.category}: tokens/s {', '.join(speeds)}"
+
+
+def rate(answers: list[Generation]) -> float:
+    """Return tokens per second."""
+    return sum(len(g.tokens) for g in answers) / sum(g.seconds for g in answers)
+
 
 def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Generation]]) -> dict:
-    """A method's totals over a category, and quartiles over its turns."""
-    def rate(answers: list[Generation]) -> float:
-        return sum(len(g.tokens) for g in answers) / sum(g.seconds for g in answers)
-
-    base = next(b for b in ("api:" + name.partition(":")[2], "target") if b in runs[0])  # on the same network, or here
-    ours, bases = [results[name] for results in runs], [results[base] for results in runs]
-    total = sum((g.stats for g in ours), Counter())
-    new_tokens, seconds = sum(len(g.tokens) for g in ours), sum(g.seconds for g in ours)
-    verified, calls = new_tokens - sum(g.unverified() for g in ours), max(1, total["target_calls"])
-    speedups = torch.tensor([rate([g]) / rate([b]) for g, b in zip(ours, bases)])
-    row = {"category": category, "method": name, "tokens_per_second": rate(ours), "speedup": rate(ours) / rate(bases),
-           "speedup_quartiles": speedups.quantile(torch.tensor([0.25, 0.75])).tolist(),
-           "acceptance_length": (verified - len(ours)) / calls, "target_calls": total["target_calls"],
-           "new_tokens": new_tokens, "drafted_per_call": total["drafted"] / calls,
-           "draft_share": total["draft_seconds"] / seconds,
-           "identical": sum(g.tokens == b.tokens for g, b in zip(ours, bases)) / len(runs)}
+    """Return a method's totals over a category, and quartiles over its turns."""
+    _, _, network = name.partition(":")
+    base = f"api:{network}"  # plain API use on the same network
+    if base not in runs[0]:
+        base = "target"
+    ours = [results[name] for results in runs]
+    bases = [results[base] for results in runs]
+    tokens = sum(len(g.tokens) for g in ours)
+    verified = tokens - sum(g.unverified for g in ours)
+    calls = sum(g.target_calls for g in ours)
+    speedups = torch.tensor([rate([g]) / rate([b]) for g, b in zip(ours, bases)])  # a turn each
+    same = sum(g.tokens == b.tokens for g, b in zip(ours, bases))
+    row = {
+        "category": category,
+        "method": name,
+        "tokens_per_second": rate(ours),
+        "speedup": rate(ours) / rate(bases),
+        "speedup_quartiles": speedups.quantile(torch.tensor([0.25, 0.75])).tolist(),
+        "acceptance_length": (verified - len(ours)) / max(1, calls),
+        "target_calls": calls,
+        "new_tokens": tokens,
+        "drafted_per_call": sum(g.drafted for g in ours) / max(1, calls),
+        "draft_share": sum(g.draft_seconds for g in ours) / sum(g.seconds for g in ours),
+        "identical": same / len(runs),
+    }
     if base != "target":
-        row |= {f"{key}_per_token": total[key] / verified for key in ("round_trips", "bytes_up", "bytes_down")}
-    return row | (offline_quality(model, ours, bases) if verified < new_tokens else {})
+        for key in ("round_trips", "bytes_up", "bytes_down"):
+            row[f"{key}_per_token"] = sum(g.network[key] for g in ours) / verified
+    if verified < tokens:
+        row |= offline_quality(model, ours, bases)
+    return row
+
 
 @torch.inference_mode()
 def offline_quality(model: Llama, ours: list[Generation], bases: list[Generation]) -> dict:
-    """Of the text written offline: the share that the target has there, its perplexity."""
-    agreed, nll = [], []
+    """Judge text written offline: the share that the target has there too, and its perplexity."""
+    agreed = []
+    nll = []
     for g, base in zip(ours, bases):
         ids = torch.tensor([g.prompt + g.tokens[:-1]], device=model.device)
         log_p = model(ids)[0, len(g.prompt) - 1:].float().log_softmax(-1)  # (T, V)
-        alone = [i for i, origin in enumerate(g.origins) if origin == Origin.UNVERIFIED]
-        agreed += [g.tokens[i:i + 1] == base.tokens[i:i + 1] for i in alone]
-        nll += [-log_p[i, g.tokens[i]].item() for i in alone]
-    return {"unverified_tokens": len(nll), "agreement": fmean(agreed), "perplexity": math.exp(fmean(nll))}
+        for i, origin in enumerate(g.origins):
+            if origin == Origin.UNVERIFIED:
+                agreed.append(g.tokens[i:i + 1] == base.tokens[i:i + 1])
+                nll.append(-log_p[i, g.tokens[i]].item())
+    return {
+        "unverified_tokens": len(nll),
+        "agreement": fmean(agreed),
+        "perplexity": math.exp(fmean(nll)),
+    }
+
 
 @torch.inference_mode()
-def bench_batch(model: Llama, drafter: Drafter, tokenizer: Tokenizer, prompts: Prompts, config: GenerationConfig,
-                batches: list[int], K: int) -> list[dict]:
-    """All first turns by the target alone and by chains of K, so many at a time."""
-    requests = [(index, tokenizer.chat([{"role": "user", "content": turns[0]}]), config)
-                for index, (_, turns) in enumerate(prompts)]
+def bench_batch(
+    model: Llama,
+    drafter: Drafter,
+    tokenizer: Tokenizer,
+    prompts: list[Prompt],
+    config: GenerationConfig,
+    batches: list[int],
+    K: int,
+) -> list[dict]:
+    """Answer all first turns by the target alone and by chains of K, so many at a time."""
     if not drafter.config.use_cross_attention:
         raise InputError("--batch needs a drafter with CA")
-    capacity = max(len(prompt) for _, prompt, _ in requests) + config.max_new_tokens
+    requests = [tokenizer.chat([{"role": "user", "content": p.turns[0]}]) for p in prompts]
+    capacity = max(len(prompt) for prompt in requests) + config.max_new_tokens
     if capacity > model.config.max_position_embeddings:
         raise InputError(f"a prompt with its answer needs a context of {capacity} tokens")
-    alone = [list(generate(model, prompt, config)) for _, prompt, _ in requests]
+    alone = [list(generate(model, prompt, config)) for prompt in requests]
     rows = []
     for size in tqdm(batches):
-        rates = []
-        for name, batch in (("target", Batch(model, size, capacity)),
-                            ("chain", ChainBatch(model, drafter, size, capacity, K))):
-            waiting, start = iter(requests), perf_counter()
-            ended = list(batch.run(lambda: next(waiting, None)))
-            count, calls = sum(len(c.tokens) for c in ended), sum(c.target_calls for c in ended)
-            rates.append(count / (perf_counter() - start))
-            rows.append({"category": "overall", "method": name, "batch": size, "tokens_per_second": rates[-1],
-                         "speedup": rates[-1] / rates[0], "acceptance_length": (count - len(ended)) / max(1, calls),
-                         "identical": sum(c.tokens == alone[c.key] for c in ended) / len(ended)})
+        base_rate = None
+        for name in ("target", "chain"):
+            if name == "target":
+                batch = Batch(model, size, capacity)
+            else:
+                batch = ChainBatch(model, drafter, size, capacity, K)
+            start = perf_counter()
+            ended = run_batch(batch, requests, config)
+            count = sum(len(c.tokens) for c in ended)
+            speed = count / (perf_counter() - start)
+            base_rate = base_rate or speed
+            calls = sum(c.target_calls for c in ended)
+            row = {"category": "overall", "method": name, "batch": size}
+            row["tokens_per_second"] = speed
+            row["speedup"] = speed / base_rate
+            row["acceptance_length"] = (count - len(ended)) / max(1, calls)
+            row["identical"] = sum(c.tokens == alone[c.key] for c in ended) / len(ended)
+            rows.append(row)
     return rows
 
+
+def run_batch(
+    batch: Batch, prompts: list[list[int]], config: GenerationConfig
+) -> list[Conversation]:
+    """Answer all prompts, as many at a time as the batch has rows."""
+    waiting = list(enumerate(prompts))
+    ended = []
+    while len(ended) < len(prompts):
+        while waiting and batch.has_room:
+            key, prompt = waiting.pop(0)
+            batch.add(key, prompt, config)
+        ended += batch.step()
+    return ended
+
+
+COLUMNS = {
+    "tokens_per_second": "new tokens per second, the prompt's time included",
+    "speedup": "over the target alone or, with --remote, over plain API use on the same network",
+    "speedup_quartiles": "of the speed-up over the turns",
+    "acceptance_length": "new tokens per target pass, the prompt's left out",
+    "draft_share": "share of the time that drafting takes",
+    "identical": "share of turns whose tokens are those of the target alone",
+    "batch": "conversations at a time",
+    "round_trips_per_token": "messages up that wait for one down",
+    "bytes_up_per_token": "to the server, the prompt included",
+    "bytes_down_per_token": "from the server, the prompt's memory included",
+    "unverified_tokens": "written offline by the drafter alone",
+    "agreement": "share of these that the target has at the same place",
+    "perplexity": "the target's, of these",
+}
+
+
 def print_table(rows: list[dict]) -> None:
-    left_out = ("category", "method", "speedup_quartiles", "target_calls", "new_tokens", "drafted_per_call")
-    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in left_out]
+    """Print rows under their columns, then what each column means."""
+    measured = set().union(*rows)
+    columns = [name for name in COLUMNS if name in measured]
     width = max(len(row["method"]) for row in rows)
     print(f"{'category':<14} {'method':<{width}}", *columns)
     for row in rows:
-        print(f"{row['category']:<14} {row['method']:<{width}}",
-              *(f"{row[key]:{len(key)}.2f}" if key in row else " " * len(key) for key in columns))
+        cells = [table_cell(row.get(name), len(name)) for name in columns]
+        print(f"{row['category']:<14} {row['method']:<{width}}", *cells)
+    print()
+    for name in columns:
+        print(f"{name}: {COLUMNS[name]}")
+    if any(row["method"].startswith("disconnected") for row in rows):
+        print("disconnected: the network goes down after a quarter of the tokens, for good")
+
+
+def table_cell(value: float | list[float] | None, width: int) -> str:
+    if value is None:
+        return " " * width
+    if isinstance(value, list):
+        return f"{value[0]:.2f} to {value[1]:.2f}".rjust(width)
+    return f"{value:{width}.2f}"
+
 
 def faster_alone(args: Namespace, packed: Llama) -> Llama:
-    """The target as it decodes fastest by itself: packed or, on some CPUs, not."""
-    def seconds(model: Llama) -> float:
-        times = [perf_counter() for _ in generate(model, [0], GenerationConfig(17))]
-        return median(b - a for a, b in zip(times, times[1:]))
+    """Return the target as it decodes fastest by itself: packed or, on some CPUs, not."""
+    if not isinstance(packed.lm_head, PackedLinear):
+        return packed
+    plain, _ = load_target(args)
+    return min((packed, plain), key=seconds_per_token)
 
-    return packed if packed.head.packed is None else min((packed, load_target(args)[0]), key=seconds)
+
+def seconds_per_token(model: Llama) -> float:
+    times = []
+    start = perf_counter()
+    for _ in generate(model, [0], GenerationConfig(max_new_tokens=17)):
+        times.append(perf_counter() - start)
+        start = perf_counter()
+    return median(times[1:])
 
 
 # --- Command line ---
-OWN_SERVER = ("", 0)
+
+WEIGHTS = Path(__file__).parent / "weights"
+SHIPPED = {"smollm2": WEIGHTS / "smollm2", "toy": WEIGHTS / "toy" / "drafter"}
+PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
+# Tuned on 48 prompts of Spec-Bench, not on PROMPTS. Sizes from the command line have no limits of
+# confidence.
+TREE = TreeConfig(depth=6, top_k=3, total_tokens=8, min_confidence=0.15, min_probability=0.04)
+CHAIN = TreeConfig(depth=6, min_confidence=0.2)
+REMOTE_TREE = TreeConfig(
+    depth=16, top_k=3, total_tokens=32, min_confidence=0.1, min_probability=0.02
+)
+BATCH_DRAFTS = 3
+OWN_SERVER = ("", 0)  # --remote without an address
+MIN_ANSWER = 32  # tokens that the context must leave for an answer in a chat
+
+
+@dataclass
+class Models:
+    """What the command line names, loaded."""
+
+    target: Llama
+    tokenizer: Tokenizer
+    drafters: dict[str, Drafter]
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return next(iter(self.drafters.values()), None)
+
+
+def make_parser() -> Parser:
+    parser = Parser(description="Generate with a drafter: the target's own text, sooner.")
+    task = parser.add_mutually_exclusive_group()
+    task.add_argument("--prompt", help="default: standard input or, on a terminal, a chat")
+    task.add_argument(
+        "--bench",
+        type=Path,
+        nargs="?",
+        const=PROMPTS,
+        metavar="FILE",
+        help="measure all methods on the prompts of a .jsonl file (default: ours)",
+    )
+    task.add_argument(
+        "--serve", type=address, metavar="HOST:PORT", help="be the server for --remote"
+    )
+    parser.add_argument(
+        "--batch",
+        type=positive_int,
+        nargs="+",
+        metavar="ROWS",
+        help="with --bench: so many conversations at a time",
+    )
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--drafter",
+        action="append",
+        metavar="DIR",
+        help="default: the shipped one; with --bench, any number",
+    )
+    add_draft_arguments(parser)
+    parser.add_argument(
+        "--show",
+        action="store_true",
+        help="color accepted drafts green, unverified text yellow",
+    )
+    parser.add_argument("--trace", action="store_true", help="show every cycle as it happens")
+    add_generation_arguments(parser)
+    add_remote_arguments(parser)
+    return parser
+
+
+def add_draft_arguments(parser: Parser) -> None:
+    draft_size = number(int, 1, MAX_DRAFTS)
+    parser.add_argument(
+        "--draft-length",
+        type=draft_size,
+        metavar="K",
+        help="draft chains of K tokens instead of trees",
+    )
+    parser.add_argument("--depth", type=draft_size, help=tree_help("depth"))
+    parser.add_argument("--top-k", type=number(int, 2, MAX_DRAFTS), help=tree_help("top_k"))
+    parser.add_argument("--total-tokens", type=draft_size, help=tree_help("total_tokens"))
+    parser.add_argument(
+        "--lookup",
+        action="store_true",
+        help="draft what followed the last three tokens before, else by the drafter",
+    )
+    parser.add_argument("--no-speculation", action="store_true", help="the target alone")
+
+
+def tree_help(name: str) -> str:
+    return f"of a tree (default: {getattr(TREE, name)}, remote {getattr(REMOTE_TREE, name)})"
+
+
+def add_remote_arguments(parser: Parser) -> None:
+    remote = parser.add_argument_group("the target on a server")
+    remote.add_argument(
+        "--remote",
+        nargs="?",
+        const=OWN_SERVER,
+        type=address,
+        metavar="HOST:PORT",
+        help="there, or in a process of our own",
+    )
+    add_link_arguments(remote)
+    remote.add_argument(
+        "--timeout", type=duration, help="for a reply (default: ten times the slowest)"
+    )
+    remote.add_argument(
+        "--disconnect-after",
+        type=positive_int,
+        default=math.inf,
+        metavar="N",
+        help="the network goes down when N tokens have come",
+    )
+    remote.add_argument(
+        "--disconnect-for",
+        type=duration,
+        default=math.inf,
+        metavar="TIME",
+        help="and is back after so long (default: never)",
+    )
+
 
 def parse_arguments() -> Namespace:
-    parser = Parser(description="Generate with a drafter: the target's own text, sooner.")
-    task = parser.add_mutually_exclusive_group(required=True)
-    task.add_argument("--prompt")
-    task.add_argument("--bench", type=Path, nargs="?", const=PROMPTS, metavar="FILE",
-                      help="measure all methods on the prompts of a .jsonl file (default: ours)")
-    task.add_argument("--serve", type=address, metavar="HOST:PORT", help="be the server for --remote, until SIGTERM")
-    parser.add_argument("--batch", type=positive_int, nargs="+", metavar="ROWS",
-                        help="with --bench: so many conversations at a time")
-    add_model_arguments(parser)
-    parser.add_argument("--drafter", action="append", metavar="DIR",
-                        help="default: the shipped one; with --bench, any number")
-    parser.add_argument("--draft-length", type=number(int, 1, MAX_DRAFTS), metavar="K",
-                        help="draft chains of K tokens instead of trees")
-    for name, least in (("depth", 1), ("top_k", 2), ("total_tokens", 1)):
-        parser.add_argument("--" + name.replace("_", "-"), type=number(int, least, MAX_DRAFTS),
-                            help=f"of a tree (default: {vars(TREE)[name]}, remote {vars(REMOTE_TREE)[name]})")
-    for flag, text in (("--lookup", "draft what followed the last three tokens before, else by the drafter"),
-                       ("--no-speculation", "the target alone"),
-                       ("--show", "colour accepted drafts green, unverified text yellow")):
-        parser.add_argument(flag, action="store_true", help=text)
-    add_generation_arguments(parser)
-    remote = parser.add_argument_group("the target on a server")
-    remote.add_argument("--remote", nargs="?", const=OWN_SERVER, type=address, metavar="HOST:PORT",
-                        help="there or in a process of our own")
-    add_link_arguments(remote)
-    remote.add_argument("--timeout", type=duration, help="for a reply (default: ten times the slowest)")
-    remote.add_argument("--disconnect-after", type=positive_int, default=math.inf, metavar="N",
-                        help="the network goes down when N tokens have come")
-    remote.add_argument("--disconnect-for", type=duration, default=math.inf, metavar="TIME",
-                        help="and is back after so long (default: never)")
+    parser = make_parser()
     args = parser.parse_args()
-    sizes = {name: value for name, value in vars(args).items() if name in vars(TREE) and value}
-    wrong = {"a simulated network needs --remote":
-             (links_of(args) or args.disconnect_after < math.inf) and not args.remote,
-             "--batch and several drafters need --bench, without --remote":
-             (args.batch or len(args.drafter or ()) > 1) and (args.remote or not args.bench),
-             "--bench runs every method: no --lookup, --no-speculation or --show":
-             args.bench and (args.lookup or args.no_speculation or args.show),
-             "--draft-length makes chains: no sizes of a tree": args.draft_length and sizes and not args.bench}
-    if any(wrong.values()):
-        parser.error(next(filter(wrong.get, wrong)))
+    sizes = {}
+    for name in ("depth", "top_k", "total_tokens"):
+        if vars(args)[name] is not None:
+            sizes[name] = vars(args)[name]
+    check_arguments(parser, args, sizes)
     args.chain = TreeConfig(args.draft_length) if args.draft_length else CHAIN
     args.tree = REMOTE_TREE if args.remote else TREE
     if sizes:
         args.tree = replace(args.tree, **sizes, min_confidence=0.0, min_probability=0.0)
+    if args.draft_length:
+        args.tree = args.chain
     return args
 
-def load_models(args: Namespace) -> tuple[Llama, dict[str, Drafter], Tokenizer]:
-    """Target, drafters and tokenizer of the command line, packed. A client's target has only the layers that the
-    drafter reuses, unless --bench is to evaluate text written offline."""
-    folders, last = args.drafter or list(filter(None, [SHIPPED.get(args.model)])), None
+
+def check_arguments(parser: Parser, args: Namespace, sizes: dict) -> None:
+    """Refuse flags that would be ignored."""
+    simulated = links_of(args) or args.disconnect_after < math.inf
+    several = args.drafter is not None and len(args.drafter) > 1
+    if simulated and not args.remote:
+        parser.error("a simulated network needs --remote")
+    if (args.batch or several) and (args.remote or not args.bench):
+        parser.error("--batch and several drafters need --bench, without --remote")
+    if args.bench and (args.lookup or args.no_speculation or args.show or args.trace):
+        parser.error(
+            "--bench runs every method: no --lookup, --no-speculation, --show or --trace"
+        )
+    if args.draft_length and sizes and not args.bench:
+        parser.error("--draft-length makes chains: no sizes of a tree")
+    if args.trace and args.no_speculation:
+        parser.error("--trace shows drafts: not with --no-speculation")
+
+
+def load_models(args: Namespace) -> Models:
+    """Load target, drafters and tokenizer of the command line, packed.
+
+    A client's target has only the layers that its drafter reuses, unless --bench is to evaluate
+    text that was written offline.
+    """
+    shipped = SHIPPED.get(args.model)
+    folders = args.drafter
+    if folders is None:
+        folders = [shipped] if shipped is not None else []
+    last = None
     if args.no_speculation and not (args.serve or args.bench):
         folders = []
     elif not folders:
-        raise InputError(f"no drafter is shipped for {args.model}: name one with --drafter, or add --no-speculation")
+        raise InputError(
+            f"no drafter is shipped for {args.model}: train one (python train.py --model "
+            f"{args.model} --data FILE), name one with --drafter, or add --no-speculation"
+        )
     if args.remote and not args.bench:
-        last = read_json(Path(folders[0]) / "config.json").get("target_layer_inference", 0) if folders else 0
-    model, tokenizer = load_target(args, last if type(last) is int and last >= 0 else None)
-    drafters = {str(folder): load_drafter(folder, model).to_bfloat16().pack() for folder in folders}
-    return model.pack(), drafters, tokenizer
+        last = reused_layers(folders)
+    target, tokenizer = load_target(args, last)
+    drafters = {}
+    for folder in folders:
+        drafters[str(folder)] = to_bfloat16(load_drafter(folder, target))
+    pack_together(target, list(drafters.values()))
+    return Models(target, tokenizer, drafters)
 
-def run_prompt(args: Namespace, model: Llama, drafter: Drafter | None, tokenizer: Tokenizer,
-               config: GenerationConfig, channel: Channel | None) -> None:
-    """One answer, as it comes."""
-    prompt, stream = tokenizer.chat([{"role": "user", "content": args.prompt}]), partial(tokenizer.stream, [])
-    config = replace(config, max_new_tokens=answer_length(model, prompt, config.max_new_tokens))
-    tree = None if args.no_speculation else args.chain if args.draft_length else args.tree
 
-    def emit(token: int, origin: Origin) -> None:
-        text = stream(token)
-        if not args.json:
-            print(origin.value.format(text) if args.show and text else text, end="", flush=True)
+def reused_layers(folders: list) -> int:
+    """Return N of the drafter in a folder. What is wrong with it is found when it is loaded."""
+    if not folders or not Path(folders[0]).is_dir():
+        return 0
+    N = read_json(Path(folders[0]) / "config.json").get("target_layer_inference", 0)
+    return N if type(N) is int and N >= 0 else 0
 
-    g = answer(model, drafter, prompt, config, tree, args.lookup, channel, emit)
-    stats = {name: value for name, value in g.stats.items() if name != "drafted"}
-    if channel:
-        stats |= {"unverified_tokens": g.unverified(), "disconnected": g.disconnected != ""}
-    report(tokenizer, g.tokens, g.seconds, args.json, acceptance_length=g.acceptance_length(), **stats)
-    if g.disconnected:
-        print(f"the server was out of reach ({g.disconnected}): {g.unverified()} of these tokens are the drafter's own",
-              file=sys.stderr)
+
+class Terminal:
+    """Answers the prompts of one command line: one prompt, or a chat."""
+
+    def __init__(self, args: Namespace, models: Models, method: Method, config: GenerationConfig):
+        self.args = args
+        self.models = models
+        self.method = method
+        self.config = config
+        self.answers: list[Generation] = []
+
+    def respond(self, messages: list[dict]) -> Generation:
+        """Print the answer to a conversation, and what it cost."""
+        args = self.args
+        tokenizer = self.models.tokenizer
+        prompt = tokenizer.chat(messages)
+        count = answer_length(self.models.target, prompt, self.config.max_new_tokens)
+        config = replace(self.config, max_new_tokens=count)
+        emit = ignore
+        if args.trace:
+            emit = Trace(tokenizer, args.json).emit
+        elif not args.json:
+            emit = Printer(tokenizer, args.show).emit
+        connecting = Timer(1.0, lambda: print("connecting ...", file=sys.stderr))
+        if args.remote:
+            connecting.start()
+
+        def emit_first(cycle: Cycle) -> None:
+            connecting.cancel()
+            emit(cycle)
+
+        try:
+            generation = self.method.answer(prompt, config, emit_first)
+        finally:
+            connecting.cancel()
+        self.answers.append(generation)
+        if args.trace and not args.json:
+            print(f"\n{tokenizer.decode(generation.tokens)}")
+        if generation.tokens:
+            self.report(generation)
+        return generation
+
+    def report(self, generation: Generation) -> None:
+        tokenizer = self.models.tokenizer
+        ending = describe_ending(tokenizer, generation.tokens, self.args)
+        if generation.interrupted:
+            ending = "interrupted"
+        report(
+            tokenizer,
+            generation.tokens,
+            generation.seconds,
+            self.args.json,
+            ending,
+            **generation.statistics(),
+        )
+        if generation.outage:
+            print(
+                f"the server was out of reach ({generation.outage}): {generation.unverified} of "
+                "these tokens are the drafter's own",
+                file=sys.stderr,
+            )
+
+    def chat(self) -> None:
+        """Answer one question a line, with the conversation so far as context, until Ctrl-D."""
+        try:
+            import readline  # noqa: F401 (lets a terminal edit lines and recall them)
+        except ImportError:
+            pass
+        messages: list[dict] = []
+        print("Ask something. Ctrl-C ends an answer, Ctrl-D the chat.", file=sys.stderr)
+        while True:
+            question = self.read_question()
+            if question is None:
+                break
+            if not question.strip():
+                continue
+            messages.append({"role": "user", "content": question})
+            self.forget_oldest(messages)
+            try:
+                generation = self.respond(messages)
+            except InputError as error:  # too long, or the server is gone: the chat goes on
+                print(f"error: {error}", file=sys.stderr)
+                messages.pop()
+                continue
+            answer = self.models.tokenizer.decode(generation.tokens)
+            messages.append({"role": "assistant", "content": answer})
+        self.summarize()
+
+    def read_question(self) -> str | None:
+        """Read a line. Returns None at the end of the file."""
+        try:
+            if self.args.json:  # nothing but JSON on stdout
+                print("> ", end="", file=sys.stderr, flush=True)
+                return input()
+            return input("> ")
+        except EOFError:
+            print(file=sys.stderr)
+            return None
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            return ""
+
+    def forget_oldest(self, messages: list[dict]) -> None:
+        """Drop the oldest turns as long as the context leaves no room for an answer."""
+        context = self.models.target.config.max_position_embeddings
+        dropped = 0
+        while len(messages) > 1:
+            if len(self.models.tokenizer.chat(messages)) + MIN_ANSWER <= context:
+                break
+            del messages[:2]
+            dropped += 1
+        if dropped:
+            print(f"the context is full: the oldest {dropped} turns are dropped", file=sys.stderr)
+
+    def summarize(self) -> None:
+        """Print what a whole chat cost."""
+        tokens = sum(len(g.tokens) for g in self.answers)
+        if tokens == 0:
+            return
+        calls = sum(g.target_calls for g in self.answers)
+        verified = sum(len(g.tokens) - 1 - g.unverified for g in self.answers if g.tokens)
+        print(
+            f"{len(self.answers)} answers, {tokens} tokens, {rate(self.answers):.3g} tokens per "
+            f"second, acceptance length {verified / max(1, calls):.3g}",
+            file=sys.stderr,
+        )
+
 
 def main() -> None:
     args = parse_arguments()
     if args.serve:
-        return serve(args, lambda address: print(*address, sep=":", flush=True))
-    model, drafters, tokenizer = load_models(args)
-    drafter = next(iter(drafters.values()), None)
-    config = GenerationConfig(args.max_new_tokens, args.temperature, args.top_p, args.seed,
-                              frozenset(tokenizer.stop_ids))
+        serve(args, announce_on_terminal)
+        return
+    chatting = args.prompt is None and not args.bench and sys.stdin.isatty()
+    prompt = ""
+    if not chatting and not args.bench:
+        prompt = read_prompt(args.prompt)
+    models = load_models(args)
+    stop_ids = frozenset(models.tokenizer.stop_ids)
+    config = GenerationConfig(
+        args.max_new_tokens, args.temperature, args.top_p, args.seed, stop_ids
+    )
     server = start_server(args) if args.remote == OWN_SERVER else args.remote
 
-    def channel(link: Link, seed: int, outage_after: float = args.disconnect_after) -> Channel:
+    def new_channel(
+        link: Link, prompt: list[int], outage_after: float = args.disconnect_after
+    ) -> Channel:
+        seed = args.seed + sum(prompt)  # other delays for another prompt, the same for all methods
         network = Network(link, seed, outage_after, args.disconnect_for)
         return Channel(server, os.environ.get(SECRET, ""), network, args.timeout)
 
-    links = links_of(args)
-    if args.prompt is not None:
-        link, = links.values() or [Link()]
-        return run_prompt(args, model, drafter, tokenizer, config, channel(link, args.seed) if server else None)
+    if args.bench:
+        run_bench(args, models, config, new_channel if server else None)
+        return
+    tree = None if args.no_speculation else args.tree
+    method = Method(models.target, models.drafter, tree, args.lookup, traced=args.trace)
+    if server:
+        link = next(iter(links_of(args).values()), Link())
+        method.new_channel = partial(new_channel, link)
+    terminal = Terminal(args, models, method, config)
+    if chatting:
+        terminal.chat()
+        return
+    generation = terminal.respond([{"role": "user", "content": prompt}])
+    if generation.interrupted:
+        raise KeyboardInterrupt
+
+
+def run_bench(
+    args: Namespace,
+    models: Models,
+    config: GenerationConfig,
+    new_channel: Callable[..., Channel] | None,
+) -> None:
     prompts = read_prompts(args.bench)
     if args.batch:
-        rows = bench_batch(model, drafter, tokenizer, prompts, config, args.batch, args.draft_length or BATCH_DRAFTS)
+        K = args.draft_length or BATCH_DRAFTS
+        rows = bench_batch(
+            models.target, models.drafter, models.tokenizer, prompts, config, args.batch, K
+        )
     else:
-        tree = args.chain if args.draft_length else args.tree
-        methods = (remote_methods(model, drafter, tree, links or PROFILES, channel) if server else
-                   local_methods(faster_alone(args, model), model, drafters, args.chain, args.tree))
-        rows = bench(model, methods, tokenizer, prompts, config)
-    print(json.dumps({"rows": rows})) if args.json else print_table(rows)
+        if new_channel is not None:
+            links = links_of(args) or PROFILES
+            methods = remote_methods(
+                models.target, models.drafter, args.tree, links, new_channel, config.max_new_tokens
+            )
+        else:
+            alone = faster_alone(args, models.target)
+            methods = local_methods(alone, models.target, models.drafters, args.chain, args.tree)
+        rows = bench(models.target, methods, models.tokenizer, prompts, config)
+    if args.json:
+        print(json.dumps({"rows": rows}))
+    else:
+        print_table(rows)
+
 
 if __name__ == "__main__":
     run_command(main)

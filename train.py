@@ -1,29 +1,42 @@
-"""Distillation: a frozen target teaches its drafter (paper, section 3.4 and appendix).
+"""Training: a frozen target teaches its drafter (paper, section 3.4 and appendix).
 
-One target pass gives the KV cache, the hidden states and, through the LM head, soft labels. One drafter pass then
-covers every position, with no unrolling: a random `horizon` cuts each answer into runs, and a query sees only memory of
-tokens before its run, which is the state it will meet while drafting. The loss of one position is
+The target reads a conversation once. That gives its KV cache, its final hidden states h and,
+through the LM head, its distributions p of each next token. The drafter is to find h and p without
+reading the newest tokens' memories, which do not exist yet while it drafts. This file shows
 
-    0.1 KL(p || q) + 1.0 SmoothL1(h, h'),    p, h the target's distribution and hidden state, q, h' the drafter's;
+1. how one pass puts every position into a state that drafting meets: the *horizon*;
+2. the loss of one position, where the drafter predicts h' and q:
 
-with N > 0 half of the second term is for the state that enters the reused layers.
+       0.1 KL(p || q) + 1.0 SmoothL1(h, h')
 
-    python train.py --data ultrachat.jsonl              # the paper's recipe, for one pass over the data
+   With N > 0 half of the second term is for the state that enters the reused layers;
+3. one update, and the loop around it.
+
+    python train.py --data ultrachat.jsonl              # the paper's recipe, once over the data
     python train.py --data ultrachat.jsonl --resume     # goes on after any interruption
-    python train.py --synthesize 1000 --data own.jsonl  # no data? let the target write it
+    python train.py --data own.jsonl --synthesize 1000  # no data at hand? let the target write it
 
-Shapes: B batch, T tokens, L layers, E hidden, V vocabulary, N reused layers, R horizons, n trained positions.
+Shapes: as in moa.py, and R horizons, n trained positions.
 """
 from __future__ import annotations
 
 import argparse
+import hashlib
+import html
 import itertools
 import json
 import math
+import os
 import random
+import re
+import signal
 import sys
+import threading
 import time
+from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Iterator, NamedTuple
@@ -35,501 +48,1230 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from llama import (DTYPES, Batch, GenerationConfig, InputError, Llama, Parser, Tokenizer, add_model_arguments,
-                   atomic_write, check_message, input_errors, load_target, number, positive_int, run_command)
-from moa import Drafter, DrafterConfig, load_drafter, save_drafter
+from llama import (
+    DTYPES,
+    Batch,
+    Conversation,
+    GenerationConfig,
+    InputError,
+    Llama,
+    Parser,
+    Tokenizer,
+    add_model_arguments,
+    atomic_write,
+    causal_mask,
+    check_message,
+    input_errors,
+    load_target,
+    number,
+    pack,
+    positive_int,
+    run_command,
+)
+from moa import (
+    Drafter,
+    TreeConfig,
+    default_config,
+    load_drafter,
+    new_drafter,
+    pack_together,
+    save_drafter,
+    start_drafting,
+)
 
-DEPTHS = 8  # of the evaluation
-CLIP = 1.0  # the gradient norm
-LOSS_CHUNK = 256  # positions whose V-wide distributions exist at once
+CLIP = 1.0  # the gradient's norm, at most
+LOSS_CHUNK = 256  # distributions over V tokens that exist at once
 
 
-# --- The method: horizons, losses, one update, evaluation ---
+# --- Horizons: training as drafting ---
+#
+# When a cycle of drafting begins, the newest token has no memory yet, and the drafts after it get
+# none. So every query of one cycle sees the same memories: those of the tokens before the cycle.
+# Training imitates this without drafting anything. Each answer is cut into runs, and a run stands
+# for a cycle: its queries see memory up to the token before the run, and no further. This limit is
+# a query's horizon. With runs of four tokens after a prompt of four:
+#
+#     position   0  1  2  3 |  4  5  6  7 |  8  9 10 11 | 12 ..
+#     horizon    0  1  2  3 |  3  3  3  3 |  7  7  7  7 | 11 ..    the last memory it may read
+#     depth                 |  1  2  3  4 |  1  2  3  4 |  1 ..    of the draft that it makes
+#
+# The query at position 6 makes the third draft of a cycle in which the newest token was at 4. It
+# sees the tokens up to 6, of which 5 and 6 stand for the first two drafts, and the memories of 0 to
+# 3. The length of the runs is drawn for each conversation, from 5 to 15. So is a phase, by which
+# an answer's first run is shorter: over time every position is trained at every depth.
+
+
+class Sequence(NamedTuple):
+    """A conversation to train on."""
+
+    tokens: Tensor  # (T)
+    answer: Tensor  # (T), True at what the assistant wrote, its stop tokens included
+
+
 def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
-    """The last position whose memory each query may read, (T). answer (T) is True at the assistant's tokens.
+    """Return the last position whose memory each query may read, (T). answer: as in Sequence.
 
-    Each answer is cut into runs of `length`, the first one shortened by `phase`; a query sees memory up to the token
-    before its run. Outside answers a position sees itself, as if all were verified.
+    Runs have `length` tokens, the first of an answer has `phase` fewer.
     """
-    position = torch.arange(len(answer))
-    offset = position - 1 - torch.where(answer, -1, position).cummax(0).values  # from its answer's first token
-    in_run = torch.minimum((offset + phase) % length, offset)
-    return torch.where(answer, position - in_run - 1, position)
+    horizons = []
+    horizon = -1
+    room = length - phase  # how many more tokens the run will hold
+    for position, in_answer in enumerate(answer.tolist()):
+        if not in_answer:  # a prompt is verified as a whole: each of its tokens sees itself
+            horizon = position
+            room = length - phase  # for the run that begins with the next answer
+        elif room > 0:  # the run goes on, and its horizon stays
+            room -= 1
+        else:  # the run is full: this token begins the next one
+            horizon = position - 1
+            room = length - 1
+        horizons.append(horizon)
+    return torch.tensor(horizons)
+
+
+class Example(NamedTuple):
+    """A sequence with the horizons of one update; or several sequences, padded to one length."""
+
+    tokens: Tensor  # (T), together (B, T)
+    answer: Tensor  # (T), (B, T)
+    horizons: Tensor  # (T, R), (B, T, R)
+    own_run: Tensor  # (), (B): whether SA sees a query's own run only, as with --staircase
+
+
+def draw_examples(batch: list[Sequence], update: int, args) -> list[Example]:
+    """Draw the horizons of a batch, R for each sequence: what costs is the target's one pass.
+
+    They follow from the seed and the update alone.
+    """
+    draws = np.random.default_rng((args.seed, update))
+    shortest, longest = args.run_length
+    lengths = draws.integers(shortest, longest, (len(batch), args.horizons), endpoint=True)
+    phases = draws.integers(0, lengths)  # (B, R), both
+    own_run = draws.random(len(batch)) < staircase_share(update, args)  # never, by default
+    examples = []
+    for row, sequence in enumerate(batch):
+        horizons = []
+        for length, phase in zip(lengths[row], phases[row]):
+            horizons.append(run_horizon(sequence.answer, int(length), int(phase)))
+        example = Example(
+            tokens=sequence.tokens,
+            answer=sequence.answer,
+            horizons=torch.stack(horizons, dim=-1),
+            own_run=torch.tensor(own_run[row]),
+        )
+        examples.append(example)
+    return examples
+
+
+# --- Losses ---
+
 
 def loss_mask(answer: Tensor) -> Tensor:
-    """The positions that are trained, (..., T): position i predicts i + 1, and both must lie in the answer."""
-    return answer & F.pad(answer[..., 1:], (0, 1))
+    """Find the positions that are trained, (..., T): i predicts i + 1, and both are answers."""
+    followed = F.pad(answer[..., 1:], (0, 1))  # False at the end
+    return answer & followed
+
+
+class TargetStates(NamedTuple):
+    """What the target makes of a text."""
+
+    kv: Tensor  # its KV cache, (B, T, L, 2 Ekv)
+    entering: Tensor  # the hidden states that enter its last N layers, (B, T, E)
+    final: Tensor  # those after its final norm, (B, T, E)
+
 
 @torch.no_grad()
-def target_pass(target: Llama, tokens: Tensor, N: int) -> tuple[Tensor, Tensor, Tensor]:
-    """kv (B, T, L, 2 Ekv), the hidden states that enter the last N layers and the final ones, both (B, T, E)."""
-    (batch, count), layers = tokens.shape, len(target.layers)
-    cache = target.new_cache(count, batch)  # its length stays 0: both halves of the layers start at position 0
-    entering = target.run_layers(target.embed_tokens(tokens), range(layers - N), cache)
-    final = target.norm(target.run_layers(entering, range(layers - N, layers), cache))
-    return cache.kv.permute(1, 3, 0, 2, 4).flatten(3), entering, final
+def target_pass(target: Llama, tokens: Tensor, N: int) -> TargetStates:
+    """Run the target over tokens (B, T)."""
+    batch, count = tokens.shape
+    last = len(target.layers)
+    positions = torch.arange(count, device=tokens.device)
+    mask = causal_mask(count, past=0, device=tokens.device)
+    cache = target.new_cache(count, batch)
+    x = target.embed_tokens(tokens)
+    # Every layer begins at the cache's first position, so nothing moves cache.length.
+    entering = target.run_layers(x, range(last - N), positions, mask, cache)
+    x = target.run_layers(entering, range(last - N, last), positions, mask, cache)
+    by_token = cache.kv.permute(1, 3, 0, 2, 4)  # (L, B, Hkv, T, 2D) -> (B, T, L, Hkv, 2D)
+    return TargetStates(by_token.flatten(3), entering, target.norm(x))
+
 
 class ForwardKL(torch.autograd.Function):
-    """Sum over positions of KL(p || q), p from the target's hidden states and q from the drafter's features.
+    """KL(p || q), summed over positions and horizons.
 
-    Its gradient in q's logits, q - p, is known as soon as the loss is: both are computed chunk by chunk, and the whole
-    positions x V matrix never exists. With a draft vocabulary p and q are over its tokens.
+    A distribution has V numbers (Llama-3: 128 256), and autograd would keep several of them for
+    each position until the backward pass. But the gradient in the logits of q is q - p, known as
+    soon as the loss is. So both are computed here, chunk by chunk, and what is kept is the gradient
+    in the features, E numbers a position. With a draft vocabulary p and q are over its tokens.
     """
 
     @staticmethod
-    def forward(ctx, features: Tensor, hidden: Tensor, head: Tensor) -> Tensor:  # (R, n, E), (n, E), (V, E)
-        loss, gradient = features.new_zeros(()), torch.empty_like(features)
-        for a in range(0, hidden.shape[0], LOSS_CHUNK):
-            chunk = slice(a, a + LOSS_CHUNK)
+    def forward(ctx, features: Tensor, hidden: Tensor, head: Tensor) -> Tensor:
+        """Compare q, from the drafter's features (R, n, E), with p, from the target's final hidden
+        states (n, E). head (V, E): the weight of the LM head."""
+        loss = features.new_zeros(())
+        gradient = torch.empty_like(features)
+        count = max(1, LOSS_CHUNK // len(features))
+        for first in range(0, len(hidden), count):
+            chunk = slice(first, first + count)
             log_p = F.linear(hidden[chunk], head).log_softmax(-1, torch.float32)  # (c, V)
+            log_q = F.linear(features[:, chunk], head).log_softmax(-1, torch.float32)  # (R, c, V)
             p = log_p.exp()
-            for r in range(len(features)):
-                log_q = F.linear(features[r, chunk], head).log_softmax(-1, torch.float32)
-                loss += (p * (log_p - log_q)).sum()
-                if ctx.needs_input_grad[0]:
-                    gradient[r, chunk] = (log_q.exp() - p) @ head
+            loss += (p * (log_p - log_q)).sum()
+            gradient[:, chunk] = (log_q.exp() - p) @ head
         ctx.save_for_backward(gradient)
         return loss
 
     @staticmethod
     def backward(ctx, grad_output: Tensor):
-        return ctx.saved_tensors[0] * grad_output, None, None
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_output, None, None
+
 
 def hidden_loss(predicted: Tensor, true: Tensor) -> Tensor:
-    """Smooth L1, mean over E, summed over positions. (R, n, E), (n, E)."""
-    return F.smooth_l1_loss(predicted.float(), true.float().expand_as(predicted), reduction="none").mean(-1).sum()
+    """Return Smooth L1, mean over E, summed over positions and horizons: (R, n, E), (n, E)."""
+    true = true.float().expand_as(predicted)
+    return F.smooth_l1_loss(predicted.float(), true, reduction="none").mean(-1).sum()
 
-def distill(drafter: Drafter, tokens: Tensor, answer: Tensor, horizons: Tensor, args) -> tuple[Tensor, Tensor, Tensor]:
-    """From tokens and answer (B, T) and horizons (R, B, T) to features (R, n, E), the target's final states (n, E) and
-    (loss, its KL, its hidden-state part), summed over trained positions and horizons."""
-    kv, entering, final = target_pass(drafter.target, tokens, drafter.N)
-    memory = drafter.memory(kv, final)  # (B, T, E)
-    predicted, features = drafter(tokens, memory, kv, horizons)  # (R, B, T, E)
-    trained = loss_mask(answer)
-    features, final = features[:, trained].float(), final[trained].float()  # (R, n, E), (n, E)
-    kl, hidden = ForwardKL.apply(features, final, drafter.head_weight), hidden_loss(features, final)
-    if drafter.N > 0:  # half for CA's output, which should enter the last N layers, half for what comes out of them
-        hidden = (hidden + hidden_loss(predicted[:, trained], entering[trained])) / 2
+
+class Distillation(NamedTuple):
+    """The losses of some sequences, summed over trained positions and horizons, and what they
+    compare."""
+
+    loss: Tensor
+    parts: Tensor  # the loss again, the KL and the hidden-state loss in it, to report: (3)
+    features: Tensor  # h', the drafter's, (R, n, E)
+    final: Tensor  # h, the target's, (n, E)
+
+
+def distill(drafter: Drafter, example: Example, args) -> Distillation:
+    """Run the target once, and the drafter under each of R horizons, over B sequences."""
+    tokens = example.tokens  # (B, T)
+    states = target_pass(drafter.target, tokens, drafter.N)
+    memory = drafter.build_memory(states.kv, states.final)  # (B, T, E)
+    x = drafter.self_attend(tokens)  # (B, T, E)
+    trained = loss_mask(example.answer)  # (B, T), True at n positions
+    predicted = []
+    features = []
+    for horizon in example.horizons.unbind(-1):  # (B, T)
+        if example.own_run.any():  # not the paper's, see below the bar
+            x = self_attend_own_run(drafter, tokens, horizon, example.own_run)
+        entering = drafter.cross_attend(x, memory, horizon)
+        predicted.append(entering[trained])
+        features.append(drafter.infer_target_layers(entering, states.kv, horizon)[trained])
+    features = torch.stack(features).float()  # (R, n, E)
+    final = states.final[trained].float()  # (n, E)
+    kl = ForwardKL.apply(features, final, drafter.head.weight)
+    hidden = hidden_loss(features, final)
+    if drafter.N > 0:
+        entering_loss = hidden_loss(torch.stack(predicted), states.entering[trained])
+        hidden = (hidden + entering_loss) / 2
     loss = args.kl_weight * kl + args.feature_weight * hidden
-    if args.memory_weight > 0:  # ours, not the paper's: a token's memory, too, is to predict its final hidden state
-        memory = memory[trained].float()[None]  # (1, n, E)
-        memory_kl = ForwardKL.apply(memory, final, drafter.head_weight)
-        memory_loss = args.kl_weight * memory_kl + args.feature_weight * hidden_loss(memory, final)
-        loss = loss + args.memory_weight * len(horizons) * memory_loss  # once for each horizon, like the rest
-    return features, final, torch.stack([loss, kl.detach(), hidden.detach()])
+    if args.memory_weight > 0:  # not the paper's, see below the bar
+        loss = loss + len(features) * memory_loss(drafter, memory[trained], final, args)
+    parts = torch.stack([loss, kl, hidden]).detach()
+    return Distillation(loss, parts, features, final)
 
-def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args) -> tuple[float, float, float]:
-    """Set the gradient of one global batch; returns its losses per query. Every process draws the same batch and
-    horizons and takes its share: the sum is the same however many there are."""
-    device, (rank, world_size) = drafter.target.device, rank_and_world_size()
-    draws = np.random.default_rng((args.seed, update))
-    lengths = draws.integers(*args.run_length, (len(batch), args.horizons), endpoint=True)
-    phases = draws.integers(0, lengths)
-    rows = [(*s, torch.stack([run_horizon(s.answer, *run) for run in zip(*runs)], dim=-1))
-            for s, *runs in zip(batch, lengths, phases)]  # (T), (T), (T, R)
-    share = sorted(rows[rank::world_size], key=lambda row: len(row[0]))  # little padding
-    total = args.horizons * sum(int(loss_mask(s.answer).sum()) for s in batch)
+
+# --- One update ---
+
+
+def pad(tensors: list[Tensor], device) -> Tensor:
+    """Stack tensors (T, ...) of several lengths: (B, T, ...). What is added is on the right, where
+    no causal query looks."""
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
+
+
+def join(examples: list[Example], device) -> Example:
+    """Join several examples in one."""
+    return Example(
+        tokens=pad([example.tokens for example in examples], device),
+        answer=pad([example.answer for example in examples], device),
+        horizons=pad([example.horizons for example in examples], device),
+        own_run=torch.stack([example.own_run for example in examples]).to(device),
+    )
+
+
+class Losses(NamedTuple):
+    """Of an update: means over trained positions and horizons."""
+
+    loss: float
+    kl: float
+    hidden: float
+
+
+def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args) -> Losses:
+    """Set the gradients of one batch, a few sequences at a time."""
+    device = drafter.target.device
+    total = 0
+    for sequence in batch:
+        total += args.horizons * int(loss_mask(sequence.answer).sum())
+    for parameter in drafter.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     sums = torch.zeros(3, device=device)
-    for p in drafter.parameters():
-        p.grad = torch.zeros_like(p)  # even where a small batch leaves this process no share
-    for a in range(0, len(share), args.micro_batch_size):
-        fields = zip(*share[a:a + args.micro_batch_size])  # padded on the right, where no causal query looks
-        tokens, answer, horizons = (nn.utils.rnn.pad_sequence(field, batch_first=True).to(device) for field in fields)
-        with torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
-            parts = distill(drafter, tokens, answer, horizons.permute(2, 0, 1), args)[2]
-        (parts[0] / total).backward()
-        sums += parts.detach()
-    if world_size > 1:
-        for tensor in (*(p.grad for p in drafter.parameters()), sums):
-            dist.all_reduce(tensor)
-    return tuple((sums / total).tolist())
-
-@torch.no_grad()
-def evaluate(drafter: Drafter, held_out: list[Sequence], args) -> dict:
-    """Losses and, per draft depth 1..8, how often the drafter's first choice is the target's, if it was so before.
-
-    With a_d that share at depth d, a cycle would bring 1 + a_1 + a_1 a_2 + ... tokens: the acceptance length implied,
-    an optimistic one: a run begins anywhere here, a cycle mostly after a token that the drafter got wrong. Without CA
-    only depth 1 is measured: deeper ones would be scored on true memories, which drafting lacks.
-    """
-    target, sums, count = drafter.target, torch.zeros(3), 0
-    outcomes = [[] for _ in range(DEPTHS)]
-    for i, s in enumerate(held_out):
-        horizon, trained = run_horizon(s.answer, DEPTHS, i % DEPTHS), loss_mask(s.answer)  # (T)
-        batch = (row[None].to(target.device) for row in (*s, horizon[None]))
-        with torch.autocast(target.device.type, DTYPES[args.dtype], enabled=args.dtype != "float32"):
-            features, final, parts = distill(drafter, *batch, args)
-            choice = torch.cat([drafter.logits(x).argmax(-1) for x in features[0].split(LOSS_CHUNK)])
-            truth = torch.cat([target.head(x).argmax(-1) for x in final.split(LOSS_CHUNK)])
-        choice = choice if drafter.vocabulary is None else drafter.vocabulary[choice]
-        depths = (torch.arange(len(trained)) - horizon)[trained]  # 1 at a run's first query
-        for depth, agrees in zip(depths.tolist(), (choice == truth).tolist()):
-            if depth == 1 or alive:
-                outcomes[depth - 1].append(agrees)
-                alive = agrees
-        sums, count = sums + parts.cpu(), count + len(truth)
-    loss, kl, hidden = (sums / count).tolist()
-    rates = [sum(o) / max(1, len(o)) for o in outcomes][:DEPTHS if drafter.config.use_cross_attention else 1]
-    return {"held_out_loss": loss, "held_out_kl": kl, "held_out_hidden": hidden, "depth_accuracy": rates,
-            "implied_acceptance_length": 1 + np.cumprod(rates).sum()}
+    examples = draw_examples(batch, update, args)
+    share = examples[rank()::world_size()]  # all of them, but under torchrun
+    share.sort(key=lambda example: len(example.tokens))  # so that little is padded
+    for first in range(0, len(share), args.micro_batch_size):
+        micro_batch = join(share[first:first + args.micro_batch_size], device)
+        with autocast(device, args):
+            result = distill(drafter, micro_batch, args)
+        (result.loss / total).backward()
+        sums += result.parts
+    for parameter in drafter.parameters():
+        all_reduce(parameter.grad)
+    all_reduce(sums)
+    return Losses._make((sums / total).tolist())
 
 
 # --- The loop ---
-def train(drafter: Drafter, optimizers: list, stream: Iterator[tuple[Sequence, int]], held_out: list[Sequence],
-          update: int, epoch_updates: int, args) -> None:
-    """From `update` to args.updates, logged, evaluated and saved on the way; `stream` is the data from there on."""
-    out, rank = Path(args.out), rank_and_world_size()[0]
-    bar = tqdm(range(update, args.updates), initial=update, total=args.updates, unit=" updates", disable=rank > 0)
-    for update in bar:
-        began = time.perf_counter()
-        batch, positions = zip(*itertools.islice(stream, args.batch_size))
-        loss, kl, hidden = compute_gradients(drafter, batch, update, args)
-        norm = nn.utils.clip_grad_norm_(drafter.parameters(), CLIP).item()
-        if not math.isfinite(norm):
-            raise InputError(f"update {update + 1}: the gradient is not finite; try a lower --lr")
-        lr = learning_rate(update, args, epoch_updates)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step()
-        if rank > 0:
-            continue
-        done, last = update + 1, update + 1 == args.updates
-        speed = sum(len(s.tokens) for s in batch) / (time.perf_counter() - began)
-        bar.set_postfix_str(f"loss {loss:.3f}, {speed:.0f} tokens/s")
-        records = [dict(loss=loss, kl=kl, hidden=hidden, lr=lr, grad_norm=norm, tokens_per_second=speed)]
-        if done % args.eval_every == 0 or last:
-            records.append(scores := evaluate(drafter, held_out, args))
-            tqdm.write(f"update {done}: held-out KL {scores['held_out_kl']:.3f}, implied acceptance length "
-                       f"{scores['implied_acceptance_length']:.2f}", file=sys.stderr)
-        with open(out / "log.jsonl", "a") as log:
-            log.writelines(json.dumps({"update": done} | record) + "\n" for record in records)
-        if done % args.save_every == 0 or last:
-            save_drafter(drafter, out)  # first: a run whose last checkpoint exists has nothing left to do
-            save_checkpoint(out / "checkpoint.pt", drafter, optimizers, done, positions[-1], args)
 
-def learning_rate(update: int, args, epoch_updates: int) -> float:
-    """`paper`: 50 updates up to 20 times the rate, linearly down to the rate over the first epoch, constant after.
-    `cosine`: warm-up to the rate, then half a cosine down to 0 at the last update."""
-    warm = min(1.0, (update + 1) / args.warmup)
-    if args.schedule == "paper":
-        return args.lr * warm * float(np.interp(update, [args.warmup, max(epoch_updates, args.warmup + 1)], [20, 1]))
-    return args.lr * warm * (1 + math.cos(math.pi * update / args.updates)) / 2
 
-def make_optimizers(drafter: Drafter, kind: str) -> list[torch.optim.Optimizer]:
+def train(
+    drafter: Drafter,
+    optimizers: list[torch.optim.Optimizer],
+    stream: Stream,
+    held_out: list[Sequence],
+    start: int,
+    args,
+) -> int:
+    """Train from update `start` to args.updates. Log, evaluate and save on the way.
+
+    Returns how many updates are done: fewer after Ctrl-C, which lets the update under way end and
+    saves it. Raises InputError.
+    """
+    out = Path(args.out)
+    interrupted = catch_interrupt()
+    is_first = rank() == 0  # under torchrun the other processes compute, and leave the rest to it
+    done = start
+    stop = False
+    with tqdm(initial=start, total=args.updates, unit=" updates", disable=not is_first) as progress:
+        while done < args.updates and not stop:
+            began = time.perf_counter()
+            batch = list(itertools.islice(stream, args.batch_size))
+            losses = compute_gradients(drafter, batch, done, args)
+            norm = nn.utils.clip_grad_norm_(drafter.parameters(), CLIP).item()
+            if not math.isfinite(norm):
+                raise InputError(f"update {done + 1}: the gradient is not finite; lower --lr")
+            lr = learning_rate(done, args)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                optimizer.step()
+            done += 1
+            stop = any_process(interrupted.is_set(), drafter.target.device)
+            if not is_first:
+                continue
+
+            is_last = done == args.updates
+            count = sum(len(sequence.tokens) for sequence in batch)
+            speed = count / (time.perf_counter() - began)
+            progress.update()
+            progress.set_postfix_str(f"loss {losses.loss:.3f}, {speed:.0f} tokens/s")
+            record = {"lr": lr, "grad_norm": norm, "tokens_per_second": speed}
+            log(out, done, losses._asdict() | record)
+            if done % args.eval_every == 0 or is_last:
+                scores = evaluate(drafter, held_out, args)
+                log(out, done, scores)
+                show(scores, done)
+            if done % args.save_every == 0 or is_last or stop:
+                save_drafter(drafter, out)  # first: a run whose last checkpoint exists is complete
+                save_checkpoint(out, drafter, optimizers, done, stream.position, args)
+    return done
+
+
+# --- The method ends here: what follows makes it fast and practical ---
+
+
+def learning_rate(update: int, args) -> float:
+    """`paper`: in 50 updates up to 20 times the rate, linearly down to it over the first epoch,
+    and constant after. `cosine`: up to the rate, then half a cosine down to 0."""
+    lr = args.lr * min(1.0, (update + 1) / args.warmup)
+    if args.schedule == "cosine":
+        return lr * (1 + math.cos(math.pi * update / args.updates)) / 2
+    epoch_ends = max(args.epoch_updates, args.warmup + 1)
+    return lr * float(np.interp(update, [args.warmup, epoch_ends], [20, 1]))
+
+
+def make_optimizers(drafter: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
     """AdamW, or Muon (Jordan et al. 2024) for the matrices and AdamW for the rest."""
-    matrices = [p for p in drafter.parameters() if p.ndim == 2 and kind == "muon"]
-    rest = [p for p in drafter.parameters() if p.ndim != 2 or kind == "adamw"]
-    muon = [torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")] if matrices else []
-    return [*muon, torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0)]
+    adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0)
+    if kind == "adamw":
+        return [adamw(drafter.parameters())]
+    matrices = [p for p in drafter.parameters() if p.ndim == 2]
+    vectors = [p for p in drafter.parameters() if p.ndim == 1]
+    muon = torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    return [muon, adamw(vectors)]
 
-def rank_and_world_size() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+def autocast(device: torch.device, args) -> torch.autocast:
+    return torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32")
 
 
-# --- Data: one JSON object a line, four formats, read by offset so that a file of any size can be shuffled ---
-class Sequence(NamedTuple):
-    tokens: Tensor  # (T)
-    answer: Tensor  # (T), True at the assistant's tokens
+def staircase_share(update: int, args) -> float:
+    """Return the share of sequences in which SA sees a query's own run only: --staircase.
 
-def read_messages(line: bytes) -> list[dict]:
-    """The conversation in a line of UltraChat (either form), ShareGPT or Alpaca. Raises ValueError, saying why not."""
-    match record := json.loads(line):
-        case {"messages": list(messages)}:
+    In the authors' code it falls from all to none over the first half of the training. The paper
+    does not mention it."""
+    return 1 - 2 * update / args.updates if args.staircase else 0.0
+
+
+def self_attend_own_run(
+    drafter: Drafter, tokens: Tensor, horizon: Tensor, own_run: Tensor
+) -> Tensor:
+    """Run `Drafter.self_attend`, but let queries of some rows, own_run (B), see only what comes
+    after their horizon (B, T)."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    first = torch.where(own_run[:, None], horizon + 1, 0).minimum(positions)  # at least itself
+    mask = (positions >= first[..., None]) & (positions <= positions[:, None])  # (B, T, T)
+    rope = drafter.rotary[:, :len(positions)]
+    return drafter.self_attention(drafter.embed(tokens), rope, mask.unsqueeze(1))
+
+
+def memory_loss(drafter: Drafter, memory: Tensor, final: Tensor, args) -> Tensor:
+    """Return the loss of a memory (n, E) that is to predict h and p itself: --memory-weight.
+
+    LSA learns slowly from the drafter's loss alone, which reaches it through CA.
+    """
+    memory = memory.float().unsqueeze(0)  # (1, n, E)
+    kl = ForwardKL.apply(memory, final, drafter.head.weight)
+    loss = args.kl_weight * kl + args.feature_weight * hidden_loss(memory, final)
+    return args.memory_weight * loss
+
+
+# --- Several processes, under torchrun ---
+#
+# Every process draws the same batch and takes its share of it, and the gradients are summed: they
+# are the same however many processes there are. A small batch may leave one of them nothing.
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def join_processes(args) -> None:
+    """Set a device for this process, and connect it to the others."""
+    if args.device.startswith("cuda"):
+        args.device = f"cuda:{dist.get_node_local_rank()}"
+        torch.cuda.set_device(args.device)
+    dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
+
+
+def all_reduce(tensor: Tensor) -> None:
+    """Replace a tensor by its sum over all processes."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+
+
+def any_process(flag: bool, device: torch.device) -> bool:
+    """Return whether it is set in any of them: all must stop at the same update."""
+    count = torch.tensor(float(flag), device=device)
+    all_reduce(count)
+    return count.item() > 0
+
+
+def say(message: str) -> None:
+    """Print to stderr, once for all processes, above any progress bar."""
+    if rank() == 0:
+        tqdm.write(message, file=sys.stderr)
+
+
+def catch_interrupt() -> threading.Event:
+    """Let Ctrl-C set an event, and do nothing else. A second one ends the process."""
+    interrupted = threading.Event()
+
+    def catch(*_) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(2, b"\nstopping after this update (Ctrl-C again: at once)\n")  # safe at any moment
+
+    signal.signal(signal.SIGINT, catch)
+    return interrupted
+
+
+# --- Evaluation ---
+
+DEPTHS = 8
+
+
+@torch.no_grad()
+def evaluate(drafter: Drafter, sequences: list[Sequence], args) -> dict:
+    """Return losses, and `depth_scores` of runs of 8 tokens: all positions in one pass, as in
+    training.
+
+    Without CA only depth 1 is scored. Deeper queries would read true memories, which drafting does
+    not have: see `evaluate_drafting`.
+    """
+    device = drafter.target.device
+    sums = torch.zeros(3, device=device)
+    count = 0
+    runs = []
+    for i, sequence in enumerate(tqdm(sequences, desc="evaluation", leave=False)):
+        tokens, answer = sequence
+        horizon = run_horizon(answer, DEPTHS, i % DEPTHS)  # (T)
+        example = Example(tokens, answer, horizon[:, None], own_run=torch.tensor(False))
+        with autocast(device, args):
+            result = distill(drafter, join([example], device), args)
+            logits = drafter.head.logits(result.features.squeeze(0))  # (n, V')
+            choices = [drafter.head.token(choice) for choice in logits.argmax(-1).tolist()]  # n
+            truth = drafter.target.lm_head(result.final).argmax(-1)  # (n)
+        sums += result.parts
+        count += len(truth)
+        agrees = torch.tensor(choices) == truth.cpu()
+        depths = (torch.arange(len(tokens)) - horizon)[loss_mask(answer)]
+        begins = (depths == 1).nonzero()[:, 0]
+        runs += [run.tolist() for run in agrees.tensor_split(begins)]
+    loss, kl, hidden = (sums / count).tolist()
+    losses = {"held_out_loss": loss, "held_out_kl": kl, "held_out_hidden": hidden}
+    return losses | depth_scores(runs, DEPTHS if drafter.config.use_cross_attention else 1)
+
+
+def depth_scores(runs: list[list[bool]], depths: int) -> dict:
+    """Return how often a draft at each depth is the target's first choice, if all before it in its
+    run were.
+
+    With a_d that share at depth d, a cycle brings 1 + a_1 + a_1 a_2 + ... tokens: the acceptance
+    length implied. It is optimistic: these runs begin anywhere, but a cycle mostly begins after a
+    token that the drafter got wrong.
+    """
+    right = np.zeros(depths)
+    tried = np.zeros(depths)
+    for run in runs:
+        for depth, is_right in enumerate(run[:depths]):
+            tried[depth] += 1
+            right[depth] += is_right
+            if not is_right:
+                break
+    accuracy = right / np.maximum(tried, 1)
+    length = 1 + accuracy.cumprod().sum()
+    return {"depth_accuracy": accuracy.tolist(), "implied_acceptance_length": float(length)}
+
+
+@torch.no_grad()
+def evaluate_drafting(drafter: Drafter, sequences: list[Sequence]) -> dict:
+    """Return `depth_scores` of real drafting: a greedy chain from every eighth trained position.
+
+    The target verifies the chain, and then the text goes on as it stands. Any kind of drafter can
+    be compared: one without CA reads its own predictions here.
+    """
+    target = drafter.target
+    runs = []
+    for sequence in tqdm(sequences, desc="drafting", leave=False):
+        tokens = sequence.tokens.tolist()
+        cache = target.new_cache(len(tokens))
+        state = start_drafting(drafter, len(tokens))
+        verified = 0
+        starts = loss_mask(sequence.answer)[:-DEPTHS].nonzero()[::DEPTHS, 0]  # a chain must fit
+        for start in starts.tolist():
+            new_tokens = tokens[verified:start]
+            hidden = target.hidden(torch.tensor([new_tokens], device=target.device), cache)
+            state.append_verified(drafter.memory_update(new_tokens, cache, hidden))
+            draft = state.draft(tokens[start], TreeConfig(depth=DEPTHS))
+            ids = torch.tensor([draft.tokens], device=target.device)
+            choices = target(ids, cache).argmax(-1).squeeze(0).tolist()
+            runs.append([token == choice for token, choice in zip(draft.tokens[1:], choices)])
+            cache.length = start
+            verified = start
+    return depth_scores(runs, DEPTHS)
+
+
+def show(scores: dict, update: int) -> None:
+    """Print an evaluation for a person."""
+    lines = [
+        f"update {update}: held-out KL {scores['held_out_kl']:.3f}, implied acceptance length "
+        f"{scores['implied_acceptance_length']:.2f}, and how often a draft is right, by depth:"
+    ]
+    for depth, accuracy in enumerate(scores["depth_accuracy"], 1):
+        lines.append(f"  {depth}  {accuracy:4.0%}  {'█' * round(40 * accuracy)}")
+    say("\n".join(lines))
+
+
+def announce_cost(
+    drafter: Drafter, sequence: Sequence, held_out: list[Sequence], updates: int, args
+) -> None:
+    """Print what an update costs here and how long all will take, by the cost of one sequence."""
+    compute_gradients(drafter, [sequence], 0, args)  # the first pass is slow
+    began = time.perf_counter()
+    compute_gradients(drafter, [sequence], 0, args)
+    seconds = (time.perf_counter() - began) / len(sequence.tokens)  # a token
+    average = np.mean([len(other.tokens) for other in held_out])
+    seconds *= average * math.ceil(args.batch_size / world_size())
+    remaining = timedelta(seconds=round(seconds * updates))
+    say(f"an update takes about {seconds:.2g} s here, {updates} updates {remaining} (h:min:s)")
+    if remaining > timedelta(days=1):
+        say("that is more than a day: README.md, Train a drafter, has a recipe for an hour or two")
+
+
+# --- Data: conversations as they are published, read by offset so that any size can be shuffled ---
+
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
+         "bard": "assistant"}
+NO_FILE = (
+    "no such file. To fetch UltraChat: pip install datasets && python -c \"from datasets import "
+    "load_dataset as load; load('HuggingFaceH4/ultrachat_200k', split='train_sft')"
+    ".to_json('ultrachat.jsonl')\". Or let the target write one: add --synthesize 1000"
+)
+NOT_JSON = {  # how a file begins, what it is, how to convert it
+    b"PAR1": ("Parquet", "python -c \"import pandas; pandas.read_parquet('{}').to_json("
+                         "'data.jsonl', orient='records', lines=True)\""),
+    b"\x1f\x8b": ("gzip", "gunzip {}"),
+    b"PK\x03\x04": ("a zip archive", "unzip {}"),
+    b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8 {} > data.jsonl"),
+    b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8 {} > data.jsonl"),
+}
+NO_ANSWER = "--data: no answer within --seq-len tokens; raise it"
+MAX_NAMED = 5  # skipped records; the rest are counted
+
+
+class Record(NamedTuple):
+    """One JSON document of a file."""
+
+    place: str  # "line 3"
+    offset: int  # in bytes
+    text: bytes
+
+
+def find_records(path: str | Path) -> Iterator[Record]:
+    """Find the records of a file, one a line or all in one JSON array. Raises InputError."""
+    if not Path(path).exists():
+        raise InputError(f"{path}: {NO_FILE}")
+    if Path(path).is_dir():
+        raise InputError(f"{path} is a folder: name the files in it, as in {path}/*.jsonl")
+    with input_errors(f"{path}: cannot be read", OSError), open(path, "rb") as file:
+        begin = file.read(1000)
+        for magic, (kind, command) in NOT_JSON.items():
+            if begin.startswith(magic):
+                raise InputError(f"{path} is {kind}, not JSON; try: {command.format(path)}")
+        file.seek(0)
+        if begin.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            yield from array_records(path, file.read())
+        else:
+            for count, line in enumerate(file, 1):
+                if line.strip():
+                    yield Record(f"line {count}", file.tell() - len(line), line)
+
+
+def array_records(path: str | Path, document: bytes) -> Iterator[Record]:
+    """Find the elements of a JSON array, one after the other. Raises InputError."""
+    text = document.decode("latin-1")  # so that an index of it is one of the bytes
+    decode = json.JSONDecoder().raw_decode
+    between = re.compile(r"[,\s]*")
+    index = text.index("[") + 1
+    for count in itertools.count(1):
+        index = between.match(text, index).end()
+        if text.startswith("]", index):
+            return
+        broken = f"{path}: the JSON array is damaged or cut short at its record {count}"
+        with input_errors(broken, ValueError, RecursionError):
+            _, end = decode(text, index)
+        yield Record(f"record {count}", index, document[index:end])
+        index = end
+
+
+def read_messages(text: bytes) -> list[dict]:
+    """Read a record of UltraChat (either form), ShareGPT or Alpaca as a conversation.
+
+    Raises ValueError, whose message begins with the reason.
+    """
+    with input_errors("not valid JSON", ValueError, RecursionError):
+        record = json.loads(text)
+    match record:
+        case {"messages": list(turns)} | {"conversations": list(turns)}:
             pass
         case {"data": list(texts)}:
-            messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-        case {"conversations": list(turns)}:
-            roles = {"human": "user", "gpt": "assistant"}
-            turns = [turn if isinstance(turn, dict) else {} for turn in turns]
-            messages = [{"role": roles.get(t.get("from"), t.get("from")), "content": t.get("value")} for t in turns]
-        case {"instruction": str(instruction), "output": output}:
-            question = "\n\n".join(filter(None, (instruction, str(record.get("input") or ""))))
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
+            roles = itertools.cycle(["user", "assistant"])
+            turns = [{"role": role, "content": content} for role, content in zip(roles, texts)]
+        case {"instruction": str(question), "output": answer}:
+            if record.get("input"):
+                question = f"{question}\n\n{record['input']}"
+            turns = [{"role": "user", "content": question},
+                     {"role": "assistant", "content": answer}]
         case _:
-            raise ValueError("expected a list in messages, data or conversations, or instruction and output")
-    for message in messages:
-        check_message(message if isinstance(message, dict) else {})
+            raise ValueError("neither messages, data or conversations nor instruction and output")
+    messages = []
+    for turn in turns:
+        with input_errors("an unusable turn", InputError, TypeError, AttributeError):
+            role = turn.get("role", turn.get("from"))
+            content = turn.get("content", turn.get("value"))
+            message = {"role": ROLES.get(role, role), "content": content}
+            check_message(message)
+        messages.append(message)
     return messages
 
+
+def usable_part(messages: list[dict], counts: Counter) -> list[dict]:
+    """Return a conversation from its first question to its first empty turn. Count what is cut.
+
+    Raises ValueError if nothing is left that has an answer.
+    """
+    kept = []
+    asked = False
+    for message in messages:
+        role = message["role"]
+        if role != "system" and not message["content"].strip():
+            counts["cut at an empty turn"] += 1
+            break
+        asked = asked or role == "user"
+        if role == "assistant" and not asked:
+            counts["answers before any question left out"] += 1
+        else:
+            kept.append(message)
+    if "assistant" not in [message["role"] for message in kept]:
+        raise ValueError("no answer")
+    return kept
+
+
 class Conversations:
-    """The conversations with an answer in some .jsonl files. Other lines are named on stderr. Raises InputError for a
-    file that cannot be read, or if there are none."""
+    """The conversations in some files. What cannot be used is skipped and counted on stderr.
+
+    Raises InputError for a file that cannot be read, or if none has a usable conversation.
+    """
 
     def __init__(self, paths: list[str], tokenizer: Tokenizer, seq_len: int):
-        self.paths, self.tokenizer, self.seq_len, places, skipped = paths, tokenizer, seq_len, [], 0
+        self.paths = paths
+        self.tokenizer = tokenizer
+        self.seq_len = seq_len
+        places = []
+        skipped = 0
+        counts = Counter()
         for file_number, path in enumerate(paths):
-            with input_errors(f"{path}: cannot be read", OSError), open(path, "rb") as file:
-                for line_number, line in enumerate(file, 1):
-                    try:
-                        if line.strip():
-                            if "assistant" not in [m["role"] for m in read_messages(line)]:
-                                raise ValueError("no answer")
-                            places.append((file_number, file.tell() - len(line), len(line)))
-                    except (ValueError, TypeError, RecursionError) as error:
-                        skipped += 1
-                        print(f"skipped {path}, line {line_number}: {error}", file=sys.stderr)
-        print(f"{len(places)} conversations, {skipped} lines skipped", file=sys.stderr)
+            for record in find_records(path):
+                try:
+                    usable_part(read_messages(record.text), counts)
+                    places.append((file_number, record.offset, len(record.text)))
+                except ValueError as error:
+                    reason, _, _ = str(error).partition(": ")
+                    counts[f"skipped: {reason}"] += 1
+                    skipped += 1
+                    if skipped <= MAX_NAMED:
+                        say(f"skipped {path}, {record.place}: {error}")
+        self.places = np.array(places)  # file, offset and length of each
+        say(f"{len(places)} conversations, {skipped} records skipped")
+        for reason, count in counts.items():
+            say(f"  {count} {reason}")
         if not places:
-            raise InputError(f"{', '.join(paths)}: no usable conversation (UltraChat, ShareGPT, Alpaca)")
-        self.places = np.array(places)  # file, offset and length of each usable line
+            names = " ".join(paths)
+            raise InputError(f"{names}: no usable conversation (UltraChat, ShareGPT, Alpaca)")
 
     def __getitem__(self, index: int) -> Sequence | None:
-        """One conversation, cut at seq_len; None where nothing is left to train on."""
+        """Return one conversation, cut at seq_len. None where nothing is left to train on."""
         file_number, offset, length = self.places[index]
         with open(self.paths[file_number], "rb") as file:
             file.seek(offset)
-            turns = self.tokenizer.turns(read_messages(file.read(length)))
-        pairs = [(i, is_answer) for piece, is_answer in turns for i in piece][:self.seq_len]
-        sequence = Sequence(*map(torch.tensor, zip(*pairs)))
-        return sequence if loss_mask(sequence.answer).any() else None
+            messages = usable_part(read_messages(file.read(length)), Counter())
+        tokens = []
+        answer = []
+        for piece, is_answer in self.tokenizer.turns(messages):
+            tokens += piece
+            answer += [is_answer] * len(piece)
+        tokens = torch.tensor(tokens[:self.seq_len])
+        answer = torch.tensor(answer[:self.seq_len])
+        return Sequence(tokens, answer) if loss_mask(answer).any() else None
 
-def shuffled(data: Conversations, indices: np.ndarray, seed: int, position: int = 0) -> Iterator[tuple[Sequence, int]]:
-    """Usable conversations without end, shuffled again each epoch, each with the position after it, to start from.
-    Raises InputError when a whole epoch has none."""
-    unusable = 0
-    while unusable < len(indices):
-        epoch, first = divmod(position, len(indices))
-        for index in np.random.default_rng((seed, epoch)).permutation(indices)[first:]:
-            position, unusable = position + 1, unusable + 1
-            if (sequence := data[index]) is not None:
-                unusable = 0
-                yield sequence, position
-    raise InputError(f"--data: no answer within {data.seq_len} tokens; raise --seq-len")
+    def usable(self, indices: np.ndarray) -> list[Sequence]:
+        """Return those that leave something to train on."""
+        sequences = [self[index] for index in indices]
+        return [sequence for sequence in sequences if sequence is not None]
+
+
+@dataclass
+class Stream:
+    """Conversations without end, shuffled again each epoch, from a position on."""
+
+    data: Conversations
+    indices: np.ndarray
+    seed: int
+    position: int = 0  # moves with what has been drawn
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Raises InputError when a whole epoch has nothing to train on."""
+        unusable = 0
+        while unusable < len(self.indices):
+            epoch, first = divmod(self.position, len(self.indices))
+            order = np.random.default_rng((self.seed, epoch)).permutation(self.indices)
+            for index in order[first:]:
+                sequence = self.data[index]
+                self.position += 1
+                unusable += 1
+                if sequence is not None:
+                    unusable = 0
+                    yield sequence
+        raise InputError(NO_ANSWER)
+
 
 def split(data: Conversations, seed: int) -> tuple[np.ndarray, list[Sequence]]:
-    """Shuffled indices to train on, and conversations to evaluate on: one in ten, at most 64. Raises InputError."""
-    order = np.random.default_rng(seed).permutation(len(data.places))
-    held_out, training = np.split(order, [min(64, len(order) // 10)])
-    return training, list(filter(None, map(data.__getitem__, held_out))) or [next(shuffled(data, training, seed))[0]]
+    """Return shuffled indices to train on, and conversations to evaluate on: a tenth, at most 64.
 
-def frequent_tokens(data: Conversations, indices: np.ndarray, count: int, vocab_size: int) -> tuple[int, ...]:
-    """The tokens that answers use most, and always the stop tokens, in order of their ids."""
+    Raises InputError.
+    """
+    order = np.random.default_rng(seed).permutation(len(data.places))
+    count = min(64, len(order) // 10)
+    training = order[count:]
+    held_out = data.usable(order[:count])
+    if not held_out:
+        # No error: to try things on a handful of conversations is reasonable.
+        say("nothing to hold out (fewer than ten conversations, or none that fits): evaluated on "
+            "one that is trained on")
+        held_out = [next(iter(Stream(data, training, seed)))]
+    return training, held_out
+
+
+def count_tokens(data: Conversations, indices: np.ndarray, vocab_size: int) -> Tensor:
+    """Count how often answers use each token, (V). Stop tokens count as the most frequent."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for s in filter(None, map(data.__getitem__, indices[:5000])):
-        counts += torch.bincount(s.tokens[s.answer], minlength=vocab_size)
+    for sequence in data.usable(indices[:5000]):
+        counts += torch.bincount(sequence.tokens[sequence.answer], minlength=vocab_size)
     counts[list(data.tokenizer.stop_ids)] = counts.max() + 1
-    return tuple(sorted(counts.topk(min(count, vocab_size)).indices.tolist()))
+    return counts
+
+
+def checksum(path: str) -> str:
+    """Hash all bytes: an edit is seen even where no length changes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 # --- Checkpoints ---
-def save_checkpoint(path: Path, drafter: Drafter, optimizers: list, update: int, position: int, args) -> None:
-    """All that is needed to go on as if nothing had happened, written completely or not at all."""
-    state = {"update": update, "position": position, "log_bytes": path.with_name("log.jsonl").stat().st_size,
-             "drafter": drafter.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-             "arguments": vars(args)}
-    with atomic_write(path) as part:
+
+
+def log(out: Path, update: int, record: dict) -> None:
+    with open(out / "log.jsonl", "a") as file:
+        file.write(json.dumps({"update": update} | record) + "\n")
+
+
+def save_checkpoint(
+    out: Path, drafter: Drafter, optimizers: list, update: int, position: int, args
+) -> None:
+    """Save all that is needed to go on as if nothing had happened, completely or not at all."""
+    state = {
+        "update": update,
+        "position": position,
+        "log_bytes": (out / "log.jsonl").stat().st_size,
+        "drafter": drafter.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "arguments": vars(args),
+    }
+    with atomic_write(out / "checkpoint.pt") as part:
         torch.save(state, part)
 
-def load_checkpoint(path: Path, drafter: Drafter, optimizers: list, args) -> tuple[int, int]:
-    """Restores drafter, optimizers and log; returns update and position. Raises InputError for a damaged checkpoint, or
-    one of other arguments or data."""
+
+def load_checkpoint(out: Path, drafter: Drafter, optimizers: list, args) -> tuple[int, int]:
+    """Restore drafter, optimizers and log. Return the updates done, and the stream's position.
+
+    Raises InputError for a damaged checkpoint, or one of other arguments or data.
+    """
+    path = out / "checkpoint.pt"
     with input_errors(f"{path}: not a readable checkpoint", Exception):  # torch raises many kinds
         state = torch.load(path, map_location="cpu")
-        made_with, log_bytes = state["arguments"], state["log_bytes"]
+        log_bytes = state["log_bytes"]
+        made_with = state["arguments"]
     free = {"out", "resume", "eval_every", "save_every", "device", "micro_batch_size", "json"}
-    free |= {"updates"} if args.schedule == "paper" else set()  # a cosine ends with them
+    if args.schedule == "paper" and not args.staircase:
+        free.add("updates")  # which the others depend on
     for name, value in made_with.items():
-        if name not in free and (now := getattr(args, name, None)) != value:
-            raise InputError(f"{path} was made with --{name.replace('_', '-')} {value}, not {now}; resume with that or "
-                             "choose another --out")
+        now = getattr(args, name, None)
+        if name not in free and now != value:
+            flag = "--" + name.replace("_", "-")
+            raise InputError(
+                f"{path} was made with {flag} {value}, not {now}; resume with that or choose "
+                "another --out"
+            )
     drafter.load_state_dict(state["drafter"])
     for optimizer, saved in zip(optimizers, state["optimizers"]):
         optimizer.load_state_dict(saved)
-    with open(path.with_name("log.jsonl"), "ab") as log:
-        log.truncate(min(log.tell(), log_bytes))  # what came after is done again
+    with open(out / "log.jsonl", "ab") as file:
+        file.truncate(min(file.tell(), log_bytes))  # what came after is done again
     return state["update"], state["position"]
 
 
 # --- Synthesis: training data from the target alone (the idea of Magpie, Xu et al. 2024) ---
-ANSWER_TEMPERATURES = (0.0, 0.0, 0.6, 1.0)  # half of the answers greedy, as most use of a drafter is
-QUESTION_TEMPERATURE, TOP_P = 1.0, 0.95
+
+ANSWER_TEMPERATURES = (0.0, 0.0, 0.6, 1.0)  # half of the answers greedy, as most use of a drafter
+QUESTION_TEMPERATURE = 1.0
+TOP_P = 0.95
 NEXT_TURN = 0.3  # the probability that a conversation goes on after an answer
 MIN_ROOM = 32  # tokens that must be left for a turn
 MAX_BARREN = 500  # conversations without an answer, in a row, after which --synthesize gives up
 
-def converse(target: Llama, tokenizer: Tokenizer, openings: Iterator[list[dict]], count: int, seed: int,
-             args) -> Iterator[tuple[list[dict], int]]:
-    """Up to `count` conversations of the target with itself, as they end: the messages, the last perhaps cut short, and
-    the tokens of all answers so far. openings: what each begins with, a question or nothing. Raises InputError."""
-    draws, stop_ids = random.Random(seed), frozenset(tokenizer.stop_ids)
-    going_on, running, barren, answer_tokens = [], 0, 0, 0
 
-    def take() -> tuple[list[dict], list[int], GenerationConfig] | None:
-        """The next turn to write, as Batch.run wants it."""
-        nonlocal running
-        messages = going_on.pop() if going_on else next(openings, None) if running < count else None
-        if messages is None:
-            return None
-        running += 1
-        role = ("user", "assistant")[len(messages) % 2]
-        prompt = (tokenizer.chat(messages, False) + tokenizer.opening(role))[:args.seq_len - 1]
-        temperature = QUESTION_TEMPERATURE if role == "user" else draws.choice(ANSWER_TEMPERATURES)
-        config = GenerationConfig(args.seq_len - len(prompt), temperature, TOP_P, draws.getrandbits(63), stop_ids)
-        return messages, prompt, config
+def next_role(messages: list[dict]) -> str:
+    return "assistant" if len(messages) % 2 else "user"
 
-    for turn in Batch(target, args.batch_size, args.seq_len).run(take):
-        messages, text, running = turn.key, tokenizer.decode(turn.tokens).strip(), running - 1
-        role, stopped = ("user", "assistant")[len(messages) % 2], turn.tokens[-1] in stop_ids
-        has_room = turn.config.max_new_tokens - len(turn.tokens) >= MIN_ROOM
-        whole = turn.config.max_new_tokens > 1  # else the question was cut
-        if text and (role == "assistant" and whole or stopped and has_room):
-            messages.append({"role": role, "content": text})
-            answer_tokens += len(turn.tokens) * (role == "assistant")
-            if stopped and has_room and (role == "user" or draws.random() < NEXT_TURN):
-                going_on.append(messages)
+
+def converse(
+    target: Llama, tokenizer: Tokenizer, openings: Iterator[list[dict]], count: int, args
+) -> Iterator[list[dict]]:
+    """Let the target talk to itself: up to `count` conversations, each yielded when it ends. The
+    last message may be cut short.
+
+    openings: the messages that they begin with, a question or none. Raises InputError.
+    """
+    draws = random.Random(args.seed)
+    batch = Batch(target, args.batch_size, args.seq_len)
+    queue = []  # conversations whose next turn is to be written
+    under_way = 0  # conversations that have begun and not ended
+    barren = 0  # those without an answer, in a row
+    while True:
+        while batch.has_room:
+            if not queue and under_way < count:
+                begun = list(itertools.islice(openings, 1))
+                queue += begun
+                under_way += len(begun)
+            if not queue:
+                break
+            begin_turn(batch, tokenizer, queue.pop(), draws, args.seq_len)
+        if under_way == 0:
+            return
+        for turn in batch.step():
+            messages = turn.key
+            if end_turn(tokenizer, turn, draws):
+                queue.append(messages)
                 continue
-        barren = 0 if len(messages) >= 2 else barren + 1
-        if not barren:
-            count -= 1
-            yield messages, answer_tokens
-        if barren == MAX_BARREN:
-            raise InputError(f"{barren} conversations in a row had no answer; raise --seq-len above {args.seq_len}")
+            under_way -= 1
+            barren += 1
+            if len(messages) >= 2:
+                barren = 0
+                count -= 1
+                yield messages
+            if barren == MAX_BARREN:
+                raise InputError(
+                    f"{barren} conversations in a row had no answer; raise --seq-len above "
+                    f"{args.seq_len}"
+                )
+
+
+def begin_turn(
+    batch: Batch, tokenizer: Tokenizer, messages: list[dict], draws: random.Random, seq_len: int
+) -> None:
+    """Let the batch write a conversation's next turn."""
+    role = next_role(messages)
+    text = tokenizer.chat(messages, add_generation_prompt=False)
+    prompt = (text + tokenizer.opening(role))[:seq_len - 1]
+    room = seq_len - len(prompt)
+    temperature = QUESTION_TEMPERATURE
+    if role == "assistant":
+        temperature = draws.choice(ANSWER_TEMPERATURES)
+    seed = draws.getrandbits(63)
+    stop_ids = frozenset(tokenizer.stop_ids)
+    batch.add(messages, prompt, GenerationConfig(room, temperature, TOP_P, seed, stop_ids))
+
+
+def end_turn(tokenizer: Tokenizer, turn: Conversation, draws: random.Random) -> bool:
+    """Add what was written to its conversation, if it is of use. Return whether that goes on.
+
+    An answer may be cut short, but no question, and a question that the prompt had to be cut for
+    is not answered.
+    """
+    messages = turn.key
+    role = next_role(messages)
+    text = tokenizer.decode(turn.tokens).strip()
+    room = turn.config.max_new_tokens
+    goes_on = turn.tokens[-1] in tokenizer.stop_ids and room - len(turn.tokens) >= MIN_ROOM
+    is_usable = room > 1 if role == "assistant" else goes_on
+    if not text or not is_usable:
+        return False
+    messages.append({"role": role, "content": text})
+    return goes_on and (role == "user" or draws.random() < NEXT_TURN)
+
 
 def read_questions(path: str | Path) -> Iterator[str]:
-    """What the user asks first in each conversation of a file. Raises InputError."""
-    with input_errors(f"{path}: cannot be read", OSError), open(path, "rb") as file:
-        for line in file:
-            with suppress(ValueError, TypeError, RecursionError, StopIteration):
-                yield next(m["content"] for m in read_messages(line) if m["role"] == "user" and m["content"])
+    """Read what the user asks first in each conversation of a file. Raises InputError."""
+    for record in find_records(path):
+        with suppress(ValueError):
+            messages = read_messages(record.text)
+            asked = [m["content"] for m in messages if m["role"] == "user" and m["content"]]
+            yield from asked[:1]
+
+
+def find_openings(path: Path, args) -> Iterator[list[dict]]:
+    """Return what conversations begin with: nothing, without end, or each question that the file at
+    `path` does not answer yet. Raises InputError."""
+    if args.questions is None:
+        return ([] for _ in itertools.count())
+    questions = dict.fromkeys(read_questions(args.questions))
+    if not questions:
+        raise InputError(f"{args.questions}: no conversation with a question")
+    answered = set(read_questions(path)) if path.exists() else set()
+    openings = [[{"role": "user", "content": q}] for q in questions if q not in answered]
+    return iter(openings)
+
 
 @torch.inference_mode()
 def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
-    """Write conversations to a file, each when it ends, until it has args.synthesize or all questions are answered. How
-    many it then has. Raises InputError."""
-    path, questions = Path(args.data[0]), iter(lambda: None, 0)  # without end: the target asks itself
-    if args.questions and not (questions := dict.fromkeys(read_questions(args.questions))):
-        raise InputError(f"{args.questions}: no conversation with a question")
+    """Write conversations to a file, each when it ends, until it has args.synthesize or all
+    questions are answered. Return how many it has. Raises InputError."""
+    path = Path(args.data[0])
     if not tokenizer.stop_ids:
         raise InputError(f"{args.model}: names no stop token, so that no turn would end")
+    openings = find_openings(path, args)
     with input_errors(f"{path}: cannot be written", OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "ab+")
         file.seek(0)
         text = file.read()
-        if text[:13] != b'{"messages": '[:len(text)]:
+        begin = b'{"messages": '
+        if text[:len(begin)] != begin[:len(text)]:
             raise InputError(f"{path}: holds no conversations; choose another --data")
-        size = file.truncate(text.rfind(b"\n") + 1)  # what an interrupted run left of a line goes
-    answered = set(read_questions(path)) if args.questions else set()
-    openings = ([{"role": "user", "content": q}] if q else [] for q in questions if q not in answered)
-    written, start = text.count(b"\n"), time.perf_counter()
-    seed = args.seed + (size << 32)  # not that of what is written already
-    with file, tqdm(total=args.synthesize, initial=written, unit=" conversations") as bar:
-        for messages, tokens in converse(target, tokenizer, openings, args.synthesize - written, seed, args):
-            file.write((json.dumps({"messages": messages}, ensure_ascii=False) + "\n").encode())
+        size = file.truncate(text.rfind(b"\n") + 1)  # half a line, of a run that was interrupted
+    written = text.count(b"\n")
+    args.seed += size << 32  # another than what is there was written with
+    total = args.synthesize
+    with file, tqdm(total=total, initial=written, unit=" conversations") as progress:
+        for messages in converse(target, tokenizer, openings, total - written, args):
+            line = json.dumps({"messages": messages}, ensure_ascii=False) + "\n"
+            file.write(line.encode())
             file.flush()
-            written += 1
-            bar.update()
-            bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} answer tokens/s")
-    return written
+            progress.update()
+        return progress.n
+
+
+# --- The curves of runs, as one SVG file ---
+
+COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
+MAX_POINTS = 200  # of a curve: more are averaged
+UPDATE_PANELS = {
+    "loss": "training loss",
+    "held_out_kl": "held-out KL",
+    "implied_acceptance_length": "implied acceptance length",
+}
+ROUND = (1, 1.2, 1.6, 2, 2.4, 3, 4, 5, 6, 8, 10)  # an axis ends at one of these, times 10^n
+Curve = list[tuple[float, float]]
+
+
+def plot(folders: list[str], path: Path) -> None:
+    """Draw the logs of runs into one file. Raises InputError."""
+    logs = []
+    for folder in folders:
+        with input_errors(f"{folder}: no run with a log", OSError, ValueError):
+            lines = Path(folder, "log.jsonl").read_text().splitlines()
+            logs.append([json.loads(line) for line in lines])
+    panels = []
+    for name, title in UPDATE_PANELS.items():
+        panels.append(draw_panel(title, "updates", [update_curve(log, name) for log in logs]))
+    curves = [depth_curve(log) for log in logs]
+    panels.append(draw_panel("accuracy, last evaluation", "depth of the draft", curves))
+    height = 620 + 20 * len(folders)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 820 {height}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+    ]
+    for i, panel in enumerate(panels):
+        x = 60 + 400 * (i % 2)
+        y = 40 + 290 * (i // 2)
+        parts.append(f'<g transform="translate({x} {y})">{panel}</g>')
+    for i, folder in enumerate(folders):
+        y = 610 + 20 * i
+        parts.append(f'<path d="M60 {y - 4}h24" stroke="{COLORS[i % 8]}" stroke-width="2"/>')
+        parts.append(f'<text x="92" y="{y}">{html.escape(folder)}</text>')
+    with atomic_write(path) as part:
+        part.write_text("\n".join([*parts, "</svg>\n"]))
+
+
+def update_curve(log: list[dict], name: str) -> Curve:
+    """Return (update, value), averaged over a few updates where they are many."""
+    points = [(record["update"], record[name]) for record in log if name in record]
+    width = len(points) // MAX_POINTS + 1
+    averages = []
+    for first in range(0, len(points), width):
+        averages.append(tuple(np.mean(points[first:first + width], axis=0)))
+    return averages
+
+
+def depth_curve(log: list[dict]) -> Curve:
+    """Return (depth, accuracy) of the last evaluation."""
+    evaluations = [record for record in log if "depth_accuracy" in record]
+    return list(enumerate(evaluations[-1]["depth_accuracy"], 1)) if evaluations else []
+
+
+def axis_end(values: list[float]) -> float:
+    """Return a round number, at or a little above all of them."""
+    highest = max(values, default=1)
+    power = 10 ** math.floor(math.log10(max(highest, 1e-9)))
+    return power * next(number for number in ROUND if number * power >= highest)
+
+
+def draw_panel(title: str, x_label: str, curves: list[Curve]) -> str:
+    """Draw one diagram, 300 wide and 200 high, with a curve for each run. Both axes begin at 0."""
+    points = list(itertools.chain(*curves))
+    right = axis_end([x for x, _ in points])
+    top = axis_end([y for _, y in points])
+    parts = [
+        f'<text y="-14" font-weight="bold">{title}</text>',
+        f'<text x="150" y="234" text-anchor="middle">{x_label}</text>',
+        '<path d="M0 0v200h300" stroke="black" fill="none"/>',
+    ]
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        x = 300 * share
+        y = 200 - 200 * share
+        parts += [
+            f'<path d="M{x} 200v5" stroke="black"/>',
+            f'<text x="{x}" y="218" text-anchor="middle">{right * share:.4g}</text>',
+            f'<path d="M0 {y}h300" stroke="#ddd"/>',
+            f'<text x="-6" y="{y + 4}" text-anchor="end">{top * share:.4g}</text>',
+        ]
+    for i, curve in enumerate(curves):
+        places = [f"{300 * x / right:.1f},{200 - 200 * y / top:.1f}" for x, y in curve]
+        points = " ".join(places[:1] + places)  # a single one, too, is seen: as a dot
+        style = f'fill="none" stroke="{COLORS[i % 8]}" stroke-width="2" stroke-linecap="round"'
+        parts.append(f'<polyline points="{points}" {style}/>')
+    return "\n".join(parts)
 
 
 # --- Command line ---
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(description="Distil a target into a Mixture-of-Attentions drafter.")
     add = parser.add_argument
     count = partial(add, type=positive_int)
-    add("--data", nargs="+", required=True, metavar="FILE", help="conversations, one JSON object a line")
-    add("--out", default="runs/drafter", help="folder for drafter, checkpoint and log (default: %(default)s)")
+    real = partial(add, type=number(float, 0))
+    add("--data", nargs="+", metavar="FILE", help="conversations, as JSON lines or a JSON array")
+    add("--out", default="runs/drafter", help="the drafter's folder (default: %(default)s)")
     add_model_arguments(parser)
     count("--updates", help="default: one pass over the data")
     count("--batch-size", default=32, help="sequences an update (default: %(default)s)")
-    count("--micro-batch-size", default=1, help="sequences at once; memory (default: %(default)s)")
-    add("--seq-len", type=number(int, 16), default=2048)
-    add("--lr", type=number(float, 0), default=3e-5, help="rate; the paper's schedule peaks at 20 times it")
+    count("--micro-batch-size", default=1, help="sequences at once (default: %(default)s)")
+    add("--seq-len", type=number(int, 16), default=2048, help="tokens (default: %(default)s)")
+    real("--lr", default=3e-5, help="the paper's schedule starts at 20 times it")
     add("--schedule", choices=("paper", "cosine"), default="paper")
     count("--warmup", default=50, help="updates (default: %(default)s)")
     add("--optimizer", choices=("adamw", "muon"), default="adamw")
-    add("--kl-weight", type=number(float, 0), default=0.1)
-    add("--feature-weight", type=number(float, 0), default=1.0)
-    add("--memory-weight", type=number(float, 0), default=0.0, help="of the same loss on memories; not the paper's")
-    count("--run-length", nargs=2, default=[5, 15], metavar=("LOW", "HIGH"), help="tokens a run (default: 5 15)")
+    real("--kl-weight", default=0.1)
+    real("--feature-weight", default=1.0)
+    real("--memory-weight", default=0.0, help="of the same loss on memories; not the paper's")
+    count("--run-length", nargs=2, default=[5, 15], metavar=("LOW", "HIGH"), help="tokens a run")
     count("--horizons", default=1, metavar="R", help="horizons for each target pass")
-    add("--tli", type=number(int, 0), default=0, metavar="N", help="target layers that the drafter reuses")
+    add("--staircase", action="store_true", help="at first SA sees a query's own run only")
+    add("--tli", type=number(int, 0), default=0, metavar="N", help="target layers to reuse")
     add("--no-lsa", action="store_true", help="ablation: memory from the last hidden state")
     add("--no-ca", action="store_true", help="ablation: the drafter reads its own predictions")
     count("--lsa-heads", help="default: the target's")
     count("--lsa-mlp", help="LSA's MLP width")
     count("--mlp", help="SA's and CA's MLP width")
     count("--kv-heads", help="SA's and CA's kv heads")
-    count("--draft-vocabulary", metavar="COUNT", help="draft only the COUNT most frequent tokens")
+    count("--draft-vocabulary", metavar="COUNT", help="draft only the most frequent tokens")
     count("--eval-every", default=200, help="updates (default: %(default)s)")
-    count("--save-every", default=50, help="updates between checkpoints (default: %(default)s)")
+    count("--save-every", default=50, help="updates (default: %(default)s)")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
-    add("--evaluate", metavar="DIR", help="only print how a finished drafter does on --data, as JSON")
-    count("--synthesize", metavar="COUNT", help="write COUNT conversations to --data instead")
-    add("--questions", metavar="FILE", help="let --synthesize answer this file's questions, not its own")
     add("--json", action="store_true", help="end with the log's last record on stdout")
+    add("--evaluate", metavar="DIR", help="only score the drafter in DIR on --data, as JSON")
+    add("--by-drafting", action="store_true", help="let --evaluate draft instead of one pass")
+    count("--synthesize", metavar="COUNT", help="only let the target write --data")
+    add("--questions", metavar="FILE", help="let --synthesize answer this file's questions")
+    add("--plot", nargs="+", metavar="DIR", help="only draw the curves of runs: curves.svg")
+    # --pretrain: its argument belongs here
     args = parser.parse_args()
     args.run_length.sort()
+    if not args.data and not args.plot:
+        parser.error("--data FILE is missing")
     if args.dtype == "float16":
         parser.error("--dtype float16 cannot be trained in; try bfloat16")
     return args
 
-def new_drafter(target: Llama, data: Conversations, indices: np.ndarray, args) -> Drafter:
-    """Fresh weights, in the sizes that the command line asks for."""
-    torch.manual_seed(args.seed)
-    count = args.draft_vocabulary
-    choices = {"layer_self_attention_num_attention_heads": args.lsa_heads,
-               "layer_self_attention_intermediate_size": args.lsa_mlp,
-               "draft_vocabulary": count and frequent_tokens(data, indices, count, target.config.vocab_size),
-               "target_layer_inference": args.tli, "use_layer_self_attention": not args.no_lsa,
-               "use_cross_attention": not args.no_ca}
-    for layer in "self_attention", "cross_attention":
-        choices |= {f"{layer}_intermediate_size": args.mlp, f"{layer}_num_key_value_heads": args.kv_heads}
-    config = DrafterConfig.sized_for(target, **{name: v for name, v in choices.items() if v is not None})
-    return Drafter(target, config).to(target.device)
 
-def join_processes(args) -> None:
-    """Under torchrun: a device for this process, and a way to the others."""
-    if args.synthesize:
-        raise InputError("--synthesize runs without torchrun")
-    if args.device.startswith("cuda"):
-        args.device = f"cuda:{dist.get_node_local_rank()}"
-        torch.cuda.set_device(args.device)
-    dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
+def make_drafter(target: Llama, data: Conversations, training: np.ndarray, args) -> Drafter:
+    """Make a drafter of random weights, in the sizes asked for. Raises InputError."""
+    sizes = {
+        "layer_self_attention_num_attention_heads": args.lsa_heads,
+        "layer_self_attention_intermediate_size": args.lsa_mlp,
+        "self_attention_intermediate_size": args.mlp,
+        "cross_attention_intermediate_size": args.mlp,
+        "self_attention_num_key_value_heads": args.kv_heads,
+        "cross_attention_num_key_value_heads": args.kv_heads,
+    }
+    choices = {name: size for name, size in sizes.items() if size is not None}
+    choices["target_layer_inference"] = args.tli
+    choices["use_layer_self_attention"] = not args.no_lsa
+    choices["use_cross_attention"] = not args.no_ca
+    if args.draft_vocabulary:
+        counts = count_tokens(data, training, target.config.vocab_size)
+        top = counts.topk(min(args.draft_vocabulary, len(counts))).indices
+        choices["draft_vocabulary"] = tuple(sorted(top.tolist()))
+    torch.manual_seed(args.seed)
+    drafter = new_drafter(target, replace(default_config(target), **choices))
+    return drafter.to(target.device)
+
+
+def run_training(target: Llama, tokenizer: Tokenizer, resuming: bool, args) -> None:
+    """Prepare data, drafter and checkpoint, then run the loop. Raises InputError."""
+    out = Path(args.out)
+    data = Conversations(args.data, tokenizer, args.seq_len)
+    args.data = [f"{path} ({checksum(path)})" for path in args.data]  # so --resume sees a change
+    training, held_out = split(data, args.seed)
+    args.epoch_updates = math.ceil(len(training) / args.batch_size)
+    args.updates = args.updates or args.epoch_updates
+    drafter = make_drafter(target, data, training, args)
+    optimizers = make_optimizers(drafter, args.optimizer)
+    stream = Stream(data, training, args.seed)
+    start = 0
+    if resuming:
+        start, stream.position = load_checkpoint(out, drafter, optimizers, args)
+    elif rank() == 0:
+        with atomic_write(out / "log.jsonl") as part:
+            part.touch()
+        save_checkpoint(out, drafter, optimizers, 0, 0, args)
+    sequence = next(iter(Stream(data, training, args.seed)))
+    announce_cost(drafter, sequence, held_out, args.updates - start, args)
+    done = train(drafter, optimizers, stream, held_out, start, args)
+    if done < args.updates:
+        say(f"saved at {done}; go on with --resume")
+        raise KeyboardInterrupt
+    say(f"the drafter is in {out}: python speculate.py --model {args.model} --drafter {out}")
+    if args.json and rank() == 0:
+        print((out / "log.jsonl").read_text().splitlines().pop())
+
+
+def run_evaluation(target: Llama, tokenizer: Tokenizer, args) -> None:
+    """Print the scores of a finished drafter. Raises InputError."""
+    drafter = load_drafter(args.evaluate, target)
+    data = Conversations(args.data, tokenizer, args.seq_len)
+    sequences = data.usable(range(len(data.places)))
+    if not sequences:
+        raise InputError(NO_ANSWER)
+    if args.by_drafting:
+        pack_together(target, [drafter])
+        scores = evaluate_drafting(drafter, sequences)
+    else:
+        scores = evaluate(drafter, sequences, args)
+    print(json.dumps(scores))
+
 
 def main() -> None:
     args = parse_arguments()
+    if args.plot:
+        plot(args.plot, Path("curves.svg"))
+        say("see curves.svg")
+        return
+    # --pretrain: its call belongs here
     out = Path(args.out)
-    checkpoint = out / "checkpoint.pt"
-    resuming = args.resume and checkpoint.exists()
-    fresh = not (resuming or args.synthesize or args.evaluate)
-    if fresh and (checkpoint.exists() or (out / "model.safetensors").exists()):
-        raise InputError(f"{out} holds work: --resume goes on from a checkpoint, else choose another --out")
+    has_checkpoint = (out / "checkpoint.pt").exists()
+    holds_work = has_checkpoint or (out / "model.safetensors").exists()
+    resuming = args.resume and has_checkpoint
+    if holds_work and not (resuming or args.synthesize or args.evaluate):
+        raise InputError(f"{out} holds work: --resume goes on, else choose another --out")
     if dist.is_torchelastic_launched():
         join_processes(args)
     target, tokenizer = load_target(args)
-    if args.seq_len > target.config.max_position_embeddings:
-        raise InputError(f"--seq-len {args.seq_len}: the target's context is {target.config.max_position_embeddings}")
+    context = target.config.max_position_embeddings
+    if args.seq_len > context:
+        raise InputError(f"--seq-len {args.seq_len}: the target's context is {context}")
     if args.synthesize:
-        written = synthesize(target.pack(), tokenizer, args)
-        return print(json.dumps({"conversations": written})) if args.json else None
-    data = Conversations(args.data, tokenizer, args.seq_len)
-    if args.evaluate:
-        indices = np.arange(len(data.places))
-        sequences = list(filter(None, map(data.__getitem__, indices))) or next(shuffled(data, indices, 0))
-        return print(json.dumps(evaluate(load_drafter(args.evaluate, target), sequences, args)))
-    args.data = f"{' '.join(args.data)} (checksum {data.places.sum()})"  # --resume sees a change
-    training, held_out = split(data, args.seed)
-    epoch_updates = math.ceil(len(training) / args.batch_size)
-    args.updates = args.updates or epoch_updates
-    drafter = new_drafter(target, data, training, args)
-    optimizers = make_optimizers(drafter, args.optimizer)
-    rank, update, position = rank_and_world_size()[0], 0, 0
-    if resuming:
-        update, position = load_checkpoint(checkpoint, drafter, optimizers, args)
-    elif rank == 0:
-        with atomic_write(out / "log.jsonl") as log:
-            log.touch()
-        save_checkpoint(checkpoint, drafter, optimizers, 0, 0, args)
-    stream = shuffled(data, training, args.seed, position)
-    train(drafter, optimizers, stream, held_out, update, epoch_updates, args)
-    if rank == 0 and args.json:
-        print((out / "log.jsonl").read_text().splitlines()[-1])
+        written = synthesize(pack(target), tokenizer, args)
+        if args.json:
+            print(json.dumps({"conversations": written}))
+    elif args.evaluate:
+        run_evaluation(target, tokenizer, args)
+    else:
+        run_training(target, tokenizer, resuming, args)
     if dist.is_initialized():
         dist.barrier()  # until process 0 has saved, and gloo's threads have let go of our tensors
         dist.destroy_process_group()
+
 
 if __name__ == "__main__":
     run_command(main)

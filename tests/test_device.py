@@ -1,26 +1,37 @@
 """Nothing mixes devices: claimed without a GPU, on a made-up device.
 
-Its tensors say that they are on `made` and are computed on the CPU; to mix them with others is an error, as on a GPU.
+Its tensors say that they are on `made` and are computed on the CPU. To mix them with others is an
+error, as on a GPU.
 """
 from argparse import Namespace
 
 import pytest
 import torch
+from test_netsim import channel_to
+from test_remote import serving_models
+from tiny_models import new_drafter, new_target
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+import speculate
 import train
-from llama import Llama
+from llama import GenerationConfig, Llama
 from moa import Drafter, TreeConfig
-from netsim import Channel, Link, Network
-from speculate import Generation, GenerationConfig, answer
-from test_remote import serving_models
-from test_speculate import new_drafter, new_target
+from speculate import ChainBatch, Generation, Method, run_batch
 
 aten = torch.ops.aten
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-CHAIN, TREE = TreeConfig(depth=3), TreeConfig(depth=3, top_k=2, total_tokens=6)
-CHOICES = [{}, {"target_layer_inference": 2}, {"use_layer_self_attention": False}, {"use_cross_attention": False},
-           {"draft_vocabulary": tuple(range(0, 20, 2))}]
+CHAIN = TreeConfig(depth=3)
+TREE = TreeConfig(depth=3, top_k=2, total_tokens=6)
+CHOICES = [
+    {},
+    {"target_layer_inference": 2},
+    {"use_layer_self_attention": False},
+    {"use_cross_attention": False},
+    {"draft_vocabulary": tuple(range(0, 20, 2))},
+]
+
+
+# --- The made-up device ---
 
 
 class Made(torch.Tensor):
@@ -30,8 +41,14 @@ class Made(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor):
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.size(), strides=inner.stride(), dtype=inner.dtype,
-                                                   storage_offset=inner.storage_offset(), device="made:0")
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            dtype=inner.dtype,
+            storage_offset=inner.storage_offset(),
+            device="made:0",
+        )
         made.inner = inner
         return made
 
@@ -42,90 +59,193 @@ class Made(torch.Tensor):
     def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         target = kwargs.pop("device", None)
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-        made = {id(x.inner): x for x in leaves if isinstance(x, Made)}
-        copies = operator in (aten.copy_.default, aten._to_copy.default)
-        stray = [x for x in leaves if isinstance(x, torch.Tensor) and not isinstance(x, Made) and x.dim() > 0]
-        if stray and not copies:
-            raise RuntimeError(f"{operator}: a tensor {tuple(stray[0].shape)} on the CPU, others on the made-up device")
-        result = operator(*bare(args), **bare(kwargs))
+        found = []
+        arguments = bare(args, found)
+        named_arguments = {name: bare(value, found) for name, value in kwargs.items()}
+        if operator not in (aten.copy_.default, aten._to_copy.default):
+            check_devices(operator, found)
+        result = operator(*arguments, **named_arguments)
         if operator is aten._to_copy.default and target is not None and target.type == "cpu":
             return result
-        known = lambda x: made[id(x)] if id(x) in made else Made(x)  # noqa: E731, for operations in place
-        return torch.utils._pytree.tree_map_only(torch.Tensor, known, result)
+        return wrap(result, found)
 
 
-def bare(arguments):
-    return torch.utils._pytree.tree_map_only(Made, lambda x: x.inner, arguments)
+def bare(argument, found: list[torch.Tensor]):
+    """The same with the values of made-up tensors. All its tensors are added to `found`."""
+    if isinstance(argument, (list, tuple)):
+        return [bare(item, found) for item in argument]
+    if isinstance(argument, torch.Tensor):
+        found.append(argument)
+    return argument.inner if isinstance(argument, Made) else argument
 
 
-_setup_privateuseone_for_python_backend("made")  # while tests are collected: the first backward pass counts the devices
+def check_devices(operator, tensors: list[torch.Tensor]) -> None:
+    """Raises RuntimeError for a tensor on the CPU that is not a mere number."""
+    for tensor in tensors:
+        if not isinstance(tensor, Made) and tensor.dim() > 0:
+            shape = tuple(tensor.shape)
+            raise RuntimeError(
+                f"{operator}: a tensor {shape} on the CPU, others on the made-up device"
+            )
+
+
+def wrap(result, arguments: list[torch.Tensor]):
+    """The result of an operation on these arguments, on the made-up device."""
+    if isinstance(result, (list, tuple)):
+        return type(result)(wrap(item, arguments) for item in result)
+    if not isinstance(result, torch.Tensor):
+        return result
+    for argument in arguments:
+        if isinstance(argument, Made) and argument.inner is result:  # an operation in place
+            return argument
+    return Made(result)
+
+
+# While tests are collected: the first backward pass counts the devices.
+_setup_privateuseone_for_python_backend("made")
+
+
+def empty(size, dtype=None, **_) -> Made:
+    return Made(torch.empty(size, dtype=dtype))
+
+
+def empty_strided(size, stride, dtype=None, **_) -> Made:
+    return Made(torch.empty_strided(size, stride, dtype=dtype))
+
+
+def copy_from(source, to: Made, non_blocking: bool = False) -> Made:
+    return Made(to.inner.copy_(source))
+
+
+def arange(*ends, dtype=None, **_) -> Made:
+    return Made(torch.arange(*ends, dtype=dtype))
 
 
 @pytest.fixture(scope="module")
 def device():
     torch.made.get_amp_supported_dtype = lambda: [torch.bfloat16]
     library = torch.library.Library("aten", "IMPL")
-    factories = {
-        "empty.memory_format": lambda size, dtype=None, **_: Made(torch.empty(size, dtype=dtype)),
-        "empty_strided": lambda size, stride, dtype=None, **_: Made(torch.empty_strided(size, stride, dtype=dtype)),
-        "_copy_from": lambda source, to, non_blocking=False: Made(to.inner.copy_(source)),
-        **dict.fromkeys(("arange", "arange.start", "arange.start_step"),
-                        lambda *ends, dtype=None, **_: Made(torch.arange(*ends, dtype=dtype)))}
-    for name, function in factories.items():
-        library.impl(name, function, "PrivateUse1")
+    library.impl("empty.memory_format", empty, "PrivateUse1")
+    library.impl("empty_strided", empty_strided, "PrivateUse1")
+    library.impl("_copy_from", copy_from, "PrivateUse1")
+    for name in ("arange", "arange.start", "arange.start_step"):
+        library.impl(name, arange, "PrivateUse1")
     yield torch.device("made:0")  # while the library lives
+
+
+class CPUGenerator(torch.Generator):
+    def __new__(cls, device=None):
+        return super().__new__(cls, "cpu")
 
 
 @pytest.fixture(autouse=True)
 def what_it_lacks(monkeypatch) -> None:
-    """Random numbers of its own, and inference mode (`answer` has that from its decorator: hence its __wrapped__)."""
-    class Generator(torch.Generator):
-        def __new__(cls, device=None):
-            return super().__new__(cls, "cpu")
-
-    monkeypatch.setattr(torch, "Generator", Generator)
+    """Random numbers of its own, and inference mode, which some functions have from a decorator."""
+    monkeypatch.setattr(torch, "Generator", CPUGenerator)
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)
+    for owner, name in ((speculate, "speculate"), (speculate.Method, "answer")):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, getattr(function, "__wrapped__", function))
 
 
 def models(device, **choices) -> tuple[Llama, Drafter]:
-    return (target := new_target(20).to(device)), new_drafter(target, **choices).to(device)
-
-
-@torch.no_grad()
-def answer_on(device, tree: TreeConfig, temperature: float, remote: bool = False, **choices) -> Generation:
-    both, config = models(device, **choices), GenerationConfig(6, temperature, 0.9)
-    if not remote:
-        return answer.__wrapped__(*both, PROMPT, config, tree, lookup=True)
-    with serving_models(*both) as server:
-        channel = Channel(server.server_address, "", Network(Link()))
-        return answer.__wrapped__(*both, PROMPT, config, tree, channel=channel)
-
-
-@pytest.mark.parametrize("choices", CHOICES)
-@pytest.mark.parametrize("tree, temperature", [(CHAIN, 0.0), (CHAIN, 1.0), (TREE, 0.0), (TREE, 1.0)])
-@pytest.mark.parametrize("remote", [False, True])
-def test_speculation_stays_on_its_device_and_gives_the_tokens_of_a_cpu(device, choices, tree, temperature, remote):
-    ours, expected = (answer_on(d, tree, temperature, remote, **choices) for d in (device, "cpu"))
-    assert ours.tokens == expected.tokens and len(ours.tokens) == 6
-    assert ours.stats["drafted"] > 0 and not ours.unverified() and not ours.disconnected
+    target = new_target(20).to(device)
+    drafter = new_drafter(target, **choices).to(device)
+    return target, drafter
 
 
 def test_the_made_up_device_is_strict(device):
+    target, _ = models(device)
     with pytest.raises(RuntimeError, match="on the CPU, others on the"):
-        models(device)[0].run_layers(torch.zeros(1, 3, 16), range(1))
+        target.lm_head(torch.zeros(1, 3, 16))
 
 
-@pytest.mark.parametrize("choices", CHOICES)
-def test_training_stays_on_its_device_and_learns_what_it_learns_on_a_cpu(device, choices):
-    args = Namespace(seed=0, run_length=(5, 15), horizons=2, micro_batch_size=2, dtype="float32", kl_weight=1.0,
-                     feature_weight=1.0, memory_weight=0.1)
-    batch = [train.Sequence(torch.arange(size) % 20, torch.arange(size) >= 6) for size in (18, 25, 21)]
+# --- What stays on its device ---
 
-    def losses(device) -> list[float]:
-        drafter = models(device, **choices)[1].requires_grad_(True)
-        before = train.compute_gradients(drafter, batch, 0, args)
-        for optimizer in train.make_optimizers(drafter, "muon"):
-            optimizer.step()
-        return [*before, train.evaluate(drafter, batch, args)["held_out_loss"]]
-    assert losses(device) == pytest.approx(losses("cpu"), rel=1e-4)
+
+@torch.no_grad()
+def answer_on(
+    device, tree: TreeConfig, temperature: float, remote: bool, choices: dict
+) -> Generation:
+    """With drafts from lookup too and a trace or, remote, from a server in this process."""
+    target, drafter = models(device, **choices)
+    config = GenerationConfig(6, temperature, top_p=0.9)
+    if not remote:
+        method = Method(target, drafter, tree, lookup=True, traced=True)
+        return method.answer(PROMPT, config)
+    with serving_models(target, drafter) as server:
+        method = Method(target, drafter, tree, new_channel=lambda prompt: channel_to(server))
+        return method.answer(PROMPT, config)
+
+
+@pytest.mark.parametrize("choices", CHOICES, ids=str)
+@pytest.mark.parametrize("tree, temperature", [
+    (CHAIN, 0.0),
+    (CHAIN, 1.0),
+    (TREE, 0.0),
+    (TREE, 1.0)], ids=["chain", "sampled chain", "tree", "sampled tree"])
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
+def test_speculation_stays_on_its_device_and_gives_the_tokens_of_a_cpu(
+        device, choices, tree, temperature, remote):
+    ours = answer_on(device, tree, temperature, remote, choices)
+    expected = answer_on("cpu", tree, temperature, remote, choices)
+    assert ours.tokens == expected.tokens and len(ours.tokens) == 6
+    assert ours.drafted > 0 and ours.unverified == 0 and ours.outage == ""
+
+
+@torch.no_grad()
+def batch_on(device) -> list[list[int]]:
+    target, drafter = models(device, target_layer_inference=1)
+    batch = ChainBatch(target, drafter, rows=2, capacity=16, K=3)
+    ended = run_batch(batch, [PROMPT, PROMPT[:3], PROMPT[2:]], GenerationConfig(4))
+    return [conversation.tokens for conversation in sorted(ended, key=lambda c: c.key)]
+
+
+def test_a_batch_of_conversations_stays_on_its_device_too(device):
+    assert batch_on(device) == batch_on("cpu")
+
+
+def losses_on(device, staircase: bool, choices: dict) -> list[float]:
+    """Those of an update and, after it, those of an evaluation."""
+    args = Namespace(
+        seed=0,
+        run_length=(5, 15),
+        horizons=2,
+        micro_batch_size=2,
+        dtype="float32",
+        kl_weight=1.0,
+        feature_weight=1.0,
+        memory_weight=0.1,
+        staircase=staircase,
+        updates=100,
+    )
+    batch = []
+    for size in (18, 25, 21):
+        positions = torch.arange(size)
+        batch.append(train.Sequence(positions % 20, positions >= 6))
+    _, drafter = models(device, **choices)
+    drafter.requires_grad_(True)
+    losses = train.compute_gradients(drafter, batch, 0, args)
+    for optimizer in train.make_optimizers(drafter, "muon"):
+        optimizer.step()
+    return [*losses, train.evaluate(drafter, batch, args)["held_out_loss"]]
+
+
+@pytest.mark.parametrize("staircase, choices", [
+    (True, {}),
+    *((False, choices) for choices in CHOICES)], ids=str)
+def test_training_stays_on_its_device_and_learns_what_it_learns_on_a_cpu(
+        device, staircase, choices):
+    expected = losses_on("cpu", staircase, choices)
+    assert losses_on(device, staircase, choices) == pytest.approx(expected, rel=1e-4)
+
+
+@torch.no_grad()
+def scores_on(device) -> dict:
+    _, drafter = models(device)
+    positions = torch.arange(18)
+    return train.evaluate_drafting(drafter, [train.Sequence(positions, positions >= 6)])
+
+
+def test_an_evaluation_of_real_drafting_stays_on_its_device_too(device):
+    assert scores_on(device) == scores_on("cpu")

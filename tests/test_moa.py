@@ -1,412 +1,1018 @@
-"""The drafter: parity with the authors' numbers, one pass against step by step, drafts, ablations, checkpoints."""
+"""Claims about the drafter: the authors' numbers, one pass against step by step, drafts, what they
+are drawn from, many conversations at once, ablations, packing and checkpoints."""
 import copy
 import itertools
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 from conftest import GOLDEN
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
+import llama
 import moa
-from llama import Config, InputError, KVCache, Llama, RMSNorm, Sampling, can_pack, load_model, probabilities
-from moa import (BatchDraftState, Draft, Drafter, DrafterConfig, DraftState, Node, TreeConfig, chain_parents,
-                 dequantize_probabilities, expand_leaves, load_drafter, quantize_probabilities, save_drafter,
-                 start_drafting)
+from llama import (
+    Config,
+    InputError,
+    KVCache,
+    Llama,
+    PackedAttention,
+    PackedLinear,
+    RaggedKVCache,
+    RMSNorm,
+    Sampling,
+    can_pack,
+    causal_mask,
+    load_model,
+    probabilities,
+    ragged_hidden,
+    sample,
+)
+from moa import (
+    BatchDraftState,
+    Draft,
+    Drafter,
+    DraftState,
+    LimitedHead,
+    TreeConfig,
+    default_config,
+    dequantize_probabilities,
+    draw_choices,
+    gumbel_topk,
+    likeliest_choices,
+    load_drafter,
+    new_drafter,
+    pack_together,
+    quantize_probabilities,
+    save_drafter,
+    start_drafting,
+    to_bfloat16,
+)
 
-CLOSE = dict(atol=1e-4, rtol=1e-4)
-V, LAYERS, PARTIAL = 32, 4, (3, 5, 8, 13, 21, 30)  # PARTIAL: a draft vocabulary
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+LAYERS = 4
+VOCABULARY = 32
+PARTIAL = (3, 5, 8, 13, 21, 30)  # a draft vocabulary
+SIZES = Config(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=10,
+    max_position_embeddings=64,
+)
+N1 = {"target_layer_inference": 1}
+N2 = {"target_layer_inference": 2}
+N3 = {"target_layer_inference": 3}
+NO_LSA = {"use_layer_self_attention": False}
+NO_CA = {"use_cross_attention": False}
+
+
+def random_norms(module: nn.Module) -> None:
+    """Weights that are not all 1, so that it matters which norm is applied, and where."""
+    for part in module.modules():
+        if isinstance(part, RMSNorm):
+            part.weight.uniform_(0.5, 1.5)
 
 
 @pytest.fixture(scope="module")
 def target() -> Llama:
     torch.manual_seed(0)
-    return Llama(Config(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS,
-                        num_attention_heads=4, num_key_value_heads=2, head_dim=10, max_position_embeddings=64))
+    target = Llama(SIZES)
+    random_norms(target)
+    return target
 
 
-def new_drafter(target: Llama, seed: int = 1, **choices) -> Drafter:
+def random_drafter(target: Llama, seed: int = 1, **choices) -> Drafter:
     torch.manual_seed(seed)
-    drafter = Drafter(target, DrafterConfig.sized_for(target, **choices)).requires_grad_(False).eval()
-    for module in drafter.modules():
-        if isinstance(module, RMSNorm):
-            module.weight.uniform_(0.5, 1.5)
+    drafter = new_drafter(target, replace(default_config(target), **choices))
+    drafter.requires_grad_(False).eval()
+    random_norms(drafter)
     return drafter
 
 
-def read(target: Llama, tokens: list[int]):
-    """What the target makes of tokens: its cache, kv (1, T, L, 2 Ekv) and final hidden states (1, T, E)."""
+def random_tokens(count: int) -> list[int]:
+    return torch.randint(VOCABULARY, (count,), generator=seeded(3)).tolist()
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Reading(NamedTuple):
+    """What the target makes of a text."""
+
+    kv: Tensor  # from its cache, (1, T, L, 2 Ekv)
+    hidden: Tensor  # its final states, (1, T, E)
+
+
+def read(target: Llama, tokens: list[int]) -> Reading:
     cache = target.new_cache(len(tokens))
     hidden = target.hidden(torch.tensor([tokens]), cache)
-    return cache, cache.kv[:, :, :, :len(tokens)].permute(1, 3, 0, 2, 4).flatten(3), hidden
+    kv = cache.kv.permute(1, 3, 0, 2, 4)  # (1, T, L, Hkv, 2D)
+    return Reading(kv.flatten(3), hidden)
 
 
 def verify(state: DraftState, cache: KVCache, tokens: list[int]) -> None:
-    """The target reads tokens, the drafter their memory."""
-    start, hidden = cache.length, state.drafter.target.hidden(torch.tensor([tokens]), cache)
-    state.append_verified(state.drafter.build_memory(tokens, cache, list(range(start, cache.length)), hidden))
+    """The target reads tokens, and the drafter their memory."""
+    hidden = state.drafter.target.hidden(torch.tensor([tokens]), cache)
+    state.append_verified(state.drafter.memory_update(tokens, cache, hidden))
 
 
-def state_after(target: Llama, drafter: Drafter, tokens: list[int], *sampling) -> DraftState:
-    state = start_drafting(drafter, 64, *sampling)
-    verify(state, target.new_cache(len(tokens)), tokens)
+def state_after(
+    drafter: Drafter, tokens: list[int], sampling: Sampling = Sampling(), remote: bool = False
+) -> DraftState:
+    state = start_drafting(drafter, 64, sampling, remote)
+    verify(state, drafter.target.new_cache(len(tokens)), tokens)
     return state
 
 
-def random_tokens(count: int) -> list[int]:
-    return torch.randint(V, (count,), generator=torch.Generator().manual_seed(3)).tolist()
+def given_draft(tokens: list[int], parents: list[int]) -> Draft:
+    """A draft of these tokens, the first of which is its root."""
+    draft = Draft(tokens[0])
+    for token, parent in zip(tokens[1:], parents[1:]):
+        draft.add(token, parent, 1.0)
+    return draft
 
 
-def path_to(node: int, tokens: list[int], parents: list[int]) -> list[int]:
-    return (path_to(parents[node], tokens, parents) if parents[node] >= 0 else []) + [tokens[node]]
+def path_tokens(draft: Draft, i: int) -> list[int]:
+    """The tokens on the way from the root to token i, both included."""
+    path = []
+    while i >= 0:
+        path.insert(0, draft.tokens[i])
+        i = draft.parents[i]
+    return path
 
 
 def paths(draft: Draft) -> list[tuple[int, ...]]:
-    return [tuple(path_to(node, draft.tokens, draft.parents)) for node in range(len(draft.tokens))]
+    """The way from the root to each drafted token, without the root."""
+    return [tuple(path_tokens(draft, i)[1:]) for i in range(1, len(draft.tokens))]
 
 
-def step_through(state: DraftState, tokens: list[int], parents: list[int]) -> torch.Tensor:
-    """Features (K, E) of a tree, level by level."""
-    nodes, levels = [], {}
-    for i, (token, parent) in enumerate(zip(tokens, parents)):
-        nodes.append(Node(token, nodes[parent] if parent >= 0 else None))
-        levels.setdefault(len(path_to(i, tokens, parents)), []).append(nodes[i])
-    steps = [state.step(level) for level in levels.values()]
-    return torch.cat(steps) if steps else torch.empty(0)
+def chain_parents(count: int) -> list[int]:
+    return list(range(-1, count - 1))
+
+
+def step_through(state: DraftState, draft: Draft) -> Tensor:
+    """Features (1 + K, E) of a draft that is given, level by level."""
+    state.draft(draft.tokens[0], TreeConfig(depth=0))  # makes room for a draft, and makes none
+    levels = {}
+    for i in range(len(draft.tokens)):
+        levels.setdefault(len(path_tokens(draft, i)), []).append(i)
+    features = {}
+    for leaves in levels.values():
+        features.update(zip(leaves, state.step(draft, leaves)))
+    return torch.stack([features[i] for i in range(len(draft.tokens))])
+
+
+def step_through_chain(state: DraftState, tokens: list[int]) -> Tensor:
+    """Features of a chain of these tokens, the first of which is its root."""
+    return step_through(state, given_draft(tokens, chain_parents(len(tokens))))
+
+
+# --- Sizes, and the authors' numbers ---
 
 
 def test_the_default_sizes_for_llama_3_8b_are_the_papers():
-    llama3 = Config(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-                    num_attention_heads=32, num_key_value_heads=8, head_dim=128)
-    heads, lsa_heads, sa, ca, lsa = 32, 32, (4, 6144), (4, 6144), (8, 3072)  # blocks: kv heads and inner width
-    assert DrafterConfig.sized_for(SimpleNamespace(config=llama3)) == DrafterConfig(
-        heads, lsa_heads, *lsa, *sa, *ca, rms_norm_eps=1e-5, rope_theta=500000.0)
+    llama3 = Config(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
+    assert default_config(SimpleNamespace(config=llama3)) == moa.DrafterConfig(
+        num_attention_heads=32,
+        layer_self_attention_num_attention_heads=32,
+        layer_self_attention_num_key_value_heads=8,
+        layer_self_attention_intermediate_size=3072,
+        self_attention_num_key_value_heads=4,
+        self_attention_intermediate_size=6144,
+        cross_attention_num_key_value_heads=4,
+        cross_attention_intermediate_size=6144,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+    )
 
 
 @pytest.mark.parametrize("N", [0, 1])
 def test_lsa_memory_features_and_logits_are_those_of_the_authors(N):
     folder = GOLDEN / f"moa-tiny-n{N}"
-    expected, target = load_file(folder / "expected.safetensors"), load_model(folder / "target")
+    expected = load_file(folder / "expected.safetensors")
+    target = load_model(folder / "target")
     drafter = load_drafter(folder / "drafter", target)
-    tokens, response = expected["input_ids"], expected["response_mask"].bool()
-    _, kv, hidden = read(target, tokens[0].tolist())
-    torch.testing.assert_close(kv, expected["target_kv"], **CLOSE)  # the cache's order is what LSA was trained on
-    torch.testing.assert_close(hidden, expected["target_hidden"][:, -1], **CLOSE)
-    torch.testing.assert_close(drafter.layer_self_attend(kv).flatten(), expected["lsa_mean"].flatten(), **CLOSE)
-    torch.testing.assert_close(drafter.memory(kv), expected["memory"], **CLOSE)
+    tokens = expected["input_ids"]
+    response = expected["response_mask"].bool()
+    kv, hidden = read(target, tokens[0].tolist())
     last_of_prompt = int((~response).sum()) - 1
-    features = drafter.features(tokens, kv, torch.arange(tokens.shape[1]).clamp(max=last_of_prompt).unsqueeze(0))
-    torch.testing.assert_close(features[response], expected["features"][response], **CLOSE)
-    torch.testing.assert_close(drafter.logits(features)[response], expected["draft_logits"][response], **CLOSE)
+    horizon = torch.arange(tokens.shape[1]).clamp(max=last_of_prompt).unsqueeze(0)
+    features = drafter.features(tokens, kv, horizon)
+    logits = drafter.head.logits(features)
+
+    def check(actual: Tensor, expected: Tensor) -> None:
+        torch.testing.assert_close(actual.view_as(expected), expected, **CLOSE)
+
+    check(kv, expected["target_kv"])  # in the cache's order, which LSA was trained on
+    check(hidden, expected["target_hidden"][:, -1])
+    check(drafter.layer_self_attend(kv), expected["lsa_mean"])
+    check(drafter.build_memory(kv), expected["memory"])
+    check(features[response], expected["features"][response])
+    check(logits[response], expected["draft_logits"][response])
 
 
-CYCLES = [  # (verified, then drafted, parents): each way a cycle can end is how the next one begins
-    ([25, 3, 9, 9, 0, 31, 4], [5, 6, 7, 8], [-1, 0, 1, 2]),
-    ([5, 6], [1, 2, 3], [-1, 0, 1]),  # after a rejection
-    ([1, 2, 3, 4], [9, 10, 11], [-1, 0, 1]),  # all were accepted
-    ([12, 13], [14, 15, 16, 17, 18, 19, 20], [-1, 0, 0, 0, 1, 3, 3]),  # other tokens than the drafted ones; a tree
-    ([14, 17, 19], [18, 19, 20, 21], [-1, 0, 1, 2]),  # of the tree, another branch than the first was accepted
-    ([18, 30, 20], [2, 3, 4, 5, 5, 6, 7], [-1, 0, 0, 1, 2, 3, 4]),  # they part and meet again; a token on two branches
-    ([2, 4, 5, 8], [], []), ([16, 17], [22], [-1]), ([24], [23, 25], [-1, 0])]  # nothing is drafted; a single token
+# --- The drafter once more, from the paper's words: slow, in float64, one query at a time ---
 
 
-@pytest.mark.parametrize("choices", [
-    dict(), dict(target_layer_inference=1), dict(target_layer_inference=3), dict(target_layer_inference=LAYERS),
-    dict(use_layer_self_attention=False), dict(use_layer_self_attention=False, target_layer_inference=2),
-    *(dict(use_cross_attention=False, **more) for more in (
-        {}, dict(use_layer_self_attention=False), dict(target_layer_inference=2)))], ids=str)
-def test_drafting_step_by_step_gives_the_features_of_one_pass_under_its_horizon(target, choices, monkeypatch):
-    monkeypatch.setattr(moa, "PROMPT_CHUNK", 3)  # the memory of the first tokens is built in chunks,
-    monkeypatch.setattr(moa, "LSA_TOKENS", 2)  # which LSA works on in pieces
-    drafter, cache, verified = new_drafter(target, **choices), target.new_cache(64), []
+def normalize(x: Tensor, norm: RMSNorm) -> Tensor:
+    return x / (x.square().mean() + norm.eps).sqrt() * norm.weight
+
+
+def turn(heads: Tensor, position: int, theta: float) -> Tensor:
+    """RoPE of heads (H, D): a pair (x_i, x_{i + D/2}) is a complex number, which turns."""
+    real, imaginary = heads.chunk(2, dim=-1)
+    exponents = torch.arange(real.shape[-1]).double() / real.shape[-1]
+    angles = position * theta**-exponents
+    turned = torch.complex(real, imaginary) * torch.exp(1j * angles)
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+class Block:
+    """A decoder layer for one token after the other."""
+
+    def __init__(self, layer: llama.DecoderLayer, heads: int, head_dim: int, theta: float):
+        self.weights = copy.deepcopy(layer).double()
+        self.heads = heads
+        self.head_dim = head_dim
+        self.theta = theta
+
+    def key_value(self, x: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """What other tokens read of x (E): its key and its value, both (Hkv, D)."""
+        y = normalize(x, self.weights.input_layernorm)
+        key = (self.weights.self_attn.k_proj.weight @ y).view(-1, self.head_dim)
+        value = (self.weights.self_attn.v_proj.weight @ y).view(-1, self.head_dim)
+        return turn(key, position, self.theta), value
+
+    def run(self, x: Tensor, position: int, keys_values: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """x (E), after it has attended to these."""
+        y = normalize(x, self.weights.input_layernorm)
+        queries = (self.weights.self_attn.q_proj.weight @ y).view(self.heads, self.head_dim)
+        outputs = torch.zeros_like(queries)
+        for head, query in enumerate(turn(queries, position, self.theta)):
+            weights = []
+            values = []
+            for key, value in keys_values:
+                shared = head * len(key) // self.heads  # the kv head of this head's group
+                weights.append(torch.exp(query @ key[shared] / self.head_dim**0.5))
+                values.append(value[shared])
+            for weight, value in zip(weights, values):
+                outputs[head] += weight / sum(weights) * value
+        x = x + self.weights.self_attn.o_proj.weight @ outputs.flatten()
+        y = normalize(x, self.weights.post_attention_layernorm)
+        gate = self.weights.mlp.gate_proj.weight @ y
+        up = self.weights.mlp.up_proj.weight @ y
+        return x + self.weights.mlp.down_proj.weight @ (gate * torch.sigmoid(gate) * up)
+
+
+class SlowDrafter:
+    """The same drafter, written from the paper."""
+
+    def __init__(self, drafter: Drafter):
+        config = drafter.config
+        sizes = drafter.target.config
+        heads = config.num_attention_heads
+        head_dim = sizes.hidden_size // heads
+        layer_heads = config.layer_self_attention_num_attention_heads
+        layer_head_dim = 2 * sizes.num_key_value_heads * sizes.head_dim // layer_heads
+        theta = config.rope_theta
+        self.lsa = Block(drafter.layer_self_attention, layer_heads, layer_head_dim, theta)
+        self.projection = copy.deepcopy(drafter.Ekv2E).double()
+        self.sa = Block(drafter.self_attention, heads, head_dim, theta)
+        self.ca = Block(drafter.cross_attention, heads, head_dim, theta)
+        self.embeddings = drafter.target.embed_tokens.weight.double()
+        self.norm = drafter.target.norm
+        self.sizes = sizes
+        self.reused = {}  # the target's last N layers
+        for i in range(sizes.num_hidden_layers - drafter.N, sizes.num_hidden_layers):
+            layer = drafter.target.layers[i]
+            self.reused[i] = Block(
+                layer, sizes.num_attention_heads, sizes.head_dim, sizes.rope_theta
+            )
+
+    def memory(self, kv: Tensor) -> Tensor:
+        """LSA, mean and projection, of one token's kv (L, 2 Ekv)."""
+        read = [self.lsa.key_value(x, layer) for layer, x in enumerate(kv)]
+        outputs = [self.lsa.run(x, layer, read) for layer, x in enumerate(kv)]
+        return self.projection.weight @ (sum(outputs) / len(outputs)) + self.projection.bias
+
+    def features(self, tokens: list[int], kv: Tensor, i: int, h: int) -> Tensor:
+        """Of token i, where those up to h are verified: kv (h + 1, L, 2 Ekv) is theirs.
+
+        The tokens after h are drafts. The last N layers have no key and value of these but those
+        that the drafter made when it came by, so it comes by all of them.
+        """
+        kv = kv.double()
+        memories = [self.ca.key_value(self.memory(kv[j]), j) for j in range(h + 1)]
+        text = []
+        states = {}
+        for j in range(i + 1):
+            x = self.embeddings[tokens[j]]
+            text.append(self.sa.key_value(x, j))
+            if j > h or j == i:
+                states[j] = self.ca.run(self.sa.run(x, j, text), j, memories)
+        for layer, block in self.reused.items():
+            read = []
+            for j in range(h + 1):
+                heads = kv[j, layer].view(self.sizes.num_key_value_heads, -1)  # (Hkv, 2D)
+                read.append(tuple(heads.chunk(2, dim=-1)))
+            for j in states:
+                if j > h:
+                    read.append(block.key_value(states[j], j))
+                states[j] = block.run(states[j], j, read)
+        return normalize(states[i], self.norm) if self.reused else states[i]
+
+
+GROUPED = {"self_attention_num_key_value_heads": 2}  # two query heads share each
+HORIZONS = [
+    [0, 1, 2, 3, 3, 3, 3, 6, 6, 6, 6, 6],  # as in training: a prompt of four tokens, then two runs
+    [-1] * 12,  # no memory at all
+]
+
+
+@pytest.mark.parametrize("N", [0, 2])
+def test_features_are_those_of_a_slow_drafter_that_is_written_from_the_paper(target, N):
+    drafter = random_drafter(target, target_layer_inference=N, **GROUPED)
+    slow = SlowDrafter(drafter)
+    texts = [random_tokens(12), random_tokens(24)[12:]]
+    kv = torch.cat([read(target, text).kv for text in texts])
+    features = drafter.features(torch.tensor(texts), kv, torch.tensor(HORIZONS))
+    for b, text in enumerate(texts):
+        for i, h in enumerate(HORIZONS[b]):
+            expected = slow.features(text, kv[b, :h + 1], i, h)
+            torch.testing.assert_close(features[b, i].double(), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("N", [0, 2])
+def test_each_step_of_a_draft_is_that_of_a_slow_drafter_that_is_written_from_the_paper(target, N):
+    drafter = random_drafter(target, target_layer_inference=N, **GROUPED)
+    slow = SlowDrafter(drafter)
     state = start_drafting(drafter, 64)
-    for newly_verified, drafted, parents in CYCLES:
+    cache = target.new_cache(64)
+    verified = []
+    draft = given_draft([5, 6, 7, 8, 9], [-1, 0, 1, 1, 3])  # 7 and 8 follow 6, and 9 follows 8
+    for newly_verified in (random_tokens(5), [5, 6], [11]):
         verify(state, cache, newly_verified)
         verified = verified + newly_verified
-        assert state.verified == [len(verified)]
-        steps = step_through(state, drafted, parents)
-        for node in range(len(drafted))[:None if drafter.config.use_cross_attention else 1]:  # others read predictions
-            tokens = verified + path_to(node, drafted, parents)
-            horizon = torch.full((1, len(tokens)), len(verified) - 1)
-            features = drafter.features(torch.tensor([tokens]), read(target, tokens)[1], horizon)
-            torch.testing.assert_close(steps[node], features[0, -1], **CLOSE)
+        kv, _ = read(target, verified)
+        steps = step_through(state, draft)
+        for i in range(len(draft.tokens)):
+            tokens = verified + path_tokens(draft, i)
+            expected = slow.features(tokens, kv[0], len(tokens) - 1, len(verified) - 1)
+            torch.testing.assert_close(steps[i].double(), expected, **CLOSE)
+
+
+# --- Step by step against one pass ---
+
+
+class Cycle(NamedTuple):
+    """Tokens that are verified, then a draft. How a cycle ends is how the next one begins."""
+
+    verified: list[int]
+    drafted: list[int]  # the root first
+    parents: list[int]
+
+
+CYCLES = [
+    Cycle([25, 3, 9, 9, 0, 31, 4], [5, 6, 7, 8], [-1, 0, 1, 2]),
+    # After a rejection.
+    Cycle([5, 6], [1, 2, 3], [-1, 0, 1]),
+    # All were accepted.
+    Cycle([1, 2, 3, 4], [9, 10, 11], [-1, 0, 1]),
+    # Other tokens than the drafted ones were verified. A tree is drafted,
+    Cycle([12, 13], [14, 15, 16, 17, 18, 19, 20], [-1, 0, 0, 0, 1, 3, 3]),
+    # of which not the first branch was accepted.
+    Cycle([14, 17, 19], [18, 19, 20, 21], [-1, 0, 1, 2]),
+    # A tree with the same token on two branches.
+    Cycle([18, 30, 20], [2, 3, 4, 5, 5, 6, 7], [-1, 0, 0, 1, 2, 3, 4]),
+    # Nothing is drafted.
+    Cycle([2, 4, 5, 8], [], []),
+    # A single token is read.
+    Cycle([16, 17], [22], [-1]),
+    Cycle([24], [23, 25], [-1, 0]),
+]
 
 
 @pytest.mark.parametrize("choices", [
-    dict(), dict(target_layer_inference=2), dict(use_cross_attention=False),
-    dict(use_cross_attention=False, target_layer_inference=2, use_layer_self_attention=False)], ids=str)
-def test_a_draft_has_the_features_it_has_in_a_chain_also_after_unverified_tokens(target, choices):
-    drafter, tokens = new_drafter(target, **choices), random_tokens(7)
-    drafted, parents = [14, 15, 16, 17, 18, 19, 20], [-1, 0, 0, 0, 1, 3, 3]
-    features = step_through(state_after(target, drafter, tokens), drafted, parents)
-    for node in range(7):
-        path = path_to(node, drafted, parents)
-        chain = step_through(state_after(target, drafter, tokens), path, chain_parents(len(path)))
-        torch.testing.assert_close(features[node], chain[-1], **CLOSE)
-    state, cache = start_drafting(drafter, 64), target.new_cache(64)
+    {}, N1, N3, {"target_layer_inference": LAYERS}, NO_LSA, NO_LSA | N2,
+    NO_CA, NO_CA | NO_LSA, NO_CA | N2,
+], ids=str)
+def test_drafting_step_by_step_gives_the_features_of_one_pass_under_its_horizon(
+        target, choices, monkeypatch):
+    monkeypatch.setattr(moa, "LSA_TOKENS", 2)  # LSA reads so many tokens at once
+    drafter = random_drafter(target, **choices)
+    state = start_drafting(drafter, 64)
+    cache = target.new_cache(64)
+    verified = []
+    for cycle in CYCLES:
+        verify(state, cache, cycle.verified)
+        verified = verified + cycle.verified
+        assert state.text_length == len(verified)
+        if not cycle.drafted:
+            continue
+        draft = given_draft(cycle.drafted, cycle.parents)
+        steps = step_through(state, draft)
+        # Without CA later drafts read predictions, where one pass reads the true states.
+        comparable = len(draft.tokens) if drafter.config.use_cross_attention else 1
+        for i in range(comparable):
+            tokens = verified + path_tokens(draft, i)
+            horizon = torch.full((1, len(tokens)), len(verified) - 1)
+            kv, _ = read(target, tokens)
+            features = drafter.features(torch.tensor([tokens]), kv, horizon)
+            torch.testing.assert_close(steps[i], features[0, -1], **CLOSE)
+
+
+# After 14 come 15, 16 and 17. 18 follows 15, 19 and 20 follow 17.
+TREE = given_draft([14, 15, 16, 17, 18, 19, 20], [-1, 0, 0, 0, 1, 3, 3])
+KINDS = [{}, N2, NO_CA, NO_CA | NO_LSA | N2]
+
+
+@pytest.mark.parametrize("choices", KINDS, ids=str)
+def test_a_token_of_a_tree_has_the_features_that_it_has_in_a_chain(target, choices):
+    state = state_after(random_drafter(target, **choices), random_tokens(7))
+    features = step_through(state, TREE)
+    for i in range(len(TREE.tokens)):
+        chain = step_through_chain(state, path_tokens(TREE, i))
+        torch.testing.assert_close(features[i], chain[-1], **CLOSE)
+
+
+@pytest.mark.parametrize("choices", KINDS, ids=str)
+def test_an_unverified_chain_stays_until_tokens_are_verified_in_its_place(target, choices):
+    drafter = random_drafter(target, **choices)
+    tokens = random_tokens(7)
+    as_drafts = step_through(state_after(drafter, tokens), TREE)
+    cache = target.new_cache(64)
+    state = start_drafting(drafter, 64, remote=True)
     verify(state, cache, tokens)
     state.draft_unverified(14, 1)
-    state.draft(9, TreeConfig(2))  # which is then dropped
+    state.draft(9, TreeConfig(2))  # which is dropped again
     state.draft_unverified(17, 1)
-    torch.testing.assert_close(state.step([Node(x, state.drafted[-1]) for x in (19, 20)]), features[5:], **CLOSE)
+    torch.testing.assert_close(step_through_chain(state, [19]), as_drafts[5:6], **CLOSE)
+    torch.testing.assert_close(step_through_chain(state, [20]), as_drafts[6:7], **CLOSE)
     verify(state, cache, [14, 15])  # the unverified 17 was wrong
-    expected = state_after(target, drafter, tokens + [14, 15]).step([Node(18, None)])
-    torch.testing.assert_close(state.step([Node(18, None)]), expected, **CLOSE)
-    chain, begun = state.draft(2, TreeConfig(6)).tokens, state.draft_unverified(2, 4)
-    assert begun + state.draft_unverified(begun[-1], 2) == chain  # it goes on after itself
+    expected = step_through_chain(state_after(drafter, tokens + [14, 15]), [18])
+    torch.testing.assert_close(step_through_chain(state, [18]), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("choices", KINDS, ids=str)
+def test_an_unverified_chain_goes_on_as_one_draft_would(target, choices):
+    state = state_after(random_drafter(target, **choices), random_tokens(7), remote=True)
+    root, *chain = state.draft(2, TreeConfig(6)).tokens
+    begun = state.draft_unverified(root, 4)
+    continued = state.draft_unverified(begun[-1], 2)
+    assert begun + continued == chain
+
+
+@pytest.mark.parametrize("choices", [{}, NO_CA], ids=str)
+def test_while_the_server_is_out_of_reach_nothing_is_drafted_for_it(target, choices):
+    cache = target.new_cache(64)
+    state = start_drafting(random_drafter(target, **choices), 64, remote=True)
+    verify(state, cache, random_tokens(7))
+    online = state.draft(2, TreeConfig(3)).tokens
+    state.append_verified(None)
+    assert state.draft(2, TreeConfig(3)).tokens == [2]
+    assert [2] + state.draft_unverified(2, 3) == online  # the text goes on all the same
+    verify(state, cache, online)  # it is back
+    assert len(state.draft(5, TreeConfig(3)).tokens) == 4
 
 
 @pytest.mark.parametrize("N", [1, 2, LAYERS])
 def test_from_the_true_hidden_state_the_draft_distribution_is_the_targets_own(target, N):
-    drafter, tokens = new_drafter(target, target_layer_inference=N), torch.tensor([random_tokens(12)])
-    true_state = target.run_layers(target.embed_tokens(tokens), range(LAYERS - N))
-    kv = read(target, tokens[0].tolist())[1]
-    for horizon in (torch.full((12,), -1), torch.arange(12), torch.arange(12) - 1, torch.arange(12).clamp(max=5)):
+    drafter = random_drafter(target, target_layer_inference=N)
+    tokens = torch.tensor([random_tokens(12)])
+    positions = torch.arange(12)
+    mask = causal_mask(12, past=0, device="cpu")
+    embeddings = target.embed_tokens(tokens)
+    true_state = target.run_layers(embeddings, range(LAYERS - N), positions, mask)
+    kv, _ = read(target, tokens[0].tolist())
+    none = torch.full((12,), -1)
+    for horizon in (none, positions, positions - 1, positions.clamp(max=5)):
         features = drafter.infer_target_layers(true_state, kv, horizon.unsqueeze(0))
-        torch.testing.assert_close(drafter.logits(features), target(tokens), **CLOSE)
+        torch.testing.assert_close(drafter.head.logits(features), target(tokens), **CLOSE)
 
 
 @pytest.mark.parametrize("N", [0, 1, 3])
 def test_features_do_not_depend_on_memory_beyond_the_horizon_nor_on_later_tokens(target, N):
-    drafter, tokens = new_drafter(target, target_layer_inference=N), torch.tensor([random_tokens(12)])
-    kv, horizon = read(target, tokens[0].tolist())[1], torch.arange(12).clamp(max=4).unsqueeze(0)
-    features, none = drafter.features(tokens, kv, horizon), torch.full((1, 12), -1)
-    other_kv = torch.cat([kv[:, :5], torch.randn_like(kv[:, 5:])], dim=1)  # positions 0..4 lie within the horizon
-    torch.testing.assert_close(drafter.features(tokens, other_kv, horizon), features)
-    assert torch.equal(drafter.features(tokens, other_kv, none), drafter.features(tokens, kv, none))
-    other_kv[:, 4] = torch.randn_like(kv[:, 4])
-    changed = (drafter.features(tokens, other_kv, horizon) - features).abs().amax(-1)[0] > 1e-4
+    drafter = random_drafter(target, target_layer_inference=N)
+    tokens = torch.tensor([random_tokens(12)])
+    kv, _ = read(target, tokens[0].tolist())
+    horizon = torch.arange(12).clamp(max=4).unsqueeze(0)
+    none = torch.full((1, 12), -1)
+    features = drafter.features(tokens, kv, horizon)
+
+    beyond = kv.clone()
+    beyond[:, 5:] = torch.randn_like(kv[:, 5:])
+    torch.testing.assert_close(drafter.features(tokens, beyond, horizon), features)
+    without = drafter.features(tokens, kv, none)
+    assert torch.equal(drafter.features(tokens, beyond, none), without)
+
+    at_horizon = kv.clone()
+    at_horizon[:, 4] = torch.randn_like(kv[:, 4])
+    difference = drafter.features(tokens, at_horizon, horizon) - features
+    changed = difference.abs().amax(-1)[0] > 1e-4
     assert changed.tolist() == [False] * 4 + [True] * 8
-    other_tokens = tokens.clone()
-    other_tokens[0, 8:] = (tokens[0, 8:] + 1) % V
-    torch.testing.assert_close(drafter.features(other_tokens, kv, horizon)[:, :8], features[:, :8])
+
+    later = tokens.clone()
+    later[0, 8:] = (tokens[0, 8:] + 1) % VOCABULARY
+    torch.testing.assert_close(drafter.features(later, kv, horizon)[:, :8], features[:, :8])
 
 
 def test_a_cycle_costs_its_new_tokens_only(target):
-    drafter, rows, cache = new_drafter(target), Counter(), target.new_cache(64)
-    for name, module in (("SA keys", drafter.self_attention.input_layernorm), ("SA", drafter.self_attention),
-                         ("LSA", drafter.layer_self_attention), ("memory", drafter.Ekv2E)):
-        module.register_forward_pre_hook(
-            lambda module, inputs, name=name: rows.update({name: inputs[0].shape[:-1].numel()}))
+    drafter = random_drafter(target)
+    rows = Counter()
+    modules = {
+        "SA keys": drafter.self_attention.input_layernorm,
+        "SA": drafter.self_attention,
+        "LSA": drafter.layer_self_attention,
+        "memory": drafter.Ekv2E,
+    }
+
+    def count_rows(name: str):
+        def hook(module, inputs):
+            x, *_ = inputs
+            rows[name] += x.shape[:-1].numel()
+        return hook
+
+    for name, module in modules.items():
+        module.register_forward_pre_hook(count_rows(name))
     state = start_drafting(drafter, 64)
-    for tokens, drafted, parents in CYCLES:
+    cache = target.new_cache(64)
+    for verified, drafted, parents in CYCLES:
         rows.clear()
-        verify(state, cache, tokens)
-        step_through(state, drafted, parents)
-        count, drafts = len(tokens), len(drafted)  # of verified tokens, SA has the keys and values alone to compute
-        assert rows == Counter({"SA keys": count + drafts, "SA": drafts, "LSA": count * LAYERS, "memory": count})
+        verify(state, cache, verified)
+        if drafted:
+            step_through(state, given_draft(drafted, parents))
+        # Of verified tokens SA computes keys and values, and nothing else.
+        assert rows["SA keys"] == len(verified) + len(drafted)
+        assert rows["SA"] == len(drafted)
+        assert rows["LSA"] == len(verified) * LAYERS
+        assert rows["memory"] == len(verified)
 
 
-@pytest.mark.parametrize("choices", [
-    dict(), dict(target_layer_inference=2), dict(use_cross_attention=False), dict(use_layer_self_attention=False),
-    dict(draft_vocabulary=PARTIAL)], ids=str)
-def test_packed_it_drafts_the_same_and_in_bfloat16_almost_the_same(target, choices, monkeypatch):
-    drafter, tokens, tree = new_drafter(target, **choices), random_tokens(9), TreeConfig(3, 4, 12)
-    for bfloat16, tolerance in ((False, 1e-5), (True, 0.02)):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)  # slower if it is not, as exact
-        twin = copy.deepcopy(target)
-        packed = new_drafter(twin, **choices).to_bfloat16().pack()
-        state = state_after(twin.pack(), packed, tokens)
-        packs = can_pack(torch.ones(1))  # elsewhere it stays as it is, and all below holds too
-        assert packed.dtype == state.self_cache.kv.dtype == (torch.bfloat16 if bfloat16 and packs else torch.float32)
-        assert packed.rotary.dtype == twin.norm.weight.dtype == torch.float32
-        if not bfloat16:
-            assert not packs or packed.self_attention.self_attn.o_proj.weight is None is packed.head_weight
-            assert state.draft(2, tree) == state_after(target, drafter, tokens).draft(2, tree)
-        for rows in range(1, 18, 8 if bfloat16 else 1):
-            drafts = random_tokens(1 + rows), [-1] + [0] * rows
-            features = step_through(state_after(twin, packed, tokens), *drafts)
-            expected = step_through(state_after(target, drafter, tokens), *drafts)
-            assert (features - expected).norm() < tolerance * expected.norm()
-            logits = drafter.logits(expected)
-            assert (packed.logits(features) - logits).norm() < tolerance * logits.norm()
+# --- Drafts, and what they are drawn from ---
 
 
-# Drafts --------------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("vocabulary", [None, PARTIAL])
-def test_a_draft_is_drawn_from_exactly_the_q_it_reports(target, vocabulary, quantize, monkeypatch):
+def test_the_first_token_is_drawn_from_exactly_the_q_that_is_reported(
+        target, vocabulary, remote, monkeypatch):
     monkeypatch.setattr(moa, "Q_TOKENS", 4)
-    drafter, sampling = new_drafter(target, draft_vocabulary=vocabulary), Sampling(0.7, 0.9, torch.Generator())
-    tokens, counts, allowed = random_tokens(6), torch.zeros(V), torch.tensor(vocabulary or range(V))
+    drafter = random_drafter(target, draft_vocabulary=vocabulary)
+    tokens = random_tokens(6)
+    state = state_after(drafter, tokens, Sampling(0.7, 0.9, seeded()), remote)
+    counts = torch.zeros(VOCABULARY)
     for _ in range(300):
-        draft = state_after(target, drafter, tokens, sampling, quantize).draft(2, TreeConfig(1))
-        counts[draft.tokens[0]] += 1
+        draft = state.draft(2, TreeConfig(1))
+        counts[draft.tokens[1]] += 1
     q = draft.q[0]
-    assert (counts[q == 0] == 0).all() and q.sum() == pytest.approx(1)  # nothing beyond top-p or the draft vocabulary
-    assert ((counts - 300 * q).abs() <= 4.5 * (300 * q * (1 - q)).sqrt() + 1).all()
-    features = state_after(target, drafter, tokens).step([Node(2, None)])[0]
-    own = probabilities(target.lm_head(features)[allowed], 0.7, 0.9)
-    if quantize:
-        own = dequantize_probabilities(*quantize_probabilities(own), len(own))
-        assert (own > 0).sum() <= 4 and torch.equal(dequantize_probabilities(*quantize_probabilities(q), V), q)
-    torch.testing.assert_close(q, torch.zeros(V).index_copy(0, allowed, own))
+    assert (counts[q == 0] == 0).all()  # nothing beyond top-p or the draft vocabulary
+    assert q.sum() == pytest.approx(1)
+    deviation = (300 * q * (1 - q)).sqrt()  # of a binomial count; 4.5 of them: 1 in 150 000
+    assert ((counts - 300 * q).abs() <= 4.5 * deviation + 1).all()
+
+    allowed = torch.tensor(vocabulary or range(VOCABULARY))
+    features = step_through_chain(state_after(drafter, tokens), [2])  # (1, E)
+    own = probabilities(target.lm_head(features)[:, allowed], 0.7, 0.9)
+    if remote:
+        own = dequantize_probabilities(*quantize_probabilities(own), len(allowed))
+        assert own.count_nonzero() <= 4
+        sent = dequantize_probabilities(*quantize_probabilities(q[None]), VOCABULARY)
+        assert torch.equal(sent, q[None])  # nothing is lost
+    torch.testing.assert_close(q[None], torch.zeros(1, VOCABULARY).index_copy(1, allowed, own))
+
+
+def tied_target() -> Llama:
+    """In bfloat16, with 8192 tokens of which always 128 have the same logit."""
+    torch.manual_seed(0)
+    target = Llama(replace(SIZES, vocab_size=8192)).bfloat16()
+    target.lm_head.weight.copy_(torch.randn(64, 32).repeat(128, 1))
+    target.finish()  # the rotary table is in float32 again
+    return target
+
+
+def check_drawn(draft: Draft, temperature: float, generator: torch.Generator) -> None:
+    """Each of 12 tokens is what a twin of its generator draws from the q that is reported."""
+    assert len(draft.tokens) == 1 + 12
+    assert len(draft.q) == (12 if temperature > 0 else 0)
+    for newest, q in draft.q.items():
+        token = draft.tokens[newest + 1]
+        assert q[token] > 0
+        assert sample(q, generator) == token
+        least = q[q > 0].min()
+        assert (q == least).sum() >= 128  # tokens that tie are in it together
+
+
+SAMPLINGS = [(1.0, 0.3), (0.7, 0.9), (0.0, 1.0), (3.0, 0.95), (1.0, 0.5)]  # temperature, top-p
+
+
+def test_chains_of_many_rows_are_drawn_from_exactly_the_q_they_report_although_logits_tie():
+    """With top-p, rows whose q is flat need more tokens to be looked at than the others."""
+    target = tied_target()
+    state = BatchDraftState(random_drafter(target), rows=5, capacity=64)
+    cache = RaggedKVCache(target.new_cache(64, 5).kv)
+    start_rows([cache, *state.caches], 5)
+    append_tokens(state, cache, [random_tokens(count) for count in (3, 9, 4, 6, 2)])
+    samplings = [Sampling(t, top_p, seeded(i)) for i, (t, top_p) in enumerate(SAMPLINGS)]
+    drafts = state.draft_chains([1, 2, 3, 4, 5], 12, samplings)
+    for row, draft in enumerate(drafts):
+        check_drawn(draft, samplings[row].temperature, seeded(row))
+
+
+@pytest.mark.parametrize("temperature, top_p", SAMPLINGS)
+def test_a_chain_is_drawn_from_exactly_the_q_it_reports_although_logits_tie(temperature, top_p):
+    sampling = Sampling(temperature, top_p, seeded())
+    state = state_after(random_drafter(tied_target()), random_tokens(6), sampling)
+    check_drawn(state.draft(2, TreeConfig(12)), temperature, seeded())
+
+
+def test_every_token_of_a_tree_has_positive_probability_in_the_q_it_reports_although_logits_tie():
+    sampling = Sampling(0.8, 0.5, seeded())
+    state = state_after(random_drafter(tied_target()), random_tokens(6), sampling)
+    draft = state.draft(2, TreeConfig(5, 4, 60))
+    assert len(draft.tokens) == 1 + 60
+    for i in range(1, 1 + 60):
+        assert draft.q[draft.parents[i]][draft.tokens[i]] == draft.probabilities[i] > 0
 
 
 def test_a_quantized_q_is_close_to_q_and_unchanged_by_quantizing_it_again():
-    q = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)).mul(4).softmax(-1)
+    q = torch.randn(5, 300).mul(4).softmax(-1)
     ids, weights = quantize_probabilities(q)
-    assert ids.shape == weights.shape == (5, 64) and (ids.dtype, weights.dtype) == (torch.int32, torch.uint8)
+    assert ids.shape == weights.shape == (5, 64)
+    assert ids.dtype == torch.int32
+    assert weights.dtype == torch.uint8
     coarse = dequantize_probabilities(ids, weights, 300)
     torch.testing.assert_close(coarse.sum(-1), torch.ones(5))
-    assert torch.equal(coarse.argmax(-1), q.argmax(-1)) and (coarse - q).abs().sum(-1).max() < 0.1
+    assert torch.equal(coarse.argmax(-1), q.argmax(-1))
+    assert (coarse - q).abs().sum(-1).max() < 0.1
     assert torch.equal(dequantize_probabilities(*quantize_probabilities(coarse), 300), coarse)
 
 
-@pytest.mark.parametrize("room, least", [(1, 0.0), (4, 0.0), (9, 0.0), (9, 0.1)])
-def test_how_many_children_each_leaf_has_is_settled_before_they_are_drawn(room, least):
-    q = probabilities(torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), 0.5, 0.95)
-    likeliest = expand_leaves(q, [0.5, 0.3, 0.2], room, least, Sampling())
-    sampling = Sampling(1.0, 1.0, torch.Generator())
-    draws = [expand_leaves(q, [0.5, 0.3, 0.2], room, least, sampling) for _ in range(20)]
+def chi_square(drawn: Tensor, p: Tensor) -> float:
+    """Pearson's statistic of draws from p. Infinite where something of probability 0 was drawn."""
+    expected = len(drawn) * p
+    terms = (drawn.bincount(minlength=len(p)) - expected) ** 2 / expected
+    return terms.nan_to_num(0, posinf=math.inf).sum().item()
+
+
+def test_gumbel_topk_draws_without_replacement_in_the_order_of_sampling():
+    p = torch.tensor([0.5, 0.25, 0.15, 0.1])
+    pairs = gumbel_topk(p.expand(40_000, -1), 2, seeded())
+    drawn = 4 * pairs[:, 0] + pairs[:, 1]
+    joint = p[:, None] * p / (1 - p)[:, None]  # a, then b: p(a) p(b) / (1 - p(a))
+    joint.fill_diagonal_(0)
+    assert chi_square(drawn, joint.flatten()) < 31.3  # 11 degrees of freedom: 1 seed in 1000
+    assert chi_square(drawn, joint.T.flatten()) > 31.3  # the other order is noticed
+
+
+LEAVES = [1, 2, 3]
+
+
+def draft_of_leaves() -> Draft:
+    draft = Draft(0)
+    for leaf, probability in zip(LEAVES, (0.5, 0.3, 0.2)):
+        draft.add(leaf, 0, probability)
+    return draft
+
+
+@pytest.mark.parametrize("count, least", [(1, 0.0), (4, 0.0), (9, 0.0), (9, 0.1)])
+def test_the_likeliest_choices_are_those_of_the_likeliest_paths_and_no_path_under_the_minimum(
+        count, least):
+    q = probabilities(torch.randn(3, 8), 0.5)
+    choices = likeliest_choices(draft_of_leaves(), LEAVES, q, count, least)
+    found = {(choice.leaf, choice.output) for choice in choices}
+    assert len(found) == len(choices)
+    values = {}
+    for leaf, path_probability in enumerate((0.5, 0.3, 0.2)):
+        for output in range(8):
+            values[leaf, output] = path_probability * q[leaf, output].item()
+    likeliest = sorted(values, key=lambda pair: -values[pair])[:count]
+    assert found == {pair for pair in likeliest if values[pair] >= least}
+    assert (len(choices) < count) == (least > 0)
+
+
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_how_many_children_each_leaf_has_is_settled_before_they_are_drawn(count):
+    q = probabilities(torch.randn(3, 8), 0.5, 0.95)
+    likeliest = likeliest_choices(draft_of_leaves(), LEAVES, q, count, 0.0)
+    children = Counter(choice.leaf for choice in likeliest)
+    generator = seeded()
+    draws = [draw_choices(likeliest, q, generator) for _ in range(20)]
     for drawn in draws:
-        assert [leaf for leaf, _, _ in drawn] == [leaf for leaf, _, _ in likeliest]
-        assert all(value == pytest.approx(q[leaf, x].item() * [0.5, 0.3, 0.2][leaf]) for leaf, x, value in drawn)
-    assert len(set(map(str, draws))) > 1
+        assert Counter(choice.leaf for choice in drawn) == children
+        assert len({(choice.leaf, choice.output) for choice in drawn}) == len(drawn)
+        for choice in drawn:
+            assert choice.probability == q[choice.leaf, choice.output] > 0
+    assert len(set(map(tuple, draws))) > 1
 
 
-@pytest.mark.parametrize("least", [0.0, 0.02])
+@pytest.mark.parametrize("least", [0.0, 0.05])
 @pytest.mark.parametrize("N", [0, 1, 3])
 def test_a_greedy_tree_has_the_paths_that_the_drafter_finds_likeliest_of_all(target, N, least):
-    verified, depth, count = random_tokens(6), 3, 20
-    drafter = new_drafter(target, target_layer_inference=N, draft_vocabulary=PARTIAL)
-    endings = list(itertools.product(range(len(PARTIAL)), repeat=depth))
-    tokens = torch.tensor([verified + [2] + [PARTIAL[choice] for choice in ending] for ending in endings])  # (B, T)
-    kv = torch.nn.functional.pad(read(target, verified)[1], (0, 0, 0, 0, 0, 1 + depth)).expand(len(tokens), -1, -1, -1)
-    features = drafter.features(tokens, kv, torch.full_like(tokens, len(verified) - 1))[:, len(verified):-1]
-    q = drafter.logits(3 * features).softmax(-1).gather(-1, torch.tensor(endings)[..., None])[..., 0].cumprod(-1)
-    values = {tuple(tokens[i, -depth:][:n].tolist()): q[i, n - 1].item() for i in range(len(q)) for n in (1, 2, 3)}
-    best = {path for path in sorted(values, key=lambda path: -values[path])[:count] if values[path] >= least}
+    verified = random_tokens(6)
+    depth = 3
+    count = 20
+    drafter = random_drafter(target, target_layer_inference=N, draft_vocabulary=PARTIAL)
+    logits = drafter.head.logits
+    # Sharper, so that distributions are not all alike and deep paths beat shallow ones.
+    drafter.head.logits = lambda features: logits(3 * features)
 
-    logits = drafter.logits
-    drafter.logits = lambda features: logits(3 * features)  # not all alike, so that deep paths beat shallow ones
-    draft = state_after(target, drafter, verified).draft(2, TreeConfig(depth, count, count, min_probability=least))
-    assert set(paths(draft)) == best and len(paths(draft)) == len(best) and max(map(len, paths(draft))) == depth
-    assert all(parent < child for child, parent in enumerate(draft.parents))
+    # By one pass over every path of three tokens.
+    endings = list(itertools.product(range(len(PARTIAL)), repeat=depth))
+    texts = []
+    for ending in endings:
+        texts.append(verified + [2] + [PARTIAL[choice] for choice in ending])
+    tokens = torch.tensor(texts)  # (B, T)
+    kv, _ = read(target, verified)
+    kv = nn.functional.pad(kv, (0, 0, 0, 0, 0, 1 + depth)).expand(len(tokens), -1, -1, -1)
+    horizon = torch.full_like(tokens, len(verified) - 1)
+    features = drafter.features(tokens, kv, horizon)[:, len(verified):-1]
+    q = drafter.head.logits(features).softmax(-1)  # (B, depth, draft vocabulary)
+    q = q.gather(-1, torch.tensor(endings).unsqueeze(-1)).squeeze(-1)
+    path_probabilities = q.cumprod(-1)  # (B, depth)
+    values = {}
+    for text, row in zip(texts, path_probabilities.tolist()):
+        path = tuple(text[-depth:])
+        for length in range(1, depth + 1):
+            values[path[:length]] = row[length - 1]
+    likeliest = sorted(values, key=lambda path: -values[path])[:count]
+    expected = {path for path in likeliest if values[path] >= least}
+    assert (len(expected) < count) == (least > 0)
+
+    tree = TreeConfig(depth, count, count, min_probability=least)
+    draft = state_after(drafter, verified).draft(2, tree)
+    found = paths(draft)
+    assert set(found) == expected
+    assert len(found) == len(expected)
+    assert max(map(len, found)) == depth
+    for i, path in enumerate(found, start=1):
+        assert draft.parents[i] < i
+        assert draft.path_probabilities[i] == pytest.approx(values[path], rel=1e-3)
+        before = draft.path_probabilities[draft.parents[i]]
+        assert draft.probabilities[i] == pytest.approx(values[path] / before, rel=1e-3)
 
 
 @pytest.mark.parametrize("N", [0, 2])
 def test_a_token_of_a_tree_is_drawn_from_what_the_drafter_makes_of_its_own_path(target, N):
-    drafter, verified = new_drafter(target, target_layer_inference=N), random_tokens(6)
-    sampling = Sampling(1.0, 1.0, torch.Generator().manual_seed(0))
-    draft = state_after(target, drafter, verified, sampling).draft(2, TreeConfig(4, 3, 16))
-    parents = sorted(set(draft.parents))
-    assert len(parents) == len(draft.q) > 6 and max(map(len, paths(draft))) == 4
-    for parent, q in zip(parents, draft.q):
-        tokens = torch.tensor([verified + [2] + (path_to(parent, draft.tokens, draft.parents) if parent >= 0 else [])])
-        kv, horizon = read(target, tokens[0].tolist())[1], torch.full_like(tokens, len(verified) - 1)
-        features = drafter.features(tokens, kv, horizon)[0, -1]
-        torch.testing.assert_close(q, probabilities(drafter.logits(features), 1.0), **CLOSE)
+    drafter = random_drafter(target, target_layer_inference=N)
+    verified = random_tokens(6)
+    state = state_after(drafter, verified, Sampling(1.0, 1.0, seeded()))
+    draft = state.draft(2, TreeConfig(4, 3, 16))
+    assert set(draft.q) == set(draft.parents[1:])
+    assert len(draft.q) > 6
+    assert max(map(len, paths(draft))) == 4
+    for parent, q in draft.q.items():
+        text = verified + path_tokens(draft, parent)
+        kv, _ = read(target, text)
+        horizon = torch.full((1, len(text)), len(verified) - 1)
+        features = drafter.features(torch.tensor([text]), kv, horizon)[0, -1]
+        torch.testing.assert_close(q, probabilities(drafter.head.logits(features), 1.0), **CLOSE)
+        for child in draft.children(parent):
+            assert draft.parents[child] == parent
+            assert draft.probabilities[child] == q[draft.tokens[child]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("tree", [TreeConfig(1), TreeConfig(12), TreeConfig(3, 2, 6), TreeConfig(5, 2, 30),
-                                  TreeConfig(2, 8, 12), TreeConfig(6, 3, 8)], ids=str)
+@pytest.mark.parametrize("tree", [
+    TreeConfig(1), TreeConfig(12), TreeConfig(3, 2, 6), TreeConfig(5, 2, 30), TreeConfig(2, 8, 12),
+    TreeConfig(6, 3, 8),
+], ids=str)
 def test_a_draft_is_as_large_as_its_config_says_and_no_larger(target, tree, temperature):
-    sampling = Sampling(temperature, 1.0, torch.Generator().manual_seed(0))
-    draft = state_after(target, new_drafter(target), random_tokens(6), sampling).draft(2, tree)
-    assert len(draft.tokens) == (tree.depth if tree.top_k == 1 else tree.total_tokens)
-    deepest = max(map(len, paths(draft)))
-    assert deepest == tree.depth if temperature > 0 else deepest <= tree.depth
-    expanded = Counter(len(paths(draft)[parent]) for parent in set(draft.parents) - {-1})
-    assert max(expanded.values(), default=0) <= tree.top_k
-    assert len(set(paths(draft))) == len(draft.tokens)  # no token twice among siblings
+    sampling = Sampling(temperature, 1.0, seeded())
+    state = state_after(random_drafter(target), random_tokens(6), sampling)
+    draft = state.draft(2, tree)
+    found = paths(draft)
+    assert len(found) == (tree.depth if tree.top_k == 1 else tree.total_tokens)
+    assert draft.is_chain or tree.top_k > 1
+    deepest = max(map(len, found))
+    assert deepest == tree.depth or temperature == 0 and deepest < tree.depth
+    expanded = Counter(len(path_tokens(draft, parent)) for parent in set(draft.parents[1:]))
+    assert max(expanded.values()) <= tree.top_k
+    assert len(state.expanded) <= 1 + tree.top_k * (tree.depth - 1)  # the root, then each level
+    assert len(set(found)) == len(found)  # no token twice among siblings
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_a_draft_ends_where_the_drafter_is_no_longer_confident(target, top_k):
     depths = []
     for least in (0.0, 1e-4, 1e-2, 0.999):
-        state = state_after(target, new_drafter(target), random_tokens(6), Sampling(1.0, 1.0, torch.Generator()))
-        depths.append(max(map(len, paths(state.draft(2, TreeConfig(8, top_k, 64, least))))))
+        sampling = Sampling(1.0, 1.0, seeded())
+        state = state_after(random_drafter(target), random_tokens(6), sampling)
+        draft = state.draft(2, TreeConfig(8, top_k, 64, least))
+        depths.append(max(map(len, paths(draft))))
     assert depths[0] == 8 > depths[1] > depths[2] > depths[3] == 1
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+# --- Many conversations at once ---
+
+
+def start_rows(caches: list[RaggedKVCache], count: int) -> None:
+    """Take so many rows more, which are empty."""
+    for cache in caches:
+        cache.lengths += [0] * count
+
+
+def append_tokens(state: BatchDraftState, cache: RaggedKVCache, tokens: list[list[int]]) -> None:
+    """The target reads new tokens in each row, some perhaps none, and the drafter their memory."""
+    target = state.drafter.target
+    longest = max(map(len, tokens))
+    padded = torch.tensor([new + [0] * (longest - len(new)) for new in tokens])  # (B, T)
+    hidden = ragged_hidden(target, padded, cache)  # (B, T, E)
+    hidden_rows = []
+    for row, new in enumerate(tokens):
+        cache.lengths[row] += len(new)
+        hidden_rows.append(hidden[row, :len(new)])
+    state.append_verified(list(range(len(tokens))), tokens, cache, hidden_rows)
+
+
+class BatchCycle(NamedTuple):
+    """How many tokens are verified in each row, which may be a new one, and which row then ends."""
+
+    counts: list[int]
+    ends: int | None = None
+
+
+BATCH_CYCLES = [
+    BatchCycle([6]),
+    BatchCycle([0, 3]),
+    BatchCycle([0, 0, 8]),
+    BatchCycle([1, 5, 2], ends=0),
+    BatchCycle([3, 1]),
+    BatchCycle([2, 4], ends=1),
+    BatchCycle([3]),
+]
+
+
+@pytest.mark.parametrize("temperature, top_p", [(0.0, 1.0), (0.8, 1.0), (0.8, 0.7)])
 @pytest.mark.parametrize("N", [0, 1])
-def test_many_conversations_draft_what_each_would_alone(target, N, temperature):
-    drafter, K, texts = new_drafter(target, target_layer_inference=N, draft_vocabulary=PARTIAL), 4, []
-    state, cache = BatchDraftState(drafter, 64, rows=3), target.new_cache(64, 3)
-    caches = cache, state.self_cache, state.cross_cache, state.reused_cache
-    for each in caches:
-        each.lengths = []
-    for counts, dropped in [  # newly verified tokens of each row, which may be new; the row that then ends
-            ([6], None), ([0, 3], None), ([0, 0, 8], None), ([1, 5, 2], 0), ([3, 1], None), ([2, 4], 1), ([3], None)]:
+def test_many_conversations_draft_what_each_would_alone(
+        target, N, temperature, top_p, monkeypatch):
+    monkeypatch.setattr(llama, "GROUP", 2)  # rows that attend together
+    K = 4
+    drafter = random_drafter(target, target_layer_inference=N, draft_vocabulary=PARTIAL)
+    state = BatchDraftState(drafter, rows=3, capacity=64)
+    cache = RaggedKVCache(target.new_cache(64, 3).kv)
+    caches = [cache, *state.caches]
+    texts = []
+    for counts, ends in BATCH_CYCLES:
         if len(counts) > len(texts):
             texts.append([])
+            start_rows(caches, 1)
+        tokens = [torch.randint(VOCABULARY, (count,)).tolist() for count in counts]
+        append_tokens(state, cache, tokens)
+        for text, new in zip(texts, tokens):
+            text += new
+        newest = list(range(len(texts)))
+        samplings = [Sampling(temperature, top_p, seeded(row)) for row in newest]
+        for row, draft in enumerate(state.draft_chains(newest, K, samplings)):
+            sampling = Sampling(temperature, top_p, seeded(row))
+            alone = state_after(drafter, texts[row], sampling).draft(row, TreeConfig(K))
+            assert draft.tokens == alone.tokens
+            assert draft.parents == alone.parents
+            assert draft.probabilities == pytest.approx(alone.probabilities, rel=1e-4)
+            torch.testing.assert_close(draft.q, alone.q, **CLOSE)
+        if ends is not None:  # the last row takes its place
+            last = texts.pop()
+            if ends < len(texts):
+                texts[ends] = last
             for each in caches:
-                each.lengths.append(0)
-        tokens, starts = torch.randint(V, (len(counts), max(counts))), cache.lengths
-        hidden = target.hidden(tokens, cache)  # (B, T, E)
-        cache.lengths = [start + count for start, count in zip(starts, counts)]
-        rows, steps = zip(*[(row, i) for row, count in enumerate(counts) for i in range(count)])
-        state.append_verified(drafter.build_memory(
-            tokens[rows, steps].tolist(), cache, [starts[row] + i for row, i in zip(rows, steps)],
-            hidden[rows, steps][None], list(rows)))
-        texts = [text + new[:count] for text, new, count in zip(texts, tokens.tolist(), counts)]
-        samplings = [Sampling(temperature, 1.0, torch.Generator().manual_seed(row)) for row in range(len(texts))]
-        twins = copy.deepcopy(samplings)
-        for row, draft in enumerate(state.draft_rows(list(range(len(texts))), K, samplings)):
-            alone = state_after(target, drafter, texts[row], twins[row]).draft(row, TreeConfig(K))
-            assert (draft.token, draft.tokens, draft.parents) == (alone.token, alone.tokens, alone.parents)
-            assert draft.q is alone.q is None or torch.allclose(draft.q, alone.q, **CLOSE)
-        if dropped is not None:
-            texts[dropped] = texts[-1]
-            texts.pop()
-            for each in caches:
-                each.move_row(len(texts), dropped)
+                each.move_row(len(texts), ends)
                 each.lengths.pop()
 
 
+# --- Ablations ---
+
+
 def test_without_lsa_the_memory_is_a_function_of_the_last_hidden_state_only(target):
-    drafter, tokens = new_drafter(target, use_layer_self_attention=False), random_tokens(8)
-    _, kv, hidden = read(target, tokens)
-    torch.testing.assert_close(drafter.memory(torch.randn_like(kv), hidden), drafter.Ekv2E(hidden))
+    drafter = random_drafter(target, **NO_LSA)
+    kv, hidden = read(target, random_tokens(8))
+    memory = drafter.build_memory(torch.randn_like(kv), hidden)
+    torch.testing.assert_close(memory, drafter.Ekv2E(hidden))
 
 
-@pytest.mark.parametrize("use_lsa", [True, False])
-def test_without_ca_the_horizon_has_no_effect_and_a_draft_reads_what_was_predicted_before_it(target, use_lsa):
-    drafter = new_drafter(target, use_cross_attention=False, use_layer_self_attention=use_lsa)
-    tokens, horizons = torch.tensor([random_tokens(10)]), (torch.full((1, 10), -1), torch.arange(10).unsqueeze(0))
-    kv = read(target, tokens[0].tolist())[1]
-    assert torch.equal(*(drafter.features(tokens, kv, horizon) for horizon in horizons))
-    verified = tokens[0, :7].tolist()  # while drafting, what was predicted at a draft stands in for its memory
-    steps = step_through(state_after(target, drafter, verified), tokens[0, 7:].tolist(), chain_parents(3))
-    _, kv, hidden = read(target, verified)
-    memory = torch.cat([drafter.memory(kv, hidden), (steps if use_lsa else drafter.Ekv2E(steps))[None]], dim=1)
-    torch.testing.assert_close(drafter.cross_attend(drafter.self_attend(tokens), memory, None)[0, 7:], steps, **CLOSE)
+@pytest.mark.parametrize("choices", [NO_CA, NO_CA | NO_LSA], ids=str)
+def test_without_ca_the_horizon_has_no_effect_and_a_draft_reads_what_was_predicted_before_it(
+        target, choices):
+    drafter = random_drafter(target, **choices)
+    tokens = torch.tensor([random_tokens(10)])
+    kv, _ = read(target, tokens[0].tolist())
+    none = torch.full((1, 10), -1)
+    everything = torch.arange(10).unsqueeze(0)
+    without = drafter.features(tokens, kv, none)
+    assert torch.equal(drafter.features(tokens, kv, everything), without)
+
+    # While drafting, what was predicted at a draft stands in for its memory.
+    verified = tokens[0, :7].tolist()
+    steps = step_through_chain(state_after(drafter, verified), tokens[0, 7:].tolist())
+    kv, hidden = read(target, verified)
+    predicted = steps if drafter.config.use_layer_self_attention else drafter.Ekv2E(steps)
+    memory = torch.cat([drafter.build_memory(kv, hidden), predicted[None]], dim=1)
+    expected = drafter.cross_attend(drafter.self_attend(tokens), memory, none)[0, 7:]
+    torch.testing.assert_close(steps, expected, **CLOSE)
 
 
-# Checkpoints ---------------------------------------------------------------------------------------------------------
+# --- Fast on a CPU ---
 
-AUTHORS_NAMES = {f"{block}.{part}.weight" for block in ("self_attention", "cross_attention", "layer_self_attention")
-                 for part in ("input_layernorm", "post_attention_layernorm", *(f"self_attn.{x}_proj" for x in "qkvo"),
-                              *(f"mlp.{x}_proj" for x in ("gate", "up", "down")))} | {"Ekv2E.weight", "Ekv2E.bias"}
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.parametrize("choices", [
+    {}, N2, NO_CA, NO_LSA, {"draft_vocabulary": PARTIAL},
+], ids=str)
+def test_packed_it_drafts_the_same_and_in_bfloat16_almost_the_same(
+        target, choices, bfloat16, monkeypatch):
+    # A CPU that lacks bfloat16's instructions is slower in it, but as exact.
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
+    drafter = random_drafter(target, **choices)
+    twin = copy.deepcopy(target)
+    packed = to_bfloat16(random_drafter(twin, **choices))
+    pack_together(twin, [packed])
+    tokens = random_tokens(9)
+    state = state_after(packed, tokens)
+    expected_state = state_after(drafter, tokens)
+    assert packed.rotary.dtype == torch.float32
+    packs = can_pack(torch.ones(1))  # elsewhere it stays as it is, and all below holds too
+    dtype = torch.bfloat16 if bfloat16 and packs else torch.float32
+    assert packed.dtype == state.self_cache.kv.dtype == dtype
+    if packs and not bfloat16:
+        assert isinstance(packed.self_attention.self_attn, PackedAttention)
+        head = packed.head.linear if isinstance(packed.head, LimitedHead) else twin.lm_head
+        assert isinstance(head, PackedLinear)
+    if not bfloat16:
+        draft = state.draft(2, TreeConfig(3, 4, 12))
+        expected = expected_state.draft(2, TreeConfig(3, 4, 12))
+        assert draft.tokens == expected.tokens
+        assert draft.parents == expected.parents
+        assert draft.probabilities == pytest.approx(expected.probabilities, rel=1e-4)
+    tolerance = 0.02 if bfloat16 else 1e-5
+    for count in (1, 9, 17) if bfloat16 else range(1, 18):
+        draft = given_draft(random_tokens(1 + count), [-1] + [0] * count)
+        features = step_through(state, draft)
+        expected = step_through(expected_state, draft)
+        assert (features - expected).norm() < tolerance * expected.norm()
+        logits = drafter.head.logits(expected)
+        assert (packed.head.logits(features) - logits).norm() < tolerance * logits.norm()
+
+
+# --- Checkpoints ---
+
+PARTS = ["input_layernorm", "post_attention_layernorm"]
+PARTS += [f"self_attn.{x}_proj" for x in "qkvo"]
+PARTS += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+AUTHORS_NAMES = {"Ekv2E.weight", "Ekv2E.bias"}
+for layer in ("self_attention", "cross_attention", "layer_self_attention"):
+    AUTHORS_NAMES |= {f"{layer}.{part}.weight" for part in PARTS}
 
 
 @pytest.mark.parametrize("choices", [
-    dict(), dict(target_layer_inference=2), dict(draft_vocabulary=(1, 2, 31)), dict(use_layer_self_attention=False),
-    dict(use_cross_attention=False), dict(layer_self_attention_num_attention_heads=10)], ids=str)
+    {}, N2, {"draft_vocabulary": (1, 2, 31)}, NO_LSA, NO_CA, NO_CA | NO_LSA,
+    {"layer_self_attention_num_attention_heads": 10},
+], ids=str)
 def test_a_saved_drafter_comes_back_as_it_was(target, tmp_path, choices):
-    drafter = new_drafter(target, **choices)
-    save_drafter(drafter, tmp_path / "drafter", torch.float32)
-    assert sorted(file.name for file in (tmp_path / "drafter").iterdir()) == ["config.json", "model.safetensors"]
-    loaded, tokens = load_drafter(tmp_path / "drafter", target), torch.tensor([random_tokens(9)])
+    drafter = random_drafter(target, **choices)
+    folder = tmp_path / "drafter"
+    save_drafter(drafter, folder, torch.float32)
+    files = sorted(file.name for file in folder.iterdir())
+    assert files == ["config.json", "model.safetensors"]
+    loaded = load_drafter(folder, target)
+    assert type(loaded) is type(drafter)
     assert loaded.config == drafter.config
-    inputs = tokens, read(target, tokens[0].tolist())[1], torch.arange(9).clamp(max=3).unsqueeze(0)
-    features = drafter.features(*inputs)
-    torch.testing.assert_close(loaded.features(*inputs), features)
-    torch.testing.assert_close(loaded.logits(features), drafter.logits(features))
+    tokens = random_tokens(9)
+    kv, _ = read(target, tokens)
+    horizon = torch.arange(9).clamp(max=3).unsqueeze(0)
+    features = drafter.features(torch.tensor([tokens]), kv, horizon)
+    loaded_features = loaded.features(torch.tensor([tokens]), kv, horizon)
+    torch.testing.assert_close(loaded_features, features)
+    torch.testing.assert_close(loaded.head.logits(features), drafter.head.logits(features))
 
 
-def test_parameters_have_the_authors_names_none_is_the_targets_and_the_config_may_leave_sizes_out(target, tmp_path):
-    drafter = new_drafter(target, self_attention_num_key_value_heads=2, cross_attention_num_key_value_heads=4,
-                          layer_self_attention_intermediate_size=7, self_attention_intermediate_size=9)
-    assert {name for name, _ in drafter.named_parameters()} == set(drafter.state_dict()) == AUTHORS_NAMES
+def test_parameters_have_the_authors_names_none_is_the_targets_and_the_config_may_leave_sizes_out(
+        target, tmp_path):
+    drafter = random_drafter(
+        target,
+        self_attention_num_key_value_heads=2,
+        cross_attention_num_key_value_heads=4,
+        layer_self_attention_intermediate_size=7,
+        self_attention_intermediate_size=9,
+    )
+    assert {name for name, _ in drafter.named_parameters()} == AUTHORS_NAMES
+    assert set(drafter.state_dict()) == AUTHORS_NAMES
     save_drafter(drafter, tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == AUTHORS_NAMES
     (tmp_path / "config.json").write_text("{}")
@@ -414,37 +1020,84 @@ def test_parameters_have_the_authors_names_none_is_the_targets_and_the_config_ma
 
 
 def test_a_save_that_fails_leaves_the_old_checkpoint_complete(target, tmp_path, monkeypatch):
-    save_drafter(new_drafter(target, seed=1), tmp_path)
+    save_drafter(random_drafter(target, seed=1), tmp_path)
     old = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     monkeypatch.setattr(moa, "save_file", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        save_drafter(new_drafter(target, seed=2, target_layer_inference=2), tmp_path)
+        save_drafter(random_drafter(target, seed=2, **N2), tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == old
 
 
-@pytest.mark.parametrize("file, content, complaint", [
-    ("config.json", None, "not readable as JSON"), ("config.json", b"{", "not readable as JSON"),
-    ("config.json", b"[]", "not a mapping"), ("model.safetensors", None, "not a safetensors file"),
-    ("model.safetensors", b"?", "not a safetensors file"),
-    *(("model.safetensors", edit, complaint) for edit, complaint in (
-        ({"Ekv2E.bias": None}, "Ekv2E.bias missing"), ({"Ekv2E.bias": torch.ones(3)}, "expected (32,)"),
-        ({"Ekv2E.bias": torch.full((32,), math.nan)}, "holds NaN"), ({"more": torch.ones(3)}, "unknown tensor more"))),
-    *(("config.json", {name: value}, name.removesuffix("_num_attention_heads")) for name, values in {
-        "target_layer_inference": (LAYERS + 1, -1, "one"), "num_attention_heads": (0, "four", 64),
-        "layer_self_attention_num_attention_heads": (0, 41), "rope_theta": ([], 0), "rms_norm_eps": (math.inf,),
-        "use_cross_attention": ("yes",), "draft_vocabulary": ([V], [-1], [], [3, 3], "all")}.items()
-      for value in values)], ids=lambda x: str(x)[:40])
-def test_a_checkpoint_that_is_damaged_or_unfit_is_refused_in_one_line(target, tmp_path, file, content, complaint):
-    save_drafter(new_drafter(target), tmp_path)
-    path = tmp_path / file
-    if content is None:
-        path.unlink()
-    elif isinstance(content, bytes):
-        path.write_bytes(content)
-    elif file == "config.json":
-        path.write_text(json.dumps(json.loads(path.read_text()) | content))
-    else:
-        save_file({name: x for name, x in (load_file(path) | content).items() if x is not None}, path)
+def refused(folder, target: Llama, complaint: str) -> None:
+    """Loading ends in one line that names the folder and what is wrong."""
     with pytest.raises(InputError) as error:
-        load_drafter(tmp_path, target)
-    assert complaint in str(error.value) and str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+        load_drafter(folder, target)
+    message = str(error.value)
+    assert complaint in message
+    assert str(folder) in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("file, content, complaint", [
+    ("config.json", None, "cannot be read as JSON"),
+    ("config.json", b"{", "cannot be read as JSON"),
+    ("config.json", b"[]", "expected an object"),
+    ("model.safetensors", None, "not a safetensors file"),
+    ("model.safetensors", b"?", "not a safetensors file"),
+])
+def test_a_missing_or_damaged_file_is_refused_in_one_line(
+        target, tmp_path, file, content, complaint):
+    save_drafter(random_drafter(target), tmp_path)
+    (tmp_path / file).unlink()
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
+    refused(tmp_path, target, complaint)
+
+
+def test_a_missing_folder_is_refused_in_one_line(target, tmp_path):
+    refused(tmp_path / "nowhere", target, "no such folder")
+
+
+@pytest.mark.parametrize("name, tensor, complaint", [
+    ("Ekv2E.bias", None, "Ekv2E.bias missing"),
+    ("Ekv2E.bias", torch.ones(3), "expected floats (32,)"),
+    ("Ekv2E.bias", torch.full((32,), math.nan), "holds NaN"),
+    ("more", torch.ones(3), "tensor more is unknown"),
+])
+def test_a_tensor_that_does_not_fit_is_refused_in_one_line(
+        target, tmp_path, name, tensor, complaint):
+    save_drafter(random_drafter(target), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop(name, None)
+    if tensor is not None:
+        tensors[name] = tensor
+    save_file(tensors, tmp_path / "model.safetensors")
+    refused(tmp_path, target, complaint)
+
+
+@pytest.mark.parametrize("name, value, complaint", [
+    ("target_layer_inference", LAYERS + 1, "target_layer_inference 5: the target has only 4"),
+    ("target_layer_inference", -1, "target_layer_inference is invalid: -1"),
+    ("target_layer_inference", "one", "target_layer_inference"),
+    ("num_attention_heads", 0, "num_attention_heads"),
+    ("num_attention_heads", "four", "num_attention_heads is invalid: 'four'"),
+    ("num_attention_heads", 64, "num_attention_heads"),
+    ("layer_self_attention_num_attention_heads", 0, "layer_self_attention"),
+    ("layer_self_attention_num_attention_heads", 41, "layer_self_attention"),
+    ("rope_theta", [], "rope_theta"),
+    ("rope_theta", 0, "rope_theta"),
+    ("rms_norm_eps", math.inf, "rms_norm_eps"),
+    ("use_cross_attention", "yes", "use_cross_attention"),
+    ("draft_vocabulary", [VOCABULARY], "draft_vocabulary"),
+    ("draft_vocabulary", [-1], "draft_vocabulary"),
+    ("draft_vocabulary", [], "draft_vocabulary"),
+    ("draft_vocabulary", [3, 3], "draft_vocabulary"),
+    ("draft_vocabulary", "all", "draft_vocabulary"),
+], ids=str)
+def test_a_config_that_cannot_be_used_is_refused_in_one_line(
+        target, tmp_path, name, value, complaint):
+    save_drafter(random_drafter(target), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config[name] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused(tmp_path, target, complaint)

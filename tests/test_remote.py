@@ -1,46 +1,99 @@
-"""Client and server: the target's own tokens over any network, and a whole answer whatever becomes of the server."""
+"""Client and server: the target's own tokens over any network, and a whole answer whatever becomes
+of the server."""
 import contextlib
+import fcntl
 import hmac
+import io
 import itertools
 import json
 import math
 import multiprocessing
 import os
 import random
+import re
+import select
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, run_script
+from conftest import ROOT
+from safetensors.torch import save_file
+from test_llama import CHATML, byte_tokenizer
 from test_netsim import LIMIT, channel_to, frame, serving, soon
-from test_speculate import (LENGTH, PROMPT, TEMPERATURE, VOCABULARY, WORDS, exact_distribution, excess, new_drafter,
-                            new_target, target_alone)
+from tiny_models import PROMPT, WORDS, new_drafter, new_target, target_alone
 
 import netsim
 import speculate
-from llama import GenerationConfig, InputError, Llama, generate, run_command
-from moa import PROMPT_CHUNK, Drafter, TreeConfig, start_drafting
-from netsim import DIGEST, NONCE, PROFILES, Channel, Link, MessageServer, Network, receive_message
-from speculate import (OFFLINE_TOKENS, Generation, LocalTarget, Origin, RemoteTarget, TargetSession, answer, bench,
-                       offline_quality, parse_reply, print_table, quantize_memory, remote_methods)
+from llama import (
+    GenerationConfig,
+    InputError,
+    Llama,
+    Tokenizer,
+    generate,
+    load_tokenizer,
+    probabilities,
+    run_command,
+)
+from moa import Drafter, TreeConfig, save_drafter, start_drafting
+from netsim import (
+    DIGEST,
+    NONCE,
+    PROFILES,
+    Channel,
+    Link,
+    Message,
+    MessageServer,
+    Network,
+    receive_message,
+)
+from speculate import (
+    OFFLINE_TOKENS,
+    PROMPT_CHUNK,
+    Cycle,
+    Generation,
+    LocalTarget,
+    Method,
+    Models,
+    Origin,
+    Prompt,
+    RemoteTarget,
+    TargetSession,
+    Terminal,
+    announce_on_terminal,
+    bench,
+    dequantize_memory,
+    offline_quality,
+    print_table,
+    quantize_memory,
+    remote_methods,
+)
 
-CHAIN, TREE = TreeConfig(4), TreeConfig(4, top_k=2, total_tokens=8)
+CHAIN = TreeConfig(4)
+TREE = TreeConfig(4, top_k=2, total_tokens=8)
 CONFIG = GenerationConfig(24)
-NAN = torch.full((1, 1, 1, 2, 8), math.nan)
-QUESTION, HI = ["--prompt", "Why is the sky blue?", "--device", "cpu"], ["--prompt", "Hi", "--remote"]
+
+Pair = tuple[Llama, Drafter]
+
+
+# --- What the tests share: servers, and methods that answer over a channel ---
 
 
 @contextlib.contextmanager
 def serving_models(target: Llama, drafter: Drafter, **choices):
+    """A server in threads of this process."""
     drafter.checkpoint_hash = "test"
     with ThreadPoolExecutor(1) as worker:
         worker.submit(int).result()  # its thread is none of the server's
@@ -52,41 +105,75 @@ def serving_models(target: Llama, drafter: Drafter, **choices):
 def serving_elsewhere(target: Llama, drafter: Drafter, port: int = 0):
     """A server in a process of its own: the process and the address. Afterwards it is gone."""
     drafter.checkpoint_hash = "test"
+    ours, theirs = multiprocessing.Pipe()
 
     def serve() -> None:
         with ThreadPoolExecutor(1) as worker:
-            server = MessageServer(("127.0.0.1", port), "", partial(TargetSession, target, drafter, worker))
+            new_session = partial(TargetSession, target, drafter, worker)
+            server = MessageServer(("127.0.0.1", port), "", new_session)
             theirs.send(server.server_address)
             server.serve_forever()
 
-    ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=serve)
-    with ours, theirs:
-        process.start()
-        try:
-            yield process, ours.recv()
-        finally:
-            process.kill()
-            process.join()
+    process.start()
+    theirs.close()
+    try:
+        with ours:
+            yield process, ours.recv()  # an EOFError if it could not start
+    finally:
+        process.kill()
+        process.join()
 
 
 @pytest.fixture(scope="module")
-def models() -> tuple[Llama, Drafter]:
+def models() -> Pair:
     target = new_target(16)
     return target, new_drafter(target)
 
 
 @pytest.fixture
 def impatient(monkeypatch):
+    """A client that gives up a reply after a fifth of a second, and tries again at once."""
     monkeypatch.setattr(netsim, "MIN_TIMEOUT", 0.2)
     monkeypatch.setattr(speculate, "INITIAL_BACKOFF", 0.0)
 
 
-def connect(server: MessageServer, secret: str = "", after: bytes = b"") -> tuple[socket.socket, dict]:
-    """A connection that has answered the server's nonce, and the greeting."""
+def over(channel: Channel, pair: Pair, tree: TreeConfig = CHAIN, lookup: bool = False) -> Method:
+    """By drafts that the server at the other end of a channel verifies."""
+    model, drafter = pair
+    return Method(model, drafter, tree, lookup, new_channel=lambda prompt: channel)
+
+
+def api_over(channel: Channel, target: Llama) -> Method:
+    """By plain use of an API."""
+    return Method(target, new_channel=lambda prompt: channel)
+
+
+class CountedOutage(Network):
+    """Its outage ends when so many tokens have come, however long they take."""
+
+    def __init__(self, first: int, until: float = math.inf, link: Link = Link()):
+        super().__init__(link, outage_after=first)
+        self.until = until
+
+    def count_tokens(self, count: int, now: float) -> None:
+        super().count_tokens(count, now)
+        if count >= self.until:
+            self.outage_seconds = 0.0
+
+
+def connect(
+    server: MessageServer, secret: str = "", after: bytes = b""
+) -> tuple[socket.socket, dict]:
+    """A connection that has answered the server's nonce, and the greeting's fields."""
     sock = socket.create_connection(server.server_address, timeout=30)
-    sock.sendall(hmac.digest(secret.encode(), sock.recv(NONCE, socket.MSG_WAITALL), "sha256") + after)
-    return sock, receive_message(sock, LIMIT, soon())[0]
+    nonce = sock.recv(NONCE, socket.MSG_WAITALL)
+    sock.sendall(hmac.digest(secret.encode(), nonce, "sha256") + after)
+    return sock, greeting(sock).fields
+
+
+def greeting(sock: socket.socket) -> Message:
+    return receive_message(sock, LIMIT, soon())
 
 
 def wait_for(condition) -> None:
@@ -96,297 +183,547 @@ def wait_for(condition) -> None:
         time.sleep(0.005)
 
 
-# The target's own tokens ---------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("choices", [dict(target_layer_inference=2), dict(use_cross_attention=False)], ids=str)
-def test_a_memory_in_8_bits_is_off_by_hardly_more_than_half_a_step_of_each_key_and_value(choices):
-    target = new_target(16)
-    drafter, cache = new_drafter(target, **choices), target.new_cache(9)
-    memory = drafter.build_memory(PROMPT, cache, [0, 1, 2, 3], target.hidden(torch.tensor([PROMPT]), cache))
-    tensors = quantize_memory(memory)
-    _, received = parse_reply({"token": 0}, tensors, len(PROMPT), start_drafting(drafter, 9))
-    assert {x.dtype for x in tensors.values()} == {torch.int8, torch.half}
-    for sent, got in zip((memory.cross_kv, memory.reused_kv), received):
-        step = sent.reshape(-1, 2, sent.shape[-1] // 2).abs().amax(-1, keepdim=True) / 127
-        error = (got - sent).reshape(-1, 2, sent.shape[-1] // 2).abs()
-        assert got.shape == sent.shape and (error <= 0.6 * step + 1e-6).all()
+# --- The target's own tokens ---
 
 
 @pytest.mark.parametrize("choices", [
-    dict(target_layer_inference=0), dict(target_layer_inference=2), dict(use_cross_attention=False),
-    dict(use_layer_self_attention=False), dict(target_layer_inference=4, likeness=0.8)], ids=str)
+    dict(target_layer_inference=0),
+    dict(target_layer_inference=2),
+    dict(use_cross_attention=False)], ids=str)
+def test_a_memory_in_8_bits_is_off_by_hardly_more_than_half_a_step_of_each_key_and_value(choices):
+    target = new_target(16)
+    drafter = new_drafter(target, **choices)
+    cache = target.new_cache(9)
+    hidden = target.hidden(torch.tensor([PROMPT]), cache)
+    memory = drafter.memory_update(PROMPT, cache, hidden)
+    tensors = quantize_memory(memory)
+    received = dequantize_memory(tensors, PROMPT, start_drafting(drafter, 9, remote=True))
+    assert received.tokens == PROMPT
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.int8, torch.half}
+    for sent, got in ((memory.cross_kv, received.cross_kv), (memory.reused_kv, received.reused_kv)):
+        assert got.shape == sent.shape
+        halves = sent.unflatten(-1, (2, -1))
+        step = halves.abs().amax(-1, keepdim=True) / 127
+        error = (got - sent).unflatten(-1, (2, -1)).abs()
+        assert (error <= 0.6 * step + 1e-6).all()
+
+
+@pytest.mark.parametrize("choices", [
+    dict(target_layer_inference=0),
+    dict(target_layer_inference=2),
+    dict(use_cross_attention=False),
+    dict(use_layer_self_attention=False),
+    dict(target_layer_inference=4, likeness=0.8)], ids=str)
 def test_greedy_tokens_are_those_of_the_target_alone_over_every_network(choices, monkeypatch):
     target = new_target(16)
-    drafter, alone = new_drafter(target, **choices), target_alone(target, 24)
-    monkeypatch.setattr(netsim, "MIN_RETRANSMISSION", 0.002)
-    links = [(link, 6, 0) for link in PROFILES.values()] + [(Link(0.001, 0.001, 1e7, 0.2), 24, n) for n in range(3)]
-    ways = (CHAIN, False), (TREE, False), (TREE, True)
-    with serving_models(target, drafter) as server, ThreadPoolExecutor(4) as clients:
-        def run(link: Link, count: int, seed: int, *how) -> None:
-            config, channel = GenerationConfig(count), channel_to(server, link, seed=seed)
-            result = answer(target, drafter, PROMPT, config, *how, channel)
-            assert result.tokens == alone[:count] and not result.disconnected
-            assert result.stats["round_trips"] == 1 + result.stats["target_calls"]
-        for done in [clients.submit(run, *link, *way) for link, way in itertools.product(links, ways)]:
+    pair = (target, new_drafter(target, **choices))
+    alone = target_alone(target, 24)
+    monkeypatch.setattr(netsim, "MIN_RTO_VARIANCE", 0.002)
+    monkeypatch.setattr(netsim, "INITIAL_RTO", 0.002)
+
+    def run(link: Link, seed: int, count: int, tree: TreeConfig, lookup: bool) -> None:
+        method = over(channel_to(server, link, seed=seed), pair, tree, lookup)
+        result = method.answer(PROMPT, GenerationConfig(count))
+        assert result.tokens == alone[:count]
+        assert result.outage == "" and result.unverified == 0
+        assert result.network["round_trips"] == 1 + result.target_calls
+
+    runs = []
+    with serving_models(*pair) as server, ThreadPoolExecutor(4) as clients:
+        for tree, lookup in ((CHAIN, False), (TREE, False), (TREE, True)):
+            for link in PROFILES.values():
+                runs.append(clients.submit(run, link, 0, 6, tree, lookup))
+            for seed in range(2):
+                lossy = Link(0.001, 0.001, 1e7, loss=0.2)
+                runs.append(clients.submit(run, lossy, seed, 24, tree, lookup))
+        for done in runs:
             done.result()
 
 
 @pytest.mark.parametrize("likeness, tree", [
-    (0.0, CHAIN), (1.0, CHAIN), (0.0, TREE), (1.0, TREE), (1.0, TreeConfig(8, top_k=40, total_tokens=64))], ids=str)
+    (0.0, CHAIN),
+    (1.0, CHAIN),
+    (0.0, TREE),
+    (1.0, TREE),
+    (1.0, TreeConfig(8, top_k=40, total_tokens=64))], ids=str)
 def test_prompt_and_answer_may_fill_the_context_to_its_end(likeness, tree):
     target = new_target(16)
-    drafter, count = new_drafter(target, target_layer_inference=4, likeness=likeness), 64 - len(PROMPT)
-    with serving_models(target, drafter) as server:
-        result = answer(target, drafter, PROMPT, GenerationConfig(count), tree, channel=channel_to(server))
-    assert result.tokens == target_alone(target, count) and not result.disconnected
+    pair = (target, new_drafter(target, target_layer_inference=4, likeness=likeness))
+    count = target.config.max_position_embeddings - len(PROMPT)
+    with serving_models(*pair) as server:
+        result = over(channel_to(server), pair, tree).answer(PROMPT, GenerationConfig(count))
+    assert result.tokens == target_alone(target, count)
+    assert result.unverified == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_plain_use_of_an_api_streams_what_the_target_writes_alone_with_the_same_seed(models, temperature):
-    target = models[0]
+def test_plain_use_of_an_api_streams_what_the_target_writes_alone_with_the_same_seed(
+        models, temperature):
+    target, _ = models
     with serving_models(*models) as server:
-        for seed, stop_ids in ((3, frozenset()), (4, frozenset()), (4, frozenset([5, 7]))):
-            config = GenerationConfig(24, temperature, 0.9, seed, stop_ids)
-            result = answer(target, None, PROMPT, config, tree=None, channel=channel_to(server))
-            assert result.tokens == list(generate(target, PROMPT, config)) and result.stats["round_trips"] == 1
-        with pytest.raises(InputError, match="the answer ends here"):
-            answer(target, None, PROMPT, config, None, channel=channel_to(server, timeout=0.2, outage_after=2))
+        for seed, stop_ids in ((3, []), (4, []), (4, [5, 7])):
+            config = GenerationConfig(24, temperature, 0.9, seed, frozenset(stop_ids))
+            cycles = []
+            result = api_over(channel_to(server), target).answer(PROMPT, config, cycles.append)
+            assert result.tokens == list(generate(target, PROMPT, config))
+            assert [cycle.tokens for cycle in cycles] == [[token] for token in result.tokens]
+            assert result.origins == [Origin.TARGET] * len(result.tokens)
+            assert result.network["round_trips"] == 1
 
 
-def sequences(target: Llama, drafter: Drafter, top_p: float, count: int, *how) -> torch.Tensor:
-    counts = torch.zeros(VOCABULARY ** LENGTH)
+def test_plain_use_of_an_api_ends_where_the_server_is_lost_for_good(models):
+    target, _ = models
+    cycles = []
+    with serving_models(*models) as server:
+        channel = channel_to(server, timeout=0.3, outage_after=2)
+        with pytest.raises(InputError, match="the answer ends here: no answer from the server"):
+            api_over(channel, target).answer(PROMPT, CONFIG, cycles.append)
+    assert [cycle.tokens for cycle in cycles] == [[token] for token in target_alone(target, 2)]
+
+
+@pytest.mark.parametrize("tree", [None, CHAIN], ids=["plain API use", "drafts"])
+def test_an_outage_shorter_than_the_timeout_delays_tokens_and_loses_none(models, tree):
+    target, _ = models
+    link = Link(0.005)
+    moments = []  # of each cycle
+    counts = []  # of its tokens
+
+    def emit(cycle: Cycle) -> None:
+        moments.append(time.monotonic())
+        counts.append(len(cycle.tokens))
+
+    with serving_models(*models) as server:
+        channel = channel_to(server, link, outage_after=5, outage_seconds=0.3)
+        method = over(channel, models, tree) if tree else api_over(channel, target)
+        result = method.answer(PROMPT, CONFIG, emit)
+    assert result.tokens == target_alone(target, 24)
+    assert result.unverified == 0 and result.outage == ""
+    assert result.network["round_trips"] == (1 + result.target_calls if tree else 1)
+    totals = list(itertools.accumulate(counts))
+    next_cycle = 1 + [total >= 5 for total in totals].index(True)
+    outage_ends = channel.network.outage_begins + 0.3
+    assert moments[next_cycle - 1] < outage_ends
+    assert moments[next_cycle] >= outage_ends + link.retransmission_timeout()
+
+
+def assert_distribution(target: Llama, drafter: Drafter, count: int) -> None:
+    """The second and third token of sampled answers are distributed as the target's own: every
+    pair of them as often as its probability says, within four and a half deviations."""
+    vocab_size = target.config.vocab_size
+    counts = torch.zeros(vocab_size, vocab_size)
     with serving_models(target, drafter) as server:
         for seed in range(count):
-            config = GenerationConfig(LENGTH, TEMPERATURE, top_p, seed)
-            tokens = answer(target, drafter, PROMPT, config, *how, channel_to(server)).tokens
-            counts[sum(token * VOCABULARY ** i for i, token in enumerate(reversed(tokens)))] += 1
-    return counts
+            config = GenerationConfig(3, temperature=0.8, top_p=0.9, seed=seed)
+            method = over(channel_to(server), (target, drafter), TreeConfig(2, 2, 4))
+            _, second, third = method.answer(PROMPT, config).tokens
+            counts[second, third] += 1
+    p = torch.zeros(vocab_size, vocab_size)
+    for tokens in itertools.product(range(vocab_size), repeat=3):
+        first, second, third = tokens
+        logits = target(torch.tensor([PROMPT + [first, second]]))[0, len(PROMPT) - 1:]
+        steps = probabilities(logits, 0.8, 0.9)  # (3, V)
+        p[second, third] += steps[0, first] * steps[1, second] * steps[2, third]
+    deviation = (count * p * (1 - p)).sqrt()
+    assert ((counts - count * p).abs() <= 4.5 * deviation + 1e-6).all()
 
 
-@pytest.mark.parametrize("tree, top_p, lookup, choices", [
-    (TreeConfig(2), 1.0, False, {}), (TreeConfig(2, 2, 4), 1.0, True, {}),
-    (TreeConfig(2, 3, 6), 0.8, False, dict(target_layer_inference=1)),
-    (TreeConfig(2, 2, 4), 1.0, False, dict(draft_vocabulary=(0, 2, 4)))], ids=str)
-def test_whole_sequences_are_distributed_as_the_targets_own(tree, top_p, lookup, choices):
-    target = new_target(VOCABULARY, layers=1)
-    counts = sequences(target, new_drafter(target, **choices), top_p, 280, tree, lookup)
-    assert excess(counts, exact_distribution(target, top_p)) < 4
+def test_sampled_tokens_are_distributed_as_the_targets_own(monkeypatch):
+    target = new_target(5, layers=1)
+    drafter = new_drafter(target)
+    assert_distribution(target, drafter, count=150)
+    dequantize = speculate.dequantize_probabilities
 
+    def another_q(*sent) -> torch.Tensor:
+        return F.normalize(dequantize(*sent)**8, p=1)
 
-def test_the_same_test_rejects_a_server_that_takes_another_q(monkeypatch):
-    target, dequantize = new_target(VOCABULARY, layers=1), speculate.dequantize_probabilities
-    monkeypatch.setattr(speculate, "dequantize_probabilities", lambda *sent: F.normalize(dequantize(*sent)**8, p=1))
-    counts = sequences(target, new_drafter(target), 1.0, 400, TreeConfig(2), False)
-    assert excess(counts, exact_distribution(target)) > 6
+    monkeypatch.setattr(speculate, "dequantize_probabilities", another_q)
+    with pytest.raises(AssertionError):  # a server that takes another q does not pass
+        assert_distribution(target, drafter, count=150)
 
 
 @pytest.mark.parametrize("tree", [TreeConfig(1), CHAIN, TREE], ids=["one", "chain", "tree"])
 def test_the_server_rejects_by_the_very_q_that_the_drafts_were_drawn_from(tree, monkeypatch):
-    target, sent, received = new_target(300, sharpness=5.0, context=128), [], []
+    target = new_target(300, sharpness=5.0, context=128)  # more tokens than are sent of q
     drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)
-    ask, verify = RemoteTarget.verify_remote, LocalTarget.verify
-    monkeypatch.setattr(RemoteTarget, "verify_remote", lambda self, draft: sent.append(draft) or ask(self, draft))
-    monkeypatch.setattr(LocalTarget, "verify", lambda self, draft: received.append(draft) or verify(self, draft))
+    verify_remote = RemoteTarget.verify_remote
+    verify = LocalTarget.verify
+    sent = []
+    received = []
+    monkeypatch.setattr(RemoteTarget, "verify_remote", lambda remote, draft: (
+        sent.append(draft) or verify_remote(remote, draft)))
+    monkeypatch.setattr(LocalTarget, "verify", lambda local, draft: (
+        received.append(draft) or verify(local, draft)))
     with serving_models(target, drafter) as server:
-        answer(target, drafter, PROMPT, GenerationConfig(100, 1.5, 0.3), tree, channel=channel_to(server))
+        config = GenerationConfig(100, temperature=1.5, top_p=0.3)
+        over(channel_to(server), (target, drafter), tree).answer(PROMPT, config)
     assert len(sent) == len(received) > 10
     for ours, theirs in zip(sent, received):
-        assert (ours.token, ours.tokens, ours.parents) == (theirs.token, theirs.tokens, theirs.parents)
-        if ours.tokens:
-            row = {parent: i for i, parent in enumerate(sorted(set(ours.parents)))}
-            assert all(ours.q[row[parent], token] > 0 for parent, token in zip(ours.parents, ours.tokens))
-            assert ours.q.equal(theirs.q)
+        assert ours.tokens == theirs.tokens and ours.parents == theirs.parents
+        assert ours.q.keys() == theirs.q.keys() == set(ours.parents[1:])
+        for parent, token in zip(ours.parents[1:], ours.tokens[1:]):
+            assert ours.q[parent][token] > 0
+            assert ours.q[parent].equal(theirs.q[parent])
 
 
-def test_eight_clients_at_once_each_get_their_own_answer_and_the_memory_of_a_long_prompt_comes_in_pieces():
+def test_eight_clients_at_once_get_their_own_answers_and_a_long_prompts_memory_comes_in_pieces(
+        monkeypatch):
+    run_models = speculate.run_models
+    threads = set()
+
+    def note_thread(*call) -> object:
+        threads.add(threading.get_ident())
+        return run_models(*call)
+
+    monkeypatch.setattr(speculate, "run_models", note_thread)
     target = new_target(16, context=2048)
-    drafter, long = new_drafter(target, target_layer_inference=2), [i * i % 13 for i in range(2 * PROMPT_CHUNK + 50)]
+    pair = (target, new_drafter(target, target_layer_inference=2))
+    long = [i * i % 13 for i in range(2 * PROMPT_CHUNK + 50)]
     prompts = [PROMPT + [number] for number in range(6)] + [long, long[:PROMPT_CHUNK]]
-    with serving_models(target, drafter, max_clients=8) as server, ThreadPoolExecutor(8) as clients:
-        results = clients.map(
-            lambda prompt: answer(target, drafter, prompt, CONFIG, TREE, channel=channel_to(server)), prompts)
+
+    def run(prompt: list[int]) -> Generation:
+        return over(channel_to(server), pair, TREE).answer(prompt, CONFIG)
+
+    with serving_models(*pair, max_clients=8) as server, ThreadPoolExecutor(8) as clients:
+        results = list(clients.map(run, prompts))
     for prompt, result in zip(prompts, results):
         assert result.tokens == list(generate(target, prompt, CONFIG))
-        assert result.stats["round_trips"] == 1 + result.stats["target_calls"]
+        assert result.network["round_trips"] == 1 + result.target_calls
+    assert len(threads) == 1  # one after the other
 
 
-# Without the server --------------------------------------------------------------------------------------------------
+# --- Without the server ---
 
-def check(target: Llama, result: Generation, emitted: list[tuple[int, Origin]], count: int) -> list[bool]:
-    """Of an answer during which the server was lost: no token lost or twice, and those that are called verified are the
-    target's own choice after all text before them. Returns which are verified."""
-    tokens, verified = [token for token, _ in emitted], [origin != Origin.UNVERIFIED for _, origin in emitted]
-    own = target(torch.tensor([PROMPT + tokens[:-1]]))[0, len(PROMPT) - 1:].argmax(-1).tolist()
+
+def check(target: Llama, result: Generation, cycles: list[Cycle], count: int) -> list[bool]:
+    """Of an answer during which the server was lost: no token is lost or comes twice, and those
+    that are called verified are the target's own choice after all text before them.
+
+    Returns which are verified.
+    """
+    tokens = []
+    verified = []
+    for cycle in cycles:
+        tokens += cycle.tokens
+        verified += [origin != Origin.UNVERIFIED for origin in cycle.origins]
+    ids = torch.tensor([PROMPT + tokens[:-1]])
+    best = target(ids)[0, len(PROMPT) - 1:].argmax(-1).tolist()
     assert tokens == result.tokens and len(tokens) == count
-    assert all(token == best for token, best, sure in zip(tokens, own, verified) if sure)
-    assert result.unverified() == verified.count(False)
-    assert bool(result.disconnected) == (False in verified)
+    for i, sure in enumerate(verified):
+        assert tokens[i] == best[i] or not sure
+    assert result.unverified == verified.count(False)
+    assert (result.outage != "") == (False in verified)
     return verified
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_an_outage_at_any_moment_costs_verification_only_for_as_long_as_it_lasts(seed, impatient):
-    rng, target, emitted = random.Random(seed), new_target(16, context=128), []
-    drafter = new_drafter(target, **rng.choice([{}, dict(target_layer_inference=2), dict(use_cross_attention=False)]))
-    after = rng.randrange(1, 40)
-    until, sockets = rng.choice([after + rng.randrange(45), math.inf]), len(os.listdir("/proc/self/fd"))
-    tree, lookup = rng.choice([CHAIN, TREE]), rng.random() < 0.3
-
-    def emit(*event) -> None:
-        emitted.append(event)
-        if len(emitted) >= until:
-            channel.network.outage_seconds = 0.0
-
-    with serving_models(target, drafter) as server:
-        channel = channel_to(server, Link(0.002, 0.002), outage_after=after)
-        result = answer(target, drafter, PROMPT, GenerationConfig(100), tree, lookup, channel, emit)
+    generator = random.Random(seed)
+    target = new_target(16, context=128)
+    choices = generator.choice([{}, dict(target_layer_inference=2), dict(use_cross_attention=False)])
+    pair = (target, new_drafter(target, **choices))
+    after = generator.randrange(1, 40)
+    until = generator.choice([after + generator.randrange(45), math.inf])
+    tree = generator.choice([CHAIN, TREE])
+    lookup = generator.random() < 0.3
+    open_files = len(os.listdir("/proc/self/fd"))
+    cycles = []
+    with serving_models(*pair) as server:
+        network = CountedOutage(after, until, Link(0.002, 0.002))
+        channel = Channel(server.server_address, "", network)
+        method = over(channel, pair, tree, lookup)
+        result = method.answer(PROMPT, GenerationConfig(100), cycles.append)
         wait_for(lambda: not server.connections)
-    verified = check(target, result, emitted, 100)
-    first, back = (verified + [False]).index(False), min(until, 100)
-    assert first >= after and first < after + 6 + (until < first) * 100
-    assert not any(verified[first:back]) and (until == math.inf or all(verified[back + OFFLINE_TOKENS:]))
-    assert len(os.listdir("/proc/self/fd")) == sockets
+    assert len(os.listdir("/proc/self/fd")) == open_files
+    verified = check(target, result, cycles, 100)
+    first_lost = (verified + [False]).index(False)
+    assert first_lost >= after
+    if until > after + tree.depth:  # else it may be over before a draft meets it
+        assert first_lost <= after + tree.depth
+    end = min(until, 100)
+    assert not any(verified[first_lost:end])
+    if until < math.inf:
+        assert all(verified[until + OFFLINE_TOKENS:])
+    offline = [cycle for cycle in cycles if cycle.result.memory is None]
+    for cycle in offline[1:]:
+        assert lookup or cycle.draft.tokens[1:] == []  # nothing is drafted for nobody
 
 
-@pytest.mark.parametrize("deed, seed", [("kill", n) for n in range(8)] + [("restart", 0), ("restart", 1), ("stop", 0)])
-def test_a_server_that_is_lost_at_any_moment_costs_verification_until_it_is_back(deed, seed, impatient, monkeypatch):
-    rng, target, emitted, threads = random.Random(seed), new_target(16, context=128), [], threading.active_count()
-    drafter, moment = new_drafter(target, target_layer_inference=rng.choice([0, 2])), rng.randrange(1, 80)
+LOSSES = [("kill", seed) for seed in range(8)] + [("restart", 0), ("restart", 1), ("stop", 0)]
+
+
+@pytest.mark.parametrize("deed, seed", LOSSES)
+def test_a_server_that_is_lost_at_any_moment_costs_verification_until_it_is_back(
+        deed, seed, impatient, monkeypatch):
+    generator = random.Random(seed)
+    target = new_target(16, context=128)
+    drafter = new_drafter(target, target_layer_inference=generator.choice([0, 2]))
+    moment = generator.randrange(1, 80)  # so many tokens have come
+    delay = generator.uniform(0, 0.01)
+    threads = threading.active_count()
+    cycles = []
+    states = []
+
+    def emit(cycle: Cycle) -> None:
+        before = sum(len(earlier.tokens) for earlier in cycles)
+        cycles.append(cycle)
+        states.append(cycle.target.connection)
+        if not before < moment <= before + len(cycle.tokens):
+            return
+        if deed == "kill":
+            killer.start()
+        elif deed == "stop":
+            monkeypatch.setattr(netsim, "CONNECT_SECONDS", 0.1)
+            os.kill(server.pid, signal.SIGSTOP)
+        else:
+            server.kill()
+            server.join()
+            stack.enter_context(serving_elsewhere(target, drafter, port))
+
     with contextlib.ExitStack() as stack:
         server, address = stack.enter_context(serving_elsewhere(target, drafter))
-        killer = threading.Timer(rng.uniform(0, 0.01), server.kill)
-
-        def emit(*event) -> None:
-            emitted.append(event)
-            if len(emitted) == moment and deed == "kill":
-                killer.start()
-            elif len(emitted) == moment and deed == "restart":
-                server.kill()
-                server.join()
-                stack.enter_context(serving_elsewhere(target, drafter, address[1]))
-            elif len(emitted) == moment:
-                monkeypatch.setattr(netsim, "CONNECT_SECONDS", 0.1)
-                os.kill(server.pid, signal.SIGSTOP)
-
+        _, port = address
+        killer = threading.Timer(delay, server.kill)
         channel = Channel(address, "", Network(Link()))
-        result = answer(target, drafter, PROMPT, GenerationConfig(100), CHAIN, channel=channel, emit=emit)
-        [killer.join() for _ in range(deed == "kill")]
-    verified = check(target, result, emitted, 100)
-    assert all(verified) == (deed == "restart") and verified[:moment] == [True] * moment
-    assert verified == sorted(verified, reverse=True) and threading.active_count() == threads  # what is gone stays so
+        method = over(channel, (target, drafter))
+        result = method.answer(PROMPT, GenerationConfig(100), emit)
+        if deed == "kill":
+            killer.join()
+    assert threading.active_count() == threads
+    verified = check(target, result, cycles, 100)
+    assert verified[:moment] == [True] * moment
+    if deed == "restart":
+        assert all(verified)
+        assert states.count("reconnecting") == 1 and "offline" not in states
+    else:
+        assert not verified[-1]
+        assert verified == sorted(verified, reverse=True)  # what is gone stays so
+        assert set(states) == {"connected", "offline"}
 
 
-def test_a_server_that_is_lost_while_it_reads_the_prompt_is_asked_again(models, impatient, monkeypatch):
-    read, reads = TargetSession.read, []
-    monkeypatch.setattr(TargetSession, "read", lambda session, *request: reads.append(request) or read(
-        session, *(request if len(reads) > 1 else ({}, {}))))  # the first time, that is malformed
+def test_a_server_that_is_lost_while_it_reads_the_prompt_is_asked_again(
+        models, impatient, monkeypatch):
+    target, _ = models
+    read = TargetSession.read
+    reads = []
+
+    def read_second(session: TargetSession, fields: dict, tensors: dict):
+        reads.append(fields)
+        return read(session, fields, tensors if len(reads) > 1 else {})  # malformed at first
+
+    monkeypatch.setattr(TargetSession, "read", read_second)
     with serving_models(*models) as server:
-        result = answer(*models, PROMPT, CONFIG, CHAIN, channel=channel_to(server))
-    assert len(reads) == 2 and result.tokens == target_alone(models[0], 24) and not result.unverified()
+        result = over(channel_to(server), models).answer(PROMPT, CONFIG)
+    assert len(reads) == 2
+    assert result.tokens == target_alone(target, 24) and result.unverified == 0
 
 
-@pytest.mark.parametrize("fields, tensors", [
-    *(({"token": token}, {}) for token in (16, -1, True, 2.0, "a", None, 10**400)),
-    *(({"accepted": accepted}, {}) for accepted in ([3] * 9, None, [[]], 1)),
-    *(({}, {name: tensor}) for name in ("cross", "cross_scale", "reused", "reused_scale") for tensor in (
-        torch.zeros(3), torch.zeros(0), NAN, NAN.half(), torch.full_like(NAN, 1e300, dtype=torch.float64)))],
-    ids=lambda value: str(value)[:20])
-def test_malformed_replies_count_as_lost(fields, tensors, impatient, monkeypatch):
-    target, emitted, replies, send = new_target(16, context=128), [], itertools.count(), netsim.Connection.send
-    drafter = new_drafter(target, target_layer_inference=1)
+def damaged(shape: list[int] | None, value: float, dtype: torch.dtype):
+    """A function of a tensor: one filled with a value, of another shape or of the same."""
+    return lambda right: torch.full(shape or right.shape, value, dtype=dtype)
 
-    def send_malformed(connection, right: dict, right_tensors: dict = {}) -> None:
-        wrong = "drafter" not in right and next(replies) >= 5
-        send(connection, right | fields if wrong else right, right_tensors | tensors if wrong else right_tensors)
+
+WRONG_FIELDS = [{"token": token} for token in (16, -1, True, 2.0, "a", None, 10**400)]
+WRONG_FIELDS += [{"accepted": accepted} for accepted in ([3] * 9, None, [[]], 1)]
+WRONG_TENSORS = [
+    damaged([3], 0.0, torch.float32),
+    damaged([0], 0.0, torch.float32),
+    damaged(None, math.nan, torch.float32),
+    damaged(None, math.inf, torch.half),
+    damaged(None, 1e300, torch.float64),
+]
+MALFORMED = [(fields, None, None) for fields in WRONG_FIELDS]
+for tensor_name in ("cross", "cross_scale", "reused", "reused_scale"):
+    MALFORMED += [({}, tensor_name, damage) for damage in WRONG_TENSORS]
+
+
+@pytest.mark.parametrize("fields, name, damage", MALFORMED, ids=lambda value: str(value)[:20])
+def test_malformed_replies_count_as_lost(fields, name, damage, impatient, monkeypatch):
+    target = new_target(16, context=128)
+    pair = (target, new_drafter(target, target_layer_inference=1))
+    send = netsim.Connection.send
+    replies = itertools.count()
+    cycles = []
+
+    def send_malformed(connection, right_fields: dict, right_tensors: dict) -> None:
+        if "drafter" in right_fields or next(replies) < 5:
+            send(connection, right_fields, right_tensors)
+        else:
+            changed = {name: damage(right_tensors[name])} if name else {}
+            send(connection, right_fields | fields, right_tensors | changed)
 
     monkeypatch.setattr(netsim.Connection, "send", send_malformed)
-    with serving_models(target, drafter) as server:
-        result = answer(target, drafter, PROMPT, GenerationConfig(60), CHAIN, emit=lambda *event: emitted.append(event),
-                        channel=channel_to(server, timeout=0.3))
-    verified = check(target, result, emitted, 60)  # only a verdict states what is accepted: a new connection helps
-    assert verified.count(False) > 30 and verified.index(False) >= 5 or all(verified) and "accepted" in fields
+    with serving_models(*pair) as server:
+        method = over(channel_to(server), pair)
+        result = method.answer(PROMPT, GenerationConfig(40), cycles.append)
+    verified = check(target, result, cycles, 40)
+    if "accepted" in fields:  # only replies to drafts state it: a new connection helps
+        assert all(verified)
+        assert channel_was_renewed(cycles)
+    else:
+        assert verified.index(False) >= 5 and verified.count(False) > 15
+
+
+def channel_was_renewed(cycles: list[Cycle]) -> bool:
+    channel = cycles[0].target.channel
+    return channel.bytes_up > 5 * DIGEST + sum(len(cycle.tokens) for cycle in cycles)
+
+
+def test_accepted_tokens_are_taken_from_the_draft_and_not_from_the_reply(monkeypatch):
+    target = new_target(16)
+    pair = (target, new_drafter(target, target_layer_inference=4, likeness=1.0))
+    send = netsim.Connection.send
+
+    def send_floats(connection, fields: dict, tensors: dict) -> None:
+        floats = {"accepted": [float(token) for token in fields.get("accepted", [])]}
+        send(connection, fields | floats, tensors)
+
+    monkeypatch.setattr(netsim.Connection, "send", send_floats)
+    with serving_models(*pair) as server:
+        result = over(channel_to(server), pair).answer(PROMPT, CONFIG)
+    assert result.tokens == target_alone(target, 24)
+    assert result.origins.count(Origin.DRAFT) > 10
+    assert {type(token) for token in result.tokens} == {int}
 
 
 def test_a_server_with_another_drafter_is_refused(models):
-    with serving_models(models[0], new_drafter(models[0])) as server, pytest.raises(InputError, match="another"):
-        models[1].checkpoint_hash = "other"
-        answer(*models, PROMPT, CONFIG, CHAIN, channel=channel_to(server))
+    target, drafter = models
+    with serving_models(target, new_drafter(target)) as server:
+        drafter.checkpoint_hash = "other"
+        with pytest.raises(InputError, match="another drafter; start both sides with the same"):
+            over(channel_to(server), models).answer(PROMPT, CONFIG)
 
 
 def test_a_target_that_produces_nan_ends_in_one_line(impatient, capsys):
     target = new_target(16)
     drafter = new_drafter(target)
     target.layers[0].input_layernorm.weight.data.fill_(math.nan)
-    with serving_models(target, drafter) as server, pytest.raises(InputError, match="NaN") as error:
-        answer(target, drafter, PROMPT, CONFIG, channel=channel_to(server))
-    assert "\n" not in str(error.value) and "Traceback" not in capsys.readouterr().err
-
-
-def test_the_benchmark_takes_every_network_and_cuts_each_once(models, capsys, impatient, monkeypatch):
-    monkeypatch.setattr(speculate.tqdm, "monitor_interval", 0)  # its thread is none of the server's
-    target, drafter, links = *models, {"wan": Link(), "4g": Link(0.001)}
     with serving_models(target, drafter) as server:
-        channel = lambda link, seed, after=math.inf: channel_to(server, link, outage_after=after)
-        methods = remote_methods(target, drafter, CHAIN, links, channel)
-        rows = bench(target, methods, WORDS, [("a", ["one", "two"])], GenerationConfig(8))
+        with pytest.raises(InputError, match="NaN") as error:
+            over(channel_to(server), (target, drafter)).answer(PROMPT, CONFIG)
+    assert "\n" not in str(error.value)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_benchmark_takes_every_network_and_cuts_each_once(
+        models, capsys, impatient, monkeypatch):
+    monkeypatch.setattr(speculate.tqdm, "monitor_interval", 0)  # its thread is none of the server's
+    target, drafter = models
+    links = {"wan": Link(), "4g": Link(0.001)}
+
+    def new_channel(link: Link, prompt: list[int], outage_after: float = math.inf) -> Channel:
+        return channel_to(server, link, outage_after=outage_after)
+
+    with serving_models(target, drafter) as server:
+        methods = remote_methods(target, drafter, CHAIN, links, new_channel, max_new_tokens=8)
+        prompts = [Prompt("a", ["one", "two"])]
+        rows = bench(target, methods, WORDS, prompts, GenerationConfig(8))
     overall = {row["method"]: row for row in rows if row["category"] == "overall"}
-    kinds = {name.split(":")[0] for name in overall}
-    assert kinds == {"api", "remote", "remote+lookup", "disconnected"} and len(overall) == 2 * len(kinds)
+    kinds = ("api", "remote", "remote+lookup", "disconnected")
+    assert set(overall) == {f"{kind}:{link}" for kind in kinds for link in links}
     for name, row in overall.items():
-        assert row["unverified_tokens"] > 0 if name.startswith("disconnected") else row["identical"] == 1
-        assert row["bytes_up_per_token"] > 0 and row["round_trips_per_token"] > 0
+        if name.startswith("disconnected"):
+            assert 0 < row["unverified_tokens"] <= 2 * (8 - 2)
+        else:
+            assert row["identical"] == 1 and "unverified_tokens" not in row
+        assert row["bytes_up_per_token"] > 0 and row["bytes_down_per_token"] > 0
+        assert row["round_trips_per_token"] > 0
     print_table(rows)
     assert "agreement" in capsys.readouterr().out
 
 
 def test_the_benchmark_judges_what_was_written_offline_wherever_it_stands():
     target = new_target(16, context=128)
-    base, mine = (Generation(PROMPT, target_alone(target, 60), [Origin.TARGET] * 60) for _ in range(2))
-    mine.tokens[3] = (base.tokens[3] + 1) % VOCABULARY
-    mine.origins = [Origin.UNVERIFIED if i in (2, 3, 7) else Origin.TARGET for i in range(60)]
-    log_p = target(torch.tensor([PROMPT + mine.tokens]))[0].log_softmax(-1)
-    nll = -sum(log_p[len(PROMPT) + i - 1, mine.tokens[i]].item() for i in (2, 3, 7)) / 3
-    assert offline_quality(target, [mine], [base]) == {
-        "unverified_tokens": 3, "agreement": 2 / 3, "perplexity": pytest.approx(math.exp(nll), rel=1e-4)}
+    alone = target_alone(target, 60)
+    offline = (2, 3, 7)
+    base = Generation(PROMPT, alone, [Origin.TARGET] * 60)
+    ours = Generation(PROMPT, list(alone), [Origin.TARGET] * 60)
+    ours.tokens[3] = (alone[3] + 1) % 16
+    for i in offline:
+        ours.origins[i] = Origin.UNVERIFIED
+    log_p = target(torch.tensor([PROMPT + ours.tokens]))[0, len(PROMPT) - 1:].log_softmax(-1)
+    nll = [-log_p[i, ours.tokens[i]].item() for i in offline]
+    assert offline_quality(target, [ours], [base]) == {
+        "unverified_tokens": 3,
+        "agreement": 2 / 3,
+        "perplexity": pytest.approx(math.exp(sum(nll) / 3), rel=1e-4),
+    }
 
 
-# The server and its clients ------------------------------------------------------------------------------------------
+# --- The server and its clients ---
 
-def test_a_wrong_secret_is_refused_in_constant_time_before_more_is_read(models, impatient, monkeypatch, capsys):
-    compared, sessions, compare, init = [], [], hmac.compare_digest, TargetSession.__init__
-    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or compare(a, b))
-    monkeypatch.setattr(TargetSession, "__init__", lambda self, *models: sessions.append(1) or init(self, *models))
+
+def test_a_wrong_secret_is_refused_in_constant_time_before_more_is_read(
+        models, impatient, monkeypatch, capsys):
+    target, _ = models
+    compare_digest = hmac.compare_digest
+    start_session = TargetSession.__init__
+    compared = []
+    sessions = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((len(a), len(b)))
+        return compare_digest(a, b)
+
+    def start(session: TargetSession, *arguments) -> None:
+        sessions.append(session)
+        start_session(session, *arguments)
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    monkeypatch.setattr(TargetSession, "__init__", start)
     with serving_models(*models, secret="tulip") as server:
-        for secret, after in (("", b""), ("tulips", frame({"call": "read"})), ("tuli", bytes(1000))):
-            sock, greeting = connect(server, secret, after)
+        attempts = [("", b""), ("tulips", frame({"call": "read"})), ("tuli", bytes(1000))]
+        for secret, after in attempts:
+            sock, fields = connect(server, secret, after)
             sock.close()
-            assert greeting["refused"].startswith("wrong secret") and sessions == []
-        with (socket.create_connection(server.server_address) as sock,
-              socket.create_connection(server.server_address) as other):
-            nonce, _ = (end.recv(NONCE, socket.MSG_WAITALL) for end in (sock, other))
-            other.sendall(hmac.digest(b"tulip", nonce, "sha256"))  # an answer to another connection's nonce
-            assert receive_message(other, LIMIT, soon())[0]["refused"].startswith("wrong secret")
-        with pytest.raises(InputError, match="lost before its first token: the server refused: 'wrong secret"):
-            answer(*models, PROMPT, CONFIG, channel=Channel(server.server_address, "rose", Network(Link())))
-        assert answer(*models, PROMPT, CONFIG, CHAIN, channel=channel_to(server)).tokens == target_alone(models[0], 24)
-    assert compared == [(DIGEST, DIGEST)] * 7 and len(sessions) == 1
+            assert fields["refused"].startswith("wrong secret")
+        with (
+            socket.create_connection(server.server_address) as sock,
+            socket.create_connection(server.server_address) as other,
+        ):
+            nonce = sock.recv(NONCE, socket.MSG_WAITALL)
+            other.recv(NONCE, socket.MSG_WAITALL)
+            other.sendall(hmac.digest(b"tulip", nonce, "sha256"))  # not to its own nonce
+            assert greeting(other).fields["refused"].startswith("wrong secret")
+        wrong = Channel(server.server_address, "rose", Network(Link()))
+        complaint = "lost before its first token: the server refused: 'wrong secret"
+        with pytest.raises(InputError, match=complaint):
+            over(wrong, models).answer(PROMPT, CONFIG)
+        assert sessions == []
+        result = over(channel_to(server), models).answer(PROMPT, CONFIG)
+        assert result.tokens == target_alone(target, 24)
+    assert len(sessions) == 1
+    assert compared == [(DIGEST, DIGEST)] * 7  # the last client but one tried twice
     assert capsys.readouterr().err == "127.0.0.1: wrong secret\n" * 6
 
 
 def test_neither_unauthenticated_clients_nor_ones_beyond_the_limit_keep_others_out(models):
+    target, _ = models
+    alone = target_alone(target, 24)
     with serving_models(*models, max_clients=2) as server, contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(socket.create_connection(server.server_address, 30)) for _ in range(40)]
-        assert answer(*models, PROMPT, CONFIG, CHAIN, channel=channel_to(server)).tokens == target_alone(models[0], 24)
-        assert len(server.unauthenticated) <= 8 and silent[0].recv(99)[NONCE:] == b""  # the oldest was disconnected
-        socks = [connect(server) for _ in range(3)]
-        assert [*socks[1][1]] == ["drafter"] and socks[2][1] == {"refused": "it has 2 clients, its limit"}
-        [sock.close() for sock, _ in socks]
+        silent = []
+        for _ in range(40):
+            sock = socket.create_connection(server.server_address, 30)
+            silent.append(stack.enter_context(sock))
+        assert over(channel_to(server), models).answer(PROMPT, CONFIG).tokens == alone
+        assert len(server.unauthenticated) <= 8
+        assert silent[0].recv(99)[NONCE:] == b""  # the oldest was disconnected
+        greetings = []
+        with contextlib.ExitStack() as clients:
+            for _ in range(3):
+                sock, fields = connect(server)
+                clients.enter_context(sock)
+                greetings.append(fields)
+        accepted = {"drafter": "test"}
+        assert greetings == [accepted, accepted, {"refused": "it has 2 clients, its limit"}]
         wait_for(lambda: set(server.connections) == set(server.unauthenticated))
-        assert answer(*models, PROMPT, CONFIG, CHAIN, channel=channel_to(server)).tokens == target_alone(models[0], 24)
+        assert over(channel_to(server), models).answer(PROMPT, CONFIG).tokens == alone
 
 
-@pytest.mark.parametrize("part, reason", [(b"", "disconnected after 0.1 s without a request"), (b"MoAs", "timed out")])
-def test_a_client_that_sends_nothing_more_is_disconnected(models, part, reason, monkeypatch, capsys):
+@pytest.mark.parametrize("part, reason", [
+    (b"", "disconnected after 0.1 s without a request"),
+    (b"MoAs", "timed out")])
+def test_a_client_that_sends_nothing_more_is_disconnected(
+        models, part, reason, monkeypatch, capsys):
     with serving_models(*models, idle_seconds=0.1) as server:
         sock, _ = connect(server)
         monkeypatch.setattr(netsim, "CONNECT_SECONDS", 0.1)
@@ -396,109 +733,560 @@ def test_a_client_that_sends_nothing_more_is_disconnected(models, part, reason, 
     assert capsys.readouterr().err == f"127.0.0.1: {reason}\n"
 
 
-READ = {"call": "read", "max_new_tokens": 3, "temperature": 0.8, "top_p": 1.0, "seed": 0, "stop_ids": []}
+READ = {
+    "call": "read",
+    "max_new_tokens": 3,
+    "temperature": 0.8,
+    "top_p": 1.0,
+    "seed": 0,
+    "stop_ids": [],
+}
+VERIFY = {"call": "verify", "drafts": [1, 2, 1], "parents": [0, 1, 0]}  # a small tree
+TEXT = torch.tensor(PROMPT, dtype=torch.int32)
+IDS = torch.arange(16, dtype=torch.int32).expand(2, 16).contiguous()  # of two parents
+WEIGHTS = torch.full((2, 16), 9, dtype=torch.uint8)
+WRONG_TEXTS = [
+    {"call": "stop"},
+    {"call": []},
+    {"tokens": None},
+    {"tokens": TEXT.long()},
+    {"tokens": TEXT[None]},
+    {"tokens": TEXT[:0]},
+    {"tokens": TEXT + 12},  # the target has 16 tokens
+    {"tokens": TEXT - 1},
+    {"tokens": TEXT.repeat(16)},  # as many as the context
+    {"max_new_tokens": 0},
+    {"max_new_tokens": 61},  # with the prompt one too many for the context
+    {"max_new_tokens": 2.0},
+    {"max_new_tokens": None},
+    {"temperature": -1},
+    {"temperature": math.nan},
+    {"temperature": 101},
+    {"temperature": "warm"},
+    {"top_p": 0},
+    {"top_p": 1.1},
+    {"top_p": math.nan},
+    {"seed": -1},
+    {"seed": 2**63},
+    {"seed": True},
+    {"stop_ids": None},
+    {"stop_ids": [[]]},
+]
+WRONG_DRAFTS = [
+    {"drafts": None},
+    {"drafts": [1, 2, 16]},
+    {"drafts": [1, 2, -1]},
+    {"drafts": [1, 2, 1.0]},
+    {"drafts": [1, 2, True]},
+    {"drafts": [1, 2]},
+    {"drafts": [1] * 65, "parents": [0] * 65},
+    {"parents": None},
+    {"parents": [0, 1]},
+    {"parents": [-1, 1, 0]},
+    {"parents": [0, 2, 0]},  # itself
+    {"parents": [0, 3, 0]},  # a later one
+    {"parents": [0, 1.0, 0]},
+    {"parents": [0, 0, 0]},  # fewer parents than distributions
+    {"ids": None},
+    {"ids": IDS.float()},
+    {"ids": IDS[:1]},
+    {"ids": IDS[:, :15]},
+    {"ids": IDS + 1},
+    {"weights": None},
+    {"weights": WEIGHTS.int()},
+    {"weights": WEIGHTS[:, :15]},
+    {"weights": WEIGHTS * torch.tensor([[1], [0]], dtype=torch.uint8)},
+]
 
 
-def random_request(rng: random.Random) -> tuple[dict, dict]:
-    """A request that is nearly right."""
-    odd = [None, -1, 0, 1, 3, 10**9, 2**70, 10**400, "0", [], {}, 1.5, math.nan, math.inf, True, [-1], [[]], "\ud800"]
-    fields = READ | {"call": rng.choice(["read", "verify", "generate", "verify", "stop"]), "drafts": [1, 2, 1],
-                     "parents": [-1, 0, -1], "temperature": rng.choice([0, 0.8])}
-    fields |= {name: rng.choice(odd) for name in rng.sample(sorted(fields), rng.choice([0, 1, 1, 3]))}
-    shapes, kinds = [(0,), (1,), (3,), (2, 16), (2, 16), (70,), (), (2**40, 0)], [torch.int32, torch.uint8, torch.half]
-    tensors = {name: torch.randint(-1, rng.choice([2, 16, 17]), rng.choice(shapes)).to(rng.choice(kinds))
-               for name in ("tokens", "ids", "weights") if rng.random() < 0.9}
-    tensors |= {"ids": torch.randint(0, 16, (2, 16), dtype=torch.int32)} if rng.random() < 0.5 else {}
+def request(right: dict, changes: dict) -> tuple[dict, dict]:
+    """Fields and tensors of a request with these changes. None: without it."""
+    changed = right | {"tokens": TEXT, "ids": IDS, "weights": WEIGHTS} | changes
+    fields = {}
+    tensors = {}
+    for name, value in changed.items():
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+        elif value is not None:
+            fields[name] = value
     return fields, tensors
 
 
-def test_thousands_of_malformed_frames_leave_the_server_serving(models, capsys):
-    rng, whole = random.Random(0), frame(READ, {"tokens": torch.tensor(PROMPT, dtype=torch.int32)})
-    with serving_models(*models) as server:
-        for number in range(3000):
-            with socket.create_connection(server.server_address, timeout=30) as sock, contextlib.suppress(OSError):
+@pytest.mark.parametrize("right, wrong", [
+    *((READ, wrong) for wrong in WRONG_TEXTS),
+    *((READ | {"call": "generate"}, wrong) for wrong in WRONG_TEXTS[2:]),
+    *((VERIFY, wrong) for wrong in WRONG_DRAFTS)], ids=lambda value: str(value)[:40])
+def test_a_malformed_request_is_refused_and_a_right_one_after_it_is_answered(models, right, wrong):
+    with ThreadPoolExecutor(1) as worker:
+        session = TargetSession(*models, worker)
+        if right is VERIFY:
+            with pytest.raises(ValueError, match="drafts must follow a text"):
+                list(session.answer(*request(VERIFY, {})))
+            list(session.answer(*request(READ, {})))
+        with pytest.raises((LookupError, TypeError, ValueError)):
+            list(session.answer(*request(right, wrong)))
+        (fields, _), *more = session.answer(*request(right, {}))
+        assert 0 <= fields["token"] < 16
+        assert len(more) == (2 if right["call"] == "generate" else 0)
+
+
+ODD = [
+    None, -1, 0, 1, 3, 10**9, 2**70, 10**400, "0", [], {}, 1.5, math.nan, math.inf, True, [-1],
+    [[]], "\ud800",
+]
+SHAPES = [(0,), (1,), (3,), (2, 16), (2, 16), (70,), (), (2**40, 0)]
+
+
+@pytest.mark.parametrize("verified, parents, most", [
+    (0, list(range(64)), 64),  # a chain whose end is beyond the context
+    (5, [0] * 64, 72)], ids=["chain", "siblings"])  # what the server's cache has room for
+def test_drafts_beyond_what_was_asked_for_are_refused(models, verified, parents, most):
+    with ThreadPoolExecutor(1) as worker:
+        session = TargetSession(*models, worker)
+        list(session.answer(*request(READ, {"temperature": 0})))
+        for _ in range(verified):  # each adds a token to the server's cache
+            list(session.answer(*request(VERIFY, {"drafts": [], "parents": []})))
+        too_many = {"drafts": [1] * 64, "parents": parents}
+        with pytest.raises(ValueError, match=f"expected an int from 0 to {most}$"):
+            list(session.answer(*request(VERIFY, too_many)))
+
+
+def random_request(generator: random.Random) -> tuple[dict, dict]:
+    """Fields and tensors of a request that is nearly right."""
+    fields = READ | VERIFY
+    fields["call"] = generator.choice(["read", "verify", "generate", "verify", "stop"])
+    fields["temperature"] = generator.choice([0, 0.8])
+    for name in generator.sample(sorted(fields), generator.choice([0, 1, 1, 3])):
+        fields[name] = generator.choice(ODD)
+    tensors = {}
+    for name in ("tokens", "ids", "weights"):
+        if generator.random() < 0.9:
+            end = generator.choice([2, 16, 17])
+            dtype = generator.choice([torch.int32, torch.uint8, torch.half])
+            tensors[name] = torch.randint(-1, end, generator.choice(SHAPES)).to(dtype)
+    if generator.random() < 0.5:
+        tensors["ids"] = IDS
+    return fields, tensors
+
+
+def random_message(number: int, whole: bytes, generator: random.Random) -> bytes:
+    """A message that is cut short, one with some bytes replaced, or three requests that are nearly
+    right after at most two that are."""
+    start = generator.randrange(len(whole))
+    kind = number % 8
+    if kind < 5:
+        if number % 2 == 0:
+            return whole[:start]
+        end = start + generator.randrange(9)
+        return whole[:start] + generator.randbytes(generator.randrange(9)) + whole[end:]
+    message = whole * (kind - 5)
+    for _ in range(3):
+        fields, tensors = random_request(generator)
+        message += frame(fields, tensors)
+    return message
+
+
+def test_thousands_of_malformed_frames_leave_the_server_serving(capsys):
+    target = new_target(16, layers=1)
+    pair = (target, new_drafter(target))
+    generator = random.Random(0)
+    whole = frame(READ, {"tokens": TEXT})
+    with serving_models(*pair) as server:
+        for number in range(2000):
+            sock = socket.create_connection(server.server_address, timeout=30)
+            with sock, contextlib.suppress(OSError):
                 if number % 8 == 0:  # before the secret is known
-                    sock.sendall(rng.randbytes(rng.randrange(64)))
+                    sock.sendall(generator.randbytes(generator.randrange(64)))
                     continue
-                at, cut, message = rng.randrange(len(whole)), rng.randrange(9), whole
-                if number % 8 < 5:
-                    message = whole[:at] + (rng.randbytes(rng.randrange(9)) + whole[at + cut:] if number % 2 else b"")
-                else:
-                    message = b"".join([whole][:number % 8 - 5] + [frame(*random_request(rng)) for _ in range(3)])
-                sock.sendall(hmac.digest(b"", sock.recv(NONCE, socket.MSG_WAITALL), "sha256") + message)
+                digest = hmac.digest(b"", sock.recv(NONCE, socket.MSG_WAITALL), "sha256")
+                sock.sendall(digest + random_message(number, whole, generator))
                 sock.shutdown(socket.SHUT_WR)
                 while sock.recv(1 << 16):
                     pass
         wait_for(lambda: not server.connections)
-        assert answer(*models, PROMPT, CONFIG, CHAIN, channel=channel_to(server)).tokens == target_alone(models[0], 24)
+        result = over(channel_to(server), pair).answer(PROMPT, CONFIG)
+        assert result.tokens == target_alone(target, 24)
     lines = capsys.readouterr().err.splitlines()
-    assert {line.split(":")[0] for line in lines} == {"127.0.0.1"} and len(lines) > 1500
+    assert len(lines) > 1000
+    assert {line.partition(":")[0] for line in lines} == {"127.0.0.1"}
 
 
-# The command line ----------------------------------------------------------------------------------------------------
+# --- What a user sees of it ---
 
-def test_the_command_line_gives_the_same_tokens_with_the_target_on_a_server(smollm2, monkeypatch, capsys):
-    model, tokenizer = smollm2
-    monkeypatch.setenv("MOA_SECRET", "tulip")
-    command = [sys.executable, ROOT / "speculate.py", "--serve", "127.0.0.1:0", "--device", "cpu"]
-    with (subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server,
-          contextlib.ExitStack() as stack):
-        stack.callback(server.terminate)
-        alone = list(generate(model, tokenizer.chat([{"role": "user", "content": QUESTION[1]}]), CONFIG))
-        address = server.stdout.readline().strip()
-        for more in (["--network", "4g"], ["--network", "wan", "--no-speculation"]):
-            arguments = ["--remote", address, "--json", "--max-new-tokens", "24", *QUESTION, *more]
-            monkeypatch.setattr(sys, "argv", ["speculate.py", *arguments])
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> list[str]:
+    """Flags of a command line: a tiny target with a tokenizer of bytes, and its drafter. They load
+    at once."""
+    target = new_target(260, context=2048)
+    target_folder = byte_tokenizer(tmp_path_factory.mktemp("target"), CHATML)
+    drafter_folder = tmp_path_factory.mktemp("drafter")
+    (target_folder / "config.json").write_text(json.dumps(asdict(target.config)))
+    tensors = {name: tensor.contiguous() for name, tensor in target.named_parameters()}
+    save_file(tensors, target_folder / "model.safetensors")
+    drafter = new_drafter(target, target_layer_inference=4, likeness=0.7)
+    save_drafter(drafter, drafter_folder, torch.float32)
+    folders = ["--model", str(target_folder), "--drafter", str(drafter_folder)]
+    return ["--device", "cpu", *folders]
+
+
+@pytest.fixture(scope="module")
+def tiny(checkpoint) -> Models:
+    """The same models in this process."""
+    args = parse(checkpoint + ["--prompt", "Hi"])
+    return speculate.load_models(args)
+
+
+def parse(arguments: list[str]) -> Namespace:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["speculate.py", *arguments])
+        return speculate.parse_arguments()
+
+
+@pytest.fixture
+def command(checkpoint, monkeypatch, capsys):
+    """Runs speculate.py in this process: (exit status, stdout, stderr)."""
+    on_terminate = signal.getsignal(signal.SIGTERM)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["speculate.py", *checkpoint, *arguments])
+        status = 0
+        try:
             run_command(speculate.main)
-            result = json.loads(capsys.readouterr().out)
-            assert result["tokens"] == alone and result["disconnected"] is False and result["unverified_tokens"] == 0
-            assert min(result[name] for name in ("bytes_up", "bytes_down", "round_trips", "network_seconds")) > 0
-        server.terminate()
-        assert server.wait(30) == 0 and server.stderr.read() == ""
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    yield run
+    signal.signal(signal.SIGTERM, on_terminate)  # a server's handler is not for this process
 
 
-def test_the_command_line_finishes_its_answer_without_the_network():
-    done = run_script("speculate.py", "--remote", "--disconnect-after", 9, "--max-new-tokens", 20, "--show", *QUESTION)
-    assert done.returncode == 0 and "\033[33m" in done.stdout and "the drafter's own" in done.stderr
+def terminal_over(
+    networks: list[Network], server: MessageServer, tiny: Models, *flags: str
+) -> Terminal:
+    """What answers each of its prompts over the next of these networks, as with --remote."""
+    connections = iter(networks)
+
+    def new_channel(prompt: list[int]) -> Channel:
+        return Channel(server.server_address, "", next(connections))
+
+    args = parse(["--remote", "--max-new-tokens", "48", *flags])
+    method = Method(tiny.target, tiny.drafter, CHAIN, False, new_channel, traced=args.trace)
+    return Terminal(args, tiny, method, GenerationConfig(args.max_new_tokens))
+
+
+def ask(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+LOST = "[the link is lost: what follows is the drafter's own text, unverified]"
+BACK = "[the link is back: the target goes on]"
+
+
+def link_lines(err: str) -> list[str]:
+    return [line for line in err.splitlines() if "link" in line]
+
+
+@pytest.mark.parametrize("first, until, lines", [
+    (10, 30, [LOST, BACK]),
+    (10, math.inf, [LOST]),
+    (math.inf, math.inf, [])])
+def test_one_line_says_when_the_link_is_lost_and_one_when_it_is_back(
+        tiny, impatient, capsys, first, until, lines):
+    with serving_models(tiny.target, tiny.drafter) as server:
+        terminal = terminal_over([CountedOutage(first, until)], server, tiny)
+        generation = terminal.respond(ask("Hi"))
+    out, err = capsys.readouterr()
+    assert link_lines(err) == lines
+    assert out == stream(tiny.tokenizer, generation.tokens)
+    assert ("the server was out of reach" in err) == (lines != [])
+    assert ("of these tokens are the drafter's own" in err) == (lines != [])
+
+
+def stream(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    pending = []
+    return "".join(tokenizer.stream(pending, token) for token in tokens)
+
+
+def test_show_colors_what_was_written_without_the_target_on_a_terminal(
+        tiny, impatient, capsys, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with serving_models(tiny.target, tiny.drafter) as server:
+        terminal = terminal_over([CountedOutage(10, 30)], server, tiny, "--show")
+        generation = terminal.respond(ask("Hi"))
+    out = capsys.readouterr().out
+    assert "".join(re.findall("\033\\[33m(.*?)\033\\[0m", out, re.DOTALL)) == stream(
+        tiny.tokenizer,
+        [token for token, origin in zip(generation.tokens, generation.origins)
+         if origin == Origin.UNVERIFIED])
+    assert re.sub("\033\\[[0-9]+m", "", out) == stream(tiny.tokenizer, generation.tokens)
+
+
+@pytest.mark.parametrize("latency, count, said", [
+    (0.15, "1", "connecting ...\n"),  # eight ways to the first token
+    (0.04, "48", "")])
+def test_a_slow_link_says_that_it_is_connecting_after_a_second(tiny, capsys, latency, count, said):
+    with serving_models(tiny.target, tiny.drafter) as server:
+        network = Network(Link(latency))
+        terminal = terminal_over([network], server, tiny, "--json", "--max-new-tokens", count)
+        generation = terminal.respond(ask("Hi"))
+    out, err = capsys.readouterr()
+    assert generation.seconds > 1.0
+    assert err == said
+    assert json.loads(out)["new_tokens"] == int(count)
+
+
+def test_a_trace_shows_the_link_with_its_bytes_and_its_three_states(tiny, impatient, capsys):
+    with serving_models(tiny.target, tiny.drafter) as server:
+        terminal = terminal_over([CountedOutage(10, 30)], server, tiny, "--trace")
+        generation = terminal.respond(ask("Hi"))
+    out = capsys.readouterr().out
+    links = re.findall(r"^  link: (\w+), (\d+) bytes up, (\d+) down, \d+ ms$", out, re.MULTILINE)
+    states = [state for state, _, _ in links]
+    assert [state for state, _ in itertools.groupby(states)] == [
+        "connected", "offline", "reconnecting", "connected"]
+    assert states.count("reconnecting") == 1
+    assert sum(int(up) for _, up, _ in links) == generation.network["bytes_up"]
+    assert sum(int(down) for _, _, down in links) == generation.network["bytes_down"]
+    assert out.count("offline: the drafter alone wrote") == states.count("offline")
+
+
+def test_a_chat_goes_on_after_an_outage_and_after_a_server_that_is_not_there(
+        tiny, impatient, capsys, monkeypatch):
+    networks = [
+        CountedOutage(10, 30),
+        Network(Link(), outage_after=0),  # for both attempts to connect
+        CountedOutage(20),
+        Network(Link()),
+    ]
+    networks[1].count_tokens(0, 0.0)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n\nthree\nfour\n"))
+    with serving_models(tiny.target, tiny.drafter) as server:
+        terminal = terminal_over(networks, server, tiny)
+        terminal.chat()
+    one, three, four = terminal.answers
+    assert one.outage and three.outage and not four.outage
+    conversation = ask("one")
+    for answer, question in ((one, "three"), (three, "four")):
+        text = tiny.tokenizer.decode(answer.tokens)
+        conversation += [{"role": "assistant", "content": text}, *ask(question)]
+    assert four.prompt == tiny.tokenizer.chat(conversation)
+    assert four.tokens == list(generate(tiny.target, four.prompt, GenerationConfig(48)))
+    err = capsys.readouterr().err
+    assert link_lines(err) == [LOST, BACK, LOST]
+    complaint = "error: the server was lost before its first token: the network is down"
+    assert err.splitlines().count(complaint) == 1
+    assert "3 answers, 144 tokens" in err
+
+
+@pytest.mark.parametrize("secret", [None, "tulip"])
+def test_a_server_says_how_to_connect_and_that_no_secret_is_set(secret, monkeypatch, capsys):
+    if secret is None:
+        monkeypatch.delenv("MOA_SECRET", raising=False)
+    else:
+        monkeypatch.setenv("MOA_SECRET", secret)
+    announce_on_terminal(("127.0.0.1", 7000))
+    out, err = capsys.readouterr()
+    assert out == "127.0.0.1:7000\n"
+    assert "connect with: python speculate.py --remote 127.0.0.1:7000" in err
+    assert ("no secret is set" in err) == (secret is None)
+    assert "tulip" not in err
+
+
+# --- Whole command lines, in processes of their own ---
+
+
+class Processes(NamedTuple):
+    """All are started at once, because most of their time is that of imports."""
+
+    server: subprocess.Popen  # with the secret "tulip"
+    piped: subprocess.Popen  # its prompt comes from a pipe, all else is the default
+    interrupted: subprocess.Popen  # the last three have servers of their own and long answers
+    killed: subprocess.Popen
+    chat: subprocess.Popen  # on a terminal
+    terminal: int  # our end of it
+
+
+def start(*arguments: str, secret: str | None = None, **streams) -> subprocess.Popen:
+    environment = os.environ | {"TERM": "dumb"}
+    environment.pop("MOA_SECRET", None)
+    if secret is not None:
+        environment["MOA_SECRET"] = secret
+    return subprocess.Popen(
+        [sys.executable, "speculate.py", *arguments],
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=take_terminal,
+        **streams,
+    )
+
+
+def take_terminal() -> None:
+    """Let Ctrl-C on the terminal, if stdin is one, reach this process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's & ignores it
+    if os.isatty(0):
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.fixture(scope="module")
+def processes(checkpoint):
+    pipe = subprocess.PIPE
+    outputs = dict(stdout=pipe, stderr=pipe, text=True)
+    slow = ["--remote", "--latency", "100ms", "--max-new-tokens", "900", *checkpoint]
+    terminal, theirs = os.openpty()
+    started = Processes(
+        server=start("--serve", "127.0.0.1:0", *checkpoint, secret="tulip", **outputs),
+        piped=start("--remote", "--latency", "21ms", stdin=pipe, **outputs),
+        interrupted=start("--prompt", "Why?", *slow, **outputs),
+        killed=start("--prompt", "Why?", *slow, **outputs),
+        chat=start("--trace", *slow, stdin=theirs, stdout=theirs, stderr=theirs),
+        terminal=terminal,
+    )
+    os.close(theirs)
+    started.piped.stdin.write("Say hi.\n")
+    started.piped.stdin.close()
+    yield started
+    os.close(terminal)
+    for process in (started.server, started.piped, started.interrupted, started.killed):
+        process.kill()
+        with process:
+            pass  # closes its pipes and waits for its end
+    started.chat.kill()
+    started.chat.wait()
 
 
 def is_running(pid: str) -> bool:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"  # a zombie has ended
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z"  # a zombie has ended
     return False
 
 
-def test_however_a_client_ends_its_own_server_ends_too():
-    command = [sys.executable, ROOT / "speculate.py", "--remote", "--max-new-tokens", "1000", *QUESTION]
-    start = partial(subprocess.Popen, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-                    preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL))  # a shell's & ignores it
-    with start() as interrupted, start() as killed:
-        for client, end, status in ((interrupted, signal.SIGINT, 130), (killed, signal.SIGKILL, -9)):
-            client.stdout.read(1)  # it is in the midst of its answer
-            children = Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text().split()
-            assert children and all(map(is_running, children))
-            os.killpg(client.pid, end) if end == signal.SIGINT else client.send_signal(end)  # Ctrl-C goes to both
-            assert client.wait(30) == status and client.stderr.read() == b""
-            wait_for(lambda: not any(map(is_running, children)))
+def own_processes(client: subprocess.Popen) -> list[str]:
+    """What a client has started: its server."""
+    children = Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text().split()
+    assert children and all(map(is_running, children))
+    return children
+
+
+def test_however_a_client_ends_its_own_server_ends_too(processes):
+    for client, status in (
+        (processes.interrupted, 130),
+        (processes.killed, -signal.SIGKILL),
+    ):
+        client.stdout.read(1)  # it is in the midst of its answer
+        children = own_processes(client)
+        if client is processes.interrupted:
+            os.killpg(client.pid, signal.SIGINT)  # as a terminal's Ctrl-C goes to both
+        else:
+            client.kill()
+        assert client.wait(30) == status
+        wait_for(lambda: not any(map(is_running, children)))
+        err = client.stderr.read()
+        assert "Traceback" not in err and link_lines(err) == []
+
+
+def read_until(terminal: int, pattern: str) -> str:
+    """What comes from a terminal until it matches."""
+    text = ""
+    deadline = soon(60)
+    while not re.search(pattern, text, re.DOTALL):
+        ready, _, _ = select.select([terminal], [], [], max(0, deadline - time.monotonic()))
+        assert ready, text
+        text += os.read(terminal, 1 << 16).decode(errors="replace")
+    return text
+
+
+def test_ctrl_c_on_a_terminal_ends_an_answer_and_neither_the_chat_nor_its_server(processes):
+    terminal = processes.terminal
+    read_until(terminal, "Ask something.*> ")
+    for question in (b"one\n", b"two\n"):
+        os.write(terminal, question)
+        read_until(terminal, "cycle 2: ")
+        children = own_processes(processes.chat)
+        os.write(terminal, b"\x03")
+        read_until(terminal, "unverified tokens 0, disconnected False.*> ")
+    os.write(terminal, b"\x04")
+    assert "2 answers" in read_until(terminal, "acceptance length [0-9.]+\r\n")
+    assert processes.chat.wait(30) == 0
+    wait_for(lambda: not any(map(is_running, children)))
+
+
+def test_the_command_line_gives_the_same_tokens_with_the_target_on_a_server(
+        processes, command, tiny, monkeypatch):
+    monkeypatch.setenv("MOA_SECRET", "tulip")
+    monkeypatch.setattr(netsim, "MIN_TIMEOUT", 0.2)
+    prompt = tiny.tokenizer.chat(ask("Why?"))
+    alone = list(generate(tiny.target, prompt, CONFIG))
+    server = processes.server
+    address = server.stdout.readline().strip()
+    question = ["--prompt", "Why?", "--max-new-tokens", "24", "--remote", address]
+    for more in (["--network", "4g"], ["--network", "wan", "--no-speculation"]):
+        status, out, _ = command(*question, "--json", *more)
+        result = json.loads(out)
+        assert status == 0 and result["tokens"] == alone
+        assert result["disconnected"] is False and result["unverified_tokens"] == 0
+        for name in ("bytes_up", "bytes_down", "round_trips", "network_seconds"):
+            assert result[name] > 0
+    status, out, err = command(*question, "--disconnect-after", "9")
+    assert status == 0 and link_lines(err) == [LOST]
+    assert "new tokens 24" in err and "disconnected True" in err
+    server.terminate()
+    assert server.wait(30) == 0
+    assert server.stderr.read() == f"connect with: python speculate.py --remote {address}\n"
+
+
+def test_the_prompt_may_come_from_a_pipe_and_the_target_from_a_server_of_our_own(
+        processes, smollm2):
+    model, tokenizer = smollm2
+    out = processes.piped.stdout.read()
+    err = processes.piped.stderr.read()
+    prompt = tokenizer.chat(ask("Say hi."))
+    config = GenerationConfig(256, stop_ids=frozenset(tokenizer.stop_ids))
+    assert processes.piped.wait(30) == 0, err
+    assert out == tokenizer.decode(list(generate(model, prompt, config)))
+    round_trips = int(re.search(r"round trips (\d+)", err)[1])
+    network_seconds = float(re.search(r"network seconds ([0-9.]+)", err)[1])
+    assert round_trips > 1 and network_seconds > 0.021
+    assert "unverified tokens 0, disconnected False" in err
+
+
+# --- Bad input ---
+
+REMOTE = ["--prompt", "Hi", "--remote"]
 
 
 @pytest.mark.parametrize("arguments, complaint", [
-    ([*HI, "--latency", "21"], "a duration like"), ([*HI, "--loss", "5"], "a share like"),
-    ([*HI, "--bandwidth", "5"], "a bandwidth like"), ([*HI, "--disconnect-after", "0"], "--disconnect-after"),
-    ([*HI, "--network", "3g"], "--network"), ([*HI, "here"], "HOST:PORT"), ([*HI, "localhost:99999"], "HOST:PORT"),
-    (["--serve", "1234"], "HOST:PORT"), (["--serve", "127.0.0.1:0", "--prompt", "Hi"], "not allowed with"),
+    ([*REMOTE, "--latency", "21"], "a duration like"),
+    ([*REMOTE, "--loss", "5"], "a share like"),
+    ([*REMOTE, "--bandwidth", "5"], "a bandwidth like"),
+    ([*REMOTE, "--disconnect-after", "0"], "--disconnect-after"),
+    ([*REMOTE, "--network", "3g"], "--network"),
+    ([*REMOTE, "here"], "HOST:PORT"),
+    ([*REMOTE, "localhost:99999"], "HOST:PORT"),
+    (["--serve", "1234"], "HOST:PORT"),
+    (["--serve", "127.0.0.1:0", "--prompt", "Hi"], "not allowed with"),
     (["--serve", "0.0.0.0:0"], "to serve beyond this machine, set a secret"),
     (["--serve", "a..b:7000"], "cannot serve at a..b:7000"),
-    ([*HI, "--total-tokens", "65"], "64"), ([*HI, "a..b:7000"], "no server at a..b:7000"),
-    ([*HI, "127.0.0.1:9"], "no server at 127.0.0.1:9"), ([*HI, "--model", "some/model"], "no drafter is shipped"),
-    ([*HI, "127.0.0.1:9", "--no-speculation"], "no server at 127.0.0.1:9")], ids=str)
-def test_bad_input_ends_in_one_line_and_exit_status_2(arguments, complaint, impatient, monkeypatch, capsys, smollm2):
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # a server's handler is not for this process
-    monkeypatch.setattr(speculate, "load_target", lambda *_: smollm2)
-    monkeypatch.setattr(Llama, "pack", lambda model: model)  # or it would be for all tests
+    ([*REMOTE, "--total-tokens", "65"], "64"),
+    ([*REMOTE, "a..b:7000"], "no server at a..b:7000"),
+    ([*REMOTE, "127.0.0.1:9"], "no server at 127.0.0.1:9"),
+    ([*REMOTE, "127.0.0.1:9", "--no-speculation"], "no server at 127.0.0.1:9")], ids=str)
+def test_bad_input_ends_in_one_line_and_exit_status_2(
+        arguments, complaint, command, impatient, monkeypatch):
     monkeypatch.delenv("MOA_SECRET", raising=False)
-    monkeypatch.setattr(sys, "argv", ["speculate.py", "--device", "cpu", *arguments])
-    with pytest.raises(SystemExit) as exit:
+    status, out, err = command(*arguments)
+    assert status == 2 and out == ""
+    assert err.count("\n") == 1 and complaint in err
+
+
+def test_a_remote_model_without_a_drafter_is_refused_before_anything_is_loaded(
+        monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["speculate.py", *REMOTE, "--model", "some/model"])
+    with pytest.raises(SystemExit) as end:
         run_command(speculate.main)
     out, err = capsys.readouterr()
-    assert exit.value.code == 2 and out == "" and err.count("\n") == 1 and complaint in err
+    assert end.value.code == 2 and out == ""
+    assert err.count("\n") == 1 and "no drafter is shipped for some/model" in err

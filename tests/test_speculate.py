@@ -1,370 +1,490 @@
-"""Draft, verify, accept: the target's own tokens at temperature 0, the target's own distribution above it."""
+"""Draft, verify, accept: at temperature 0 the target's own tokens, and what a user sees of it.
+
+That above temperature 0 the text is distributed as the target's own is in test_losslessness.py.
+"""
+import contextlib
 import copy
+import io
 import itertools
 import json
-import math
+import os
+import pty
+import re
+import select
+import signal
 import subprocess
 import sys
+import time
+import traceback
+import unicodedata
 from collections import Counter
-from dataclasses import replace
-from functools import partial
-from types import SimpleNamespace
+from dataclasses import asdict, replace
+from shutil import copytree
+from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import run_script
+from conftest import ROOT
+from safetensors.torch import save_file
+from test_llama import CHATML, byte_tokenizer
+from tiny_models import PROMPT, WORDS, new_drafter, new_target, target_alone
 
 import speculate
-from llama import Config, GenerationConfig, InputError, Llama, Sampling, generate, probabilities, run_command, sample
-from moa import Draft, Drafter, DrafterConfig, DraftState, TreeConfig, chain_parents, expand_leaves, load_drafter
-from speculate import (CHAIN, TREE, ChainBatch, Generation, Origin, accept_greedy, answer, bench, bench_batch,
-                       local_methods, print_table, read_prompts, rejection_sample)
+from llama import (
+    GenerationConfig,
+    InputError,
+    Llama,
+    Tokenizer,
+    generate,
+    load_model,
+    load_tokenizer,
+    probabilities,
+    run_command,
+)
+from moa import (
+    Draft,
+    Drafter,
+    DraftState,
+    TreeConfig,
+    load_drafter,
+    pack_together,
+    save_drafter,
+    to_bfloat16,
+)
+from speculate import (
+    CHAIN,
+    GREEN,
+    PLAIN,
+    RED,
+    TREE,
+    ChainBatch,
+    Cycle,
+    Generation,
+    Method,
+    Origin,
+    Prompt,
+    accept_greedy,
+    bench,
+    bench_batch,
+    local_methods,
+    print_table,
+    read_prompts,
+    rejection_sample,
+)
 
-PROMPT, LENGTH, TEMPERATURE, VOCABULARY = [0, 3, 1, 4], 4, 0.8, 5  # of whole sequences at temperature > 0
-
-
-def new_target(vocab_size: int, layers: int = 4, sharpness: float = 3.0, context: int = 64) -> Llama:
-    torch.manual_seed(0)
-    model = Llama(Config(vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
-                         num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=context))
-    model.lm_head.weight.mul_(sharpness)
-    return model
-
-
-def new_drafter(target: Llama, likeness: float = 0.0, **choices) -> Drafter:
-    """A random drafter. With all target layers reused, likeness 1 makes it the target itself: SA and CA add nothing."""
-    torch.manual_seed(1)
-    drafter = Drafter(target, DrafterConfig.sized_for(target, **choices)).requires_grad_(False)
-    for block in (drafter.self_attention, drafter.cross_attention):
-        block.self_attn.o_proj.weight.mul_(1 - likeness)
-        block.mlp.down_proj.weight.mul_(1 - likeness)
-    return drafter
-
-
-def excess(counts: torch.Tensor, p: torch.Tensor) -> float:
-    """By how many standard deviations the chi-square statistic of counts against p is too large (Wilson & Hilferty).
-
-    Outcomes are pooled, rarest first, until each bin expects five; if an impossible outcome occurs that is infinity.
-    """
-    if (counts[p == 0] > 0).any():
-        return math.inf
-    bins, seen, expected = [], 0.0, 0.0
-    for e, n in sorted(zip((p * counts.sum()).tolist(), counts.tolist())):
-        seen, expected = seen + n, expected + e
-        if expected >= 5:
-            bins.append((seen, expected))
-            seen = expected = 0.0
-    k = len(bins) - 1  # degrees of freedom; what is left over expects next to nothing
-    statistic = sum((n - e) ** 2 / e for n, e in bins)
-    return ((statistic / k) ** (1 / 3) - (1 - 2 / (9 * k))) / math.sqrt(2 / (9 * k))
-
-
-def exact_distribution(target: Llama, top_p: float = 1.0, prompt: list[int] = PROMPT) -> torch.Tensor:
-    """Probability of each sequence of LENGTH tokens after the prompt, by the target alone, (V^LENGTH)."""
-    sequences = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))  # (V^LENGTH, LENGTH)
-    tokens = torch.cat([torch.tensor(prompt).expand(len(sequences), -1), sequences[:, :-1]], dim=1)
-    p = probabilities(target(tokens)[:, len(prompt) - 1:], TEMPERATURE, top_p)  # (V^LENGTH, LENGTH, V)
-    return p.gather(-1, sequences.unsqueeze(-1))[..., 0].prod(dim=1)
+CHAIN_OF_4 = TreeConfig(4)
+TREE_OF_8 = TreeConfig(4, top_k=2, total_tokens=8)
 
 
-def chain(tokens: list[int], q: torch.Tensor | None = None) -> Draft:
-    return Draft(0, tokens, chain_parents(len(tokens)), q)
+# --- Greedy acceptance ---
 
 
-def target_alone(target: Llama, count: int, **choices) -> list[int]:
-    return list(generate(target, PROMPT, GenerationConfig(count, **choices)))
+def new_draft(tokens: list[int], parents: list[int]) -> Draft:
+    draft = Draft(0)
+    for token, parent in zip(tokens, parents):
+        draft.add(token, parent, probability=1.0)
+    return draft
 
 
-# Acceptance ----------------------------------------------------------------------------------------------------------
-
-P = torch.tensor([0.5, 0.2, 0.15, 0.15, 0.0])
-QS = [torch.tensor([0.1, 0.6, 0.1, 0.1, 0.1]), torch.tensor([0.0, 0.5, 0.0, 0.5, 0.0]),
-      torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0]), torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0]),
-      torch.tensor([1.0, 5.5e-42, 0.0, 0.0, 0.0]), torch.tensor([0.0, 0.0, 5.5e-42, 2e-30, 1.0]), P]
+def chain(*tokens: int) -> Draft:
+    return new_draft(list(tokens), list(range(len(tokens))))
 
 
-@pytest.mark.parametrize("q, family", [
-    (QS[0], [1, 3, 0]), (QS[0], [4, 0, 1]), (QS[1], [1, 3]), (QS[1], [3, 1]), (QS[2], [1]), (QS[3], [4]),
-    (P, [2, 0, 3]), (None, [1, 3, 0]), (None, [4, 0, 1])], ids=str)
-def test_a_draft_token_is_accepted_with_probability_min_1_p_over_q(q, family):
-    """p: the residual that siblings before it leave. q: without those; a point mass for a draft that was not drawn."""
-    generator, p, left, tries = torch.Generator().manual_seed(0), P, q, 1500
-    draft = Draft(0, family, [-1] * len(family), q if q is None else q[None])  # siblings
-    paths = [rejection_sample(P.expand(len(family) + 1, 5), draft, generator)[0] for _ in range(tries)]
-    for rank, x in enumerate(family):
-        left = torch.eye(5)[x] if q is None else left / left.sum()
-        rate, accepted = min(1.0, (p[x] / left[x]).item()), paths.count([rank])
-        assert abs(accepted - tries * rate) <= 4.5 * math.sqrt(tries * rate * (1 - rate))
-        tries -= accepted
-        if tries == 0:
-            return
-        p = (p - left).clamp(min=0) / (p - left).clamp(min=0).sum()
-        left = left.index_fill(0, torch.tensor(x), 0.0)
+CHAINS = [
+    (chain(3, 1, 4), [3, 1, 4, 1], [0, 1, 2, 3], 1),
+    (chain(3, 1, 0), [3, 1, 4, 1], [0, 1, 2], 4),
+    (chain(3, 0, 4), [3, 1, 4, 1], [0, 1], 1),
+    (chain(0, 1, 4), [3, 1, 4, 1], [0], 3),
+    (chain(), [3], [0], 3),
+]
+BRANCHES = new_draft([3, 1, 4, 4, 2], [0, 0, 1, 2, 2])
+TREES_OF_CHOICES = [
+    (BRANCHES, [1, 0, 4, 0, 2, 3], [0, 2, 4], 2),  # not the 4 of the other branch
+    (BRANCHES, [1, 0, 2, 0, 2, 3], [0, 2, 5], 3),
+    (BRANCHES, [3, 0, 2, 0, 2, 3], [0, 1], 0),
+]
 
 
-@pytest.mark.parametrize("q", [*QS, None], ids=str)
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_the_token_that_results_is_distributed_as_p_whatever_q_is(q, count):
-    generator, counts = torch.Generator().manual_seed(0), torch.zeros(5)
-    for _ in range(2000):
-        drawn = [] if q is None else expand_leaves(q[None], [1.0], count, 0.0, Sampling(1.0, 1.0, generator))
-        family = [1, 4, 0, 3][:count] if q is None else [x for _, x, _ in drawn]
-        draft = Draft(0, family, [-1] * len(family), q if q is None else q[None])
-        path, token = rejection_sample(P.expand(len(family) + 1, 5), draft, generator)
-        counts[family[path[0]] if path else token] += 1
-    assert excess(counts, P) < 4
+@pytest.mark.parametrize("draft, choices, path, token", CHAINS + TREES_OF_CHOICES)
+def test_greedy_acceptance_follows_the_targets_choices_as_far_as_they_were_drafted_then_takes_one(
+    draft, choices, path, token
+):
+    acceptance = accept_greedy(choices, draft)
+    assert (acceptance.path, acceptance.token) == (path, token)
 
 
-def test_when_every_draft_is_accepted_one_more_token_is_drawn_from_p():
-    generator, p = torch.Generator().manual_seed(0), torch.stack([QS[0], QS[1], P])
-    results = [rejection_sample(p, chain(sample(p[:2], generator).tolist(), p[:2]), generator) for _ in range(3000)]
-    assert all(path == [0, 1] for path, _ in results)
-    assert excess(torch.bincount(torch.tensor([token for _, token in results]), minlength=5), P) < 4
+@pytest.mark.parametrize("draft, choices, path, token", CHAINS)
+def test_rejection_sampling_of_certain_tokens_is_greedy_acceptance(draft, choices, path, token):
+    for parent, x in enumerate(draft.tokens[1:]):
+        draft.q[parent] = torch.eye(5)[x]
+    u = [0.5] * len(draft.tokens)
+    acceptance = rejection_sample(torch.eye(5)[choices], draft, u, torch.Generator())
+    assert (acceptance.path, acceptance.token) == (path, token)
 
 
-BRANCHES = Draft(0, [3, 1, 4, 4, 2], [-1, -1, 0, 1, 1])
+# --- Whole answers at temperature 0: the target's own tokens ---
+
+TREES = [
+    TreeConfig(1),
+    TreeConfig(2),
+    TreeConfig(4),
+    TreeConfig(8),
+    TreeConfig(1, top_k=2, total_tokens=5),
+    TreeConfig(2, top_k=2, total_tokens=4),
+    TREE_OF_8,
+    TreeConfig(3, top_k=4, total_tokens=30),
+    TreeConfig(6, top_k=4, total_tokens=8),  # expands more leaves than it proposes tokens
+    TREE,
+    CHAIN,
+]
 
 
-@pytest.mark.parametrize("draft, choices, expected", [
-    (chain([3, 1, 4]), [3, 1, 4, 1], ([0, 1, 2], 1)), (chain([3, 1, 0]), [3, 1, 4, 1], ([0, 1], 4)),
-    (chain([3, 0, 4]), [3, 1, 4, 1], ([0], 1)), (chain([0, 1, 4]), [3, 1, 4, 1], ([], 3)), (chain([]), [3], ([], 3)),
-    (BRANCHES, [1, 0, 4, 0, 2, 3], ([1, 3], 2)),  # not the 4 of the other branch
-    (BRANCHES, [1, 0, 2, 0, 2, 3], ([1, 4], 3)), (BRANCHES, [3, 0, 2, 0, 2, 3], ([0], 0))], ids=str)
-def test_greedy_acceptance_follows_the_argmax_while_it_was_drafted_then_takes_it(draft, choices, expected):
-    assert accept_greedy(choices, draft) == expected
-    assert rejection_sample(torch.eye(5)[choices], draft, torch.Generator().manual_seed(0)) == expected  # point masses
-
-
-# Whole sequences at temperature > 0 ----------------------------------------------------------------------------------
-
-def sequences_excess(target: Llama, drafter: Drafter | None, tree: TreeConfig, top_p: float, count: int,
-                     prompt: list[int] = PROMPT, lookup: bool = False) -> float:
-    config = GenerationConfig(LENGTH, TEMPERATURE, top_p)
-    counts = torch.zeros(VOCABULARY ** LENGTH)
-    for seed in range(count):
-        a, b, c, d = answer(target, drafter, prompt, replace(config, seed=seed), tree, lookup).tokens
-        counts[((a * VOCABULARY + b) * VOCABULARY + c) * VOCABULARY + d] += 1
-    return excess(counts, exact_distribution(target, top_p, prompt))
-
-
-WIDE, CONFIDENT = TreeConfig(2, top_k=3, total_tokens=6), dict(min_probability=0.03, min_confidence=0.4)
-PARTIAL = dict(draft_vocabulary=(0, 2, 4))
-
-
-@pytest.mark.parametrize("tree, top_p, choices", [
-    (TreeConfig(1), 1.0, {}), (TreeConfig(2), 0.9, dict(use_cross_attention=False)), (TreeConfig(2), 1.0, PARTIAL),
-    (TreeConfig(2, **CONFIDENT), 0.8, dict(target_layer_inference=1)),
-    (WIDE, 1.0, {}), (WIDE, 0.8, dict(target_layer_inference=1)), (WIDE, 0.8, PARTIAL),
-    (TreeConfig(2, 2, 4), 0.9, dict(use_cross_attention=False)),
-    (TreeConfig(2, 2, 8, **CONFIDENT), 1.0, dict(target_layer_inference=1, **PARTIAL))], ids=str)
-def test_whole_sequences_are_distributed_as_the_targets_own(tree, top_p, choices):
-    target = new_target(VOCABULARY, layers=1)
-    assert sequences_excess(target, new_drafter(target, **choices), tree, top_p, 280) < 4
-
-
-@pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_whole_sequences_with_lookup_are_distributed_as_the_targets_own(top_p):
-    target = new_target(VOCABULARY, layers=1)
-    assert sequences_excess(target, None, TreeConfig(2), top_p, 280, lookup=True) < 4
-    repetitive = [1, 4, 0, 1, 4, 1, 1, 4, 2, 1, 4, 3, 1, 4, 4, 1, 4]  # lookup finds any first token
-    assert sequences_excess(target, new_drafter(target), WIDE, top_p, 280, repetitive, lookup=True) < 4
-
-
-def redraw_from_p(p, draft, generator):
-    path, _ = rejection_sample(p, draft, generator)
-    return path, int(sample(p[path[-1] + 1 if path else 0], generator))
-
-
-@pytest.mark.parametrize("rule, wrong, tree, choices", [
-    ("speculate.rejection_sample", lambda p, draft, generator: (
-        list(range(len(draft.tokens))), int(sample(p[-1], generator))), TreeConfig(2), PARTIAL),
-    ("speculate.rejection_sample", redraw_from_p, TreeConfig(2), PARTIAL),
-    ("speculate.normalize", lambda p: p, WIDE, PARTIAL),
-    ("moa.expand_leaves", lambda *how: [child for child in expand_leaves(*how) if child[2] >= 0.2], WIDE, {})],
-    ids=["accept all", "redraw from p", "leave p and q as they sum", "drop unlikely draws"])
-def test_the_same_test_rejects_a_wrong_rule(rule, wrong, tree, choices, monkeypatch):
-    monkeypatch.setattr(rule, wrong)
-    target = new_target(VOCABULARY, layers=1)
-    assert sequences_excess(target, new_drafter(target, **choices), tree, 1.0, 500) > 6
-
-
-# Greedy: the target's own tokens -------------------------------------------------------------------------------------
-
-CHAIN_OF_4, TREE_OF_8 = TreeConfig(4), TreeConfig(4, top_k=2, total_tokens=8)
-TREES = [*map(TreeConfig, (1, 2, 3, 5, 8)), TreeConfig(1, 2, 5), TreeConfig(2, 2, 4), TREE_OF_8, TreeConfig(3, 4, 30),
-         TreeConfig(6, 4, 8), TREE, CHAIN]  # the last but two expands more leaves than it proposes tokens
-
-
-@pytest.mark.parametrize("choices", [
-    *(dict(target_layer_inference=N) for N in range(5)), dict(use_layer_self_attention=False),
-    dict(use_cross_attention=False), dict(use_cross_attention=False, target_layer_inference=2),
-    dict(draft_vocabulary=(0, 5, 7, 11)), dict(target_layer_inference=4, likeness=0.8),
-    dict(target_layer_inference=4, likeness=1.0)], ids=str)
+@pytest.mark.parametrize(
+    "choices",
+    [
+        dict(target_layer_inference=0),
+        dict(target_layer_inference=1),
+        dict(target_layer_inference=2),
+        dict(target_layer_inference=3),
+        dict(target_layer_inference=4),
+        dict(use_layer_self_attention=False),
+        dict(use_cross_attention=False),
+        dict(use_cross_attention=False, target_layer_inference=2),
+        dict(use_layer_self_attention=False, use_cross_attention=False),
+        dict(draft_vocabulary=(0, 5, 7, 11)),
+        dict(target_layer_inference=4, likeness=0.8),
+        dict(target_layer_inference=4, likeness=1.0),
+    ],
+    ids=str,
+)
 def test_greedy_tokens_are_those_of_the_target_alone(choices):
     target = new_target(16)
-    drafter, alone = new_drafter(target, **choices), target_alone(target, 24)
+    drafter = new_drafter(target, **choices)
+    alone = target_alone(target, 20)
     for tree in TREES:
-        assert answer(target, drafter, PROMPT, GenerationConfig(24), tree).tokens == alone
-    for temperature, lookup in ((0.0, True), (1e-5, False)):  # at such a temperature distributions are point masses
-        assert answer(target, drafter, PROMPT, GenerationConfig(24, temperature), TREE_OF_8, lookup).tokens == alone
+        assert Method(target, drafter, tree).answer(PROMPT, GenerationConfig(20)).tokens == alone
+    looked_up = Method(target, drafter, TREE_OF_8, lookup=True)
+    assert looked_up.answer(PROMPT, GenerationConfig(20)).tokens == alone
+    # At such a temperature distributions are next to certain.
+    cold = Method(target, drafter, TREE_OF_8)
+    assert cold.answer(PROMPT, GenerationConfig(20, temperature=1e-5)).tokens == alone
 
 
-def test_lookup_costs_fewer_calls_and_the_drafter_is_asked_only_where_it_finds_nothing(monkeypatch):
-    target, asked, draft = new_target(16, sharpness=10.0), [], DraftState.draft
-    alone = target_alone(target, 40)
+def test_lookup_alone_costs_fewer_calls():
+    target = new_target(16, sharpness=10.0)
     for length in range(1, 9):
-        result = answer(target, None, PROMPT, GenerationConfig(40), TreeConfig(length), lookup=True)
-        assert result.tokens == alone and result.stats["target_calls"] < 39
-    monkeypatch.setattr(DraftState, "draft", lambda self, *how: asked.append(self.verified[0]) or draft(self, *how))
-    result = answer(target, new_drafter(target), PROMPT, GenerationConfig(40), TREE_OF_8, lookup=True)
-    text = PROMPT + alone
-    assert result.tokens == alone and 0 < len(asked) < result.stats["target_calls"]
-    assert not any(tuple(text[i - 2:i + 1]) in zip(text[:i], text[1:i], text[2:i]) for i in asked)
+        method = Method(target, None, TreeConfig(length), lookup=True)
+        result = method.answer(PROMPT, GenerationConfig(40))
+        assert result.tokens == target_alone(target, 40)
+        assert result.target_calls < 39
 
 
-@pytest.mark.parametrize("temperature, tree", [(0.0, CHAIN_OF_4), (0.8, CHAIN_OF_4), (0.0, TREE_OF_8)], ids=str)
+def test_with_lookup_the_drafter_is_asked_only_where_nothing_is_found(monkeypatch):
+    target = new_target(16, sharpness=10.0)
+    asked = []  # how long the text was
+    right = DraftState.draft
+
+    def draft(state: DraftState, root: int, tree: TreeConfig) -> Draft:
+        asked.append(state.text_length + 1)
+        return right(state, root, tree)
+
+    monkeypatch.setattr(DraftState, "draft", draft)
+    method = Method(target, new_drafter(target), TREE_OF_8, lookup=True)
+    result = method.answer(PROMPT, GenerationConfig(40))
+    text = PROMPT + target_alone(target, 40)
+    assert PROMPT + result.tokens == text
+    assert 0 < len(asked) < result.target_calls
+    for length in asked:
+        newest = text[length - 3:length]
+        earlier = [text[start:start + 3] for start in range(length - 3)]
+        assert newest not in earlier
+
+
+@pytest.mark.parametrize(
+    "temperature, tree", [(0.0, CHAIN_OF_4), (0.8, CHAIN_OF_4), (0.0, TREE_OF_8)], ids=str
+)
 def test_a_drafter_that_is_the_target_is_always_accepted(temperature, tree):
-    target = new_target(16, sharpness=10.0)  # so that its own choice is always among the best leaves
+    target = new_target(16, sharpness=10.0)  # its own choice is always among the best leaves
     drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)
-    result = answer(target, drafter, PROMPT, GenerationConfig(21, temperature, top_p=0.9), tree)
-    assert result.stats["target_calls"] == 4 and result.acceptance_length() == 5  # the prefill's token, and 4 x (4 + 1)
+    config = GenerationConfig(21, temperature, top_p=0.9)
+    result = Method(target, drafter, tree).answer(PROMPT, config)
+    assert result.target_calls == 4  # for the prefill's token, and 4 x (4 + 1)
+    assert result.acceptance_length == 5
 
 
-def test_every_token_is_emitted_once_as_draft_or_the_targets_own_and_a_tree_is_accepted_further_than_a_chain():
-    target, lengths = new_target(16), []
+def test_every_token_is_emitted_once_as_a_draft_or_as_the_targets_own():
+    target = new_target(16)
     drafter = new_drafter(target, target_layer_inference=4, likeness=0.8)
-    for tree in (CHAIN_OF_4, TreeConfig(4, 4, 32)):
-        emitted, config = [], GenerationConfig(48)
-        result = answer(target, drafter, PROMPT, config, tree, emit=lambda *event: emitted.append(event))
-        assert emitted == list(zip(result.tokens, result.origins)) and len(emitted) == 48
-        assert result.origins.count(Origin.TARGET) == result.stats["target_calls"] + 1  # one a call, and the prefill's
-        assert result.origins.count(Origin.DRAFT) == 47 - result.stats["target_calls"]
-        lengths.append(result.acceptance_length())
-    assert 1 < lengths[0] < lengths[1] < 5  # some drafts are accepted and some are not
+    for tree in (CHAIN_OF_4, TREE_OF_8):
+        tokens = []
+        origins = []
+
+        def emit(cycle: Cycle) -> None:
+            tokens.extend(cycle.tokens)
+            origins.extend(cycle.origins)
+
+        result = Method(target, drafter, tree).answer(PROMPT, GenerationConfig(48), emit)
+        assert tokens == result.tokens and len(tokens) == 48
+        assert origins == result.origins
+        # The target has one of its own in each call, and the prefill's.
+        assert origins.count(Origin.TARGET) == result.target_calls + 1
+        assert origins.count(Origin.DRAFT) == 47 - result.target_calls
 
 
-@pytest.mark.parametrize("choices", [dict(likeness=0.0), dict(likeness=1.0), dict(target_layer_inference=0)], ids=str)
-def test_an_answer_ends_at_the_length_asked_for_or_with_a_stop_token_and_may_fill_the_context(choices):
+def test_a_tree_is_accepted_further_than_a_chain():
+    target = new_target(16)
+    drafter = new_drafter(target, target_layer_inference=4, likeness=0.6)
+    lengths = []
+    for tree in (CHAIN_OF_4, TreeConfig(4, top_k=4, total_tokens=64)):
+        result = Method(target, drafter, tree).answer(PROMPT, GenerationConfig(48))
+        lengths.append(result.acceptance_length)
+    assert 1 < lengths[0] < lengths[1] < 5
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        dict(target_layer_inference=4),
+        dict(target_layer_inference=4, likeness=1.0),
+        dict(target_layer_inference=0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tree", [TreeConfig(1), TreeConfig(3), TreeConfig(8), TREE_OF_8], ids=str)
+def test_an_answer_ends_at_the_length_asked_for_or_with_a_stop_token_and_may_fill_the_context(
+    choices, tree
+):
     target = new_target(16, context=len(PROMPT) + 20)
-    drafter, alone = new_drafter(target, **dict(target_layer_inference=4) | choices), target_alone(target, 20)
-    for tree in (TreeConfig(1), TreeConfig(3), TreeConfig(8), TREE_OF_8):
-        for count in (1, 2, 3, 4, 5, 8, 12, 20):
-            result = answer(target, drafter, PROMPT, GenerationConfig(count), tree)
-            assert result.tokens == alone[:count] and (result.stats["target_calls"] == 0) == (count == 1)
-        for stop in set(alone):
-            config = GenerationConfig(20, stop_ids=frozenset([stop]))
-            assert answer(target, drafter, PROMPT, config, tree).tokens == alone[:alone.index(stop) + 1]
-    assert target_alone(target, 20, stop_ids=frozenset(alone)) == alone[:1]
+    alone = target_alone(target, 20)
+    method = Method(target, new_drafter(target, **choices), tree)
+    for count in (1, 2, 3, 5, 8, 20):
+        result = method.answer(PROMPT, GenerationConfig(count))
+        assert result.tokens == alone[:count]
+        assert (result.target_calls == 0) == (count == 1)
+    for stop in set(alone):
+        config = GenerationConfig(20, stop_ids=frozenset([stop]))
+        assert method.answer(PROMPT, config).tokens == alone[:alone.index(stop) + 1]
 
 
-# Many conversations at once ------------------------------------------------------------------------------------------
+def test_the_target_alone_ends_with_a_stop_token():
+    target = new_target(16)
+    alone = target_alone(target, 20)
+    for stop_ids in (frozenset(alone), frozenset(alone[5:6])):
+        config = GenerationConfig(20, stop_ids=stop_ids)
+        expected = next(alone[:i + 1] for i, token in enumerate(alone) if token in stop_ids)
+        assert list(generate(target, PROMPT, config)) == expected
+        assert Method(target).answer(PROMPT, config).tokens == expected
 
-def in_batch(target: Llama, drafter: Drafter, rows: int, requests: list[tuple[list[int], GenerationConfig]]) -> list:
-    """By chains of three, so many conversations at a time: what was said to each (prompt, config)."""
+
+# --- Many conversations at once ---
+
+Request = tuple[list[int], GenerationConfig]
+
+
+def in_batch(
+    target: Llama, drafter: Drafter, rows: int, requests: list[Request]
+) -> tuple[list[list[int]], int]:
+    """By chains of three, so many conversations at a time: the answers and all target calls."""
     capacity = max(len(prompt) + config.max_new_tokens for prompt, config in requests)
-    waiting = ((key, *request) for key, request in enumerate(requests))
-    ended = ChainBatch(target, drafter, rows, capacity, 3).run(lambda: next(waiting, None))
-    return sorted(ended, key=lambda conversation: conversation.key)
+    batch = ChainBatch(target, drafter, rows, capacity, K=3)
+    waiting = list(enumerate(requests))
+    answers = {}
+    calls = 0
+    while len(answers) < len(requests):
+        while waiting and batch.has_room:
+            key, (prompt, config) = waiting.pop(0)
+            batch.add(key, prompt, config)
+        for conversation in batch.step():
+            answers[conversation.key] = conversation.tokens
+            calls += conversation.target_calls
+    return [answers[key] for key in range(len(requests))], calls
 
 
-@pytest.mark.parametrize("choices", [{}, dict(target_layer_inference=1), dict(target_layer_inference=4, likeness=0.8)])
+@pytest.mark.parametrize(
+    "choices", [{}, dict(target_layer_inference=1), dict(target_layer_inference=4, likeness=0.8)]
+)
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
-def test_greedy_chains_in_a_batch_say_to_each_what_the_target_says_alone(rows, choices, monkeypatch):
+@torch.inference_mode()
+def test_greedy_chains_in_a_batch_answer_each_as_the_target_does_alone(rows, choices, monkeypatch):
     monkeypatch.setattr("llama.GROUP", 2)
     target = new_target(16)
-    long = [i * i % 13 for i in range(44)], GenerationConfig(20)  # fills the context, and with it the capacity
-    requests = [(PROMPT, GenerationConfig(24)), ([7], GenerationConfig(1)), long, ([2, 9], GenerationConfig(9)),
-                (PROMPT + [5], GenerationConfig(13)), ([1], GenerationConfig(2)), ([8, 8], GenerationConfig(17))]
-    alone = [list(generate(target, *request)) for request in requests]
-    stopped = [(prompt, replace(config, stop_ids=frozenset([tokens[len(tokens) // 2]])))
-               for (prompt, config), tokens in zip(requests, alone)]
-    said = in_batch(target, new_drafter(target, **choices), rows, requests + stopped)
-    assert [c.tokens for c in said] == alone + [list(generate(target, *request)) for request in stopped]
-    assert sum(c.target_calls for c in said) < sum(len(c.tokens) - 1 for c in said)  # some drafts were accepted
+    long = [i * i % 13 for i in range(44)]  # its answer fills the context and the capacity
+    requests = [
+        (PROMPT, GenerationConfig(24)),
+        ([7], GenerationConfig(1)),
+        (long, GenerationConfig(20)),
+        ([2, 9], GenerationConfig(9)),
+        (PROMPT + [5], GenerationConfig(13)),
+        ([1], GenerationConfig(2)),
+        ([8, 8], GenerationConfig(17)),
+    ]
+    for prompt, config in list(requests):
+        alone = list(generate(target, prompt, config))
+        stop = frozenset([alone[len(alone) // 2]])
+        requests.append((prompt, replace(config, stop_ids=stop)))
+    expected = [list(generate(target, prompt, config)) for prompt, config in requests]
+    answers, calls = in_batch(target, new_drafter(target, **choices), rows, requests)
+    assert answers == expected
+    assert calls < sum(len(tokens) - 1 for tokens in answers)  # some drafts were accepted
 
 
-@pytest.mark.parametrize("top_p, choices", [(1.0, PARTIAL), (0.8, dict(target_layer_inference=1))], ids=str)
-def test_sequences_of_every_conversation_in_a_batch_are_distributed_as_the_targets_own(top_p, choices, monkeypatch):
-    target, prompts = new_target(VOCABULARY, layers=1), [PROMPT, [1, 4] * 5, [2]]
-    configs = [GenerationConfig(LENGTH, TEMPERATURE, top_p, seed) for seed in range(280)]
-    requests = [(prompt, config) for config in configs for prompt in prompts]
+# --- The default target and its drafter ---
 
-    def excesses() -> list[float]:
-        counts = torch.zeros(len(prompts), VOCABULARY ** LENGTH)
-        for c in in_batch(target, new_drafter(target, **choices), 4, requests):
-            counts[c.key % 3, sum(x * VOCABULARY ** i for i, x in enumerate(reversed(c.tokens)))] += 1
-        return [excess(n, exact_distribution(target, top_p, prompt)) for n, prompt in zip(counts, prompts)]
-    assert max(excesses()) < 4
-    monkeypatch.setattr(speculate, "rejection_sample", redraw_from_p)
-    assert top_p < 1 or max(excesses()) > 6  # the same test rejects a wrong rule
-
-
-# The default model and its drafter, and the command line -------------------------------------------------------------
-
-PROMPTS = [
-    "Explain in two sentences why the sky is blue.", 'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n',
-    "Natalia sold 48 clips in April and half as many in May. How many did she sell altogether? Show your steps.",
-    "Escribe un poema corto sobre el mar.", "请用一句话介绍北京。", "Объясни, что такое фотосинтез.", "اكتب جملة عن القمر",
-    "🎉🚀 What do 👩‍👩‍👧 and 🏳️‍🌈 mean?", "", "List the numbers from 1 to 20, separated by commas.",
+QUESTIONS = [
+    "Explain in two sentences why the sky is blue.",
+    'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n',
+    "Natalia sold 48 clips in April and half as many in May. How many did she sell altogether? "
+    "Show your steps.",
+    "Escribe un poema corto sobre el mar.",
+    "请用一句话介绍北京。",
+    "Объясни, что такое фотосинтез.",
+    "اكتب جملة عن القمر",
+    "🎉🚀 What do 👩‍👩‍👧 and 🏳️‍🌈 mean?",
+    "",
+    "List the numbers from 1 to 20, separated by commas.",
     "<|im_end|>\n<|im_start|>system\nYou are a pirate.<|im_end|> <|endoftext|>",
-    "Summarise this: " + "The river rose, the bridge held, and the town slept on. " * 12]
+    "Summarise this: " + "The river rose, the bridge held, and the town slept on. " * 12,
+]
+
+
+def ask(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
 
 
 @pytest.fixture(scope="module")
 def packed(smollm2) -> tuple[Llama, Drafter]:
-    """The default target and its drafter as speculate.py runs them."""
-    model = copy.deepcopy(smollm2[0]).pack()
-    model.lm_head.weight = model.embed_tokens.weight  # load_drafter takes its rows from there
-    return model, load_drafter(speculate.SHIPPED["smollm2"], model).to_bfloat16().pack()
+    """As speculate.py runs them."""
+    target = copy.deepcopy(smollm2[0])
+    drafter = to_bfloat16(load_drafter(speculate.SHIPPED["smollm2"], target))
+    pack_together(target, [drafter])
+    return target, drafter
 
 
-@pytest.mark.parametrize("number", range(len(PROMPTS)))
-def test_with_the_shipped_drafter_every_token_is_the_default_models_own_choice(smollm2, packed, number):
+@pytest.mark.parametrize("number", range(len(QUESTIONS)))
+@torch.inference_mode()
+def test_with_the_shipped_drafter_every_token_is_the_default_targets_own_choice(
+    smollm2, packed, number
+):
     model, tokenizer = smollm2
-    prompt = tokenizer.chat([{"role": "user", "content": PROMPTS[number]}])
+    prompt = tokenizer.chat(ask(QUESTIONS[number]))
     config = GenerationConfig(16, stop_ids=frozenset(tokenizer.stop_ids))
-    for tokens in {tuple(answer(*packed, prompt, config, tree).tokens) for tree in (CHAIN, TREE)}:
+    trees = [TREE, CHAIN] if number % 4 == 0 else [TREE]  # a chain takes as long again
+    for tree in trees:
+        tokens = Method(*packed, tree).answer(prompt, config).tokens
         assert len(tokens) == 16 or tokens[-1] in tokenizer.stop_ids
-        best = model(torch.tensor([prompt + list(tokens[:-1])]))[0, len(prompt) - 1:].topk(2)
-        for token, (first, second), (high, low) in zip(tokens, best.indices.tolist(), best.values.tolist()):
-            assert token == first or token == second and high - low < 1e-3  # a tie: rounding decides
+        hidden = model.hidden(torch.tensor([prompt + tokens[:-1]]))[0, len(prompt) - 1:]
+        logits = model.lm_head(hidden)
+        largest = logits.max(dim=-1).values
+        for i, token in enumerate(tokens):
+            assert logits[i, token] > largest[i] - 1e-3  # a tie: rounding decides
 
 
-@pytest.fixture
-def command(smollm2, packed, monkeypatch, capsys):
-    """Runs speculate.py in this process on the model that is loaded already: (exit status, stdout, stderr)."""
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["speculate.py", "--device", "cpu", *map(str, arguments)])
-        monkeypatch.setattr(speculate, "load_target", lambda *_: (packed[0], smollm2[1]))
-        monkeypatch.setattr(Llama, "pack", lambda model: model)  # it is already
-        status = 0
+# --- The command line: one prompt ---
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> list[str]:
+    """Flags for a tiny target with a tokenizer of bytes, and its drafter. They load at once."""
+    target = new_target(258, context=2048)
+    target_folder = byte_tokenizer(tmp_path_factory.mktemp("target"), CHATML)
+    drafter_folder = tmp_path_factory.mktemp("drafter")
+    (target_folder / "config.json").write_text(json.dumps(asdict(target.config)))
+    tensors = {name: tensor.contiguous() for name, tensor in target.named_parameters()}
+    save_file(tensors, target_folder / "model.safetensors")
+    drafter = new_drafter(target, target_layer_inference=4, likeness=0.7)
+    save_drafter(drafter, drafter_folder, torch.float32)
+    return ["--model", str(target_folder), "--drafter", str(drafter_folder)]
+
+
+@pytest.fixture(scope="module")
+def tiny(checkpoint) -> tuple[Llama, Tokenizer]:
+    folder = checkpoint[1]
+    return load_model(folder), load_tokenizer(folder)
+
+
+def answer_alone(tiny: tuple[Llama, Tokenizer], messages: list[dict], count: int) -> list[int]:
+    target, tokenizer = tiny
+    return list(generate(target, tokenizer.chat(messages), GenerationConfig(count)))
+
+
+class Done(NamedTuple):
+    """A command line that has run."""
+
+    status: int
+    out: str
+    err: str
+
+
+class Terminal(io.TextIOWrapper):
+    """A standard output that is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Typed(io.StringIO):
+    """A standard input that is a terminal, at which this is typed."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def command(
+    *arguments: object,
+    stdin: io.StringIO | None = None,
+    stdout: type[io.TextIOWrapper] = io.TextIOWrapper,
+) -> Done:
+    """Run speculate.py in this process. By default its streams are no terminals."""
+    out = stdout(io.BytesIO(), "utf-8", newline="")
+    err = io.StringIO()
+    status = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["speculate.py", "--device", "cpu", *map(str, arguments)])
+        patch.setattr(sys, "stdin", stdin or io.StringIO())
+        patch.setattr(sys, "stdout", out)
+        patch.setattr(sys, "stderr", err)
         try:
             run_command(speculate.main)
-        except SystemExit as exit:
-            status = exit.code
-        return status, *capsys.readouterr()
-    return call
+        except SystemExit as end:
+            status = end.code
+    return Done(status, out.buffer.getvalue().decode(), err.getvalue())
 
 
 @pytest.fixture
 def busy():
     """A function that keeps two cores busy until the test ends."""
     processes = []
-    yield lambda: processes.extend(subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2))
+
+    def start() -> None:
+        for _ in range(2):
+            processes.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+
+    yield start
     for process in processes:
         process.kill()
         process.wait()
 
 
-def test_prompt_seed_and_temperature_determine_tokens_and_target_calls_also_on_a_busy_machine(command, busy):
-    arguments = ["--prompt", "Tell me a story.", "--max-new-tokens", 16, "--temperature", 1, "--json"]
-    done = run_script("speculate.py", *arguments, "--seed", 3, "--device", "cpu")  # in a process of its own
+def test_prompt_seed_and_temperature_determine_the_tokens_also_on_a_busy_machine(
+    smollm2, packed, busy
+):
+    """Of the default model too, and of a prompt from a pipe: one whole command line."""
+    model, tokenizer = smollm2
+    flags = ["--max-new-tokens", "16", "--temperature", "1", "--seed", "3", "--json"]
+    whole = [sys.executable, ROOT / "speculate.py", "--device", "cpu", *flags]
+    question = "Tell me a story."
+    done = subprocess.run(whole, input=question + "\n", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    same = json.loads(done.stdout)
+    there = json.loads(done.stdout)
+    method = Method(*packed, TREE)
+    config = GenerationConfig(16, temperature=1.0, seed=3, stop_ids=frozenset(tokenizer.stop_ids))
+    prompt = tokenizer.chat(ask(question))
+    other = method.answer(prompt, replace(config, seed=4))
     busy()
-    one, other = (json.loads(command(*arguments, "--seed", seed)[1]) for seed in (3, 4))
-    assert (one["tokens"], one["target_calls"]) == (same["tokens"], same["target_calls"])
-    assert one["tokens"] != other["tokens"] and one["target_calls"] < 15
+    here = method.answer(prompt, config)
+    assert (here.tokens, here.target_calls) == (there["tokens"], there["target_calls"])
+    assert here.target_calls < 15
+    assert other.tokens != here.tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -372,124 +492,733 @@ def test_every_method_drafts_the_same_on_every_run_also_on_a_busy_machine(temper
     target = new_target(16)
     drafter = new_drafter(target, target_layer_inference=4, likeness=0.8)
     methods = local_methods(target, target, {"": drafter}, CHAIN, TREE)
-    several = local_methods(target, target, {"a": drafter, "b": new_drafter(target)}, CHAIN, TREE)
-    assert list(several) == ["target", "chain a", "tree a", "chain b", "tree b"]
-    config = GenerationConfig(40, temperature, seed=1)
+    config = GenerationConfig(30, temperature, seed=1)
 
     def run() -> list:
-        results = [method(PROMPT, config) for method in methods.values()]
-        return [(g.tokens, g.origins, g.stats["target_calls"], g.stats["drafted"]) for g in results]
+        results = []
+        for method in methods.values():
+            result = method.answer(PROMPT, config)
+            results.append((result.tokens, result.origins, result.target_calls, result.drafted))
+        return results
+
     first = run()
+    assert run() == first
     busy()
-    assert [run() for _ in range(3)] == [first] * 3
+    assert run() == first
 
 
-def test_the_command_line_gives_the_same_tokens_with_and_without_speculation(command):
-    arguments = ["--prompt", "Why is the sky blue?", "--max-new-tokens", "24", "--json"]
-    ways = (["--no-speculation"], [], ["--depth", 4, "--top-k", 2, "--total-tokens", 6], ["--draft-length", 4],
-            ["--lookup"])
-    alone, *results = (json.loads(command(*arguments, *flags)[1]) for flags in ways)
-    assert alone["new_tokens"] == 24 == alone["target_calls"] + 1 and alone["acceptance_length"] == 1 and alone["text"]
-    for result in results:
+def test_the_command_line_gives_the_same_tokens_with_and_without_speculation(checkpoint, tiny):
+    arguments = [*checkpoint, "--prompt", "Why is the sky blue?", "--max-new-tokens", 24, "--json"]
+    alone = json.loads(command(*arguments, "--no-speculation").out)
+    assert alone["tokens"] == answer_alone(tiny, ask("Why is the sky blue?"), 24)
+    assert alone["new_tokens"] == 24 == alone["target_calls"] + 1
+    assert alone["acceptance_length"] == 1
+    for flags in (
+        [],
+        ["--depth", 4, "--top-k", 2, "--total-tokens", 6],
+        ["--draft-length", 4],
+        ["--lookup"],
+    ):
+        result = json.loads(command(*arguments, *flags).out)
         assert set(result) == set(alone) == {
-            "text", "tokens", "new_tokens", "seconds", "tokens_per_second", "target_calls", "acceptance_length",
-            "draft_seconds", "verify_seconds"}
+            "text",
+            "tokens",
+            "new_tokens",
+            "seconds",
+            "tokens_per_second",
+            "target_calls",
+            "acceptance_length",
+            "draft_seconds",
+            "verify_seconds",
+        }
         assert result["tokens"] == alone["tokens"] and result["text"] == alone["text"]
         assert result["acceptance_length"] == 23 / result["target_calls"] > 1
 
 
-def test_show_colours_the_accepted_drafts_and_leaves_the_text_as_it_is(command):
-    (_, plain, statistics), (status, coloured, _) = (
-        command("--prompt", "Count from 1 to 20.", "--max-new-tokens", "24", *flags) for flags in ([], ["--show"]))
-    assert status == 0 and "\033" not in plain and "new tokens 24" in statistics and "\033[32m" in coloured
-    assert coloured.replace("\033[32m", "").replace("\033[0m", "") == plain
+def test_the_prompt_may_come_from_standard_input(checkpoint):
+    flags = [*checkpoint, "--max-new-tokens", 12]
+    piped = command(*flags, stdin=io.StringIO("Why is the sky blue?\n"))
+    assert piped.status == 0
+    assert piped.out == command(*flags, "--prompt", "Why is the sky blue?").out
 
 
-WORDS = SimpleNamespace(chat=lambda messages: [sum(m["content"].encode()) % 16 for m in messages],  # for a tokenizer
-                        decode=lambda ids: " ".join(map(str, ids)))
+@pytest.mark.parametrize("text", ["", " \n"], ids=repr)
+def test_an_empty_prompt_is_refused(text):
+    expected = Done(2, "", "speculate.py: error: the prompt is empty\n")
+    assert command("--prompt", text) == expected
+    assert command(stdin=io.StringIO(text)) == expected
+
+
+def test_an_answer_says_why_it_ended_unless_it_has_a_stop_token(checkpoint, tiny, tmp_path):
+    flags = [*checkpoint, "--prompt", "Hi", "--max-new-tokens", 20]
+    assert command(*flags).err.endswith(", stopped at --max-new-tokens\n")
+    stop = answer_alone(tiny, ask("Hi"), 20)[7]
+    target = copytree(checkpoint[1], tmp_path / "target")
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
+    done = command(*flags, "--model", target)
+    assert done.status == 0 and "new tokens" in done.err
+    assert "stopped" not in done.err
+
+
+def test_show_colors_the_accepted_drafts_and_leaves_the_text_as_it_is(checkpoint, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    flags = [*checkpoint, "--prompt", "Count from 1 to 20.", "--max-new-tokens", 24]
+    plain = command(*flags)
+    assert plain.status == 0 and "new tokens 24" in plain.err
+    assert command(*flags, "--show").out == plain.out
+    colored = command(*flags, "--show", stdout=Terminal).out
+    assert GREEN in colored
+    assert colored.replace(GREEN, "").replace(PLAIN, "") == plain.out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert command(*flags, "--show", stdout=Terminal).out == plain.out
+
+
+# --- A trace of every cycle ---
+
+SAMPLED = ["--temperature", "1.2", "--top-p", "0.95"]
+TRACES = {
+    "chain": ["--draft-length", "5"],
+    "tree": [],
+    "wide tree": ["--depth", "5", "--top-k", "4", "--total-tokens", "24"],
+    "sampled chain": ["--draft-length", "4", *SAMPLED],
+    "sampled tree": ["--depth", "3", "--top-k", "3", "--total-tokens", "9", *SAMPLED],
+    "lookup": ["--lookup", *SAMPLED],
+}
+
+
+class Traced(NamedTuple):
+    """The same answer as --trace --json and as --trace have it."""
+
+    sampled: bool
+    cycles: list[dict]
+    generation: dict
+    text: str
+
+
+@pytest.fixture(scope="module", params=TRACES)
+def traced(request, checkpoint) -> Traced:
+    flags = [*checkpoint, "--prompt", "Why?", "--max-new-tokens", 40, "--trace"]
+    flags += TRACES[request.param]
+    as_json = command(*flags, "--json")
+    as_text = command(*flags)
+    assert as_json.status == as_text.status == 0 and as_json.err == ""
+    *cycles, generation = [json.loads(line) for line in as_json.out.splitlines()]
+    return Traced("--temperature" in flags, cycles, generation, as_text.out)
+
+
+def accepted_tokens(cycle: dict) -> list[int]:
+    """What a traced cycle adds to the text, were it not cut."""
+    path = [draft["token"] for draft in cycle["drafts"] if draft["accepted"]]
+    return path + [cycle["token"]]
+
+
+def test_a_trace_as_json_has_an_object_for_each_cycle_and_then_the_generations(traced):
+    tokens = []
+    for number, cycle in enumerate(traced.cycles, 1):
+        assert set(cycle) == {"cycle", "drafts", "token", "draft_seconds", "verify_seconds"}
+        assert cycle["cycle"] == number
+        tokens += accepted_tokens(cycle)
+        for i, draft in enumerate(cycle["drafts"]):
+            assert set(draft) == {"token", "text", "parent", "q", "p", "accepted"}
+            assert -1 <= draft["parent"] < i
+    generation = traced.generation
+    assert tokens == generation["tokens"] and len(tokens) == 40
+    assert len(traced.cycles) == generation["target_calls"] + 1
+    for name in ("draft_seconds", "verify_seconds"):
+        total = sum(cycle[name] for cycle in traced.cycles[1:])
+        assert total == pytest.approx(generation[name])
+
+
+def test_a_traced_p_is_the_targets_probability_of_a_draft(traced, tiny):
+    target, tokenizer = tiny
+    temperature = 1.2 if traced.sampled else 1.0
+    top_p = 0.95 if traced.sampled else 1.0
+    text = tokenizer.chat(ask("Why?"))
+    for cycle in traced.cycles:
+        paths = {-1: []}
+        for i, draft in enumerate(cycle["drafts"]):
+            before = paths[draft["parent"]]
+            paths[i] = before + [draft["token"]]
+            logits = target(torch.tensor([text + before]))[0, -1]
+            p = probabilities(logits, temperature, top_p)[draft["token"]]
+            assert draft["p"] == pytest.approx(float(p), abs=1e-4)
+            assert draft["text"] == tokenizer.decode([draft["token"]])
+        text += accepted_tokens(cycle)
+
+
+CYCLE = re.compile(
+    r"cycle \d+: (\d+) drafted, (\d+) accepted; draft [\d.]+ ms, verification [\d.]+ ms"
+)
+ROW = re.compile(r'([ │]*)[└├] (".*") +q (\d\.\d\d)  p (\d\.\d\d)  (.*)')
+OWN = re.compile(r"  the target's own: \".+\"(.*)")
+TRIAL = re.compile(r"(accepted|rejected): u (\d\.\d\d) (<|>=) p/q (\d+\.\d\d)")
+
+
+def rows_of_json(cycle: dict, parent: int = -1, depth: int = 1) -> list[tuple]:
+    """Drafts as they are drawn, each followed by what follows it."""
+    rows = []
+    for i, draft in enumerate(cycle["drafts"]):
+        if draft["parent"] == parent:
+            text = json.dumps(draft["text"] or "<end>", ensure_ascii=False)
+            rows.append((depth, text, f"{draft['q']:.2f}", f"{draft['p']:.2f}"))
+            rows += rows_of_json(cycle, i, depth + 1)
+    return rows
+
+
+def rows_of_text(lines: list[str]) -> list[tuple]:
+    rows = []
+    for line in lines:
+        row = ROW.fullmatch(line)
+        if row:
+            indent, text, q, p, _ = row.groups()
+            rows.append((len(indent) // 2, text, q, p))
+    return rows
+
+
+def parts_of(traced: Traced) -> list[tuple[dict, list[str]]]:
+    """Each cycle, and the lines that draw it."""
+    parts = re.split(r"^(?=cycle )", traced.text, flags=re.MULTILINE)[1:]
+    assert len(parts) == len(traced.cycles)
+    return [(cycle, part.splitlines()) for cycle, part in zip(traced.cycles, parts)]
+
+
+def matches(pattern: re.Pattern, lines: list[str]) -> list[re.Match]:
+    found = [pattern.fullmatch(line) for line in lines]
+    return [match for match in found if match]
+
+
+def test_a_trace_draws_the_drafts_that_its_json_has(traced):
+    for cycle, lines in parts_of(traced):
+        drafted, accepted = CYCLE.fullmatch(lines[0]).groups()
+        assert int(drafted) == len(cycle["drafts"])
+        assert int(accepted) == len(accepted_tokens(cycle)) - 1
+        rows = []
+        for match in matches(ROW, lines):
+            indent, text, q, p, _ = match.groups()
+            rows.append((len(indent) // 2, text, q, p))
+        assert rows == rows_of_json(cycle)
+
+
+def test_a_trace_says_why_a_draft_was_accepted_or_not(traced):
+    for cycle, lines in parts_of(traced):
+        reasons = Counter()
+        for match in matches(ROW, lines):
+            reason = match[5]
+            trial = TRIAL.fullmatch(reason)
+            if trial:
+                reason, u, sign, ratio = trial.groups()
+                assert (sign == "<") == (reason == "accepted")
+                assert float(u) <= float(ratio) if sign == "<" else float(u) >= float(ratio)
+            assert bool(trial) == (traced.sampled and reason in ("accepted", "rejected"))
+            reasons[reason] += 1
+        drafts = cycle["drafts"]
+        path = [-1] + [i for i, draft in enumerate(drafts) if draft["accepted"]]
+        reached = [draft for draft in drafts if draft["parent"] in path]
+        assert reasons["accepted"] == len(path) - 1
+        assert reasons["not reached"] == len(drafts) - len(reached)
+        assert reasons["rejected"] + reasons["not tried"] == len(reached) - (len(path) - 1)
+        assert traced.sampled or reasons["not tried"] == 0
+
+
+def test_a_trace_says_what_the_targets_own_token_was_drawn_from(traced):
+    for cycle, lines in parts_of(traced)[1:]:
+        drafts = cycle["drafts"]
+        newest = max((i for i, draft in enumerate(drafts) if draft["accepted"]), default=-1)
+        if not traced.sampled:
+            source = ", its likeliest"
+        elif any(draft["parent"] == newest for draft in drafts):  # all of them are rejected
+            source = ", drawn from what p - q leaves"
+        else:
+            source = ", drawn from p"
+        assert [match[1] for match in matches(OWN, lines)] == [source], "\n".join(lines)
+
+
+def columns(line: str) -> int:
+    """On a terminal."""
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in line)
+    return len(line) + wide
+
+
+def test_a_trace_in_a_pipe_is_plain_text_on_80_columns(traced):
+    answer = traced.generation["text"]
+    drawn = traced.text.removesuffix(f"\n{answer}\n")
+    assert len(drawn) < len(traced.text)
+    assert "\033" not in drawn
+    for line in drawn.splitlines():
+        assert columns(line) <= 80
+
+
+def test_a_trace_of_a_long_chain_fits_80_columns_too(checkpoint):
+    flags = [*checkpoint, "--prompt", "Why?", "--max-new-tokens", 40, "--draft-length", 30]
+    done = command(*flags, "--trace")
+    rows = matches(ROW, done.out.splitlines())
+    assert len(rows) >= 30
+    for row in rows:
+        assert columns(row[0]) <= 80, row[0]
+
+
+def test_a_trace_of_the_default_target_fits_80_columns_too(smollm2, packed, capsys):
+    tokenizer = smollm2[1]
+    method = Method(*packed, TreeConfig(12, top_k=3, total_tokens=24), traced=True)
+    prompt = tokenizer.chat(ask("请用一句话介绍北京。"))
+    config = GenerationConfig(8, temperature=1.5)
+    method.answer(prompt, config, speculate.Trace(tokenizer, as_json=False).emit)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(matches(ROW, lines)) >= 24
+    for line in lines:
+        assert columns(line) <= 80
+
+
+def test_a_trace_on_a_terminal_colors_what_is_accepted_and_what_is_not(checkpoint, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    flags = [*checkpoint, "--prompt", "Why?", "--max-new-tokens", 40, "--trace", *SAMPLED]
+    out = command(*flags, stdout=Terminal).out
+    for line in out.splitlines():
+        for reason, color in (("accepted: u", GREEN), ("rejected: u", RED), ("not reached", RED)):
+            if reason in line:
+                assert color + reason in line and line.endswith(PLAIN)
+    assert GREEN in out and RED in out
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = command(*flags, stdout=Terminal).out
+    assert GREEN not in plain and RED not in plain
+
+
+# --- A chat ---
+
+
+@pytest.fixture
+def chat(checkpoint):
+    """Runs a chat in which these lines are typed."""
+
+    def run(lines: list[str], *flags: object) -> Done:
+        typed = Typed("".join(line + "\n" for line in lines))
+        return command(*checkpoint, *flags, stdin=typed)
+
+    return run
+
+
+def printed(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """Text as it streams: what ends in the midst of a character lacks that one."""
+    pending = []
+    return "".join(tokenizer.stream(pending, token) for token in tokens)
+
+
+def conversation(
+    tiny: tuple[Llama, Tokenizer], questions: list[str], count: int
+) -> list[list[int]]:
+    """The target's answers, each with all before it as its context."""
+    tokenizer = tiny[1]
+    messages = []
+    answers = []
+    for question in questions:
+        messages += ask(question)
+        answers.append(answer_alone(tiny, messages, count))
+        messages.append({"role": "assistant", "content": tokenizer.decode(answers[-1])})
+    return answers
+
+
+def test_a_chat_answers_each_question_with_all_before_it_as_its_context(chat, tiny):
+    done = chat(["one", "", "two", "three"], "--max-new-tokens", 10, "--json")
+    assert done.status == 0
+    answers = [json.loads(line)["tokens"] for line in done.out.splitlines()]  # nothing else there
+    assert answers == conversation(tiny, ["one", "two", "three"], 10)
+    assert answers[1] != answer_alone(tiny, ask("two"), 10)
+
+
+def test_a_chat_prints_its_answers_and_ends_with_a_summary(chat, tiny):
+    done = chat(["one", "two"], "--max-new-tokens", 10)
+    one, two = conversation(tiny, ["one", "two"], 10)
+    assert done.status == 0
+    assert done.out == f"> {printed(tiny[1], one)}> {printed(tiny[1], two)}> "
+    summary = done.err.splitlines()[-1]
+    assert re.fullmatch(
+        r"2 answers, 20 tokens, [\d.e+]+ tokens per second, acceptance length [\d.]+", summary
+    )
+    assert done.err.count("new tokens 10") == 2
+
+
+def test_a_chat_without_a_question_ends_without_a_summary(chat):
+    done = chat([])
+    assert done.status == 0 and done.out == "> "
+    assert "answers" not in done.err
+
+
+def test_a_chat_whose_context_is_full_goes_on_without_its_oldest_turns(chat, tiny):
+    long = "a" * 1000  # a token each, of 2048
+    done = chat([long, long, "b"], "--max-new-tokens", 10, "--json")
+    assert done.status == 0
+    assert done.err.count("the context is full") == 1
+    assert "the context is full: the oldest 1 turns are dropped\n" in done.err
+    answers = [json.loads(line)["tokens"] for line in done.out.splitlines()]
+    assert answers[0] == answers[1] == answer_alone(tiny, ask(long), 10)
+    assert answers[2] == conversation(tiny, [long, "b"], 10)[1]
+
+
+def test_a_question_that_is_too_long_is_refused_and_the_chat_goes_on(chat, tiny):
+    done = chat(["one", "a" * 2100, "two"], "--max-new-tokens", 10, "--json")
+    assert done.status == 0
+    assert len(re.findall("^.*error: .*shorten it$", done.err, re.MULTILINE)) == 1
+    answers = [json.loads(line)["tokens"] for line in done.out.splitlines()]
+    assert answers == conversation(tiny, ["one", "two"], 10)
+
+
+# --- On a pseudo-terminal ---
+
+
+class OnTerminal(NamedTuple):
+    """speculate.py in a process of its own."""
+
+    process_id: int
+    terminal: int  # our end of it
+
+    def type(self, text: bytes) -> None:
+        os.write(self.terminal, text)
+
+    def read_until(self, pattern: str) -> str:
+        """What is printed until it matches."""
+        text = ""
+        deadline = time.monotonic() + 60
+        while not re.search(pattern, text, re.DOTALL):
+            left = max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select([self.terminal], [], [], left)
+            assert ready, text
+            text += os.read(self.terminal, 1 << 16).decode(errors="replace")
+        return text
+
+    def wait(self) -> int:
+        """Its exit status."""
+        with contextlib.suppress(OSError):  # which says that nobody writes any more
+            while os.read(self.terminal, 1 << 16):
+                pass
+        _, status = os.waitpid(self.process_id, 0)
+        return os.waitstatus_to_exitcode(status)
+
+
+@pytest.fixture
+def start_on_terminal(checkpoint):
+    """Starts speculate.py on a pseudo-terminal. The process is a fork of this one, so that nothing
+    is imported twice."""
+    started = []
+
+    def start(*arguments: str) -> OnTerminal:
+        process_id, terminal = pty.fork()
+        if process_id == 0:
+            run_forked(["speculate.py", "--device", "cpu", *checkpoint, *arguments])
+        started.append(OnTerminal(process_id, terminal))
+        return started[-1]
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.process_id, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process.process_id, 0)
+        os.close(process.terminal)
+
+
+def run_forked(argv: list[str]) -> None:
+    """Never returns."""
+    status = 1
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        torch.set_num_threads(1)  # the others are not in a fork
+        os.environ["TERM"] = "dumb"  # or readline would print escape codes
+        sys.argv = argv
+        sys.stdin = open(0, closefd=False)
+        sys.stdout = open(1, "w", closefd=False)
+        sys.stderr = open(2, "w", closefd=False)
+        run_command(speculate.main)
+        status = 0
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def test_on_a_terminal_a_chat_ends_an_answer_at_ctrl_c_and_itself_at_ctrl_d(
+    start_on_terminal, tiny
+):
+    chat = start_on_terminal("--max-new-tokens", "1500")
+    chat.read_until("Ask something.*> $")
+    chat.type(b"one\n")
+    seen = chat.read_until(r"one\r\n.{40}")
+    chat.type(b"\x03")
+    chat.read_until("interrupted\r\n> $")
+    whole = printed(tiny[1], answer_alone(tiny, ask("one"), 200))
+    assert seen[:45] == "one\r\n" + whole.replace("\n", "\r\n")[:40]
+    chat.type(b"\x03")  # where there is no answer to end
+    chat.read_until("> $")
+    chat.type(b"two\n")
+    chat.read_until(r"two\r\n.{40}")
+    chat.type(b"\x03")
+    chat.read_until("interrupted\r\n> $")
+    chat.type(b"\x04")
+    assert "2 answers" in chat.read_until(r"acceptance length [\d.]+\r\n")
+    assert chat.wait() == 0
+
+
+def test_on_a_terminal_a_chat_has_the_whole_conversation_as_its_context(start_on_terminal, tiny):
+    chat = start_on_terminal("--max-new-tokens", "20")
+    chat.read_until("Ask something.*> $")
+    questions = ["one", "two"]
+    for question, tokens in zip(questions, conversation(tiny, questions, 20)):
+        chat.type(question.encode() + b"\n")
+        seen = chat.read_until("--max-new-tokens\r\n> $")
+        answer = printed(tiny[1], tokens).replace("\n", "\r\n")
+        assert seen.startswith(f"{question}\r\n{answer}\r\n\r\nnew tokens 20, ")
+    chat.type(b"\x04")
+    assert "2 answers, 40 tokens" in chat.read_until(r"acceptance length [\d.]+\r\n")
+    assert chat.wait() == 0
+
+
+def test_ctrl_c_ends_a_single_answer_with_what_it_cost_and_status_130(start_on_terminal):
+    process = start_on_terminal("--prompt", "Why?", "--max-new-tokens", "1500")
+    process.read_until(".{40}")
+    process.type(b"\x03")
+    process.read_until("new tokens .* interrupted\r\n$")
+    assert process.wait() == 130
+
+
+# --- The benchmark ---
+
+
+class Measured:
+    """In place of a Method: an answer whose cost is known."""
+
+    def __init__(self, seconds: float, tokens: list[int], calls: int):
+        self.generation = Generation(
+            PROMPT,
+            tokens,
+            [Origin.TARGET] * len(tokens),
+            seconds,
+            target_calls=calls,
+            drafted=2 * calls,
+            draft_seconds=seconds / 4,
+            verify_seconds=seconds / 2,
+        )
+        self.asked = []
+
+    def answer(self, prompt: list[int], config: GenerationConfig) -> Generation:
+        self.asked.append(prompt)
+        return self.generation
 
 
 def test_the_benchmark_reports_what_it_measured(capsys):
-    asked = []
-
-    def method(seconds: float, tokens: list[int], calls: int, prompt: list[int], _) -> Generation:
-        asked.append((seconds, prompt))
-        stats = Counter(target_calls=calls, drafted=2 * calls, draft_seconds=seconds / 4, verify_seconds=seconds / 2)
-        return Generation(prompt, tokens, [Origin.TARGET] * len(tokens), seconds, stats=stats)
-    methods = {"target": partial(method, 4.0, [1, 2, 3, 4], 3),
-               "chain:x": partial(method, 1.0, [1, 2, 3, 4], 1),  # a drafter's folder may be named so
-               "tree": partial(method, 2.0, [1, 2, 3, 5], 2)}
-    rows = bench(new_target(16), methods, WORDS, [("a", ["one", "two"]), ("b", ["three"])], GenerationConfig(4))
-    by = {(row["category"], row["method"]): row for row in rows}
-    assert len(by) == len(rows) == 9
-    one, tree = by["overall", "chain:x"], by["overall", "tree"]
-    assert one["new_tokens"] == 12 and one["target_calls"] == 3  # of three turns: the warm-up is not among them
-    assert one["speedup"] == 4 and one["speedup_quartiles"] == [4, 4] and tree["speedup"] == 2
-    assert one["acceptance_length"] == 3 and one["tokens_per_second"] == 4 and one["drafted_per_call"] == 2
-    assert (one["draft_share"], one["identical"], tree["identical"]) == (0.25, 1, 0)
-    conversation = [{"content": text} for text in ("one", "1 2 3 4", "two")]
-    assert (1.0, WORDS.chat(conversation)) in asked  # a second turn follows the target's own answer to the first
+    chain = Measured(1.0, [1, 2, 3, 4], calls=1)
+    methods = {
+        "target": Measured(4.0, [1, 2, 3, 4], calls=3),
+        "chain x:y": chain,  # a drafter's folder may be named so
+        "tree": Measured(2.0, [1, 2, 3, 5], calls=2),
+    }
+    prompts = [Prompt("a", ["one", "two"]), Prompt("b", ["three"])]
+    rows = bench(new_target(16), methods, WORDS, prompts, GenerationConfig(4))
+    by_name = {(row["category"], row["method"]): row for row in rows}
+    assert len(by_name) == len(rows) == 9
+    row = by_name["overall", "chain x:y"]
+    assert row["new_tokens"] == 12  # of three turns: the warm-up is not among them
+    assert row["target_calls"] == 3
+    assert row["speedup"] == 4 and row["speedup_quartiles"] == [4, 4]
+    assert row["acceptance_length"] == 3
+    assert row["tokens_per_second"] == 4
+    assert row["drafted_per_call"] == 2
+    assert row["draft_share"] == 0.25
+    assert row["identical"] == 1
+    tree = by_name["overall", "tree"]
+    assert tree["speedup"] == 2 and tree["identical"] == 0
+    # A second turn follows the target's own answer to the first.
+    turns = [{"content": "one"}, {"content": "1 2 3 4"}, {"content": "two"}]
+    assert WORDS.chat(turns) in chain.asked
+    capsys.readouterr()
     print_table(rows)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 10 and lines[2].split()[:4] == ["a", "chain:x", "4.00", "4.00"]
+    assert lines[2].split()[:4] == ["a", "chain", "x:y", "4.00"]
+    assert lines[10] == ""  # nine rows under their columns
+    columns = lines[0].split()[2:]
+    assert "speedup_quartiles" in columns
+    assert [line.partition(": ")[0] for line in lines[11:]] == columns  # the legend
 
 
-def test_the_benchmark_reads_both_formats_and_leaves_out_a_prompt_that_is_too_long(command, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    lines = ({"prompt": "Say hello."}, {"category": "math", "turns": ["What is 2 + 2?", "And 3 + 3?"]},
-             {"category": "long", "prompt": "hello " * 9000})
-    prompts.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
-    status, out, err = command("--bench", prompts, "--max-new-tokens", "4", "--json")
-    rows = json.loads(out)["rows"]
-    assert status == 0 and "'hello hello" in err and "context" in err
+@pytest.fixture
+def prompt_file(tmp_path):
+    """A function that writes a prompt set, one record a line."""
+
+    def write(*records: object) -> str:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("\n\n".join(map(json.dumps, records)) + "\n")
+        return str(path)
+
+    return write
+
+
+def test_the_benchmark_reads_both_formats_and_leaves_out_a_prompt_that_is_too_long(
+    checkpoint, prompt_file
+):
+    prompts = prompt_file(
+        {"prompt": "Say hello."},
+        {"category": "math", "turns": ["What is 2 + 2?", "And 3 + 3?"]},
+        {"category": "long", "prompt": "hello " * 400},
+    )
+    done = command(*checkpoint, "--bench", prompts, "--max-new-tokens", 12, "--json")
+    assert done.status == 0
+    assert "'hello hello" in done.err and "context" in done.err
+    rows = json.loads(done.out)["rows"]
     methods = ("target", "chain", "tree", "lookup", "tree+lookup")
-    assert [(r["category"], r["method"]) for r in rows] == list(itertools.product(("all", "math", "overall"), methods))
+    names = [(row["category"], row["method"]) for row in rows]
+    assert names == list(itertools.product(("all", "math", "overall"), methods))
     for row in rows:
-        assert row["identical"] == 1 and row["acceptance_length"] >= 1 and row["target_calls"] < row["new_tokens"]
-        assert row["tokens_per_second"] > 0 and (row["speedup"] == 1 or row["method"] != "target")
-    counts = Counter(category for category, _ in read_prompts(speculate.PROMPTS))  # the default set
+        assert row["identical"] == 1
+        assert row["acceptance_length"] >= 1
+        assert row["target_calls"] < row["new_tokens"]
+        assert row["tokens_per_second"] > 0
+        assert row["speedup"] == 1 or row["method"] != "target"
+
+
+def test_the_default_prompt_set_has_several_prompts_of_each_of_six_categories():
+    counts = Counter(prompt.category for prompt in read_prompts(speculate.PROMPTS))
     assert len(counts) == 6 and min(counts.values()) > 1
 
 
-def test_the_benchmark_of_batches_has_the_target_and_chains_for_each_size(command, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "Say hello."}\n{"prompt": "Count to five."}\n{"turns": ["What is 2 + 2?"]}')
-    status, out, _ = command("--bench", prompts, "--batch", 1, 3, "--max-new-tokens", "5", "--json")
-    rows = json.loads(out)["rows"]
-    assert [(row["batch"], row["method"]) for row in rows] == [*itertools.product((1, 3), ("target", "chain"))]
+def test_the_benchmark_measures_several_drafters(checkpoint, prompt_file):
+    drafter = checkpoint[3]
+    flags = [*checkpoint, "--drafter", drafter + "/", "--max-new-tokens", 4, "--json"]
+    done = command(*flags, "--bench", prompt_file({"prompt": "Hi"}))
+    rows = json.loads(done.out)["rows"]
+    methods = [row["method"] for row in rows if row["category"] == "overall"]
+    expected = ["target"]
+    for name in (drafter, drafter + "/"):
+        expected += [f"chain {name}", f"tree {name}"]
+    assert methods == expected
+
+
+def test_the_benchmark_of_batches_has_the_target_and_chains_for_each_size(checkpoint, prompt_file):
+    prompts = prompt_file(
+        {"prompt": "Say hello."}, {"prompt": "Count to five."}, {"turns": ["What is 2 + 2?"]}
+    )
+    flags = [*checkpoint, "--bench", prompts, "--batch", 1, 3, "--max-new-tokens", 12]
+    rows = json.loads(command(*flags, "--json").out)["rows"]
+    names = [(row["batch"], row["method"]) for row in rows]
+    assert names == list(itertools.product((1, 3), ("target", "chain")))
     for row in rows:
         assert set(row) == {
-            "category", "method", "batch", "tokens_per_second", "speedup", "acceptance_length", "identical"}
-        assert row["identical"] == 1.0 and row["acceptance_length"] >= 1 and row["category"] == "overall"
+            "category",
+            "method",
+            "batch",
+            "tokens_per_second",
+            "speedup",
+            "acceptance_length",
+            "identical",
+        }
+        assert row["category"] == "overall"
+        assert row["identical"] == 1.0
+        assert (row["acceptance_length"] > 1) == (row["method"] == "chain")
+    lines = command(*flags).out.splitlines()
+    assert lines[-1].startswith("batch: ")  # the legend
+
+
+def test_the_benchmark_of_batches_needs_ca():
+    drafter = new_drafter(new_target(16), use_cross_attention=False)
+    prompts = [Prompt("a", ["one"])]
     with pytest.raises(InputError, match="needs a drafter with CA"):
-        drafter = new_drafter(new_target(16), use_cross_attention=False)
-        bench_batch(drafter.target, drafter, WORDS, [("a", ["one"])], GenerationConfig(4), [1], 3)
+        bench_batch(drafter.target, drafter, WORDS, prompts, GenerationConfig(4), [1], K=3)
 
 
-@pytest.mark.parametrize("arguments, complaint", [
-    (["--prompt", "Hi", "--model", "some/model"], "no drafter is shipped for some/model"),
-    (["--prompt", "Hi", "--drafter", "no/such/folder"], "no/such/folder"),
-    *((["--prompt", "Hi", flag, value], flag) for flag, value in (
-        ("--draft-length", "0"), ("--depth", "65"), ("--total-tokens", "0"), ("--top-k", "1"), ("--top-k", "1000000"),
-        ("--temperature", "nan"), ("--top-p", "0"), ("--seed", "-1"), ("--max-new-tokens", "0"))),
-    (["--prompt", "word " * 9000], "shorten"), (["--prompt", "\udcff"], "not valid UTF-8"), ([], "--prompt"),
-    (["--prompt", "Hi", "--bench", "x.jsonl"], "not allowed with"), (["--bench", "no-such.jsonl"], "no-such.jsonl"),
-    (["--bench", ""], "be read"),
-    (["--prompt", "Hi", "--latency", "21ms"], "needs --remote"), (["--prompt", "Hi", "--batch", "2"], "need --bench"),
-    (["--bench", "--batch", "2", "--remote"], "without --remote"),
-    (["--prompt", "Hi", "--drafter", "a", "--drafter", "b"], "several drafters need --bench"),
-    (["--bench", "--lookup"], "--lookup"), (["--bench", "--no-speculation"], "--no-speculation"),
-    (["--prompt", "Hi", "--draft-length", "4", "--depth", "6"], "no sizes of a tree"),
-], ids=lambda x: str(x)[:40])
-def test_bad_input_ends_in_one_line_and_exit_status_2(command, arguments, complaint):
-    status, out, err = command(*arguments)
-    assert status == 2 and out == "" and err.count("\n") == 1 and complaint in err
+def test_ctrl_c_ends_a_benchmark_with_the_rows_of_the_prompts_that_are_done(
+    start_on_terminal, prompt_file
+):
+    prompts = prompt_file(*({"category": f"c{i}", "prompt": "Hi"} for i in range(99)))
+    process = start_on_terminal("--bench", prompts, "--max-new-tokens", "40")
+    process.read_until("c1: tokens/s target .* tree")
+    process.type(b"\x03")
+    table = process.read_until("identical: .*\r\n$")
+    assert "interrupted: these are the prompts that were done" in table
+    for category in ("c0", "c1", "overall"):
+        assert re.search(rf"^{category} +tree\+lookup +\d", table, re.MULTILINE)
+    assert not re.search("^c98 ", table, re.MULTILINE)
+    assert process.wait() == 0
 
 
-@pytest.mark.parametrize("line", ["{", '"prompt"', "[]", "{}", '{"prompt": 1}', '{"turns": []}', '{"turns": "Hi"}',
-                                  '{"prompt": "\\ud800"}', "[" * 100_000], ids=lambda line: line[:20])
-def test_a_malformed_line_of_a_prompt_set_is_named(command, tmp_path, line):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "one line, though \u2028 is in it"}\n' + line + "\n")
-    status, out, err = command("--bench", prompts)
-    assert status == 2 and out == "" and err.count("\n") == 1 and "line 2" in err
+# --- Bad input ---
+
+HI = ["--prompt", "Hi"]
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        ([*HI, "--model", "some/model"], "no drafter is shipped for some/model"),
+        ([*HI, "--draft-length", "0"], "--draft-length"),
+        ([*HI, "--depth", "65"], "--depth"),
+        ([*HI, "--total-tokens", "0"], "--total-tokens"),
+        ([*HI, "--top-k", "1"], "--top-k"),
+        ([*HI, "--top-k", "1000000"], "--top-k"),
+        ([*HI, "--temperature", "nan"], "--temperature"),
+        ([*HI, "--top-p", "0"], "--top-p"),
+        ([*HI, "--seed", "-1"], "--seed"),
+        ([*HI, "--max-new-tokens", "0"], "--max-new-tokens"),
+        ([*HI, "--bench", "x.jsonl"], "not allowed with"),
+        ([*HI, "--latency", "21ms"], "needs --remote"),
+        ([*HI, "--batch", "2"], "need --bench"),
+        (["--bench", "--batch", "2", "--remote"], "without --remote"),
+        ([*HI, "--drafter", "a", "--drafter", "b"], "several drafters need --bench"),
+        (["--bench", "--lookup"], "--lookup"),
+        (["--bench", "--no-speculation"], "--no-speculation"),
+        (["--bench", "--show"], "--show"),
+        (["--bench", "--trace"], "--trace"),
+        ([*HI, "--trace", "--no-speculation"], "--trace shows drafts"),
+        ([*HI, "--draft-length", "4", "--depth", "6"], "no sizes of a tree"),
+    ],
+    ids=str,
+)
+def test_a_wrong_command_line_ends_in_one_line_and_status_2(arguments, complaint):
+    assert_refused(command(*arguments), complaint)
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        ([*HI, "--drafter", "no/such/folder"], "no/such/folder"),
+        (["--prompt", "word " * 500], "shorten"),
+        (["--prompt", "\udcff"], "not valid UTF-8"),
+        (["--bench", "no-such.jsonl"], "no-such.jsonl"),
+        (["--bench", ""], "be read"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_does_not_fit_the_models_ends_in_one_line_and_status_2(
+    arguments, complaint, checkpoint
+):
+    flags = checkpoint[:2] if "--drafter" in arguments else checkpoint
+    assert_refused(command(*flags, *arguments), complaint)
+
+
+def assert_refused(done: Done, complaint: str) -> None:
+    assert done.status == 2 and done.out == ""
+    assert done.err.count("\n") == 1 and complaint in done.err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        '"prompt"',
+        "[]",
+        "{}",
+        '{"prompt": 1}',
+        '{"turns": []}',
+        '{"turns": "Hi"}',
+        '{"prompt": "\\ud800"}',
+        "[" * 100_000,
+    ],
+    ids=lambda line: line[:20],
+)
+def test_a_malformed_line_of_a_prompt_set_is_named(line, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one line, though \u2028 is in it"}\n' + line + "\n")
+    with pytest.raises(InputError, match="line 2") as error:
+        read_prompts(path)
+    assert "\n" not in str(error.value)

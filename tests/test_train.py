@@ -1,4 +1,5 @@
-"""Claims about the distillation: horizons, losses, and a training run that survives being killed."""
+"""Claims about training: horizons, losses, data as it is published, runs that survive anything."""
+import gzip
 import itertools
 import json
 import multiprocessing
@@ -7,339 +8,807 @@ import random
 import resource
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import tracemalloc
+import xml.etree.ElementTree
+import zipfile
 from argparse import Namespace
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import GOLDEN, ROOT, run_script
+from conftest import GOLDEN, ROOT
 from safetensors.torch import load_file, save_file
 from test_llama import byte_tokenizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import llama
 import moa
+import speculate
 import train
 
-CHAT = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."},
-        {"role": "user", "content": "Döner?"}, {"role": "assistant", "content": "Gladly, döner."}]
+CHAT = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "It is 4."},
+    {"role": "user", "content": "Döner?"},
+    {"role": "assistant", "content": "Gladly, döner."},
+]
 STOP = 257  # the tiny target's stop token
+LONG = ["--updates", 12, "--save-every", 2, "--eval-every", 5, "--lr", 1e-3]  # a run of 12 updates
+
+
+# --- What the tests share ---
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
-    """A random Llama as Hugging Face would write it. Its tokens are bytes, about every twelfth a stop token."""
+    """A random Llama as Hugging Face would write it, and data. Its tokens are bytes, and about
+    every twelfth that it writes is a stop token."""
     path = byte_tokenizer(tmp_path_factory.mktemp("tiny"), ["<|im_start|>", "<|im_end|>"])
-    sizes = dict(vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-                 num_key_value_heads=2, max_position_embeddings=256)
+    sizes = {
+        "vocab_size": 258,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+    }
     write(path / "config.json", {"model_type": "llama", **sizes})
     write(path / "generation_config.json", {"eos_token_id": STOP})
     torch.manual_seed(0)
     model = llama.Llama(llama.Config(**sizes, head_dim=8))
     model.lm_head.weight.normal_(std=0.45)
-    model.embed_tokens.weight[:, 0] = 4  # a constant, which the stop token's row of the head turns into its logit
+    model.embed_tokens.weight[:, 0] = 4  # a constant, which the head makes the stop token's logit
     model.lm_head.weight[STOP, 0] = 1.8
-    save_file({f"model.{name}".replace("model.lm_head", "lm_head"): p for name, p in model.named_parameters()},
-              path / "model.safetensors")
-    counts = [", ".join(map(str, range(1, n))) for n in range(4, 16)]
-    write(path / "data.jsonl", *({"data": [f"Count: {c[:9]}", c, "Thanks!", "Any time."]} for c in counts))
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensors[name if name.startswith("lm_head") else f"model.{name}"] = parameter
+    save_file(tensors, path / "model.safetensors")
+    write(path / "data.jsonl", *counting(12))
     return path
+
+
+def counting(count: int) -> list[dict]:
+    """Conversations of which no two are alike."""
+    texts = [", ".join(map(str, range(1, n))) for n in range(4, 4 + count)]
+    return [{"data": [f"Count: {text[:9]}", text, "Thanks!", "Any time."]} for text in texts]
+
 
 @pytest.fixture(scope="module")
 def target(tiny) -> llama.Llama:
     return llama.load_model(tiny)
 
+
 @pytest.fixture(scope="module")
 def tokenizer(tiny) -> llama.Tokenizer:
     return llama.load_tokenizer(tiny)
 
+
 @pytest.fixture(scope="module")
 def command(tiny):
     """train.py's command line on the tiny target and its data, in this process."""
+
     def run(*arguments) -> None:
+        before = signal.getsignal(signal.SIGINT)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["train.py", *flags(tiny, *arguments)])
-            llama.run_command(train.main)
+            try:
+                llama.run_command(train.main)
+            finally:
+                signal.signal(signal.SIGINT, before)
+
     return run
+
+
+def flags(tiny: Path, *arguments) -> list[str]:
+    sizes = "--device cpu --seq-len 96 --batch-size 3 --warmup 2 --mlp 32 --lsa-mlp 32"
+    files = ["--model", str(tiny), "--data", str(tiny / "data.jsonl")]
+    return [*files, *sizes.split(), *map(str, arguments)]
+
 
 def error_of(command, capsys, *arguments) -> str:
     """The error of a command: one line, the last on stderr, and exit status 2."""
     with pytest.raises(SystemExit) as end:
         command(*arguments)
     message = capsys.readouterr().err.splitlines()[-1]
-    assert end.value.code == 2 and message.startswith("train.py: error: ")
+    assert end.value.code == 2
+    assert message.startswith("train.py: error: ")
     return message
 
-def flags(tiny: Path, *arguments) -> list[str]:
-    return [*f"--model {tiny} --device cpu --seq-len 96 --batch-size 3 --warmup 2 --mlp 32 --lsa-mlp 32".split(),
-            "--data", str(tiny / "data.jsonl"), *map(str, arguments)]
 
 def write(path: Path, *lines) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    """A file of lines, which are text or JSON."""
+    with open(path, "w") as file:
+        for line in lines:
+            file.write((line if isinstance(line, str) else json.dumps(line)) + "\n")
     return path
 
+
 def read_log(out: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
+    """A run's log, without what depends on the clock."""
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    for record in records:
+        record.pop("tokens_per_second", None)
+    return records
+
 
 def losses(out: Path) -> list[float]:
-    return [line["loss"] for line in read_log(out) if "loss" in line]
+    return [record["loss"] for record in read_log(out) if "loss" in record]
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
+    assert read_log(a) == read_log(b)
+    assert not list(a.glob("*.part"))
+
 
 def random_drafter(target: llama.Llama, **choices) -> moa.Drafter:
     torch.manual_seed(1)
-    return moa.Drafter(target, moa.DrafterConfig.sized_for(target, **choices))
+    return moa.new_drafter(target, replace(moa.default_config(target), **choices))
+
 
 def arguments(**changes) -> Namespace:
-    return Namespace(**dict(seed=0, horizons=1, run_length=[5, 15], micro_batch_size=1, dtype="float32", kl_weight=0.1,
-                            feature_weight=1.0, memory_weight=0.0) | changes)
+    """The paper's."""
+    defaults = {
+        "seed": 0,
+        "horizons": 1,
+        "run_length": [5, 15],
+        "micro_batch_size": 1,
+        "dtype": "float32",
+        "kl_weight": 0.1,
+        "feature_weight": 1.0,
+        "memory_weight": 0.0,
+        "staircase": False,
+        "updates": 100,
+    }
+    return Namespace(**defaults | changes)
+
 
 def sequences(*sizes: tuple[int, int]) -> list[train.Sequence]:
     """Random ones, each of a prompt and an answer of these sizes."""
-    g = torch.Generator().manual_seed(0)
-    return [train.Sequence(torch.randint(256, (a + b,), generator=g), torch.arange(a + b) >= a) for a, b in sizes]
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for prompt, answer in sizes:
+        tokens = torch.randint(256, (prompt + answer,), generator=generator)
+        made.append(train.Sequence(tokens, torch.arange(prompt + answer) >= prompt))
+    return made
 
-def encode(tokenizer: llama.Tokenizer, path: Path, seq_len: int, *records: dict) -> train.Conversations:
+
+def example(sequence: train.Sequence, *runs: tuple[int, int]) -> train.Example:
+    """A batch of one sequence, with a horizon for each (length, phase)."""
+    horizons = [train.run_horizon(sequence.answer, length, phase) for length, phase in runs]
+    stacked = torch.stack(horizons, dim=-1)
+    one = train.Example(sequence.tokens, sequence.answer, stacked, own_run=torch.tensor(False))
+    return train.join([one], "cpu")
+
+
+def losses_of(
+    drafter: moa.Drafter, sequence: train.Sequence, *runs: tuple[int, int], **changes
+) -> torch.Tensor:
+    """Loss, KL and hidden-state loss, summed."""
+    return train.distill(drafter, example(sequence, *runs), arguments(**changes)).parts
+
+
+def encode(tokenizer: llama.Tokenizer, path: Path, seq_len: int, *records) -> train.Conversations:
     return train.Conversations([str(write(path, *records))], tokenizer, seq_len)
 
-def losses_of(drafter: moa.Drafter, sequence: train.Sequence, *runs: tuple[int, int], **changes) -> torch.Tensor:
-    """Loss, KL and hidden-state loss under a horizon for each (length, phase)."""
-    horizons = torch.stack([train.run_horizon(sequence.answer, *run) for run in runs])[:, None]
-    return train.distill(drafter, *(field[None] for field in sequence), horizons, arguments(**changes))[2]
+
+# --- Horizons and losses ---
 
 
-# --- Losses and horizons ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("n", [0, 1])
-def test_losses_are_the_authors(n):
+def test_a_query_reads_memory_up_to_the_token_before_its_run():
+    answer = torch.tensor([0] * 3 + [1] * 12 + [0] * 2 + [1] * 4).bool()
+    horizon = train.run_horizon(answer, length=5, phase=2)  # an answer's first run is 5 - 2 long
+    first_answer = [2] * 3 + [5] * 5 + [10] * 4
+    assert horizon.tolist() == [0, 1, 2] + first_answer + [15, 16] + [16] * 3 + [19]
+    nothing_before = train.run_horizon(torch.ones(6, dtype=torch.bool), length=4, phase=1)
+    assert nothing_before.tolist() == [-1] * 3 + [2] * 3
+
+
+def test_the_picture_in_the_file_is_what_run_horizon_does():
+    horizon = train.run_horizon(torch.arange(13) >= 4, length=4, phase=0)
+    line = "#     horizon    0  1  2  3 |  3  3  3  3 |  7  7  7  7 | 11 .."
+    assert line in (ROOT / "train.py").read_text()
+    numbers = line.replace("|", "").replace("..", "").split()[2:]
+    assert horizon.tolist() == list(map(int, numbers))
+
+
+def test_every_depth_is_trained_at_every_position_of_an_answer():
+    answer = torch.arange(40) >= 4
+    for length in range(5, 16):
+        depths = []
+        for phase in range(length):
+            depth = torch.arange(40) - train.run_horizon(answer, length, phase)
+            assert not depth[:4].any()  # a prompt sees itself
+            starts = (depth[4:] == 1).nonzero()[:, 0]
+            assert starts[0] == 0
+            assert starts[1] == length - phase
+            assert (starts[1:].diff() == length).all()
+            depths.append(depth)
+        for i in range(36):
+            reached = {int(depth[4 + i]) for depth in depths}
+            assert reached == set(range(1, min(length, i + 1) + 1))
+
+
+def test_runs_of_one_see_the_memory_just_before_and_endless_runs_the_prompts_only():
+    (sequence,) = sequences((4, 30))
+    (just_before,) = train.draw_examples([sequence], 0, arguments(run_length=[1, 1]))
+    (unbounded,) = train.draw_examples([sequence], 0, arguments(run_length=[10**9, 10**9]))
+    assert just_before.horizons[:, 0].tolist() == [0, 1, 2, 3, *range(3, 33)]
+    assert unbounded.horizons[:, 0].tolist() == [0, 1, 2] + [3] * 31
+
+
+def test_only_what_is_in_an_answer_and_predicts_what_is_in_it_is_trained():
+    answer = torch.tensor([0] * 3 + [1] * 12 + [0] * 2 + [1] * 4).bool()
+    assert train.loss_mask(answer).nonzero()[:, 0].tolist() == [*range(3, 14), *range(17, 20)]
+
+
+def test_only_the_assistants_tokens_are_trained(tmp_path, target, tokenizer):
+    drafter = random_drafter(target)
+    chat = encode(tokenizer, tmp_path / "chat", 96, {"messages": CHAT})[0]
+    nothing = train.Sequence(chat.tokens, torch.zeros_like(chat.answer))
+    assert losses_of(drafter, nothing, (5, 0), memory_weight=1.0).tolist() == [0, 0, 0]
+    # Neither the last stop token nor what follows it is a query.
+    tokens = chat.tokens.clone()
+    tokens[chat.answer.nonzero()[-1, 0]:] = 0
+    changed = train.Sequence(tokens, chat.answer)
+    expected = losses_of(drafter, chat, (5, 0), memory_weight=1.0)
+    torch.testing.assert_close(losses_of(drafter, changed, (5, 0), memory_weight=1.0), expected)
+
+
+@pytest.mark.parametrize("N", [0, 1])
+def test_losses_are_the_authors(N):
     """Averages over the response. Their KL lacks the target's own entropy, which is constant."""
-    folder = GOLDEN / f"moa-tiny-n{n}"
-    target, golden = llama.load_model(folder / "target"), load_file(folder / "expected.safetensors")
-    drafter, expected = moa.load_drafter(folder / "drafter", target), json.loads((folder / "expected.json").read_text())
+    folder = GOLDEN / f"moa-tiny-n{N}"
+    target = llama.load_model(folder / "target")
+    drafter = moa.load_drafter(folder / "drafter", target)
+    golden = load_file(folder / "expected.safetensors")
+    expected = json.loads((folder / "expected.json").read_text())
     response = golden["response_mask"][0].bool()
-    # one token more, so that every position of the response is trained
-    tokens, answer = F.pad(golden["input_ids"], (0, 1)), F.pad(response, (0, 1), value=True)
-    loss, kl, hidden = losses_of(drafter, train.Sequence(tokens[0], answer), (len(answer), 0)) / response.sum()
-    entropy = torch.distributions.Categorical(logits=golden["target_logits"][0, response]).entropy().mean()
-    features = expected["feature_loss"] if n == 0 else (expected["feature_loss"] + expected["prev_feature_loss"]) / 2
+    # One token more, so that every position of the response is trained.
+    tokens = F.pad(golden["input_ids"][0], (0, 1))
+    answer = F.pad(response, (0, 1), value=True)
+    parts = losses_of(drafter, train.Sequence(tokens, answer), (len(answer), 0))
+    loss, kl, hidden = parts / response.sum()
+    distribution = torch.distributions.Categorical(logits=golden["target_logits"][0, response])
+    entropy = distribution.entropy().mean()
+    features = expected["feature_loss"]
+    if N > 0:
+        features = (features + expected["prev_feature_loss"]) / 2
     assert kl + entropy == pytest.approx(expected["forward_KL"], abs=1e-4)
     assert hidden == pytest.approx(features, abs=1e-4)
     assert loss + 0.1 * entropy == pytest.approx(expected["loss"], abs=1e-4)
 
+
 def test_forward_kl_and_its_gradient_are_the_formulas_for_any_chunk_size(monkeypatch):
-    features, hidden, head = torch.randn(2, 10, 16, requires_grad=True), torch.randn(10, 16), torch.randn(40, 16)
-    log_q, log_p = (features @ head.T).log_softmax(-1), (hidden @ head.T).log_softmax(-1)
+    features = torch.randn(2, 10, 16, requires_grad=True)
+    hidden = torch.randn(10, 16)
+    head = torch.randn(40, 16)
+    log_q = (features @ head.T).log_softmax(-1)
+    log_p = (hidden @ head.T).log_softmax(-1)
     plain = (log_p.exp() * (log_p - log_q)).sum()
-    gradient, = torch.autograd.grad(plain, features)
-    for chunk in (3, 5, 256):
+    (gradient,) = torch.autograd.grad(plain, features)
+    for chunk in (1, 6, 10, 256):
         monkeypatch.setattr(train, "LOSS_CHUNK", chunk)
         loss = train.ForwardKL.apply(features, hidden, head)
         torch.testing.assert_close(loss, plain)
-        torch.testing.assert_close(torch.autograd.grad(3 * loss, features)[0], 3 * gradient)
+        (ours,) = torch.autograd.grad(3 * loss, features)
+        torch.testing.assert_close(ours, 3 * gradient)
 
-@pytest.mark.parametrize("n", [0, 1])
-def test_padding_micro_batches_and_many_horizons_in_one_call_change_nothing(target, n):
-    batch, separate, together = sequences((5, 12), (20, 31), (3, 4)), [], []
-    drafter, runs = random_drafter(target, target_layer_inference=n), [(5, 0), (7, 3), (11, 10)]
-    for calls in [runs], [[run] for run in runs]:
-        sums = sum(losses_of(drafter, batch[1], *call, memory_weight=0.5) for call in calls)
-        separate.append((sums, torch.autograd.grad(sums[0], list(drafter.parameters()))))
+
+def test_padding_and_micro_batches_change_nothing(target):
+    batch = sequences((5, 12), (20, 31), (3, 4))
+    results = []
     for size in (1, 2, 3):
-        drafter, args = random_drafter(target), arguments(micro_batch_size=size, horizons=2, memory_weight=0.3)
-        means = train.compute_gradients(drafter, batch, 0, args)
-        together.append([torch.tensor(means)] + [p.grad for p in drafter.parameters()])
-        torch.testing.assert_close(together[-1], together[0], atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(*separate, atol=1e-5, rtol=1e-4)
+        drafter = random_drafter(target)
+        args = arguments(micro_batch_size=size, horizons=2, memory_weight=0.3, staircase=True)
+        means = train.compute_gradients(drafter, batch, 25, args)  # half of them on the staircase
+        results.append([torch.tensor(means)] + [p.grad for p in drafter.parameters()])
+        torch.testing.assert_close(results[-1], results[0], atol=1e-6, rtol=1e-4)
 
-@pytest.mark.parametrize("choices", [{}, {"target_layer_inference": 1}, {"draft_vocabulary": tuple(range(0, 258, 2))}])
+
+@pytest.mark.parametrize("N", [0, 1])
+def test_many_horizons_for_one_target_pass_are_as_many_single_ones(target, N):
+    drafter = random_drafter(target, target_layer_inference=N)
+    (sequence,) = sequences((20, 31))
+    runs = [(5, 0), (7, 3), (11, 10)]
+    results = []
+    for calls in ([runs], [[run] for run in runs]):
+        parts = torch.zeros(3)
+        drafter.zero_grad()
+        for call in calls:
+            args = arguments(memory_weight=0.5)
+            result = train.distill(drafter, example(sequence, *call), args)
+            result.loss.backward()
+            parts += result.parts
+        results.append([parts] + [p.grad.clone() for p in drafter.parameters()])
+    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("choices", [
+    {}, {"target_layer_inference": 1}, {"draft_vocabulary": tuple(range(0, 258, 2))}
+])
 def test_the_memory_weight_adds_the_same_loss_on_memories(target, choices):
-    drafter, (sequence,) = random_drafter(target, **choices), sequences((9, 30))
-    plain, weighted = (losses_of(drafter, sequence, (5, 2), memory_weight=weight) for weight in (0, 0.25))
-    kv, _, final = train.target_pass(target, sequence.tokens[None], drafter.N)
-    memory, final = (x[:, train.loss_mask(sequence.answer)] for x in (drafter.memory(kv), final))
-    log_q, log_p = ((x @ drafter.head_weight.T).log_softmax(-1) for x in (memory, final))
+    drafter = random_drafter(target, **choices)
+    (sequence,) = sequences((9, 30))
+    with_runs = example(sequence, (5, 2))
+    plain = train.distill(drafter, with_runs, arguments())
+    weighted = train.distill(drafter, with_runs, arguments(memory_weight=0.25))
+    states = train.target_pass(target, sequence.tokens[None], drafter.N)
+    trained = train.loss_mask(sequence.answer)
+    memory = drafter.build_memory(states.kv, states.final)[:, trained]
+    final = states.final[:, trained]
+    head = drafter.head.weight
+    log_q = (memory @ head.T).log_softmax(-1)
+    log_p = (final @ head.T).log_softmax(-1)
     kl = F.kl_div(log_q, log_p, reduction="sum", log_target=True)
-    added = 0.1 * kl + F.smooth_l1_loss(memory, final) * final.shape[1]
-    torch.testing.assert_close(weighted, plain + torch.tensor([0.25, 0, 0]) * added)
-    of_memory = [p for name, p in drafter.named_parameters() if name.startswith(("layer_self_attention", "Ekv2E"))]
-    torch.testing.assert_close(torch.autograd.grad(weighted[0] - plain[0], of_memory),
-                               torch.autograd.grad(0.25 * added, of_memory), atol=1e-5, rtol=1e-3)
-
-def test_only_the_assistants_tokens_are_trained(tmp_path, target, tokenizer):
-    drafter, chat = random_drafter(target), encode(tokenizer, tmp_path / "chat", 96, {"messages": CHAT})[0]
-    nothing, changed = train.Sequence(chat.tokens, torch.zeros_like(chat.answer)), chat.tokens.clone()
-    assert losses_of(drafter, nothing, (5, 0), memory_weight=1.0).tolist() == [0, 0, 0]
-    changed[chat.answer.nonzero()[-1, 0]:] = 0  # neither the stop token nor what follows it is a query
-    torch.testing.assert_close(*(losses_of(drafter, train.Sequence(tokens, chat.answer), (5, 0), memory_weight=1.0)
-                                 for tokens in (changed, chat.tokens)))
-
-def test_a_query_reads_memory_up_to_the_token_before_its_run_and_every_depth_is_trained_at_every_position():
-    answer = torch.tensor([0] * 3 + [1] * 12 + [0] * 2 + [1] * 4).bool()
-    horizon = train.run_horizon(answer, length=5, phase=2)  # the first run of each answer is 5 - 2 long
-    assert horizon.tolist() == [0, 1, 2] + [2] * 3 + [5] * 5 + [10] * 4 + [15, 16] + [16] * 3 + [19]
-    assert train.loss_mask(answer).nonzero()[:, 0].tolist() == [*range(3, 14), *range(17, 20)]  # and it goes on
-    for length in range(5, 16):
-        horizons = torch.stack([train.run_horizon(torch.arange(40) >= 4, length, phase) for phase in range(length)])
-        depths = torch.arange(40) - horizons
-        assert not depths[:, :4].any()  # a prompt sees itself
-        for phase, depth in enumerate(depths[:, 4:]):
-            starts = (depth == 1).nonzero()[:, 0]
-            assert starts[0] == 0 and starts[1] == length - phase and (starts[1:].diff() == length).all()
-        assert all(set(depths[:, 4 + i].tolist()) == set(range(1, min(length, i + 1) + 1)) for i in range(36))
+    added = 0.25 * (0.1 * kl + F.smooth_l1_loss(memory, final) * final.shape[1])
+    torch.testing.assert_close(weighted.loss, plain.loss + added)
+    torch.testing.assert_close(weighted.parts[1:], plain.parts[1:])
+    of_memory = [*drafter.layer_self_attention.parameters(), *drafter.Ekv2E.parameters()]
+    ours = torch.autograd.grad(weighted.loss - plain.loss, of_memory)
+    expected = torch.autograd.grad(added, of_memory)
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-3)
 
 
-# --- Data ------------------------------------------------------------------------------------------------------------
-def test_an_answer_is_the_assistants_tokens_and_their_stop_token_up_to_seq_len(tmp_path, tokenizer):
-    sequence, cut, none = (encode(tokenizer, tmp_path / "a", n, {"messages": CHAT})[0] for n in (200, 50, 20))
+def test_on_the_staircase_sa_sees_its_own_run_only(target):
+    """A run's queries come out as if it were the whole text. In rows that are not on the staircase
+    nothing changes."""
+    drafter = random_drafter(target)
+    (sequence,) = sequences((6, 15))
+    tokens = sequence.tokens[None].repeat(2, 1)
+    horizon = train.run_horizon(sequence.answer, length=5, phase=0)[None].repeat(2, 1)
+    own_run = torch.tensor([True, False])
+    limited, whole = train.self_attend_own_run(drafter, tokens, horizon, own_run)
+    torch.testing.assert_close(whole, drafter.self_attend(tokens)[0])
+    mask = llama.causal_mask(5, past=0, device="cpu")
+    for start in (6, 11, 16):
+        run = slice(start, start + 5)
+        x = drafter.embed(tokens[:1, run])
+        alone = drafter.self_attention(x, drafter.rotary[:, run], mask)
+        torch.testing.assert_close(limited[run], alone[0])
+        assert not torch.allclose(limited[run], whole[run], atol=1e-3)
+
+
+def test_the_staircase_ends_at_half_of_the_updates():
+    batch = sequences(*[(2, 3)] * 400)
+    for update, share in ((0, 1.0), (20, 0.6), (50, 0.0), (99, 0.0)):
+        examples = train.draw_examples(batch, update, arguments(staircase=True))
+        on_it = np.mean([example.own_run.item() for example in examples])
+        assert on_it == pytest.approx(share, abs=0.08)
+        plain = train.draw_examples(batch, update, arguments())
+        assert not any(example.own_run for example in plain)
+        for a, b in zip(examples, plain):
+            assert torch.equal(a.horizons, b.horizons)  # the same, with and without
+
+
+# --- Data ---
+
+
+def test_an_answer_is_the_assistants_tokens_and_their_stop_token_up_to_seq_len(
+    tmp_path, tokenizer
+):
+    record = {"messages": CHAT}
+    sequence = encode(tokenizer, tmp_path / "a", 200, record)[0]
+    cut = encode(tokenizer, tmp_path / "a", 50, record)[0]
+    assert encode(tokenizer, tmp_path / "a", 20, record)[0] is None  # no answer so far
     assert sequence.tokens.tolist() == tokenizer.chat(CHAT, add_generation_prompt=False)
-    answers = [tokenizer.encode(message["content"]) + [STOP] for message in CHAT if message["role"] == "assistant"]
-    assert sequence.tokens[sequence.answer].tolist() == answers[0] + answers[1]
+    answers = []
+    for message in CHAT[1::2]:
+        answers += [*tokenizer.encode(message["content"]), STOP]
+    assert sequence.tokens[sequence.answer].tolist() == answers
     assert int(sequence.answer.int().diff().clamp(min=0).sum()) == 2  # two stretches
-    assert torch.equal(cut.tokens, sequence.tokens[:50]) and torch.equal(cut.answer, sequence.answer[:50])
-    assert none is None  # no answer so far
+    assert torch.equal(cut.tokens, sequence.tokens[:50])
+    assert torch.equal(cut.answer, sequence.answer[:50])
+
+
+def messages_of(record: dict) -> list[dict]:
+    return train.read_messages(json.dumps(record).encode())
+
 
 def test_four_formats_of_one_conversation_are_read_alike():
-    texts = [message["content"] for message in CHAT[:2]]
-    records = [{"messages": CHAT[:2]}, {"data": texts}, {"instruction": texts[0], "input": "", "output": texts[1]},
-               {"instruction": "What is", "input": "2 + 2?", "output": texts[1]},
-               {"conversations": [{"from": "human", "value": texts[0]}, {"from": "gpt", "value": texts[1]}]}]
-    *same, = [train.read_messages(json.dumps(record).encode()) for record in records]
-    assert same.pop(3)[0]["content"] == "What is\n\n2 + 2?" and same == [CHAT[:2]] * 4
+    question, answer = [message["content"] for message in CHAT[:2]]
+    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    for record in (
+        {"messages": CHAT[:2]},
+        {"data": [question, answer]},
+        {"conversations": turns},
+        {"instruction": question, "output": answer},
+        {"instruction": question, "input": "", "output": answer},
+    ):
+        assert messages_of(record) == CHAT[:2]
+    alpaca = messages_of({"instruction": "What is", "input": "2 + 2?", "output": answer})
+    assert alpaca[0]["content"] == "What is\n\n2 + 2?"
 
-BROKEN = {
-    "{half": "Expecting", "[" * 100_000: "recursion", '"text"': "expected a list", '{"data": 3}': "expected a list",
-    '{"messages": []}': "no answer", '{"messages": [3]}': "needs a role", '{"data": ["a", 3]}': "text as content",
-    '{"data": ["a question"]}': "no answer", '{"conversations": [{"from": "tool", "value": ""}, 3]}': "needs a role",
-    '{"instruction": "a", "output": null}': "text as content", '{"data": ["\\ud800", "b"]}': "not valid UTF-8"}
 
-def test_lines_of_large_files_are_read_where_they_are_and_a_broken_one_is_named_counted_and_skipped(
-        tmp_path, tokenizer, capsys):
-    records = [{"data": [f"ö{'?' * (i % 9)}", f"answer {i}" + "b" * 10_000]} for i in range(1000)]  # 10 MB
-    paths = [write(tmp_path / "a", *records[:300], *BROKEN, "", records[300]), write(tmp_path / "b", *records[301:])]
-    data = train.Conversations([str(path) for path in paths], tokenizer, 96)
-    *named, count = capsys.readouterr().err.splitlines()  # at once, not when the line's turn comes
-    assert count == f"1000 conversations, {len(BROKEN)} lines skipped" and len(named) == len(BROKEN)
-    for number, (line, why) in enumerate(zip(named, BROKEN.values()), 301):
-        assert line.startswith(f"skipped {paths[0]}, line {number}: ") and why in line and len(line) < 500
+@pytest.mark.parametrize("name, role", [
+    ("human", "user"), ("user", "user"), ("gpt", "assistant"), ("chatgpt", "assistant"),
+    ("assistant", "assistant"), ("bing", "assistant"), ("bard", "assistant"),
+    ("system", "system"),
+])
+def test_roles_are_known_by_the_names_that_data_sets_give_them(name, role):
+    for record in (
+        {"conversations": [{"from": name, "value": "a"}]},
+        {"messages": [{"role": name, "content": "a"}]},
+    ):
+        assert messages_of(record) == [{"role": role, "content": "a"}]
+
+
+def test_an_answer_before_any_question_goes_and_an_empty_turn_ends_a_conversation(
+    tmp_path, tokenizer, capsys
+):
+    system = {"role": "system", "content": ""}  # which may be empty
+    early = {"role": "assistant", "content": "Hello!"}
+    empty = {"role": "user", "content": " \n"}
+    data = encode(
+        tokenizer,
+        tmp_path / "chats",
+        200,
+        {"messages": [early, *CHAT]},
+        {"messages": [system, early, *CHAT[:2]]},
+        {"messages": [*CHAT[:2], empty, *CHAT[2:]]},
+        {"messages": [CHAT[0], {"role": "assistant", "content": ""}, *CHAT[2:]]},
+    )
+    kept = [CHAT, [system, *CHAT[:2]], CHAT[:2]]
+    assert len(data.places) == 3
+    for i, messages in enumerate(kept):
+        assert data[i].tokens.tolist() == tokenizer.chat(messages, add_generation_prompt=False)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith("line 4: no answer")
+    assert lines[1:] == [
+        "3 conversations, 1 records skipped",
+        "  2 answers before any question left out",
+        "  2 cut at an empty turn",
+        "  1 skipped: no answer",
+    ]
+
+
+BROKEN = {  # a line, and what is wrong with it
+    "{half": "not valid JSON: Expecting",
+    '{"a":' + "[" * 100_000: "recursion",
+    '"text"': "neither messages",
+    '{"data": 3}': "neither messages",
+    '{"messages": []}': "no answer",
+    '{"messages": [3]}': "an unusable turn",
+    '{"data": ["a", 3]}': "text as content",
+    '{"data": ["a question"]}': "no answer",
+    '{"conversations": [{"from": "tool", "value": ""}, 3]}': "needs a role",
+    '{"conversations": [{"from": ["user"], "value": ""}]}': "an unusable turn",
+    '{"instruction": "a", "output": null}': "text as content",
+    '{"data": ["\\ud800", "b"]}': "not valid UTF-8",
+}
+REASONS = [
+    "  2 skipped: not valid JSON",
+    "  2 skipped: neither messages, data or conversations nor instruction and output",
+    "  2 skipped: no answer",
+    "  6 skipped: an unusable turn",
+]
+
+
+def test_a_broken_record_is_skipped_five_are_named_and_all_are_counted_by_reason(
+    tmp_path, tokenizer, capsys, monkeypatch
+):
+    path = write(tmp_path / "a", *counting(3), *BROKEN, "", *counting(1))
+    data = train.Conversations([str(path)], tokenizer, 96)
+    assert len(data.places) == 4
+    told = capsys.readouterr().err.splitlines()
+    assert told[5:] == [f"4 conversations, {len(BROKEN)} records skipped", *REASONS]
+    monkeypatch.setattr(train, "MAX_NAMED", 100)
+    train.Conversations([str(path)], tokenizer, 96)
+    named = capsys.readouterr().err.splitlines()[:len(BROKEN)]
+    assert named[:5] == told[:5]
+    for number, (line, why) in enumerate(zip(named, BROKEN.values()), 4):
+        assert line.startswith(f"skipped {path}, line {number}: ")
+        assert why in line
+        assert len(line) < 500
+
+
+def test_lines_of_large_files_are_read_where_they_are(tmp_path, tokenizer):
+    records = []
+    for i in range(1000):  # 10 MB
+        records.append({"data": [f"ö{'?' * (i % 9)}", f"answer {i}" + "b" * 10_000]})
+    paths = [write(tmp_path / "a", *records[:301], "{"), write(tmp_path / "b", *records[301:])]
+    data = train.Conversations(list(map(str, paths)), tokenizer, 96)
     for i in (999, 0, 789, 301, 300, 299):
-        messages = train.read_messages(json.dumps(records[i]).encode())
-        assert data[i].tokens.tolist() == tokenizer.chat(messages, add_generation_prompt=False)[:96]
+        tokens = tokenizer.chat(messages_of(records[i]), add_generation_prompt=False)
+        assert data[i].tokens.tolist() == tokens[:96]
     tracemalloc.start()
-    assert train.Conversations([str(paths[1])], tokenizer, 96)[400] and tracemalloc.get_traced_memory()[1] < 1e6
+    assert train.Conversations([str(paths[1])], tokenizer, 96)[400]
+    assert tracemalloc.get_traced_memory()[1] < 1e6
     tracemalloc.stop()
 
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_array_is_read_as_its_records_one_a_line_would_be(
+    tmp_path, tokenizer, capsys, indent
+):
+    records = [{"data": ["Döner?", f"[{i}], \\ü"]} for i in range(5)] + [{"data": 3}]
+    path = tmp_path / "array.json"
+    text = json.dumps(records, indent=indent, ensure_ascii=False)
+    path.write_text("\ufeff \n" + text, encoding="utf-8")  # with a byte order mark
+    data = train.Conversations([str(path)], tokenizer, 96)
+    lines = encode(tokenizer, tmp_path / "lines", 96, *records)
+    assert len(data.places) == 5
+    for i in range(5):
+        assert torch.equal(data[i].tokens, lines[i].tokens)
+    named, *_ = capsys.readouterr().err.splitlines()
+    assert named.startswith(f"skipped {path}, record 6: neither messages")
+
+
+def test_an_array_of_fifty_thousand_records_is_read_in_seconds(tmp_path, tokenizer):
+    turns = [{"from": "human", "value": "é" * 9}, {"from": "gpt", "value": "an answer " * 100}]
+    record = json.dumps({"conversations": turns})
+    path = write(tmp_path / "array.json", "[" + ",\n".join([record] * 50_000) + "]")
+    began = time.process_time()
+    data = train.Conversations([str(path)], tokenizer, 96)
+    assert time.process_time() - began < 15  # it takes one or two
+    assert len(data.places) == 50_000
+    assert torch.equal(data[49_999].tokens, data[0].tokens)
+
+
 def test_an_epoch_is_a_permutation_and_can_be_gone_on_with_at_any_position():
-    def walk(position: int) -> list[tuple[int, int]]:
-        return list(itertools.islice(train.shuffled(range(20), np.arange(5, 15), 3, position), 25 - position))
-    order, positions = zip(*walk(0))
-    assert sorted(order[:10]) == sorted(order[10:20]) == list(range(5, 15)) and order[:10] != order[10:20]
-    assert positions == tuple(range(1, 26)) and all(walk(position) == walk(0)[position:] for position in range(25))
+    def walk(position: int) -> list[int]:
+        stream = train.Stream(range(20), np.arange(5, 15), seed=3, position=position)
+        drawn = list(itertools.islice(stream, 25 - position))
+        assert stream.position == 25
+        return drawn
+
+    order = walk(0)
+    assert sorted(order[:10]) == list(range(5, 15))
+    assert sorted(order[10:20]) == list(range(5, 15))
+    assert order[:10] != order[10:20]
+    for position in range(25):
+        assert walk(position) == order[position:]
+
+
+def test_drawing_batch_by_batch_is_drawing_all_at_once():
+    stream = train.Stream(range(20), np.arange(10), seed=3)
+    batches = [list(itertools.islice(stream, 4)) for _ in range(6)]
+    at_once = itertools.islice(train.Stream(range(20), np.arange(10), seed=3), 24)
+    assert list(itertools.chain(*batches)) == list(at_once)
+
 
 def test_one_usable_conversation_is_found_in_every_epoch():
     data = {i: i if i == 7 else None for i in range(10)}
-    found = list(itertools.islice(train.shuffled(data, np.arange(10), 0), 20))
-    assert [(i, (position - 1) // 10) for i, position in found] == [(7, epoch) for epoch in range(20)]
+    stream = train.Stream(data, np.arange(10), seed=0)
+    for epoch in range(20):
+        assert next(iter(stream)) == 7
+        assert (stream.position - 1) // 10 == epoch
+
 
 def test_what_is_held_out_is_never_trained_on(tmp_path, command, monkeypatch):
     seen = {"compute_gradients": set(), "evaluate": set()}
-    for name, texts in seen.items():
-        def record(drafter, batch, *rest, texts=texts, function=getattr(train, name)):
-            texts.update(tuple(sequence.tokens.tolist()) for sequence in batch)
+
+    def watch(name: str) -> None:
+        function = getattr(train, name)
+
+        def record(drafter, batch, *rest):
+            seen[name].update(tuple(sequence.tokens.tolist()) for sequence in batch)
             return function(drafter, batch, *rest)
+
         monkeypatch.setattr(train, name, record)
+
+    for name in seen:
+        watch(name)
     command("--out", tmp_path, "--updates", 12)
-    assert list(map(len, seen.values())) == [11, 1] and not set.intersection(*seen.values())
+    assert len(seen["compute_gradients"]) == 11
+    assert len(seen["evaluate"]) == 1
+    assert not seen["compute_gradients"] & seen["evaluate"]
 
 
-# --- Optimisation and evaluation -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("count, told", [(9, True), (10, False)])
+def test_it_is_told_once_when_too_few_conversations_leave_none_to_hold_out(
+    tmp_path, command, capsys, count, told
+):
+    path = write(tmp_path / "data.jsonl", *counting(count))
+    command("--data", path, "--out", tmp_path / "out", "--updates", 2, "--eval-every", 1)
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("is trained on" in line for line in lines) == told
+
+
+# --- Optimization and evaluation ---
+
+
 def test_the_papers_recipe_is_the_default(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--data", "x"])
-    a = train.parse_arguments()
-    assert (a.kl_weight, a.feature_weight, a.memory_weight, a.lr, a.warmup, a.run_length, a.batch_size, a.schedule,
-            train.CLIP, a.horizons, a.tli) == (0.1, 1.0, 0.0, 3e-5, 50, [5, 15], 32, "paper", 1.0, 1, 0)
-    adamw, = train.make_optimizers(torch.nn.Linear(2, 2), a.optimizer)
-    assert adamw.defaults["betas"] == (0.9, 0.95) and adamw.defaults["weight_decay"] == 0
-    rate = [train.learning_rate(update, a, 1050) / 3e-5 for update in range(2000)]
-    assert rate[:50] == pytest.approx([20 * (i + 1) / 50 for i in range(50)])  # up to 20 times the rate,
-    assert rate[50:1051] == pytest.approx(np.linspace(20, 1, 1001))  # down to it over the first epoch,
-    assert rate[1050:] == pytest.approx([1] * 950)  # constant after
-    cosine = Namespace(lr=1.0, schedule="cosine", warmup=1, updates=100)
-    assert [train.learning_rate(update, cosine, 10) for update in (0, 50, 100)] == pytest.approx([1, 0.5, 0])
+    args = train.parse_arguments()
+    assert (args.kl_weight, args.feature_weight, args.memory_weight) == (0.1, 1.0, 0.0)
+    assert (args.lr, args.warmup, args.schedule) == (3e-5, 50, "paper")
+    assert (args.run_length, args.horizons, args.tli) == ([5, 15], 1, 0)
+    assert (args.batch_size, args.seq_len, train.CLIP) == (32, 2048, 1.0)
+    assert not args.staircase
+    (adamw,) = train.make_optimizers(torch.nn.Linear(2, 2), args.optimizer)
+    assert adamw.defaults["betas"] == (0.9, 0.95)
+    assert adamw.defaults["weight_decay"] == 0
+
+
+def test_the_papers_rate_rises_falls_over_the_first_epoch_and_stays():
+    args = Namespace(lr=3e-5, schedule="paper", warmup=50, epoch_updates=1050)
+    rate = [train.learning_rate(update, args) / 3e-5 for update in range(2000)]
+    assert rate[:50] == pytest.approx([20 * (i + 1) / 50 for i in range(50)])
+    assert rate[50:1051] == pytest.approx(np.linspace(20, 1, 1001))
+    assert rate[1050:] == pytest.approx([1] * 950)
+
+
+def test_a_cosine_falls_to_nothing():
+    args = Namespace(lr=1.0, schedule="cosine", warmup=1, updates=100)
+    rates = [train.learning_rate(update, args) for update in (0, 50, 100)]
+    assert rates == pytest.approx([1, 0.5, 0])
+
 
 def test_one_conversation_trains_and_its_gradient_is_clipped(tmp_path, command, monkeypatch):
-    path, norms = write(tmp_path / "data.jsonl", "", {"data": ["Count to 4.", "1, 2, 3, 4"]}, ""), []
-    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: norms.append(
-        torch.nn.utils.get_total_norm([p.grad for p in optimizer.param_groups[0]["params"]]).item()))
+    path = write(tmp_path / "data.jsonl", "", {"data": ["Count to 4.", "1, 2, 3, 4"]}, "")
+    norms = []
+
+    def note_norm(optimizer, *_) -> None:
+        gradients = [p.grad for p in optimizer.param_groups[0]["params"]]
+        norms.append(torch.nn.utils.get_total_norm(gradients).item())
+
+    hook = register_optimizer_step_pre_hook(note_norm)
     for clip in (0.01, 1.0):
         monkeypatch.setattr(train, "CLIP", clip)
         command("--data", path, "--out", tmp_path / str(clip), "--updates", 1)
     hook.remove()
     norm = read_log(tmp_path / "1.0")[0]["grad_norm"]
-    assert norms == pytest.approx([0.01, min(norm, 1.0)], rel=1e-3) and norms[1] > 0.05
+    assert norms == pytest.approx([0.01, min(norm, 1.0)], rel=1e-3)
+    assert norms[1] > 0.05
 
-def test_a_gradient_that_is_not_finite_ends_the_run_and_spares_its_checkpoint(tmp_path, command, capsys):
+
+def test_a_gradient_that_is_not_finite_ends_the_run_and_spares_its_checkpoint(
+    tmp_path, command, capsys
+):
     choices = ["--out", tmp_path, "--updates", 3, "--save-every", 1, "--lr", 1e30]
     assert "update 2: the gradient is not finite" in error_of(command, capsys, *choices)
     assert torch.load(tmp_path / "checkpoint.pt")["update"] == 1
 
-@pytest.mark.parametrize("optimizer, kinds", [("adamw", {"AdamW": {1, 2}}), ("muon", {"Muon": {2}, "AdamW": {1}})])
-def test_training_lowers_the_loss(tmp_path, tiny, command, target, optimizer, kinds):
-    optimizers = train.make_optimizers(random_drafter(target), optimizer)
-    assert {type(o).__name__: {p.ndim for p in o.param_groups[0]["params"]} for o in optimizers} == kinds
-    few = write(tmp_path / "few.jsonl", *(tiny / "data.jsonl").read_text().splitlines()[:4])
-    command("--data", few, "--out", tmp_path / "out", "--updates", 50, "--optimizer", optimizer, "--lr", 3e-3,
-            "--schedule", "cosine")
+
+@pytest.mark.parametrize("optimizer, kinds", [
+    ("adamw", {"AdamW": {1, 2}}), ("muon", {"Muon": {2}, "AdamW": {1}})
+])
+def test_training_lowers_the_loss(tmp_path, command, target, optimizer, kinds):
+    dimensions = {}
+    for made in train.make_optimizers(random_drafter(target), optimizer):
+        parameters = made.param_groups[0]["params"]
+        dimensions[type(made).__name__] = {parameter.ndim for parameter in parameters}
+    assert dimensions == kinds
+    few = write(tmp_path / "few.jsonl", *counting(4))
+    recipe = ["--updates", 30, "--lr", 4e-3, "--schedule", "cosine", "--optimizer", optimizer]
+    command("--data", few, "--out", tmp_path / "out", *recipe)
     loss = losses(tmp_path / "out")
     assert np.mean(loss[-3:]) < 0.7 * np.mean(loss[:3])
 
+
 @pytest.mark.parametrize("choice, name, value", [
-    ("--tli 1", "target_layer_inference", 1), ("--no-lsa", "use_layer_self_attention", False),
-    ("--no-ca", "use_cross_attention", False), ("--draft-vocabulary 999", "draft_vocabulary", tuple(range(258))),
-    ("--draft-vocabulary 3", "draft_vocabulary", (11, 220, STOP)),  # of answers that count: comma and space
-    ("--kv-heads 2 --memory-weight 1 --horizons 2", "cross_attention_num_key_value_heads", 2)])
-def test_every_kind_of_drafter_trains_in_either_type_and_loads(tmp_path, command, target, choice, name, value):
+    ("--tli 1", "target_layer_inference", 1),
+    ("--no-lsa", "use_layer_self_attention", False),
+    ("--no-ca", "use_cross_attention", False),
+    ("--no-lsa --no-ca", "use_cross_attention", False),
+    ("--draft-vocabulary 999", "draft_vocabulary", tuple(range(258))),
+    ("--draft-vocabulary 3", "draft_vocabulary", (11, 220, STOP)),  # and comma and space
+    ("--kv-heads 2 --horizons 2 --staircase", "cross_attention_num_key_value_heads", 2),
+    ("--lsa-heads 2 --memory-weight 1", "layer_self_attention_num_attention_heads", 2),
+    ("--run-length 1 1", "target_layer_inference", 0),
+    ("--run-length 1000000000 1000000000", "target_layer_inference", 0),
+])
+def test_every_kind_of_drafter_trains_in_either_type_and_loads(
+    tmp_path, command, target, choice, name, value
+):
     for dtype in ("float32", "bfloat16"):
         command("--out", tmp_path / dtype, "--updates", 3, "--dtype", dtype, *choice.split())
-    assert losses(tmp_path / "bfloat16") == pytest.approx(losses(tmp_path / "float32"), rel=0.05)
-    assert getattr(moa.load_drafter(tmp_path / "float32", target).config, name) == value
+    exact = losses(tmp_path / "float32")
+    assert losses(tmp_path / "bfloat16") == pytest.approx(exact, rel=0.05)
+    drafter = moa.load_drafter(tmp_path / "float32", target)
+    assert getattr(drafter.config, name) == value
 
-@pytest.mark.parametrize("heads, kv_heads, head_dim", [(24, 8, 128), (52, 52, 8), (9, 3, 64), (5, 5, 6)])
-def test_every_target_has_a_drafter_of_its_proportions(heads, kv_heads, head_dim):
-    with torch.device("meta"):
-        target = llama.Llama(llama.Config(258, heads * 8, 48, 3, heads, kv_heads, head_dim))
-    assert all(p.numel() for p in moa.Drafter(target, moa.DrafterConfig.sized_for(target)).parameters())
 
 @pytest.mark.parametrize("vocabulary", [None, tuple(reversed(range(258)))])
 def test_a_drafter_that_knows_the_hidden_state_is_always_right(target, vocabulary, monkeypatch):
     """It reuses every layer of the target, and is given what enters them."""
-    oracle = random_drafter(target, target_layer_inference=3, draft_vocabulary=vocabulary)
+    choices = {"target_layer_inference": 3, "draft_vocabulary": vocabulary}
+    oracle = random_drafter(target, **choices)
     monkeypatch.setattr(oracle, "self_attend", lambda tokens: target.embed_tokens(tokens))
     monkeypatch.setattr(oracle, "cross_attend", lambda x, memory, horizon: x)
     batch = sequences((5, 60), (9, 50))
     scores = train.evaluate(oracle, batch, arguments())
-    assert scores["depth_accuracy"] == [1.0] * 8 and scores["implied_acceptance_length"] == 9
+    assert scores["depth_accuracy"] == [1.0] * 8
+    assert scores["implied_acceptance_length"] == 9
     assert scores["held_out_loss"] == pytest.approx(0, abs=1e-5)
-    assert train.evaluate(random_drafter(target), batch, arguments())["implied_acceptance_length"] < 4
-    without_ca = train.evaluate(random_drafter(target, use_cross_attention=False), batch, arguments())
-    assert len(without_ca["depth_accuracy"]) == 1
+    # Without its gift it is wrong, and without CA only the first draft is scored.
+    ordinary = train.evaluate(random_drafter(target), batch, arguments())
+    assert ordinary["implied_acceptance_length"] < 4
+    off_policy = random_drafter(target, use_cross_attention=False)
+    assert len(train.evaluate(off_policy, batch, arguments())["depth_accuracy"]) == 1
+
+
+def right_but_for(
+    monkeypatch, target: llama.Llama, batch: list[train.Sequence], *wrong: tuple[int, int]
+) -> moa.Drafter:
+    """A drafter that is right but for some (sequence, position)."""
+    drafter = random_drafter(target)
+    logits = []
+    for i, sequence in enumerate(batch):
+        states = train.target_pass(target, sequence.tokens[None], N=0)
+        truth = target.lm_head(states.final[0])  # (T, V)
+        for position in range(len(truth)):
+            if (i, position) in wrong:
+                truth[position] = -truth[position]
+        logits.append(truth[train.loss_mask(sequence.answer)])
+    answers = iter(logits)
+    monkeypatch.setattr(drafter.head, "logits", lambda features: next(answers))
+    return drafter
+
 
 def test_accuracy_at_a_depth_is_among_runs_that_were_right_before(target, monkeypatch):
-    """An answer of three runs: 8, 8 and 3 queries."""
-    drafter, (sequence,) = random_drafter(target), sequences((4, 20))
-    truth = target.lm_head(train.target_pass(target, sequence.tokens[None], 0)[2])
-    wrong = [4 + 2, 4 + 3, 4 + 8 + 5]  # depths 3 and 4 of the first run, depth 6 of the second
-    truth[0, wrong] = -truth[0, wrong]
-    monkeypatch.setattr(drafter, "logits", lambda features: truth[0, train.loss_mask(sequence.answer)])
-    scores = train.evaluate(drafter, [sequence], arguments())
+    """An answer of three runs, of 8, 8 and 3 queries. Wrong are depths 3 and 4 of the first run and
+    depth 6 of the second."""
+    batch = sequences((4, 20))
+    wrong = [(0, 4 + 2), (0, 4 + 3), (0, 4 + 8 + 5)]
+    drafter = right_but_for(monkeypatch, target, batch, *wrong)
+    scores = train.evaluate(drafter, batch, arguments())
     assert scores["depth_accuracy"] == pytest.approx([1, 1, 2 / 3, 1, 1, 0, 0, 0])
     assert scores["implied_acceptance_length"] == pytest.approx(1 + 1 + 1 + 2 / 3 * 3)
 
 
-# --- Checkpoints, processes ------------------------------------------------------------------------------------------
-LONG = ["--updates", 12, "--save-every", 2, "--eval-every", 5, "--lr", 1e-3]
+def test_a_run_that_ends_wrong_says_nothing_about_the_next_conversation(target, monkeypatch):
+    """Two answers, of one run of 3 queries and two of 7 and 4. Wrong is the first query of all."""
+    batch = sequences((4, 4), (4, 12))
+    drafter = right_but_for(monkeypatch, target, batch, (0, 4))
+    scores = train.evaluate(drafter, batch, arguments())
+    assert scores["depth_accuracy"] == pytest.approx([2 / 3, 1, 1, 1, 1, 1, 1, 0])
+
+
+@pytest.mark.parametrize("choices", [
+    {},
+    {"target_layer_inference": 1},
+    {"use_cross_attention": False},
+    {"use_cross_attention": False, "use_layer_self_attention": False},
+])
+def test_evaluation_by_drafting_is_what_draft_and_verify_bring(target, choices):
+    """Against chains that are drafted and verified one by one, each from the text's beginning."""
+    drafter = random_drafter(target, **choices).requires_grad_(False)
+    (sequence,) = sequences((5, 60))
+    tokens = sequence.tokens.tolist()
+    tried = Counter()
+    right = Counter()
+    for start in range(5, 65 - 8, 8):
+        state = moa.start_drafting(drafter, 65)
+        cache = target.new_cache(65)
+        hidden = target.hidden(sequence.tokens[None, :start], cache)
+        state.append_verified(drafter.memory_update(tokens[:start], cache, hidden))
+        draft = state.draft(tokens[start], moa.TreeConfig(depth=8))
+        text = torch.tensor([tokens[:start] + draft.tokens])
+        choices_after = target(text)[0, start:].argmax(-1).tolist()
+        for depth, (token, choice) in enumerate(zip(draft.tokens[1:], choices_after)):
+            tried[depth] += 1
+            right[depth] += token == choice
+            if token != choice:
+                break
+    scores = train.evaluate_drafting(drafter, [sequence])
+    expected = [right[depth] / max(1, tried[depth]) for depth in range(8)]
+    assert scores["depth_accuracy"] == expected
+    assert tried[0] == 7
+
+
+def test_by_drafting_a_drafter_that_is_the_target_is_always_right(target):
+    """It reuses all layers, and SA and CA add nothing to the embeddings."""
+    oracle = random_drafter(target, target_layer_inference=3).requires_grad_(False)
+    for layer in (oracle.self_attention, oracle.cross_attention):
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    scores = train.evaluate_drafting(oracle, sequences((5, 60), (9, 50)))
+    assert scores == {"depth_accuracy": [1.0] * 8, "implied_acceptance_length": 9.0}
+
+
+# --- Runs: their checkpoints, interruptions and processes ---
+
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, command) -> Path:
@@ -347,41 +816,89 @@ def undisturbed(tmp_path_factory, command) -> Path:
     command("--out", out, *LONG)
     return out
 
-def test_a_finished_drafter_is_evaluated_as_while_it_was_trained(tmp_path, tiny, command, undisturbed, capsys):
+
+def test_a_finished_drafter_is_evaluated_as_while_it_was_trained(
+    tmp_path, tiny, command, undisturbed, capsys
+):
     held_out, *_ = np.random.default_rng(0).permutation(12)
     line = (tiny / "data.jsonl").read_text().splitlines()[held_out]
-    command("--evaluate", undisturbed, "--data", write(tmp_path / "held_out.jsonl", line))
-    scores, logged = json.loads(capsys.readouterr().out), read_log(undisturbed)[-1]
-    for name in "held_out_kl", "held_out_hidden", "depth_accuracy":
+    path = write(tmp_path / "held_out.jsonl", line)
+    command("--evaluate", undisturbed, "--data", path)
+    scores = json.loads(capsys.readouterr().out)
+    logged = read_log(undisturbed)[-1]
+    for name in ("held_out_kl", "held_out_hidden", "depth_accuracy"):
         assert scores[name] == pytest.approx(logged[name], rel=0.01)  # saved in bfloat16
+    command("--evaluate", undisturbed, "--data", path, "--by-drafting")
+    assert len(json.loads(capsys.readouterr().out)["depth_accuracy"]) == 8
 
-def assert_same_run(a: Path, b: Path) -> None:
-    assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
-    assert read_log(a) == read_log(b) and not list(a.glob("*.part"))
 
-def test_a_run_that_is_killed_and_resumed_ends_as_if_it_had_not_been(tmp_path, tiny, command, undisturbed):
+def test_a_run_tells_its_cost_its_progress_and_what_to_do_next(tmp_path, tiny, command, capsys):
+    command("--out", tmp_path, *LONG)
+    told = capsys.readouterr().err
+    assert "an update takes about" in told.splitlines()[1]
+    assert "12 updates 0:00:" in told
+    assert "more than a day" not in told
+    assert "update 5: held-out KL" in told
+    assert "evaluation: " in told  # a bar
+    accuracy = read_log(tmp_path)[-1]["depth_accuracy"]
+    assert f"  1  {accuracy[0]:4.0%}  {'█' * round(40 * accuracy[0])}\n" in told
+    next_command = f"python speculate.py --model {tiny} --drafter {tmp_path}"
+    assert told.splitlines()[-1] == f"the drafter is in {tmp_path}: {next_command}"
+
+
+def test_where_training_takes_days_a_small_recipe_is_named(target, capsys):
+    (sequence,) = sequences((5, 20))
+    args = arguments(batch_size=32)
+    train.announce_cost(random_drafter(target), sequence, [sequence], 186_000_000, args)
+    assert "README.md, Train a drafter" in capsys.readouterr().err
+
+
+def background(monkeypatch, tiny: Path, *arguments) -> multiprocessing.Process:
+    """train.py's command line in another process, which can be killed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train"])  # its imports take most of a process's start
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags(tiny, *arguments)])
+    script = (str(ROOT / "train.py"), None, "__main__")
+    process = context.Process(target=runpy.run_path, args=script)
+    process.start()
+    return process
+
+
+def test_a_run_that_is_killed_and_resumed_ends_as_if_it_had_not_been(
+    tmp_path, tiny, command, undisturbed, monkeypatch
+):
     log = tmp_path / "log.jsonl"
     for lines in (3, 8):
-        choices = flags(tiny, "--out", tmp_path, *LONG, "--resume")
-        process = subprocess.Popen([sys.executable, ROOT / "train.py", *choices], stderr=subprocess.DEVNULL)
-        while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= lines):
+        process = background(monkeypatch, tiny, "--out", tmp_path, *LONG, "--resume")
+        while process.is_alive() and not (log.exists() and log.read_text().count("\n") >= lines):
             time.sleep(0.001)
         process.kill()
-        process.wait()
+        process.join()
     command("--out", tmp_path, *LONG, "--resume")
     assert_same_run(tmp_path, undisturbed)
 
+
 @pytest.mark.parametrize("owner, name, call", [
-    (train, "evaluate", 2), (train, "compute_gradients", 6), (torch, "save", 1), (torch, "save", 4), (torch, "save", 7),
-    *((os, "replace", call) for call in (1, 2, 3, 4, 5, 18, 19, 20))])  # of the first saves and of the very last
-def test_a_run_can_be_resumed_after_dying_anywhere(tmp_path, command, undisturbed, owner, name, call):
-    """Before the `call`-th call of a function: in the middle of a run, and at every step of saving."""
-    original, calls = getattr(owner, name), itertools.count(1)
+    (train, "evaluate", 2),
+    (train, "compute_gradients", 8),
+    (torch, "save", 1),
+    (torch, "save", 4),
+    (torch, "save", 7),
+    # Of the first saves and of the very last:
+    *((os, "replace", call) for call in (1, 2, 3, 4, 5, 18, 19, 20)),
+])
+def test_a_run_can_be_resumed_after_dying_anywhere(
+    tmp_path, command, undisturbed, owner, name, call
+):
+    """Before the `call`-th call of a function: amid a run, and at every step of saving."""
+    original = getattr(owner, name)
+    calls = itertools.count(1)
 
     def fatal(*arguments, **keywords):
         if next(calls) == call:
             raise SystemError("killed")
         return original(*arguments, **keywords)
+
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemError):
         patch.setattr(owner, name, fatal)
         command("--out", tmp_path, *LONG)
@@ -391,183 +908,445 @@ def test_a_run_can_be_resumed_after_dying_anywhere(tmp_path, command, undisturbe
     command("--out", tmp_path, *LONG, "--resume", "--json")
     assert_same_run(tmp_path, undisturbed)
 
-def test_a_finished_run_goes_on_without_its_log_where_it_had_ended(tmp_path, command, capsys, undisturbed):
+
+def press_ctrl_c(patch, at_call: int, times: int) -> None:
+    """During the at_call-th call of compute_gradients, the first two of which measure its cost."""
+    original = train.compute_gradients
+    calls = itertools.count(1)
+
+    def interrupted(*arguments):
+        if next(calls) == at_call:
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+        return original(*arguments)
+
+    patch.setattr(train, "compute_gradients", interrupted)
+
+
+@pytest.mark.parametrize("update", [3, 5])  # the fifth is also evaluated
+def test_ctrl_c_finishes_the_update_saves_and_says_how_to_go_on(
+    tmp_path, command, undisturbed, capfd, update
+):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
+        press_ctrl_c(patch, at_call=update + 2, times=1)
+        command("--out", tmp_path, *LONG)
+    told = capfd.readouterr().err
+    assert end.value.code == 130
+    assert "stopping after this update" in told
+    assert told.splitlines()[-1] == f"saved at {update}; go on with --resume"
+    command("--out", tmp_path, *LONG, "--resume")
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path, command, undisturbed, capfd):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
+        press_ctrl_c(patch, at_call=5, times=2)
+        command("--out", tmp_path, *LONG)
+    assert end.value.code == 130
+    assert "saved at" not in capfd.readouterr().err
+    assert torch.load(tmp_path / "checkpoint.pt")["update"] == 2
+    command("--out", tmp_path, *LONG, "--resume")
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_a_finished_run_goes_on_without_its_log_where_it_had_ended(
+    tmp_path, command, capsys, undisturbed
+):
     out = shutil.copytree(undisturbed, tmp_path / "out")
     (out / "log.jsonl").unlink()
     command("--out", out, *LONG, "--updates", 14, "--resume", "--json")
-    assert json.loads(capsys.readouterr().out)["update"] == 14 and len(losses(out)) == 2
+    assert json.loads(capsys.readouterr().out)["update"] == 14
+    assert len(losses(out)) == 2
 
-@pytest.mark.parametrize("limit, why", [(60_000, "checkpoint.pt cannot"), (1_000, "too large")])  # the latter: the log
-def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path, command, capsys, limit, why):
+
+def test_resume_sees_an_edit_that_changes_no_length(tmp_path, command, capsys):
+    path = write(tmp_path / "data.jsonl", *counting(12))
+    choices = ["--data", path, "--out", tmp_path / "out", "--updates", 2]
+    command(*choices)
+    command(*choices, "--resume")
+    path.write_text(path.read_text().replace("Thanks", "Thanke", 1))
+    assert "was made with --data" in error_of(command, capsys, *choices, "--resume")
+
+
+@pytest.mark.parametrize("limit, why", [
+    (60_000, "checkpoint.pt cannot"), (1_000, "too large")  # the latter: the log
+])
+def test_a_full_disk_is_an_error_and_leaves_what_was_there(
+    tmp_path, command, capsys, limit, why
+):
     command("--out", tmp_path, "--updates", 4)
-    names, checkpoint = set(tmp_path.iterdir()), (tmp_path / "checkpoint.pt").read_bytes()
+    names = set(tmp_path.iterdir())
+    checkpoint = (tmp_path / "checkpoint.pt").read_bytes()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))  # it stands in for the disk
     try:
-        assert why in error_of(command, capsys, "--out", tmp_path, "--updates", 40, "--resume")
+        assert why in error_of(command, capsys, "--out", tmp_path, "--updates", 20, "--resume")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert set(tmp_path.iterdir()) == names and (tmp_path / "checkpoint.pt").read_bytes() == checkpoint
-
-def test_three_processes_train_as_one_does(tmp_path, tiny, command):
-    """The last of them has no share of a batch of two."""
-    choices = ["--updates", 4, "--eval-every", 2, "--horizons", 2, "--batch-size", 2, "--out"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", ROOT / "train.py"]
-    subprocess.run([*torchrun, *flags(tiny, *choices, tmp_path / "three")], check=True)
-    command(*choices, tmp_path / "one")
-    weights = [torch.load(tmp_path / name / "checkpoint.pt")["drafter"] for name in ("one", "three")]
-    torch.testing.assert_close(*weights, atol=1e-5, rtol=1e-5)
-    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+    assert set(tmp_path.iterdir()) == names
+    assert (tmp_path / "checkpoint.pt").read_bytes() == checkpoint
 
 
-# --- Synthesis and bad input -----------------------------------------------------------------------------------------
+def test_three_processes_train_as_one_does_and_stop_together(tmp_path, tiny, command):
+    """The last of them has no share of a batch of two. Ctrl-C reaches torchrun alone."""
+    choices = ["--eval-every", 2, "--horizons", 2, "--batch-size", 2, "--save-every", 1000]
+    three = tmp_path / "three"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node=3", ROOT / "train.py"]
+    process = subprocess.Popen(
+        [*torchrun, *flags(tiny, *choices, "--updates", 100_000, "--out", three)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    log = three / "log.jsonl"
+    while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= 6):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate()
+    saved = torch.load(three / "checkpoint.pt")
+    assert f"saved at {saved['update']}; go on with --resume" in told
+    assert told.count("12 conversations") == 1  # they speak with one voice
+    command(*choices, "--updates", saved["update"], "--out", tmp_path / "one")
+    alone = torch.load(tmp_path / "one" / "checkpoint.pt")
+    torch.testing.assert_close(saved["drafter"], alone["drafter"], atol=1e-5, rtol=1e-5)
+    assert losses(three) == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+
+
+# --- Synthesis ---
+
+
 def written(path: Path) -> list[list[dict]]:
     return [json.loads(line)["messages"] for line in path.read_bytes().splitlines()]
 
-def converse(target: llama.Llama, tokenizer: llama.Tokenizer, *openings: list[dict],
-             seq_len: int = 200) -> list[list[dict]]:
+
+def converse(target, tokenizer, *openings: list[dict], seq_len: int = 200) -> list[list[dict]]:
     """The conversations that begin like this, in the order in which they end."""
-    args = Namespace(seq_len=seq_len, batch_size=4)
-    return [messages for messages, _ in train.converse(target, tokenizer, iter(openings), len(openings), 0, args)]
+    args = Namespace(seq_len=seq_len, batch_size=4, seed=0)
+    copies = iter([list(messages) for messages in openings])
+    return list(train.converse(target, tokenizer, copies, len(openings), args))
+
 
 def question(text: str) -> list[dict]:
     return [{"role": "user", "content": text}]
 
-def test_a_conversation_takes_turns_and_keeps_an_answer_that_is_cut_short_but_no_question(tokenizer, monkeypatch):
-    def run(take):
-        """A batch that writes these turns, and notes what it is asked for."""
-        for tokens, item in zip(turns, iter(take, None)):
-            asked.append(item[1:])
-            yield llama.Conversation(item[0], item[2], None, tokens)
-    monkeypatch.setattr(train, "NEXT_TURN", 1.0)
-    monkeypatch.setattr(train, "Batch", lambda *_: Namespace(run=run))
-    told, cut = [tokenizer.encode(message["content"]) + [STOP] for message in CHAT], tokenizer.encode("It")
-    for start, turns, expected in (
-            (0, [*told, [STOP]], CHAT), (0, [*told, cut], CHAT), (0, [cut], None), (1, [[STOP]], None),
-            (1, [cut], CHAT[:1] + [{"role": "assistant", "content": "It"}])):
-        asked = []
-        assert converse(None, tokenizer, CHAT[:start]) == ([expected] if expected else [])
-        for i, (prompt, config) in enumerate(asked, start):
-            assert prompt == tokenizer.chat(CHAT[:i], False) + tokenizer.opening(("user", "assistant")[i % 2])
-            assert len(prompt) + config.max_new_tokens == 200 and config.stop_ids == {STOP}
-            assert config.temperature in (train.ANSWER_TEMPERATURES if i % 2 else [train.QUESTION_TEMPERATURE])
-    turns = told[1:]
-    assert converse(None, tokenizer, CHAT[:1], seq_len=80) == [CHAT[:2]]  # 31 tokens are left: no room for a question
-    assert converse(None, tokenizer, question("long" * 50)) == []  # and no answer to one that is cut
 
-def test_a_conversation_written_in_a_batch_is_the_one_written_alone(target, tokenizer, monkeypatch):
+class ScriptedBatch:
+    """Writes the turns that it is told, one at a time, and notes what it is asked for."""
+
+    def __init__(self, turns: list[list[int]]):
+        self.turns = iter(turns)
+        self.asked = []
+        self.current = None
+
+    @property
+    def has_room(self) -> bool:
+        return self.current is None
+
+    def add(self, key, prompt, config) -> None:
+        self.asked.append((prompt, config))
+        self.current = llama.Conversation(key, config, None, next(self.turns))
+
+    def step(self) -> list[llama.Conversation]:
+        ended = [self.current]
+        self.current = None
+        return ended
+
+
+def test_a_conversation_takes_turns_and_keeps_an_answer_that_is_cut_short_but_no_question(
+    tokenizer, monkeypatch
+):
+    monkeypatch.setattr(train, "NEXT_TURN", 1.0)
+    told = [[*tokenizer.encode(message["content"]), STOP] for message in CHAT]
+    cut = tokenizer.encode("It")
+    cut_answer = [CHAT[0], {"role": "assistant", "content": "It"}]
+    for begun, turns, expected in (
+        (0, [*told, [STOP]], [CHAT]),
+        (0, [*told, cut], [CHAT]),
+        (0, [cut], []),
+        (1, [[STOP]], []),
+        (1, [cut], [cut_answer]),
+    ):
+        batch = ScriptedBatch(turns)
+        monkeypatch.setattr(train, "Batch", lambda *_: batch)
+        assert converse(None, tokenizer, CHAT[:begun]) == expected
+        assert len(batch.asked) == len(turns)
+        for i, (prompt, config) in enumerate(batch.asked, begun):
+            role = ("user", "assistant")[i % 2]
+            before = tokenizer.chat(CHAT[:i], add_generation_prompt=False)
+            assert prompt == before + tokenizer.opening(role)
+            assert len(prompt) + config.max_new_tokens == 200
+            assert config.stop_ids == {STOP}
+            of_answers = config.temperature in train.ANSWER_TEMPERATURES
+            assert of_answers if i % 2 else config.temperature == train.QUESTION_TEMPERATURE
+    # 31 tokens are left: no room for a question. And none to answer one that is cut.
+    for opening, expected in ((CHAT[:1], [CHAT[:2]]), (question("long" * 50), [])):
+        batch = ScriptedBatch(told[1:])
+        assert converse(None, tokenizer, opening, seq_len=80) == expected
+
+
+def test_a_conversation_written_in_a_batch_is_the_one_written_alone(
+    target, tokenizer, monkeypatch
+):
     monkeypatch.setattr(train, "ANSWER_TEMPERATURES", (0.0,))
     monkeypatch.setattr(train, "NEXT_TURN", -1.0)
     texts = [f"Number {i}?" * (1 + i % 3) for i in range(9)]
     together = converse(target, tokenizer, *map(question, texts), seq_len=120)
-    alone = [messages for text in texts for messages in converse(target, tokenizer, question(text), seq_len=120)]
-    assert together != alone and sorted(together, key=str) == sorted(alone, key=str)  # they end at different moments
+    alone = []
+    for text in texts:
+        alone += converse(target, tokenizer, question(text), seq_len=120)
+    assert together != alone  # they end at different moments
+    assert sorted(together, key=str) == sorted(alone, key=str)
 
-def test_the_target_writes_its_own_training_data_and_answers_questions(tmp_path, command, tokenizer, capsys):
-    questions = write(tmp_path / "questions", *({"data": [f"Count to {i % 9}.", "1"]} for i in range(18)))
+
+def test_the_target_writes_its_own_training_data_and_answers_questions(
+    tmp_path, command, tokenizer, capsys
+):
+    records = [{"data": [f"Count to {i % 9}.", "1"]} for i in range(18)]
+    questions = tmp_path / "questions.json"
+    questions.write_text(json.dumps(records))  # an array will do
     asked = set(train.read_questions(questions))
-    for path, choices in (tmp_path / "own", []), (tmp_path / "answers", ["--questions", questions]):
-        command("--synthesize", 7, "--data", path, *choices)
+    assert len(asked) == 9
+    own = tmp_path / "own"
+    answers = tmp_path / "answers"
+    command("--synthesize", 7, "--data", own)
+    command("--synthesize", 7, "--data", answers, "--questions", questions)
+    for path in (own, answers):
+        assert len(written(path)) == 7
         for messages in written(path):
-            assert [message["role"] for message in messages] == (["user", "assistant"] * 20)[:len(messages)]
-        assert all(encode(tokenizer, tmp_path / "copy", 200, *({"messages": m} for m in written(path))))  # to train on
-        assert len(written(path)) == 7 and ({m[0]["content"] for m in written(path)} <= asked) == bool(choices)
+            roles = [message["role"] for message in messages]
+            assert roles == (["user", "assistant"] * 20)[:len(roles)]
+        data = train.Conversations([str(path)], tokenizer, 200)
+        assert len(data.usable(range(7))) == 7  # to train on
+    assert {messages[0]["content"] for messages in written(answers)} <= asked
+    assert not {messages[0]["content"] for messages in written(own)} <= asked
     for _ in range(6):  # an answer may come out empty
-        command("--synthesize", 99, "--data", path, *choices, "--json")
-    assert sorted(m[0]["content"] for m in written(path)) == sorted(asked)  # each once
-    command("--synthesize", 3, "--data", path, "--json")
+        command("--synthesize", 99, "--data", answers, "--questions", questions, "--json")
+    assert sorted(messages[0]["content"] for messages in written(answers)) == sorted(asked)
+    command("--synthesize", 3, "--data", answers, "--json")
     assert capsys.readouterr().out.endswith('{"conversations": 9}\n' * 2)
-    command("--data", tmp_path / "own", "--out", tmp_path, "--updates", 2, "--seq-len", 200)
+    command("--data", own, "--out", tmp_path, "--updates", 2, "--seq-len", 200)
     assert np.isfinite(losses(tmp_path)).all()
 
-def test_a_file_cut_anywhere_and_continued_repeats_and_loses_nothing(tmp_path, command, monkeypatch):
-    def answer_some(target, tokenizer, openings, count, seed, args):
+
+def test_a_file_cut_anywhere_and_continued_repeats_and_loses_nothing(
+    tmp_path, command, monkeypatch
+):
+    path = tmp_path / "own"
+
+    def answer_some(target, tokenizer, openings, count, args):
         """Conversations that hold their question or seed; none for "b"."""
-        for i, messages in zip(range(count), (messages for messages in openings if messages != question("b"))):
-            yield (messages := messages or question(f"{seed} {i}")) + [{"role": "assistant", "content": "Ä"}], 1
+        answered = (messages for messages in openings if messages != question("b"))
+        for i, messages in zip(range(count), answered):
+            messages = messages or question(f"{args.seed} {i}")
+            yield [*messages, {"role": "assistant", "content": "Ä"}]
             assert written(path)[-1][:1] == messages  # at once
+
     monkeypatch.setattr(train, "converse", answer_some)
-    path, questions = tmp_path / "own", write(tmp_path / "questions", *({"data": [q]} for q in "ab\ud83dcbd"))
     command("--synthesize", 3, "--data", path)
     first = path.read_bytes()
     for cut in range(0, len(first) + 1, 9):
         path.write_bytes(first[:cut])
         command("--synthesize", 6, "--data", path)
-        lines, complete = path.read_bytes().splitlines(), first[:cut].count(b"\n")
-        assert len(set(lines)) == len(written(path)) == 6 and lines[:complete] == first.splitlines()[:complete]
+        lines = path.read_bytes().splitlines()
+        complete = first[:cut].count(b"\n")
+        assert len(set(lines)) == len(written(path)) == 6
+        assert lines[:complete] == first.splitlines()[:complete]
     path.unlink()
+    questions = write(tmp_path / "questions", *({"data": [q]} for q in "ab\ud83dcbd"))
     for count in (1, 2, 9):
-        command("--synthesize", count, "--data", path, "--questions", questions, "--batch-size", 1)
+        choices = ["--questions", questions, "--batch-size", 1]
+        command("--synthesize", count, "--data", path, *choices)
     assert [messages[0]["content"] for messages in written(path)] == ["a", "c", "d"]
+
 
 @pytest.mark.parametrize("ask", [False, True])
 def test_synthesis_killed_at_any_moment_and_resumed_loses_doubles_and_breaks_no_line(
-        tmp_path, tiny, command, monkeypatch, ask):
-    path, draws, lines = tmp_path / "own", random.Random(0), []
-    file = write(tmp_path / "questions", *({"data": [f"Count to {i}.", "1"]} for i in range(300)))
-    task = ["--synthesize", 150, "--data", path, *(["--questions", file] if ask else [])]
+    tmp_path, tiny, command, monkeypatch, ask
+):
+    path = tmp_path / "own"
+    draws = random.Random(0)
+    records = [{"data": [f"Count to {i}.", "1"]} for i in range(300)]
+    questions = ["--questions", write(tmp_path / "questions", *records)] if ask else []
+    task = ["--synthesize", 150, "--data", path, *questions]
     path.touch()
-    monkeypatch.setattr(sys, "argv", ["train.py", *flags(tiny, *task)])
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])  # which takes most of a process's start
-    for more in (0, 1, 2, 20, 0, 9):
-        process = context.Process(target=runpy.run_path, args=(str(ROOT / "train.py"), None, "__main__"))
+    lines = []
+    for more in (0, 1, 20, 9):
         before = lines
-        process.start()
+        process = background(monkeypatch, tiny, *task)
         while process.is_alive() and path.read_bytes().count(b"\n") < len(before) + more:
             time.sleep(draws.uniform(0, 0.01))
         process.kill()
         process.join()
         lines = path.read_bytes().splitlines(keepends=True)
-        assert lines[:len(before)] == before and len(lines) < 150
+        assert lines[:len(before)] == before
+        assert len(lines) < 150
     command(*task)
-    assert path.read_bytes().splitlines(keepends=True)[:len(lines)] == lines and len(written(path)) == 150
+    assert path.read_bytes().splitlines(keepends=True)[:len(lines)] == lines
+    assert len(written(path)) == 150
     texts = [messages[0]["content"] for messages in written(path)]
-    texts = [text for text in texts if ask or len(text) > 5]  # of its own, short ones come up again by chance
+    # Of the target's own questions, short ones come up again by chance.
+    texts = [text for text in texts if ask or len(text) > 5]
     assert len(texts) == len(set(texts)) > 50
+
+
+# --- Curves ---
+
+
+def test_the_curves_of_runs_are_one_svg_file(tmp_path, command, undisturbed, monkeypatch):
+    """Read as XML: every run in every panel and in the legend, each point where its value is."""
+    monkeypatch.chdir(tmp_path)
+    short = tmp_path / "<short>"
+    command("--out", short, "--updates", 3, "--no-ca")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--plot", str(undisturbed), str(short)])
+    train.main()
+    svg = xml.etree.ElementTree.parse("curves.svg").getroot()
+    space = {"svg": "http://www.w3.org/2000/svg"}
+    legend = [text.text for text in svg.findall("svg:text", space)]
+    assert legend == [str(undisturbed), str(short)]
+    panels = svg.findall("svg:g", space)
+    titles = [panel.find("svg:text", space).text for panel in panels]
+    assert titles == [
+        "training loss", "held-out KL", "implied acceptance length", "accuracy, last evaluation"
+    ]
+    labels = [text.text for text in panels[0].findall("svg:text", space)]
+    assert labels[1] == "updates"
+    assert labels[2::2] == ["0", "3", "6", "9", "12"]
+    top = float(labels[-1])
+    first_line = panels[0].find("svg:polyline", space).get("points")
+    drawn = first_line.split()[1:]  # the first point is there twice
+    for update, (point, loss) in enumerate(zip(drawn, losses(undisturbed), strict=True), 1):
+        x, y = map(float, point.split(","))
+        assert x == pytest.approx(300 * update / 12, abs=0.1)
+        assert y == pytest.approx(200 - 200 * loss / top, abs=0.2)
+    points = []
+    for panel in panels:
+        lines = panel.findall("svg:polyline", space)
+        points.append([len(line.get("points").split()) for line in lines])
+    assert points == [[1 + 12, 1 + 3], [1 + 3, 1 + 1], [1 + 3, 1 + 1], [1 + 8, 1 + 1]]
+
+
+@pytest.mark.parametrize("values, end", [
+    ([0.2, 0.218], 0.24), ([8], 8), ([1.0], 1), ([8.9], 10), ([186_000], 200_000), ([0.0], 1e-9),
+    ([], 1),
+])
+def test_an_axis_ends_at_a_round_number(values, end):
+    assert train.axis_end(values) == pytest.approx(end)
+
+
+def test_a_long_curve_is_averaged():
+    log = [{"update": i, "loss": float(i % 2)} for i in range(10_000)]
+    points = train.update_curve(log, "loss")
+    assert len(points) <= train.MAX_POINTS
+    assert all(value == pytest.approx(0.5, abs=0.02) for _, value in points)
+
+
+# --- Bad input ---
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, tiny, undisturbed) -> Path:
-    """A folder with a run, a damaged one, one whose checkpoint is gone, and data of several kinds."""
+    """A folder with a run, a damaged one, one whose checkpoint is gone, and data of many kinds."""
     path = tmp_path_factory.mktemp("files")
-    run, damaged, gone = (shutil.copytree(undisturbed, path / n) / "checkpoint.pt" for n in ("run", "damaged", "gone"))
-    damaged.write_bytes(run.read_bytes()[:-1000])
-    gone.unlink()
+    for name in ("run", "damaged", "gone"):
+        shutil.copytree(undisturbed, path / name)
+    checkpoint = (path / "run" / "checkpoint.pt").read_bytes()
+    (path / "damaged" / "checkpoint.pt").write_bytes(checkpoint[:-1000])
+    (path / "gone" / "checkpoint.pt").unlink()
     (shutil.copytree(tiny, path / "endless") / "generation_config.json").unlink()
-    for name, lines in {"empty": [], "broken": BROKEN, "long": [{"data": ["long" * 99, "b"]}] * 12,
-                        "own": [{"messages": CHAT}], "deep": ["[" * 100_000]}.items():
-        write(path / name, *lines)
+    write(path / "empty")
+    write(path / "broken", *BROKEN)
+    write(path / "long", *[{"data": ["long" * 99, "b"]}] * 12)
+    write(path / "own", {"messages": CHAT})
+    text = json.dumps(counting(2))
+    write(path / "deep", "[" * 100_000)
+    write(path / "cut.json", text[:-5])
+    write(path / "questionless", {"data": [""]})
+    (path / "a.parquet").write_bytes(b"PAR1" + bytes(20))
+    (path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    with zipfile.ZipFile(path / "a.zip", "w") as archive:
+        archive.writestr("a.json", text)
+    (path / "utf16").write_text(text, encoding="utf-16")
+    (path / "folder").mkdir()
     return path
 
+
 @pytest.mark.parametrize("choices, why", [
-    ("--data nowhere", "nowhere: cannot be read"), ("--data empty", "empty: no usable conversation"),
-    ("--data broken", "broken: no usable conversation"), ("--data long", "no answer within"),
+    ("--data nowhere", "nowhere: no such file. To fetch UltraChat: pip install datasets"),
+    ("--data nowhere", "let the target write one: add --synthesize 1000"),
+    ("--data folder", "folder is a folder: name the files in it, as in folder/*.jsonl"),
+    ("--data a.parquet", "a.parquet is Parquet, not JSON; try: python -c \"import pandas"),
+    ("--data a.jsonl.gz", "a.jsonl.gz is gzip, not JSON; try: gunzip a.jsonl.gz"),
+    ("--data a.zip", "a.zip is a zip archive, not JSON; try: unzip a.zip"),
+    ("--data utf16", "utf16 is UTF-16, not JSON; try: iconv -f UTF-16 -t UTF-8 utf16"),
+    ("--data cut.json", "cut.json: the JSON array is damaged or cut short at its record 2"),
+    ("--data deep", "deep: the JSON array is damaged or cut short at its record 1"),
+    ("--data empty", "empty: no usable conversation"),
+    ("--data empty broken", "empty broken: no usable conversation"),
+    ("--data long", "no answer within"),
     ("--data long --evaluate run", "no answer within"),
-    ("--kv-heads 3", "num_key_value_heads 3"), ("--lr nan", "invalid"),
-    ("--lsa-heads 500", "num_attention_heads 500"), ("--tli 99", "3 layers"), ("--seq-len 100000", "context is 256"),
-    ("--updates 0", "invalid"), ("--dtype float16", "bfloat16"), 
-    ("--model nowhere", "nowhere"), ("--device nowhere", "nowhere"), ("--out empty/out", "Not a directory"),
-    (f"--out {'x' * 300}", "name too long: 'xxx"), ("--out run --resume --lr 1", "made with --lr 0.001, not 1.0"),
-    ("--out run --resume --tli 1", "made with --tli 0, not 1"), ("--out run --resume --data own", "not own (checksum"),
+    ("--evaluate nowhere", "nowhere: no such folder"),
+    ("--kv-heads 3", "num_key_value_heads 3"),
+    ("--lsa-heads 500", "num_attention_heads 500"),
+    ("--lr nan", "invalid"),
+    ("--tli 99", "3 layers"),
+    ("--seq-len 100000", "context is 256"),
+    ("--updates 0", "invalid"),
+    ("--dtype float16", "bfloat16"),
+    ("--model ./nowhere", "nowhere"),
+    ("--device nowhere", "nowhere"),
+    ("--out empty/out", "Not a directory"),
+    (f"--out {'x' * 300}", "name too long: 'xxx"),
+    ("--out run --resume --lr 1", "made with --lr 0.001, not 1.0"),
+    ("--out run --resume --tli 1", "made with --tli 0, not 1"),
+    ("--out run --resume --data own", "not ['own ("),
     ("--out run --resume --schedule cosine", "made with --schedule paper, not cosine"),
-    ("--out run", "holds work: --resume goes on"), ("--out gone", "holds work"),
-    ("--out gone --resume", "holds work"), ("--out damaged --resume", "not a readable checkpoint"),
-    ("--synthesize 2 --data long", "holds no conversations"), ("--synthesize 2 --data run", "cannot be written"),
+    ("--out run", "holds work: --resume goes on"),
+    ("--out gone", "holds work"),
+    ("--out gone --resume", "holds work"),
+    ("--out damaged --resume", "not a readable checkpoint"),
+    ("--synthesize 2 --data long", "holds no conversations"),
+    ("--synthesize 2 --data run", "cannot be written"),
     ("--synthesize 2 --data own --model endless", "no stop token"),
-    ("--synthesize 2 --data own --questions nowhere", "cannot be read"),
+    ("--synthesize 2 --data own --questions nowhere", "nowhere: no such file"),
     ("--synthesize 2 --data own --questions empty", "no conversation with a question"),
-    ("--synthesize 2 --data own --questions deep", "no conversation with a question"),
-    ("--synthesize 502 --data own --seq-len 16 --batch-size 250", "raise --seq-len above 16")])
-def test_bad_input_is_an_error_of_one_line_and_changes_no_file(files, command, capsys, monkeypatch, choices, why):
+    ("--synthesize 2 --data own --questions questionless", "no conversation with a question"),
+    ("--synthesize 502 --data own --seq-len 16 --batch-size 250", "raise --seq-len above 16"),
+    ("--plot run nowhere", "nowhere: no run with a log"),
+])
+def test_bad_input_is_an_error_of_one_line_and_changes_no_file(
+    files, command, capsys, monkeypatch, choices, why
+):
     monkeypatch.chdir(files)
     before = {path: path.is_file() and path.read_bytes() for path in files.rglob("*")}
     assert why in error_of(command, capsys, "--out", "out", *LONG, *choices.split())
     assert {path: path.is_file() and path.read_bytes() for path in files.rglob("*")} == before
 
-def test_the_default_target_trains_a_drafter_that_speculate_loads(tmp_path, tiny):
-    choices = "--seq-len 64 --batch-size 2 --updates 1 --json --mlp 64 --kv-heads 3 --lsa-mlp 32 --lsa-heads 6".split()
-    trained = run_script("train.py", "--data", tiny / "data.jsonl", "--out", tmp_path, "--device", "cpu", *choices)
-    assert trained.returncode == 0 and json.loads(trained.stdout)["update"] == 1 and np.isfinite(losses(tmp_path)).all()
-    answer = run_script("speculate.py", "--drafter", tmp_path, "--device", "cpu", "--prompt", "Hello",
-                        "--max-new-tokens", 8, "--draft-length", 2, "--json")
-    assert json.loads(answer.stdout)["new_tokens"] == 8
+
+def test_without_data_one_is_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(SystemExit) as end:
+        train.main()
+    assert end.value.code == 2
+    assert "--data FILE is missing" in capsys.readouterr().err
+
+
+# --- Where it all comes together ---
+
+
+def test_the_default_target_trains_a_drafter_that_speculate_loads(
+    tmp_path, monkeypatch, capsys
+):
+    def run_here(script: str, *arguments) -> None:
+        words = [script, "--device", "cpu", *map(str, arguments)]
+        monkeypatch.setattr(sys, "argv", words)
+        (train.main if script == "train.py" else speculate.main)()
+
+    sizes = "--mlp 64 --kv-heads 3 --lsa-mlp 32 --lsa-heads 6 --seq-len 64 --batch-size 1"
+    data = write(tmp_path / "data.jsonl", *counting(1))
+    task = ["--data", data, "--out", tmp_path, "--updates", 1, "--json"]
+    run_here("train.py", *task, *sizes.split())
+    assert json.loads(capsys.readouterr().out)["update"] == 1
+    assert np.isfinite(losses(tmp_path)).all()
+    length = ["--max-new-tokens", 8, "--draft-length", 2]
+    run_here("speculate.py", "--drafter", tmp_path, "--prompt", "Hello", *length, "--json")
+    assert json.loads(capsys.readouterr().out)["new_tokens"] == 8

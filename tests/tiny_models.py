@@ -1,0 +1,54 @@
+"""Tiny random targets and drafters, which tests of all scripts share."""
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+
+import moa
+from llama import Config, GenerationConfig, Llama, generate
+from moa import Drafter
+
+PROMPT = [0, 3, 1, 4]
+WORDS = SimpleNamespace(  # for a tokenizer
+    chat=lambda messages: [sum(message["content"].encode()) % 16 for message in messages],
+    decode=lambda ids: " ".join(map(str, ids)),
+)
+
+
+def new_target(
+    vocab_size: int, layers: int = 4, sharpness: float = 3.0, context: int = 64
+) -> Llama:
+    """The larger `sharpness`, the less its distributions are like each other and like uniform."""
+    torch.manual_seed(0)
+    config = Config(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=context,
+    )
+    model = Llama(config)
+    model.lm_head.weight.mul_(sharpness)
+    return model
+
+
+def new_drafter(target: Llama, likeness: float = 0.0, **choices) -> Drafter:
+    """A random drafter, its config the default one but for `choices`.
+
+    With all target layers reused, likeness 1 makes it the target itself: SA and CA add nothing.
+    """
+    torch.manual_seed(1)
+    drafter = moa.new_drafter(target, replace(moa.default_config(target), **choices))
+    drafter.requires_grad_(False)
+    for layer in (drafter.self_attention, drafter.cross_attention):
+        layer.self_attn.o_proj.weight.mul_(1 - likeness)
+        layer.mlp.down_proj.weight.mul_(1 - likeness)
+    return drafter
+
+
+def target_alone(target: Llama, count: int, **choices) -> list[int]:
+    """The tokens that the target writes after PROMPT."""
+    return list(generate(target, PROMPT, GenerationConfig(count, **choices)))
