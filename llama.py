@@ -80,7 +80,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.type_as(x)  # training in bfloat16 keeps the weights in float32
+        weight = self.weight.to(x.dtype)  # training in bfloat16 keeps the weights in float32
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
@@ -222,8 +222,8 @@ class KVCache:
     def append(self, layer: int, kv: Tensor) -> Tensor:
         """Write a layer's new keys and values (B, Hkv, T, 2D). Return all it has (B, Hkv, S, 2D).
 
-        `length` stays, so that the next layer writes at the same positions. `Llama.hidden` moves it
-        after the last layer.
+        `length` stays, so that the next layer writes at the same positions. Whoever runs the layers
+        moves it after the last one, as `Llama.hidden` does.
         """
         end = self.length + kv.shape[2]
         self.kv[layer, :, :, self.length:end] = kv
@@ -407,9 +407,10 @@ def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
     """
     for count in (64, 1024, p.shape[-1]):  # so few are nearly always enough, and found much faster
         descending = p.topk(min(count, p.shape[-1])).values  # (..., count)
-        if (descending.sum(-1) >= top_p).all():
+        reached = descending.cumsum(-1)  # with each token and all that are likelier
+        if (reached[..., -1] >= top_p).all():
             break
-    likelier = descending.cumsum(-1) - descending  # what the tokens before each one reach
+    likelier = F.pad(reached[..., :-1], (1, 0))  # without the token itself
     return descending.masked_fill(likelier >= top_p, math.inf).amin(-1, keepdim=True)
 
 

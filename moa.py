@@ -212,7 +212,7 @@ class Drafter(nn.Module):
     def build_memory(self, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Return the memory of tokens (B, T, E), given their kv (B, T, L, 2 Ekv) in the cache.
 
-        hidden, the target's final states (B, T, E), is for an ablation that reads these instead.
+        hidden, the target's final states (B, T, E), is for the ablation that reads these instead.
         """
         pieces = []
         for piece in kv.split(LSA_TOKENS, dim=1):
@@ -316,7 +316,7 @@ class TreeConfig:
     top_k: int = 1  # tokens expanded at each level; with 1 the draft is a chain
     total_tokens: int = 64  # of a tree
     min_confidence: float = 0.0  # stop when the paths to those tokens sum to a lower probability
-    min_probability: float = 0.0  # of the path to a token, for a tree to contain it
+    min_probability: float = 0.0  # of a path, for a tree to grow there
 
 
 class Draft:
@@ -426,8 +426,9 @@ class DraftState:
     def draft_chain(self, root: int, tree: TreeConfig) -> Draft:
         """Draft K tokens, each chosen from q after all tokens before it (algorithm 1)."""
         draft = Draft(root)
-        last = 0
-        while last < tree.depth and draft.path_probabilities[last] >= tree.min_confidence:
+        for last in range(tree.depth):  # in a chain, token i is i after the root
+            if draft.path_probabilities[last] < tree.min_confidence:
+                break
             q = self.next_distributions(draft, [last]).squeeze(0)  # (V')
             if self.sampling.temperature == 0:
                 choice = int(q.argmax())
@@ -435,7 +436,7 @@ class DraftState:
                 choice = sample(q, self.sampling.generator)
                 draft.q[last] = self.drafter.head.over_all_tokens(q)
             token = self.drafter.head.token(choice)
-            last = draft.add(token, parent=last, probability=float(q[choice]))
+            draft.add(token, parent=last, probability=float(q[choice]))
         return draft
 
     def next_distributions(self, draft: Draft, leaves: list[int]) -> Tensor:
@@ -451,14 +452,14 @@ class DraftState:
         self.expanded += leaves
         depth = len(draft.path(leaves[0])) - 1
         position = self.text_length + depth
-        rope = drafter.rotary[:, [position]]  # (2, 1, D), for all of them
+        rope = drafter.rotary[:, position:position + 1]  # (2, 1, D), for all leaves
         mask = self.tree_mask(draft, leaves)
         x = self.embed([draft.tokens[leaf] for leaf in leaves])  # (1, leaves, E)
         x = drafter.self_attention(x, rope, mask, self.self_cache, 0)
         x = self.cross_attend(draft, leaves, x, rope, mask)
         if drafter.N > 0:
             x = x.to(drafter.target.dtype)
-            target_rope = drafter.target.rotary[:, [position]]
+            target_rope = drafter.target.rotary[:, position:position + 1]
             for i, layer in enumerate(drafter.target.layers[-drafter.N:]):
                 x = layer(x, target_rope, mask, self.reused_cache, i)
             x = drafter.target.norm(x)
@@ -483,12 +484,12 @@ class DraftState:
     # Trees: several tokens that may follow the same one.
 
     def draft_tree(self, root: int, tree: TreeConfig) -> Draft:
-        """Draft EAGLE-2's dynamic tree (Li et al. 2024), greedily, level by level.
+        """Draft a dynamic tree as EAGLE-2 does (Li et al. 2024), greedily, level by level.
 
         Of all tokens after all leaves, the `total_tokens` with the likeliest paths are added, even
-        if they follow the same leaf. The `top_k` likeliest of them are the next leaves. At the end
-        the likeliest of all tokens are kept. None is kept without its parent, which is at least as
-        likely.
+        if they follow the same leaf (EAGLE-2 adds `top_k` after each). The `top_k` likeliest of
+        them are the next leaves. At the end the likeliest of all tokens are kept. None is kept
+        without its parent, which is at least as likely.
         """
         draft = Draft(root)
         leaves = [0]
@@ -505,9 +506,10 @@ class DraftState:
     def sample_tree(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a tree of tokens that are drawn from q.
 
-        None of them may be dropped for being unlikely: that would bias the others. So each level
-        gets an equal share of the tokens, and each leaf as many as it has among the likeliest. Only
-        then are they drawn, without replacement. Their numbers depend on q, not on the draws.
+        What is drawn must be proposed: to drop a token because of what it is would change the
+        distribution of those that stay. So each level gets an equal share of the tokens, and each
+        leaf as many as it has among the likeliest. Only then are they drawn, without replacement.
+        Where and how many may depend on earlier levels, but not on the draws of this one.
         """
         draft = Draft(root)
         leaves = [0]
@@ -521,14 +523,14 @@ class DraftState:
             drawn = draw_choices(choices, q, self.sampling.generator)
             children = self.add_choices(draft, leaves, drawn)
             for choice in drawn:
-                leaf = leaves[choice.leaf]
+                leaf = leaves[choice.row]
                 if leaf not in draft.q:
-                    draft.q[leaf] = self.drafter.head.over_all_tokens(q[choice.leaf])
+                    draft.q[leaf] = self.drafter.head.over_all_tokens(q[choice.row])
             leaves = likeliest_paths(draft, children, tree.top_k)
         return draft
 
     def worth_expanding(self, draft: Draft, leaves: list[int], tree: TreeConfig) -> bool:
-        """Decide whether the target is likely enough to come to one of these leaves."""
+        """Tell whether the paths to the leaves are together likely enough to go on."""
         confidence = sum(draft.path_probabilities[leaf] for leaf in leaves)
         return bool(leaves) and confidence >= tree.min_confidence
 
@@ -537,7 +539,7 @@ class DraftState:
         children = []
         for choice in choices:
             token = self.drafter.head.token(choice.output)
-            children.append(draft.add(token, leaves[choice.leaf], choice.probability))
+            children.append(draft.add(token, leaves[choice.row], choice.probability))
         return children
 
     def tree_mask(self, draft: Draft, leaves: list[int]) -> Tensor | None:
@@ -565,7 +567,7 @@ def drafter_cache(drafter: Drafter, attention: Attention, capacity: int, rows: i
 class Choice(NamedTuple):
     """A token that may follow a leaf."""
 
-    leaf: int  # the leaf's place in the list of leaves
+    row: int  # of q: which of the leaves it follows
     output: int  # of the drafter's head
     probability: float  # of the token after this leaf
 
@@ -575,29 +577,30 @@ def likeliest_choices(
 ) -> list[Choice]:
     """Of all tokens after all leaves, return the `count` whose paths are likeliest. q (leaves, V')
 
-    Paths below 1e-30 are left out: to divide by such a q loses all precision.
+    Paths below `min_probability` are left out, and below 1e-30: to divide by such a q loses all
+    precision.
     """
     least = max(min_probability, 1e-30)
     top = q.topk(min(count, q.shape[-1]))  # (leaves, count)
     likely = []
-    for i, leaf in enumerate(leaves):
-        for probability, output in zip(top.values[i].tolist(), top.indices[i].tolist()):
+    for row, leaf in enumerate(leaves):
+        for probability, output in zip(top.values[row].tolist(), top.indices[row].tolist()):
             path_probability = draft.path_probabilities[leaf] * probability
             if path_probability >= least:
-                likely.append((path_probability, Choice(i, output, probability)))
+                likely.append((path_probability, Choice(row, output, probability)))
     likely.sort(key=lambda pair: -pair[0])
     return [choice for _, choice in likely[:count]]
 
 
 def draw_choices(choices: list[Choice], q: Tensor, generator: torch.Generator) -> list[Choice]:
     """Draw as many tokens after each leaf as it has among these choices. q (leaves, V')"""
-    counts = Counter(choice.leaf for choice in choices)
+    counts = Counter(choice.row for choice in choices)
     drawn = gumbel_topk(q, max(counts.values(), default=0), generator)  # (leaves, most children)
     chances = q.gather(-1, drawn).tolist()
     drawn_choices = []
-    for leaf, outputs in enumerate(drawn.tolist()):
-        for rank in range(counts[leaf]):
-            drawn_choices.append(Choice(leaf, outputs[rank], chances[leaf][rank]))
+    for row, outputs in enumerate(drawn.tolist()):
+        for rank in range(counts[row]):
+            drawn_choices.append(Choice(row, outputs[rank], chances[row][rank]))
     return drawn_choices
 
 
@@ -801,7 +804,7 @@ class OffPolicyDrafter(Drafter):
 
 
 class LastStateOffPolicyDrafter(LastStateDrafter, OffPolicyDrafter):
-    """Without both: EAGLE's design."""
+    """Without both: as near to EAGLE as these layers come."""
 
     def predicted_memory(self, features: Tensor) -> Tensor:
         return self.Ekv2E(features.to(self.dtype))
@@ -813,7 +816,9 @@ class OffPolicyDraftState(DraftState):
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
         super().__init__(drafter, capacity, sampling)
-        self.last_memory = torch.zeros_like(drafter.Ekv2E.bias)  # (E), of the text's last token
+        none = torch.zeros_like(drafter.Ekv2E.bias)  # (E)
+        self.verified_memory = none  # of the last verified token
+        self.last_memory = none  # of the text's last token, which may be unverified
         self.predicted: dict[int, Tensor] = {}  # memory of the draft's tokens, by index
 
     def append_verified(self, update: MemoryUpdate) -> None:
@@ -824,14 +829,15 @@ class OffPolicyDraftState(DraftState):
         mask = causal_mask(end - start, start, drafter.target.device)
         self.self_cache.length = start
         x = drafter.self_attention(self.embed(update.tokens), rope, mask, self.self_cache, 0)
-        memory = torch.cat([self.last_memory[None], update.cross_kv[0]])  # (1 + T, E)
+        memory = torch.cat([self.verified_memory[None], update.cross_kv[0]])  # (1 + T, E)
+        self.verified_memory = memory[-1]
         self.last_memory = memory[-1]
         layer = drafter.cross_attention
         cross_kv = layer.self_attn.keys_values(layer.input_layernorm(x + memory[:-1]), rope)
         super().append_verified(replace(update, cross_kv=cross_kv))
 
     def draft(self, root: int, tree: TreeConfig) -> Draft:
-        self.predicted = {}
+        self.predicted = {}  # of the last draft
         return super().draft(root, tree)
 
     def cross_attend(
@@ -991,7 +997,10 @@ class BatchDraftState:
             first = last
 
     def draft_chains(self, roots: list[int], K: int, samplings: list[Sampling]) -> list[Draft]:
-        """Draft a chain of K tokens after the newest one, the root, of every row."""
+        """Draft a chain of K tokens after the newest one, the root, of every row.
+
+        `append_verified` comes before, for every row.
+        """
         drafts = [Draft(root) for root in roots]
         for _ in range(K):
             logits = self.step([draft.tokens[-1] for draft in drafts])  # (B, V')
@@ -1002,10 +1011,11 @@ class BatchDraftState:
     def extend_chain(self, draft: Draft, logits: Tensor, sampling: Sampling) -> None:
         """Add to a chain the token that is chosen after logits (V')."""
         last = len(draft.tokens) - 1
-        q = probabilities(logits, sampling.temperature or 1.0, sampling.top_p)
         if sampling.temperature == 0:
+            q = probabilities(logits, 1.0)
             choice = int(q.argmax())
         else:
+            q = probabilities(logits, sampling.temperature, sampling.top_p)
             choice = sample(q, sampling.generator)
             draft.q[last] = self.drafter.head.over_all_tokens(q)
         token = self.drafter.head.token(choice)

@@ -36,6 +36,7 @@ from enum import Enum
 from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
+from socket import gethostname
 from statistics import fmean, median
 from threading import Thread, Timer
 from time import monotonic, perf_counter, sleep
@@ -128,10 +129,8 @@ def speculate(
     config: GenerationConfig,
     tree: TreeConfig,
 ) -> Iterator[list[int]]:
-    """Run algorithm 1. Yields the new tokens of each cycle, a draft and its verification.
-
-    Ends with a stop token, or with max_new_tokens.
-    """
+    """Run algorithm 1. Yields the prompt's next token, then the new tokens of each cycle: a draft,
+    and its verification. Ends with a stop token, or with max_new_tokens."""
     left = config.max_new_tokens
     result = target.prefill(prompt)  # the first token, and the memory of the prompt
     while True:
@@ -142,7 +141,7 @@ def speculate(
             return
         state.append_verified(result.memory)  # grow the cross-attention memory
         depth = min(tree.depth, left - 1)  # the target adds a token of its own
-        draft = state.draft(result.token, replace(tree, depth=depth))
+        draft = state.draft(result.token, replace(tree, depth=depth))  # empty if depth is 0
         result = target.verify(draft)  # accepted tokens, next token, memory of what is verified
 
 
@@ -274,8 +273,8 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 def rejection_sample_tree(
     p: Tensor, draft: Draft, u: list[float], generator: torch.Generator
 ) -> Acceptance:
-    """Do the same for a tree (SpecInfer, Miao et al. 2024; here siblings are drawn without
-    replacement). The children of the newest accepted token are tried in the order drawn.
+    """Do the same for a tree (Miao et al. 2024; without replacement, Jeon et al. 2024, who call it
+    recursive rejection sampling). The children of the newest accepted token are tried in order.
 
     A rejection changes two things for the next sibling. What is left to produce is the residual of
     p. And the sibling was drawn from q without the rejected token. So it is tried with these two in
@@ -297,7 +296,7 @@ def rejection_sample_tree(
                 break
             p_left = residual(p_left, q_left)
             q_left = without(q_left, x)
-        if path[-1] == last:  # no child is accepted
+        else:  # no child is accepted, or there is none
             return Acceptance(path, sample(p_left, generator))
 
 
@@ -305,7 +304,8 @@ def without(q: Tensor, x: int) -> Tensor:
     """Return the distribution of the next draw if x was drawn from q (V) and not put back."""
     rest = q.clone()
     rest[x] = 0.0
-    return rest / rest.sum().clamp(min=torch.finfo(q.dtype).tiny)  # all 0 where x was all of q
+    # Where x was all of q this is all 0, and no sibling was drawn that would be divided by it.
+    return rest / rest.sum().clamp(min=torch.finfo(q.dtype).tiny)
 
 
 # --- The method ends here: what follows makes it fast and practical ---
@@ -507,7 +507,7 @@ class RemoteTarget:
         try:
             return self.reconnect()
         except ConnectionLost:
-            sleep(self.backoff)
+            sleep(INITIAL_BACKOFF)
         with input_errors("the server was lost before its first token", ConnectionLost):
             return self.reconnect()
 
@@ -789,9 +789,13 @@ def serve(args: Namespace, announce: Callable[[tuple[str, int]], None]) -> None:
 
 def announce_on_terminal(address: tuple[str, int]) -> None:
     host, port = address[:2]
-    print(f"{host}:{port}", flush=True)
+    print(f"{host}:{port}", flush=True)  # for scripts
+    if host == "0.0.0.0":
+        host = gethostname()
     print(f"connect with: python speculate.py --remote {host}:{port}", file=sys.stderr)
-    if not os.environ.get(SECRET):
+    if os.environ.get(SECRET):
+        print(f"and the same {SECRET} on the other side", file=sys.stderr)
+    else:
         print("no secret is set: any program on this machine may connect", file=sys.stderr)
 
 
@@ -823,11 +827,15 @@ def start_server(args: Namespace) -> tuple[str, int]:
 
 
 # --- One answer, and what it cost ---
+#
+# `Method.answer` runs the loop through a `Recorder`, which makes a `Cycle` of each round. A
+# `Generation` adds them up.
 
 GREEN = "\033[32m"
 YELLOW = "\033[33m"
 RED = "\033[31m"
 PLAIN = "\033[0m"
+
 
 class Origin(Enum):
     """Whose a token is, and the color of it with --show."""
@@ -1184,7 +1192,8 @@ class Trace:
             text = self.tokenizer.decode(cycle.tokens)
             lines.append(paint(f"  {json.dumps(text, ensure_ascii=False)}", YELLOW))
         else:
-            lines.append(f"  the target's own: {self.text(cycle.result.token)}{self.source(cycle)}")
+            source = self.source(cycle, draft, path)
+            lines.append(f"  the target's own: {self.text(cycle.result.token)}{source}")
         return lines
 
     def text(self, token: int) -> str:
@@ -1220,6 +1229,8 @@ class Trace:
             reason = paint(self.reason(cycle, draft, path, child), color)
             lines.append(f"{label:<32} {figures}  {reason}")
             below = indent + ("  " if last else "│ ")
+            if len(children) == 1:  # a chain goes straight down
+                below = indent
             lines += self.branch(cycle, draft, path, child, below)
         return lines
 
@@ -1236,14 +1247,15 @@ class Trace:
         sign = "<" if child in path else ">="
         return f"{verdict}: u {trial.u:.2f} {sign} p/q {trial.ratio:.2f}"
 
-    def source(self, cycle: Cycle) -> str:
+    def source(self, cycle: Cycle, draft: Draft, path: list[int]) -> str:
         """Say what the target's own token comes from."""
-        if not isinstance(cycle.target, TracedTarget) or cycle.draft is None:
+        if not isinstance(cycle.target, TracedTarget):
             return ""
-        if not cycle.draft.q:
+        if cycle.target.sampling.temperature == 0:
             return ", its likeliest"
-        rejected = len(cycle.target.trials) > len(cycle.result.accepted)
-        return ", drawn from what p - q leaves" if rejected else ", drawn from p"
+        if draft.children(path[-1]):  # and all of them were rejected
+            return ", drawn from what p - q leaves"
+        return ", drawn from p"
 
 
 # --- The benchmark: every prompt by every method, in turn ---
@@ -1701,10 +1713,15 @@ def parse_arguments() -> Namespace:
 
 def check_arguments(parser: Parser, args: Namespace, sizes: dict) -> None:
     """Refuse flags that would be ignored."""
-    simulated = links_of(args) or args.disconnect_after < math.inf
+    outage = args.disconnect_after < math.inf
+    simulated = links_of(args) or outage or args.disconnect_for < math.inf
     several = args.drafter is not None and len(args.drafter) > 1
-    if simulated and not args.remote:
+    if args.serve and args.remote:
+        parser.error("--serve is one side and --remote the other")
+    if (simulated or args.timeout is not None) and not args.remote:
         parser.error("a simulated network needs --remote")
+    if args.disconnect_for < math.inf and not outage:
+        parser.error("--disconnect-for needs --disconnect-after")
     if (args.batch or several) and (args.remote or not args.bench):
         parser.error("--batch and several drafters need --bench, without --remote")
     if args.bench and (args.lookup or args.no_speculation or args.show or args.trace):
@@ -1828,16 +1845,14 @@ class Terminal:
                 break
             if not question.strip():
                 continue
-            messages.append({"role": "user", "content": question})
-            self.forget_oldest(messages)
+            context = self.newest_turns(messages + [{"role": "user", "content": question}])
             try:
-                generation = self.respond(messages)
+                generation = self.respond(context)
             except InputError as error:  # too long, or the server is gone: the chat goes on
-                print(f"error: {error}", file=sys.stderr)
-                messages.pop()
+                print(f"\nerror: {error}", file=sys.stderr)
                 continue
             answer = self.models.tokenizer.decode(generation.tokens)
-            messages.append({"role": "assistant", "content": answer})
+            messages = context + [{"role": "assistant", "content": answer}]
         self.summarize()
 
     def read_question(self) -> str | None:
@@ -1854,17 +1869,16 @@ class Terminal:
             print(file=sys.stderr)
             return ""
 
-    def forget_oldest(self, messages: list[dict]) -> None:
-        """Drop the oldest turns as long as the context leaves no room for an answer."""
-        context = self.models.target.config.max_position_embeddings
-        dropped = 0
-        while len(messages) > 1:
-            if len(self.models.tokenizer.chat(messages)) + MIN_ANSWER <= context:
-                break
-            del messages[:2]
-            dropped += 1
+    def newest_turns(self, messages: list[dict]) -> list[dict]:
+        """Return as many of the newest turns as leave room for an answer in the context."""
+        room = self.models.target.config.max_position_embeddings - MIN_ANSWER
+        kept = messages
+        while len(kept) > 1 and len(self.models.tokenizer.chat(kept)) > room:
+            kept = kept[2:]
+        dropped = (len(messages) - len(kept)) // 2
         if dropped:
             print(f"the context is full: the oldest {dropped} turns are dropped", file=sys.stderr)
+        return kept
 
     def summarize(self) -> None:
         """Print what a whole chat cost."""
@@ -1885,7 +1899,8 @@ def main() -> None:
     if args.serve:
         serve(args, announce_on_terminal)
         return
-    chatting = args.prompt is None and not args.bench and sys.stdin.isatty()
+    on_terminal = sys.stdin is not None and sys.stdin.isatty()
+    chatting = args.prompt is None and not args.bench and on_terminal
     prompt = ""
     if not chatting and not args.bench:
         prompt = read_prompt(args.prompt)

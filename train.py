@@ -2,7 +2,7 @@
 
 The target reads a conversation once. That gives its KV cache, its final hidden states h and,
 through the LM head, its distributions p of each next token. The drafter is to find h and p without
-reading the newest tokens' memories, which do not exist yet while it drafts. This file shows
+reading the memory of the draft's tokens, which have none yet while it drafts. This file shows
 
 1. how one pass puts every position into a state that drafting meets: the *horizon*;
 2. the loss of one position, where the drafter predicts h' and q:
@@ -16,7 +16,8 @@ reading the newest tokens' memories, which do not exist yet while it drafts. Thi
     python train.py --data ultrachat.jsonl --resume     # goes on after any interruption
     python train.py --data own.jsonl --synthesize 1000  # no data at hand? let the target write it
 
-Shapes: as in moa.py, and R horizons, n trained positions.
+Shapes: as in moa.py, and R horizons, n trained positions. args is the command line: its flags, with
+their defaults, are in `parse_arguments` at the end.
 """
 from __future__ import annotations
 
@@ -85,20 +86,23 @@ LOSS_CHUNK = 256  # distributions over V tokens that exist at once
 
 # --- Horizons: training as drafting ---
 #
-# When a cycle of drafting begins, the newest token has no memory yet, and the drafts after it get
-# none. So every query of one cycle sees the same memories: those of the tokens before the cycle.
+# When a cycle of drafting begins, the newest token has no memory yet, and the tokens drafted after
+# it get none. So every query of one cycle sees the same memory, that of the tokens before it.
 # Training imitates this without drafting anything. Each answer is cut into runs, and a run stands
 # for a cycle: its queries see memory up to the token before the run, and no further. This limit is
 # a query's horizon. With runs of four tokens after a prompt of four:
 #
 #     position   0  1  2  3 |  4  5  6  7 |  8  9 10 11 | 12 ..
 #     horizon    0  1  2  3 |  3  3  3  3 |  7  7  7  7 | 11 ..    the last memory it may read
-#     depth                 |  1  2  3  4 |  1  2  3  4 |  1 ..    of the draft that it makes
+#     depth                 |  1  2  3  4 |  1  2  3  4 |  1 ..    of the token that it drafts
 #
-# The query at position 6 makes the third draft of a cycle in which the newest token was at 4. It
-# sees the tokens up to 6, of which 5 and 6 stand for the first two drafts, and the memories of 0 to
-# 3. The length of the runs is drawn for each conversation, from 5 to 15. So is a phase, by which
-# an answer's first run is shorter: over time every position is trained at every depth.
+# The query at position 6 drafts the third token of a cycle in which the newest token was at 4. It
+# sees the tokens up to 6, of which 5 and 6 stand for the first two drafted ones, and the memory of
+# 0 to 3. While drafting, 5 and 6 would be guesses. Here they are the text's own, and that is no
+# difference that matters: what follows a wrong guess is thrown away, whatever it is.
+#
+# The length of the runs is drawn for each conversation, from 5 to 15. So is a phase, by which an
+# answer's first run is shorter: over time every position is trained at every depth.
 
 
 class Sequence(NamedTuple):
@@ -135,31 +139,22 @@ class Example(NamedTuple):
     tokens: Tensor  # (T), together (B, T)
     answer: Tensor  # (T), (B, T)
     horizons: Tensor  # (T, R), (B, T, R)
-    own_run: Tensor  # (), (B): whether SA sees a query's own run only, as with --staircase
 
 
 def draw_examples(batch: list[Sequence], update: int, args) -> list[Example]:
-    """Draw the horizons of a batch, R for each sequence: what costs is the target's one pass.
-
-    They follow from the seed and the update alone.
-    """
+    """Draw R horizons for each sequence: one pass of the target, the expensive part, serves R
+    passes of the drafter. They follow from the seed and the update alone."""
     draws = np.random.default_rng((args.seed, update))
     shortest, longest = args.run_length
     lengths = draws.integers(shortest, longest, (len(batch), args.horizons), endpoint=True)
     phases = draws.integers(0, lengths)  # (B, R), both
-    own_run = draws.random(len(batch)) < staircase_share(update, args)  # never, by default
     examples = []
     for row, sequence in enumerate(batch):
         horizons = []
         for length, phase in zip(lengths[row], phases[row]):
             horizons.append(run_horizon(sequence.answer, int(length), int(phase)))
-        example = Example(
-            tokens=sequence.tokens,
-            answer=sequence.answer,
-            horizons=torch.stack(horizons, dim=-1),
-            own_run=torch.tensor(own_run[row]),
-        )
-        examples.append(example)
+        horizons = torch.stack(horizons, dim=-1)  # (T, R)
+        examples.append(Example(sequence.tokens, sequence.answer, horizons))
     return examples
 
 
@@ -197,7 +192,7 @@ def target_pass(target: Llama, tokens: Tensor, N: int) -> TargetStates:
 
 
 class ForwardKL(torch.autograd.Function):
-    """KL(p || q), summed over positions and horizons.
+    """KL(p || q), summed over positions and horizons: (p * (log p - log q)).sum().
 
     A distribution has V numbers (Llama-3: 128 256), and autograd would keep several of them for
     each position until the backward pass. But the gradient in the logits of q is q - p, known as
@@ -251,23 +246,21 @@ def distill(drafter: Drafter, example: Example, args) -> Distillation:
     memory = drafter.build_memory(states.kv, states.final)  # (B, T, E)
     x = drafter.self_attend(tokens)  # (B, T, E)
     trained = loss_mask(example.answer)  # (B, T), True at n positions
-    predicted = []
-    features = []
+    guesses = []  # of the states that enter the target's last N layers
+    features = []  # of the final ones
     for horizon in example.horizons.unbind(-1):  # (B, T)
-        if example.own_run.any():  # not the paper's, see below the bar
-            x = self_attend_own_run(drafter, tokens, horizon, example.own_run)
-        entering = drafter.cross_attend(x, memory, horizon)
-        predicted.append(entering[trained])
-        features.append(drafter.infer_target_layers(entering, states.kv, horizon)[trained])
+        guess = drafter.cross_attend(x, memory, horizon)  # (B, T, E)
+        guesses.append(guess[trained])
+        features.append(drafter.infer_target_layers(guess, states.kv, horizon)[trained])
     features = torch.stack(features).float()  # (R, n, E)
     final = states.final[trained].float()  # (n, E)
     kl = ForwardKL.apply(features, final, drafter.head.weight)
     hidden = hidden_loss(features, final)
     if drafter.N > 0:
-        entering_loss = hidden_loss(torch.stack(predicted), states.entering[trained])
-        hidden = (hidden + entering_loss) / 2
+        entering = hidden_loss(torch.stack(guesses), states.entering[trained])
+        hidden = (hidden + entering) / 2
     loss = args.kl_weight * kl + args.feature_weight * hidden
-    if args.memory_weight > 0:  # not the paper's, see below the bar
+    if args.memory_weight > 0:  # not the paper's, see below the bar; once for each horizon
         loss = loss + len(features) * memory_loss(drafter, memory[trained], final, args)
     parts = torch.stack([loss, kl, hidden]).detach()
     return Distillation(loss, parts, features, final)
@@ -288,7 +281,6 @@ def join(examples: list[Example], device) -> Example:
         tokens=pad([example.tokens for example in examples], device),
         answer=pad([example.answer for example in examples], device),
         horizons=pad([example.horizons for example in examples], device),
-        own_run=torch.stack([example.own_run for example in examples]).to(device),
     )
 
 
@@ -310,7 +302,7 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
         parameter.grad = torch.zeros_like(parameter)
     sums = torch.zeros(3, device=device)
     examples = draw_examples(batch, update, args)
-    share = examples[rank()::world_size()]  # all of them, but under torchrun
+    share = examples[rank()::world_size()]  # all of them, except under torchrun
     share.sort(key=lambda example: len(example.tokens))  # so that little is padded
     for first in range(0, len(share), args.micro_batch_size):
         micro_batch = join(share[first:first + args.micro_batch_size], device)
@@ -348,7 +340,7 @@ def train(
     with tqdm(initial=start, total=args.updates, unit=" updates", disable=not is_first) as progress:
         while done < args.updates and not stop:
             began = time.perf_counter()
-            batch = list(itertools.islice(stream, args.batch_size))
+            batch = list(itertools.islice(stream, args.batch_size))  # goes on at stream.position
             losses = compute_gradients(drafter, batch, done, args)
             norm = nn.utils.clip_grad_norm_(drafter.parameters(), CLIP).item()
             if not math.isfinite(norm):
@@ -362,20 +354,18 @@ def train(
             stop = any_process(interrupted.is_set(), drafter.target.device)
             if not is_first:
                 continue
-
-            is_last = done == args.updates
-            count = sum(len(sequence.tokens) for sequence in batch)
-            speed = count / (time.perf_counter() - began)
             progress.update()
+            speed = sum(len(s.tokens) for s in batch) / (time.perf_counter() - began)
             progress.set_postfix_str(f"loss {losses.loss:.3f}, {speed:.0f} tokens/s")
             record = {"lr": lr, "grad_norm": norm, "tokens_per_second": speed}
             log(out, done, losses._asdict() | record)
+            is_last = done == args.updates
             if done % args.eval_every == 0 or is_last:
                 scores = evaluate(drafter, held_out, args)
                 log(out, done, scores)
                 show(scores, done)
             if done % args.save_every == 0 or is_last or stop:
-                save_drafter(drafter, out)  # first: a run whose last checkpoint exists is complete
+                save_drafter(drafter, out)  # before the checkpoint, which says that it is there
                 save_checkpoint(out, drafter, optimizers, done, stream.position, args)
     return done
 
@@ -406,26 +396,6 @@ def make_optimizers(drafter: nn.Module, kind: str) -> list[torch.optim.Optimizer
 
 def autocast(device: torch.device, args) -> torch.autocast:
     return torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32")
-
-
-def staircase_share(update: int, args) -> float:
-    """Return the share of sequences in which SA sees a query's own run only: --staircase.
-
-    In the authors' code it falls from all to none over the first half of the training. The paper
-    does not mention it."""
-    return 1 - 2 * update / args.updates if args.staircase else 0.0
-
-
-def self_attend_own_run(
-    drafter: Drafter, tokens: Tensor, horizon: Tensor, own_run: Tensor
-) -> Tensor:
-    """Run `Drafter.self_attend`, but let queries of some rows, own_run (B), see only what comes
-    after their horizon (B, T)."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
-    first = torch.where(own_run[:, None], horizon + 1, 0).minimum(positions)  # at least itself
-    mask = (positions >= first[..., None]) & (positions <= positions[:, None])  # (B, T, T)
-    rope = drafter.rotary[:, :len(positions)]
-    return drafter.self_attention(drafter.embed(tokens), rope, mask.unsqueeze(1))
 
 
 def memory_loss(drafter: Drafter, memory: Tensor, final: Tensor, args) -> Tensor:
@@ -513,7 +483,7 @@ def evaluate(drafter: Drafter, sequences: list[Sequence], args) -> dict:
     for i, sequence in enumerate(tqdm(sequences, desc="evaluation", leave=False)):
         tokens, answer = sequence
         horizon = run_horizon(answer, DEPTHS, i % DEPTHS)  # (T)
-        example = Example(tokens, answer, horizon[:, None], own_run=torch.tensor(False))
+        example = Example(tokens, answer, horizon[:, None])
         with autocast(device, args):
             result = distill(drafter, join([example], device), args)
             logits = drafter.head.logits(result.features.squeeze(0))  # (n, V')
@@ -870,7 +840,7 @@ def load_checkpoint(out: Path, drafter: Drafter, optimizers: list, args) -> tupl
         log_bytes = state["log_bytes"]
         made_with = state["arguments"]
     free = {"out", "resume", "eval_every", "save_every", "device", "micro_batch_size", "json"}
-    if args.schedule == "paper" and not args.staircase:
+    if args.schedule == "paper":
         free.add("updates")  # which the others depend on
     for name, value in made_with.items():
         now = getattr(args, name, None)
@@ -1146,7 +1116,6 @@ def parse_arguments() -> argparse.Namespace:
     real("--memory-weight", default=0.0, help="of the same loss on memories; not the paper's")
     count("--run-length", nargs=2, default=[5, 15], metavar=("LOW", "HIGH"), help="tokens a run")
     count("--horizons", default=1, metavar="R", help="horizons for each target pass")
-    add("--staircase", action="store_true", help="at first SA sees a query's own run only")
     add("--tli", type=number(int, 0), default=0, metavar="N", help="target layers to reuse")
     add("--no-lsa", action="store_true", help="ablation: memory from the last hidden state")
     add("--no-ca", action="store_true", help="ablation: the drafter reads its own predictions")
@@ -1164,7 +1133,6 @@ def parse_arguments() -> argparse.Namespace:
     count("--synthesize", metavar="COUNT", help="only let the target write --data")
     add("--questions", metavar="FILE", help="let --synthesize answer this file's questions")
     add("--plot", nargs="+", metavar="DIR", help="only draw the curves of runs: curves.svg")
-    # --pretrain: its argument belongs here
     args = parser.parse_args()
     args.run_length.sort()
     if not args.data and not args.plot:
@@ -1247,7 +1215,6 @@ def main() -> None:
         plot(args.plot, Path("curves.svg"))
         say("see curves.svg")
         return
-    # --pretrain: its call belongs here
     out = Path(args.out)
     has_checkpoint = (out / "checkpoint.pt").exists()
     holds_work = has_checkpoint or (out / "model.safetensors").exists()

@@ -1,13 +1,18 @@
 """Lossless: with drafts, a text is distributed exactly as the target's own. Shown branch by branch.
 
-Everything random in drafting and accepting is one of three draws: a token from a distribution, several without
-replacement, a uniform number that a ratio is compared with. Here a script decides them. The real functions run again
-and again, until every outcome of every draw was taken once, each with its probability. Added up by the text that comes
-out, these must be the target's own probabilities, to what float32 leaves of them. The same sums reject wrong rules.
+Everything random in drafting and accepting is one of three draws: a token from a distribution,
+several without replacement, or a uniform number that a ratio is compared with. Here a script
+decides them. The real functions run again and again, until every outcome of every draw was taken
+once, with its probability. Added up by the text that comes out, these must be the target's own
+probabilities, up to what float32 rounds. The same sums must reject wrong rules.
 
-The first half drafts by tables of random logits in place of networks, so that much can be enumerated: some 9 000
-branches of the right rules. The second half runs whole answers of tiny models, some 1 500 branches. Where a branch ends
-before the text is as long as it is compared, the target goes on alone, as it would.
+That the real draws have the probabilities which are scripted here is shown in test_llama.py
+(`sample`) and in test_moa.py (`gumbel_topk`).
+
+First comes one draft with its verification, where tables of random logits stand for networks, so
+that much can be enumerated: 8 600 branches by the right rules, 15 000 by wrong ones. Then come
+whole answers of tiny models, 1 500 branches by either. Where a branch ends before the text is as
+long as it is compared, the target goes on alone, as it would.
 """
 from __future__ import annotations
 
@@ -21,13 +26,11 @@ import torch
 from tiny_models import new_drafter, new_target
 from torch import Tensor, nn
 
-
 import llama
 import moa
 import speculate
 from llama import GenerationConfig, Llama, Sampling, probabilities
 from moa import (
-    BatchDraftState,
     Draft,
     DraftHead,
     DraftState,
@@ -82,10 +85,11 @@ class Chance:
 
     def outcome(self, weights: list[float]) -> int:
         """One of the possible outcomes of a draw, with a probability proportional to its weight."""
+        possible = [i for i, weight in enumerate(weights) if weight > 0]
         if len(self.taken) < len(self.script):
             choice = self.script[len(self.taken)]
+            assert choice in possible, "a run does not repeat what it did before"
         else:
-            possible = [i for i, weight in enumerate(weights) if weight > 0]
             choice = possible[0]
             for other in possible[1:]:
                 self.waiting.append(self.taken + [other])
@@ -164,6 +168,7 @@ def chance(monkeypatch) -> Chance:
         monkeypatch.setattr(script, "sample", chance.sample)
     monkeypatch.setattr(moa, "gumbel_topk", chance.gumbel_topk)
     monkeypatch.setattr(torch, "rand", chance.rand)
+    monkeypatch.setattr(torch, "multinomial", None)  # whoever draws past the script fails
     return chance
 
 
@@ -265,6 +270,12 @@ def receive_another_q(monkeypatch) -> None:
     monkeypatch.setattr(speculate, "dequantize_probabilities", lambda *sent: sharpen(right(*sent)))
 
 
+def draw_before_quantizing(monkeypatch) -> None:
+    """From a finer q than the one that is sent."""
+    fine = DraftState.next_distributions
+    monkeypatch.setattr(RemoteDraftState, "next_distributions", fine)
+
+
 def doubt_certain_drafts(monkeypatch) -> None:
     """As if what was looked up had been drawn from a uniform q."""
     certain_draft = Lookup.certain_draft
@@ -282,6 +293,7 @@ OF_CHAINS = [accept_all, redraw_from_p, drop_unlikely_drafts, record_another_q]
 OF_TREES = OF_CHAINS + [leave_x_in_q, leave_the_residual_as_it_sums]
 OF_BATCHES = [accept_all, redraw_from_p, record_another_q]
 OF_LOOKUP = [accept_all, redraw_from_p, doubt_certain_drafts]
+OF_REMOTE_TREES = OF_TREES + [receive_another_q, draw_before_quantizing]
 
 
 # --- One token ---
@@ -438,7 +450,7 @@ TABLE_CASES = {
     "tree, draft vocabulary": (dict(tree=TREE, draft_vocabulary=(2, 1)), OF_TREES),
     "chain, quantized q": (dict(tree=CHAIN, q_tokens=64), OF_CHAINS),
     "tree, quantized q": (dict(tree=SMALL_TREE, q_tokens=64), OF_TREES),
-    "tree, q of two tokens": (dict(tree=TREE, q_tokens=2), OF_TREES),
+    "tree, q of two tokens": (dict(tree=TREE, q_tokens=2), OF_REMOTE_TREES),
     "chain, limits": (dict(tree=CAUTIOUS_CHAIN), OF_CHAINS),
     "tree, limits": (dict(tree=CAUTIOUS_TREE, top_p=0.95), OF_TREES),
     "lookup": (dict(tree=TreeConfig(3), lookup=True), OF_LOOKUP),

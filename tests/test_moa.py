@@ -697,7 +697,7 @@ def test_the_likeliest_choices_are_those_of_the_likeliest_paths_and_no_path_unde
         count, least):
     q = probabilities(torch.randn(3, 8), 0.5)
     choices = likeliest_choices(draft_of_leaves(), LEAVES, q, count, least)
-    found = {(choice.leaf, choice.output) for choice in choices}
+    found = {(choice.row, choice.output) for choice in choices}
     assert len(found) == len(choices)
     values = {}
     for leaf, path_probability in enumerate((0.5, 0.3, 0.2)):
@@ -712,14 +712,14 @@ def test_the_likeliest_choices_are_those_of_the_likeliest_paths_and_no_path_unde
 def test_how_many_children_each_leaf_has_is_settled_before_they_are_drawn(count):
     q = probabilities(torch.randn(3, 8), 0.5, 0.95)
     likeliest = likeliest_choices(draft_of_leaves(), LEAVES, q, count, 0.0)
-    children = Counter(choice.leaf for choice in likeliest)
+    children = Counter(choice.row for choice in likeliest)
     generator = seeded()
     draws = [draw_choices(likeliest, q, generator) for _ in range(20)]
     for drawn in draws:
-        assert Counter(choice.leaf for choice in drawn) == children
-        assert len({(choice.leaf, choice.output) for choice in drawn}) == len(drawn)
+        assert Counter(choice.row for choice in drawn) == children
+        assert len({(choice.row, choice.output) for choice in drawn}) == len(drawn)
         for choice in drawn:
-            assert choice.probability == q[choice.leaf, choice.output] > 0
+            assert choice.probability == q[choice.row, choice.output] > 0
     assert len(set(map(tuple, draws))) > 1
 
 

@@ -303,7 +303,7 @@ def in_batch(
 @pytest.mark.parametrize(
     "choices", [{}, dict(target_layer_inference=1), dict(target_layer_inference=4, likeness=0.8)]
 )
-@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+@pytest.mark.parametrize("rows", [1, 3, 8])
 @torch.inference_mode()
 def test_greedy_chains_in_a_batch_answer_each_as_the_target_does_alone(rows, choices, monkeypatch):
     monkeypatch.setattr("llama.GROUP", 2)
@@ -368,7 +368,7 @@ def test_with_the_shipped_drafter_every_token_is_the_default_targets_own_choice(
     model, tokenizer = smollm2
     prompt = tokenizer.chat(ask(QUESTIONS[number]))
     config = GenerationConfig(16, stop_ids=frozenset(tokenizer.stop_ids))
-    trees = [TREE, CHAIN] if number % 4 == 0 else [TREE]  # a chain takes as long again
+    trees = [TREE, CHAIN] if number % 5 == 0 else [TREE]  # a chain takes as long again
     for tree in trees:
         tokens = Method(*packed, tree).answer(prompt, config).tokens
         assert len(tokens) == 16 or tokens[-1] in tokenizer.stop_ids
@@ -552,7 +552,8 @@ def test_an_empty_prompt_is_refused(text):
 def test_an_answer_says_why_it_ended_unless_it_has_a_stop_token(checkpoint, tiny, tmp_path):
     flags = [*checkpoint, "--prompt", "Hi", "--max-new-tokens", 20]
     assert command(*flags).err.endswith(", stopped at --max-new-tokens\n")
-    stop = answer_alone(tiny, ask("Hi"), 20)[7]
+    alone = answer_alone(tiny, ask("Hi"), 20)
+    stop = alone[7]
     target = copytree(checkpoint[1], tmp_path / "target")
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
     done = command(*flags, "--model", target)
@@ -708,7 +709,8 @@ def test_a_trace_says_why_a_draft_was_accepted_or_not(traced):
             if trial:
                 reason, u, sign, ratio = trial.groups()
                 assert (sign == "<") == (reason == "accepted")
-                assert float(u) <= float(ratio) if sign == "<" else float(u) >= float(ratio)
+                low, high = (u, ratio) if sign == "<" else (ratio, u)
+                assert float(low) <= float(high)
             assert bool(trial) == (traced.sampled and reason in ("accepted", "rejected"))
             reasons[reason] += 1
         drafts = cycle["drafts"]
@@ -851,7 +853,8 @@ def test_a_chat_whose_context_is_full_goes_on_without_its_oldest_turns(chat, tin
     assert "the context is full: the oldest 1 turns are dropped\n" in done.err
     answers = [json.loads(line)["tokens"] for line in done.out.splitlines()]
     assert answers[0] == answers[1] == answer_alone(tiny, ask(long), 10)
-    assert answers[2] == conversation(tiny, [long, "b"], 10)[1]
+    _, after_one = conversation(tiny, [long, "b"], 10)
+    assert answers[2] == after_one
 
 
 def test_a_question_that_is_too_long_is_refused_and_the_chat_goes_on(chat, tiny):
@@ -1038,9 +1041,11 @@ def test_the_benchmark_reports_what_it_measured(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].split()[:4] == ["a", "chain", "x:y", "4.00"]
     assert lines[10] == ""  # nine rows under their columns
-    columns = lines[0].split()[2:]
-    assert "speedup_quartiles" in columns
-    assert [line.partition(": ")[0] for line in lines[11:]] == columns  # the legend
+    names = lines[0].split()[2:]
+    assert "speedup_quartiles" in names
+    assert len(lines) == 11 + len(names)
+    for name, line in zip(names, lines[11:]):  # the legend
+        assert re.fullmatch(f"{name}: .+", line)
 
 
 @pytest.fixture
@@ -1116,8 +1121,8 @@ def test_the_benchmark_of_batches_has_the_target_and_chains_for_each_size(checkp
         assert row["category"] == "overall"
         assert row["identical"] == 1.0
         assert (row["acceptance_length"] > 1) == (row["method"] == "chain")
-    lines = command(*flags).out.splitlines()
-    assert lines[-1].startswith("batch: ")  # the legend
+    table = command(*flags).out
+    assert "\nbatch: " in table  # the legend
 
 
 def test_the_benchmark_of_batches_needs_ca():

@@ -166,7 +166,6 @@ def arguments(**changes) -> Namespace:
         "kl_weight": 0.1,
         "feature_weight": 1.0,
         "memory_weight": 0.0,
-        "staircase": False,
         "updates": 100,
     }
     return Namespace(**defaults | changes)
@@ -186,7 +185,7 @@ def example(sequence: train.Sequence, *runs: tuple[int, int]) -> train.Example:
     """A batch of one sequence, with a horizon for each (length, phase)."""
     horizons = [train.run_horizon(sequence.answer, length, phase) for length, phase in runs]
     stacked = torch.stack(horizons, dim=-1)
-    one = train.Example(sequence.tokens, sequence.answer, stacked, own_run=torch.tensor(False))
+    one = train.Example(sequence.tokens, sequence.answer, stacked)
     return train.join([one], "cpu")
 
 
@@ -309,8 +308,8 @@ def test_padding_and_micro_batches_change_nothing(target):
     results = []
     for size in (1, 2, 3):
         drafter = random_drafter(target)
-        args = arguments(micro_batch_size=size, horizons=2, memory_weight=0.3, staircase=True)
-        means = train.compute_gradients(drafter, batch, 25, args)  # half of them on the staircase
+        args = arguments(micro_batch_size=size, horizons=2, memory_weight=0.3)
+        means = train.compute_gradients(drafter, batch, 25, args)
         results.append([torch.tensor(means)] + [p.grad for p in drafter.parameters()])
         torch.testing.assert_close(results[-1], results[0], atol=1e-6, rtol=1e-4)
 
@@ -357,37 +356,6 @@ def test_the_memory_weight_adds_the_same_loss_on_memories(target, choices):
     ours = torch.autograd.grad(weighted.loss - plain.loss, of_memory)
     expected = torch.autograd.grad(added, of_memory)
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-3)
-
-
-def test_on_the_staircase_sa_sees_its_own_run_only(target):
-    """A run's queries come out as if it were the whole text. In rows that are not on the staircase
-    nothing changes."""
-    drafter = random_drafter(target)
-    (sequence,) = sequences((6, 15))
-    tokens = sequence.tokens[None].repeat(2, 1)
-    horizon = train.run_horizon(sequence.answer, length=5, phase=0)[None].repeat(2, 1)
-    own_run = torch.tensor([True, False])
-    limited, whole = train.self_attend_own_run(drafter, tokens, horizon, own_run)
-    torch.testing.assert_close(whole, drafter.self_attend(tokens)[0])
-    mask = llama.causal_mask(5, past=0, device="cpu")
-    for start in (6, 11, 16):
-        run = slice(start, start + 5)
-        x = drafter.embed(tokens[:1, run])
-        alone = drafter.self_attention(x, drafter.rotary[:, run], mask)
-        torch.testing.assert_close(limited[run], alone[0])
-        assert not torch.allclose(limited[run], whole[run], atol=1e-3)
-
-
-def test_the_staircase_ends_at_half_of_the_updates():
-    batch = sequences(*[(2, 3)] * 400)
-    for update, share in ((0, 1.0), (20, 0.6), (50, 0.0), (99, 0.0)):
-        examples = train.draw_examples(batch, update, arguments(staircase=True))
-        on_it = np.mean([example.own_run.item() for example in examples])
-        assert on_it == pytest.approx(share, abs=0.08)
-        plain = train.draw_examples(batch, update, arguments())
-        assert not any(example.own_run for example in plain)
-        for a, b in zip(examples, plain):
-            assert torch.equal(a.horizons, b.horizons)  # the same, with and without
 
 
 # --- Data ---
@@ -624,7 +592,6 @@ def test_the_papers_recipe_is_the_default(monkeypatch):
     assert (args.lr, args.warmup, args.schedule) == (3e-5, 50, "paper")
     assert (args.run_length, args.horizons, args.tli) == ([5, 15], 1, 0)
     assert (args.batch_size, args.seq_len, train.CLIP) == (32, 2048, 1.0)
-    assert not args.staircase
     (adamw,) = train.make_optimizers(torch.nn.Linear(2, 2), args.optimizer)
     assert adamw.defaults["betas"] == (0.9, 0.95)
     assert adamw.defaults["weight_decay"] == 0
@@ -693,7 +660,7 @@ def test_training_lowers_the_loss(tmp_path, command, target, optimizer, kinds):
     ("--no-lsa --no-ca", "use_cross_attention", False),
     ("--draft-vocabulary 999", "draft_vocabulary", tuple(range(258))),
     ("--draft-vocabulary 3", "draft_vocabulary", (11, 220, STOP)),  # and comma and space
-    ("--kv-heads 2 --horizons 2 --staircase", "cross_attention_num_key_value_heads", 2),
+    ("--kv-heads 2 --horizons 2", "cross_attention_num_key_value_heads", 2),
     ("--lsa-heads 2 --memory-weight 1", "layer_self_attention_num_attention_heads", 2),
     ("--run-length 1 1", "target_layer_inference", 0),
     ("--run-length 1000000000 1000000000", "target_layer_inference", 0),
