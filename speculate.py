@@ -47,6 +47,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from llama import (
+    DEFAULT_MODEL,
     Batch,
     Conversation,
     GenerationConfig,
@@ -1229,7 +1230,7 @@ class Trace:
             reason = paint(self.reason(cycle, draft, path, child), color)
             lines.append(f"{label:<32} {figures}  {reason}")
             below = indent + ("  " if last else "│ ")
-            if len(children) == 1:  # a chain goes straight down
+            if draft.is_chain:  # it goes straight down, however long it is
                 below = indent
             lines += self.branch(cycle, draft, path, child, below)
         return lines
@@ -1573,7 +1574,7 @@ def seconds_per_token(model: Llama) -> float:
 # --- Command line ---
 
 WEIGHTS = Path(__file__).parent / "weights"
-SHIPPED = {"smollm2": WEIGHTS / "smollm2", "toy": WEIGHTS / "toy" / "drafter"}
+SHIPPED = {DEFAULT_MODEL: WEIGHTS / DEFAULT_MODEL}
 PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
 # Tuned on 48 prompts of Spec-Bench, not on PROMPTS. Sizes from the command line have no limits of
 # confidence.

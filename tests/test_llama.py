@@ -700,14 +700,6 @@ def test_a_hub_id_is_fetched(monkeypatch):
     assert llama.load_model("someone/something").config.hidden_size == 64
 
 
-def test_toy_stands_for_the_toy_target_beside_the_script(copy, monkeypatch):
-    assert llama.TOY_FOLDER == ROOT / "weights" / "toy" / "target"
-    monkeypatch.setattr(llama, "TOY_FOLDER", copy)
-    assert llama.load_model("toy").config == llama.load_model(TIED).config
-    shutil.rmtree(copy)
-    raises(f"{copy}: no such file or folder", llama.load_model, "toy")
-
-
 @pytest.mark.parametrize("golden", SMOLLM2, ids=lambda golden: golden["prompt"][:12])
 def test_the_default_target_answers_as_the_reference_does(smollm2, golden):
     model, tokenizer = smollm2

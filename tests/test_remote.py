@@ -1244,7 +1244,8 @@ def test_the_command_line_gives_the_same_tokens_with_the_target_on_a_server(
     assert "new tokens 1," in err and "Traceback" not in err
     server.terminate()
     assert server.wait(30) == 0
-    assert server.stderr.read() == f"connect with: python speculate.py --remote {address}\n"
+    advice = f"connect with: python speculate.py --remote {address}\n"
+    assert server.stderr.read() == advice + "and the same MOA_SECRET on the other side\n"
 
 
 def test_the_prompt_may_come_from_a_pipe_and_the_target_from_a_server_of_our_own(

@@ -658,11 +658,14 @@ TRIAL = re.compile(r"(accepted|rejected): u (\d\.\d\d) (<|>=) p/q (\d+\.\d\d)")
 def rows_of_json(cycle: dict, parent: int = -1, depth: int = 1) -> list[tuple]:
     """Drafts as they are drawn, each followed by what follows it."""
     rows = []
+    parents = [draft["parent"] for draft in cycle["drafts"]]
+    is_chain = parents == list(range(-1, len(parents) - 1))
+    below = depth if is_chain else depth + 1  # a chain goes straight down
     for i, draft in enumerate(cycle["drafts"]):
         if draft["parent"] == parent:
             text = json.dumps(draft["text"] or "<end>", ensure_ascii=False)
             rows.append((depth, text, f"{draft['q']:.2f}", f"{draft['p']:.2f}"))
-            rows += rows_of_json(cycle, i, depth + 1)
+            rows += rows_of_json(cycle, i, below)
     return rows
 
 
