@@ -91,8 +91,8 @@ def rotary_table(
 
     Rotary position embedding (Su et al. 2021): a pair of coordinates is a point in a plane, which
     turns by an angle proportional to its token's position. So the product of a query and a key
-    depends on the distance of their tokens. `factors` divide the frequencies, as Llama-3.1 does
-    for long contexts.
+    depends on their positions only through the distance. `factors` divide the frequencies, as
+    Llama-3.1 does for long contexts.
     """
     exponents = torch.arange(0, head_dim, 2, device=device) / head_dim  # (D/2)
     frequencies = theta ** -exponents

@@ -315,8 +315,8 @@ class TreeConfig:
     depth: int
     top_k: int = 1  # tokens expanded at each level; with 1 the draft is a chain
     total_tokens: int = 64  # of a tree
-    min_confidence: float = 0.0  # stop when the paths to those tokens sum to a lower probability
-    min_probability: float = 0.0  # of a path, for a tree to grow there
+    min_confidence: float = 0.0  # stop once the leaves' path probabilities sum to less
+    min_probability: float = 0.0  # a tree does not grow where a path is less likely than this
 
 
 class Draft:
@@ -414,6 +414,7 @@ class DraftState:
 
     def draft(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a chain or a tree of tokens that may follow the target's newest token, `root`."""
+        # `append_verified` has dropped the last draft, unless the server is out of reach.
         self.expanded = []
         self.self_cache.length = self.text_length
         self.reused_cache.length = self.text_length
@@ -443,7 +444,7 @@ class DraftState:
         """Return q after each leaf, (leaves, V'): what its children are chosen from."""
         logits = self.drafter.head.logits(self.step(draft, leaves))
         if self.sampling.temperature == 0:
-            return probabilities(logits, 1.0)  # as q was trained; it says which drafts are worth it
+            return probabilities(logits, 1.0)  # TreeConfig's limits compare these probabilities
         return probabilities(logits, self.sampling.temperature, self.sampling.top_p)
 
     def step(self, draft: Draft, leaves: list[int]) -> Tensor:
@@ -456,7 +457,7 @@ class DraftState:
         mask = self.tree_mask(draft, leaves)
         x = self.embed([draft.tokens[leaf] for leaf in leaves])  # (1, leaves, E)
         x = drafter.self_attention(x, rope, mask, self.self_cache, 0)
-        x = self.cross_attend(draft, leaves, x, rope, mask)
+        x = self.cross_attend(x, rope)
         if drafter.N > 0:
             x = x.to(drafter.target.dtype)
             target_rope = drafter.target.rotary[:, position:position + 1]
@@ -467,13 +468,8 @@ class DraftState:
         self.reused_cache.length += len(leaves)
         return x.squeeze(0)
 
-    def cross_attend(
-        self, draft: Draft, leaves: list[int], x: Tensor, rope: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """Run CA. Every query of a draft sees the same memory, that of the whole text.
-
-        draft, leaves and mask are for drafters without CA, below the bar.
-        """
+    def cross_attend(self, x: Tensor, rope: Tensor) -> Tensor:
+        """Run CA. Every query of a draft sees the same memory, that of the whole text."""
         kv = self.cross_cache.kv[0, :, :, :self.cross_cache.length]  # (1, Hkv, S, 2D)
         return self.drafter.cross_attention.attend_to(kv, x, rope)
 
@@ -506,10 +502,10 @@ class DraftState:
     def sample_tree(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a tree of tokens that are drawn from q.
 
-        What is drawn must be proposed: to drop a token because of what it is would change the
-        distribution of those that stay. So each level gets an equal share of the tokens, and each
-        leaf as many as it has among the likeliest. Only then are they drawn, without replacement.
-        Where and how many may depend on earlier levels, but not on the draws of this one.
+        At each level: find the `share` likeliest tokens after all leaves, and count how many follow
+        each leaf. Then draw that many from the leaf's q, without replacement. The counts may depend
+        on q and on earlier levels, but not on what is drawn now. And all that is drawn is proposed:
+        to drop a token because of what it is would change the distribution of those that stay.
         """
         draft = Draft(root)
         leaves = [0]
@@ -577,8 +573,8 @@ def likeliest_choices(
 ) -> list[Choice]:
     """Of all tokens after all leaves, return the `count` whose paths are likeliest. q (leaves, V')
 
-    Paths below `min_probability` are left out, and below 1e-30: to divide by such a q loses all
-    precision.
+    Paths below `min_probability` are left out, and below 1e-30, so that no leaf is given more
+    children than q has tokens to draw (top-p makes most of q zero).
     """
     least = max(min_probability, 1e-30)
     top = q.topk(min(count, q.shape[-1]))  # (leaves, count)
@@ -840,9 +836,9 @@ class OffPolicyDraftState(DraftState):
         self.predicted = {}  # of the last draft
         return super().draft(root, tree)
 
-    def cross_attend(
-        self, draft: Draft, leaves: list[int], x: Tensor, rope: Tensor, mask: Tensor | None
-    ) -> Tensor:
+    def cross_attend(self, x: Tensor, rope: Tensor) -> Tensor:
+        draft, leaves = self.level
+        mask = self.tree_mask(draft, leaves)
         previous = []
         for leaf in leaves:
             previous.append(self.predicted.get(draft.parents[leaf], self.last_memory))
@@ -854,6 +850,7 @@ class OffPolicyDraftState(DraftState):
         return x
 
     def step(self, draft: Draft, leaves: list[int]) -> Tensor:
+        self.level = (draft, leaves)  # for `cross_attend`
         features = super().step(draft, leaves)  # (leaves, E)
         for leaf, memory in zip(leaves, self.drafter.predicted_memory(features)):
             self.predicted[leaf] = memory

@@ -130,8 +130,8 @@ def speculate(
     config: GenerationConfig,
     tree: TreeConfig,
 ) -> Iterator[list[int]]:
-    """Run algorithm 1. Yields the prompt's next token, then the new tokens of each cycle: a draft,
-    and its verification. Ends with a stop token, or with max_new_tokens."""
+    """Run algorithm 1. Yields the token after the prompt, then for each cycle (one draft, verified)
+    the tokens it brought. Ends with a stop token, or with max_new_tokens."""
     left = config.max_new_tokens
     result = target.prefill(prompt)  # the first token, and the memory of the prompt
     while True:
@@ -165,7 +165,7 @@ class LocalTarget:
         self.cache = model.new_cache(capacity)
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
-        """Read a prompt, and choose the token after it. A server does so for each piece of it."""
+        """Read a prompt, or the next piece of one, and choose the token after it."""
         ids = torch.tensor([prompt], device=self.model.device)
         hidden = self.model.hidden(ids, self.cache)  # (1, T, E)
         token = sample_next(self.model.lm_head(hidden[0, -1]), self.sampling)
@@ -187,7 +187,7 @@ class LocalTarget:
         return VerifyResult(verified[1:], acceptance.token, memory)
 
     def accept(self, logits: Tensor, draft: Draft) -> Acceptance:
-        """Decide which drafted tokens to keep. (A method, so that --trace can watch it.)"""
+        """Decide which drafted tokens to keep."""
         return accept_draft(logits, draft, self.sampling)
 
     def memory_update(self, tokens: list[int], hidden: Tensor) -> MemoryUpdate:
@@ -274,16 +274,21 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 def rejection_sample_tree(
     p: Tensor, draft: Draft, u: list[float], generator: torch.Generator
 ) -> Acceptance:
-    """Do the same for a tree (Miao et al. 2024; without replacement, Jeon et al. 2024, who call it
-    recursive rejection sampling). The children of the newest accepted token are tried in order.
+    """Accept tokens of a tree so that the text is distributed as p (1 + K, V).
+
+    This is the recursive rejection sampling of Miao et al. 2024 and, for children that are drawn
+    without replacement, Jeon et al. 2024. The children of the newest accepted token are tried in
+    the order drawn.
 
     A rejection changes two things for the next sibling. What is left to produce is the residual of
     p. And the sibling was drawn from q without the rejected token. So it is tried with these two in
     place of p and q. If all are rejected, the token is drawn from what is left of p.
 
-    Why that is exact, too: by the chain's argument a trial gives p_left, whatever q_left is, if
-    after a rejection its token is drawn from the residual. The next trial does that: it gives
-    p_left again, which is now this residual. And so does the draw after the last one.
+    Why that is exact, by induction from the last child back: with no child left, the token is drawn
+    from p_left. Before that, a child drawn from q_left is accepted with probability
+    min(1, p_left / q_left). If it is rejected, what follows gives, by induction, the residual of
+    p_left. That is the chain's argument, so the outcome is distributed as p_left. At the first
+    child p_left is p.
     """
     path = [0]
     while True:
@@ -305,7 +310,7 @@ def without(q: Tensor, x: int) -> Tensor:
     """Return the distribution of the next draw if x was drawn from q (V) and not put back."""
     rest = q.clone()
     rest[x] = 0.0
-    # Where x was all of q this is all 0, and no sibling was drawn that would be divided by it.
+    # If x was all of q, nothing is left to draw: it has no later sibling, and this is not used.
     return rest / rest.sum().clamp(min=torch.finfo(q.dtype).tiny)
 
 
@@ -1100,7 +1105,7 @@ class Trial(NamedTuple):
 
 
 class TracedTarget(LocalTarget):
-    """Notes the p and the u by which it decided, for --trace."""
+    """Notes the p and the u by which it decided: what `accept` is a method for."""
 
     p: list[float] = []  # the target's probability of each token of the draft
     trials: dict[int, Trial] = {}  # of the drafts that were tried, above temperature 0
@@ -1707,8 +1712,8 @@ def parse_arguments() -> Namespace:
     args.tree = REMOTE_TREE if args.remote else TREE
     if sizes:
         args.tree = replace(args.tree, **sizes, min_confidence=0.0, min_probability=0.0)
-    if args.draft_length:
-        args.tree = args.chain
+    if args.draft_length and (args.remote or not args.bench):
+        args.tree = args.chain  # a benchmark on one machine measures both
     return args
 
 
@@ -1729,7 +1734,7 @@ def check_arguments(parser: Parser, args: Namespace, sizes: dict) -> None:
         parser.error(
             "--bench runs every method: no --lookup, --no-speculation, --show or --trace"
         )
-    if args.draft_length and sizes and not args.bench:
+    if args.draft_length and sizes and (args.remote or not args.bench):
         parser.error("--draft-length makes chains: no sizes of a tree")
     if args.trace and args.no_speculation:
         parser.error("--trace shows drafts: not with --no-speculation")

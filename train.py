@@ -98,8 +98,8 @@ LOSS_CHUNK = 256  # distributions over V tokens that exist at once
 #
 # The query at position 6 drafts the third token of a cycle in which the newest token was at 4. It
 # sees the tokens up to 6, of which 5 and 6 stand for the first two drafted ones, and the memory of
-# 0 to 3. While drafting, 5 and 6 would be guesses. Here they are the text's own, and that is no
-# difference that matters: what follows a wrong guess is thrown away, whatever it is.
+# 0 to 3. While drafting, 5 and 6 would be guesses. If the text is the target's own, as after
+# --synthesize, that makes no difference: what follows a wrong guess is thrown away, whatever it is.
 #
 # The length of the runs is drawn for each conversation, from 5 to 15. So is a phase, by which an
 # answer's first run is shorter: over time every position is trained at every depth.
@@ -319,6 +319,26 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
 # --- The loop ---
 
 
+def take_step(
+    drafter: Drafter,
+    optimizers: list[torch.optim.Optimizer],
+    batch: list[Sequence],
+    update: int,
+    args,
+) -> dict:
+    """Do one update: gradients, clipped, then a step of the optimizers. Returns what to log."""
+    losses = compute_gradients(drafter, batch, update, args)
+    norm = nn.utils.clip_grad_norm_(drafter.parameters(), CLIP).item()
+    if not math.isfinite(norm):
+        raise InputError(f"update {update + 1}: the gradient is not finite; lower --lr")
+    lr = learning_rate(update, args)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    return losses._asdict() | {"lr": lr, "grad_norm": norm}
+
+
 def train(
     drafter: Drafter,
     optimizers: list[torch.optim.Optimizer],
@@ -341,24 +361,15 @@ def train(
         while done < args.updates and not stop:
             began = time.perf_counter()
             batch = list(itertools.islice(stream, args.batch_size))  # goes on at stream.position
-            losses = compute_gradients(drafter, batch, done, args)
-            norm = nn.utils.clip_grad_norm_(drafter.parameters(), CLIP).item()
-            if not math.isfinite(norm):
-                raise InputError(f"update {done + 1}: the gradient is not finite; lower --lr")
-            lr = learning_rate(done, args)
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
-                optimizer.step()
+            record = take_step(drafter, optimizers, batch, done, args)
             done += 1
             stop = any_process(interrupted.is_set(), drafter.target.device)
             if not is_first:
                 continue
             progress.update()
             speed = sum(len(s.tokens) for s in batch) / (time.perf_counter() - began)
-            progress.set_postfix_str(f"loss {losses.loss:.3f}, {speed:.0f} tokens/s")
-            record = {"lr": lr, "grad_norm": norm, "tokens_per_second": speed}
-            log(out, done, losses._asdict() | record)
+            progress.set_postfix_str(f"loss {record['loss']:.3f}, {speed:.0f} tokens/s")
+            log(out, done, record | {"tokens_per_second": speed})
             is_last = done == args.updates
             if done % args.eval_every == 0 or is_last:
                 scores = evaluate(drafter, held_out, args)

@@ -277,7 +277,9 @@ def test_plain_use_of_an_api_ends_where_the_server_is_lost_for_good(models):
         channel = channel_to(server, timeout=0.3, outage_after=2)
         with pytest.raises(InputError, match="the answer ends here: no answer from the server"):
             api_over(channel, target).answer(PROMPT, CONFIG, cycles.append)
-    assert [cycle.tokens for cycle in cycles] == [[token] for token in target_alone(target, 2)]
+    tokens = [cycle.tokens[0] for cycle in cycles]
+    assert 2 <= len(tokens) < 24  # those that had arrived, and no more
+    assert tokens == target_alone(target, 24)[:len(tokens)]
 
 
 @pytest.mark.parametrize("tree", [None, CHAIN], ids=["plain API use", "drafts"])
