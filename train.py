@@ -22,6 +22,7 @@ their defaults, are in `parse_arguments` at the end.
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import html
 import itertools
@@ -32,26 +33,31 @@ import random
 import re
 import signal
 import sys
+import sysconfig
+import textwrap
 import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
 import numpy as np
+import tokenizers
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from llama import (
     DTYPES,
     Batch,
+    Config,
     Conversation,
     GenerationConfig,
     InputError,
@@ -64,6 +70,7 @@ from llama import (
     check_message,
     input_errors,
     load_target,
+    load_tokenizer,
     number,
     pack,
     positive_int,
@@ -332,10 +339,7 @@ def take_step(
     if not math.isfinite(norm):
         raise InputError(f"update {update + 1}: the gradient is not finite; lower --lr")
     lr = learning_rate(update, args)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
+    step(optimizers, lr)
     return losses._asdict() | {"lr": lr, "grad_norm": norm}
 
 
@@ -392,6 +396,14 @@ def learning_rate(update: int, args) -> float:
         return lr * (1 + math.cos(math.pi * update / args.updates)) / 2
     epoch_ends = max(args.epoch_updates, args.warmup + 1)
     return lr * float(np.interp(update, [args.warmup, epoch_ends], [20, 1]))
+
+
+def step(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
+    """Move the weights along their gradients, at a learning rate."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
 
 
 def make_optimizers(drafter: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
@@ -850,7 +862,8 @@ def load_checkpoint(out: Path, drafter: Drafter, optimizers: list, args) -> tupl
         state = torch.load(path, map_location="cpu")
         log_bytes = state["log_bytes"]
         made_with = state["arguments"]
-    free = {"out", "resume", "eval_every", "save_every", "device", "micro_batch_size", "json"}
+    free = {"out", "pretrain", "resume", "json", "eval_every", "save_every", "device",
+            "micro_batch_size"}
     if args.schedule == "paper":
         free.add("updates")  # which the others depend on
     for name, value in made_with.items():
@@ -1010,6 +1023,157 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
         return progress.n
 
 
+# --- A toy target, from nothing but the Python that runs it ---
+#
+# A small Llama that writes functions in the style of Python's own library. With a real target a
+# drafter takes days to converge, with this one minutes: so drafters can be compared.
+
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+FUNCTION_CHARACTERS = 1500  # longer functions are left out
+HELD_OUT_FUNCTIONS = 200
+TOY_UPDATES = 2000  # by default
+TOY_LR = 6e-3
+TOY_WARMUP = 0.02  # of the updates
+WINDOW = 512  # tokens
+WINDOWS = 4  # an update
+
+
+def library_functions() -> dict[str, str]:
+    """Return the functions and methods of Python's standard library, {signature: source}.
+
+    One for each signature: a question has one answer, and none that is held out was trained on.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    functions = {}
+    for path in sorted(library.rglob("*.py")):
+        if NOT_LIBRARY.intersection(path.relative_to(library).parts):
+            continue
+        text = path.read_text(encoding="utf-8")
+        lines = text.split("\n")
+        for owner in ast.walk(ast.parse(text)):
+            if not isinstance(owner, (ast.Module, ast.ClassDef)):
+                continue  # a function within a function is a part of that one
+            for node in owner.body:
+                if isinstance(node, ast.FunctionDef):
+                    source = textwrap.dedent("\n".join(lines[node.lineno - 1:node.end_lineno]))
+                    if len(source) <= FUNCTION_CHARACTERS:
+                        functions[f"def {node.name}({ast.unparse(node.args)}):"] = source
+    return functions
+
+
+def write_text(folder: Path, args) -> None:
+    """Write functions.jsonl, held_out.jsonl, and a tokenizer that is trained on the former.
+
+    --data and --questions read such lines, and so does `speculate.py --bench`.
+    """
+    functions = list(library_functions().items())
+    random.Random(args.seed).shuffle(functions)
+    lines = []
+    for signature, source in functions:
+        question = {"role": "user", "content": signature}
+        answer = {"role": "assistant", "content": source}
+        lines.append(json.dumps({"prompt": signature, "messages": [question, answer]}) + "\n")
+    with atomic_write(folder / "held_out.jsonl") as part:
+        part.write_text("".join(lines[:HELD_OUT_FUNCTIONS]))
+    with atomic_write(folder / "functions.jsonl") as part:
+        part.write_text("".join(lines[HELD_OUT_FUNCTIONS:]))
+    tokenizer = tokenizers.ByteLevelBPETokenizer()  # as GPT-2's (Radford et al. 2019)
+    sources = [source for _, source in functions[HELD_OUT_FUNCTIONS:]]
+    controls = ["<|im_start|>", "<|im_end|>"]  # of ChatML
+    tokenizer.train_from_iterator(sources, args.vocabulary, special_tokens=controls)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def read_text(path: Path, tokenizer: Tokenizer) -> Tensor:
+    """Return all conversations of a file as one text, (T)."""
+    conversations = Conversations([str(path)], tokenizer, seq_len=WINDOW)
+    sequences = conversations.usable(range(len(conversations.places)))
+    return torch.cat([sequence.tokens for sequence in sequences])
+
+
+def draw_windows(text: Tensor, update: int, args) -> Tensor:
+    """Cut an update's pieces out of a text (T), anywhere: (WINDOWS, WINDOW + 1)."""
+    draws = np.random.default_rng((args.seed, update))
+    starts = draws.integers(len(text) - WINDOW, size=WINDOWS)
+    return torch.stack([text[start:start + WINDOW + 1] for start in starts])
+
+
+def next_token_loss(model: Llama, windows: Tensor, args) -> Tensor:
+    """Return the mean cross-entropy of each next token. windows (B, WINDOW + 1)."""
+    windows = windows.to(model.device)
+    with autocast(model.device, args):
+        logits = model(windows[:, :-1])  # (B, WINDOW, V)
+    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+
+
+def make_target(vocab_size: int, args) -> Llama:
+    """Return fresh weights, in the sizes that the command line asks for."""
+    kv_heads = args.width // 64
+    config = Config(
+        vocab_size=vocab_size,
+        hidden_size=args.width,
+        intermediate_size=8 * args.width // 3,
+        num_hidden_layers=args.layers,
+        num_attention_heads=2 * kv_heads,
+        num_key_value_heads=kv_heads,
+        head_dim=32,
+        rope_theta=10000.0,
+        max_position_embeddings=2 * WINDOW,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(args.seed)
+    model = Llama(config)
+    nn.init.normal_(model.embed_tokens.weight, std=0.02)  # it is the LM head as well
+    return model.to(args.device).requires_grad_(True)
+
+
+def save_target(folder: Path, model: Llama, stop_id: int) -> None:
+    """Write a Hugging Face directory, as `load_model` reads it, in bfloat16."""
+    config = {"model_type": "llama", **asdict(model.config)}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stop_id}))
+    weights = {f"model.{name}": p.bfloat16() for name, p in model.named_parameters()}
+    with atomic_write(folder / "model.safetensors") as part:
+        save_file(weights, part)
+
+
+def pretrain(resuming: bool, args) -> None:
+    """Make a toy target in the folder --pretrain, or go on with one. Raises InputError."""
+    folder = Path(args.pretrain)
+    args.updates = args.updates or TOY_UPDATES
+    if not resuming:
+        write_text(folder, args)
+        (folder / "log.jsonl").write_text("")
+    tokenizer = load_tokenizer(folder)
+    training = read_text(folder / "functions.jsonl", tokenizer)
+    held_out = read_text(folder / "held_out.jsonl", tokenizer).unfold(0, WINDOW + 1, WINDOW)
+    model = make_target(tokenizer.backend.get_vocab_size(), args)
+    optimizers = make_optimizers(model.layers, "muon")
+    optimizers += make_optimizers(nn.ModuleList([model.embed_tokens, model.norm]), "adamw")
+    start = 0
+    if resuming:
+        start, _ = load_checkpoint(folder, model, optimizers, args)
+    progress = tqdm(range(start, args.updates), initial=start, total=args.updates, unit=" updates")
+    for update in progress:
+        loss = next_token_loss(model, draw_windows(training, update, args), args)
+        loss.backward()
+        lr = float(np.interp(update / args.updates, [0, TOY_WARMUP, 1], [0, TOY_LR, 0]))
+        step(optimizers, lr)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        progress.set_postfix_str(f"loss {loss:.2f}")
+        done = update + 1
+        is_last = done == args.updates
+        if done % args.eval_every == 0 or is_last:
+            with torch.no_grad():
+                losses = [next_token_loss(model, window[None], args).item() for window in held_out]
+            log(folder, done, {"loss": loss.item(), "held_out_loss": np.mean(losses)})
+            say(f"update {done}: held-out loss {np.mean(losses):.3f}")
+        if done % args.save_every == 0 or is_last:
+            save_checkpoint(folder, model, optimizers, done, 0, args)
+    save_target(folder, model, tokenizer.backend.token_to_id("<|im_end|>"))
+
+
 # --- The curves of runs, as one SVG file ---
 
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
@@ -1035,7 +1199,13 @@ def plot(folders: list[str], path: Path) -> None:
         panels.append(draw_panel(title, "updates", [update_curve(log, name) for log in logs]))
     curves = [depth_curve(log) for log in logs]
     panels.append(draw_panel("accuracy, last evaluation", "depth of the draft", curves))
-    height = 620 + 20 * len(folders)
+    save_panels(path, panels, folders)
+
+
+def save_panels(path: Path, panels: list[str], names: list[str]) -> None:
+    """Write one or two rows of panels, with the names of their curves below, as an SVG file."""
+    bottom = 320 if len(panels) <= 2 else 610
+    height = bottom + 10 + 20 * len(names)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 820 {height}" '
         'font-family="sans-serif" font-size="12">',
@@ -1045,10 +1215,10 @@ def plot(folders: list[str], path: Path) -> None:
         x = 60 + 400 * (i % 2)
         y = 40 + 290 * (i // 2)
         parts.append(f'<g transform="translate({x} {y})">{panel}</g>')
-    for i, folder in enumerate(folders):
-        y = 610 + 20 * i
+    for i, name in enumerate(names):
+        y = bottom + 20 * i
         parts.append(f'<path d="M60 {y - 4}h24" stroke="{COLORS[i % 8]}" stroke-width="2"/>')
-        parts.append(f'<text x="92" y="{y}">{html.escape(folder)}</text>')
+        parts.append(f'<text x="92" y="{y}">{html.escape(name)}</text>')
     with atomic_write(path) as part:
         part.write_text("\n".join([*parts, "</svg>\n"]))
 
@@ -1143,10 +1313,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--by-drafting", action="store_true", help="let --evaluate draft instead of one pass")
     count("--synthesize", metavar="COUNT", help="only let the target write --data")
     add("--questions", metavar="FILE", help="let --synthesize answer this file's questions")
+    add("--pretrain", metavar="DIR", help="only make a toy target in DIR: README.md, Train")
+    count("--layers", default=8, help="of the toy target (default: %(default)s)")
+    add("--width", type=number(int, 64), default=128, help="its hidden size (default: %(default)s)")
+    add("--vocabulary", type=number(int, 258), default=2048, help="its tokens (default: 2048)")
     add("--plot", nargs="+", metavar="DIR", help="only draw the curves of runs: curves.svg")
     args = parser.parse_args()
     args.run_length.sort()
-    if not args.data and not args.plot:
+    if not (args.data or args.pretrain or args.plot):
         parser.error("--data FILE is missing")
     if args.dtype == "float16":
         parser.error("--dtype float16 cannot be trained in; try bfloat16")
@@ -1226,12 +1400,15 @@ def main() -> None:
         plot(args.plot, Path("curves.svg"))
         say("see curves.svg")
         return
-    out = Path(args.out)
+    out = Path(args.pretrain or args.out)
     has_checkpoint = (out / "checkpoint.pt").exists()
     holds_work = has_checkpoint or (out / "model.safetensors").exists()
     resuming = args.resume and has_checkpoint
     if holds_work and not (resuming or args.synthesize or args.evaluate):
         raise InputError(f"{out} holds work: --resume goes on, else choose another --out")
+    if args.pretrain:
+        pretrain(resuming, args)
+        return
     if dist.is_torchelastic_launched():
         join_processes(args)
     target, tokenizer = load_target(args)

@@ -1137,7 +1137,7 @@ def take_terminal() -> None:
 def processes(checkpoint):
     pipe = subprocess.PIPE
     outputs = dict(stdout=pipe, stderr=pipe, text=True)
-    slow = ["--remote", "--latency", "100ms", "--max-new-tokens", "900", *checkpoint]
+    slow = ["--remote", "--latency", "30ms", "--max-new-tokens", "1700", *checkpoint]
     terminal, theirs = os.openpty()
     started = Processes(
         piped=start("--remote", "--latency", "21ms", stdin=pipe, **outputs),

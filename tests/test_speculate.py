@@ -470,20 +470,20 @@ def test_prompt_seed_and_temperature_determine_the_tokens_also_on_a_busy_machine
 ):
     """Of the default model too, and of a prompt from a pipe: one whole command line."""
     model, tokenizer = smollm2
-    flags = ["--max-new-tokens", "16", "--temperature", "1", "--seed", "3", "--json"]
+    flags = ["--max-new-tokens", "10", "--temperature", "1", "--seed", "3", "--json"]
     whole = [sys.executable, ROOT / "speculate.py", "--device", "cpu", *flags]
     question = "Tell me a story."
     done = subprocess.run(whole, input=question + "\n", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     there = json.loads(done.stdout)
     method = Method(*packed, TREE)
-    config = GenerationConfig(16, temperature=1.0, seed=3, stop_ids=frozenset(tokenizer.stop_ids))
+    config = GenerationConfig(10, temperature=1.0, seed=3, stop_ids=frozenset(tokenizer.stop_ids))
     prompt = tokenizer.chat(ask(question))
     other = method.answer(prompt, replace(config, seed=4))
     busy()
     here = method.answer(prompt, config)
     assert (here.tokens, here.target_calls) == (there["tokens"], there["target_calls"])
-    assert here.target_calls < 15
+    assert here.target_calls < 9
     assert other.tokens != here.tokens
 
 

@@ -1134,7 +1134,7 @@ def test_synthesis_killed_at_any_moment_and_resumed_loses_doubles_and_breaks_no_
     draws = random.Random(0)
     records = [{"data": [f"Count to {i}.", "1"]} for i in range(300)]
     questions = ["--questions", write(tmp_path / "questions", *records)] if ask else []
-    task = ["--synthesize", 150, "--data", path, *questions]
+    task = ["--synthesize", 100, "--data", path, "--batch-size", 8, *questions]
     path.touch()
     lines = []
     for more in (0, 1, 20, 9):
@@ -1146,14 +1146,14 @@ def test_synthesis_killed_at_any_moment_and_resumed_loses_doubles_and_breaks_no_
         process.join()
         lines = path.read_bytes().splitlines(keepends=True)
         assert lines[:len(before)] == before
-        assert len(lines) < 150
+        assert len(lines) < 100
     command(*task)
     assert path.read_bytes().splitlines(keepends=True)[:len(lines)] == lines
-    assert len(written(path)) == 150
+    assert len(written(path)) == 100
     texts = [messages[0]["content"] for messages in written(path)]
     # Of the target's own questions, short ones come up again by chance.
     texts = [text for text in texts if ask or len(text) > 5]
-    assert len(texts) == len(set(texts)) > 50
+    assert len(texts) == len(set(texts)) > 30
 
 
 # --- Curves ---
@@ -1300,20 +1300,43 @@ def test_without_data_one_is_asked_for(monkeypatch, capsys):
 # --- Where it all comes together ---
 
 
-def test_the_default_target_trains_a_drafter_that_speculate_loads(
-    tmp_path, monkeypatch, capsys
-):
-    def run_here(script: str, *arguments) -> None:
-        words = [script, "--device", "cpu", *map(str, arguments)]
+@pytest.fixture
+def on_toy(monkeypatch, capsys):
+    """A command line on the toy target, in this process: the object that it prints."""
+
+    def run(script: str, *arguments) -> dict:
+        words = [script, "--model", "toy", "--device", "cpu", "--json", *map(str, arguments)]
         monkeypatch.setattr(sys, "argv", words)
         (train.main if script == "train.py" else speculate.main)()
+        return json.loads(capsys.readouterr().out)
 
-    sizes = "--mlp 64 --kv-heads 3 --lsa-mlp 32 --lsa-heads 6 --seq-len 64 --batch-size 1"
-    data = write(tmp_path / "data.jsonl", *counting(1))
-    task = ["--data", data, "--out", tmp_path, "--updates", 1, "--json"]
-    run_here("train.py", *task, *sizes.split())
-    assert json.loads(capsys.readouterr().out)["update"] == 1
-    assert np.isfinite(losses(tmp_path)).all()
-    length = ["--max-new-tokens", 8, "--draft-length", 2]
-    run_here("speculate.py", "--drafter", tmp_path, "--prompt", "Hello", *length, "--json")
-    assert json.loads(capsys.readouterr().out)["new_tokens"] == 8
+    before = signal.getsignal(signal.SIGINT)
+    yield run
+    signal.signal(signal.SIGINT, before)
+
+
+def test_forty_updates_make_a_drafter_whose_drafts_are_accepted_and_change_no_token(
+    tmp_path, on_toy, library
+):
+    """On a real model and real text. Without training it would be 1.0 tokens a call."""
+    signatures = [name for name, source in sorted(library.items()) if 200 <= len(source) <= 600]
+    records = []
+    for signature in signatures[::len(signatures) // 400]:
+        question = {"role": "user", "content": signature}
+        answer = {"role": "assistant", "content": library[signature]}
+        records.append({"messages": [question, answer]})
+    recipe = "--updates 40 --batch-size 4 --seq-len 256 --eval-every 1000 --kl-weight 1"
+    schedule = "--optimizer muon --lr 2e-2 --schedule cosine --warmup 10"
+    task = ["--data", write(tmp_path / "functions.jsonl", *records), "--out", tmp_path]
+    trained = on_toy("train.py", *task, *recipe.split(), *schedule.split())
+    assert trained["update"] == 40
+    new_tokens = 0
+    target_calls = 0
+    for signature in ("def close(self):", "def read(self, size=-1):", "def __repr__(self):"):
+        question = ["--prompt", signature, "--max-new-tokens", 48]
+        alone = on_toy("speculate.py", "--no-speculation", *question)
+        drafted = on_toy("speculate.py", "--drafter", tmp_path, "--draft-length", 4, *question)
+        assert drafted["tokens"] == alone["tokens"]
+        new_tokens += drafted["new_tokens"] - 1  # the first comes with the prompt
+        target_calls += drafted["target_calls"]
+    assert new_tokens / target_calls > 1.25  # about 1.6, with other seeds 1.5 and 1.7

@@ -1,0 +1,428 @@
+"""Every experiment of results/README.md about the toy target, from nothing.
+
+    python results/run.py                       # all of them: hours on two cores
+    python results/run.py parts on_policy       # these
+    python results/run.py cost network          # these two measure time: on an idle machine
+
+What an experiment compares are drafters. Each is trained and scored by itself, as many at a time as
+there are cores, with the flags of DRAFTERS and three seeds. An experiment is written to its
+results/NAME.json as soon as all of its drafters are scored. After an interruption the same command
+goes on: what is scored is not done again. The weights and logs are in runs/.
+"""
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
+from datetime import date
+from pathlib import Path
+from typing import Callable
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+RESULTS = Path(__file__).parent
+ROOT = RESULTS.parent
+sys.path.insert(0, str(ROOT))
+
+import speculate  # noqa: E402
+import train  # noqa: E402
+from llama import (  # noqa: E402
+    GenerationConfig,
+    atomic_write,
+    causal_mask,
+    load_model,
+    load_tokenizer,
+)
+from moa import Drafter, TreeConfig, load_drafter  # noqa: E402
+
+RUNS = ROOT / "runs"
+TOY = RUNS / "toy"
+SEEDS = (0, 1, 2)
+UPDATES = 800
+TRAINING = [  # what all drafters have in common; the losses are the paper's
+    "--model", "runs/toy", "--seq-len", "512", "--batch-size", "2", "--micro-batch-size", "2",
+    "--optimizer", "muon", "--lr", "4e-3", "--schedule", "cosine", "--warmup", "20",
+    "--eval-every", "400", "--save-every", "1000", "--device", "cpu",
+]
+OWN = "runs/own.jsonl"  # written by the target
+SHORT = "--mlp", "352"  # gives SA and CA the parameters that LSA would have
+DRAFTERS: dict[str, list[str]] = {  # the flags of each, besides those in common
+    "full": [],
+    "no-lsa": ["--no-lsa", *SHORT],
+    "no-ca": ["--no-ca"],
+    "neither": ["--no-lsa", "--no-ca", *SHORT],
+    "run-1": ["--run-length", "1", "1"],
+    "run-2-8": ["--run-length", "2", "8"],
+    "run-unbounded": ["--run-length", "100000", "100000"],
+    "n-1": ["--tli", "1"],
+    "n-2": ["--tli", "2"],
+    "n-4": ["--tli", "4"],
+    "last-layer": [],
+    "staircase": [],
+    "kl-only": ["--feature-weight", "0"],
+    "smooth-l1-only": ["--kl-weight", "0"],
+    "others-text": ["--data", "runs/others.jsonl"],
+    "own-250": ["--data", "runs/own-250.jsonl"],
+    "full-twice": ["--updates", str(2 * UPDATES)],
+    "neither-twice": ["--no-lsa", "--no-ca", *SHORT, "--updates", str(2 * UPDATES)],
+}
+EXPERIMENTS = {  # what each of them compares
+    "parts": ["full", "no-lsa", "no-ca", "neither"],
+    "on_policy": ["full", "run-2-8", "run-1", "run-unbounded"],
+    "staircase": ["full", "staircase"],
+    "memory": ["full", "last-layer", "no-lsa"],
+    "losses": ["full", "kl-only", "smooth-l1-only"],
+    "text": ["full", "own-250", "others-text"],
+    "reused_layers": ["full", "n-1", "n-2", "n-4"],
+    "longer": ["full", "full-twice", "neither", "neither-twice"],
+}
+TIMED = {  # experiments that need an idle machine, and the drafters that these time
+    "cost": ["full", "no-lsa", "no-ca", "neither", "n-1", "n-2", "n-4"],
+    "network": ["full"],
+}
+PROMPTS = 16  # to measure acceptance on
+CHAIN = 4  # tokens a chain
+TREE = TreeConfig(depth=6, top_k=3, total_tokens=16)
+ANSWER = 96  # tokens, at most
+COST_RATIOS = (0.02, 0.05, 0.1, 0.2)  # one step of the drafter / one pass of the target
+LATENCIES = ("0ms", "5ms", "10ms", "21ms", "50ms")
+LOSSES = ("0%", "1%", "5%")
+MACHINE = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}; " \
+          f"CPython {platform.python_version()}, torch {torch.__version__}"
+
+
+# --- Drafters that no flag makes ---
+
+
+def remember_last_layer() -> None:
+    """Let LSA see the keys and values of the target's last layer in place of every other's."""
+    build_memory = Drafter.build_memory
+
+    def build_from_last_layer(self, kv, hidden=None):
+        return build_memory(self, kv[:, :, -1:].expand_as(kv), hidden)
+
+    Drafter.build_memory = build_from_last_layer
+
+
+def add_staircase() -> None:
+    """Train as the authors' code does: in a share of sequences SA sees its own run only. The share
+    falls from one to none over the first half of training."""
+    cross_attend = Drafter.cross_attend
+    self_attend = Drafter.self_attend
+    done = 0
+    draws = random.Random(0)
+
+    def remember_tokens(self, tokens):
+        self.tokens = tokens
+        return self_attend(self, tokens)
+
+    def attend_to_run(self, x, memory, horizon):
+        nonlocal done
+        if torch.is_grad_enabled():
+            share = 1 - 2 * done / UPDATES
+            done += 1
+            alone = torch.tensor([draws.random() < share for _ in horizon])  # (B)
+            count = x.shape[1]
+            positions = torch.arange(count)
+            own_run = positions > horizon.unsqueeze(-1)  # (B, T, T)
+            itself = torch.eye(count, dtype=torch.bool)
+            seen = causal_mask(count, 0, "cpu") & (own_run | itself | ~alone[:, None, None])
+            embedded = self.embed(self.tokens)
+            x = self.self_attention(embedded, self.rotary[:, :count], seen.unsqueeze(1))
+        return cross_attend(self, x, memory, horizon)
+
+    Drafter.self_attend = remember_tokens
+    Drafter.cross_attend = attend_to_run
+
+
+CHANGES = {"last-layer": remember_last_layer, "staircase": add_staircase}
+
+
+# --- One drafter ---
+
+
+def call(script, *flags: str) -> str:
+    """Run a script of this repository with these flags. Returns what it prints."""
+    sys.argv = [script.__name__ + ".py", *flags]
+    with redirect_stdout(io.StringIO()) as printed:
+        script.main()
+    return printed.getvalue()
+
+
+def training_flags(name: str, seed: int) -> list[str]:
+    flags = [*TRAINING, *DRAFTERS[name], "--seed", str(seed), "--out", f"runs/{name}-{seed}"]
+    if "--data" not in flags:
+        flags += ["--data", OWN]
+    if "--updates" not in flags:
+        flags += ["--updates", str(UPDATES)]
+    return flags
+
+
+def score(name: str, seed: int) -> None:
+    """Train and score one drafter, and write runs/NAME-SEED/scores.json."""
+    os.chdir(ROOT)
+    folder = Path(f"runs/{name}-{seed}")
+    shutil.rmtree(folder, ignore_errors=True)  # what an interruption left
+    CHANGES.get(name, lambda: None)()
+    flags = training_flags(name, seed)
+    call(train, *flags)
+    with safe_open(folder / "model.safetensors", "pt") as weights:
+        shapes = [weights.get_slice(key).get_shape() for key in weights.keys()]
+    scores = {"drafter": name, "seed": seed, "command": "python train.py " + " ".join(flags)}
+    scores["parameters"] = sum(torch.Size(shape).numel() for shape in shapes)
+    model = ["--model", "runs/toy", "--device", "cpu"]
+    judge = ["--evaluate", str(folder), "--data", "runs/test.jsonl", "--seq-len", "512", *model]
+    scores |= json.loads(call(train, *judge))
+    scores["drafting"] = json.loads(call(train, *judge, "--by-drafting"))
+    chain = acceptance_length(folder, TreeConfig(depth=CHAIN))
+    scores["chain"] = chain
+    scores["tree"] = acceptance_length(folder, TREE)
+    scores["chain_speedup_at_cost_ratio"] = {
+        str(ratio): chain / (1 + CHAIN * ratio) for ratio in COST_RATIOS
+    }
+    if name in EXPERIMENTS["reused_layers"]:
+        bench = ["--bench", "runs/prompts.jsonl", "--drafter", str(folder), "--json", *model]
+        bench += ["--max-new-tokens", str(ANSWER), "--remote", "--latency", "0ms"]
+        printed = call(speculate, *bench)
+        for row in json.loads(printed)["rows"]:
+            if row["category"] == "overall" and row["method"].startswith("disconnected"):
+                scores["offline_agreement"] = row["agreement"]
+                scores["offline_perplexity"] = row["perplexity"]
+    write_json(folder / "scores.json", scores)
+
+
+def acceptance_length(folder: Path, tree: TreeConfig) -> float:
+    """Answer the prompts greedily with drafts. Returns new tokens for each pass of the target."""
+    target = load_model("runs/toy")
+    tokenizer = load_tokenizer("runs/toy")
+    drafter = load_drafter(folder, target)
+    config = GenerationConfig(ANSWER, stop_ids=frozenset(tokenizer.stop_ids))
+    tokens = 0
+    passes = 0
+    for prompt in speculate.read_prompts(RUNS / "prompts.jsonl"):
+        ids = tokenizer.chat([{"role": "user", "content": prompt.turns[0]}])
+        answer = speculate.Method(target, drafter, tree).answer(ids, config)
+        tokens += len(answer.tokens) - 1  # without the first, of the prompt's pass
+        passes += answer.target_calls
+    return tokens / passes
+
+
+# --- Tables ---
+
+COLUMNS = {  # their heading, and what stands under it
+    "KL": lambda row: row["held_out_kl"],
+    "depth 1": lambda row: row["drafting"]["depth_accuracy"][0],
+    "2": lambda row: row["drafting"]["depth_accuracy"][1],
+    "4": lambda row: row["drafting"]["depth_accuracy"][3],
+    "6": lambda row: row["drafting"]["depth_accuracy"][5],
+    "8": lambda row: row["drafting"]["depth_accuracy"][7],
+    "chain": lambda row: row["chain"],
+    "tree": lambda row: row["tree"],
+}
+OFFLINE_COLUMNS = {
+    "agreement offline": lambda row: row["offline_agreement"],
+    "perplexity offline": lambda row: row["offline_perplexity"],
+}
+NETWORK_COLUMNS = {
+    "api, tokens/s": lambda row: row["api:link"]["tokens_per_second"],
+    "remote": lambda row: row["remote:link"]["speedup"],
+    "remote+lookup": lambda row: row["remote+lookup:link"]["speedup"],
+}
+COST_COLUMNS = {
+    "ms a draft": lambda row: row["ms_a_draft"],
+    "speed-up": lambda row: row["speedup"],
+    "acceptance length": lambda row: row["acceptance_length"],
+}
+
+
+def print_table(columns: dict[str, Callable], groups: dict[str, list[dict]]) -> None:
+    """Print a line for each group of rows: means over seeds, and half of their range."""
+    print("| |", " | ".join(columns), "|")
+    print("|---" * (1 + len(columns)) + "|")
+    for name, rows in groups.items():
+        cells = []
+        for cell in columns.values():
+            values = [cell(row) for row in rows]
+            spread = (max(values) - min(values)) / 2
+            cells.append(f"{np.mean(values):.2f} ± {spread:.2f}")
+        print(f"| {name} |", " | ".join(cells), "|")
+
+
+def print_result(experiment: str) -> None:
+    """Print the table of an experiment that has been written."""
+    rows = json.loads((RESULTS / f"{experiment}.json").read_text())["rows"]
+    groups = {}
+    for row in rows:
+        if experiment == "network":
+            name = f"{row['latency']}, {row['loss']}"
+        else:
+            method = row.get("drafter") or row["method"]
+            name = method.replace("runs/", "").removesuffix(f"-{row['seed']}")
+        groups.setdefault(name, []).append(row)
+    columns = COLUMNS
+    if experiment == "reused_layers":
+        columns = COLUMNS | OFFLINE_COLUMNS
+    elif experiment == "cost":
+        columns = COST_COLUMNS
+    elif experiment == "network":
+        columns = NETWORK_COLUMNS
+    print(f"\n{experiment}\n")
+    print_table(columns, groups)
+
+
+# --- All of them ---
+
+
+def python(*arguments: str) -> None:
+    """Run a Python of its own, with one thread of PyTorch where several run at a time."""
+    print("python", *arguments, flush=True)
+    subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True)
+
+
+def python_alone(log: Path, *arguments: str) -> None:
+    print("python", *arguments, flush=True)
+    threads = {"OMP_NUM_THREADS": "1"}
+    with open(log, "w") as file:
+        command = [sys.executable, *arguments]
+        subprocess.run(command, cwd=ROOT, env=os.environ | threads, stderr=file, check=True)
+
+
+def write_json(path: Path, content: dict) -> None:
+    with atomic_write(path) as part:
+        part.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def copy_lines(source: Path, count: int, target: Path) -> None:
+    lines = source.read_text().splitlines(keepends=True)
+    target.write_text("".join(lines[:count]))
+
+
+def prepare() -> None:
+    """Make the target and the text, with what weights/README.md says of the shipped ones."""
+    if not (TOY / "model.safetensors").exists():
+        resume = ["--resume"] if (TOY / "checkpoint.pt").exists() else []
+        python("train.py", "--pretrain", "runs/toy", "--dtype", "bfloat16", *resume)
+    synthesize = ["train.py", "--model", "runs/toy", "--seq-len", "512", "--dtype", "bfloat16",
+                  "--batch-size", "64"]
+    functions = "runs/toy/functions.jsonl"
+    held_out = "runs/toy/held_out.jsonl"
+    python(*synthesize, "--data", OWN, "--synthesize", "4000", "--questions", functions)
+    python(*synthesize, "--data", "runs/test.jsonl", "--synthesize", "32", "--questions", held_out)
+    copy_lines(TOY / "functions.jsonl", 4000, RUNS / "others.jsonl")
+    copy_lines(ROOT / OWN, 250, RUNS / "own-250.jsonl")
+    copy_lines(TOY / "held_out.jsonl", PROMPTS, RUNS / "prompts.jsonl")
+
+
+def finish(name: str, seed: int) -> None:
+    """Score a drafter in a process of its own, unless that is done."""
+    if (RUNS / f"{name}-{seed}/scores.json").exists():
+        return
+    python_alone(RUNS / f"{name}-{seed}.log", "results/run.py", "--one", name, str(seed))
+
+
+def collect(experiment: str) -> None:
+    """Write the results of an experiment whose drafters are all scored, and a figure."""
+    rows = []
+    for name, seed in itertools.product(EXPERIMENTS[experiment], SEEDS):
+        rows.append(json.loads((RUNS / f"{name}-{seed}/scores.json").read_text()))
+    write_result(experiment, rows)
+    names = EXPERIMENTS[experiment]
+    accuracies = []  # by depth, as drafting meets it, means over seeds
+    logs = []  # of the first seed
+    for name in names:
+        curves = [row["drafting"]["depth_accuracy"] for row in rows if row["drafter"] == name]
+        accuracies.append(list(enumerate(np.mean(curves, axis=0), 1)))
+        lines = (RUNS / f"{name}-{SEEDS[0]}/log.jsonl").read_text().splitlines()
+        logs.append(train.update_curve([json.loads(line) for line in lines], "loss"))
+    panels = [
+        train.draw_panel("accuracy, as drafting meets it", "depth of the draft", accuracies),
+        train.draw_panel("training loss", "updates", logs),
+    ]
+    train.save_panels(RESULTS / f"{experiment}.svg", panels, names)
+
+
+def write_result(experiment: str, rows: list[dict]) -> None:
+    command = f"python results/run.py {experiment}"
+    header = {"command": command, "machine": MACHINE, "date": date.today().isoformat()}
+    write_json(RESULTS / f"{experiment}.json", header | {"rows": rows})
+
+
+def measure_cost() -> None:
+    """Time the drafters of three seeds, in turn within each run."""
+    rows = []
+    for seed in SEEDS:
+        flags = ["--bench", "runs/prompts.jsonl", "--model", "runs/toy", "--json"]
+        for name in TIMED["cost"]:
+            flags += ["--drafter", f"runs/{name}-{seed}"]
+        flags += ["--max-new-tokens", str(ANSWER), "--draft-length", str(CHAIN)]
+        flags += ["--depth", "6", "--top-k", "3", "--total-tokens", "16"]
+        for row in json.loads(call(speculate, *flags))["rows"]:
+            if row["category"] == "overall":
+                seconds = row["draft_share"] * row["new_tokens"] / row["tokens_per_second"]
+                row["ms_a_draft"] = 1000 * seconds / max(1, row["target_calls"])
+                rows.append({"seed": seed} | row)
+    write_result("cost", rows)
+
+
+def measure_network() -> None:
+    """Measure three times, in turn over all networks, with the drafter of seed 0."""
+    rows = []
+    copy_lines(RUNS / "prompts.jsonl", 6, RUNS / "six.jsonl")
+    for run in range(3):
+        for latency in LATENCIES:
+            for loss in LOSSES:
+                flags = ["--bench", "runs/six.jsonl", "--model", "runs/toy", "--drafter",
+                         "runs/full-0", "--max-new-tokens", "48", "--remote", "--latency", latency,
+                         "--loss", loss, "--json"]
+                methods = {}
+                for row in json.loads(call(speculate, *flags))["rows"]:
+                    if row["category"] == "overall":
+                        methods[row["method"]] = row
+                rows.append({"seed": run, "latency": latency, "loss": loss} | methods)
+    write_result("network", rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("experiments", nargs="*", help="default: all that do not measure time")
+    parser.add_argument("--one", nargs=2, metavar=("DRAFTER", "SEED"), help="only this drafter")
+    parser.add_argument("--tables", action="store_true", help="only print what is written")
+    args = parser.parse_args()
+    if args.one:
+        name, seed = args.one
+        score(name, int(seed))
+        return
+    os.chdir(ROOT)
+    names = args.experiments or list(EXPERIMENTS)
+    if args.tables:
+        for name in names:
+            print_result(name)
+        return
+    prepare()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for experiment in names:
+            drafters = EXPERIMENTS.get(experiment) or TIMED[experiment]
+            list(pool.map(finish, *zip(*itertools.product(drafters, SEEDS))))
+            if experiment in EXPERIMENTS:
+                collect(experiment)
+    if "cost" in names:
+        measure_cost()
+    if "network" in names:
+        measure_network()
+    for name in names:
+        print_result(name)
+
+
+if __name__ == "__main__":
+    main()

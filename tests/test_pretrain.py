@@ -1,0 +1,197 @@
+"""Claims about `--pretrain`: a toy target from nothing but the Python that runs the tests."""
+import inspect
+import itertools
+import json
+import socket
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import llama
+import speculate
+import train
+
+SIZES = ["--layers", "2", "--width", "64", "--vocabulary", "300"]
+UPDATES = ["--updates", "6", "--eval-every", "1", "--save-every", "2"]
+WINDOW = 128
+HELD_OUT = 20  # functions
+
+
+# --- What the tests share ---
+
+
+@pytest.fixture(scope="module")
+def pretrain(library):
+    """The command line, on some hundred short functions."""
+    short = [signature for signature, source in library.items() if len(source) < 120]
+    functions = {signature: library[signature] for signature in short[:500]}
+
+    def run(folder: Path, *flags: str) -> None:
+        command = ["train.py", "--pretrain", str(folder), "--device", "cpu", *SIZES, *UPDATES]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train, "library_functions", lambda: functions)
+            patch.setattr(train, "HELD_OUT_FUNCTIONS", HELD_OUT)
+            patch.setattr(train, "WINDOW", WINDOW)
+            patch.setattr(sys, "argv", [*command, *flags])
+            llama.run_command(train.main)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def made(pretrain, tmp_path_factory) -> Path:
+    """The folder of a small toy target."""
+    folder = tmp_path_factory.mktemp("pretrain") / "toy"
+    pretrain(folder)
+    return folder
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def text_of(tokenizer: llama.Tokenizer, messages: list[dict]) -> torch.Tensor:
+    """A conversation as a target is trained on it, (T)."""
+    return torch.tensor(tokenizer.chat(messages, add_generation_prompt=False))
+
+
+# --- The text ---
+
+
+def test_the_library_has_thousands_of_functions_each_under_its_signature(library):
+    assert len(library) > 5000
+    for signature, source in library.items():
+        name, _, parameters = signature.partition("(")
+        assert source.lstrip().startswith(name)
+        assert parameters.endswith("):")
+        assert len(source) <= train.FUNCTION_CHARACTERS
+    fill = library["def fill(text, width=70, **kwargs):"]
+    assert fill == inspect.getsource(textwrap.fill).rstrip()
+
+
+def test_no_function_that_is_held_out_is_trained_on(made):
+    training = read_lines(made / "functions.jsonl")
+    held_out = read_lines(made / "held_out.jsonl")
+    assert len(training) == 500 - HELD_OUT
+    assert len(held_out) == HELD_OUT
+    for role in range(2):  # question, answer
+        trained = {line["messages"][role]["content"] for line in training}
+        kept = {line["messages"][role]["content"] for line in held_out}
+        assert not trained & kept
+
+
+def test_the_same_seed_writes_the_same_text_and_another_one_does_not(pretrain, made, tmp_path):
+    for seed in ("0", "1"):
+        pretrain(tmp_path / seed, "--seed", seed, "--updates", "1")
+    for name in ("functions.jsonl", "held_out.jsonl", "tokenizer.json"):
+        assert (tmp_path / "0" / name).read_bytes() == (made / name).read_bytes()
+        assert (tmp_path / "1" / name).read_bytes() != (made / name).read_bytes()
+
+
+def test_training_and_the_benchmark_read_the_functions(made):
+    tokenizer = llama.load_tokenizer(made)
+    path = made / "held_out.jsonl"
+    sequence = train.Conversations([str(path)], tokenizer, 512)[0]
+    line = read_lines(path)[0]
+    question, answer = [message["content"] for message in line["messages"]]
+    assert tokenizer.decode(sequence.tokens[sequence.answer].tolist()) == answer
+    assert speculate.read_prompts(path)[0] == ("all", [question])
+
+
+# --- The target ---
+
+
+def test_a_toy_target_loads_and_chats(made):
+    model = llama.load_model(made)
+    tokenizer = llama.load_tokenizer(made)
+    text = "def größe(self):\n\treturn '<|im_end|>'\r\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.stop_ids == {tokenizer.backend.token_to_id("<|im_end|>")}
+    prompt = tokenizer.chat([{"role": "user", "content": "def close(self):"}])
+    config = llama.GenerationConfig(8, stop_ids=frozenset(tokenizer.stop_ids))
+    tokens = list(llama.generate(model, prompt, config))
+    assert len(tokens) == 8 or tokens[-1] in tokenizer.stop_ids
+    assert max(prompt + tokens) < model.config.vocab_size == 300
+
+
+def test_a_toy_target_is_saved_in_bfloat16_under_the_names_of_hugging_face(made):
+    weights = load_file(made / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert "model.layers.1.self_attn.q_proj.weight" in weights
+    assert all(name.startswith("model.") for name in weights)  # a tied head is not among them
+
+
+def test_the_held_out_loss_falls_to_the_one_that_the_saved_target_has(made):
+    losses = [record["held_out_loss"] for record in read_lines(made / "log.jsonl")]
+    assert len(losses) == 6
+    assert all(later < earlier for earlier, later in itertools.pairwise(losses))
+    model = llama.load_model(made)
+    tokenizer = llama.load_tokenizer(made)
+    texts = []
+    for line in read_lines(made / "held_out.jsonl"):
+        texts.append(text_of(tokenizer, line["messages"])[:WINDOW])
+    text = torch.cat(texts)
+    expected = []
+    for first in range(0, len(text) - WINDOW, WINDOW):
+        window = text[first:first + WINDOW + 1]
+        expected.append(F.cross_entropy(model(window[None, :-1])[0], window[1:]))
+    assert len(expected) > 5
+    assert losses[-1] == pytest.approx(np.mean(expected), rel=1e-3)  # saved in bfloat16
+
+
+def test_an_interrupted_run_resumes_to_the_same_weights(pretrain, made, tmp_path):
+    steps = []
+
+    def interrupt(*_) -> None:
+        steps.append(1)
+        if len(steps) == 17:  # of three optimizers: in the sixth update
+            raise KeyboardInterrupt
+
+    hook = register_optimizer_step_pre_hook(interrupt)
+    with pytest.raises(SystemExit) as stopped:
+        pretrain(tmp_path)
+    hook.remove()
+    assert stopped.value.code == 130
+    assert torch.load(tmp_path / "checkpoint.pt")["update"] == 4
+    assert not (tmp_path / "model.safetensors").exists()
+    pretrain(tmp_path, "--resume")
+    resumed = load_file(tmp_path / "model.safetensors")
+    whole = load_file(made / "model.safetensors")
+    torch.testing.assert_close(resumed, whole, atol=0, rtol=0)
+    assert read_lines(tmp_path / "log.jsonl") == read_lines(made / "log.jsonl")
+
+
+def test_a_finished_target_is_not_overwritten(pretrain, made, capsys):
+    before = {path: path.read_bytes() for path in made.iterdir()}
+    with pytest.raises(SystemExit) as stopped:
+        pretrain(made, "--seed", "1")
+    assert stopped.value.code == 2
+    assert f"{made} holds work" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in made.iterdir()} == before
+
+
+# --- The one that is shipped ---
+
+
+def test_the_shipped_toy_target_loads_anywhere_without_a_network_and_knows_the_library(
+    library, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(socket, "socket", None)
+    model = llama.load_model("toy")
+    tokenizer = llama.load_tokenizer("toy")
+    losses = []
+    for signature in sorted(library)[::len(library) // 30]:
+        question = {"role": "user", "content": signature}
+        answer = {"role": "assistant", "content": library[signature]}
+        text = text_of(tokenizer, [question, answer])
+        logits = model(text[None, :-1])[0]
+        losses.append(F.cross_entropy(logits, text[1:], reduction="none"))
+    assert torch.cat(losses).mean() < 3  # ln 2048 = 7.6 would be chance, this one has 1.8
