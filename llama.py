@@ -260,7 +260,10 @@ class Llama(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        embeddings = torch.empty(config.vocab_size, config.hidden_size)
+        if not embeddings.is_meta:  # there random numbers would import PyTorch's compiler
+            nn.init.normal_(embeddings)
+        self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
         self.layers = nn.ModuleList()
         for _ in range(config.num_hidden_layers):
             layer = DecoderLayer(
@@ -285,6 +288,9 @@ class Llama(nn.Module):
         config = self.config
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+        self.requires_grad_(False)
+        if self.device.type == "meta":
+            return
         table = rotary_table(
             length=config.max_position_embeddings,
             head_dim=config.head_dim,
@@ -293,7 +299,6 @@ class Llama(nn.Module):
             factors=config.rope_factors,
         )
         self.register_buffer("rotary", table, persistent=False)  # (2, context, D)
-        self.requires_grad_(False)
 
     @property
     def device(self) -> torch.device:

@@ -864,7 +864,7 @@ def load_checkpoint(out: Path, drafter: Drafter, optimizers: list, args) -> tupl
         made_with = state["arguments"]
     free = {"out", "pretrain", "resume", "json", "eval_every", "save_every", "device",
             "micro_batch_size"}
-    if args.schedule == "paper":
+    if args.schedule == "paper" and not args.pretrain:
         free.add("updates")  # which the others depend on
     for name, value in made_with.items():
         now = getattr(args, name, None)
@@ -1140,6 +1140,7 @@ def save_target(folder: Path, model: Llama, stop_id: int) -> None:
 def pretrain(resuming: bool, args) -> None:
     """Make a toy target in the folder --pretrain, or go on with one. Raises InputError."""
     folder = Path(args.pretrain)
+    args.dtype = args.dtype or "float32"
     args.updates = args.updates or TOY_UPDATES
     if not resuming:
         write_text(folder, args)
@@ -1322,6 +1323,8 @@ def parse_arguments() -> argparse.Namespace:
     args.run_length.sort()
     if not (args.data or args.pretrain or args.plot):
         parser.error("--data FILE is missing")
+    if args.pretrain and (args.synthesize or args.evaluate):
+        parser.error("--pretrain is a task of its own")
     if args.dtype == "float16":
         parser.error("--dtype float16 cannot be trained in; try bfloat16")
     return args
@@ -1405,7 +1408,7 @@ def main() -> None:
     holds_work = has_checkpoint or (out / "model.safetensors").exists()
     resuming = args.resume and has_checkpoint
     if holds_work and not (resuming or args.synthesize or args.evaluate):
-        raise InputError(f"{out} holds work: --resume goes on, else choose another --out")
+        raise InputError(f"{out} holds work: --resume goes on, else choose another folder")
     if args.pretrain:
         pretrain(resuming, args)
         return
