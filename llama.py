@@ -87,7 +87,7 @@ class RMSNorm(nn.Module):
 def rotary_table(
     length: int, head_dim: int, theta: float, device, factors: tuple[float, ...] | None = None
 ) -> Tensor:
-    """Return cosines and sines of every position times every frequency, float32 (2, length, D).
+    """Return cosines and signed sines of every position times every frequency, (2, length, D).
 
     Rotary position embedding (Su et al. 2021): a pair of coordinates is a point in a plane, which
     turns by an angle proportional to its token's position. So the product of a query and a key
@@ -115,8 +115,8 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023): several query heads share a kv head.
 
-    The projections are methods of their own. Between them and `forward`, keys and values go to the
-    cache.
+    Projections are methods of their own, because keys and values go to a cache before `forward`
+    reads them, those of earlier tokens included.
     """
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int):
@@ -174,7 +174,8 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm Llama layer. The target is a stack of L, the drafter has three: LSA, SA and CA."""
+    """A pre-norm Llama layer. The target is a stack of L. LSA, SA and CA of the drafter are such
+    layers too."""
 
     def __init__(
         self, width: int, inner: int, heads: int, kv_heads: int, head_dim: int, eps: float

@@ -18,8 +18,8 @@ In the paper it is M_Small. It reads the target's KV cache, and guesses the toke
 A token is *verified* once the target has read it and keeps it. Only then does it have a memory. The
 newest token, which the target has chosen but not yet read, is not verified.
 
-`Drafter` holds the four layers as training runs them, all positions in one pass. `DraftState` runs
-the same layers step by step, with caches, as drafting does.
+`Drafter` runs these layers over all positions in one pass, as training does. `DraftState` runs them
+step by step, with caches, as drafting does.
 
 Shapes: as in llama.py, and N reused target layers, K drafted tokens, V' tokens that may be drafted
 (V, all of them, above the bar). H, Hkv and D are those of the layer at hand: each has its own.

@@ -3,8 +3,9 @@
 The drafter runs on a consumer device and the target on a server. How much that slows them down
 depends on the network between them. This file lets one machine stand for both ends of any network:
 
-    A message crosses a real TCP socket, at once. The client then computes when the message would
-    have arrived over the simulated link, and sleeps until that moment.
+    Messages cross a real TCP socket, at once. When a reply is here, the client computes when it
+    would have arrived over the simulated link, the way of the request included, and sleeps until
+    that moment.
 
 So the messages have their real sizes and a seed repeats all delays, without a second machine and
 without special rights on this one.
@@ -110,11 +111,11 @@ class Network:
                  outage_seconds: float = math.inf):
         self.outage_after = outage_after
         self.outage_seconds = outage_seconds
-        self.outage_begins = math.inf  # a moment that count_tokens finds
+        self.outage_begins = math.inf  # a moment that tokens_have_come finds
         self.up = Direction(self, link, 2 * seed)  # no other network has these seeds
         self.down = Direction(self, link, 2 * seed + 1)
 
-    def count_tokens(self, count: int, now: float) -> None:
+    def tokens_have_come(self, count: int, now: float) -> None:
         """Begin the outage at the moment `now`, if `count` tokens are enough and it has not begun
         yet."""
         if count >= self.outage_after:
@@ -147,8 +148,8 @@ class Direction:
         self.last_arrival = 0.0  # the moment when the last message so far arrives
         self.retransmission_timeout = INITIAL_RTO  # for the next message
 
-    def arrival(self, sent: float, size: int) -> float:
-        """The moment when a message of `size` bytes arrives that is sent at the moment `sent`;
+    def send(self, sent: float, size: int) -> float:
+        """Send a message of `size` bytes at the moment `sent`. Returns the moment when it arrives:
         infinity if an outage without end meets it. Call it in the order of sending."""
         # Its bytes leave one after the other, and after those of the messages before it.
         self.busy_until = max(self.busy_until, sent) + 8 * size / self.link.bandwidth
@@ -322,8 +323,8 @@ class Channel:
             # TCP's handshake and what followed it: three times up and down, one after the other.
             arrival = start
             for up_size, down_size in ((0, 0), (0, NONCE), (DIGEST, greeting.size)):
-                arrival = network.up.arrival(arrival, up_size)
-                arrival = network.down.arrival(arrival, down_size)
+                arrival = network.up.send(arrival, up_size)
+                arrival = network.down.send(arrival, down_size)
             network.wait(arrival, start + self.reply_timeout())
         except (OSError, UnicodeError) as error:  # the latter: a host name like a..b
             self.close()
@@ -358,7 +359,7 @@ class Channel:
             size = send_message(self.sock, fields, tensors)
             self.bytes_up += size
             # The simulated server's clock: when it has the request, then when it sends each reply.
-            clock = self.network.up.arrival(sent, size)
+            clock = self.network.up.send(sent, size)
             start = sent
             more = True
             while more:
@@ -368,7 +369,7 @@ class Channel:
                 parsed = parse(reply.fields, reply.tensors)
                 elapsed = max(0.0, float(reply.fields["elapsed"]))  # NaN becomes 0
                 clock += elapsed
-                arrival = self.network.down.arrival(clock, reply.size)
+                arrival = self.network.down.send(clock, reply.size)
                 self.network.wait(arrival, deadline)
                 waited = monotonic() - start
                 self.slowest = max(self.slowest, waited)

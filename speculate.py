@@ -19,7 +19,7 @@ q(x), 0), which is p(x), whatever q is. A bad drafter costs time, never text.
     python speculate.py                                                  # a chat
     python speculate.py --remote --latency 21ms                          # the target on a server
 
-Shapes: T tokens, K drafted tokens, S tokens seen so far, E hidden size, V vocabulary.
+Shapes: T tokens, K drafted tokens, S tokens in the cache, E hidden size, V vocabulary.
 """
 from __future__ import annotations
 
@@ -258,7 +258,8 @@ def rejection_sample(
     for i in range(1, len(draft.tokens)):
         x = draft.tokens[i]
         q = draft.q[i - 1]  # what x was drawn from, (V)
-        if u[i] >= p[i - 1, x] / q[x]:  # rejected, with probability 1 - min(1, p(x) / q(x))
+        accepted = u[i] < p[i - 1, x] / q[x]  # with probability min(1, p(x) / q(x))
+        if not accepted:
             return Acceptance(path, sample(residual(p[i - 1], q), generator))
         path.append(i)
     return Acceptance(path, sample(p[-1], generator))  # all are accepted
@@ -1006,7 +1007,7 @@ class Method:
             for cycle in cycles:
                 generation.add(cycle)
                 if channel is not None:
-                    channel.network.count_tokens(len(generation.tokens), monotonic())
+                    channel.network.tokens_have_come(len(generation.tokens), monotonic())
                 emit(cycle)
         except KeyboardInterrupt:
             generation.interrupted = True

@@ -12,7 +12,7 @@ reading the memory of the draft's tokens, which have none yet while it drafts. T
    With N > 0 half of the second term is for the state that enters the reused layers;
 3. one update, and the loop around it.
 
-    python train.py --data ultrachat.jsonl              # the paper's recipe, once over the data
+    python train.py --data ultrachat.jsonl              # the paper's settings, once over the data
     python train.py --data ultrachat.jsonl --resume     # goes on after any interruption
     python train.py --data own.jsonl --synthesize 1000  # no data at hand? let the target write it
 
@@ -109,7 +109,8 @@ LOSS_CHUNK = 256  # distributions over V tokens that exist at once
 # --synthesize, that makes no difference: what follows a wrong guess is thrown away, whatever it is.
 #
 # The length of the runs is drawn for each conversation, from 5 to 15. So is a phase, by which an
-# answer's first run is shorter: over time every position is trained at every depth.
+# answer's first run is shorter: over time every position is trained at every depth that it can have
+# in a draft.
 
 
 class Sequence(NamedTuple):
@@ -128,7 +129,7 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     horizon = -1
     room = length - phase  # how many more tokens the run will hold
     for position, in_answer in enumerate(answer.tolist()):
-        if not in_answer:  # a prompt is verified as a whole: each of its tokens sees itself
+        if not in_answer:  # not trained; what matters is where the answer's first run begins
             horizon = position
             room = length - phase  # for the run that begins with the next answer
         elif room > 0:  # the run goes on, and its horizon stays
@@ -306,7 +307,7 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
     for sequence in batch:
         total += args.horizons * int(loss_mask(sequence.answer).sum())
     for parameter in drafter.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter)  # not None, also where the share is empty
     sums = torch.zeros(3, device=device)
     examples = draw_examples(batch, update, args)
     share = examples[rank()::world_size()]  # all of them, except under torchrun
@@ -324,6 +325,16 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
 
 
 # --- The loop ---
+
+
+def learning_rate(update: int, args) -> float:
+    """`paper`: in --warmup updates up to 20 times --lr, linearly down to it over the first epoch,
+    and constant after. `cosine`: up to --lr, then half a cosine down to 0."""
+    lr = args.lr * min(1.0, (update + 1) / args.warmup)
+    if args.schedule == "cosine":
+        return lr * (1 + math.cos(math.pi * update / args.updates)) / 2
+    epoch_ends = max(args.epoch_updates, args.warmup + 1)
+    return lr * float(np.interp(update, [args.warmup, epoch_ends], [20, 1]))
 
 
 def take_step(
@@ -386,16 +397,6 @@ def train(
 
 
 # --- The method ends here: what follows makes it fast and practical ---
-
-
-def learning_rate(update: int, args) -> float:
-    """`paper`: in 50 updates up to 20 times the rate, linearly down to it over the first epoch,
-    and constant after. `cosine`: up to the rate, then half a cosine down to 0."""
-    lr = args.lr * min(1.0, (update + 1) / args.warmup)
-    if args.schedule == "cosine":
-        return lr * (1 + math.cos(math.pi * update / args.updates)) / 2
-    epoch_ends = max(args.epoch_updates, args.warmup + 1)
-    return lr * float(np.interp(update, [args.warmup, epoch_ends], [20, 1]))
 
 
 def step(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
@@ -1289,7 +1290,7 @@ def parse_arguments() -> argparse.Namespace:
     count("--batch-size", default=32, help="sequences an update (default: %(default)s)")
     count("--micro-batch-size", default=1, help="sequences at once (default: %(default)s)")
     add("--seq-len", type=number(int, 16), default=2048, help="tokens (default: %(default)s)")
-    real("--lr", default=3e-5, help="the paper's schedule starts at 20 times it")
+    real("--lr", default=3e-5, help="the paper's schedule peaks at 20 times it")
     add("--schedule", choices=("paper", "cosine"), default="paper")
     count("--warmup", default=50, help="updates (default: %(default)s)")
     add("--optimizer", choices=("adamw", "muon"), default="adamw")

@@ -34,11 +34,11 @@ def soon(seconds: float = 10.0) -> float:
 def delays(link: Link, size: int = 100) -> list[float]:
     """Seconds that messages of `size` bytes take which never meet: they are sent hours apart."""
     direction = Network(link, seed=1).up
-    direction.arrival(0.0, 0)  # the first of a connection has another timeout
+    direction.send(0.0, 0)  # the first of a connection has another timeout
     observed = []
     for i in range(1, SAMPLES + 1):
         sent = i * 10000.0
-        observed.append(direction.arrival(sent, size) - sent)
+        observed.append(direction.send(sent, size) - sent)
     return observed
 
 
@@ -77,11 +77,11 @@ def test_propagation_is_normal_but_never_negative(name):
 
 def test_bytes_take_their_time_and_queue_after_the_bytes_before_them():
     direction = Network(Link(latency=0.01, bandwidth=1e6)).up
-    assert direction.arrival(0.0, 12500) == pytest.approx(0.11)
-    assert direction.arrival(0.05, 12500) == pytest.approx(0.21)  # starts at 0.1
-    assert direction.arrival(0.5, 10**7) == pytest.approx(80.51)  # the link is idle since 0.2
+    assert direction.send(0.0, 12500) == pytest.approx(0.11)
+    assert direction.send(0.05, 12500) == pytest.approx(0.21)  # starts at 0.1
+    assert direction.send(0.5, 10**7) == pytest.approx(80.51)  # the link is idle since 0.2
     direction.reset()
-    assert direction.arrival(1.1, 12500) == pytest.approx(1.21)  # over a new connection
+    assert direction.send(1.1, 12500) == pytest.approx(1.21)  # over a new connection
 
 
 def test_a_lost_packet_costs_a_timeout_that_doubles_with_every_further_loss():
@@ -104,7 +104,7 @@ def test_the_first_message_of_a_connection_waits_a_second_for_a_lost_packet():
     observed = []
     for _ in range(SAMPLES):
         direction.reset()
-        observed.append(direction.arrival(0.0, 0))  # TCP's handshake: a packet without bytes
+        observed.append(direction.send(0.0, 0))  # TCP's handshake: a packet without bytes
     for losses in range(4):
         cost = INITIAL_RTO * (2**losses - 1)
         assert_share([abs(delay - cost) < 1e-3 for delay in observed], 0.3**losses * 0.7)
@@ -123,7 +123,7 @@ def test_the_retransmission_timeout_is_that_of_rfc_6298_with_the_minimum_of_linu
 
 
 def arrivals_of(direction: Direction) -> list[float]:
-    return [direction.arrival(i * 0.001, 100) for i in range(3000)]
+    return [direction.send(i * 0.001, 100) for i in range(3000)]
 
 
 def test_messages_arrive_in_order():
@@ -146,9 +146,9 @@ def test_a_seed_repeats_exactly_but_no_two_directions_share_their_random_draws()
 
 def test_an_outage_meets_what_is_in_flight_after_its_tokens_have_come_and_before_it_ends():
     network = Network(Link(), outage_after=20, outage_seconds=2.0)
-    network.count_tokens(19, 1.0)
-    network.count_tokens(20, 3.0)
-    network.count_tokens(21, 4.0)
+    network.tokens_have_come(19, 1.0)
+    network.tokens_have_come(20, 3.0)
+    network.tokens_have_come(21, 4.0)
     assert not network.is_down(1.5, 2.5)
     assert network.is_down(2.9, 3.1)
     assert network.is_down(4.9, 5.1)
@@ -158,29 +158,29 @@ def test_an_outage_meets_what_is_in_flight_after_its_tokens_have_come_and_before
 def network_with_outage(link: Link, seconds: float) -> Network:
     """The outage begins at 1.0."""
     network = Network(link, outage_after=1, outage_seconds=seconds)
-    network.count_tokens(1, 1.0)
+    network.tokens_have_come(1, 1.0)
     return network
 
 
 def test_a_message_stands_still_in_an_outage_and_goes_on_one_timeout_after_its_end():
     direction = network_with_outage(Link(latency=0.02), 0.3).down
-    assert direction.arrival(0.97, 100) == pytest.approx(0.99)  # has arrived before
+    assert direction.send(0.97, 100) == pytest.approx(0.99)  # has arrived before
     resumed = 1.3 + 0.04 + 0.2
-    assert direction.arrival(0.99, 100) == pytest.approx(resumed + 0.01)  # half of its way is left
-    assert direction.arrival(1.10, 100) == pytest.approx(resumed + 0.02)
-    assert direction.arrival(1.40, 100) == pytest.approx(resumed + 0.02)  # in order: with the last
-    assert direction.arrival(2.00, 100) == pytest.approx(2.02)
+    assert direction.send(0.99, 100) == pytest.approx(resumed + 0.01)  # half of its way is left
+    assert direction.send(1.10, 100) == pytest.approx(resumed + 0.02)
+    assert direction.send(1.40, 100) == pytest.approx(resumed + 0.02)  # in order: with the last
+    assert direction.send(2.00, 100) == pytest.approx(2.02)
 
 
 def test_a_long_message_loses_the_whole_outage_and_no_more():
     direction = network_with_outage(Link(bandwidth=1e6), 0.3).up
-    assert direction.arrival(0.5, 10**6) == pytest.approx(8.5 + 0.3 + 0.2)
+    assert direction.send(0.5, 10**6) == pytest.approx(8.5 + 0.3 + 0.2)
 
 
 def test_what_meets_an_outage_without_end_never_arrives():
     direction = network_with_outage(Link(0.01), math.inf).up
-    assert direction.arrival(0.97, 100) == pytest.approx(0.98)
-    assert direction.arrival(1.5, 100) == math.inf
+    assert direction.send(0.97, 100) == pytest.approx(0.98)
+    assert direction.send(1.5, 100) == math.inf
 
 
 # --- Framed messages ---
@@ -417,7 +417,7 @@ def stream(channel: Channel, work: list[float], moments: list[float]) -> None:
     """Take every reply for a token, and add the moments when they come."""
     for _ in channel.request({"work": work}, {}, parse):
         moments.append(time.monotonic())
-        channel.network.count_tokens(len(moments), moments[-1])
+        channel.network.tokens_have_come(len(moments), moments[-1])
 
 
 def test_replies_come_after_the_way_up_the_servers_work_and_the_way_down():
@@ -476,7 +476,7 @@ def test_a_request_that_meets_a_short_outage_is_answered_after_it():
     link = Link(0.01)
     with connected(link, outage_after=1, outage_seconds=0.3) as channel:
         begin = time.monotonic()
-        channel.network.count_tokens(1, begin)
+        channel.network.tokens_have_come(1, begin)
         ask(channel)
         assert time.monotonic() >= begin + 0.3 + link.retransmission_timeout() + 2 * link.latency
 
@@ -495,7 +495,7 @@ def test_an_outage_that_outlasts_the_reply_timeout_ends_a_stream_at_its_deadline
 
 def test_nothing_that_an_outage_without_end_has_stopped_holds_up_a_new_connection():
     with connected(timeout=0.3, outage_after=1) as channel:
-        channel.network.count_tokens(1, time.monotonic())
+        channel.network.tokens_have_come(1, time.monotonic())
         with pytest.raises(ConnectionLost):
             ask(channel)
         channel.network.outage_seconds = 0.0
@@ -509,7 +509,7 @@ def test_a_late_reply_is_lost_after_ten_times_the_slowest_and_a_new_connection_w
         ask(channel)
         start = time.monotonic()
         patience = 10 * channel.slowest
-        channel.network.count_tokens(3, start + 0.01)  # while the next request is in flight
+        channel.network.tokens_have_come(3, start + 0.01)  # while the next request is in flight
         with pytest.raises(ConnectionLost, match="no answer from the server"):
             ask(channel)
         assert time.monotonic() > start + patience > start + 0.3

@@ -155,8 +155,8 @@ class CountedOutage(Network):
         super().__init__(link, outage_after=first)
         self.until = until
 
-    def count_tokens(self, count: int, now: float) -> None:
-        super().count_tokens(count, now)
+    def tokens_have_come(self, count: int, now: float) -> None:
+        super().tokens_have_come(count, now)
         if count >= self.until:
             self.outage_seconds = 0.0
 
@@ -1064,7 +1064,7 @@ def test_a_chat_goes_on_after_an_outage_and_after_a_server_that_is_not_there(
         CountedOutage(20),
         Network(Link()),
     ]
-    networks[1].count_tokens(0, 0.0)
+    networks[1].tokens_have_come(0, 0.0)
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n\nthree\nfour\n"))
     with serving_models(tiny.target, tiny.drafter) as server:
         terminal = terminal_over(networks, server, tiny)
