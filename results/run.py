@@ -88,16 +88,16 @@ EXPERIMENTS = {  # what each of them compares
     "longer": ["full", "full-twice", "neither", "neither-twice"],
 }
 TIMED = {  # experiments that need an idle machine, and the drafters that these time
-    "cost": ["full", "no-lsa", "no-ca", "neither", "n-1", "n-2", "n-4"],
-    "network": ["full"],
+    "cost": ["full", "no-lsa", "no-ca", "neither"],
+    "network": [],  # with the default target and its drafter
 }
 PROMPTS = 16  # to measure acceptance on
 CHAIN = 4  # tokens a chain
 TREE = TreeConfig(depth=6, top_k=3, total_tokens=16)
 ANSWER = 96  # tokens, at most
 COST_RATIOS = (0.02, 0.05, 0.1, 0.2)  # one step of the drafter / one pass of the target
-LATENCIES = ("0ms", "5ms", "10ms", "21ms", "50ms")
-LOSSES = ("0%", "1%", "5%")
+LATENCIES = ("5ms", "21ms", "50ms")  # one way
+LOSSES = ("0%", "1%", "5%")  # of the packets
 MACHINE = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}; " \
           f"CPython {platform.python_version()}, torch {torch.__version__}"
 
@@ -230,6 +230,12 @@ COLUMNS = {  # their heading, and what stands under it
     "chain": lambda row: row["chain"],
     "tree": lambda row: row["tree"],
 }
+SPEEDUP_COLUMNS = {
+    "at 0.02": lambda row: row["chain_speedup_at_cost_ratio"]["0.02"],
+    "at 0.05": lambda row: row["chain_speedup_at_cost_ratio"]["0.05"],
+    "at 0.1": lambda row: row["chain_speedup_at_cost_ratio"]["0.1"],
+    "at 0.2": lambda row: row["chain_speedup_at_cost_ratio"]["0.2"],
+}
 OFFLINE_COLUMNS = {
     "agreement offline": lambda row: row["offline_agreement"],
     "perplexity offline": lambda row: row["offline_perplexity"],
@@ -271,7 +277,9 @@ def print_result(experiment: str) -> None:
             name = method.replace("runs/", "").removesuffix(f"-{row['seed']}")
         groups.setdefault(name, []).append(row)
     columns = COLUMNS
-    if experiment == "reused_layers":
+    if experiment == "parts":
+        columns = COLUMNS | SPEEDUP_COLUMNS
+    elif experiment == "reused_layers":
         columns = COLUMNS | OFFLINE_COLUMNS
     elif experiment == "cost":
         columns = COST_COLUMNS
@@ -376,21 +384,21 @@ def measure_cost() -> None:
 
 
 def measure_network() -> None:
-    """Measure three times, in turn over all networks, with the drafter of seed 0."""
+    """Measure the default target three times over all networks, in turn."""
     rows = []
-    copy_lines(RUNS / "prompts.jsonl", 6, RUNS / "six.jsonl")
+    lines = (ROOT / "tests/prompts.jsonl").read_text().splitlines(keepends=True)
+    (RUNS / "three.jsonl").write_text("".join(lines[::4]))
     for run in range(3):
         for latency in LATENCIES:
             for loss in LOSSES:
-                flags = ["--bench", "runs/six.jsonl", "--model", "runs/toy", "--drafter",
-                         "runs/full-0", "--max-new-tokens", "48", "--remote", "--latency", latency,
-                         "--loss", loss, "--json"]
+                flags = ["--bench", "runs/three.jsonl", "--max-new-tokens", "24", "--json",
+                         "--remote", "--latency", latency, "--loss", loss, "--seed", str(run)]
                 methods = {}
                 for row in json.loads(call(speculate, *flags))["rows"]:
                     if row["category"] == "overall":
                         methods[row["method"]] = row
                 rows.append({"seed": run, "latency": latency, "loss": loss} | methods)
-    write_result("network", rows)
+        write_result("network", rows)
 
 
 def main() -> None:
@@ -412,8 +420,11 @@ def main() -> None:
     prepare()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for experiment in names:
-            drafters = EXPERIMENTS.get(experiment) or TIMED[experiment]
-            list(pool.map(finish, *zip(*itertools.product(drafters, SEEDS))))
+            drafters = EXPERIMENTS.get(experiment, TIMED.get(experiment))
+            jobs = itertools.product(drafters, SEEDS)
+            futures = [pool.submit(finish, name, seed) for name, seed in jobs]
+            for future in futures:
+                future.result()
             if experiment in EXPERIMENTS:
                 collect(experiment)
     if "cost" in names:
