@@ -65,7 +65,6 @@ DRAFTERS: dict[str, list[str]] = {  # the flags of each, besides those in common
     "run-1": ["--run-length", "1", "1"],
     "run-2-8": ["--run-length", "2", "8"],
     "run-unbounded": ["--run-length", "100000", "100000"],
-    "n-1": ["--tli", "1"],
     "n-2": ["--tli", "2"],
     "n-4": ["--tli", "4"],
     "last-layer": [],
@@ -84,7 +83,7 @@ EXPERIMENTS = {  # what each of them compares
     "memory": ["full", "last-layer", "no-lsa"],
     "losses": ["full", "kl-only", "smooth-l1-only"],
     "text": ["full", "own-250", "others-text"],
-    "reused_layers": ["full", "n-1", "n-2", "n-4"],
+    "reused_layers": ["full", "n-2", "n-4"],
     "longer": ["full", "full-twice", "neither", "neither-twice"],
 }
 TIMED = {  # experiments that need an idle machine, and the drafters that these time
@@ -97,7 +96,7 @@ TREE = TreeConfig(depth=6, top_k=3, total_tokens=16)
 ANSWER = 96  # tokens, at most
 COST_RATIOS = (0.02, 0.05, 0.1, 0.2)  # one step of the drafter / one pass of the target
 LATENCIES = ("5ms", "21ms", "50ms")  # one way
-LOSSES = ("0%", "1%", "5%")  # of the packets
+LOSSES = ("0%", "5%")  # of the packets
 MACHINE = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}; " \
           f"CPython {platform.python_version()}, torch {torch.__version__}"
 
@@ -272,9 +271,10 @@ def print_result(experiment: str) -> None:
     for row in rows:
         if experiment == "network":
             name = f"{row['latency']}, {row['loss']}"
+        elif experiment == "cost":
+            name = row["method"].replace("runs/", "").removesuffix(f"-{row['seed']}")
         else:
-            method = row.get("drafter") or row["method"]
-            name = method.replace("runs/", "").removesuffix(f"-{row['seed']}")
+            name = row["drafter"]
         groups.setdefault(name, []).append(row)
     columns = COLUMNS
     if experiment == "parts":

@@ -1,0 +1,52 @@
+"""Claims about results/: its tables are those of its files, and its files are complete."""
+import importlib.util
+import json
+from collections import Counter
+
+import pytest
+from conftest import ROOT
+
+RESULTS = ROOT / "results"
+FILES = sorted(path.stem for path in RESULTS.glob("*.json"))
+
+
+@pytest.fixture(scope="module")
+def run():
+    """results/run.py, which is no module of the repository."""
+    spec = importlib.util.spec_from_file_location("run", RESULTS / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_readme_shows_the_table_of_each_results_file(run, name, capsys):
+    run.print_result(name)
+    title, *table = capsys.readouterr().out.strip().splitlines()
+    assert title == name
+    assert "\n".join(table).strip() in (RESULTS / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_each_results_file_names_its_command_machine_and_date_and_has_three_seeds(name):
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    assert result["command"] == f"python results/run.py {name}"
+    assert result["machine"] and result["date"]
+    seeds = Counter(row["seed"] for row in result["rows"])
+    assert len(seeds) == 3 and len(set(seeds.values())) == 1
+
+
+def test_drafters_that_are_compared_have_the_same_number_of_parameters_within_a_hundredth():
+    for name in FILES:
+        rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+        counts = [row["parameters"] for row in rows if "parameters" in row]
+        assert not counts or max(counts) <= 1.01 * min(counts)
+
+
+def test_every_drafter_of_an_experiment_has_flags_that_train_py_knows(run, monkeypatch):
+    for name in run.DRAFTERS:
+        monkeypatch.setattr("sys.argv", ["train.py", *run.training_flags(name, seed=1)])
+        args = run.train.parse_arguments()
+        assert (args.seed, args.out) == (1, f"runs/{name}-1")
+    for names in run.EXPERIMENTS.values():
+        assert set(names) <= set(run.DRAFTERS)
