@@ -1315,10 +1315,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--by-drafting", action="store_true", help="let --evaluate draft instead of one pass")
     count("--synthesize", metavar="COUNT", help="only let the target write --data")
     add("--questions", metavar="FILE", help="let --synthesize answer this file's questions")
-    add("--pretrain", metavar="DIR", help="only make a toy target in DIR: README.md, Train")
-    count("--layers", default=8, help="of the toy target (default: %(default)s)")
-    add("--width", type=number(int, 64), default=128, help="its hidden size (default: %(default)s)")
-    add("--vocabulary", type=number(int, 258), default=2048, help="its tokens (default: 2048)")
+    add_toy_arguments(parser)
     add("--plot", nargs="+", metavar="DIR", help="only draw the curves of runs: curves.svg")
     args = parser.parse_args()
     args.run_length.sort()
@@ -1329,6 +1326,14 @@ def parse_arguments() -> argparse.Namespace:
     if args.dtype == "float16":
         parser.error("--dtype float16 cannot be trained in; try bfloat16")
     return args
+
+
+def add_toy_arguments(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--pretrain", metavar="DIR", help="only make a toy target in DIR: see README.md, Train")
+    add("--layers", type=positive_int, default=8, help="of it (default: %(default)s)")
+    add("--width", type=number(int, 64), default=128, help="of it (default: %(default)s)")
+    add("--vocabulary", type=number(int, 258), default=2048, help="of it (default: %(default)s)")
 
 
 def make_drafter(target: Llama, data: Conversations, training: np.ndarray, args) -> Drafter:
