@@ -1027,7 +1027,7 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
 # --- A toy target, from nothing but the Python that runs it ---
 #
 # A small Llama that writes functions in the style of Python's own library. With a real target a
-# drafter takes days to converge, with this one minutes: so drafters can be compared.
+# drafter takes days to train, with this one minutes: so drafters can be compared.
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 FUNCTION_CHARACTERS = 1500  # longer functions are left out
@@ -1309,7 +1309,7 @@ def parse_arguments() -> argparse.Namespace:
     count("--draft-vocabulary", metavar="COUNT", help="draft only the most frequent tokens")
     count("--eval-every", default=200, help="updates (default: %(default)s)")
     count("--save-every", default=50, help="updates (default: %(default)s)")
-    add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    add("--resume", action="store_true", help="go on from the checkpoint in --out or --pretrain")
     add("--json", action="store_true", help="end with the log's last record on stdout")
     add("--evaluate", metavar="DIR", help="only score the drafter in DIR on --data, as JSON")
     add("--by-drafting", action="store_true", help="let --evaluate draft instead of one pass")

@@ -1,6 +1,6 @@
-"""Every experiment of results/README.md about the toy target, from nothing.
+"""The experiments of results/README.md that can be made again from nothing.
 
-    python results/run.py                       # all of them: hours on two cores
+    python results/run.py                       # all that compare drafters: hours on two cores
     python results/run.py parts on_policy       # these
     python results/run.py cost network          # these two measure time: on an idle machine
 
@@ -56,7 +56,7 @@ TRAINING = [  # what all drafters have in common; the losses are the paper's
     "--eval-every", "400", "--save-every", "1000", "--device", "cpu",
 ]
 OWN = "runs/own.jsonl"  # written by the target
-SHORT = "--mlp", "352"  # gives SA and CA the parameters that LSA would have
+SHORT = "--mlp", "352"  # widens SA and CA by the parameters of the missing LSA
 DRAFTERS: dict[str, list[str]] = {  # the flags of each, besides those in common
     "full": [],
     "no-lsa": ["--no-lsa", *SHORT],
@@ -179,6 +179,8 @@ def score(name: str, seed: int) -> None:
     with safe_open(folder / "model.safetensors", "pt") as weights:
         shapes = [weights.get_slice(key).get_shape() for key in weights.keys()]
     scores = {"drafter": name, "seed": seed, "command": "python train.py " + " ".join(flags)}
+    if name in CHANGES:
+        scores["command"] = f"python results/run.py --one {name} {seed}"
     scores["parameters"] = sum(torch.Size(shape).numel() for shape in shapes)
     model = ["--model", "runs/toy", "--device", "cpu"]
     judge = ["--evaluate", str(folder), "--data", "runs/test.jsonl", "--seq-len", "512", *model]
@@ -293,12 +295,13 @@ def print_result(experiment: str) -> None:
 
 
 def python(*arguments: str) -> None:
-    """Run a Python of its own, with one thread of PyTorch where several run at a time."""
+    """Run a Python of its own."""
     print("python", *arguments, flush=True)
     subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True)
 
 
 def python_alone(log: Path, *arguments: str) -> None:
+    """The same with one thread of PyTorch, as several run at a time."""
     print("python", *arguments, flush=True)
     threads = {"OMP_NUM_THREADS": "1"}
     with open(log, "w") as file:
@@ -413,9 +416,13 @@ def main() -> None:
         return
     os.chdir(ROOT)
     names = args.experiments or list(EXPERIMENTS)
+    for name in names:
+        if name not in EXPERIMENTS and name not in TIMED:
+            parser.error(f"no experiment {name}: {', '.join([*EXPERIMENTS, *TIMED])}")
     if args.tables:
         for name in names:
-            print_result(name)
+            if (RESULTS / f"{name}.json").exists():
+                print_result(name)
         return
     prepare()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
