@@ -1323,6 +1323,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--data FILE is missing")
     if args.pretrain and (args.synthesize or args.evaluate):
         parser.error("--pretrain is a task of its own")
+    if args.width % 64 != 0:
+        parser.error("--width must be a multiple of 64: heads have 32 numbers, two share a kv head")
     if args.dtype == "float16":
         parser.error("--dtype float16 cannot be trained in; try bfloat16")
     return args

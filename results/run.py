@@ -25,7 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from datetime import date
 from pathlib import Path
-from typing import Callable
 
 import numpy as np
 import torch
@@ -137,7 +136,7 @@ def add_staircase() -> None:
             own_run = positions > horizon.unsqueeze(-1)  # (B, T, T)
             itself = torch.eye(count, dtype=torch.bool)
             seen = causal_mask(count, 0, "cpu") & (own_run | itself | ~alone[:, None, None])
-            embedded = self.embed(self.tokens)
+            embedded = self.embed(self.tokens)  # SA again, under the narrower mask
             x = self.self_attention(embedded, self.rotary[:, :count], seen.unsqueeze(1))
         return cross_attend(self, x, memory, horizon)
 
@@ -221,46 +220,51 @@ def acceptance_length(folder: Path, tree: TreeConfig) -> float:
 
 # --- Tables ---
 
-COLUMNS = {  # their heading, and what stands under it
-    "KL": lambda row: row["held_out_kl"],
-    "depth 1": lambda row: row["drafting"]["depth_accuracy"][0],
-    "2": lambda row: row["drafting"]["depth_accuracy"][1],
-    "4": lambda row: row["drafting"]["depth_accuracy"][3],
-    "6": lambda row: row["drafting"]["depth_accuracy"][5],
-    "8": lambda row: row["drafting"]["depth_accuracy"][7],
-    "chain": lambda row: row["chain"],
-    "tree": lambda row: row["tree"],
+# Of each column: its heading, and where in a row its value stands.
+COLUMNS = {
+    "KL": ["held_out_kl"],
+    "depth 1": ["drafting", "depth_accuracy", 0],
+    "2": ["drafting", "depth_accuracy", 1],
+    "4": ["drafting", "depth_accuracy", 3],
+    "6": ["drafting", "depth_accuracy", 5],
+    "8": ["drafting", "depth_accuracy", 7],
+    "chain": ["chain"],
+    "tree": ["tree"],
 }
 SPEEDUP_COLUMNS = {
-    "at 0.02": lambda row: row["chain_speedup_at_cost_ratio"]["0.02"],
-    "at 0.05": lambda row: row["chain_speedup_at_cost_ratio"]["0.05"],
-    "at 0.1": lambda row: row["chain_speedup_at_cost_ratio"]["0.1"],
-    "at 0.2": lambda row: row["chain_speedup_at_cost_ratio"]["0.2"],
+    f"at {ratio}": ["chain_speedup_at_cost_ratio", str(ratio)] for ratio in COST_RATIOS
 }
 OFFLINE_COLUMNS = {
-    "agreement offline": lambda row: row["offline_agreement"],
-    "perplexity offline": lambda row: row["offline_perplexity"],
+    "agreement offline": ["offline_agreement"],
+    "perplexity offline": ["offline_perplexity"],
 }
 NETWORK_COLUMNS = {
-    "api, tokens/s": lambda row: row["api:link"]["tokens_per_second"],
-    "remote": lambda row: row["remote:link"]["speedup"],
-    "remote+lookup": lambda row: row["remote+lookup:link"]["speedup"],
+    "api, tokens/s": ["api:link", "tokens_per_second"],
+    "remote": ["remote:link", "speedup"],
+    "remote+lookup": ["remote+lookup:link", "speedup"],
 }
 COST_COLUMNS = {
-    "ms a draft": lambda row: row["ms_a_draft"],
-    "speed-up": lambda row: row["speedup"],
-    "acceptance length": lambda row: row["acceptance_length"],
+    "ms a draft": ["ms_a_draft"],
+    "speed-up": ["speedup"],
+    "acceptance length": ["acceptance_length"],
 }
 
 
-def print_table(columns: dict[str, Callable], groups: dict[str, list[dict]]) -> None:
+def value_at(row: dict, place: list) -> float:
+    value = row
+    for key in place:
+        value = value[key]
+    return value
+
+
+def print_table(columns: dict[str, list], groups: dict[str, list[dict]]) -> None:
     """Print a line for each group of rows: means over seeds, and half of their range."""
     print("| |", " | ".join(columns), "|")
     print("|---" * (1 + len(columns)) + "|")
     for name, rows in groups.items():
         cells = []
-        for cell in columns.values():
-            values = [cell(row) for row in rows]
+        for place in columns.values():
+            values = [value_at(row, place) for row in rows]
             spread = (max(values) - min(values)) / 2
             cells.append(f"{np.mean(values):.2f} ± {spread:.2f}")
         print(f"| {name} |", " | ".join(cells), "|")
@@ -401,7 +405,7 @@ def measure_network() -> None:
                     if row["category"] == "overall":
                         methods[row["method"]] = row
                 rows.append({"seed": run, "latency": latency, "loss": loss} | methods)
-        write_result("network", rows)
+    write_result("network", rows)
 
 
 def main() -> None:
@@ -430,8 +434,12 @@ def main() -> None:
             drafters = EXPERIMENTS.get(experiment, TIMED.get(experiment))
             jobs = itertools.product(drafters, SEEDS)
             futures = [pool.submit(finish, name, seed) for name, seed in jobs]
-            for future in futures:
-                future.result()
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:  # a drafter failed, or Ctrl-C
+                pool.shutdown(cancel_futures=True)
+                raise
             if experiment in EXPERIMENTS:
                 collect(experiment)
     if "cost" in names:
