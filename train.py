@@ -358,41 +358,20 @@ def train(
     drafter: Drafter,
     optimizers: list[torch.optim.Optimizer],
     stream: Stream,
-    held_out: list[Sequence],
+    journal: Journal,
     start: int,
     args,
 ) -> int:
-    """Train from update `start` to args.updates. Log, evaluate and save on the way.
+    """Train from update `start` to args.updates, on the sequences of an endless stream.
 
-    Returns how many updates are done: fewer after Ctrl-C, which lets the update under way end and
-    saves it. Raises InputError.
+    Returns how many updates are done: fewer after Ctrl-C. Raises InputError.
     """
-    out = Path(args.out)
-    interrupted = catch_interrupt()
-    is_first = rank() == 0  # under torchrun the other processes compute, and leave the rest to it
     done = start
-    stop = False
-    with tqdm(initial=start, total=args.updates, unit=" updates", disable=not is_first) as progress:
-        while done < args.updates and not stop:
-            began = time.perf_counter()
-            batch = list(itertools.islice(stream, args.batch_size))  # goes on at stream.position
-            record = take_step(drafter, optimizers, batch, done, args)
-            done += 1
-            stop = any_process(interrupted.is_set(), drafter.target.device)
-            if not is_first:
-                continue
-            progress.update()
-            speed = sum(len(s.tokens) for s in batch) / (time.perf_counter() - began)
-            progress.set_postfix_str(f"loss {record['loss']:.3f}, {speed:.0f} tokens/s")
-            log(out, done, record | {"tokens_per_second": speed})
-            is_last = done == args.updates
-            if done % args.eval_every == 0 or is_last:
-                scores = evaluate(drafter, held_out, args)
-                log(out, done, scores)
-                show(scores, done)
-            if done % args.save_every == 0 or is_last or stop:
-                save_drafter(drafter, out)  # before the checkpoint, which says that it is there
-                save_checkpoint(out, drafter, optimizers, done, stream.position, args)
+    while done < args.updates and not journal.interrupted:
+        batch = list(itertools.islice(stream, args.batch_size))
+        record = take_step(drafter, optimizers, batch, done, args)
+        done += 1
+        journal.note(done, batch, record)  # logs, evaluates and saves
     return done
 
 
@@ -472,19 +451,6 @@ def say(message: str) -> None:
     """Print to stderr, once for all processes, above any progress bar."""
     if rank() == 0:
         tqdm.write(message, file=sys.stderr)
-
-
-def catch_interrupt() -> threading.Event:
-    """Let Ctrl-C set an event, and do nothing else. A second one ends the process."""
-    interrupted = threading.Event()
-
-    def catch(*_) -> None:
-        interrupted.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.write(2, b"\nstopping after this update (Ctrl-C again: at once)\n")  # safe at any moment
-
-    signal.signal(signal.SIGINT, catch)
-    return interrupted
 
 
 # --- Evaluation ---
@@ -829,7 +795,70 @@ def checksum(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
-# --- Checkpoints ---
+# --- A run: its log and its checkpoints ---
+
+
+class Journal:
+    """Shows and logs every update of a run, and evaluates and saves its drafter now and then.
+
+    Ctrl-C lets the update under way end, and saves it.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        optimizers: list[torch.optim.Optimizer],
+        stream: Stream,
+        held_out: list[Sequence],
+        start: int,
+        args,
+    ):
+        self.drafter = drafter
+        self.optimizers = optimizers
+        self.stream = stream
+        self.held_out = held_out
+        self.args = args
+        self.interrupted = False
+        self.ctrl_c = catch_interrupt()
+        self.progress = tqdm(
+            initial=start, total=args.updates, unit=" updates", disable=rank() > 0
+        )
+        self.began = time.perf_counter()  # the update under way
+
+    def note(self, done: int, batch: list[Sequence], record: dict) -> None:
+        """Note that an update is done. Under torchrun only process 0 writes."""
+        args = self.args
+        self.interrupted = any_process(self.ctrl_c.is_set(), self.drafter.target.device)
+        if rank() > 0:
+            return
+        out = Path(args.out)
+        is_last = done == args.updates
+        speed = sum(len(s.tokens) for s in batch) / (time.perf_counter() - self.began)
+        self.progress.update()
+        self.progress.set_postfix_str(f"loss {record['loss']:.3f}, {speed:.0f} tokens/s")
+        log(out, done, record | {"tokens_per_second": speed})
+        if done % args.eval_every == 0 or is_last:
+            scores = evaluate(self.drafter, self.held_out, args)
+            log(out, done, scores)
+            show(scores, done)
+        if done % args.save_every == 0 or is_last or self.interrupted:
+            save_drafter(self.drafter, out)  # before the checkpoint, which says that it is there
+            position = self.stream.position
+            save_checkpoint(out, self.drafter, self.optimizers, done, position, args)
+        self.began = time.perf_counter()
+
+
+def catch_interrupt() -> threading.Event:
+    """Let Ctrl-C set an event, and do nothing else. A second one ends the process."""
+    interrupted = threading.Event()
+
+    def catch(*_) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(2, b"\nstopping after this update (Ctrl-C again: at once)\n")  # safe at any moment
+
+    signal.signal(signal.SIGINT, catch)
+    return interrupted
 
 
 def log(out: Path, update: int, record: dict) -> None:
@@ -1069,34 +1098,29 @@ def write_text(folder: Path, args) -> None:
     """
     functions = list(library_functions().items())
     random.Random(args.seed).shuffle(functions)
-    lines = []
-    for signature, source in functions:
-        question = {"role": "user", "content": signature}
-        answer = {"role": "assistant", "content": source}
-        lines.append(json.dumps({"prompt": signature, "messages": [question, answer]}) + "\n")
-    with atomic_write(folder / "held_out.jsonl") as part:
-        part.write_text("".join(lines[:HELD_OUT_FUNCTIONS]))
-    with atomic_write(folder / "functions.jsonl") as part:
-        part.write_text("".join(lines[HELD_OUT_FUNCTIONS:]))
+    held_out = functions[:HELD_OUT_FUNCTIONS]
+    training = functions[HELD_OUT_FUNCTIONS:]
+    for name, chosen in ("held_out", held_out), ("functions", training):
+        with atomic_write(folder / f"{name}.jsonl") as part, open(part, "w") as file:
+            for signature, source in chosen:
+                question = {"role": "user", "content": signature}
+                answer = {"role": "assistant", "content": source}
+                record = {"prompt": signature, "messages": [question, answer]}
+                file.write(json.dumps(record) + "\n")
     tokenizer = tokenizers.ByteLevelBPETokenizer()  # as GPT-2's (Radford et al. 2019)
-    sources = [source for _, source in functions[HELD_OUT_FUNCTIONS:]]
+    sources = [source for _, source in training]
     controls = ["<|im_start|>", "<|im_end|>"]  # of ChatML
     tokenizer.train_from_iterator(sources, args.vocabulary, special_tokens=controls)
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def read_text(path: Path, tokenizer: Tokenizer) -> Tensor:
-    """Return all conversations of a file as one text, (T)."""
+def read_windows(path: Path, tokenizer: Tokenizer, step: int) -> Tensor:
+    """Join a file's conversations into one text, and cut a window out of it every `step` tokens:
+    (windows, WINDOW + 1), a view."""
     conversations = Conversations([str(path)], tokenizer, seq_len=WINDOW)
     sequences = conversations.usable(range(len(conversations.places)))
-    return torch.cat([sequence.tokens for sequence in sequences])
-
-
-def draw_windows(text: Tensor, update: int, args) -> Tensor:
-    """Cut an update's pieces out of a text (T), anywhere: (WINDOWS, WINDOW + 1)."""
-    draws = np.random.default_rng((args.seed, update))
-    starts = draws.integers(len(text) - WINDOW, size=WINDOWS)
-    return torch.stack([text[start:start + WINDOW + 1] for start in starts])
+    text = torch.cat([sequence.tokens for sequence in sequences])
+    return text.unfold(0, WINDOW + 1, step)
 
 
 def next_token_loss(model: Llama, windows: Tensor, args) -> Tensor:
@@ -1128,8 +1152,9 @@ def make_target(vocab_size: int, args) -> Llama:
     return model.to(args.device).requires_grad_(True)
 
 
-def save_target(folder: Path, model: Llama, stop_id: int) -> None:
+def save_target(folder: Path, model: Llama, tokenizer: Tokenizer) -> None:
     """Write a Hugging Face directory, as `load_model` reads it, in bfloat16."""
+    stop_id = tokenizer.backend.token_to_id("<|im_end|>")
     config = {"model_type": "llama", **asdict(model.config)}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stop_id}))
@@ -1147,33 +1172,35 @@ def pretrain(resuming: bool, args) -> None:
         write_text(folder, args)
         (folder / "log.jsonl").write_text("")
     tokenizer = load_tokenizer(folder)
-    training = read_text(folder / "functions.jsonl", tokenizer)
-    held_out = read_text(folder / "held_out.jsonl", tokenizer).unfold(0, WINDOW + 1, WINDOW)
+    training = read_windows(folder / "functions.jsonl", tokenizer, step=1)
+    held_out = read_windows(folder / "held_out.jsonl", tokenizer, step=WINDOW)
     model = make_target(tokenizer.backend.get_vocab_size(), args)
     optimizers = make_optimizers(model.layers, "muon")
     optimizers += make_optimizers(nn.ModuleList([model.embed_tokens, model.norm]), "adamw")
-    start = 0
+    done = 0
     if resuming:
-        start, _ = load_checkpoint(folder, model, optimizers, args)
-    progress = tqdm(range(start, args.updates), initial=start, total=args.updates, unit=" updates")
-    for update in progress:
-        loss = next_token_loss(model, draw_windows(training, update, args), args)
-        loss.backward()
-        lr = float(np.interp(update / args.updates, [0, TOY_WARMUP, 1], [0, TOY_LR, 0]))
-        step(optimizers, lr)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        progress.set_postfix_str(f"loss {loss:.2f}")
-        done = update + 1
-        is_last = done == args.updates
-        if done % args.eval_every == 0 or is_last:
-            with torch.no_grad():
-                losses = [next_token_loss(model, window[None], args).item() for window in held_out]
-            log(folder, done, {"loss": loss.item(), "held_out_loss": np.mean(losses)})
-            say(f"update {done}: held-out loss {np.mean(losses):.3f}")
-        if done % args.save_every == 0 or is_last:
-            save_checkpoint(folder, model, optimizers, done, 0, args)
-    save_target(folder, model, tokenizer.backend.token_to_id("<|im_end|>"))
+        done, _ = load_checkpoint(folder, model, optimizers, args)
+    with tqdm(initial=done, total=args.updates, unit=" updates") as progress:
+        while done < args.updates:
+            draws = np.random.default_rng((args.seed, done))
+            windows = training[draws.integers(len(training), size=WINDOWS)]
+            loss = next_token_loss(model, windows, args)
+            loss.backward()
+            lr = np.interp(done / args.updates, [0, TOY_WARMUP, 1], [0, TOY_LR, 0])
+            step(optimizers, float(lr))
+            model.zero_grad()
+            done += 1
+            progress.update()
+            progress.set_postfix_str(f"loss {loss:.2f}")
+            is_last = done == args.updates
+            if done % args.eval_every == 0 or is_last:
+                with torch.no_grad():
+                    held_out_loss = next_token_loss(model, held_out, args).item()
+                log(folder, done, {"loss": loss.item(), "held_out_loss": held_out_loss})
+                say(f"update {done}: held-out loss {held_out_loss:.3f}")
+            if done % args.save_every == 0 or is_last:
+                save_checkpoint(folder, model, optimizers, done, 0, args)
+    save_target(folder, model, tokenizer)
 
 
 # --- The curves of runs, as one SVG file ---
@@ -1381,11 +1408,16 @@ def run_training(target: Llama, tokenizer: Tokenizer, resuming: bool, args) -> N
         save_checkpoint(out, drafter, optimizers, 0, 0, args)
     sequence = next(iter(Stream(data, training, args.seed)))
     announce_cost(drafter, sequence, held_out, args.updates - start, args)
-    done = train(drafter, optimizers, stream, held_out, start, args)
+    journal = Journal(drafter, optimizers, stream, held_out, start, args)
+    with journal.progress:
+        done = train(drafter, optimizers, stream, journal, start, args)
     if done < args.updates:
         say(f"saved at {done}; go on with --resume")
         raise KeyboardInterrupt
     say(f"the drafter is in {out}: python speculate.py --model {args.model} --drafter {out}")
+
+
+def print_last_record(out: Path, args) -> None:
     if args.json and rank() == 0:
         print((out / "log.jsonl").read_text().splitlines().pop())
 
@@ -1419,6 +1451,7 @@ def main() -> None:
         raise InputError(f"{out} holds work: --resume goes on, else choose another folder")
     if args.pretrain:
         pretrain(resuming, args)
+        print_last_record(out, args)
         return
     if dist.is_torchelastic_launched():
         join_processes(args)
@@ -1434,6 +1467,7 @@ def main() -> None:
         run_evaluation(target, tokenizer, args)
     else:
         run_training(target, tokenizer, resuming, args)
+        print_last_record(out, args)
     if dist.is_initialized():
         dist.barrier()  # until process 0 has saved, and gloo's threads have let go of our tensors
         dist.destroy_process_group()

@@ -48,7 +48,7 @@ from moa import Drafter, TreeConfig, load_drafter  # noqa: E402
 RUNS = ROOT / "runs"
 TOY = RUNS / "toy"
 SEEDS = (0, 1, 2)
-UPDATES = 800
+UPDATES = 1600
 TRAINING = [  # what all drafters have in common; the losses are the paper's
     "--model", "runs/toy", "--seq-len", "512", "--batch-size", "2", "--micro-batch-size", "2",
     "--optimizer", "muon", "--lr", "4e-3", "--schedule", "cosine", "--warmup", "20",
@@ -64,6 +64,7 @@ DRAFTERS: dict[str, list[str]] = {  # the flags of each, besides those in common
     "run-1": ["--run-length", "1", "1"],
     "run-2-8": ["--run-length", "2", "8"],
     "run-unbounded": ["--run-length", "100000", "100000"],
+    "n-1": ["--tli", "1"],
     "n-2": ["--tli", "2"],
     "n-4": ["--tli", "4"],
     "last-layer": [],
@@ -72,18 +73,20 @@ DRAFTERS: dict[str, list[str]] = {  # the flags of each, besides those in common
     "smooth-l1-only": ["--kl-weight", "0"],
     "others-text": ["--data", "runs/others.jsonl"],
     "own-250": ["--data", "runs/own-250.jsonl"],
+    "full-half": ["--updates", str(UPDATES // 2)],
     "full-twice": ["--updates", str(2 * UPDATES)],
+    "neither-half": ["--no-lsa", "--no-ca", *SHORT, "--updates", str(UPDATES // 2)],
     "neither-twice": ["--no-lsa", "--no-ca", *SHORT, "--updates", str(2 * UPDATES)],
 }
 EXPERIMENTS = {  # what each of them compares
     "parts": ["full", "no-lsa", "no-ca", "neither"],
     "on_policy": ["full", "run-2-8", "run-1", "run-unbounded"],
-    "staircase": ["full", "staircase"],
-    "memory": ["full", "last-layer", "no-lsa"],
+    "longer": ["full-half", "full", "full-twice", "neither-half", "neither", "neither-twice"],
+    "reused_layers": ["full", "n-1", "n-2", "n-4"],
     "losses": ["full", "kl-only", "smooth-l1-only"],
     "text": ["full", "own-250", "others-text"],
-    "reused_layers": ["full", "n-2", "n-4"],
-    "longer": ["full", "full-twice", "neither", "neither-twice"],
+    "memory": ["full", "last-layer", "no-lsa"],
+    "staircase": ["full", "staircase"],
 }
 TIMED = {  # experiments that need an idle machine, and the drafters that these time
     "cost": ["full", "no-lsa", "no-ca", "neither"],
@@ -159,12 +162,20 @@ def call(script, *flags: str) -> str:
 
 
 def training_flags(name: str, seed: int) -> list[str]:
+    """Return the command line of train.py that makes a drafter."""
     flags = [*TRAINING, *DRAFTERS[name], "--seed", str(seed), "--out", f"runs/{name}-{seed}"]
     if "--data" not in flags:
         flags += ["--data", OWN]
     if "--updates" not in flags:
         flags += ["--updates", str(UPDATES)]
     return flags
+
+
+def training_command(name: str, seed: int) -> str:
+    text = " ".join(["python train.py", *training_flags(name, seed)])
+    if name in CHANGES:
+        text += f", changed as by: python results/run.py --one {name} {seed}"
+    return text
 
 
 def score(name: str, seed: int) -> None:
@@ -177,9 +188,7 @@ def score(name: str, seed: int) -> None:
     call(train, *flags)
     with safe_open(folder / "model.safetensors", "pt") as weights:
         shapes = [weights.get_slice(key).get_shape() for key in weights.keys()]
-    scores = {"drafter": name, "seed": seed, "command": "python train.py " + " ".join(flags)}
-    if name in CHANGES:
-        scores["command"] = f"python results/run.py --one {name} {seed}"
+    scores = {"drafter": name, "seed": seed, "command": training_command(name, seed)}
     scores["parameters"] = sum(torch.Size(shape).numel() for shape in shapes)
     model = ["--model", "runs/toy", "--device", "cpu"]
     judge = ["--evaluate", str(folder), "--data", "runs/test.jsonl", "--seq-len", "512", *model]
@@ -340,8 +349,9 @@ def prepare() -> None:
 
 
 def finish(name: str, seed: int) -> None:
-    """Score a drafter in a process of its own, unless that is done."""
-    if (RUNS / f"{name}-{seed}/scores.json").exists():
+    """Score a drafter in a process of its own, unless that is done, with the present flags."""
+    scores = RUNS / f"{name}-{seed}/scores.json"
+    if scores.exists() and json.loads(scores.read_text())["command"] == training_command(name, seed):
         return
     python_alone(RUNS / f"{name}-{seed}.log", "results/run.py", "--one", name, str(seed))
 

@@ -168,6 +168,12 @@ def test_an_interrupted_run_resumes_to_the_same_weights(pretrain, made, tmp_path
     assert read_lines(tmp_path / "log.jsonl") == read_lines(made / "log.jsonl")
 
 
+def test_with_json_it_ends_with_the_last_record_of_its_log(pretrain, tmp_path, capsys):
+    pretrain(tmp_path / "toy", "--updates", "1", "--json")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line) == read_lines(tmp_path / "toy" / "log.jsonl")[-1]
+
+
 def test_a_finished_target_is_not_overwritten(pretrain, made, capsys):
     before = {path: path.read_bytes() for path in made.iterdir()}
     with pytest.raises(SystemExit) as stopped:
