@@ -204,6 +204,10 @@ class DecoderLayer(nn.Module):
             kv = cache.append(index, kv)  # (B, Hkv, S, 2D)
         return self.feed_forward(x + self.self_attn(q, kv, mask))
 
+    def keys_values(self, x: Tensor, rope: Tensor) -> Tensor:
+        """Return only the keys and values of x (B, T, E), (B, Hkv, T, 2D): what a cache holds."""
+        return self.self_attn.keys_values(self.input_layernorm(x), rope)
+
     def feed_forward(self, x: Tensor) -> Tensor:
         """Run the second half of the layer, the MLP."""
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -262,7 +266,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         embeddings = torch.empty(config.vocab_size, config.hidden_size)
-        if not embeddings.is_meta:  # there random numbers would import PyTorch's compiler
+        if not embeddings.is_meta:  # on the meta device normal_ would import PyTorch's compiler
             nn.init.normal_(embeddings)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
         self.layers = nn.ModuleList()
@@ -411,7 +415,9 @@ def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
     A token is in the nucleus if the likelier ones do not reach top_p without it. Tokens that tie
     with the last one are in it too: in bfloat16 many tie, and a sort may put them in any order.
     """
-    for count in (64, 1024, p.shape[-1]):  # so few are nearly always enough, and found much faster
+    # Sorting all of V would do. But the nucleus is nearly always among the few likeliest tokens,
+    # and these are found much faster. So look at 64, if they are not enough at 1024, then at all.
+    for count in (64, 1024, p.shape[-1]):
         descending = p.topk(min(count, p.shape[-1])).values  # (..., count)
         reached = descending.cumsum(-1)  # with each token and all that are likelier
         if (reached[..., -1] >= top_p).all():

@@ -94,13 +94,9 @@ class DrafterConfig:
 class CrossAttentionLayer(DecoderLayer):
     """A decoder layer whose keys and values come from another sequence, the memory.
 
-    Its attention is still called `self_attn`, as in the authors' checkpoints, and its one norm
-    serves both sequences.
+    They are `keys_values(memory, rope)`. The attention is still called `self_attn`, as in the
+    authors' checkpoints, and the one norm serves both sequences.
     """
-
-    def keys_values(self, memory: Tensor, rope: Tensor) -> Tensor:
-        """Project memory (B, S, E) to (B, Hkv, S, 2D). rope: the angles of its positions."""
-        return self.self_attn.keys_values(self.input_layernorm(memory), rope)
 
     def attend_to(self, kv: Tensor, x: Tensor, rope: Tensor, mask: Tensor | None = None) -> Tensor:
         """Run the layer on queries from x (B, T, E) over kv (B, Hkv, S, 2D) -> (B, T, E)."""
@@ -112,7 +108,7 @@ class DraftHead:
     """The target's LM head, frozen, as drafts use it.
 
     Not an nn.Module, so that the target's weights are not among those that the drafter trains and
-    saves.
+    saves. The last two methods do something only for a draft vocabulary, `LimitedHead` below.
     """
 
     def __init__(self, target: Llama):
@@ -212,7 +208,8 @@ class Drafter(nn.Module):
     def build_memory(self, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Return the memory of tokens (B, T, E), given their kv (B, T, L, 2 Ekv) in the cache.
 
-        hidden, the target's final states (B, T, E), is for the ablation that reads these instead.
+        hidden, the target's final states (B, T, E), is not used here: the ablation without LSA
+        reads it instead.
         """
         pieces = []
         for piece in kv.split(LSA_TOKENS, dim=1):
@@ -310,7 +307,8 @@ class MemoryUpdate:
 @dataclass(frozen=True)
 class TreeConfig:
     """How large a draft may grow: EAGLE-2's limits, and two of ours, which end a draft where the
-    drafter is unsure. To *expand* a token is to run the drafter on it and add tokens after it."""
+    drafter is unsure. To *expand* a token is to run the drafter on it and add tokens after it. The
+    tokens of a draft that are expanded next are its *leaves*."""
 
     depth: int
     top_k: int = 1  # tokens expanded at each level; with 1 the draft is a chain
@@ -405,7 +403,7 @@ class DraftState:
         layer = self.drafter.self_attention
         x = self.embed(update.tokens)  # (1, T, E)
         rope = self.drafter.rotary[:, start:end]
-        self.self_cache.append(0, layer.self_attn.keys_values(layer.input_layernorm(x), rope))
+        self.self_cache.append(0, layer.keys_values(x, rope))
         self.cross_cache.append(0, update.cross_kv)
         for i in range(self.drafter.N):
             self.reused_cache.append(i, update.reused_kv[i])
@@ -431,21 +429,13 @@ class DraftState:
             if draft.path_probabilities[last] < tree.min_confidence:
                 break
             q = self.next_distributions(draft, [last]).squeeze(0)  # (V')
-            if self.sampling.temperature == 0:
-                choice = int(q.argmax())
-            else:
-                choice = sample(q, self.sampling.generator)
-                draft.q[last] = self.drafter.head.over_all_tokens(q)
-            token = self.drafter.head.token(choice)
-            draft.add(token, parent=last, probability=float(q[choice]))
+            extend_chain(draft, q, self.drafter.head, self.sampling)
         return draft
 
     def next_distributions(self, draft: Draft, leaves: list[int]) -> Tensor:
         """Return q after each leaf, (leaves, V'): what its children are chosen from."""
         logits = self.drafter.head.logits(self.step(draft, leaves))
-        if self.sampling.temperature == 0:
-            return probabilities(logits, 1.0)  # TreeConfig's limits compare these probabilities
-        return probabilities(logits, self.sampling.temperature, self.sampling.top_p)
+        return draft_distributions(logits, self.sampling)
 
     def step(self, draft: Draft, leaves: list[int]) -> Tensor:
         """Run SA, CA and TLI on the leaves, all of one level: features (leaves, E)."""
@@ -502,10 +492,14 @@ class DraftState:
     def sample_tree(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a tree of tokens that are drawn from q.
 
-        At each level: find the `share` likeliest tokens after all leaves, and count how many follow
-        each leaf. Then draw that many from the leaf's q, without replacement. The counts may depend
-        on q and on earlier levels, but not on what is drawn now. And all that is drawn is proposed:
-        to drop a token because of what it is would change the distribution of those that stay.
+        At each level:
+
+        1. Find the `share` likeliest tokens after all leaves, and count how many follow each leaf.
+        2. Draw that many from the leaf's q, without replacement, whichever tokens these are.
+        3. Propose all that are drawn.
+
+        The counts may depend on q and on earlier levels, but not on what is drawn now. And to drop
+        a token because of what it is would change the distribution of those that stay.
         """
         draft = Draft(root)
         leaves = [0]
@@ -558,6 +552,24 @@ def drafter_cache(drafter: Drafter, attention: Attention, capacity: int, rows: i
     """Return an empty cache for one of the drafter's own layers."""
     shape = (1, rows, attention.kv_heads, capacity, 2 * attention.head_dim)
     return KVCache(torch.zeros(shape, dtype=drafter.dtype, device=drafter.target.device))
+
+
+def draft_distributions(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return q, what drafts are chosen from: logits (..., V') -> (..., V')."""
+    if sampling.temperature == 0:
+        return probabilities(logits, 1.0)  # TreeConfig's limits compare these probabilities
+    return probabilities(logits, sampling.temperature, sampling.top_p)
+
+
+def extend_chain(draft: Draft, q: Tensor, head: DraftHead, sampling: Sampling) -> None:
+    """Add to a chain a token that is chosen from q (V'): the likeliest, or a draw."""
+    last = len(draft.tokens) - 1
+    if sampling.temperature == 0:
+        choice = int(q.argmax())
+    else:
+        choice = sample(q, sampling.generator)
+        draft.q[last] = head.over_all_tokens(q)
+    draft.add(head.token(choice), parent=last, probability=float(q[choice]))
 
 
 class Choice(NamedTuple):
@@ -829,7 +841,7 @@ class OffPolicyDraftState(DraftState):
         self.verified_memory = memory[-1]
         self.last_memory = memory[-1]
         layer = drafter.cross_attention
-        cross_kv = layer.self_attn.keys_values(layer.input_layernorm(x + memory[:-1]), rope)
+        cross_kv = layer.keys_values(x + memory[:-1], rope)
         super().append_verified(replace(update, cross_kv=cross_kv))
 
     def draft(self, root: int, tree: TreeConfig) -> Draft:
@@ -979,8 +991,7 @@ class BatchDraftState:
         rope = drafter.rotary[:, positions]
         memory = drafter.build_memory(kv.permute(2, 0, 1, 3)[None], torch.cat(hidden)[None])
         cross_kv = drafter.cross_attention.keys_values(memory, rope)  # (1, Hkv, T, 2D)
-        normed = layer.input_layernorm(drafter.embed(ids))
-        self_kv = layer.self_attn.keys_values(normed, rope)
+        self_kv = layer.keys_values(drafter.embed(ids), rope)
         reused_kv = kv[len(kv) - drafter.N:]
         first = 0
         for row, new in zip(rows, tokens):
@@ -1002,21 +1013,9 @@ class BatchDraftState:
         for _ in range(K):
             logits = self.step([draft.tokens[-1] for draft in drafts])  # (B, V')
             for row, draft in enumerate(drafts):
-                self.extend_chain(draft, logits[row], samplings[row])
+                q = draft_distributions(logits[row], samplings[row])
+                extend_chain(draft, q, self.drafter.head, samplings[row])
         return drafts
-
-    def extend_chain(self, draft: Draft, logits: Tensor, sampling: Sampling) -> None:
-        """Add to a chain the token that is chosen after logits (V')."""
-        last = len(draft.tokens) - 1
-        if sampling.temperature == 0:
-            q = probabilities(logits, 1.0)
-            choice = int(q.argmax())
-        else:
-            q = probabilities(logits, sampling.temperature, sampling.top_p)
-            choice = sample(q, sampling.generator)
-            draft.q[last] = self.drafter.head.over_all_tokens(q)
-        token = self.drafter.head.token(choice)
-        draft.add(token, parent=last, probability=float(q[choice]))
 
     def step(self, tokens: list[int]) -> Tensor:
         """Run SA, CA and TLI on one more token of every row: logits (B, V')."""

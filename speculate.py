@@ -99,6 +99,7 @@ from netsim import (
     Link,
     MessageServer,
     Network,
+    Tensors,
     add_link_arguments,
     address,
     duration,
@@ -435,7 +436,6 @@ PROMPT_CHUNK = 256  # tokens of a long text that the server reads before it send
 OFFLINE_TOKENS = 8  # that the drafter writes alone between two attempts to reconnect
 INITIAL_BACKOFF = 0.5  # seconds between two attempts; doubles with each that fails
 MAX_BACKOFF = 30.0
-Tensors = dict[str, Tensor]
 Replies = Iterator[tuple[dict, Tensors]]
 
 
@@ -862,7 +862,7 @@ class Cycle:
     draft: Draft | None = None
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
-    target: LocalTarget | RemoteTarget | None = None  # that verified it
+    target: LocalTarget | RemoteTarget | None = None  # the one that verified the draft
 
     @property
     def origins(self) -> list[Origin]:

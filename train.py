@@ -88,7 +88,6 @@ from moa import (
 )
 
 CLIP = 1.0  # the gradient's norm, at most
-LOSS_CHUNK = 256  # distributions over V tokens that exist at once
 
 
 # --- Horizons: training as drafting ---
@@ -103,9 +102,10 @@ LOSS_CHUNK = 256  # distributions over V tokens that exist at once
 #     horizon    0  1  2  3 |  3  3  3  3 |  7  7  7  7 | 11 ..    the last memory it may read
 #     depth                 |  1  2  3  4 |  1  2  3  4 |  1 ..    of the token that it drafts
 #
-# The query at position 6 drafts the third token of a cycle in which the newest token was at 4. It
-# sees the tokens up to 6, of which 5 and 6 stand for the first two drafted ones, and the memory of
-# 0 to 3. While drafting, 5 and 6 would be guesses. If the text is the target's own, as after
+# The depth is counted from the run's first token, which stands for the newest one. So the query at
+# position 6 drafts the third token of a cycle. It sees the tokens up to 6, of which 5 and 6 stand
+# for the first two drafted ones, and the memory of 0 to 3. The last query of a run drafts the token
+# after it. While drafting, 5 and 6 would be guesses. If the text is the target's own, as after
 # --synthesize, that makes no difference: what follows a wrong guess is thrown away, whatever it is.
 #
 # The length of the runs is drawn for each conversation, from 5 to 15. So is a phase, by which an
@@ -199,36 +199,15 @@ def target_pass(target: Llama, tokens: Tensor, N: int) -> TargetStates:
     return TargetStates(by_token.flatten(3), entering, target.norm(x))
 
 
-class ForwardKL(torch.autograd.Function):
-    """KL(p || q), summed over positions and horizons: (p * (log p - log q)).sum().
+def kl_divergence(features: Tensor, hidden: Tensor, head: Tensor) -> Tensor:
+    """Return KL(p || q), summed over positions and horizons.
 
-    A distribution has V numbers (Llama-3: 128 256), and autograd would keep several of them for
-    each position until the backward pass. But the gradient in the logits of q is q - p, known as
-    soon as the loss is. So both are computed here, chunk by chunk, and what is kept is the gradient
-    in the features, E numbers a position. With a draft vocabulary p and q are over its tokens.
+    q follows from the drafter's features (R, n, E), p from the target's final hidden states (n, E),
+    through the weight of the LM head, head (V, E). With a draft vocabulary both are over its tokens.
     """
-
-    @staticmethod
-    def forward(ctx, features: Tensor, hidden: Tensor, head: Tensor) -> Tensor:
-        """Compare q, from the drafter's features (R, n, E), with p, from the target's final hidden
-        states (n, E). head (V, E): the weight of the LM head."""
-        loss = features.new_zeros(())
-        gradient = torch.empty_like(features)
-        count = max(1, LOSS_CHUNK // len(features))
-        for first in range(0, len(hidden), count):
-            chunk = slice(first, first + count)
-            log_p = F.linear(hidden[chunk], head).log_softmax(-1, torch.float32)  # (c, V)
-            log_q = F.linear(features[:, chunk], head).log_softmax(-1, torch.float32)  # (R, c, V)
-            p = log_p.exp()
-            loss += (p * (log_p - log_q)).sum()
-            gradient[:, chunk] = (log_q.exp() - p) @ head
-        ctx.save_for_backward(gradient)
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad_output: Tensor):
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_output, None, None
+    log_p = F.linear(hidden, head).log_softmax(-1, torch.float32)  # (n, V)
+    log_q = F.linear(features, head).log_softmax(-1, torch.float32)  # (R, n, V)
+    return (log_p.exp() * (log_p - log_q)).sum()
 
 
 def hidden_loss(predicted: Tensor, true: Tensor) -> Tensor:
@@ -262,7 +241,8 @@ def distill(drafter: Drafter, example: Example, args) -> Distillation:
         features.append(drafter.infer_target_layers(guess, states.kv, horizon)[trained])
     features = torch.stack(features).float()  # (R, n, E)
     final = states.final[trained].float()  # (n, E)
-    kl = ForwardKL.apply(features, final, drafter.head.weight)
+    # `kl_divergence`, a few positions at a time: see below the bar.
+    kl = ChunkedKL.apply(features, final, drafter.head.weight)
     hidden = hidden_loss(features, final)
     if drafter.N > 0:
         entering = hidden_loss(torch.stack(guesses), states.entering[trained])
@@ -350,7 +330,7 @@ def take_step(
     if not math.isfinite(norm):
         raise InputError(f"update {update + 1}: the gradient is not finite; lower --lr")
     lr = learning_rate(update, args)
-    step(optimizers, lr)
+    apply_gradients(optimizers, lr)
     return losses._asdict() | {"lr": lr, "grad_norm": norm}
 
 
@@ -378,7 +358,39 @@ def train(
 # --- The method ends here: what follows makes it fast and practical ---
 
 
-def step(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
+KL_CHUNK = 256  # distributions over V tokens that exist at once
+
+
+class ChunkedKL(torch.autograd.Function):
+    """`kl_divergence`, with less memory.
+
+    A distribution has V numbers (Llama-3: 128 256), and autograd would keep several of them for
+    each position until the backward pass. So each chunk of positions is differentiated at once, and
+    what is kept is the gradient in its features, E numbers a position.
+    """
+
+    @staticmethod
+    def forward(ctx, features: Tensor, hidden: Tensor, head: Tensor) -> Tensor:
+        total = features.new_zeros(())
+        gradient = torch.empty_like(features)
+        count = max(1, KL_CHUNK // len(features))
+        for first in range(0, len(hidden), count):
+            chunk = slice(first, first + count)
+            with torch.enable_grad():
+                piece = features[:, chunk].detach().requires_grad_()
+                kl = kl_divergence(piece, hidden[chunk], head)
+            (gradient[:, chunk],) = torch.autograd.grad(kl, piece)
+            total += kl.detach()
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor):
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_output, None, None
+
+
+def apply_gradients(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
     """Move the weights along their gradients, at a learning rate."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -407,7 +419,7 @@ def memory_loss(drafter: Drafter, memory: Tensor, final: Tensor, args) -> Tensor
     LSA learns slowly from the drafter's loss alone, which reaches it through CA.
     """
     memory = memory.float().unsqueeze(0)  # (1, n, E)
-    kl = ForwardKL.apply(memory, final, drafter.head.weight)
+    kl = ChunkedKL.apply(memory, final, drafter.head.weight)
     loss = args.kl_weight * kl + args.feature_weight * hidden_loss(memory, final)
     return args.memory_weight * loss
 
@@ -1187,7 +1199,7 @@ def pretrain(resuming: bool, args) -> None:
             loss = next_token_loss(model, windows, args)
             loss.backward()
             lr = np.interp(done / args.updates, [0, TOY_WARMUP, 1], [0, TOY_LR, 0])
-            step(optimizers, float(lr))
+            apply_gradients(optimizers, float(lr))
             model.zero_grad()
             done += 1
             progress.update()
