@@ -241,7 +241,7 @@ COLUMNS = {
     "tree": ["tree"],
 }
 SPEEDUP_COLUMNS = {
-    f"at {ratio}": ["chain_speedup_at_cost_ratio", str(ratio)] for ratio in COST_RATIOS
+    f"speed-up at {ratio}": ["chain_speedup_at_cost_ratio", str(ratio)] for ratio in COST_RATIOS
 }
 OFFLINE_COLUMNS = {
     "agreement offline": ["offline_agreement"],
