@@ -371,7 +371,7 @@ class Draft:
 class DraftState:
     """The drafter's side of one conversation: three caches, and the draft that is being made.
 
-    self_cache    SA    | text | root and expanded drafts       |
+    self_cache    SA    | text | root and expanded tokens       |
     cross_cache   CA    | memory of the text |
     reused_cache  TLI   | the target's keys and values of the text | the drafter's of the rest |
     """
@@ -804,9 +804,9 @@ class OffPolicyDrafter(Drafter):
         return MemoryUpdate(tokens, memory, kv[len(kv) - self.N:])
 
     def predicted_memory(self, features: Tensor) -> Tensor:
-        """Return what stands in for the memory of drafts (T, E), given their features (T, E).
+        """Return what stands in for the memory of drafted tokens, given their features (T, E).
 
-        A draft has no KV cache that LSA could read, so its predicted hidden state serves as it is.
+        They have no keys and values that LSA could read: a predicted hidden state serves as it is.
         """
         return features.to(self.dtype)
 
@@ -820,7 +820,7 @@ class LastStateOffPolicyDrafter(LastStateDrafter, OffPolicyDrafter):
 
 class OffPolicyDraftState(DraftState):
     """Drafts without CA. Here cross_cache holds the keys and values of the causal layer in its
-    place: of the text and, for the moment of a step, of drafts after it."""
+    place: of the text and, for the moment of a step, of drafted tokens after it."""
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
         super().__init__(drafter, capacity, sampling)

@@ -5,17 +5,17 @@ So a drafter proposes the next few tokens, and one pass of the target verifies a
 those that it might have written itself, and adds one of its own. Wherever the drafter is right, a
 pass brings several tokens. `speculate` is the loop, `LocalTarget` the target's side of it.
 
-Which drafts are kept is decided so that the text is distributed exactly as the target's own
+Which drafted tokens are kept is decided so that the text is distributed exactly as the target's own
 (Leviathan et al. 2023; Chen et al. 2023). With p the target's and q the drafter's distribution:
 
     accept x ~ q with probability min(1, p(x) / q(x));  if rejected, draw from norm(max(p - q, 0))
 
 Why that is exact: x is drafted and then accepted with probability q(x) min(1, p(x) / q(x)), which
-is min(p(x), q(x)). A draft is rejected with probability 1 - sum min(p, q) = sum max(p - q, 0),
-and that is what `norm` divides by. So x comes out with probability min(p(x), q(x)) + max(p(x) -
+is min(p(x), q(x)). A rejection has the probability 1 - sum min(p, q) = sum max(p - q, 0), and that
+is what `norm` divides by. So x comes out with probability min(p(x), q(x)) + max(p(x) -
 q(x), 0), which is p(x), whatever q is. A bad drafter costs time, never text.
 
-    python speculate.py --prompt "Explain why the sky is blue." --show   # accepted drafts are green
+    python speculate.py --prompt "Explain why the sky is blue." --show   # accepted tokens are green
     python speculate.py                                                  # a chat
     python speculate.py --remote --latency 21ms                          # the target on a server
 
@@ -184,7 +184,7 @@ class LocalTarget:
         logits = self.model.lm_head(hidden[0])  # (1 + K, V)
         acceptance = self.accept(logits, draft)
         self.cache.keep_path(start, acceptance.path)
-        verified = [draft.tokens[i] for i in acceptance.path]  # the root, then accepted drafts
+        verified = [draft.tokens[i] for i in acceptance.path]  # the root, then what is accepted
         memory = self.memory_update(verified, hidden[:, acceptance.path])
         return VerifyResult(verified[1:], acceptance.token, memory)
 
@@ -407,7 +407,7 @@ class ChainBatch(Batch):
         verified_hidden = []
         for row, draft in enumerate(drafts):
             acceptance = accept_draft(logits[row], draft, samplings[row])
-            kept = draft.tokens[:len(acceptance.path)]  # the root and accepted drafts
+            kept = draft.tokens[:len(acceptance.path)]  # the root and what is accepted
             new = (kept[1:] + [acceptance.token])[:room[row]]
             count = len(new)
             new_tokens.append(new)
@@ -1100,7 +1100,7 @@ class Printer:
 
 
 class Trial(NamedTuple):
-    """A draft x is accepted if u < ratio."""
+    """A drafted token x is accepted if u < ratio."""
 
     u: float  # a random number, uniform in [0, 1)
     ratio: float  # p(x) / q(x)
@@ -1110,7 +1110,7 @@ class TracedTarget(LocalTarget):
     """Notes the p and the u by which it decided: what `accept` is a method for."""
 
     p: list[float] = []  # the target's probability of each token of the draft
-    trials: dict[int, Trial] = {}  # of the drafts that were tried, above temperature 0
+    trials: dict[int, Trial] = {}  # of the tokens that were tried, above temperature 0
 
     def accept(self, logits: Tensor, draft: Draft) -> Acceptance:
         before = self.sampling.generator.get_state()
@@ -1224,7 +1224,7 @@ class Trace:
     def branch(
         self, cycle: Cycle, draft: Draft, path: list[int], parent: int, indent: str
     ) -> list[str]:
-        """Draw the drafts after a parent, and what follows each."""
+        """Draw the tokens after a parent, and what follows each."""
         lines = []
         children = draft.children(parent)
         for child in children:
@@ -1243,7 +1243,7 @@ class Trace:
         return lines
 
     def reason(self, cycle: Cycle, draft: Draft, path: list[int], child: int) -> str:
-        """Say why a draft was accepted or not."""
+        """Say why a drafted token was accepted or not."""
         verdict = "accepted" if child in path else "rejected"
         if draft.parents[child] not in path:
             return "not reached"
@@ -1641,7 +1641,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--show",
         action="store_true",
-        help="color accepted drafts green, unverified text yellow",
+        help="color accepted tokens green, unverified text yellow",
     )
     parser.add_argument("--trace", action="store_true", help="show every cycle as it happens")
     add_generation_arguments(parser)

@@ -203,7 +203,7 @@ def kl_divergence(features: Tensor, hidden: Tensor, head: Tensor) -> Tensor:
     """Return KL(p || q), summed over positions and horizons.
 
     q follows from the drafter's features (R, n, E), p from the target's final hidden states (n, E),
-    through the weight of the LM head, head (V, E). With a draft vocabulary both are over its tokens.
+    through the weight of the LM head, head (V, E). With a draft vocabulary both are over that.
     """
     log_p = F.linear(hidden, head).log_softmax(-1, torch.float32)  # (n, V)
     log_q = F.linear(features, head).log_softmax(-1, torch.float32)  # (R, n, V)
@@ -503,8 +503,8 @@ def evaluate(drafter: Drafter, sequences: list[Sequence], args) -> dict:
 
 
 def depth_scores(runs: list[list[bool]], depths: int) -> dict:
-    """Return how often a draft at each depth is the target's first choice, if all before it in its
-    run were.
+    """Return how often a token drafted at each depth is the target's first choice, if all before it
+    in its run were.
 
     With a_d that share at depth d, a cycle brings 1 + a_1 + a_1 a_2 + ... tokens: the acceptance
     length implied. It is optimistic: these runs begin anywhere, but a cycle mostly begins after a
@@ -555,7 +555,7 @@ def show(scores: dict, update: int) -> None:
     """Print an evaluation for a person."""
     lines = [
         f"update {update}: held-out KL {scores['held_out_kl']:.3f}, implied acceptance length "
-        f"{scores['implied_acceptance_length']:.2f}, and how often a draft is right, by depth:"
+        f"{scores['implied_acceptance_length']:.2f}, and how often drafted tokens are right, by depth:"
     ]
     for depth, accuracy in enumerate(scores["depth_accuracy"], 1):
         lines.append(f"  {depth}  {accuracy:4.0%}  {'█' * round(40 * accuracy)}")

@@ -356,10 +356,16 @@ def finish(name: str, seed: int) -> None:
     python_alone(RUNS / f"{name}-{seed}.log", "results/run.py", "--one", name, str(seed))
 
 
+def jobs_of(experiment: str) -> list[tuple[str, int]]:
+    """Return the drafters that an experiment needs, each with a seed."""
+    names = EXPERIMENTS.get(experiment, TIMED.get(experiment))
+    return list(itertools.product(names, SEEDS))
+
+
 def collect(experiment: str) -> None:
     """Write the results of an experiment whose drafters are all scored, and a figure."""
     rows = []
-    for name, seed in itertools.product(EXPERIMENTS[experiment], SEEDS):
+    for name, seed in jobs_of(experiment):
         rows.append(json.loads((RUNS / f"{name}-{seed}/scores.json").read_text()))
     write_result(experiment, rows)
     names = EXPERIMENTS[experiment]
@@ -440,18 +446,20 @@ def main() -> None:
         return
     prepare()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = {}  # of each drafter and seed: some are in several experiments
         for experiment in names:
-            drafters = EXPERIMENTS.get(experiment, TIMED.get(experiment))
-            jobs = itertools.product(drafters, SEEDS)
-            futures = [pool.submit(finish, name, seed) for name, seed in jobs]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:  # a drafter failed, or Ctrl-C
-                pool.shutdown(cancel_futures=True)
-                raise
-            if experiment in EXPERIMENTS:
-                collect(experiment)
+            for job in jobs_of(experiment):
+                if job not in futures:
+                    futures[job] = pool.submit(finish, *job)
+        try:
+            for experiment in names:
+                for job in jobs_of(experiment):
+                    futures[job].result()
+                if experiment in EXPERIMENTS:
+                    collect(experiment)
+        except BaseException:  # a drafter failed, or Ctrl-C
+            pool.shutdown(cancel_futures=True)
+            raise
     if "cost" in names:
         measure_cost()
     if "network" in names:
