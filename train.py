@@ -555,7 +555,7 @@ def show(scores: dict, update: int) -> None:
     """Print an evaluation for a person."""
     lines = [
         f"update {update}: held-out KL {scores['held_out_kl']:.3f}, implied acceptance length "
-        f"{scores['implied_acceptance_length']:.2f}, and how often drafted tokens are right, by depth:"
+        f"{scores['implied_acceptance_length']:.2f}, and how often drafts are right, by depth:"
     ]
     for depth, accuracy in enumerate(scores["depth_accuracy"], 1):
         lines.append(f"  {depth}  {accuracy:4.0%}  {'█' * round(40 * accuracy)}")
