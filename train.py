@@ -203,7 +203,7 @@ def kl_divergence(features: Tensor, hidden: Tensor, head: Tensor) -> Tensor:
     """Return KL(p || q), summed over positions and horizons.
 
     q follows from the drafter's features (R, n, E), p from the target's final hidden states (n, E),
-    through the weight of the LM head, head (V, E). With a draft vocabulary both are over that.
+    through the weight of the LM head, head (V, E). With a draft vocabulary V is its size.
     """
     log_p = F.linear(hidden, head).log_softmax(-1, torch.float32)  # (n, V)
     log_q = F.linear(features, head).log_softmax(-1, torch.float32)  # (R, n, V)
