@@ -97,8 +97,8 @@ CHAIN = 4  # tokens a chain
 TREE = TreeConfig(depth=6, top_k=3, total_tokens=16)
 ANSWER = 96  # tokens, at most
 COST_RATIOS = (0.02, 0.05, 0.1, 0.2)  # one step of the drafter / one pass of the target
-LATENCIES = ("5ms", "21ms")  # one way
-LOSSES = ("0%", "5%")  # of the packets
+LATENCIES = ("5ms", "21ms", "50ms")  # one way
+LOSSES = ("0%", "1%", "5%")  # of the packets
 MACHINE = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}; " \
           f"CPython {platform.python_version()}, torch {torch.__version__}"
 
