@@ -193,9 +193,9 @@ class Direction:
 
 HEADER = struct.Struct("!4sBIQ")  # "!": big-endian, as is usual in networks, and no padding
 MAGIC = b"MoAs"  # to notice at once a peer that speaks another protocol
-VERSION = 2  # of this format: a peer with another one would misread our messages
+VERSION = 3  # of this format: a peer with another one would misread our messages
 MAX_FIELDS = 1 << 16  # bytes: the longest fields list 64 drafts, which takes less than a thousand
-MAX_REPLY = 1 << 28  # bytes: the memory of a long prompt comes in pieces of a few million
+MAX_REPLY = 1 << 28  # bytes: the memory of a prompt of 131 072 tokens takes up to 2000 each
 MAX_RECEIVE = 1 << 16  # bytes in one call: a peer that announces much and sends little gets little
 NONCE = 32  # bytes: 256 random bits never come twice
 DIGEST = 32  # bytes of an HMAC with SHA-256

@@ -116,12 +116,7 @@ class VerifyResult:
 
     accepted: list[int]  # the drafted tokens that it keeps
     token: int  # its own, which comes after them
-    memory: MemoryUpdate | None  # of what is now verified: the draft's root and accepted tokens
-
-    @property
-    def is_offline(self) -> bool:
-        """Whether the target is out of reach, so that these are the drafter's own tokens."""
-        return self.memory is None
+    memory: MemoryUpdate  # of what is now verified: the draft's root and accepted tokens
 
 
 @torch.inference_mode()
@@ -167,7 +162,7 @@ class LocalTarget:
         self.cache = model.new_cache(capacity)
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
-        """Read a prompt, or the next piece of one, and choose the token after it."""
+        """Read a prompt, and choose the token after it."""
         ids = torch.tensor([prompt], device=self.model.device)
         hidden = self.model.hidden(ids, self.cache)  # (1, T, E)
         token = sample_next(self.model.lm_head(hidden[0, -1]), self.sampling)
@@ -423,32 +418,32 @@ class ChainBatch(Batch):
 #
 # The server greets a client with the hash of its drafter. Then the client asks:
 #
-#     call      fields               tensors  what the server replies
-#     read      a GenerationConfig   tokens   for each piece of the text so far: the next token,
-#                                             and the memory of the piece
-#     verify    drafts, parents      q        what is accepted, the next token, and the memory of
-#                                             what is now verified
-#     generate  a GenerationConfig   tokens   plain use of an API: one token of the target a reply
+#     call      fields                tensors  what the server replies
+#     read      a GenerationConfig,   tokens   the token after the text so far, and the memory of
+#               known                          that, without the first `known` tokens
+#     verify    drafts, parents       q        what is accepted, the next token, and the memory of
+#                                              what is now verified
+#     generate  a GenerationConfig    tokens   plain use of an API: one token of the target a reply
 
 SECRET = "MOA_SECRET"  # the environment variable that holds the secret of both sides
 MAX_DRAFTS = 64  # tokens of a draft that the server verifies
-PROMPT_CHUNK = 256  # tokens of a long text that the server reads before it sends their memory
 OFFLINE_TOKENS = 8  # that the drafter writes alone between two attempts to reconnect
 INITIAL_BACKOFF = 0.5  # seconds between two attempts; doubles with each that fails
 MAX_BACKOFF = 30.0
 Replies = Iterator[tuple[dict, Tensors]]
 
 
-def quantize_memory(memory: MemoryUpdate) -> Tensors:
-    """Turn a memory into what crosses the network: int8 (..., 2, D), and for each key and each
-    value a float16 scale (..., 2, 1)."""
+def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
+    """Turn a memory, without its first `skip` tokens, into what crosses the network: int8
+    (..., 2, D), and for each key and each value a float16 scale (..., 2, 1)."""
     tensors = {}
     for name, kv in (("cross", memory.cross_kv), ("reused", memory.reused_kv)):
-        kv = kv.float().contiguous().unflatten(-1, (2, -1))  # keys and values apart
+        kv = kv[..., skip:, :].float().unflatten(-1, (2, -1))  # keys and values apart
         largest = kv.abs().amax(-1, keepdim=True)
         scale = (largest / 127).clamp(min=2**-14).half()  # float16's smallest normal number
-        tensors[name] = (kv / scale).round().clamp(-127, 127).to(torch.int8).cpu()
-        tensors[name + "_scale"] = scale.cpu()
+        integers = (kv / scale).round().clamp(-127, 127).to(torch.int8)
+        tensors[name] = integers.cpu().contiguous()
+        tensors[name + "_scale"] = scale.cpu().contiguous()
     return tensors
 
 
@@ -456,9 +451,6 @@ def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) ->
     """Read the memory of these tokens off a reply. Raises LookupError, RuntimeError, ValueError."""
     count = len(tokens)
     cross_like = state.cross_cache.kv[0, :, :, :count]  # (1, Hkv, T, 2D)
-    if not state.drafter.config.use_cross_attention:
-        hidden_size = state.drafter.target.config.hidden_size
-        cross_like = cross_like.new_empty(1, count, hidden_size)  # the memory itself
     reused_like = state.reused_cache.kv[:, :, :, :count]  # (N, 1, Hkv, T, 2D)
     cross_kv = dequantize(tensors["cross"], tensors["cross_scale"], cross_like)
     reused_kv = dequantize(tensors["reused"], tensors["reused_scale"], reused_like)
@@ -480,11 +472,11 @@ def text_request(call: str, text: list[int], config: GenerationConfig) -> tuple[
     return fields, {"tokens": torch.tensor(text, dtype=torch.int32)}
 
 
-class TextReply(NamedTuple):
-    """A reply to "read"."""
+@dataclass
+class OfflineResult(VerifyResult):
+    """The drafter's own tokens, as the target is out of reach. Nobody has a memory of them."""
 
-    token: int
-    memory: MemoryUpdate
+    memory: None = None
 
 
 class RemoteTarget:
@@ -538,7 +530,7 @@ class RemoteTarget:
         count = min(OFFLINE_TOKENS, self.end - len(self.text))
         tokens = self.state.draft_unverified(newest, count)
         self.text += tokens
-        return VerifyResult(tokens[:-1], tokens[-1], memory=None)
+        return OfflineResult(tokens[:-1], tokens[-1])
 
     def verify_remote(self, draft: Draft) -> VerifyResult:
         """Let the server verify a draft. Raises ConnectionLost."""
@@ -551,27 +543,13 @@ class RemoteTarget:
             q = torch.stack([draft.q[parent] for parent in sorted(draft.q)])
             ids, weights = quantize_probabilities(q)
             tensors = {"ids": ids.cpu(), "weights": weights.cpu()}
-        parse = partial(self.parse_verification, draft)
-        result = next(self.channel.request(fields, tensors, parse))
+        result = self.request(fields, tensors, draft)
         self.connection = "connected"
-        self.text += result.accepted + [result.token]
         return result
 
-    def parse_verification(self, draft: Draft, fields: dict, tensors: Tensors) -> VerifyResult:
-        """Read the server's reply to a draft. What is wrong with it raises one of many exceptions,
-        which the channel turns into ConnectionLost."""
-        path = match_path(draft, fields["accepted"])
-        accepted = [draft.tokens[i] for i in path[1:]]  # not the reply's own: 9.0 equals 9
-        token = self.parse_token(fields)
-        verified = self.text[self.state.verified:] + accepted
-        return VerifyResult(accepted, token, dequantize_memory(tensors, verified, self.state))
-
-    def parse_token(self, fields: dict) -> int:
-        return check_int(fields["token"], 0, self.state.drafter.target.config.vocab_size - 1)
-
     def reconnect(self) -> VerifyResult:
-        """Make a new connection, whose prompt is all text so far. Returns the server's token after
-        it, and the memory that the drafter lacks. Raises ConnectionLost."""
+        """Make a new connection, over which the server reads all text so far. Returns its token
+        after that, and the memory that the drafter lacks. Raises ConnectionLost."""
         if monotonic() < self.retry_at:
             raise ConnectionLost("too early to try again")
         try:
@@ -583,48 +561,33 @@ class RemoteTarget:
             raise InputError(
                 "the server has another drafter; start both sides with the same --drafter"
             )
-        replies = self.read_text()
-        self.retry_at = 0.0
-        self.backoff = INITIAL_BACKOFF
-        memory = join_memories([reply.memory for reply in replies], self.state.verified)
-        token = replies[-1].token
-        self.text.append(token)
-        return VerifyResult([], token, memory)
-
-    def read_text(self) -> list[TextReply]:
-        """Let the server read all text so far: its replies, one for each piece of the text."""
-        pieces = []
-        for start in range(0, len(self.text), PROMPT_CHUNK):
-            pieces.append(self.text[start:start + PROMPT_CHUNK])
         # The server draws its tokens from a seed of its own, not from the numbers that drafts used.
         generator = self.state.sampling.generator
         seed = torch.randint(2**31 - 1, (), generator=generator, device=generator.device)
         left = self.end - len(self.text)
         config = replace(self.config, max_new_tokens=left, seed=int(seed))
         fields, tensors = text_request("read", self.text, config)
-        replies: list[TextReply] = []
+        fields["known"] = self.state.verified
+        result = self.request(fields, tensors, Draft(self.text[-1]))  # nothing is drafted
+        self.retry_at = 0.0
+        self.backoff = INITIAL_BACKOFF
+        return result
 
-        def parse(fields: dict, tensors: Tensors) -> TextReply:
-            piece = pieces[len(replies)]  # a LookupError where the server sends too many
-            memory = dequantize_memory(tensors, piece, self.state)
-            return TextReply(self.parse_token(fields), memory)
+    def request(self, fields: dict, tensors: Tensors, draft: Draft) -> VerifyResult:
+        """Send a request, and read the result off the reply. Raises ConnectionLost."""
 
-        for reply in self.channel.request(fields, tensors, parse):
-            replies.append(reply)
-        if len(replies) < len(pieces):
-            self.channel.close()
-            raise ConnectionLost("malformed reply: its memory ends early")
-        return replies
+        def parse(fields: dict, tensors: Tensors) -> VerifyResult:
+            # What is wrong with a reply raises one of many exceptions, which the channel turns into
+            # ConnectionLost.
+            path = match_path(draft, fields["accepted"])
+            accepted = [draft.tokens[i] for i in path[1:]]  # not the reply's own: 9.0 equals 9
+            token = check_int(fields["token"], 0, self.state.drafter.target.config.vocab_size - 1)
+            verified = self.text[self.state.verified:] + accepted
+            return VerifyResult(accepted, token, dequantize_memory(tensors, verified, self.state))
 
-
-def join_memories(pieces: list[MemoryUpdate], skip: int) -> MemoryUpdate:
-    """Join memories, without the first `skip` tokens, which the drafter has already."""
-    tokens = []
-    for piece in pieces:
-        tokens += piece.tokens
-    cross_kv = torch.cat([piece.cross_kv for piece in pieces], dim=-2)
-    reused_kv = torch.cat([piece.reused_kv for piece in pieces], dim=-2)
-    return MemoryUpdate(tokens[skip:], cross_kv[..., skip:, :], reused_kv[..., skip:, :])
+        result = next(self.channel.request(fields, tensors, parse))
+        self.text += result.accepted + [result.token]
+        return result
 
 
 def match_path(draft: Draft, accepted: list) -> list[int]:
@@ -693,24 +656,23 @@ class TargetSession:
         return tokens, config
 
     def read(self, fields: dict, tensors: Tensors) -> Replies:
-        """Read the text so far. The memory of each piece goes back while the next is read."""
         tokens, config = self.parse_text(fields, tensors)
+        known = check_int(fields.get("known", 0), 0, len(tokens) - 1)
         capacity = len(tokens) + config.max_new_tokens + 1 + MAX_DRAFTS
         sampling = config.new_sampling(self.model.device)
         self.target = LocalTarget(self.model, self.drafter, capacity, sampling)
-        for start in range(0, len(tokens), PROMPT_CHUNK):
-            end = start + PROMPT_CHUNK
-            result = self.work(self.target.prefill, tokens[start:end])
-            self.token = result.token
-            reply = {"token": result.token, "more": end < len(tokens)}
-            yield reply, quantize_memory(result.memory)
+        result = self.work(self.target.prefill, tokens)
+        yield self.reply(result, known)
 
     def verify(self, fields: dict, tensors: Tensors) -> Replies:
         draft = self.parse_draft(fields, tensors)
         result = self.work(self.target.verify, draft)
+        yield self.reply(result)
+
+    def reply(self, result: VerifyResult, known: int = 0) -> tuple[dict, Tensors]:
         self.token = result.token
-        reply = {"accepted": result.accepted, "token": result.token}
-        yield reply, quantize_memory(result.memory)
+        fields = {"accepted": result.accepted, "token": result.token}
+        return fields, quantize_memory(result.memory, known)
 
     def parse_draft(self, fields: dict, tensors: Tensors) -> Draft:
         """Read a draft off a request. It must fit the model, the text and its context."""
@@ -857,66 +819,58 @@ class Origin(Enum):
 class Cycle:
     """One round of the loop, a draft and its verification. With the target alone, one token."""
 
-    tokens: list[int]
-    result: VerifyResult
+    target: LocalTarget | RemoteTarget | None = None  # the one that verified the draft
     draft: Draft | None = None
+    result: VerifyResult | None = None
+    tokens: list[int] = field(default_factory=list)  # that it brought
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
-    target: LocalTarget | RemoteTarget | None = None  # the one that verified the draft
+
+    @property
+    def is_offline(self) -> bool:
+        return isinstance(self.result, OfflineResult)
 
     @property
     def origins(self) -> list[Origin]:
         """Whose each token is."""
-        if self.result.is_offline:
+        if self.is_offline:
             return [Origin.UNVERIFIED] * len(self.tokens)
         origins = [Origin.DRAFT] * len(self.result.accepted) + [Origin.TARGET]
         return origins[:len(self.tokens)]
 
 
 class Recorder:
-    """Stands between the loop and what it calls, and notes what passes and how long it takes."""
+    """Stands between the loop and what it calls, and notes in a Cycle what passes and how long it
+    takes."""
 
     def __init__(self, target: LocalTarget | RemoteTarget, state: DraftState | Lookup):
         self.target = target
         self.state = state
-        self.result: VerifyResult | None = None
-        self.last_draft: Draft | None = None
-        self.draft_seconds = 0.0
-        self.verify_seconds = 0.0
+        self.cycle = Cycle(target)
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
         start = perf_counter()
-        self.result = self.target.prefill(prompt)
-        self.verify_seconds = perf_counter() - start
-        return self.result
+        self.cycle.result = self.target.prefill(prompt)
+        self.cycle.verify_seconds = perf_counter() - start
+        return self.cycle.result
 
     def append_verified(self, memory: MemoryUpdate | None) -> None:
+        self.cycle = Cycle(self.target)  # the next one begins
         start = perf_counter()
         self.state.append_verified(memory)
-        self.draft_seconds = perf_counter() - start
+        self.cycle.draft_seconds = perf_counter() - start
 
     def draft(self, token: int, tree: TreeConfig) -> Draft:
         start = perf_counter()
-        self.last_draft = self.state.draft(token, tree)
-        self.draft_seconds += perf_counter() - start
-        return self.last_draft
+        self.cycle.draft = self.state.draft(token, tree)
+        self.cycle.draft_seconds += perf_counter() - start
+        return self.cycle.draft
 
     def verify(self, draft: Draft) -> VerifyResult:
         start = perf_counter()
-        self.result = self.target.verify(draft)
-        self.verify_seconds = perf_counter() - start
-        return self.result
-
-    def cycle(self, tokens: list[int]) -> Cycle:
-        """Return the cycle that has brought these tokens."""
-        return Cycle(
-            tokens=tokens,
-            result=self.result,
-            draft=self.last_draft,
-            draft_seconds=self.draft_seconds,
-            verify_seconds=self.verify_seconds,
-            target=self.target,
-        )
+        self.cycle.result = self.target.verify(draft)
+        self.cycle.verify_seconds = perf_counter() - start
+        return self.cycle.result
 
 
 @dataclass
@@ -939,7 +893,7 @@ class Generation:
         if self.tokens:  # not the prompt's
             self.draft_seconds += cycle.draft_seconds
             self.verify_seconds += cycle.verify_seconds
-            if not cycle.result.is_offline:
+            if not cycle.is_offline:
                 self.target_calls += 1
                 self.drafted += len(cycle.draft.tokens) - 1 if cycle.draft else 0
         self.tokens += cycle.tokens
@@ -949,17 +903,11 @@ class Generation:
     def unverified(self) -> int:
         return self.origins.count(Origin.UNVERIFIED)
 
-    @property
-    def acceptance_length(self) -> float:
-        """New tokens per target call, both without the prompt's."""
-        verified = len(self.tokens) - 1 - self.unverified
-        return verified / max(1, self.target_calls)
-
     def statistics(self) -> dict:
         """Return what --json adds to text and tokens."""
         statistics = {
             "target_calls": self.target_calls,
-            "acceptance_length": self.acceptance_length,
+            "acceptance_length": acceptance_length([self]),
             "draft_seconds": self.draft_seconds,
             "verify_seconds": self.verify_seconds,
         }
@@ -968,6 +916,17 @@ class Generation:
             statistics["unverified_tokens"] = self.unverified
             statistics["disconnected"] = self.outage != ""
         return statistics
+
+
+def acceptance_length(answers: list[Generation]) -> float:
+    """Return new tokens per target call, both without the prompts'."""
+    verified = sum(len(g.tokens) - 1 - g.unverified for g in answers)
+    return verified / max(1, sum(g.target_calls for g in answers))
+
+
+def rate(answers: list[Generation]) -> float:
+    """Return tokens per second."""
+    return sum(len(g.tokens) for g in answers) / sum(g.seconds for g in answers)
 
 
 Emit = Callable[[Cycle], None]
@@ -1029,9 +988,10 @@ class Method:
             stream = call_api(channel, prompt, config)
         start = perf_counter()
         for token in stream:
-            nothing = MemoryUpdate([], None, None)  # nobody drafts
+            nothing = MemoryUpdate([], cross_kv=None, reused_kv=None)  # nobody drafts
             result = VerifyResult([], token, nothing)
-            yield Cycle([token], result, verify_seconds=perf_counter() - start)
+            seconds = perf_counter() - start
+            yield Cycle(result=result, tokens=[token], verify_seconds=seconds)
             start = perf_counter()
 
     def cycles_with_drafts(
@@ -1061,7 +1021,8 @@ class Method:
         for tokens in speculate(recorder, recorder, prompt, config, tree):
             if channel is not None:
                 generation.outage = target.outage
-            yield recorder.cycle(tokens)
+            recorder.cycle.tokens = tokens
+            yield recorder.cycle
 
 
 # --- Watching: the answer as it comes, and every cycle of it with --trace ---
@@ -1090,7 +1051,7 @@ class Printer:
             print(paint(text, origin.value) if self.show else text, end="", flush=True)
 
     def announce_link(self, cycle: Cycle) -> None:
-        offline = cycle.result.is_offline
+        offline = cycle.is_offline
         if offline and not self.offline:
             note = "the link is lost: what follows is the drafter's own text, unverified"
             print(f"\n[{note}]", file=sys.stderr)
@@ -1148,6 +1109,11 @@ def repeat_trials(p: Tensor, draft: Draft, u: list[float], path: list[int]) -> d
 class Trace:
     """Draws every cycle: what was drafted, what was kept, and why not more."""
 
+    # Of the cycle that is drawn:
+    target: LocalTarget | RemoteTarget
+    draft: Draft
+    path: list[int]  # indices of the root and what was accepted
+
     def __init__(self, tokenizer: Tokenizer, as_json: bool):
         self.tokenizer = tokenizer
         self.as_json = as_json
@@ -1156,19 +1122,26 @@ class Trace:
 
     def emit(self, cycle: Cycle) -> None:
         self.cycles += 1
-        draft = cycle.draft or Draft(cycle.result.token)
-        path = [0]
-        if isinstance(cycle.target, RemoteTarget) and cycle.target.connection != "connected":
-            draft = Draft(draft.tokens[0])  # what was drafted never reached the target
+        self.target = cycle.target
+        self.draft = cycle.draft or Draft(cycle.result.token)
+        if isinstance(self.target, RemoteTarget) and self.target.connection != "connected":
+            self.draft = Draft(self.draft.tokens[0])  # what was drafted never reached the target
+            self.path = [0]
         else:
-            path = match_path(draft, cycle.result.accepted)
+            self.path = match_path(self.draft, cycle.result.accepted)
         if self.as_json:
-            print(json.dumps(self.record(cycle, draft, path)), flush=True)
+            print(json.dumps(self.record(cycle)), flush=True)
         else:
-            print("\n".join(self.lines(cycle, draft, path)), flush=True)
+            print("\n".join(self.lines(cycle)), flush=True)
 
-    def record(self, cycle: Cycle, draft: Draft, path: list[int]) -> dict:
+    @property
+    def is_local(self) -> bool:
+        """Whether the target is here, so that its p are known."""
+        return isinstance(self.target, TracedTarget)
+
+    def record(self, cycle: Cycle) -> dict:
         """Return one line of --trace --json. A parent of -1 is the root."""
+        draft = self.draft
         drafts = []
         for i in range(1, len(draft.tokens)):
             node = {
@@ -1176,8 +1149,8 @@ class Trace:
                 "text": self.tokenizer.decode([draft.tokens[i]]),
                 "parent": draft.parents[i] - 1,
                 "q": draft.probabilities[i],
-                "p": cycle.target.p[i] if isinstance(cycle.target, TracedTarget) else None,
-                "accepted": i in path,
+                "p": self.target.p[i] if self.is_local else None,
+                "accepted": i in self.path,
             }
             drafts.append(node)
         return {
@@ -1188,20 +1161,20 @@ class Trace:
             "verify_seconds": cycle.verify_seconds,
         }
 
-    def lines(self, cycle: Cycle, draft: Draft, path: list[int]) -> list[str]:
+    def lines(self, cycle: Cycle) -> list[str]:
         """Draw the same for a person, on 80 columns."""
-        counts = f"{len(draft.tokens) - 1} drafted, {len(path) - 1} accepted"
+        drafted = len(self.draft.tokens) - 1
+        counts = f"{drafted} drafted, {len(self.path) - 1} accepted"
         lines = [f"cycle {self.cycles}: {counts}; {self.timing(cycle)}"]
-        if len(draft.tokens) > 1:
-            lines.append(f"  {self.text(draft.tokens[0])}")
-            lines += self.branch(cycle, draft, path, parent=0, indent="  ")
-        if cycle.result.is_offline:
+        if drafted > 0:
+            lines.append(f"  {self.text(self.draft.tokens[0])}")
+            lines += self.branch(parent=0, indent="  ")
+        if cycle.is_offline:
+            text = json.dumps(self.tokenizer.decode(cycle.tokens), ensure_ascii=False)
             lines.append(paint("  offline: the drafter alone wrote, unverified,", YELLOW))
-            text = self.tokenizer.decode(cycle.tokens)
-            lines.append(paint(f"  {json.dumps(text, ensure_ascii=False)}", YELLOW))
+            lines.append(paint(f"  {text}", YELLOW))
         else:
-            source = self.source(cycle, draft, path)
-            lines.append(f"  the target's own: {self.text(cycle.result.token)}{source}")
+            lines.append(f"  the target's own: {self.text(cycle.result.token)}{self.source()}")
         return lines
 
     def text(self, token: int) -> str:
@@ -1212,56 +1185,55 @@ class Trace:
     def timing(self, cycle: Cycle) -> str:
         text = f"draft {1e3 * cycle.draft_seconds:.1f} ms"
         text += f", verification {1e3 * cycle.verify_seconds:.1f} ms"
-        if not isinstance(cycle.target, RemoteTarget):
+        if not isinstance(self.target, RemoteTarget):
             return text
-        channel = cycle.target.channel
+        channel = self.target.channel
         traffic = (channel.bytes_up, channel.bytes_down, channel.network_seconds)
         up, down, seconds = [new - old for new, old in zip(traffic, self.traffic)]
         self.traffic = traffic
-        link = f"\n  link: {cycle.target.connection}, {up} bytes up, {down} down"
+        link = f"\n  link: {self.target.connection}, {up} bytes up, {down} down"
         return f"{text}{link}, {1e3 * seconds:.0f} ms"
 
-    def branch(
-        self, cycle: Cycle, draft: Draft, path: list[int], parent: int, indent: str
-    ) -> list[str]:
+    def branch(self, parent: int, indent: str) -> list[str]:
         """Draw the tokens after a parent, and what follows each."""
+        draft = self.draft
         lines = []
         children = draft.children(parent)
         for child in children:
             last = child == children[-1]
             label = f"{indent}{'└' if last else '├'} {self.text(draft.tokens[child])}"
             figures = f"q {draft.probabilities[child]:.2f}"
-            if isinstance(cycle.target, TracedTarget):
-                figures += f"  p {cycle.target.p[child]:.2f}"
-            color = GREEN if child in path else RED
-            reason = paint(self.reason(cycle, draft, path, child), color)
-            lines.append(f"{label:<32} {figures}  {reason}")
+            if self.is_local:
+                figures += f"  p {self.target.p[child]:.2f}"
+            color = GREEN if child in self.path else RED
+            lines.append(f"{label:<32} {figures}  {paint(self.reason(child), color)}")
             below = indent + ("  " if last else "│ ")
             if draft.is_chain:  # it goes straight down, however long it is
                 below = indent
-            lines += self.branch(cycle, draft, path, child, below)
+            lines += self.branch(child, below)
         return lines
 
-    def reason(self, cycle: Cycle, draft: Draft, path: list[int], child: int) -> str:
+    def reason(self, child: int) -> str:
         """Say why a drafted token was accepted or not."""
-        verdict = "accepted" if child in path else "rejected"
-        if draft.parents[child] not in path:
+        is_accepted = child in self.path
+        verdict = "accepted" if is_accepted else "rejected"
+        if self.draft.parents[child] not in self.path:
             return "not reached"
-        if not isinstance(cycle.target, TracedTarget) or not draft.q:
+        if not self.is_local or not self.draft.q:
             return verdict
-        if child not in cycle.target.trials:
+        if child not in self.target.trials:
             return "not tried"
-        trial = cycle.target.trials[child]
-        sign = "<" if child in path else ">="
+        trial = self.target.trials[child]
+        sign = "<" if is_accepted else ">="
         return f"{verdict}: u {trial.u:.2f} {sign} p/q {trial.ratio:.2f}"
 
-    def source(self, cycle: Cycle, draft: Draft, path: list[int]) -> str:
+    def source(self) -> str:
         """Say what the target's own token comes from."""
-        if not isinstance(cycle.target, TracedTarget):
+        if not self.is_local:
             return ""
-        if cycle.target.sampling.temperature == 0:
+        if self.target.sampling.temperature == 0:
             return ", its likeliest"
-        if draft.children(path[-1]):  # and all of them were rejected
+        if self.draft.children(self.path[-1]):  # and all of them were rejected
             return ", drawn from what p - q leaves"
         return ", drawn from p"
 
@@ -1407,11 +1379,6 @@ def progress(prompt: Prompt, methods: Methods, results: dict[str, Generation]) -
     return f"{prompt.category}: tokens/s {', '.join(speeds)}"
 
 
-def rate(answers: list[Generation]) -> float:
-    """Return tokens per second."""
-    return sum(len(g.tokens) for g in answers) / sum(g.seconds for g in answers)
-
-
 def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Generation]]) -> dict:
     """Return a method's totals over a category, and quartiles over its turns."""
     _, _, network = name.partition(":")
@@ -1421,7 +1388,7 @@ def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Gener
     ours = [results[name] for results in runs]
     bases = [results[base] for results in runs]
     tokens = sum(len(g.tokens) for g in ours)
-    verified = tokens - sum(g.unverified for g in ours)
+    unverified = sum(g.unverified for g in ours)
     calls = sum(g.target_calls for g in ours)
     speedups = torch.tensor([rate([g]) / rate([b]) for g, b in zip(ours, bases)])  # a turn each
     same = sum(g.tokens == b.tokens for g, b in zip(ours, bases))
@@ -1431,7 +1398,7 @@ def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Gener
         "tokens_per_second": rate(ours),
         "speedup": rate(ours) / rate(bases),
         "speedup_quartiles": speedups.quantile(torch.tensor([0.25, 0.75])).tolist(),
-        "acceptance_length": (verified - len(ours)) / max(1, calls),
+        "acceptance_length": acceptance_length(ours),
         "target_calls": calls,
         "new_tokens": tokens,
         "drafted_per_call": sum(g.drafted for g in ours) / max(1, calls),
@@ -1440,8 +1407,8 @@ def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Gener
     }
     if base != "target":
         for key in ("round_trips", "bytes_up", "bytes_down"):
-            row[f"{key}_per_token"] = sum(g.network[key] for g in ours) / verified
-    if verified < tokens:
+            row[f"{key}_per_token"] = sum(g.network[key] for g in ours) / (tokens - unverified)
+    if unverified > 0:
         row |= offline_quality(model, ours, bases)
     return row
 
@@ -1766,6 +1733,8 @@ def load_models(args: Namespace) -> Models:
     drafters = {}
     for folder in folders:
         drafters[str(folder)] = to_bfloat16(load_drafter(folder, target))
+        if (args.remote or args.serve) and not drafters[str(folder)].config.use_cross_attention:
+            raise InputError(f"{folder}: a drafter without CA needs its target on this machine")
     pack_together(target, list(drafters.values()))
     return Models(target, tokenizer, drafters)
 
@@ -1891,15 +1860,12 @@ class Terminal:
     def summarize(self) -> None:
         """Print what a whole chat cost."""
         tokens = sum(len(g.tokens) for g in self.answers)
-        if tokens == 0:
-            return
-        calls = sum(g.target_calls for g in self.answers)
-        verified = sum(len(g.tokens) - 1 - g.unverified for g in self.answers if g.tokens)
-        print(
-            f"{len(self.answers)} answers, {tokens} tokens, {rate(self.answers):.3g} tokens per "
-            f"second, acceptance length {verified / max(1, calls):.3g}",
-            file=sys.stderr,
-        )
+        if tokens > 0:
+            print(
+                f"{len(self.answers)} answers, {tokens} tokens, {rate(self.answers):.3g} tokens "
+                f"per second, acceptance length {acceptance_length(self.answers):.3g}",
+                file=sys.stderr,
+            )
 
 
 def main() -> None:

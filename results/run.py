@@ -25,10 +25,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from safetensors import safe_open
+from torch import nn
 
 RESULTS = Path(__file__).parent
 ROOT = RESULTS.parent
@@ -43,18 +45,25 @@ from llama import (  # noqa: E402
     load_model,
     load_tokenizer,
 )
-from moa import Drafter, TreeConfig, load_drafter  # noqa: E402
+from moa import (  # noqa: E402
+    Drafter,
+    LastStateOffPolicyDrafter,
+    TreeConfig,
+    load_drafter,
+)
 
 RUNS = ROOT / "runs"
-TOY = RUNS / "toy"
+TOY = "runs/toy"
+DEEP = "runs/deep"  # a target of 16 layers instead of 8
+OWN = {TOY: "runs/own.jsonl", DEEP: "runs/deep-own.jsonl"}  # answers of each, to train on
+TEST = {TOY: "runs/test.jsonl", DEEP: "runs/deep-test.jsonl"}
 SEEDS = (0, 1, 2)
 UPDATES = 1600
 TRAINING = [  # what all drafters have in common; the losses are the paper's
-    "--model", "runs/toy", "--seq-len", "512", "--batch-size", "2", "--micro-batch-size", "2",
+    "--seq-len", "512", "--batch-size", "2", "--micro-batch-size", "2",
     "--optimizer", "muon", "--lr", "4e-3", "--schedule", "cosine", "--warmup", "20",
     "--eval-every", "400", "--save-every", "1000", "--device", "cpu",
 ]
-OWN = "runs/own.jsonl"  # written by the target
 SHORT = "--mlp", "352"  # widens SA and CA by the parameters of the missing LSA
 DRAFTERS: dict[str, list[str]] = {  # the flags of each, besides those in common
     "full": [],
@@ -77,16 +86,28 @@ DRAFTERS: dict[str, list[str]] = {  # the flags of each, besides those in common
     "full-twice": ["--updates", str(2 * UPDATES)],
     "neither-half": ["--no-lsa", "--no-ca", *SHORT, "--updates", str(UPDATES // 2)],
     "neither-twice": ["--no-lsa", "--no-ca", *SHORT, "--updates", str(2 * UPDATES)],
+    "eagle": ["--no-lsa", "--no-ca", "--mlp", "768"],
+    "full-fourfold": ["--updates", str(4 * UPDATES)],
+    "neither-fourfold": ["--no-lsa", "--no-ca", *SHORT, "--updates", str(4 * UPDATES)],
+    "deep-full": [],
+    "deep-no-lsa": ["--no-lsa", *SHORT],
+    "deep-neither": ["--no-lsa", "--no-ca", *SHORT],
+    "deep-eagle": ["--no-lsa", "--no-ca", "--mlp", "768"],
+    "deep-last-layer": [],
 }
 EXPERIMENTS = {  # what each of them compares
-    "parts": ["full", "no-lsa", "no-ca", "neither"],
+    "parts": ["full", "no-lsa", "no-ca", "neither", "eagle"],
     "on_policy": ["full", "run-2-8", "run-1", "run-unbounded"],
-    "longer": ["full-half", "full", "full-twice", "neither-half", "neither", "neither-twice"],
+    "longer": [
+        "full-half", "full", "full-twice", "full-fourfold",
+        "neither-half", "neither", "neither-twice", "neither-fourfold",
+    ],
     "reused_layers": ["full", "n-1", "n-2", "n-4"],
     "losses": ["full", "kl-only", "smooth-l1-only"],
     "text": ["full", "own-250", "others-text"],
     "memory": ["full", "last-layer", "no-lsa"],
     "staircase": ["full", "staircase"],
+    "deeper": ["deep-full", "deep-last-layer", "deep-no-lsa", "deep-neither", "deep-eagle"],
 }
 TIMED = {  # experiments that need an idle machine, and the drafters that these time
     "cost": ["full", "no-lsa", "no-ca", "neither"],
@@ -114,6 +135,33 @@ def remember_last_layer() -> None:
         return build_memory(self, kv[:, :, -1:].expand_as(kv), hidden)
 
     Drafter.build_memory = build_from_last_layer
+
+
+class LinearMap(nn.Module):
+    """Stands in for SA, and does not look at other tokens."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+        self.self_attn = SimpleNamespace(kv_heads=1, head_dim=1)  # for a cache that nobody reads
+
+    def forward(self, x, *_):
+        return self.linear(x)
+
+    def keys_values(self, x, rope):
+        return x.new_zeros(1, 1, x.shape[1], 2)
+
+
+def become_eagle() -> None:
+    """Make the drafter without LSA and CA what EAGLE's is (Li et al. 2024): one decoder layer, over
+    a linear map of a token's embedding and the hidden state of the token before."""
+    make = LastStateOffPolicyDrafter.__init__
+
+    def make_eagle(self, target, config):
+        make(self, target, config)
+        self.self_attention = LinearMap(target.config.hidden_size)
+
+    LastStateOffPolicyDrafter.__init__ = make_eagle
 
 
 def add_staircase() -> None:
@@ -147,7 +195,13 @@ def add_staircase() -> None:
     Drafter.cross_attend = attend_to_run
 
 
-CHANGES = {"last-layer": remember_last_layer, "staircase": add_staircase}
+CHANGES = {
+    "last-layer": remember_last_layer,
+    "deep-last-layer": remember_last_layer,
+    "eagle": become_eagle,
+    "deep-eagle": become_eagle,
+    "staircase": add_staircase,
+}
 
 
 # --- One drafter ---
@@ -161,11 +215,17 @@ def call(script, *flags: str) -> str:
     return printed.getvalue()
 
 
+def target_of(drafter: str) -> str:
+    return DEEP if drafter.startswith("deep-") else TOY
+
+
 def training_flags(name: str, seed: int) -> list[str]:
     """Return the command line of train.py that makes a drafter."""
-    flags = [*TRAINING, *DRAFTERS[name], "--seed", str(seed), "--out", f"runs/{name}-{seed}"]
+    target = target_of(name)
+    flags = ["--model", target, *TRAINING, *DRAFTERS[name]]
+    flags += ["--seed", str(seed), "--out", f"runs/{name}-{seed}"]
     if "--data" not in flags:
-        flags += ["--data", OWN]
+        flags += ["--data", OWN[target]]
     if "--updates" not in flags:
         flags += ["--updates", str(UPDATES)]
     return flags
@@ -190,13 +250,14 @@ def score(name: str, seed: int) -> None:
         shapes = [weights.get_slice(key).get_shape() for key in weights.keys()]
     scores = {"drafter": name, "seed": seed, "command": training_command(name, seed)}
     scores["parameters"] = sum(torch.Size(shape).numel() for shape in shapes)
-    model = ["--model", "runs/toy", "--device", "cpu"]
-    judge = ["--evaluate", str(folder), "--data", "runs/test.jsonl", "--seq-len", "512", *model]
+    target = target_of(name)
+    model = ["--model", target, "--device", "cpu"]
+    judge = ["--evaluate", str(folder), "--data", TEST[target], "--seq-len", "512", *model]
     scores |= json.loads(call(train, *judge))
     scores["drafting"] = json.loads(call(train, *judge, "--by-drafting"))
-    chain = acceptance_length(folder, TreeConfig(depth=CHAIN))
+    chain = acceptance_length(target, folder, TreeConfig(depth=CHAIN))
     scores["chain"] = chain
-    scores["tree"] = acceptance_length(folder, TREE)
+    scores["tree"] = acceptance_length(target, folder, TREE)
     scores["chain_speedup_at_cost_ratio"] = {
         str(ratio): chain / (1 + CHAIN * ratio) for ratio in COST_RATIOS
     }
@@ -211,10 +272,10 @@ def score(name: str, seed: int) -> None:
     write_json(folder / "scores.json", scores)
 
 
-def acceptance_length(folder: Path, tree: TreeConfig) -> float:
+def acceptance_length(target_folder: str, folder: Path, tree: TreeConfig) -> float:
     """Answer the prompts greedily with drafts. Returns new tokens for each pass of the target."""
-    target = load_model("runs/toy")
-    tokenizer = load_tokenizer("runs/toy")
+    target = load_model(target_folder)
+    tokenizer = load_tokenizer(target_folder)
     drafter = load_drafter(folder, target)
     config = GenerationConfig(ANSWER, stop_ids=frozenset(tokenizer.stop_ids))
     tokens = 0
@@ -292,7 +353,7 @@ def print_result(experiment: str) -> None:
             name = row["drafter"]
         groups.setdefault(name, []).append(row)
     columns = COLUMNS
-    if experiment == "parts":
+    if experiment in ("parts", "deeper"):
         columns = COLUMNS | SPEEDUP_COLUMNS
     elif experiment == "reused_layers":
         columns = COLUMNS | OFFLINE_COLUMNS
@@ -332,27 +393,32 @@ def copy_lines(source: Path, count: int, target: Path) -> None:
     target.write_text("".join(lines[:count]))
 
 
-def prepare() -> None:
-    """Make the target and the text, with what weights/README.md says of the shipped ones."""
-    if not (TOY / "model.safetensors").exists():
-        resume = ["--resume"] if (TOY / "checkpoint.pt").exists() else []
-        python("train.py", "--pretrain", "runs/toy", "--dtype", "bfloat16", *resume)
-    synthesize = ["train.py", "--model", "runs/toy", "--seq-len", "512", "--dtype", "bfloat16",
+def prepare(target: str, *sizes: str) -> None:
+    """Make a target and its text, as weights/README.md says of the shipped ones."""
+    if not (ROOT / target / "model.safetensors").exists():
+        resume = ["--resume"] if (ROOT / target / "checkpoint.pt").exists() else []
+        python("train.py", "--pretrain", target, "--dtype", "bfloat16", *sizes, *resume)
+    synthesize = ["train.py", "--model", target, "--seq-len", "512", "--dtype", "bfloat16",
                   "--batch-size", "64"]
-    functions = "runs/toy/functions.jsonl"
-    held_out = "runs/toy/held_out.jsonl"
-    python(*synthesize, "--data", OWN, "--synthesize", "4000", "--questions", functions)
-    python(*synthesize, "--data", "runs/test.jsonl", "--synthesize", "32", "--questions", held_out)
-    copy_lines(TOY / "functions.jsonl", 4000, RUNS / "others.jsonl")
-    copy_lines(ROOT / OWN, 250, RUNS / "own-250.jsonl")
-    copy_lines(TOY / "held_out.jsonl", PROMPTS, RUNS / "prompts.jsonl")
+    functions = f"{target}/functions.jsonl"
+    held_out = f"{target}/held_out.jsonl"
+    python(*synthesize, "--data", OWN[target], "--synthesize", "4000", "--questions", functions)
+    python(*synthesize, "--data", TEST[target], "--synthesize", "32", "--questions", held_out)
+
+
+def prepare_texts() -> None:
+    """Make the other texts of the toy target. What it was trained on is in its folder."""
+    copy_lines(ROOT / TOY / "functions.jsonl", 4000, RUNS / "others.jsonl")
+    copy_lines(ROOT / OWN[TOY], 250, RUNS / "own-250.jsonl")
+    copy_lines(ROOT / TOY / "held_out.jsonl", PROMPTS, RUNS / "prompts.jsonl")
 
 
 def finish(name: str, seed: int) -> None:
     """Score a drafter in a process of its own, unless that is done, with the present flags."""
     scores = RUNS / f"{name}-{seed}/scores.json"
-    if scores.exists() and json.loads(scores.read_text())["command"] == training_command(name, seed):
-        return
+    if scores.exists():
+        if json.loads(scores.read_text())["command"] == training_command(name, seed):
+            return
     python_alone(RUNS / f"{name}-{seed}.log", "results/run.py", "--one", name, str(seed))
 
 
@@ -393,7 +459,7 @@ def measure_cost() -> None:
     """Time the drafters of three seeds, in turn within each run."""
     rows = []
     for seed in SEEDS:
-        flags = ["--bench", "runs/prompts.jsonl", "--model", "runs/toy", "--json"]
+        flags = ["--bench", "runs/prompts.jsonl", "--model", TOY, "--json"]
         for name in TIMED["cost"]:
             flags += ["--drafter", f"runs/{name}-{seed}"]
         flags += ["--max-new-tokens", str(ANSWER), "--draft-length", str(CHAIN)]
@@ -407,20 +473,25 @@ def measure_cost() -> None:
 
 
 def measure_network() -> None:
-    """Measure the default target three times over all networks, in turn."""
-    rows = []
+    """Measure the default target three times over all networks, in turn. What is measured is kept
+    in runs/, and not measured again after an interruption."""
     lines = (ROOT / "tests/prompts.jsonl").read_text().splitlines(keepends=True)
     (RUNS / "three.jsonl").write_text("".join(lines[::4]))
-    for run in range(3):
-        for latency in LATENCIES:
-            for loss in LOSSES:
-                flags = ["--bench", "runs/three.jsonl", "--max-new-tokens", "24", "--json",
-                         "--remote", "--latency", latency, "--loss", loss, "--seed", str(run)]
-                methods = {}
-                for row in json.loads(call(speculate, *flags))["rows"]:
-                    if row["category"] == "overall":
-                        methods[row["method"]] = row
-                rows.append({"seed": run, "latency": latency, "loss": loss} | methods)
+    rows = []
+    for run, latency, loss in itertools.product(range(3), LATENCIES, LOSSES):
+        path = RUNS / f"network-{latency}-{loss}-{run}.json"
+        if not path.exists():
+            flags = ["--bench", "runs/three.jsonl", "--max-new-tokens", "24", "--json", "--remote",
+                     "--latency", latency, "--loss", loss, "--seed", str(run)]
+            # A process of its own, with which its server ends.
+            command = [sys.executable, "speculate.py", *flags]
+            printed = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+            methods = {}
+            for row in json.loads(printed)["rows"]:
+                if row["category"] == "overall":
+                    methods[row["method"]] = row
+            write_json(path, {"seed": run, "latency": latency, "loss": loss} | methods)
+        rows.append(json.loads(path.read_text()))
     write_result("network", rows)
 
 
@@ -444,7 +515,10 @@ def main() -> None:
             if (RESULTS / f"{name}.json").exists():
                 print_result(name)
         return
-    prepare()
+    prepare(TOY)
+    prepare_texts()
+    if "deeper" in names:
+        prepare(DEEP, "--layers", "16")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = {}  # of each drafter and seed: some are in several experiments
         for experiment in names:
