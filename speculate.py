@@ -10,14 +10,20 @@ Which drafted tokens are kept is decided so that the text is distributed exactly
 
     accept x ~ q with probability min(1, p(x) / q(x));  if rejected, draw from norm(max(p - q, 0))
 
-Why that is exact: x is drafted and then accepted with probability q(x) min(1, p(x) / q(x)), which
-is min(p(x), q(x)). A rejection has the probability 1 - sum min(p, q) = sum max(p - q, 0), and that
-is what `norm` divides by. So x comes out with probability min(p(x), q(x)) + max(p(x) -
-q(x), 0), which is p(x), whatever q is. A bad drafter costs time, never text.
+Why that is exact:
+
+    x is drafted and accepted with probability   q(x) min(1, p(x) / q(x)) = min(p(x), q(x))
+    something is rejected with probability       1 - sum min(p, q) = sum max(p - q, 0)
+    which is what `norm` divides by. So x comes
+    out with probability                         min(p(x), q(x)) + max(p(x) - q(x), 0) = p(x)
+
+whatever q is. A bad drafter costs time, never text.
 
     python speculate.py --prompt "Explain why the sky is blue." --show   # accepted tokens are green
     python speculate.py                                                  # a chat
     python speculate.py --remote --latency 21ms                          # the target on a server
+
+Read as far as the bar. Most of the imports are for what follows it.
 
 Shapes: T tokens, K drafted tokens, S tokens in the cache, E hidden size, V vocabulary.
 """
@@ -37,7 +43,7 @@ from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from socket import gethostname
-from statistics import fmean, median
+from statistics import fmean
 from threading import Thread, Timer
 from time import monotonic, perf_counter, sleep
 from typing import Callable, Iterator, NamedTuple
@@ -53,6 +59,7 @@ from llama import (
     Conversation,
     GenerationConfig,
     InputError,
+    KVCache,
     Llama,
     PackedLinear,
     Parser,
@@ -132,7 +139,7 @@ def speculate(
     left = config.max_new_tokens
     result = target.prefill(prompt)  # the first token, and the memory of the prompt
     while True:
-        tokens = cut(result.accepted + [result.token], left, config.stop_ids)
+        tokens = cut(result.accepted + [result.token], config.stop_ids)
         yield tokens
         left -= len(tokens)
         if left == 0 or tokens[-1] in config.stop_ids:
@@ -143,12 +150,12 @@ def speculate(
         result = target.verify(draft)  # accepted tokens, next token, memory of what is verified
 
 
-def cut(tokens: list[int], left: int, stop_ids: frozenset[int]) -> list[int]:
-    """Keep the first `left` tokens, up to and including the first stop token."""
-    for i, token in enumerate(tokens[:left]):
+def cut(tokens: list[int], stop_ids: frozenset[int]) -> list[int]:
+    """Drop what comes after the first stop token."""
+    for i, token in enumerate(tokens):
         if token in stop_ids:
             return tokens[:i + 1]
-    return tokens[:left]
+    return tokens
 
 
 class LocalTarget:
@@ -166,7 +173,7 @@ class LocalTarget:
         ids = torch.tensor([prompt], device=self.model.device)
         hidden = self.model.hidden(ids, self.cache)  # (1, T, E)
         token = sample_next(self.model.lm_head(hidden[0, -1]), self.sampling)
-        return VerifyResult([], token, self.memory_update(prompt, hidden))
+        return VerifyResult([], token, self.drafter.memory_update(prompt, self.cache, hidden))
 
     def verify(self, draft: Draft) -> VerifyResult:
         """Run one pass over a draft. The cache keeps its root and what is accepted."""
@@ -180,15 +187,12 @@ class LocalTarget:
         acceptance = self.accept(logits, draft)
         self.cache.keep_path(start, acceptance.path)
         verified = [draft.tokens[i] for i in acceptance.path]  # the root, then what is accepted
-        memory = self.memory_update(verified, hidden[:, acceptance.path])
+        memory = self.drafter.memory_update(verified, self.cache, hidden[:, acceptance.path])
         return VerifyResult(verified[1:], acceptance.token, memory)
 
     def accept(self, logits: Tensor, draft: Draft) -> Acceptance:
         """Decide which drafted tokens to keep."""
         return accept_draft(logits, draft, self.sampling)
-
-    def memory_update(self, tokens: list[int], hidden: Tensor) -> MemoryUpdate:
-        return self.drafter.memory_update(tokens, self.cache, hidden)
 
 
 def draft_layout(draft: Draft, start: int) -> tuple[Tensor, Tensor]:
@@ -359,10 +363,10 @@ class Lookup:
         return draft
 
 
-class TargetForLookup(LocalTarget):
-    """A target whose drafts come from lookup alone, so that nobody needs a memory."""
+class NoDrafter:
+    """Stands in for a drafter where drafts come from lookup alone: nobody needs a memory."""
 
-    def memory_update(self, tokens: list[int], hidden: Tensor) -> MemoryUpdate:
+    def memory_update(self, tokens: list[int], cache: KVCache, hidden: Tensor) -> MemoryUpdate:
         return MemoryUpdate(tokens, cross_kv=None, reused_kv=None)
 
 
@@ -418,12 +422,14 @@ class ChainBatch(Batch):
 #
 # The server greets a client with the hash of its drafter. Then the client asks:
 #
-#     call      fields                tensors  what the server replies
-#     read      a GenerationConfig,   tokens   the token after the text so far, and the memory of
-#               known                          that, without the first `known` tokens
-#     verify    drafts, parents       q        what is accepted, the next token, and the memory of
-#                                              what is now verified
-#     generate  a GenerationConfig    tokens   plain use of an API: one token of the target a reply
+#     call      fields                     tensors
+#     read      GenerationConfig, known    tokens          a text to go on after
+#     verify    drafts, parents            ids, weights    a draft after that, with q if sampled
+#     generate  GenerationConfig           tokens          plain use of an API
+#
+# The reply to "read" and to "verify" has the fields `accepted` (no tokens after "read") and
+# `token`, the target's next one, and as tensors the memory of what is now verified, without the
+# first `known` tokens of the text. To "generate" each token is a reply, with `token` and `more`.
 
 SECRET = "MOA_SECRET"  # the environment variable that holds the secret of both sides
 MAX_DRAFTS = 64  # tokens of a draft that the server verifies
@@ -477,6 +483,7 @@ class OfflineResult(VerifyResult):
     """The drafter's own tokens, as the target is out of reach. Nobody has a memory of them."""
 
     memory: None = None
+    reason: str = ""
 
 
 class RemoteTarget:
@@ -493,7 +500,6 @@ class RemoteTarget:
         self.state = state
         self.config = config
         self.connection = "connected"  # during the last cycle
-        self.outage = ""  # the reason of the first one
         self.text: list[int] = []  # prompt and answer
         self.end = 0  # the length of the text once the answer is complete
         self.retry_at = 0.0  # when to reconnect at the earliest, by time.monotonic
@@ -521,16 +527,15 @@ class RemoteTarget:
             self.connection = "reconnecting"
             return result
         except ConnectionLost:
-            self.outage = self.outage or lost
             self.connection = "offline"
-            return self.draft_offline(draft.tokens[0])
+            return self.draft_offline(draft.tokens[0], lost)
 
-    def draft_offline(self, newest: int) -> VerifyResult:
+    def draft_offline(self, newest: int, reason: str) -> OfflineResult:
         """Let the drafter go on alone."""
         count = min(OFFLINE_TOKENS, self.end - len(self.text))
         tokens = self.state.draft_unverified(newest, count)
         self.text += tokens
-        return OfflineResult(tokens[:-1], tokens[-1])
+        return OfflineResult(tokens[:-1], tokens[-1], reason=reason)
 
     def verify_remote(self, draft: Draft) -> VerifyResult:
         """Let the server verify a draft. Raises ConnectionLost."""
@@ -580,7 +585,7 @@ class RemoteTarget:
             # What is wrong with a reply raises one of many exceptions, which the channel turns into
             # ConnectionLost.
             path = match_path(draft, fields["accepted"])
-            accepted = [draft.tokens[i] for i in path[1:]]  # not the reply's own: 9.0 equals 9
+            accepted = [draft.tokens[i] for i in path[1:]]  # ints: in the reply 9.0 would equal 9
             token = check_int(fields["token"], 0, self.state.drafter.target.config.vocab_size - 1)
             verified = self.text[self.state.verified:] + accepted
             return VerifyResult(accepted, token, dequantize_memory(tensors, verified, self.state))
@@ -606,11 +611,11 @@ def call_api(channel: Channel, prompt: list[int], config: GenerationConfig) -> I
     with input_errors("the answer ends here", ConnectionLost):
         channel.connect()
         fields, tensors = text_request("generate", prompt, config)
-        yield from channel.request(fields, tensors, parse_api_reply)
 
+        def parse(fields: dict, tensors: Tensors) -> int:
+            return check_int(fields["token"], 0, 2**31)
 
-def parse_api_reply(fields: dict, tensors: Tensors) -> int:
-    return check_int(fields["token"], 0, 2**31)
+        yield from channel.request(fields, tensors, parse)
 
 
 class TargetSession:
@@ -886,14 +891,16 @@ class Generation:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     network: dict = field(default_factory=dict)  # of a channel: bytes_up, bytes_down, ...
-    outage: str = ""  # or why the server was out of reach
+    outage: str = ""  # or why the server was out of reach, for the first time
     interrupted: bool = False  # by Ctrl-C
 
     def add(self, cycle: Cycle) -> None:
         if self.tokens:  # not the prompt's
             self.draft_seconds += cycle.draft_seconds
             self.verify_seconds += cycle.verify_seconds
-            if not cycle.is_offline:
+            if cycle.is_offline:
+                self.outage = self.outage or cycle.result.reason
+            else:
                 self.target_calls += 1
                 self.drafted += len(cycle.draft.tokens) - 1 if cycle.draft else 0
         self.tokens += cycle.tokens
@@ -929,11 +936,11 @@ def rate(answers: list[Generation]) -> float:
     return sum(len(g.tokens) for g in answers) / sum(g.seconds for g in answers)
 
 
-Emit = Callable[[Cycle], None]
+Emit = Callable[[Cycle], None]  # is shown every cycle
 
 
 def ignore(cycle: Cycle) -> None:
-    """Nobody watches."""
+    pass
 
 
 @dataclass
@@ -962,7 +969,7 @@ class Method:
             if self.tree is None:
                 cycles = self.cycles_alone(prompt, config, channel)
             else:
-                cycles = self.cycles_with_drafts(prompt, config, channel, generation)
+                cycles = self.cycles_with_drafts(prompt, config, channel)
             for cycle in cycles:
                 generation.add(cycle)
                 if channel is not None:
@@ -995,11 +1002,7 @@ class Method:
             start = perf_counter()
 
     def cycles_with_drafts(
-        self,
-        prompt: list[int],
-        config: GenerationConfig,
-        channel: Channel | None,
-        generation: Generation,
+        self, prompt: list[int], config: GenerationConfig, channel: Channel | None
     ) -> Iterator[Cycle]:
         tree = self.tree
         sampling = config.new_sampling(self.model.device)
@@ -1011,7 +1014,7 @@ class Method:
         if channel is not None:
             target = RemoteTarget(channel, state, config)
         elif self.drafter is None:
-            target = TargetForLookup(self.model, None, capacity, sampling)
+            target = LocalTarget(self.model, NoDrafter(), capacity, sampling)
         else:
             kind = TracedTarget if self.traced else LocalTarget
             target = kind(self.model, self.drafter, capacity, sampling)
@@ -1019,8 +1022,6 @@ class Method:
             state = Lookup(state, self.model.config.vocab_size, sampling)
         recorder = Recorder(target, state)  # plays both
         for tokens in speculate(recorder, recorder, prompt, config, tree):
-            if channel is not None:
-                generation.outage = target.outage
             recorder.cycle.tokens = tokens
             yield recorder.cycle
 
@@ -1107,12 +1108,7 @@ def repeat_trials(p: Tensor, draft: Draft, u: list[float], path: list[int]) -> d
 
 
 class Trace:
-    """Draws every cycle: what was drafted, what was kept, and why not more."""
-
-    # Of the cycle that is drawn:
-    target: LocalTarget | RemoteTarget
-    draft: Draft
-    path: list[int]  # indices of the root and what was accepted
+    """Shows every cycle: what was drafted, what was kept, and why not more."""
 
     def __init__(self, tokenizer: Tokenizer, as_json: bool):
         self.tokenizer = tokenizer
@@ -1122,26 +1118,21 @@ class Trace:
 
     def emit(self, cycle: Cycle) -> None:
         self.cycles += 1
-        self.target = cycle.target
-        self.draft = cycle.draft or Draft(cycle.result.token)
-        if isinstance(self.target, RemoteTarget) and self.target.connection != "connected":
-            self.draft = Draft(self.draft.tokens[0])  # what was drafted never reached the target
-            self.path = [0]
-        else:
-            self.path = match_path(self.draft, cycle.result.accepted)
+        record = self.record(cycle)
         if self.as_json:
-            print(json.dumps(self.record(cycle)), flush=True)
+            print(json.dumps(record), flush=True)
         else:
-            print("\n".join(self.lines(cycle)), flush=True)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the target is here, so that its p are known."""
-        return isinstance(self.target, TracedTarget)
+            print("\n".join(draw_cycle(record)), flush=True)
 
     def record(self, cycle: Cycle) -> dict:
-        """Return one line of --trace --json. A parent of -1 is the root."""
-        draft = self.draft
+        """Return a line of --trace --json. The parent of a drafted token is -1 for the root."""
+        target = cycle.target
+        draft = cycle.draft or Draft(cycle.result.token)
+        if isinstance(target, RemoteTarget) and target.connection != "connected":
+            draft = Draft(draft.tokens[0])  # what was drafted never reached the target
+            path = [0]
+        else:
+            path = match_path(draft, cycle.result.accepted)
         drafts = []
         for i in range(1, len(draft.tokens)):
             node = {
@@ -1149,93 +1140,112 @@ class Trace:
                 "text": self.tokenizer.decode([draft.tokens[i]]),
                 "parent": draft.parents[i] - 1,
                 "q": draft.probabilities[i],
-                "p": self.target.p[i] if self.is_local else None,
-                "accepted": i in self.path,
+                "p": target.p[i] if isinstance(target, TracedTarget) else None,
+                "accepted": i in path,
+                "reason": reason(target, draft, path, i),
             }
             drafts.append(node)
-        return {
+        own = cycle.tokens if cycle.is_offline else [cycle.result.token]
+        record = {
             "cycle": self.cycles,
             "drafts": drafts,
             "token": cycle.result.token,
+            "text": self.tokenizer.decode(own),
+            "source": source(target, draft, path),
+            "tokens": cycle.tokens,
+            "offline": cycle.is_offline,
             "draft_seconds": cycle.draft_seconds,
             "verify_seconds": cycle.verify_seconds,
         }
+        if drafts:
+            record["root"] = self.tokenizer.decode([draft.tokens[0]])
+        if isinstance(target, RemoteTarget):
+            record["link"] = self.link(target)
+        return record
 
-    def lines(self, cycle: Cycle) -> list[str]:
-        """Draw the same for a person, on 80 columns."""
-        drafted = len(self.draft.tokens) - 1
-        counts = f"{drafted} drafted, {len(self.path) - 1} accepted"
-        lines = [f"cycle {self.cycles}: {counts}; {self.timing(cycle)}"]
-        if drafted > 0:
-            lines.append(f"  {self.text(self.draft.tokens[0])}")
-            lines += self.branch(parent=0, indent="  ")
-        if cycle.is_offline:
-            text = json.dumps(self.tokenizer.decode(cycle.tokens), ensure_ascii=False)
-            lines.append(paint("  offline: the drafter alone wrote, unverified,", YELLOW))
-            lines.append(paint(f"  {text}", YELLOW))
-        else:
-            lines.append(f"  the target's own: {self.text(cycle.result.token)}{self.source()}")
-        return lines
-
-    def text(self, token: int) -> str:
-        """Put a token in quotes, no longer than a line has room for."""
-        text = self.tokenizer.decode([token]) or "<end>"
-        return json.dumps(text[:16], ensure_ascii=False)
-
-    def timing(self, cycle: Cycle) -> str:
-        text = f"draft {1e3 * cycle.draft_seconds:.1f} ms"
-        text += f", verification {1e3 * cycle.verify_seconds:.1f} ms"
-        if not isinstance(self.target, RemoteTarget):
-            return text
-        channel = self.target.channel
+    def link(self, target: RemoteTarget) -> dict:
+        """Return what the network did since the last cycle."""
+        channel = target.channel
         traffic = (channel.bytes_up, channel.bytes_down, channel.network_seconds)
         up, down, seconds = [new - old for new, old in zip(traffic, self.traffic)]
         self.traffic = traffic
-        link = f"\n  link: {self.target.connection}, {up} bytes up, {down} down"
-        return f"{text}{link}, {1e3 * seconds:.0f} ms"
+        return {"state": target.connection, "bytes_up": up, "bytes_down": down, "seconds": seconds}
 
-    def branch(self, parent: int, indent: str) -> list[str]:
-        """Draw the tokens after a parent, and what follows each."""
-        draft = self.draft
-        lines = []
-        children = draft.children(parent)
-        for child in children:
-            last = child == children[-1]
-            label = f"{indent}{'└' if last else '├'} {self.text(draft.tokens[child])}"
-            figures = f"q {draft.probabilities[child]:.2f}"
-            if self.is_local:
-                figures += f"  p {self.target.p[child]:.2f}"
-            color = GREEN if child in self.path else RED
-            lines.append(f"{label:<32} {figures}  {paint(self.reason(child), color)}")
-            below = indent + ("  " if last else "│ ")
-            if draft.is_chain:  # it goes straight down, however long it is
-                below = indent
-            lines += self.branch(child, below)
-        return lines
 
-    def reason(self, child: int) -> str:
-        """Say why a drafted token was accepted or not."""
-        is_accepted = child in self.path
-        verdict = "accepted" if is_accepted else "rejected"
-        if self.draft.parents[child] not in self.path:
-            return "not reached"
-        if not self.is_local or not self.draft.q:
-            return verdict
-        if child not in self.target.trials:
-            return "not tried"
-        trial = self.target.trials[child]
-        sign = "<" if is_accepted else ">="
-        return f"{verdict}: u {trial.u:.2f} {sign} p/q {trial.ratio:.2f}"
+def reason(target: LocalTarget | RemoteTarget, draft: Draft, path: list[int], i: int) -> str:
+    """Say why a drafted token was accepted or not."""
+    verdict = "accepted" if i in path else "rejected"
+    if draft.parents[i] not in path:
+        return "not reached"
+    if not isinstance(target, TracedTarget) or not draft.q:
+        return verdict
+    if i not in target.trials:
+        return "not tried"
+    trial = target.trials[i]
+    sign = "<" if i in path else ">="
+    return f"{verdict}: u {trial.u:.2f} {sign} p/q {trial.ratio:.2f}"
 
-    def source(self) -> str:
-        """Say what the target's own token comes from."""
-        if not self.is_local:
-            return ""
-        if self.target.sampling.temperature == 0:
-            return ", its likeliest"
-        if self.draft.children(self.path[-1]):  # and all of them were rejected
-            return ", drawn from what p - q leaves"
-        return ", drawn from p"
+
+def source(target: LocalTarget | RemoteTarget, draft: Draft, path: list[int]) -> str:
+    """Say what the target's own token comes from."""
+    if not isinstance(target, TracedTarget):
+        return ""
+    if target.sampling.temperature == 0:
+        return "its likeliest"
+    if draft.children(path[-1]):  # and all of them were rejected
+        return "drawn from what p - q leaves"
+    return "drawn from p"
+
+
+def draw_cycle(record: dict) -> list[str]:
+    """Draw a cycle for a person, on 80 columns."""
+    drafts = record["drafts"]
+    accepted = sum(node["accepted"] for node in drafts)
+    times = f"draft {1e3 * record['draft_seconds']:.1f} ms"
+    times += f", verification {1e3 * record['verify_seconds']:.1f} ms"
+    lines = [f"cycle {record['cycle']}: {len(drafts)} drafted, {accepted} accepted; {times}"]
+    if "link" in record:
+        link = record["link"]
+        traffic = f"{link['bytes_up']} bytes up, {link['bytes_down']} down"
+        lines.append(f"  link: {link['state']}, {traffic}, {1e3 * link['seconds']:.0f} ms")
+    if drafts:
+        lines.append(f"  {quote(record['root'])}")
+        lines += draw_branch(drafts, parent=-1, indent="  ")
+    if record["offline"]:
+        lines.append(paint("  offline: the drafter alone wrote, unverified,", YELLOW))
+        lines.append(paint(f"  {json.dumps(record['text'], ensure_ascii=False)}", YELLOW))
+    else:
+        own = f"  the target's own: {quote(record['text'])}"
+        if record["source"]:
+            own += f", {record['source']}"
+        lines.append(own)
+    return lines
+
+
+def draw_branch(drafts: list[dict], parent: int, indent: str) -> list[str]:
+    """Draw the tokens after a parent, and what follows each."""
+    lines = []
+    children = [i for i, node in enumerate(drafts) if node["parent"] == parent]
+    is_chain = all(node["parent"] == i - 1 for i, node in enumerate(drafts))
+    for i in children:
+        node = drafts[i]
+        last = i == children[-1]
+        label = f"{indent}{'└' if last else '├'} {quote(node['text'])}"
+        figures = f"q {node['q']:.2f}"
+        if node["p"] is not None:
+            figures += f"  p {node['p']:.2f}"
+        color = GREEN if node["accepted"] else RED
+        lines.append(f"{label:<32} {figures}  {paint(node['reason'], color)}")
+        below = indent + ("  " if last else "│ ")
+        if is_chain:  # it goes straight down, however long it is
+            below = indent
+        lines += draw_branch(drafts, i, below)
+    return lines
+
+
+def quote(text: str) -> str:
+    """Put a token's text in quotes, no longer than a line has room for."""
+    return json.dumps(text[:16] or "<end>", ensure_ascii=False)
 
 
 # --- The benchmark: every prompt by every method, in turn ---
@@ -1306,7 +1316,9 @@ def remote_methods(
         lose = partial(new_channel, link, outage_after=max_new_tokens // 4)
         methods[f"api:{name}"] = Method(model, new_channel=connect)
         methods[f"remote:{name}"] = Method(model, drafter, tree, new_channel=connect)
-        methods[f"remote+lookup:{name}"] = Method(model, drafter, tree, True, connect)
+        methods[f"remote+lookup:{name}"] = Method(
+            model, drafter, tree, lookup=True, new_channel=connect
+        )
         methods[f"disconnected:{name}"] = Method(model, drafter, tree, new_channel=lose)
     return methods
 
@@ -1366,6 +1378,7 @@ def run_prompt(
             tqdm.write(f"{turn[:40]!r} is left out: {error}", file=sys.stderr)
             return
         results = {}
+        # In a random order, so that a machine that slows down hurts all methods alike.
         for name in random.Random(seed).sample(list(methods), len(methods)):
             results[name] = methods[name].answer(ids, replace(config, max_new_tokens=count))
             if results[name].interrupted:
@@ -1389,7 +1402,7 @@ def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Gener
     bases = [results[base] for results in runs]
     tokens = sum(len(g.tokens) for g in ours)
     unverified = sum(g.unverified for g in ours)
-    calls = sum(g.target_calls for g in ours)
+    calls = max(1, sum(g.target_calls for g in ours))
     speedups = torch.tensor([rate([g]) / rate([b]) for g, b in zip(ours, bases)])  # a turn each
     same = sum(g.tokens == b.tokens for g, b in zip(ours, bases))
     row = {
@@ -1399,9 +1412,9 @@ def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Gener
         "speedup": rate(ours) / rate(bases),
         "speedup_quartiles": speedups.quantile(torch.tensor([0.25, 0.75])).tolist(),
         "acceptance_length": acceptance_length(ours),
-        "target_calls": calls,
+        "target_calls": sum(g.target_calls for g in ours),
         "new_tokens": tokens,
-        "drafted_per_call": sum(g.drafted for g in ours) / max(1, calls),
+        "drafted_per_call": sum(g.drafted for g in ours) / calls,
         "draft_share": sum(g.draft_seconds for g in ours) / sum(g.seconds for g in ours),
         "identical": same / len(runs),
     }
@@ -1533,16 +1546,12 @@ def faster_alone(args: Namespace, packed: Llama) -> Llama:
     if not isinstance(packed.lm_head, PackedLinear):
         return packed
     plain, _ = load_target(args)
-    return min((packed, plain), key=seconds_per_token)
 
+    def seconds(model: Llama) -> float:
+        short = GenerationConfig(max_new_tokens=17)
+        return min(Method(model).answer([0], short).seconds for _ in range(3))
 
-def seconds_per_token(model: Llama) -> float:
-    times = []
-    start = perf_counter()
-    for _ in generate(model, [0], GenerationConfig(max_new_tokens=17)):
-        times.append(perf_counter() - start)
-        start = perf_counter()
-    return median(times[1:])
+    return min((packed, plain), key=seconds)
 
 
 # --- Command line ---
@@ -1687,7 +1696,7 @@ def parse_arguments() -> Namespace:
 
 
 def check_arguments(parser: Parser, args: Namespace, sizes: dict) -> None:
-    """Refuse flags that would be ignored."""
+    """Refuse flags that contradict each other."""
     outage = args.disconnect_after < math.inf
     simulated = links_of(args) or outage or args.disconnect_for < math.inf
     several = args.drafter is not None and len(args.drafter) > 1
@@ -1715,18 +1724,18 @@ def load_models(args: Namespace) -> Models:
     A client's target has only the layers that its drafter reuses, unless --bench is to evaluate
     text that was written offline.
     """
-    shipped = SHIPPED.get(args.model)
-    folders = args.drafter
-    if folders is None:
-        folders = [shipped] if shipped is not None else []
-    last = None
     if args.no_speculation and not (args.serve or args.bench):
         folders = []
-    elif not folders:
+    elif args.drafter:
+        folders = args.drafter
+    elif args.model in SHIPPED:
+        folders = [SHIPPED[args.model]]
+    else:
         raise InputError(
             f"no drafter is shipped for {args.model}: train one (python train.py --model "
             f"{args.model} --data FILE), name one with --drafter, or add --no-speculation"
         )
+    last = None
     if args.remote and not args.bench:
         last = reused_layers(folders)
     target, tokenizer = load_target(args, last)
@@ -1769,7 +1778,7 @@ class Terminal:
             emit = Trace(tokenizer, args.json).emit
         elif not args.json:
             emit = Printer(tokenizer, args.show).emit
-        connecting = Timer(1.0, lambda: print("connecting ...", file=sys.stderr))
+        connecting = Timer(1.0, print, ["connecting ..."], {"file": sys.stderr})
         if args.remote:
             connecting.start()
 
@@ -1781,18 +1790,18 @@ class Terminal:
             generation = self.method.answer(prompt, config, emit_first)
         finally:
             connecting.cancel()
-        self.answers.append(generation)
         if args.trace and not args.json:
             print(f"\n{tokenizer.decode(generation.tokens)}")
         if generation.tokens:
+            self.answers.append(generation)
             self.report(generation)
         return generation
 
     def report(self, generation: Generation) -> None:
         tokenizer = self.models.tokenizer
-        ending = describe_ending(tokenizer, generation.tokens, self.args)
-        if generation.interrupted:
-            ending = "interrupted"
+        ending = "interrupted"
+        if not generation.interrupted:
+            ending = describe_ending(tokenizer, generation.tokens, self.args)
         report(
             tokenizer,
             generation.tokens,
@@ -1828,6 +1837,8 @@ class Terminal:
             except InputError as error:  # too long, or the server is gone: the chat goes on
                 print(f"\nerror: {error}", file=sys.stderr)
                 continue
+            if not generation.tokens:  # Ctrl-C came before the first
+                continue
             answer = self.models.tokenizer.decode(generation.tokens)
             messages = context + [{"role": "assistant", "content": answer}]
         self.summarize()
@@ -1859,8 +1870,8 @@ class Terminal:
 
     def summarize(self) -> None:
         """Print what a whole chat cost."""
-        tokens = sum(len(g.tokens) for g in self.answers)
-        if tokens > 0:
+        if self.answers:
+            tokens = sum(len(g.tokens) for g in self.answers)
             print(
                 f"{len(self.answers)} answers, {tokens} tokens, {rate(self.answers):.3g} tokens "
                 f"per second, acceptance length {acceptance_length(self.answers):.3g}",

@@ -54,13 +54,12 @@ from moa import (  # noqa: E402
 
 RUNS = ROOT / "runs"
 TOY = "runs/toy"
-DEEP = "runs/deep"  # a target of 16 layers instead of 8
-OWN = {TOY: "runs/own.jsonl", DEEP: "runs/deep-own.jsonl"}  # answers of each, to train on
-TEST = {TOY: "runs/test.jsonl", DEEP: "runs/deep-test.jsonl"}
+OWN = "runs/own.jsonl"  # written by this target, to train on
+TEST = "runs/test.jsonl"
 SEEDS = (0, 1, 2)
 UPDATES = 1600
 TRAINING = [  # what all drafters have in common; the losses are the paper's
-    "--seq-len", "512", "--batch-size", "2", "--micro-batch-size", "2",
+    "--model", TOY, "--seq-len", "512", "--batch-size", "2", "--micro-batch-size", "2",
     "--optimizer", "muon", "--lr", "4e-3", "--schedule", "cosine", "--warmup", "20",
     "--eval-every", "400", "--save-every", "1000", "--device", "cpu",
 ]
@@ -89,11 +88,6 @@ DRAFTERS: dict[str, list[str]] = {  # the flags of each, besides those in common
     "eagle": ["--no-lsa", "--no-ca", "--mlp", "768"],
     "full-fourfold": ["--updates", str(4 * UPDATES)],
     "neither-fourfold": ["--no-lsa", "--no-ca", *SHORT, "--updates", str(4 * UPDATES)],
-    "deep-full": [],
-    "deep-no-lsa": ["--no-lsa", *SHORT],
-    "deep-neither": ["--no-lsa", "--no-ca", *SHORT],
-    "deep-eagle": ["--no-lsa", "--no-ca", "--mlp", "768"],
-    "deep-last-layer": [],
 }
 EXPERIMENTS = {  # what each of them compares
     "parts": ["full", "no-lsa", "no-ca", "neither", "eagle"],
@@ -107,7 +101,6 @@ EXPERIMENTS = {  # what each of them compares
     "text": ["full", "own-250", "others-text"],
     "memory": ["full", "last-layer", "no-lsa"],
     "staircase": ["full", "staircase"],
-    "deeper": ["deep-full", "deep-last-layer", "deep-no-lsa", "deep-neither", "deep-eagle"],
 }
 TIMED = {  # experiments that need an idle machine, and the drafters that these time
     "cost": ["full", "no-lsa", "no-ca", "neither"],
@@ -197,9 +190,7 @@ def add_staircase() -> None:
 
 CHANGES = {
     "last-layer": remember_last_layer,
-    "deep-last-layer": remember_last_layer,
     "eagle": become_eagle,
-    "deep-eagle": become_eagle,
     "staircase": add_staircase,
 }
 
@@ -215,17 +206,11 @@ def call(script, *flags: str) -> str:
     return printed.getvalue()
 
 
-def target_of(drafter: str) -> str:
-    return DEEP if drafter.startswith("deep-") else TOY
-
-
 def training_flags(name: str, seed: int) -> list[str]:
     """Return the command line of train.py that makes a drafter."""
-    target = target_of(name)
-    flags = ["--model", target, *TRAINING, *DRAFTERS[name]]
-    flags += ["--seed", str(seed), "--out", f"runs/{name}-{seed}"]
+    flags = [*TRAINING, *DRAFTERS[name], "--seed", str(seed), "--out", f"runs/{name}-{seed}"]
     if "--data" not in flags:
-        flags += ["--data", OWN[target]]
+        flags += ["--data", OWN]
     if "--updates" not in flags:
         flags += ["--updates", str(UPDATES)]
     return flags
@@ -250,14 +235,13 @@ def score(name: str, seed: int) -> None:
         shapes = [weights.get_slice(key).get_shape() for key in weights.keys()]
     scores = {"drafter": name, "seed": seed, "command": training_command(name, seed)}
     scores["parameters"] = sum(torch.Size(shape).numel() for shape in shapes)
-    target = target_of(name)
-    model = ["--model", target, "--device", "cpu"]
-    judge = ["--evaluate", str(folder), "--data", TEST[target], "--seq-len", "512", *model]
+    model = ["--model", TOY, "--device", "cpu"]
+    judge = ["--evaluate", str(folder), "--data", TEST, "--seq-len", "512", *model]
     scores |= json.loads(call(train, *judge))
     scores["drafting"] = json.loads(call(train, *judge, "--by-drafting"))
-    chain = acceptance_length(target, folder, TreeConfig(depth=CHAIN))
+    chain = acceptance_length(folder, TreeConfig(depth=CHAIN))
     scores["chain"] = chain
-    scores["tree"] = acceptance_length(target, folder, TREE)
+    scores["tree"] = acceptance_length(folder, TREE)
     scores["chain_speedup_at_cost_ratio"] = {
         str(ratio): chain / (1 + CHAIN * ratio) for ratio in COST_RATIOS
     }
@@ -272,10 +256,10 @@ def score(name: str, seed: int) -> None:
     write_json(folder / "scores.json", scores)
 
 
-def acceptance_length(target_folder: str, folder: Path, tree: TreeConfig) -> float:
+def acceptance_length(folder: Path, tree: TreeConfig) -> float:
     """Answer the prompts greedily with drafts. Returns new tokens for each pass of the target."""
-    target = load_model(target_folder)
-    tokenizer = load_tokenizer(target_folder)
+    target = load_model(TOY)
+    tokenizer = load_tokenizer(TOY)
     drafter = load_drafter(folder, target)
     config = GenerationConfig(ANSWER, stop_ids=frozenset(tokenizer.stop_ids))
     tokens = 0
@@ -353,7 +337,7 @@ def print_result(experiment: str) -> None:
             name = row["drafter"]
         groups.setdefault(name, []).append(row)
     columns = COLUMNS
-    if experiment in ("parts", "deeper"):
+    if experiment == "parts":
         columns = COLUMNS | SPEEDUP_COLUMNS
     elif experiment == "reused_layers":
         columns = COLUMNS | OFFLINE_COLUMNS
@@ -393,24 +377,20 @@ def copy_lines(source: Path, count: int, target: Path) -> None:
     target.write_text("".join(lines[:count]))
 
 
-def prepare(target: str, *sizes: str) -> None:
-    """Make a target and its text, as weights/README.md says of the shipped ones."""
-    if not (ROOT / target / "model.safetensors").exists():
-        resume = ["--resume"] if (ROOT / target / "checkpoint.pt").exists() else []
-        python("train.py", "--pretrain", target, "--dtype", "bfloat16", *sizes, *resume)
-    synthesize = ["train.py", "--model", target, "--seq-len", "512", "--dtype", "bfloat16",
+def prepare() -> None:
+    """Make the target and the texts, with what weights/README.md says of the shipped ones."""
+    if not (ROOT / TOY / "model.safetensors").exists():
+        resume = ["--resume"] if (ROOT / TOY / "checkpoint.pt").exists() else []
+        python("train.py", "--pretrain", TOY, "--dtype", "bfloat16", *resume)
+    synthesize = ["train.py", "--model", TOY, "--seq-len", "512", "--dtype", "bfloat16",
                   "--batch-size", "64"]
-    functions = f"{target}/functions.jsonl"
-    held_out = f"{target}/held_out.jsonl"
-    python(*synthesize, "--data", OWN[target], "--synthesize", "4000", "--questions", functions)
-    python(*synthesize, "--data", TEST[target], "--synthesize", "32", "--questions", held_out)
-
-
-def prepare_texts() -> None:
-    """Make the other texts of the toy target. What it was trained on is in its folder."""
-    copy_lines(ROOT / TOY / "functions.jsonl", 4000, RUNS / "others.jsonl")
-    copy_lines(ROOT / OWN[TOY], 250, RUNS / "own-250.jsonl")
-    copy_lines(ROOT / TOY / "held_out.jsonl", PROMPTS, RUNS / "prompts.jsonl")
+    functions = f"{TOY}/functions.jsonl"
+    held_out = f"{TOY}/held_out.jsonl"
+    python(*synthesize, "--data", OWN, "--synthesize", "4000", "--questions", functions)
+    python(*synthesize, "--data", TEST, "--synthesize", "32", "--questions", held_out)
+    copy_lines(ROOT / functions, 4000, RUNS / "others.jsonl")
+    copy_lines(ROOT / OWN, 250, RUNS / "own-250.jsonl")
+    copy_lines(ROOT / held_out, PROMPTS, RUNS / "prompts.jsonl")
 
 
 def finish(name: str, seed: int) -> None:
@@ -515,10 +495,7 @@ def main() -> None:
             if (RESULTS / f"{name}.json").exists():
                 print_result(name)
         return
-    prepare(TOY)
-    prepare_texts()
-    if "deeper" in names:
-        prepare(DEEP, "--layers", "16")
+    prepare()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = {}  # of each drafter and seed: some are in several experiments
         for experiment in names:

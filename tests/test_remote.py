@@ -1047,6 +1047,19 @@ def test_a_trace_shows_the_link_with_its_bytes_and_its_three_states(tiny, impati
     assert out.count("offline: the drafter alone wrote") == states.count("offline")
 
 
+def test_a_trace_as_json_has_all_tokens_also_those_written_offline(tiny, impatient, capsys):
+    with serving_models(tiny.target, tiny.drafter) as server:
+        terminal = terminal_over([CountedOutage(10, 30)], server, tiny, "--trace", "--json")
+        terminal.respond(ask("Hi"))
+    *cycles, generation = map(json.loads, capsys.readouterr().out.splitlines())
+    assert sum([cycle["tokens"] for cycle in cycles], []) == generation["tokens"]
+    offline = [cycle for cycle in cycles if cycle["offline"]]
+    assert sum(len(cycle["tokens"]) for cycle in offline) == generation["unverified_tokens"] > 0
+    assert {cycle["link"]["state"] for cycle in offline} == {"offline"}
+    for name in ("bytes_up", "bytes_down"):
+        assert sum(cycle["link"][name] for cycle in cycles) == generation[name]
+
+
 def test_a_chat_goes_on_after_an_outage_and_after_a_server_that_is_not_there(
         tiny, impatient, capsys, monkeypatch):
     networks = [

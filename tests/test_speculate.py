@@ -64,6 +64,7 @@ from speculate import (
     Origin,
     Prompt,
     accept_greedy,
+    acceptance_length,
     bench,
     bench_batch,
     local_methods,
@@ -209,7 +210,7 @@ def test_a_drafter_that_is_the_target_is_always_accepted(temperature, tree):
     config = GenerationConfig(21, temperature, top_p=0.9)
     result = Method(target, drafter, tree).answer(PROMPT, config)
     assert result.target_calls == 4  # for the prefill's token, and 4 x (4 + 1)
-    assert result.acceptance_length == 5
+    assert acceptance_length([result]) == 5
 
 
 def test_every_token_is_emitted_once_as_a_draft_or_as_the_targets_own():
@@ -237,7 +238,7 @@ def test_a_tree_is_accepted_further_than_a_chain():
     lengths = []
     for tree in (CHAIN_OF_4, TreeConfig(4, top_k=4, total_tokens=64)):
         result = Method(target, drafter, tree).answer(PROMPT, GenerationConfig(48))
-        lengths.append(result.acceptance_length)
+        lengths.append(acceptance_length([result]))
     assert 1 < lengths[0] < lengths[1] < 5
 
 
@@ -630,11 +631,12 @@ def accepted_tokens(cycle: dict) -> list[int]:
 def test_a_trace_as_json_has_an_object_for_each_cycle_and_then_the_generations(traced):
     tokens = []
     for number, cycle in enumerate(traced.cycles, 1):
-        assert set(cycle) == {"cycle", "drafts", "token", "draft_seconds", "verify_seconds"}
-        assert cycle["cycle"] == number
-        tokens += accepted_tokens(cycle)
+        assert {"cycle", "drafts", "token", "draft_seconds", "verify_seconds"} < set(cycle)
+        assert cycle["cycle"] == number and not cycle["offline"]
+        assert cycle["tokens"] == accepted_tokens(cycle)
+        tokens += cycle["tokens"]
         for i, draft in enumerate(cycle["drafts"]):
-            assert set(draft) == {"token", "text", "parent", "q", "p", "accepted"}
+            assert {"token", "text", "parent", "q", "p", "accepted", "reason"} == set(draft)
             assert -1 <= draft["parent"] < i
     generation = traced.generation
     assert tokens == generation["tokens"] and len(tokens) == 40
