@@ -1251,6 +1251,19 @@ def quote(text: str) -> str:
 # --- The benchmark: every prompt by every method, in turn ---
 
 
+@dataclass
+class Models:
+    """What the command line names, loaded."""
+
+    target: Llama
+    tokenizer: Tokenizer
+    drafters: dict[str, Drafter]
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return next(iter(self.drafters.values()), None)
+
+
 class Prompt(NamedTuple):
     category: str
     turns: list[str]  # what the user says, one after the other
@@ -1285,24 +1298,27 @@ Methods = dict[str, Method]
 Runs = dict[str, list[dict[str, Generation]]]  # by category: for each turn, each method's answer
 
 
-def local_methods(
-    alone: Llama, model: Llama, drafters: dict[str, Drafter], chain: TreeConfig, tree: TreeConfig
-) -> Methods:
-    """List what is measured on one machine: for several drafters, chains and trees of each."""
+def local_methods(alone: Llama, models: Models, chain: TreeConfig, tree: TreeConfig) -> Methods:
+    """List what is measured on one machine: for several drafters, chains and trees of each.
+
+    alone: the target as it is fastest without drafts.
+    """
+    target = models.target
     methods = {"target": Method(alone)}
-    for name, drafter in drafters.items():
-        suffix = f" {name}" if len(drafters) > 1 else ""
-        methods["chain" + suffix] = Method(model, drafter, chain)
-        methods["tree" + suffix] = Method(model, drafter, tree)
-    if len(drafters) == 1:
-        methods["lookup"] = Method(model, None, chain, lookup=True)
-        methods["tree+lookup"] = Method(model, drafter, tree, lookup=True)
+    if len(models.drafters) > 1:
+        for name, drafter in models.drafters.items():
+            methods[f"chain {name}"] = Method(target, drafter, chain)
+            methods[f"tree {name}"] = Method(target, drafter, tree)
+        return methods
+    methods["chain"] = Method(target, models.drafter, chain)
+    methods["tree"] = Method(target, models.drafter, tree)
+    methods["lookup"] = Method(target, None, chain, lookup=True)
+    methods["tree+lookup"] = Method(target, models.drafter, tree, lookup=True)
     return methods
 
 
 def remote_methods(
-    model: Llama,
-    drafter: Drafter,
+    models: Models,
     tree: TreeConfig,
     links: dict[str, Link],
     new_channel: Callable[..., Channel],
@@ -1313,22 +1329,17 @@ def remote_methods(
     methods = {}
     for name, link in links.items():
         connect = partial(new_channel, link)
+        ours = Method(models.target, models.drafter, tree, new_channel=connect)
         lose = partial(new_channel, link, outage_after=max_new_tokens // 4)
-        methods[f"api:{name}"] = Method(model, new_channel=connect)
-        methods[f"remote:{name}"] = Method(model, drafter, tree, new_channel=connect)
-        methods[f"remote+lookup:{name}"] = Method(
-            model, drafter, tree, lookup=True, new_channel=connect
-        )
-        methods[f"disconnected:{name}"] = Method(model, drafter, tree, new_channel=lose)
+        methods[f"api:{name}"] = Method(models.target, new_channel=connect)
+        methods[f"remote:{name}"] = ours
+        methods[f"remote+lookup:{name}"] = replace(ours, lookup=True)
+        methods[f"disconnected:{name}"] = replace(ours, new_channel=lose)
     return methods
 
 
 def bench(
-    model: Llama,
-    methods: Methods,
-    tokenizer: Tokenizer,
-    prompts: list[Prompt],
-    config: GenerationConfig,
+    models: Models, methods: Methods, prompts: list[Prompt], config: GenerationConfig
 ) -> list[dict]:
     """Answer every prompt by every method, in turn, after a warm-up. Returns rows by category, then
     rows of all prompts.
@@ -1337,10 +1348,10 @@ def bench(
     """
     runs: Runs = {}
     try:
-        for results in run_prompt(methods, tokenizer, prompts[0], config, model, seed=0):
+        for results in run_prompt(models, methods, prompts[0], config, seed=0):
             pass  # the warm-up
         for seed, prompt in enumerate(tqdm(prompts, unit=" prompts"), 1):
-            for results in run_prompt(methods, tokenizer, prompt, config, model, seed):
+            for results in run_prompt(models, methods, prompt, config, seed):
                 runs.setdefault(prompt.category, []).append(results)
                 tqdm.write(progress(prompt, methods, results), file=sys.stderr)
     except KeyboardInterrupt:
@@ -1354,26 +1365,21 @@ def bench(
     rows = []
     for category, results in runs.items():
         for name in methods:
-            rows.append(summarize(model, category, name, results))
+            rows.append(summarize(models.target, category, name, results))
     return rows
 
 
 def run_prompt(
-    methods: Methods,
-    tokenizer: Tokenizer,
-    prompt: Prompt,
-    config: GenerationConfig,
-    model: Llama,
-    seed: int,
+    models: Models, methods: Methods, prompt: Prompt, config: GenerationConfig, seed: int
 ) -> Iterator[dict[str, Generation]]:
     """Yield, for each turn, each method's answer. The first method's is the next turn's context."""
     messages = []
     base = next(iter(methods))
     for turn in prompt.turns:
         messages.append({"role": "user", "content": turn})
-        ids = tokenizer.chat(messages)
+        ids = models.tokenizer.chat(messages)
         try:
-            count = answer_length(model, ids, config.max_new_tokens)
+            count = answer_length(models.target, ids, config.max_new_tokens)
         except InputError as error:
             tqdm.write(f"{turn[:40]!r} is left out: {error}", file=sys.stderr)
             return
@@ -1383,7 +1389,8 @@ def run_prompt(
             results[name] = methods[name].answer(ids, replace(config, max_new_tokens=count))
             if results[name].interrupted:
                 raise KeyboardInterrupt
-        messages.append({"role": "assistant", "content": tokenizer.decode(results[base].tokens)})
+        answer = models.tokenizer.decode(results[base].tokens)
+        messages.append({"role": "assistant", "content": answer})
         yield results
 
 
@@ -1447,43 +1454,52 @@ def offline_quality(model: Llama, ours: list[Generation], bases: list[Generation
 
 @torch.inference_mode()
 def bench_batch(
-    model: Llama,
-    drafter: Drafter,
-    tokenizer: Tokenizer,
-    prompts: list[Prompt],
-    config: GenerationConfig,
-    batches: list[int],
-    K: int,
+    models: Models, prompts: list[Prompt], config: GenerationConfig, batches: list[int], K: int
 ) -> list[dict]:
     """Answer all first turns by the target alone and by chains of K, so many at a time."""
-    if not drafter.config.use_cross_attention:
+    target = models.target
+    if not models.drafter.config.use_cross_attention:
         raise InputError("--batch needs a drafter with CA")
-    requests = [tokenizer.chat([{"role": "user", "content": p.turns[0]}]) for p in prompts]
+    requests = []
+    for prompt in prompts:
+        requests.append(models.tokenizer.chat([{"role": "user", "content": prompt.turns[0]}]))
     capacity = max(len(prompt) for prompt in requests) + config.max_new_tokens
-    if capacity > model.config.max_position_embeddings:
+    if capacity > target.config.max_position_embeddings:
         raise InputError(f"a prompt with its answer needs a context of {capacity} tokens")
-    alone = [list(generate(model, prompt, config)) for prompt in requests]
+    alone = [list(generate(target, prompt, config)) for prompt in requests]
     rows = []
     for size in tqdm(batches):
-        base_rate = None
-        for name in ("target", "chain"):
-            if name == "target":
-                batch = Batch(model, size, capacity)
-            else:
-                batch = ChainBatch(model, drafter, size, capacity, K)
-            start = perf_counter()
-            ended = run_batch(batch, requests, config)
-            count = sum(len(c.tokens) for c in ended)
-            speed = count / (perf_counter() - start)
-            base_rate = base_rate or speed
-            calls = sum(c.target_calls for c in ended)
-            row = {"category": "overall", "method": name, "batch": size}
-            row["tokens_per_second"] = speed
-            row["speedup"] = speed / base_rate
-            row["acceptance_length"] = (count - len(ended)) / max(1, calls)
-            row["identical"] = sum(c.tokens == alone[c.key] for c in ended) / len(ended)
+        batch = Batch(target, size, capacity)
+        target_row = time_batch("target", batch, requests, config, alone)
+        batch = ChainBatch(target, models.drafter, size, capacity, K)
+        chain_row = time_batch("chain", batch, requests, config, alone)
+        for row in (target_row, chain_row):
+            row["batch"] = size
+            row["speedup"] = row["tokens_per_second"] / target_row["tokens_per_second"]
             rows.append(row)
     return rows
+
+
+def time_batch(
+    name: str,
+    batch: Batch,
+    prompts: list[list[int]],
+    config: GenerationConfig,
+    alone: list[list[int]],
+) -> dict:
+    """Return a row of the benchmark. alone: the target's answers, one at a time."""
+    start = perf_counter()
+    ended = run_batch(batch, prompts, config)
+    seconds = perf_counter() - start
+    tokens = sum(len(c.tokens) for c in ended)
+    calls = sum(c.target_calls for c in ended)
+    return {
+        "category": "overall",
+        "method": name,
+        "tokens_per_second": tokens / seconds,
+        "acceptance_length": (tokens - len(ended)) / max(1, calls),
+        "identical": sum(c.tokens == alone[c.key] for c in ended) / len(ended),
+    }
 
 
 def run_batch(
@@ -1569,19 +1585,6 @@ REMOTE_TREE = TreeConfig(
 BATCH_DRAFTS = 3
 OWN_SERVER = ("", 0)  # --remote without an address
 MIN_ANSWER = 32  # tokens that the context must leave for an answer in a chat
-
-
-@dataclass
-class Models:
-    """What the command line names, loaded."""
-
-    target: Llama
-    tokenizer: Tokenizer
-    drafters: dict[str, Drafter]
-
-    @property
-    def drafter(self) -> Drafter | None:
-        return next(iter(self.drafters.values()), None)
 
 
 def make_parser() -> Parser:
@@ -1929,19 +1932,15 @@ def run_bench(
     prompts = read_prompts(args.bench)
     if args.batch:
         K = args.draft_length or BATCH_DRAFTS
-        rows = bench_batch(
-            models.target, models.drafter, models.tokenizer, prompts, config, args.batch, K
-        )
+        rows = bench_batch(models, prompts, config, args.batch, K)
+    elif new_channel is not None:
+        links = links_of(args) or PROFILES
+        methods = remote_methods(models, args.tree, links, new_channel, config.max_new_tokens)
+        rows = bench(models, methods, prompts, config)
     else:
-        if new_channel is not None:
-            links = links_of(args) or PROFILES
-            methods = remote_methods(
-                models.target, models.drafter, args.tree, links, new_channel, config.max_new_tokens
-            )
-        else:
-            alone = faster_alone(args, models.target)
-            methods = local_methods(alone, models.target, models.drafters, args.chain, args.tree)
-        rows = bench(models.target, methods, models.tokenizer, prompts, config)
+        alone = faster_alone(args, models.target)
+        methods = local_methods(alone, models, args.chain, args.tree)
+        rows = bench(models, methods, prompts, config)
     if args.json:
         print(json.dumps({"rows": rows}))
     else:

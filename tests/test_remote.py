@@ -608,9 +608,10 @@ def test_the_benchmark_takes_every_network_and_cuts_each_once(
         return channel_to(server, link, outage_after=outage_after)
 
     with serving_models(target, drafter) as server:
-        methods = remote_methods(target, drafter, CHAIN, links, new_channel, max_new_tokens=8)
+        loaded = Models(target, WORDS, {"": drafter})
+        methods = remote_methods(loaded, CHAIN, links, new_channel, max_new_tokens=8)
         prompts = [Prompt("a", ["one", "two"])]
-        rows = bench(target, methods, WORDS, prompts, GenerationConfig(8))
+        rows = bench(loaded, methods, prompts, GenerationConfig(8))
     overall = {row["method"]: row for row in rows if row["category"] == "overall"}
     kinds = ("api", "remote", "remote+lookup", "disconnected")
     assert set(overall) == {":".join(pair) for pair in itertools.product(kinds, links)}

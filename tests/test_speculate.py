@@ -61,6 +61,7 @@ from speculate import (
     Cycle,
     Generation,
     Method,
+    Models,
     Origin,
     Prompt,
     accept_greedy,
@@ -492,7 +493,7 @@ def test_prompt_seed_and_temperature_determine_the_tokens_also_on_a_busy_machine
 def test_every_method_drafts_the_same_on_every_run_also_on_a_busy_machine(temperature, busy):
     target = new_target(16)
     drafter = new_drafter(target, target_layer_inference=4, likeness=0.8)
-    methods = local_methods(target, target, {"": drafter}, CHAIN, TREE)
+    methods = local_methods(target, Models(target, WORDS, {"": drafter}), CHAIN, TREE)
     config = GenerationConfig(30, temperature, seed=1)
 
     def run() -> list:
@@ -1038,7 +1039,7 @@ def test_the_benchmark_reports_what_it_measured(capsys):
         "tree": Measured(2.0, [1, 2, 3, 5], calls=2),
     }
     prompts = [Prompt("a", ["one", "two"]), Prompt("b", ["three"])]
-    rows = bench(new_target(16), methods, WORDS, prompts, GenerationConfig(4))
+    rows = bench(Models(new_target(16), WORDS, {}), methods, prompts, GenerationConfig(4))
     by_name = {(row["category"], row["method"]): row for row in rows}
     assert len(by_name) == len(rows) == 9
     row = by_name["overall", "chain x:y"]
@@ -1146,9 +1147,10 @@ def test_the_benchmark_of_batches_has_the_target_and_chains_for_each_size(checkp
 
 def test_the_benchmark_of_batches_needs_ca():
     drafter = new_drafter(new_target(16), use_cross_attention=False)
+    models = Models(drafter.target, WORDS, {"": drafter})
     prompts = [Prompt("a", ["one"])]
     with pytest.raises(InputError, match="needs a drafter with CA"):
-        bench_batch(drafter.target, drafter, WORDS, prompts, GenerationConfig(4), [1], K=3)
+        bench_batch(models, prompts, GenerationConfig(4), [1], K=3)
 
 
 def test_ctrl_c_ends_a_benchmark_with_the_rows_of_the_prompts_that_are_done(
