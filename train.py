@@ -43,7 +43,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import Callable, Iterator, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -153,7 +153,7 @@ def draw_examples(batch: list[Sequence], update: int, args) -> list[Example]:
     """Draw R horizons for each sequence: one pass of the target, the expensive part, serves R
     passes of the drafter. They follow from the seed and the update alone."""
     draws = np.random.default_rng((args.seed, update))
-    shortest, longest = args.run_length
+    shortest, longest = sorted(args.run_length)
     lengths = draws.integers(shortest, longest, (len(batch), args.horizons), endpoint=True)
     phases = draws.integers(0, lengths)  # (B, R), both
     examples = []
@@ -289,18 +289,12 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
     for parameter in drafter.parameters():
         parameter.grad = torch.zeros_like(parameter)  # not None, also where the share is empty
     sums = torch.zeros(3, device=device)
-    examples = draw_examples(batch, update, args)
-    share = examples[rank()::world_size()]  # all of them, except under torchrun
-    share.sort(key=lambda example: len(example.tokens))  # so that little is padded
-    for first in range(0, len(share), args.micro_batch_size):
-        micro_batch = join(share[first:first + args.micro_batch_size], device)
+    for examples in micro_batches(draw_examples(batch, update, args), args):
         with autocast(device, args):
-            result = distill(drafter, micro_batch, args)
+            result = distill(drafter, join(examples, device), args)
         (result.loss / total).backward()
         sums += result.parts
-    for parameter in drafter.parameters():
-        all_reduce(parameter.grad)
-    all_reduce(sums)
+    sum_over_processes(drafter, sums)
     return Losses._make((sums / total).tolist())
 
 
@@ -339,20 +333,14 @@ def train(
     optimizers: list[torch.optim.Optimizer],
     stream: Stream,
     journal: Journal,
-    start: int,
     args,
-) -> int:
-    """Train from update `start` to args.updates, on the sequences of an endless stream.
-
-    Returns how many updates are done: fewer after Ctrl-C. Raises InputError.
-    """
-    done = start
-    while done < args.updates and not journal.interrupted:
+) -> None:
+    """Train up to args.updates, on the sequences of an endless stream. Raises InputError."""
+    for update in range(journal.done, args.updates):
         batch = list(itertools.islice(stream, args.batch_size))
-        record = take_step(drafter, optimizers, batch, done, args)
-        done += 1
-        journal.note(done, batch, record)  # logs, evaluates and saves
-    return done
+        record = take_step(drafter, optimizers, batch, update, args)
+        tokens = sum(len(sequence.tokens) for sequence in batch)
+        journal.note(update + 1, record, tokens, stream.position)  # logs, evaluates and saves
 
 
 # --- The method ends here: what follows makes it fast and practical ---
@@ -452,11 +440,32 @@ def all_reduce(tensor: Tensor) -> None:
         dist.all_reduce(tensor)
 
 
+def micro_batches(examples: list[Example], args) -> Iterator[list[Example]]:
+    """Yield this process's share of the examples, args.micro_batch_size at a time."""
+    share = examples[rank()::world_size()]
+    share.sort(key=lambda example: len(example.tokens))  # so that little is padded
+    for first in range(0, len(share), args.micro_batch_size):
+        yield share[first:first + args.micro_batch_size]
+
+
+def sum_over_processes(drafter: Drafter, sums: Tensor) -> None:
+    """Replace the drafter's gradients, and `sums`, by their sums over all processes."""
+    for parameter in drafter.parameters():
+        all_reduce(parameter.grad)
+    all_reduce(sums)
+
+
 def any_process(flag: bool, device: torch.device) -> bool:
     """Return whether it is set in any of them: all must stop at the same update."""
     count = torch.tensor(float(flag), device=device)
     all_reduce(count)
     return count.item() > 0
+
+
+def wait_for_all() -> None:
+    """Wait until all processes are here."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def say(message: str) -> None:
@@ -510,17 +519,12 @@ def depth_scores(runs: list[list[bool]], depths: int) -> dict:
     length implied. It is optimistic: these runs begin anywhere, but a cycle mostly begins after a
     token that the drafter got wrong.
     """
-    right = np.zeros(depths)
-    tried = np.zeros(depths)
-    for run in runs:
-        for depth, is_right in enumerate(run[:depths]):
-            tried[depth] += 1
-            right[depth] += is_right
-            if not is_right:
-                break
-    accuracy = right / np.maximum(tried, 1)
-    length = 1 + accuracy.cumprod().sum()
-    return {"depth_accuracy": accuracy.tolist(), "implied_acceptance_length": float(length)}
+    accuracies = []
+    for depth in range(depths):
+        drafted = [run[depth] for run in runs if len(run) > depth and all(run[:depth])]
+        accuracies.append(sum(drafted) / max(1, len(drafted)))
+    length = 1 + np.cumprod(accuracies).sum()
+    return {"depth_accuracy": accuracies, "implied_acceptance_length": float(length)}
 
 
 @torch.no_grad()
@@ -553,18 +557,17 @@ def evaluate_drafting(drafter: Drafter, sequences: list[Sequence]) -> dict:
 
 def show(scores: dict, update: int) -> None:
     """Print an evaluation for a person."""
-    lines = [
-        f"update {update}: held-out KL {scores['held_out_kl']:.3f}, implied acceptance length "
-        f"{scores['implied_acceptance_length']:.2f}, and how often drafts are right, by depth:"
-    ]
-    for depth, accuracy in enumerate(scores["depth_accuracy"], 1):
-        lines.append(f"  {depth}  {accuracy:4.0%}  {'█' * round(40 * accuracy)}")
-    say("\n".join(lines))
+    say(f"update {update}: held-out loss {scores['held_out_loss']:.3f}")
+    if "depth_accuracy" in scores:  # of a drafter
+        say(
+            f"  KL {scores['held_out_kl']:.3f}, implied acceptance length "
+            f"{scores['implied_acceptance_length']:.2f}, and how often drafts are right, by depth:"
+        )
+        for depth, accuracy in enumerate(scores["depth_accuracy"], 1):
+            say(f"  {depth}  {accuracy:4.0%}  {'█' * round(40 * accuracy)}")
 
 
-def announce_cost(
-    drafter: Drafter, sequence: Sequence, held_out: list[Sequence], updates: int, args
-) -> None:
+def announce_cost(drafter: Drafter, sequence: Sequence, held_out: list[Sequence], args) -> None:
     """Print what an update costs here and how long all will take, by the cost of one sequence."""
     compute_gradients(drafter, [sequence], 0, args)  # the first pass is slow
     began = time.perf_counter()
@@ -572,9 +575,9 @@ def announce_cost(
     seconds = (time.perf_counter() - began) / len(sequence.tokens)  # a token
     average = np.mean([len(other.tokens) for other in held_out])
     seconds *= average * math.ceil(args.batch_size / world_size())
-    remaining = timedelta(seconds=round(seconds * updates))
-    say(f"an update takes about {seconds:.2g} s here, {updates} updates {remaining} (h:min:s)")
-    if remaining > timedelta(days=1):
+    total = timedelta(seconds=round(seconds * args.updates))
+    say(f"an update takes about {seconds:.2g} s here, {args.updates} updates {total} (h:min:s)")
+    if total > timedelta(days=1):
         say("that is more than a day: README.md, Train a drafter, has a recipe for an hour or two")
 
 
@@ -652,20 +655,18 @@ def read_messages(text: bytes) -> list[dict]:
     with input_errors("not valid JSON", ValueError, RecursionError):
         record = json.loads(text)
     match record:
-        case {"messages": list(turns)} | {"conversations": list(turns)}:
+        case {"messages": list(turns)} | {"conversations": list(turns)} | {"data": list(turns)}:
             pass
-        case {"data": list(texts)}:
-            roles = itertools.cycle(["user", "assistant"])
-            turns = [{"role": role, "content": content} for role, content in zip(roles, texts)]
         case {"instruction": str(question), "output": answer}:
             if record.get("input"):
                 question = f"{question}\n\n{record['input']}"
-            turns = [{"role": "user", "content": question},
-                     {"role": "assistant", "content": answer}]
+            turns = [question, answer]
         case _:
             raise ValueError("neither messages, data or conversations nor instruction and output")
     messages = []
     for turn in turns:
+        if isinstance(turn, str):  # without a role: user and assistant take turns
+            turn = {"role": next_role(messages), "content": turn}
         with input_errors("an unusable turn", InputError, TypeError, AttributeError):
             role = turn.get("role", turn.get("from"))
             content = turn.get("content", turn.get("value"))
@@ -673,6 +674,10 @@ def read_messages(text: bytes) -> list[dict]:
             check_message(message)
         messages.append(message)
     return messages
+
+
+def next_role(messages: list[dict]) -> str:
+    return "assistant" if len(messages) % 2 else "user"
 
 
 def usable_part(messages: list[dict], counts: Counter) -> list[dict]:
@@ -792,13 +797,16 @@ def split(data: Conversations, seed: int) -> tuple[np.ndarray, list[Sequence]]:
     return training, held_out
 
 
-def count_tokens(data: Conversations, indices: np.ndarray, vocab_size: int) -> Tensor:
-    """Count how often answers use each token, (V). Stop tokens count as the most frequent."""
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for sequence in data.usable(indices[:5000]):
-        counts += torch.bincount(sequence.tokens[sequence.answer], minlength=vocab_size)
+def frequent_tokens(
+    data: Conversations, indices: np.ndarray, vocab_size: int, count: int
+) -> tuple[int, ...]:
+    """Return the `count` tokens that answers use most, in order. Stop tokens count as the most
+    frequent."""
+    answers = [sequence.tokens[sequence.answer] for sequence in data.usable(indices[:5000])]
+    counts = torch.cat(answers).bincount(minlength=vocab_size)
     counts[list(data.tokenizer.stop_ids)] = counts.max() + 1
-    return counts
+    top = counts.topk(min(count, vocab_size)).indices
+    return tuple(sorted(top.tolist()))
 
 
 def checksum(path: str) -> str:
@@ -809,55 +817,114 @@ def checksum(path: str) -> str:
 
 # --- A run: its log and its checkpoints ---
 
+# What may differ where a run goes on; any other flag changes what comes out of it.
+FREE = {"out", "pretrain", "resume", "json", "eval_every", "save_every", "device",
+        "micro_batch_size"}
 
+
+@dataclass
 class Journal:
-    """Shows and logs every update of a run, and evaluates and saves its drafter now and then.
+    """Shows and logs every update of a run, and evaluates and saves its model now and then: in
+    args.out. Under torchrun only process 0 writes.
 
     Ctrl-C lets the update under way end, and saves it.
     """
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        optimizers: list[torch.optim.Optimizer],
-        stream: Stream,
-        held_out: list[Sequence],
-        start: int,
-        args,
-    ):
-        self.drafter = drafter
-        self.optimizers = optimizers
-        self.stream = stream
-        self.held_out = held_out
-        self.args = args
-        self.interrupted = False
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    evaluate: Callable[[], dict]  # returns what to log
+    save_model: Callable[[], None]  # writes the model as other programs read it
+    args: argparse.Namespace
+    done: int = 0  # updates
+    position: int = 0  # where the stream of conversations stood then
+
+    def __post_init__(self) -> None:
+        """Begin a run or, with args.resume, go on with one. Raises InputError."""
+        self.out = Path(self.args.out)
+        self.log_path = self.out / "log.jsonl"
+        if self.args.resume:
+            self.load()
+        elif rank() == 0:
+            with atomic_write(self.log_path) as part:
+                part.touch()
+            self.save()  # so that a run that is killed early can be resumed, too
         self.ctrl_c = catch_interrupt()
         self.progress = tqdm(
-            initial=start, total=args.updates, unit=" updates", disable=rank() > 0
+            initial=self.done, total=self.args.updates, unit=" updates", disable=rank() > 0
         )
         self.began = time.perf_counter()  # the update under way
 
-    def note(self, done: int, batch: list[Sequence], record: dict) -> None:
-        """Note that an update is done. Under torchrun only process 0 writes."""
-        args = self.args
-        self.interrupted = any_process(self.ctrl_c.is_set(), self.drafter.target.device)
-        if rank() > 0:
-            return
-        out = Path(args.out)
-        is_last = done == args.updates
-        speed = sum(len(s.tokens) for s in batch) / (time.perf_counter() - self.began)
-        self.progress.update()
-        self.progress.set_postfix_str(f"loss {record['loss']:.3f}, {speed:.0f} tokens/s")
-        log(out, done, record | {"tokens_per_second": speed})
-        if done % args.eval_every == 0 or is_last:
-            scores = evaluate(self.drafter, self.held_out, args)
-            log(out, done, scores)
-            show(scores, done)
-        if done % args.save_every == 0 or is_last or self.interrupted:
-            save_drafter(self.drafter, out)  # before the checkpoint, which says that it is there
-            position = self.stream.position
-            save_checkpoint(out, self.drafter, self.optimizers, done, position, args)
+    def note(self, done: int, record: dict, tokens: int, position: int = 0) -> None:
+        """Note that an update, of so many tokens, is done. Raises KeyboardInterrupt after Ctrl-C.
+        """
+        self.done = done
+        self.position = position
+        is_last = done == self.args.updates
+        device = next(self.model.parameters()).device
+        interrupted = any_process(self.ctrl_c.is_set(), device) and not is_last
+        if rank() == 0:
+            speed = tokens / (time.perf_counter() - self.began)
+            self.progress.update()
+            self.progress.set_postfix_str(f"loss {record['loss']:.3f}, {speed:.0f} tokens/s")
+            self.log(record | {"tokens_per_second": speed})
+            if done % self.args.eval_every == 0 or is_last:
+                scores = self.evaluate()
+                self.log(scores)
+                show(scores, done)
+            if done % self.args.save_every == 0 or is_last or interrupted:
+                self.save_model()  # before the checkpoint, which says that it is there
+                self.save()
+        if interrupted:
+            self.progress.close()
+            say(f"saved at {done}; go on with --resume")
+            wait_for_all()
+            raise KeyboardInterrupt
         self.began = time.perf_counter()
+
+    def log(self, record: dict) -> None:
+        with open(self.log_path, "a") as file:
+            file.write(json.dumps({"update": self.done} | record) + "\n")
+
+    def save(self) -> None:
+        """Save all that is needed to go on as if nothing had happened, or nothing at all."""
+        state = {
+            "update": self.done,
+            "position": self.position,
+            "log_bytes": self.log_path.stat().st_size,
+            "drafter": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "arguments": vars(self.args),
+        }
+        with atomic_write(self.out / "checkpoint.pt") as part:
+            torch.save(state, part)
+
+    def load(self) -> None:
+        """Go back to the checkpoint. Raises InputError if it is damaged, or of other arguments or
+        data."""
+        args = self.args
+        path = self.out / "checkpoint.pt"
+        with input_errors(f"{path}: not a readable checkpoint", Exception):  # of many kinds
+            state = torch.load(path, map_location="cpu")
+            log_bytes = state["log_bytes"]
+            made_with = state["arguments"]
+        free = FREE
+        if args.schedule == "paper" and not args.pretrain:
+            free = FREE | {"updates"}  # which other schedules depend on
+        for name, value in made_with.items():
+            now = getattr(args, name, None)
+            if name not in free and now != value:
+                flag = "--" + name.replace("_", "-")
+                raise InputError(
+                    f"{path} was made with {flag} {value}, not {now}; resume with that or choose "
+                    "another --out"
+                )
+        self.model.load_state_dict(state["drafter"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
+        with open(self.log_path, "ab") as file:
+            file.truncate(min(file.tell(), log_bytes))  # what came after is done again
+        self.done = state["update"]
+        self.position = state["position"]
 
 
 def catch_interrupt() -> threading.Event:
@@ -873,55 +940,10 @@ def catch_interrupt() -> threading.Event:
     return interrupted
 
 
-def log(out: Path, update: int, record: dict) -> None:
-    with open(out / "log.jsonl", "a") as file:
-        file.write(json.dumps({"update": update} | record) + "\n")
-
-
-def save_checkpoint(
-    out: Path, drafter: Drafter, optimizers: list, update: int, position: int, args
-) -> None:
-    """Save all that is needed to go on as if nothing had happened, completely or not at all."""
-    state = {
-        "update": update,
-        "position": position,
-        "log_bytes": (out / "log.jsonl").stat().st_size,
-        "drafter": drafter.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-        "arguments": vars(args),
-    }
-    with atomic_write(out / "checkpoint.pt") as part:
-        torch.save(state, part)
-
-
-def load_checkpoint(out: Path, drafter: Drafter, optimizers: list, args) -> tuple[int, int]:
-    """Restore drafter, optimizers and log. Return the updates done, and the stream's position.
-
-    Raises InputError for a damaged checkpoint, or one of other arguments or data.
-    """
-    path = out / "checkpoint.pt"
-    with input_errors(f"{path}: not a readable checkpoint", Exception):  # torch raises many kinds
-        state = torch.load(path, map_location="cpu")
-        log_bytes = state["log_bytes"]
-        made_with = state["arguments"]
-    free = {"out", "pretrain", "resume", "json", "eval_every", "save_every", "device",
-            "micro_batch_size"}
-    if args.schedule == "paper" and not args.pretrain:
-        free.add("updates")  # which the others depend on
-    for name, value in made_with.items():
-        now = getattr(args, name, None)
-        if name not in free and now != value:
-            flag = "--" + name.replace("_", "-")
-            raise InputError(
-                f"{path} was made with {flag} {value}, not {now}; resume with that or choose "
-                "another --out"
-            )
-    drafter.load_state_dict(state["drafter"])
-    for optimizer, saved in zip(optimizers, state["optimizers"]):
-        optimizer.load_state_dict(saved)
-    with open(out / "log.jsonl", "ab") as file:
-        file.truncate(min(file.tell(), log_bytes))  # what came after is done again
-    return state["update"], state["position"]
+def read_log(folder: str | Path) -> list[dict]:
+    """Read what a run has logged."""
+    lines = Path(folder, "log.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 # --- Synthesis: training data from the target alone (the idea of Magpie, Xu et al. 2024) ---
@@ -931,11 +953,8 @@ QUESTION_TEMPERATURE = 1.0
 TOP_P = 0.95
 NEXT_TURN = 0.3  # the probability that a conversation goes on after an answer
 MIN_ROOM = 32  # tokens that must be left for a turn
+BEGIN = b'{"messages": '  # of each line
 MAX_BARREN = 500  # conversations without an answer, in a row, after which --synthesize gives up
-
-
-def next_role(messages: list[dict]) -> str:
-    return "assistant" if len(messages) % 2 else "user"
 
 
 def converse(
@@ -949,35 +968,30 @@ def converse(
     draws = random.Random(args.seed)
     batch = Batch(target, args.batch_size, args.seq_len)
     queue = []  # conversations whose next turn is to be written
-    under_way = 0  # conversations that have begun and not ended
-    barren = 0  # those without an answer, in a row
+    barren = 0  # how many in a row had no answer
     while True:
-        while batch.has_room:
-            if not queue and under_way < count:
-                begun = list(itertools.islice(openings, 1))
-                queue += begun
-                under_way += len(begun)
-            if not queue:
-                break
-            begin_turn(batch, tokenizer, queue.pop(), draws, args.seq_len)
-        if under_way == 0:
+        under_way = len(batch.conversations) + len(queue)
+        queue += itertools.islice(openings, min(count, args.batch_size) - under_way)
+        for messages in queue:
+            begin_turn(batch, tokenizer, messages, draws, args.seq_len)
+        queue = []
+        if not batch.conversations:
             return
         for turn in batch.step():
             messages = turn.key
             if end_turn(tokenizer, turn, draws):
-                queue.append(messages)
-                continue
-            under_way -= 1
-            barren += 1
-            if len(messages) >= 2:
+                queue.insert(0, messages)
+            elif len(messages) >= 2:
                 barren = 0
                 count -= 1
                 yield messages
-            if barren == MAX_BARREN:
-                raise InputError(
-                    f"{barren} conversations in a row had no answer; raise --seq-len above "
-                    f"{args.seq_len}"
-                )
+            else:
+                barren += 1
+                if barren == MAX_BARREN:
+                    raise InputError(
+                        f"{barren} conversations in a row had no answer: raise --seq-len above "
+                        f"{args.seq_len}, or the target does not end its turns"
+                    )
 
 
 def begin_turn(
@@ -1037,32 +1051,31 @@ def find_openings(path: Path, args) -> Iterator[list[dict]]:
 
 
 @torch.inference_mode()
-def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
+def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
     """Write conversations to a file, each when it ends, until it has args.synthesize or all
-    questions are answered. Return how many it has. Raises InputError."""
+    questions are answered. Raises InputError."""
     path = Path(args.data[0])
     if not tokenizer.stop_ids:
         raise InputError(f"{args.model}: names no stop token, so that no turn would end")
     openings = find_openings(path, args)
-    with input_errors(f"{path}: cannot be written", OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "ab+")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab+") as file:
         file.seek(0)
         text = file.read()
-        begin = b'{"messages": '
-        if text[:len(begin)] != begin[:len(text)]:
+        if not BEGIN.startswith(text[:len(BEGIN)]):
             raise InputError(f"{path}: holds no conversations; choose another --data")
         size = file.truncate(text.rfind(b"\n") + 1)  # half a line, of a run that was interrupted
-    written = text.count(b"\n")
-    args.seed += size << 32  # another than what is there was written with
-    total = args.synthesize
-    with file, tqdm(total=total, initial=written, unit=" conversations") as progress:
-        for messages in converse(target, tokenizer, openings, total - written, args):
+        args.seed += size << 32  # another than what is there was written with
+        written = text.count(b"\n")
+        total = args.synthesize
+        conversations = converse(target, tokenizer, openings, max(0, total - written), args)
+        for messages in tqdm(conversations, initial=written, total=total, unit=" conversations"):
             line = json.dumps({"messages": messages}, ensure_ascii=False) + "\n"
             file.write(line.encode())
             file.flush()
-            progress.update()
-        return progress.n
+            written += 1
+    if args.json:
+        print(json.dumps({"conversations": written}))
 
 
 # --- A toy target, from nothing but the Python that runs it ---
@@ -1073,11 +1086,8 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> int:
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 FUNCTION_CHARACTERS = 1500  # longer functions are left out
 HELD_OUT_FUNCTIONS = 200
-TOY_UPDATES = 2000  # by default
-TOY_LR = 6e-3
-TOY_WARMUP = 0.02  # of the updates
+CONTROLS = ["<|im_start|>", "<|im_end|>"]  # of ChatML: ids 0 and 1
 WINDOW = 512  # tokens
-WINDOWS = 4  # an update
 
 
 def library_functions() -> dict[str, str]:
@@ -1110,29 +1120,28 @@ def write_text(folder: Path, args) -> None:
     """
     functions = list(library_functions().items())
     random.Random(args.seed).shuffle(functions)
-    held_out = functions[:HELD_OUT_FUNCTIONS]
-    training = functions[HELD_OUT_FUNCTIONS:]
-    for name, chosen in ("held_out", held_out), ("functions", training):
-        with atomic_write(folder / f"{name}.jsonl") as part, open(part, "w") as file:
-            for signature, source in chosen:
-                question = {"role": "user", "content": signature}
-                answer = {"role": "assistant", "content": source}
-                record = {"prompt": signature, "messages": [question, answer]}
-                file.write(json.dumps(record) + "\n")
+    lines = []
+    for signature, source in functions:
+        question = {"role": "user", "content": signature}
+        answer = {"role": "assistant", "content": source}
+        lines.append(json.dumps({"prompt": signature, "messages": [question, answer]}) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "held_out.jsonl").write_text("".join(lines[:HELD_OUT_FUNCTIONS]))
+    (folder / "functions.jsonl").write_text("".join(lines[HELD_OUT_FUNCTIONS:]))
+    sources = [source for _, source in functions[HELD_OUT_FUNCTIONS:]]
     tokenizer = tokenizers.ByteLevelBPETokenizer()  # as GPT-2's (Radford et al. 2019)
-    sources = [source for _, source in training]
-    controls = ["<|im_start|>", "<|im_end|>"]  # of ChatML
-    tokenizer.train_from_iterator(sources, args.vocabulary, special_tokens=controls)
+    tokenizer.train_from_iterator(sources, args.vocabulary, special_tokens=CONTROLS)
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def read_windows(path: Path, tokenizer: Tokenizer, step: int) -> Tensor:
     """Join a file's conversations into one text, and cut a window out of it every `step` tokens:
     (windows, WINDOW + 1), a view."""
-    conversations = Conversations([str(path)], tokenizer, seq_len=WINDOW)
-    sequences = conversations.usable(range(len(conversations.places)))
-    text = torch.cat([sequence.tokens for sequence in sequences])
-    return text.unfold(0, WINDOW + 1, step)
+    text = []
+    for line in path.read_text().splitlines():
+        messages = json.loads(line)["messages"]
+        text += tokenizer.chat(messages, add_generation_prompt=False)[:WINDOW]
+    return torch.tensor(text).unfold(0, WINDOW + 1, step)
 
 
 def next_token_loss(model: Llama, windows: Tensor, args) -> Tensor:
@@ -1141,6 +1150,11 @@ def next_token_loss(model: Llama, windows: Tensor, args) -> Tensor:
     with autocast(model.device, args):
         logits = model(windows[:, :-1])  # (B, WINDOW, V)
     return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+
+
+@torch.no_grad()
+def evaluate_target(model: Llama, held_out: Tensor, args) -> dict:
+    return {"held_out_loss": next_token_loss(model, held_out, args).item()}
 
 
 def make_target(vocab_size: int, args) -> Llama:
@@ -1164,55 +1178,41 @@ def make_target(vocab_size: int, args) -> Llama:
     return model.to(args.device).requires_grad_(True)
 
 
-def save_target(folder: Path, model: Llama, tokenizer: Tokenizer) -> None:
+def save_target(folder: Path, model: Llama) -> None:
     """Write a Hugging Face directory, as `load_model` reads it, in bfloat16."""
-    stop_id = tokenizer.backend.token_to_id("<|im_end|>")
     config = {"model_type": "llama", **asdict(model.config)}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stop_id}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
     weights = {f"model.{name}": p.bfloat16() for name, p in model.named_parameters()}
     with atomic_write(folder / "model.safetensors") as part:
         save_file(weights, part)
 
 
-def pretrain(resuming: bool, args) -> None:
-    """Make a toy target in the folder --pretrain, or go on with one. Raises InputError."""
-    folder = Path(args.pretrain)
+def pretrain(args) -> None:
+    """Make a toy target in the folder args.out, or go on with one. Raises InputError."""
+    folder = Path(args.out)
     args.dtype = args.dtype or "float32"
-    args.updates = args.updates or TOY_UPDATES
-    if not resuming:
+    args.updates = args.updates or 2000
+    if not args.resume:
         write_text(folder, args)
-        (folder / "log.jsonl").write_text("")
     tokenizer = load_tokenizer(folder)
     training = read_windows(folder / "functions.jsonl", tokenizer, step=1)
     held_out = read_windows(folder / "held_out.jsonl", tokenizer, step=WINDOW)
     model = make_target(tokenizer.backend.get_vocab_size(), args)
     optimizers = make_optimizers(model.layers, "muon")
     optimizers += make_optimizers(nn.ModuleList([model.embed_tokens, model.norm]), "adamw")
-    done = 0
-    if resuming:
-        done, _ = load_checkpoint(folder, model, optimizers, args)
-    with tqdm(initial=done, total=args.updates, unit=" updates") as progress:
-        while done < args.updates:
-            draws = np.random.default_rng((args.seed, done))
-            windows = training[draws.integers(len(training), size=WINDOWS)]
+    evaluate = partial(evaluate_target, model, held_out, args)
+    journal = Journal(model, optimizers, evaluate, partial(save_target, folder, model), args)
+    with journal.progress:
+        for update in range(journal.done, args.updates):
+            draws = np.random.default_rng((args.seed, update))
+            windows = training[draws.integers(len(training), size=4)]  # (4, WINDOW + 1)
             loss = next_token_loss(model, windows, args)
             loss.backward()
-            lr = np.interp(done / args.updates, [0, TOY_WARMUP, 1], [0, TOY_LR, 0])
+            lr = np.interp(update / args.updates, [0, 0.02, 1], [0, 6e-3, 0])  # up, then down
             apply_gradients(optimizers, float(lr))
             model.zero_grad()
-            done += 1
-            progress.update()
-            progress.set_postfix_str(f"loss {loss:.2f}")
-            is_last = done == args.updates
-            if done % args.eval_every == 0 or is_last:
-                with torch.no_grad():
-                    held_out_loss = next_token_loss(model, held_out, args).item()
-                log(folder, done, {"loss": loss.item(), "held_out_loss": held_out_loss})
-                say(f"update {done}: held-out loss {held_out_loss:.3f}")
-            if done % args.save_every == 0 or is_last:
-                save_checkpoint(folder, model, optimizers, done, 0, args)
-    save_target(folder, model, tokenizer)
+            journal.note(update + 1, {"loss": loss.item()}, windows.numel())
 
 
 # --- The curves of runs, as one SVG file ---
@@ -1233,8 +1233,7 @@ def plot(folders: list[str], path: Path) -> None:
     logs = []
     for folder in folders:
         with input_errors(f"{folder}: no run with a log", OSError, ValueError):
-            lines = Path(folder, "log.jsonl").read_text().splitlines()
-            logs.append([json.loads(line) for line in lines])
+            logs.append(read_log(folder))
     panels = []
     for name, title in UPDATE_PANELS.items():
         panels.append(draw_panel(title, "updates", [update_curve(log, name) for log in logs]))
@@ -1320,7 +1319,9 @@ def draw_panel(title: str, x_label: str, curves: list[Curve]) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(description="Distil a target into a Mixture-of-Attentions drafter.")
     add = parser.add_argument
+    task = parser.add_mutually_exclusive_group().add_argument  # other tasks than training
     count = partial(add, type=positive_int)
+    switch = partial(add, action="store_true")
     real = partial(add, type=number(float, 0))
     add("--data", nargs="+", metavar="FILE", help="conversations, as JSON lines or a JSON array")
     add("--out", default="runs/drafter", help="the drafter's folder (default: %(default)s)")
@@ -1339,8 +1340,8 @@ def parse_arguments() -> argparse.Namespace:
     count("--run-length", nargs=2, default=[5, 15], metavar=("LOW", "HIGH"), help="tokens a run")
     count("--horizons", default=1, metavar="R", help="horizons for each target pass")
     add("--tli", type=number(int, 0), default=0, metavar="N", help="target layers to reuse")
-    add("--no-lsa", action="store_true", help="ablation: memory from the last hidden state")
-    add("--no-ca", action="store_true", help="ablation: the drafter reads its own predictions")
+    switch("--no-lsa", help="ablation: memory from the last hidden state")
+    switch("--no-ca", help="ablation: the drafter reads its own predictions")
     count("--lsa-heads", help="default: the target's")
     count("--lsa-mlp", help="LSA's MLP width")
     count("--mlp", help="SA's and CA's MLP width")
@@ -1348,22 +1349,20 @@ def parse_arguments() -> argparse.Namespace:
     count("--draft-vocabulary", metavar="COUNT", help="draft only the most frequent tokens")
     count("--eval-every", default=200, help="updates (default: %(default)s)")
     count("--save-every", default=50, help="updates (default: %(default)s)")
-    add("--resume", action="store_true", help="go on from the checkpoint in --out or --pretrain")
-    add("--json", action="store_true", help="end with the log's last record on stdout")
-    add("--evaluate", metavar="DIR", help="only score the drafter in DIR on --data, as JSON")
-    add("--by-drafting", action="store_true", help="let --evaluate draft instead of one pass")
-    count("--synthesize", metavar="COUNT", help="only let the target write --data")
+    switch("--resume", help="go on from the checkpoint in --out or --pretrain")
+    switch("--json", help="end with the log's last record on stdout")
+    task("--evaluate", metavar="DIR", help="only score the drafter in DIR on --data, as JSON")
+    switch("--by-drafting", help="let --evaluate draft instead of one pass")
+    task("--synthesize", type=positive_int, metavar="COUNT", help="only let it write --data")
     add("--questions", metavar="FILE", help="let --synthesize answer this file's questions")
+    task("--pretrain", metavar="DIR", help="only make a toy target in DIR: see README.md, Train")
     add_toy_arguments(parser)
-    add("--plot", nargs="+", metavar="DIR", help="only draw the curves of runs: curves.svg")
+    task("--plot", nargs="+", metavar="DIR", help="only draw the curves of runs: curves.svg")
     args = parser.parse_args()
-    args.run_length.sort()
     if not (args.data or args.pretrain or args.plot):
         parser.error("--data FILE is missing")
-    if args.pretrain and (args.synthesize or args.evaluate):
-        parser.error("--pretrain is a task of its own")
     if args.width % 64 != 0:
-        parser.error("--width must be a multiple of 64: heads have 32 numbers, two share a kv head")
+        parser.error("--width must be a multiple of 64: two heads of 32 share a kv head")
     if args.dtype == "float16":
         parser.error("--dtype float16 cannot be trained in; try bfloat16")
     return args
@@ -1371,15 +1370,18 @@ def parse_arguments() -> argparse.Namespace:
 
 def add_toy_arguments(parser: Parser) -> None:
     add = parser.add_argument
-    add("--pretrain", metavar="DIR", help="only make a toy target in DIR: see README.md, Train")
-    add("--layers", type=positive_int, default=8, help="of it (default: %(default)s)")
-    add("--width", type=number(int, 64), default=128, help="of it (default: %(default)s)")
-    add("--vocabulary", type=number(int, 258), default=2048, help="of it (default: %(default)s)")
+    add("--layers", type=positive_int, default=8, help="of the toy target (default: %(default)s)")
+    add("--width", type=positive_int, default=128, help="of it (default: %(default)s)")
+    vocabulary = number(int, 258)  # all bytes and two control tokens
+    add("--vocabulary", type=vocabulary, default=2048, help="of it (default: %(default)s)")
 
 
 def make_drafter(target: Llama, data: Conversations, training: np.ndarray, args) -> Drafter:
     """Make a drafter of random weights, in the sizes asked for. Raises InputError."""
-    sizes = {
+    choices = {
+        "target_layer_inference": args.tli,
+        "use_layer_self_attention": not args.no_lsa,
+        "use_cross_attention": not args.no_ca,
         "layer_self_attention_num_attention_heads": args.lsa_heads,
         "layer_self_attention_intermediate_size": args.lsa_mlp,
         "self_attention_intermediate_size": args.mlp,
@@ -1387,22 +1389,18 @@ def make_drafter(target: Llama, data: Conversations, training: np.ndarray, args)
         "self_attention_num_key_value_heads": args.kv_heads,
         "cross_attention_num_key_value_heads": args.kv_heads,
     }
-    choices = {name: size for name, size in sizes.items() if size is not None}
-    choices["target_layer_inference"] = args.tli
-    choices["use_layer_self_attention"] = not args.no_lsa
-    choices["use_cross_attention"] = not args.no_ca
     if args.draft_vocabulary:
-        counts = count_tokens(data, training, target.config.vocab_size)
-        top = counts.topk(min(args.draft_vocabulary, len(counts))).indices
-        choices["draft_vocabulary"] = tuple(sorted(top.tolist()))
+        vocab_size = target.config.vocab_size
+        chosen = frequent_tokens(data, training, vocab_size, args.draft_vocabulary)
+        choices["draft_vocabulary"] = chosen
+    choices = {name: choice for name, choice in choices.items() if choice is not None}
     torch.manual_seed(args.seed)
     drafter = new_drafter(target, replace(default_config(target), **choices))
     return drafter.to(target.device)
 
 
-def run_training(target: Llama, tokenizer: Tokenizer, resuming: bool, args) -> None:
-    """Prepare data, drafter and checkpoint, then run the loop. Raises InputError."""
-    out = Path(args.out)
+def run_training(target: Llama, tokenizer: Tokenizer, args) -> None:
+    """Prepare data and drafter, then run the loop. Raises InputError."""
     data = Conversations(args.data, tokenizer, args.seq_len)
     args.data = [f"{path} ({checksum(path)})" for path in args.data]  # so --resume sees a change
     training, held_out = split(data, args.seed)
@@ -1410,28 +1408,18 @@ def run_training(target: Llama, tokenizer: Tokenizer, resuming: bool, args) -> N
     args.updates = args.updates or args.epoch_updates
     drafter = make_drafter(target, data, training, args)
     optimizers = make_optimizers(drafter, args.optimizer)
-    stream = Stream(data, training, args.seed)
-    start = 0
-    if resuming:
-        start, stream.position = load_checkpoint(out, drafter, optimizers, args)
-    elif rank() == 0:
-        with atomic_write(out / "log.jsonl") as part:
-            part.touch()
-        save_checkpoint(out, drafter, optimizers, 0, 0, args)
     sequence = next(iter(Stream(data, training, args.seed)))
-    announce_cost(drafter, sequence, held_out, args.updates - start, args)
-    journal = Journal(drafter, optimizers, stream, held_out, start, args)
+    announce_cost(drafter, sequence, held_out, args)
+    score = partial(evaluate, drafter, held_out, args)
+    save = partial(save_drafter, drafter, Path(args.out))
+    journal = Journal(drafter, optimizers, score, save, args)
+    stream = Stream(data, training, args.seed, journal.position)
     with journal.progress:
-        done = train(drafter, optimizers, stream, journal, start, args)
-    if done < args.updates:
-        say(f"saved at {done}; go on with --resume")
-        raise KeyboardInterrupt
-    say(f"the drafter is in {out}: python speculate.py --model {args.model} --drafter {out}")
-
-
-def print_last_record(out: Path, args) -> None:
-    if args.json and rank() == 0:
-        print((out / "log.jsonl").read_text().splitlines().pop())
+        train(drafter, optimizers, stream, journal, args)
+    say(
+        f"the drafter is in {args.out}: "
+        f"python speculate.py --model {args.model} --drafter {args.out}"
+    )
 
 
 def run_evaluation(target: Llama, tokenizer: Tokenizer, args) -> None:
@@ -1449,39 +1437,45 @@ def run_evaluation(target: Llama, tokenizer: Tokenizer, args) -> None:
     print(json.dumps(scores))
 
 
+def check_folder(args) -> None:
+    """Unset args.resume where there is nothing to resume. Raises InputError for other work."""
+    out = Path(args.out)
+    has_checkpoint = (out / "checkpoint.pt").exists()
+    has_model = (out / "model.safetensors").exists()
+    args.resume = args.resume and has_checkpoint
+    if (has_checkpoint or has_model) and not args.resume:
+        raise InputError(f"{out} holds work: --resume goes on, else choose another folder")
+
+
 def main() -> None:
     args = parse_arguments()
+    args.out = args.pretrain or args.out
     if args.plot:
         plot(args.plot, Path("curves.svg"))
         say("see curves.svg")
         return
-    out = Path(args.pretrain or args.out)
-    has_checkpoint = (out / "checkpoint.pt").exists()
-    holds_work = has_checkpoint or (out / "model.safetensors").exists()
-    resuming = args.resume and has_checkpoint
-    if holds_work and not (resuming or args.synthesize or args.evaluate):
-        raise InputError(f"{out} holds work: --resume goes on, else choose another folder")
+    is_training = not (args.synthesize or args.evaluate)
+    if is_training:
+        check_folder(args)
     if args.pretrain:
-        pretrain(resuming, args)
-        print_last_record(out, args)
-        return
-    if dist.is_torchelastic_launched():
-        join_processes(args)
-    target, tokenizer = load_target(args)
-    context = target.config.max_position_embeddings
-    if args.seq_len > context:
-        raise InputError(f"--seq-len {args.seq_len}: the target's context is {context}")
-    if args.synthesize:
-        written = synthesize(pack(target), tokenizer, args)
-        if args.json:
-            print(json.dumps({"conversations": written}))
-    elif args.evaluate:
-        run_evaluation(target, tokenizer, args)
+        pretrain(args)
     else:
-        run_training(target, tokenizer, resuming, args)
-        print_last_record(out, args)
+        if dist.is_torchelastic_launched():
+            join_processes(args)
+        target, tokenizer = load_target(args)
+        context = target.config.max_position_embeddings
+        if args.seq_len > context:
+            raise InputError(f"--seq-len {args.seq_len}: the target's context is {context}")
+        if args.synthesize:
+            synthesize(pack(target), tokenizer, args)
+        elif args.evaluate:
+            run_evaluation(target, tokenizer, args)
+        else:
+            run_training(target, tokenizer, args)
+    if is_training and args.json and rank() == 0:
+        print(json.dumps(read_log(args.out).pop()))
     if dist.is_initialized():
-        dist.barrier()  # until process 0 has saved, and gloo's threads have let go of our tensors
+        wait_for_all()  # until process 0 has saved, and gloo's threads have let go of our tensors
         dist.destroy_process_group()
 
 

@@ -57,6 +57,14 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def without_clock(path: Path) -> list[dict]:
+    """A log but for what depends on the clock."""
+    records = read_lines(path)
+    for record in records:
+        record.pop("tokens_per_second", None)
+    return records
+
+
 def text_of(tokenizer: llama.Tokenizer, messages: list[dict]) -> torch.Tensor:
     """A conversation as a target is trained on it, (T)."""
     return torch.tensor(tokenizer.chat(messages, add_generation_prompt=False))
@@ -129,7 +137,9 @@ def test_a_toy_target_is_saved_in_bfloat16_under_the_names_of_hugging_face(made)
 
 
 def test_the_held_out_loss_falls_to_the_one_that_the_saved_target_has(made):
-    losses = [record["held_out_loss"] for record in read_lines(made / "log.jsonl")]
+    log = read_lines(made / "log.jsonl")
+    losses = [record["held_out_loss"] for record in log if "held_out_loss" in record]
+    assert len([record for record in log if "loss" in record]) == 6
     assert len(losses) == 6
     assert all(later < earlier for earlier, later in itertools.pairwise(losses))
     model = llama.load_model(made)
@@ -160,12 +170,11 @@ def test_an_interrupted_run_resumes_to_the_same_weights(pretrain, made, tmp_path
     hook.remove()
     assert stopped.value.code == 130
     assert torch.load(tmp_path / "checkpoint.pt")["update"] == 4
-    assert not (tmp_path / "model.safetensors").exists()
     pretrain(tmp_path, "--resume")
     resumed = load_file(tmp_path / "model.safetensors")
     whole = load_file(made / "model.safetensors")
     torch.testing.assert_close(resumed, whole, atol=0, rtol=0)
-    assert read_lines(tmp_path / "log.jsonl") == read_lines(made / "log.jsonl")
+    assert without_clock(tmp_path / "log.jsonl") == without_clock(made / "log.jsonl")
 
 
 def test_with_json_it_ends_with_the_last_record_of_its_log(pretrain, tmp_path, capsys):

@@ -447,11 +447,11 @@ BROKEN = {  # a line, and what is wrong with it
     '{"data": 3}': "neither messages",
     '{"messages": []}': "no answer",
     '{"messages": [3]}': "an unusable turn",
-    '{"data": ["a", 3]}': "text as content",
+    '{"data": ["a", 3]}': "an unusable turn",
     '{"data": ["a question"]}': "no answer",
     '{"conversations": [{"from": "tool", "value": ""}, 3]}': "needs a role",
     '{"conversations": [{"from": ["user"], "value": ""}]}': "an unusable turn",
-    '{"instruction": "a", "output": null}': "text as content",
+    '{"instruction": "a", "output": null}': "an unusable turn",
     '{"data": ["\\ud800", "b"]}': "not valid UTF-8",
 }
 REASONS = [
@@ -806,7 +806,7 @@ def test_a_run_tells_its_cost_its_progress_and_what_to_do_next(tmp_path, tiny, c
     assert "an update takes about" in told.splitlines()[1]
     assert "12 updates 0:00:" in told
     assert "more than a day" not in told
-    assert "update 5: held-out KL" in told
+    assert "update 5: held-out loss" in told
     assert "evaluation: " in told  # a bar
     accuracy = read_log(tmp_path)[-1]["depth_accuracy"]
     assert f"  1  {accuracy[0]:4.0%}  {'█' * round(40 * accuracy[0])}\n" in told
@@ -816,8 +816,8 @@ def test_a_run_tells_its_cost_its_progress_and_what_to_do_next(tmp_path, tiny, c
 
 def test_where_training_takes_days_a_small_recipe_is_named(target, capsys):
     (sequence,) = sequences((5, 20))
-    args = arguments(batch_size=32)
-    train.announce_cost(random_drafter(target), sequence, [sequence], 186_000_000, args)
+    args = arguments(batch_size=32, updates=186_000_000)
+    train.announce_cost(random_drafter(target), sequence, [sequence], args)
     assert "README.md, Train a drafter" in capsys.readouterr().err
 
 
@@ -1004,19 +1004,15 @@ class ScriptedBatch:
     def __init__(self, turns: list[list[int]]):
         self.turns = iter(turns)
         self.asked = []
-        self.current = None
-
-    @property
-    def has_room(self) -> bool:
-        return self.current is None
+        self.conversations = []
 
     def add(self, key, prompt, config) -> None:
         self.asked.append((prompt, config))
-        self.current = llama.Conversation(key, config, None, next(self.turns))
+        self.conversations.append(llama.Conversation(key, config, None, next(self.turns)))
 
     def step(self) -> list[llama.Conversation]:
-        ended = [self.current]
-        self.current = None
+        ended = self.conversations
+        self.conversations = []
         return ended
 
 
@@ -1273,7 +1269,7 @@ def files(tmp_path_factory, tiny, undisturbed) -> Path:
     ("--out gone --resume", "holds work"),
     ("--out damaged --resume", "not a readable checkpoint"),
     ("--synthesize 2 --data long", "holds no conversations"),
-    ("--synthesize 2 --data run", "cannot be written"),
+    ("--synthesize 2 --data run", "Is a directory: 'run'"),
     ("--synthesize 2 --data own --model endless", "no stop token"),
     ("--synthesize 2 --data own --questions nowhere", "nowhere: no such file"),
     ("--synthesize 2 --data own --questions empty", "no conversation with a question"),
