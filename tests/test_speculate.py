@@ -19,7 +19,6 @@ import traceback
 import unicodedata
 from collections import Counter
 from dataclasses import asdict, replace
-from shutil import copytree
 from typing import NamedTuple
 
 import pytest
@@ -305,8 +304,7 @@ def in_batch(
 )
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @torch.inference_mode()
-def test_greedy_chains_in_a_batch_answer_each_as_the_target_does_alone(rows, choices, monkeypatch):
-    monkeypatch.setattr("llama.GROUP", 2)
+def test_greedy_chains_in_a_batch_answer_each_as_the_target_does_alone(rows, choices):
     target = new_target(16)
     long = [i * i % 13 for i in range(44)]  # its answer fills the context and the capacity
     requests = [
@@ -561,18 +559,6 @@ def test_an_empty_prompt_is_refused(text):
     expected = Done(2, "", "speculate.py: error: the prompt is empty\n")
     assert command("--prompt", text) == expected
     assert command(stdin=io.StringIO(text)) == expected
-
-
-def test_an_answer_says_why_it_ended_unless_it_has_a_stop_token(checkpoint, tiny, tmp_path):
-    flags = [*checkpoint, "--prompt", "Hi", "--max-new-tokens", 20]
-    assert command(*flags).err.endswith(", stopped at --max-new-tokens\n")
-    alone = answer_alone(tiny, ask("Hi"), 20)
-    stop = alone[7]
-    target = copytree(checkpoint[1], tmp_path / "target")
-    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
-    done = command(*flags, "--model", target)
-    assert done.status == 0 and "new tokens" in done.err
-    assert "stopped" not in done.err
 
 
 def test_show_colors_the_accepted_drafts_and_leaves_the_text_as_it_is(checkpoint, monkeypatch):
@@ -988,7 +974,7 @@ def test_on_a_terminal_a_chat_has_the_whole_conversation_as_its_context(start_on
     questions = ["one", "two"]
     for question, tokens in zip(questions, conversation(tiny, questions, 20)):
         chat.type(question.encode() + b"\n")
-        seen = chat.read_until("--max-new-tokens\r\n> $")
+        seen = chat.read_until(r"verify seconds \S+\r\n> $")
         answer = printed(tiny[1], tokens).replace("\n", "\r\n")
         assert seen.startswith(f"{question}\r\n{answer}\r\n\r\nnew tokens 20, ")
     chat.type(b"\x04")
