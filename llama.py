@@ -962,8 +962,8 @@ def check_heads(what: str, heads: int, kv_heads: int, head_dim: int) -> None:
     """Raises InputError for an attention that is not possible."""
     if heads % kv_heads != 0 or head_dim % 2 != 0 or head_dim == 0:
         raise InputError(
-            f"{what}: {heads} heads of size {head_dim} and {kv_heads} kv heads do not fit: "
-            "these must divide the heads, whose size must be even"
+            f"{what}: num_attention_heads {heads} of size {head_dim} with num_key_value_heads "
+            f"{kv_heads}: kv heads must divide the heads, whose size must be even"
         )
 
 
