@@ -469,109 +469,62 @@ def generate(model: Llama, prompt: list[int], config: GenerationConfig) -> Itera
 # each a row of the cache with a length of its own, and a row whose conversation ends goes to the
 # next one at once.
 
-GROUP = 16  # rows that attend together, as far as the longest of them reaches
-
 
 class RaggedKVCache:
-    """A cache whose rows are conversations of different lengths. kv as in KVCache, with B rows."""
+    """A cache whose rows are conversations of different lengths.
 
-    def __init__(self, kv: Tensor):
-        self.kv = kv
-        self.lengths: list[int] = []  # of the rows that are taken, from the first on
+    The first rows are those in use. Call `layout`, then run layers on what it returns and on this
+    cache, as for a single conversation.
+    """
 
-    def positions(self, count: int) -> Tensor:
-        """Return those of the next `count` tokens of each row, (B, count), on the CPU."""
-        return torch.tensor(self.lengths)[:, None] + torch.arange(count)
+    def __init__(self, rows: list[KVCache]):
+        """rows: empty caches of one conversation each, which become views of this one."""
+        self.rows = rows
+        shape = list(rows[0].kv.shape)
+        shape[1] = len(rows)
+        self.kv = rows[0].kv.new_zeros(shape)  # (L, rows, Hkv, capacity, 2D)
+        for i, row in enumerate(rows):
+            row.kv = self.kv[:, i:i + 1]
+
+    def layout(self, batch: int, count: int, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """Lay out the next `count` tokens of the first rows, each row's after its own last one.
+
+        Returns their angles (2, B, 1, T, D), and a mask of which tokens each of them may see
+        (B, 1, T, S). S reaches as far as the longest row.
+        """
+        lengths = [row.length for row in self.rows[:batch]]
+        self.end = max(lengths) + count  # S
+        positions = torch.tensor(lengths)[:, None] + torch.arange(count)
+        self.positions = positions.to(self.kv.device)  # (B, T)
+        mask = torch.arange(self.end, device=self.kv.device) <= self.positions[:, None, :, None]
+        # A draft may reach beyond the context, where there are no angles. It is not accepted there.
+        within = self.positions.clamp(max=rotary.shape[1] - 1)
+        return rotary[:, within].unsqueeze(2), mask
 
     def append(self, layer: int, kv: Tensor) -> Tensor:
-        """Write a layer's kv (B, Hkv, T, 2D), each row's after its own last token.
+        """Write a layer's kv (B, Hkv, T, 2D) where `layout` says.
 
-        Return all of the layer as far as the longest row, (B, Hkv, S, 2D). `lengths` stay.
+        Return all of the layer as far as the longest row, (B, Hkv, S, 2D). The rows' lengths stay.
         """
-        rows = len(self.lengths)
-        count = kv.shape[2]
-        row_index = torch.arange(rows, device=kv.device)[:, None]  # (B, 1), for each of (B, T)
+        batch = len(kv)
+        rows = torch.arange(batch, device=kv.device)[:, None]  # (B, 1)
         by_position = self.kv[layer].transpose(1, 2)  # (rows, capacity, Hkv, 2D), a view
-        positions = self.positions(count).to(kv.device)
-        by_position[row_index, positions] = kv.transpose(1, 2)  # (B, T, Hkv, 2D)
-        return self.kv[layer, :rows, :, :max(self.lengths) + count]
-
-    def write(self, row: int, kv: Tensor) -> None:
-        """Add tokens to one row, in all layers, kv (L, Hkv, T, 2D), and move its length."""
-        start = self.lengths[row]
-        self.lengths[row] = start + kv.shape[2]
-        self.kv[:, row, :, start:self.lengths[row]] = kv
+        by_position[rows, self.positions] = kv.transpose(1, 2)
+        return self.kv[layer, :batch, :, :self.end]
 
     def move_row(self, source: int, to: int) -> None:
-        length = self.lengths[source]
-        self.lengths[to] = length
-        self.kv[:, to, :, :length] = self.kv[:, source, :, :length]
-
-
-class RaggedLayout(NamedTuple):
-    """Where tokens of ragged rows are, and where they may look."""
-
-    rope: Tensor  # the angles of their positions, (2, B, 1, T, D)
-    biases: list[Tensor]  # see `ragged_biases`
-
-
-def ragged_biases(last_seen: Tensor, cache: RaggedKVCache) -> list[Tensor]:
-    """Return what is added to attention scores: 0 up to last_seen (B, T) and -inf after it.
-
-    A list, with (rows, 1, T, S) for each GROUP of rows, where S reaches as far as the longest.
-    """
-    biases = []
-    for group in last_seen.split(GROUP):
-        seen = torch.arange(int(group.max()) + 1)  # (S)
-        bias = torch.where(seen > group[:, None, :, None], -math.inf, 0.0)
-        biases.append(bias.to(cache.kv.device, cache.kv.dtype))
-    return biases
-
-
-def ragged_layout(cache: RaggedKVCache, count: int, rotary: Tensor) -> RaggedLayout:
-    """Lay out `count` new tokens in each row of the cache."""
-    positions = cache.positions(count)  # (B, T)
-    # A draft may reach beyond the context, where there are no angles. It is never accepted there.
-    within = positions.clamp(max=rotary.shape[1] - 1).to(rotary.device)
-    return RaggedLayout(rotary[:, within].unsqueeze(2), ragged_biases(positions, cache))
-
-
-def ragged_attention(attention: Attention, q: Tensor, kv: Tensor, biases: list[Tensor]) -> Tensor:
-    """Run `Attention.forward` on ragged rows: q (B, H, T, D), kv (B, Hkv, S, 2D) -> (B, T, E).
-
-    Query heads that share keys become rows of one matrix. On a CPU these plain products are faster
-    than PyTorch's attention for rows of different lengths.
-    """
-    outputs = []
-    q = q.reshape(len(q), attention.kv_heads, -1, attention.head_dim)  # (B, Hkv, H T / Hkv, D)
-    q = q * attention.head_dim**-0.5
-    for group, bias in enumerate(biases):
-        rows = slice(group * GROUP, group * GROUP + GROUP)
-        k, v = kv[rows, :, :bias.shape[-1]].chunk(2, dim=-1)
-        scores = (k @ q[rows].transpose(-1, -2)).transpose(-1, -2)  # q @ k.T would copy the keys
-        repeats = scores.shape[2] // bias.shape[2]
-        weights = torch.softmax(scores + bias.repeat(1, 1, repeats, 1), dim=-1)
-        outputs.append(weights @ v)
-    out = torch.cat(outputs)
-    out = out.reshape(len(out), attention.heads, -1, attention.head_dim)  # (B, H, T, D)
-    return attention.o_proj(out.transpose(1, 2).flatten(2))
-
-
-def ragged_layer(
-    layer: DecoderLayer, x: Tensor, layout: RaggedLayout, cache: RaggedKVCache, index: int
-) -> Tensor:
-    """Run `DecoderLayer.forward` on rows of different lengths."""
-    q, kv = layer.self_attn.queries_keys_values(layer.input_layernorm(x), layout.rope)
-    kv = cache.append(index, kv)
-    return layer.feed_forward(x + ragged_attention(layer.self_attn, q, kv, layout.biases))
+        length = self.rows[source].length
+        self.rows[to].length = length
+        self.rows[to].kv[:, :, :, :length] = self.rows[source].kv[:, :, :, :length]
 
 
 def ragged_hidden(model: Llama, tokens: Tensor, cache: RaggedKVCache) -> Tensor:
-    """Run `Llama.hidden` on rows of different lengths. The caller moves the cache's lengths."""
-    layout = ragged_layout(cache, tokens.shape[1], model.rotary)
+    """Run `Llama.hidden` on tokens (B, T) of rows of different lengths. The caller moves these."""
+    batch, count = tokens.shape
+    rope, mask = cache.layout(batch, count, model.rotary)
     x = model.embed_tokens(tokens)  # (B, T, E)
     for i, layer in enumerate(model.layers):
-        x = ragged_layer(layer, x, layout, cache, i)
+        x = layer(x, rope, mask, cache, i)
     return model.norm(x)
 
 
@@ -600,30 +553,28 @@ class Batch:
     def __init__(self, model: Llama, rows: int, capacity: int):
         """capacity: tokens of a row, its prompt included."""
         self.model = model
-        self.rows = rows
-        self.cache = RaggedKVCache(model.new_cache(capacity, rows).kv)
+        self.cache = RaggedKVCache([model.new_cache(capacity) for _ in range(rows)])
         self.caches = [self.cache]  # all in which a conversation has the same row
-        self.conversations: list[Conversation] = []
+        self.conversations: list[Conversation] = []  # that of each row in use
 
     @property
     def has_room(self) -> bool:
-        return len(self.conversations) < self.rows
+        return len(self.conversations) < len(self.cache.rows)
 
     def add(self, key: object, prompt: list[int], config: GenerationConfig) -> None:
         """Read a prompt and choose the first token after it."""
-        conversation = Conversation(key, config, config.new_sampling(self.model.device))
-        self.conversations.append(conversation)
-        hidden = self.read_prompt(prompt)  # (1, T, E)
+        hidden = self.read_prompt(len(self.conversations), prompt)  # (1, T, E)
         logits = self.model.lm_head(hidden[0, -1])
+        conversation = Conversation(key, config, config.new_sampling(self.model.device))
         conversation.extend([sample_next(logits, conversation.sampling)])
+        self.conversations.append(conversation)
 
-    def read_prompt(self, prompt: list[int]) -> Tensor:
-        """Open a row with a prompt. Returns the prompt's hidden states (1, T, E)."""
-        row = len(self.cache.lengths)
-        cache = KVCache(self.cache.kv[:, row:row + 1])  # a view: as if this row were alone
-        hidden = self.model.hidden(torch.tensor([prompt], device=self.model.device), cache)
-        self.cache.lengths.append(len(prompt))
-        return hidden
+    def read_prompt(self, row: int, prompt: list[int]) -> Tensor:
+        """Begin a row with a prompt. Returns the prompt's hidden states (1, T, E)."""
+        for cache in self.caches:
+            cache.rows[row].length = 0
+        ids = torch.tensor([prompt], device=self.model.device)
+        return self.model.hidden(ids, self.cache.rows[row])
 
     def step(self) -> list[Conversation]:
         """Run one pass for all rows. Returns conversations that have ended and left their rows."""
@@ -642,39 +593,20 @@ class Batch:
         new_tokens = []
         for row, conversation in enumerate(self.conversations):
             new_tokens.append([sample_next(logits[row], conversation.sampling)])
-            self.cache.lengths[row] += 1
+            self.cache.rows[row].length += 1
         return new_tokens
 
     def remove_ended(self) -> list[Conversation]:
+        """Take ended conversations out. The last row moves into the gap that each leaves."""
         ended = []
         for row in reversed(range(len(self.conversations))):
             if self.conversations[row].ended:
                 ended.append(self.conversations[row])
-                self.drop(row)
+                for cache in self.caches:
+                    cache.move_row(len(self.conversations) - 1, row)
+                self.conversations[row] = self.conversations[-1]
+                self.conversations.pop()
         return ended
-
-    def drop(self, row: int) -> None:
-        """Free a row. The longest row of each later group moves up into the gap, so that rows of
-        like length stay together, and the gap that is left last is filled by the last row."""
-        last = len(self.conversations) - 1
-        gap = row
-        next_group = row - row % GROUP + GROUP
-        while next_group <= last:
-            group = range(next_group, min(next_group + GROUP, last + 1))
-            longest = max(group, key=lambda row: self.cache.lengths[row])
-            self.move_row(longest, gap)
-            gap = longest
-            next_group += GROUP
-        if gap != last:
-            self.move_row(last, gap)
-        self.conversations.pop()
-        for cache in self.caches:
-            cache.lengths.pop()
-
-    def move_row(self, source: int, to: int) -> None:
-        self.conversations[to] = self.conversations[source]
-        for cache in self.caches:
-            cache.move_row(source, to)
 
 
 # --- Packed weights: modules that are fast on a CPU for a few tokens ---
@@ -685,23 +617,14 @@ class Batch:
 # gpt-fast does for its quantized layers.
 
 
-def pack(model: nn.Module) -> nn.Module:
-    """Swap a model's modules for packed ones, where `can_pack`. They can be neither trained nor
-    saved."""
-    for name, module in model.named_children():
-        packed = packed_module(module)
-        if packed is None:
-            pack(module)
-        else:
-            setattr(model, name, packed)
-    return model
+def pack(module: nn.Module) -> nn.Module:
+    """Return a module's packed twin or, if it has none, the module with its parts packed.
 
-
-def packed_module(module: nn.Module) -> nn.Module | None:
-    """Return the packed twin of a module, or None where it has none."""
+    What is packed can be neither trained nor saved.
+    """
     weight = next(module.parameters(), None)
     if weight is None or not can_pack(weight):
-        return None
+        return module
     if isinstance(module, Attention):
         return PackedAttention(module)
     if isinstance(module, MLP):
@@ -710,7 +633,9 @@ def packed_module(module: nn.Module) -> nn.Module | None:
         return PackedRMSNorm(module)
     if isinstance(module, nn.Linear) and module.bias is None:
         return PackedLinear(module)
-    return None
+    for name, part in module.named_children():
+        setattr(module, name, pack(part))
+    return module
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -732,12 +657,8 @@ class PackedLinear(nn.Module):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weights, rows_expected)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        count = len(rows)
-        if count < 4:  # the kernel is slower for fewer: repeat them to 4 or 6
-            rows = torch.cat([rows] * math.ceil(4 / count))
-        y = torch.ops.mkldnn._linear_pointwise(rows, self.weight, None, "none", [], "")[:count]
-        return y.view(*x.shape[:-1], -1)
+        # No bias, and nothing that is done to the product.
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
 
 
 class PackedRMSNorm(nn.Module):
@@ -785,14 +706,15 @@ class PackedAttention(Attention):
         return kv
 
     def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None = None) -> Tensor:
-        if q.dtype == torch.float32 or q.shape[2] > 1 or mask is not None:
-            return super().forward(q, kv, mask)
-        # For one token in half precision enable_gqa takes four times as long on a CPU: let the
-        # query heads that share a key head be rows of one query.
+        # On a CPU enable_gqa copies keys and values for every query head. Instead, let the query
+        # heads that share a kv head be rows of one query.
         k, v = kv.chunk(2, dim=-1)
-        rows = q.reshape(len(q), self.kv_heads, -1, self.head_dim)
-        out = F.scaled_dot_product_attention(rows, k, v)
-        return self.o_proj(out.reshape(len(q), 1, -1))
+        rows = q.reshape(len(q), self.kv_heads, -1, self.head_dim)  # (B, Hkv, H T / Hkv, D)
+        if mask is not None:
+            mask = torch.cat([mask] * (self.heads // self.kv_heads), dim=-2)
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
+        out = out.reshape(q.shape)  # (B, H, T, D)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class PackedMLP(nn.Module):

@@ -53,12 +53,7 @@ from llama import (
     input_errors,
     load_weights,
     pack,
-    packed_module,
     probabilities,
-    ragged_attention,
-    ragged_biases,
-    ragged_layer,
-    ragged_layout,
     read_json,
     read_tensors,
     rotary_table,
@@ -548,9 +543,9 @@ class DraftState:
         return torch.cat([text, follows], dim=1).to(self.drafter.target.device)
 
 
-def drafter_cache(drafter: Drafter, attention: Attention, capacity: int, rows: int = 1) -> KVCache:
+def drafter_cache(drafter: Drafter, attention: Attention, capacity: int) -> KVCache:
     """Return an empty cache for one of the drafter's own layers."""
-    shape = (1, rows, attention.kv_heads, capacity, 2 * attention.head_dim)
+    shape = (1, 1, attention.kv_heads, capacity, 2 * attention.head_dim)
     return KVCache(torch.zeros(shape, dtype=drafter.dtype, device=drafter.target.device))
 
 
@@ -641,7 +636,7 @@ def default_config(target: Llama) -> DrafterConfig:
     as near as its heads divide."""
     sizes = target.config
     heads = sizes.num_attention_heads
-    kv_heads = largest_divisor(heads, at_most=max(1, heads // 8))
+    kv_heads = math.gcd(heads, max(1, heads // 8))
     kv_width = 2 * sizes.num_key_value_heads * sizes.head_dim  # LSA's width
     return DrafterConfig(
         num_attention_heads=heads,
@@ -657,20 +652,12 @@ def default_config(target: Llama) -> DrafterConfig:
     )
 
 
-def largest_divisor(number: int, at_most: int) -> int:
-    candidate = at_most
-    while number % candidate != 0:
-        candidate -= 1
-    return candidate
-
-
 def layer_attention_heads(sizes: Config, kv_width: int) -> int:
     """How many heads LSA has: the target's or, where these do not fit its width, a few less."""
-    for heads in range(sizes.num_attention_heads, 0, -1):
-        head_dim = kv_width // heads
-        if heads % sizes.num_key_value_heads == 0 and head_dim % 2 == 0:
-            return heads
-    return sizes.num_attention_heads
+    heads = sizes.num_attention_heads
+    while kv_width // heads % 2 != 0:
+        heads -= sizes.num_key_value_heads
+    return heads
 
 
 def new_drafter(target: Llama, config: DrafterConfig) -> Drafter:
@@ -736,14 +723,13 @@ class LimitedHead(DraftHead):
         self.linear = nn.Linear(target.config.hidden_size, len(tokens), bias=False, device="meta")
         rows = target.lm_head.weight[self.vocabulary].detach()
         self.linear.weight = nn.Parameter(rows, requires_grad=False)
-        self.dtype = target.dtype
 
     @property
     def weight(self) -> Tensor:
         return self.linear.weight
 
     def logits(self, features: Tensor) -> Tensor:
-        return self.linear(features.to(self.dtype))
+        return self.linear(features.to(self.weight.dtype))
 
     def token(self, output: int) -> int:
         return self.token_ids[output]
@@ -824,9 +810,7 @@ class OffPolicyDraftState(DraftState):
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
         super().__init__(drafter, capacity, sampling)
-        none = torch.zeros_like(drafter.Ekv2E.bias)  # (E)
-        self.verified_memory = none  # of the last verified token
-        self.last_memory = none  # of the text's last token, which may be unverified
+        self.last_memory = torch.zeros_like(drafter.Ekv2E.bias)  # of the last verified token, (E)
         self.predicted: dict[int, Tensor] = {}  # memory of the draft's tokens, by index
 
     def append_verified(self, update: MemoryUpdate) -> None:
@@ -837,21 +821,15 @@ class OffPolicyDraftState(DraftState):
         mask = causal_mask(end - start, start, drafter.target.device)
         self.self_cache.length = start
         x = drafter.self_attention(self.embed(update.tokens), rope, mask, self.self_cache, 0)
-        memory = torch.cat([self.verified_memory[None], update.cross_kv[0]])  # (1 + T, E)
-        self.verified_memory = memory[-1]
+        memory = torch.cat([self.last_memory[None], update.cross_kv[0]])  # (1 + T, E)
         self.last_memory = memory[-1]
-        layer = drafter.cross_attention
-        cross_kv = layer.keys_values(x + memory[:-1], rope)
+        cross_kv = drafter.cross_attention.keys_values(x + memory[:-1], rope)
         super().append_verified(replace(update, cross_kv=cross_kv))
-
-    def draft(self, root: int, tree: TreeConfig) -> Draft:
-        self.predicted = {}  # of the last draft
-        return super().draft(root, tree)
 
     def cross_attend(self, x: Tensor, rope: Tensor) -> Tensor:
         draft, leaves = self.level
         mask = self.tree_mask(draft, leaves)
-        previous = []
+        previous = []  # of each leaf: the memory of the token before it
         for leaf in leaves:
             previous.append(self.predicted.get(draft.parents[leaf], self.last_memory))
         text_length = self.cross_cache.length
@@ -935,25 +913,15 @@ class RemoteDraftState(DraftState):
         return dequantize_probabilities(ids, weights, q.shape[-1])
 
 
-class RemoteOffPolicyDraftState(RemoteDraftState, OffPolicyDraftState):
-    """Drafts for a target on a server, without CA."""
-
-    def draft_unverified(self, root: int, count: int) -> list[int]:
-        tokens = super().draft_unverified(root, count)
-        self.last_memory = self.predicted[self.expanded[-1]]
-        return tokens
-
-
 def start_drafting(
     drafter: Drafter, capacity: int, sampling: Sampling = Sampling(), remote: bool = False
 ) -> DraftState:
-    """The drafter's side of one conversation. remote: with a target on a server."""
-    on_policy = drafter.config.use_cross_attention
+    """The drafter's side of one conversation. remote: with a target on a server, which needs CA."""
     if remote:
-        kind = RemoteDraftState if on_policy else RemoteOffPolicyDraftState
-    else:
-        kind = DraftState if on_policy else OffPolicyDraftState
-    return kind(drafter, capacity, sampling)
+        return RemoteDraftState(drafter, capacity, sampling)
+    if not drafter.config.use_cross_attention:
+        return OffPolicyDraftState(drafter, capacity, sampling)
+    return DraftState(drafter, capacity, sampling)
 
 
 # --- Chains for many conversations at once ---
@@ -964,45 +932,19 @@ class BatchDraftState:
 
     def __init__(self, drafter: Drafter, rows: int, capacity: int):
         self.drafter = drafter
-        self_attn = drafter.self_attention.self_attn
-        cross_attn = drafter.cross_attention.self_attn
-        self.self_cache = RaggedKVCache(drafter_cache(drafter, self_attn, capacity, rows).kv)
-        self.cross_cache = RaggedKVCache(drafter_cache(drafter, cross_attn, capacity, rows).kv)
-        reused_cache = drafter.target.new_cache(capacity, rows, layers=drafter.N)
-        self.reused_cache = RaggedKVCache(reused_cache.kv)
+        self.states = [DraftState(drafter, capacity, Sampling()) for _ in range(rows)]
+        self.self_cache = RaggedKVCache([state.self_cache for state in self.states])
+        self.cross_cache = RaggedKVCache([state.cross_cache for state in self.states])
+        self.reused_cache = RaggedKVCache([state.reused_cache for state in self.states])
         self.caches = [self.self_cache, self.cross_cache, self.reused_cache]
 
-    def append_verified(
-        self, rows: list[int], tokens: list[list[int]], cache: RaggedKVCache, hidden: list[Tensor]
-    ) -> None:
-        """Grow the caches of these rows by the tokens newly verified in each, its last ones in the
-        target's cache. hidden: the target's final states of them, (T, E) for each row."""
-        drafter = self.drafter
-        layer = drafter.self_attention
-        target_kv = []
-        positions = []
-        for row, new in zip(rows, tokens):
-            end = cache.lengths[row]
-            start = end - len(new)
-            target_kv.append(cache.kv[:, row, :, start:end])  # (L, Hkv, T, 2D)
-            positions += range(start, end)
-        kv = torch.cat(target_kv, dim=2)  # (L, Hkv, T, 2D), from here on T of all rows together
-        ids = torch.tensor([sum(tokens, [])], device=kv.device)  # (1, T)
-        rope = drafter.rotary[:, positions]
-        memory = drafter.build_memory(kv.permute(2, 0, 1, 3)[None], torch.cat(hidden)[None])
-        cross_kv = drafter.cross_attention.keys_values(memory, rope)  # (1, Hkv, T, 2D)
-        self_kv = layer.keys_values(drafter.embed(ids), rope)
-        reused_kv = kv[len(kv) - drafter.N:]
-        first = 0
-        for row, new in zip(rows, tokens):
-            verified = self.cross_cache.lengths[row]
-            self.self_cache.lengths[row] = verified  # drafts are forgotten
-            self.reused_cache.lengths[row] = verified
-            last = first + len(new)
-            self.self_cache.write(row, self_kv[:, :, first:last])
-            self.cross_cache.write(row, cross_kv[:, :, first:last])
-            self.reused_cache.write(row, reused_kv[:, :, first:last])
-            first = last
+    def append_verified(self, row: int, tokens: list[int], cache: KVCache, hidden: Tensor) -> None:
+        """Grow a row's caches by newly verified tokens, the last ones in its target cache.
+
+        hidden (1, T, E): the target's final states of them.
+        """
+        update = self.drafter.memory_update(tokens, cache, hidden)
+        self.states[row].append_verified(update)
 
     def draft_chains(self, roots: list[int], K: int, samplings: list[Sampling]) -> list[Draft]:
         """Draft a chain of K tokens after the newest one, the root, of every row.
@@ -1021,29 +963,24 @@ class BatchDraftState:
         """Run SA, CA and TLI on one more token of every row: logits (B, V')."""
         drafter = self.drafter
         target = drafter.target
+        batch = len(tokens)
         ids = torch.tensor(tokens, device=target.device)[:, None]  # (B, 1)
-        layout = ragged_layout(self.self_cache, 1, drafter.rotary)
-        x = ragged_layer(drafter.self_attention, drafter.embed(ids), layout, self.self_cache, 0)
-        x = self.cross_attend(x, layout.rope)
+        rope, mask = self.self_cache.layout(batch, 1, drafter.rotary)
+        x = drafter.self_attention(drafter.embed(ids), rope, mask, self.self_cache, 0)
+        # CA's cache has no place for the new token, which a layout counts with the others.
+        _, mask = self.cross_cache.layout(batch, 1, drafter.rotary)
+        memory = self.cross_cache.kv[0, :batch, :, :self.cross_cache.end - 1]
+        x = drafter.cross_attention.attend_to(memory, x, rope, mask[..., 1:])
         if drafter.N > 0:
             x = x.to(target.dtype)
-            layout = ragged_layout(self.reused_cache, 1, target.rotary)
+            rope, mask = self.reused_cache.layout(batch, 1, target.rotary)
             for i, layer in enumerate(target.layers[-drafter.N:]):
-                x = ragged_layer(layer, x, layout, self.reused_cache, i)
+                x = layer(x, rope, mask, self.reused_cache, i)
             x = target.norm(x)
-        for row in range(len(tokens)):
-            self.self_cache.lengths[row] += 1
-            self.reused_cache.lengths[row] += 1
+        for row in range(batch):
+            self.self_cache.rows[row].length += 1
+            self.reused_cache.rows[row].length += 1
         return drafter.head.logits(x)[:, 0]
-
-    def cross_attend(self, x: Tensor, rope: Tensor) -> Tensor:
-        """Run CA on x (B, 1, E): each row sees all of its memory."""
-        layer = self.drafter.cross_attention
-        q = layer.self_attn.queries(layer.input_layernorm(x), rope)
-        last_seen = torch.tensor(self.cross_cache.lengths)[:, None] - 1  # (B, 1)
-        biases = ragged_biases(last_seen, self.cross_cache)
-        kv = self.cross_cache.kv[0, :len(x), :, :max(self.cross_cache.lengths)]
-        return layer.feed_forward(x + ragged_attention(layer.self_attn, q, kv, biases))
 
 
 # --- Fast on a CPU ---
@@ -1058,7 +995,6 @@ def to_bfloat16(drafter: Drafter) -> Drafter:
             parameter.data = parameter.data.bfloat16()
         if isinstance(drafter.head, LimitedHead):
             drafter.head.linear.bfloat16()
-            drafter.head.dtype = torch.bfloat16
     return drafter
 
 
@@ -1068,7 +1004,7 @@ def pack_together(target: Llama, drafters: list[Drafter]) -> None:
     for drafter in drafters:
         pack(drafter)
         if isinstance(drafter.head, LimitedHead):
-            drafter.head.linear = packed_module(drafter.head.linear) or drafter.head.linear
+            drafter.head.linear = pack(drafter.head.linear)
 
 
 # --- Checkpoints, in the authors' names and shapes ---

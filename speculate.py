@@ -383,12 +383,9 @@ class ChainBatch(Batch):
         self.state = BatchDraftState(drafter, rows, capacity + K)
         self.caches += self.state.caches
 
-    def read_prompt(self, prompt: list[int]) -> Tensor:
-        hidden = super().read_prompt(prompt)  # (1, T, E)
-        row = len(self.conversations) - 1
-        for cache in self.state.caches:
-            cache.lengths.append(0)
-        self.state.append_verified([row], [prompt], self.cache, [hidden[0]])
+    def read_prompt(self, row: int, prompt: list[int]) -> Tensor:
+        hidden = super().read_prompt(row, prompt)  # (1, T, E)
+        self.state.append_verified(row, prompt, self.cache.rows[row], hidden)
         return hidden
 
     def advance(self) -> list[list[int]]:
@@ -402,19 +399,16 @@ class ChainBatch(Batch):
         hidden = ragged_hidden(self.model, ids.to(self.model.device), self.cache)  # (B, 1 + K, E)
         logits = self.model.lm_head(hidden)  # (B, 1 + K, V)
         new_tokens = []
-        verified = []
-        verified_hidden = []
         for row, draft in enumerate(drafts):
             acceptance = accept_draft(logits[row], draft, samplings[row])
             kept = draft.tokens[:len(acceptance.path)]  # the root and what is accepted
             new = (kept[1:] + [acceptance.token])[:room[row]]
-            count = len(new)
             new_tokens.append(new)
-            verified.append(kept[:count])
-            verified_hidden.append(hidden[row, :count])
-            self.cache.lengths[row] += count
-        rows = list(range(len(drafts)))
-        self.state.append_verified(rows, verified, self.cache, verified_hidden)
+            verified = kept[:len(new)]
+            cache = self.cache.rows[row]
+            cache.length += len(verified)
+            states = hidden[row:row + 1, :len(verified)]  # (1, T, E)
+            self.state.append_verified(row, verified, cache, states)
         return new_tokens
 
 

@@ -22,11 +22,12 @@ aten = torch.ops.aten
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 CHAIN = TreeConfig(depth=3)
 TREE = TreeConfig(depth=3, top_k=2, total_tokens=6)
+NO_CA = {"use_cross_attention": False}
 CHOICES = [
     {},
     {"target_layer_inference": 2},
     {"use_layer_self_attention": False},
-    {"use_cross_attention": False},
+    NO_CA,
     {"draft_vocabulary": tuple(range(0, 20, 2))},
 ]
 
@@ -178,15 +179,19 @@ def answer_on(
         return method.answer(PROMPT, config)
 
 
-@pytest.mark.parametrize("choices", CHOICES, ids=str)
+PLACES = [("local", choices) for choices in CHOICES]
+PLACES += [("remote", choices) for choices in CHOICES if choices != NO_CA]
+
+
+@pytest.mark.parametrize("place, choices", PLACES, ids=str)
 @pytest.mark.parametrize("tree, temperature", [
     (CHAIN, 0.0),
     (CHAIN, 1.0),
     (TREE, 0.0),
     (TREE, 1.0)], ids=["chain", "sampled chain", "tree", "sampled tree"])
-@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
 def test_speculation_stays_on_its_device_and_gives_the_tokens_of_a_cpu(
-        device, choices, tree, temperature, remote):
+        device, place, choices, tree, temperature):
+    remote = place == "remote"
     ours = answer_on(device, tree, temperature, remote, choices)
     expected = answer_on("cpu", tree, temperature, remote, choices)
     assert ours.tokens == expected.tokens and len(ours.tokens) == 6

@@ -330,8 +330,7 @@ SIZES = [(3, 20), (1, 1), (90, 11), (2, 9), (7, 94), (5, 30), (4, 25)]  # of pro
 
 @pytest.mark.parametrize("temperatures", [[0.0], [1.0, 0.0, 0.7]], ids=str)
 def test_a_conversation_in_a_batch_is_the_one_alone_whatever_its_neighbors_and_its_row(
-        tiny, temperatures, monkeypatch):
-    monkeypatch.setattr(llama, "GROUP", 2)
+        tiny, temperatures):
     requests = []
     expected = []
     for i, (start, count) in enumerate(SIZES):  # two of them fill the capacity

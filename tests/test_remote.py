@@ -416,7 +416,8 @@ def check(target: Llama, result: Generation, cycles: list[Cycle], count: int) ->
 def test_an_outage_at_any_moment_costs_verification_only_for_as_long_as_it_lasts(seed, impatient):
     generator = random.Random(seed)
     target = new_target(16, context=128)
-    choices = generator.choice([{}, dict(target_layer_inference=2)])
+    kinds = [{}, dict(target_layer_inference=2), dict(use_layer_self_attention=False)]
+    choices = generator.choice(kinds)
     pair = (target, new_drafter(target, **choices))
     after = generator.randrange(1, 40)
     until = generator.choice([after + generator.randrange(45), math.inf])

@@ -307,8 +307,7 @@ def in_batch(
 )
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @torch.inference_mode()
-def test_greedy_chains_in_a_batch_answer_each_as_the_target_does_alone(rows, choices, monkeypatch):
-    monkeypatch.setattr("llama.GROUP", 2)
+def test_greedy_chains_in_a_batch_answer_each_as_the_target_does_alone(rows, choices):
     target = new_target(16)
     long = [i * i % 13 for i in range(44)]  # its answer fills the context and the capacity
     requests = [
