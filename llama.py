@@ -8,9 +8,9 @@ A decoder layer adds to each token's vector x what attention and an MLP make of 
                 x = x + down_proj(silu(gate_proj(y)) * up_proj(y))
 
 A token's keys k and values v never change once they are computed, so they are kept: the KV cache.
-Thanks to it a new token costs one pass over that token alone. And it is all that the target knows
-of a text, which is why the paper's drafter reads it. moa.py builds that drafter from the same
-`DecoderLayer`.
+Thanks to it a new token costs one pass over that token alone. And it is all that a later token can
+read of an earlier one: that is why the paper's drafter reads it. moa.py builds that drafter from
+the same `DecoderLayer`.
 
     python llama.py --prompt "Why is the sky blue?"     # the default target, fetched on first use
 
@@ -87,7 +87,7 @@ class RMSNorm(nn.Module):
 def rotary_table(
     length: int, head_dim: int, theta: float, device, factors: tuple[float, ...] | None = None
 ) -> Tensor:
-    """Return cosines and signed sines of every position times every frequency, (2, length, D).
+    """Return cosines and sines of every position times every frequency, (2, length, D/2).
 
     Rotary position embedding (Su et al. 2021): a pair of coordinates is a point in a plane, which
     turns by an angle proportional to its token's position. So the product of a query and a key
@@ -99,17 +99,15 @@ def rotary_table(
     if factors is not None:
         frequencies = frequencies / torch.tensor(factors, device=device)
     angles = torch.outer(torch.arange(length, device=device), frequencies)  # (length, D/2)
-    # A pair (x, y) turns into (x cos - y sin, y cos + x sin): its first coordinate takes -sin.
-    cos = torch.cat([angles.cos(), angles.cos()], dim=-1)  # (length, D)
-    sin = torch.cat([-angles.sin(), angles.sin()], dim=-1)
-    return torch.stack([cos, sin])
+    return torch.stack([angles.cos(), angles.sin()])
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_{i+D/2}) by its position's angle. x (..., T, D), rope (2, T, D)."""
-    cos, sin = rope
-    partner = x.roll(x.shape[-1] // 2, dims=-1)  # holds x_{i+D/2} at i, and x_i at i+D/2
-    return (x * cos + partner * sin).type_as(x)
+    """Turn each pair (x_i, x_{i+D/2}) by its position's angle. x (..., T, D), rope (2, T, D/2)."""
+    cos, sin = rope  # (T, D/2)
+    first, second = x.chunk(2, dim=-1)  # the two coordinates of each pair, (..., T, D/2)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return turned.type_as(x)
 
 
 class Attention(nn.Module):
@@ -147,7 +145,7 @@ class Attention(nn.Module):
         return torch.cat([keys, values], dim=-1)
 
     def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Do both. A method of its own, because packed weights make it one product."""
+        """Make all three projections of x. (With packed weights they are one product.)"""
         return self.queries(x, rope), self.keys_values(x, rope)
 
     def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -235,8 +233,8 @@ class KVCache:
         return self.kv[layer, :, :, :end]
 
     def keep_path(self, start: int, path: list[int]) -> None:
-        """Keep, of the tokens from `start` on, those at start + i for each i of the path, moved
-        together. The others are dropped: what the target did not accept of a draft.
+        """Of the tokens from `start` on, keep those at start + i for each i of the path, and close
+        the gaps between them. The others are what the target did not accept of a draft.
 
         Keys need no new rotation: the j-th token of a path has stood at position start + j.
         """
@@ -303,7 +301,7 @@ class Llama(nn.Module):
             device=self.device,
             factors=config.rope_factors,
         )
-        self.register_buffer("rotary", table, persistent=False)  # (2, context, D)
+        self.register_buffer("rotary", table, persistent=False)  # (2, context, D/2)
 
     @property
     def device(self) -> torch.device:
@@ -333,7 +331,7 @@ class Llama(nn.Module):
 
         Training does it in two parts, and notes the state between them.
         """
-        rope = self.rotary[:, positions]  # (2, T, D)
+        rope = self.rotary[:, positions]  # (2, T, D/2)
         for i in layers:
             x = self.layers[i](x, rope, mask, cache, i)
         return x
@@ -380,7 +378,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """How to go on after a prompt. What is generated follows from this and the prompt alone."""
+    """How to go on after a prompt: the request. `Sampling` is its state while tokens are drawn.
+
+    What is generated follows from this and the prompt alone.
+    """
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -489,7 +490,7 @@ class RaggedKVCache:
     def layout(self, batch: int, count: int, rotary: Tensor) -> tuple[Tensor, Tensor]:
         """Lay out the next `count` tokens of the first rows, each row's after its own last one.
 
-        Returns their angles (2, B, 1, T, D), and a mask of which tokens each of them may see
+        Returns their angles (2, B, 1, T, D/2), and a mask of which tokens each of them may see
         (B, 1, T, S). S reaches as far as the longest row.
         """
         lengths = [row.length for row in self.rows[:batch]]

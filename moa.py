@@ -60,7 +60,7 @@ from llama import (
     sample,
 )
 
-LSA_TOKENS = 64  # LSA reads so many at once: a long prompt times its L layers would be too much
+LSA_TOKENS = 64  # LSA reads so many at once: all tokens of a long prompt, times L, take much memory
 
 
 # --- The four layers, and training's pass over all positions ---
@@ -81,7 +81,7 @@ class DrafterConfig:
     rms_norm_eps: float
     rope_theta: float
     target_layer_inference: int = 0  # N
-    use_layer_self_attention: bool = True  # this and the rest: see below the bar
+    use_layer_self_attention: bool = True  # this and the rest are for what stands below the bar
     use_cross_attention: bool = True
     draft_vocabulary: tuple[int, ...] | None = None
 
@@ -177,8 +177,8 @@ class Drafter(nn.Module):
             theta=config.rope_theta,
             device=target.device,
         )
-        self.register_buffer("layer_rotary", layer_rotary, persistent=False)  # (2, L, D)
-        self.register_buffer("rotary", rotary, persistent=False)  # (2, context, D)
+        self.register_buffer("layer_rotary", layer_rotary, persistent=False)  # (2, L, D/2)
+        self.register_buffer("rotary", rotary, persistent=False)  # (2, context, D/2)
 
     @property
     def target(self) -> Llama:
@@ -438,7 +438,7 @@ class DraftState:
         self.expanded += leaves
         depth = len(draft.path(leaves[0])) - 1
         position = self.text_length + depth
-        rope = drafter.rotary[:, position:position + 1]  # (2, 1, D), for all leaves
+        rope = drafter.rotary[:, position:position + 1]  # (2, 1, D/2), for all leaves
         mask = self.tree_mask(draft, leaves)
         x = self.embed([draft.tokens[leaf] for leaf in leaves])  # (1, leaves, E)
         x = drafter.self_attention(x, rope, mask, self.self_cache, 0)
@@ -507,10 +507,8 @@ class DraftState:
             choices = likeliest_choices(draft, leaves, q, share, tree.min_probability)
             drawn = draw_choices(choices, q, self.sampling.generator)
             children = self.add_choices(draft, leaves, drawn)
-            for choice in drawn:
-                leaf = leaves[choice.row]
-                if leaf not in draft.q:
-                    draft.q[leaf] = self.drafter.head.over_all_tokens(q[choice.row])
+            for row in {choice.row for choice in drawn}:
+                draft.q[leaves[row]] = self.drafter.head.over_all_tokens(q[row])
             leaves = likeliest_paths(draft, children, tree.top_k)
         return draft
 
@@ -611,8 +609,8 @@ def gumbel_topk(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """Draw k tokens from each p (..., V') without replacement. Returns them in order (..., k).
 
     With e_x ~ Exp(1), the x with the largest p_x / e_x is a draw from p, that with the second
-    largest a draw from the rest, and so on (Kool et al. 2019; its logarithm is log p_x plus Gumbel
-    noise, hence the name).
+    largest a draw from the rest, and so on (Kool et al. 2019). The name comes from the logarithm:
+    log(p_x / e_x) is log p_x plus Gumbel noise.
     """
     e = torch.empty_like(p).exponential_(generator=generator)
     e = e.clamp(min=torch.finfo(p.dtype).tiny)  # some devices draw 0, and 0 / 0 would win
