@@ -1738,9 +1738,10 @@ def load_models(args: Namespace) -> Models:
     target, tokenizer = load_target(args, last)
     drafters = {}
     for folder in folders:
-        drafters[str(folder)] = to_bfloat16(load_drafter(folder, target))
-        if (args.remote or args.serve) and not drafters[str(folder)].config.use_cross_attention:
+        drafter = load_drafter(folder, target)
+        if (args.remote or args.serve) and not drafter.config.use_cross_attention:
             raise InputError(f"{folder}: a drafter without CA needs its target on this machine")
+        drafters[str(folder)] = to_bfloat16(drafter)
     pack_together(target, list(drafters.values()))
     return Models(target, tokenizer, drafters)
 

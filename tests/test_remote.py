@@ -1307,3 +1307,13 @@ def test_a_remote_model_without_a_drafter_is_refused_before_anything_is_loaded(
     out, err = capsys.readouterr()
     assert end.value.code == 2 and out == ""
     assert err.count("\n") == 1 and "no drafter is shipped for some/model" in err
+
+
+@pytest.mark.parametrize("flags", [REMOTE, ["--serve", "127.0.0.1:0"]], ids=str)
+def test_a_drafter_without_ca_is_refused_if_its_target_is_elsewhere(flags, checkpoint, tmp_path):
+    drafter = new_drafter(new_target(260, context=2048), use_cross_attention=False)
+    save_drafter(drafter, tmp_path)
+    args = parse([*checkpoint, *flags])
+    args.drafter = [str(tmp_path)]
+    with pytest.raises(InputError, match="without CA needs its target on this machine"):
+        speculate.load_models(args)
