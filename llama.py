@@ -64,7 +64,7 @@ class Config:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: float = 1e-5  # this and the next are Llama-3's
     rope_theta: float = 500000.0
     rope_factors: tuple[float, ...] | None = None  # D/2 divisors of the rotary frequencies
     max_position_embeddings: int = 8192
@@ -378,9 +378,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """How to go on after a prompt: the request. `Sampling` is its state while tokens are drawn.
-
-    What is generated follows from this and the prompt alone.
+    """What a caller asks for: how to go on after a prompt. `new_sampling` makes of it what drawing
+    needs. What is generated follows from this and the prompt alone.
     """
 
     max_new_tokens: int = 256
@@ -549,7 +548,7 @@ class Conversation:
 
 
 class Batch:
-    """Conversations that are generated together: `add` them while there `has_room`, and `step`."""
+    """Conversations that are generated together: `add` some while it `has_room`, then `step`."""
 
     def __init__(self, model: Llama, rows: int, capacity: int):
         """capacity: tokens of a row, its prompt included."""
@@ -683,7 +682,7 @@ class PackedAttention(Attention):
     """Queries, keys and values as one product."""
 
     def __init__(self, attention: Attention):
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)  # not Attention's: it would make projections that are not packed
         self.heads = attention.heads
         self.kv_heads = attention.kv_heads
         self.head_dim = attention.head_dim
@@ -761,7 +760,7 @@ class InputError(ValueError):
 def load_model(
     path: str | Path, device="cpu", dtype=torch.float32, last: int | None = None
 ) -> Llama:
-    """Load a frozen Llama from a Hugging Face folder, a .gguf file, a hub id or "smollm2".
+    """Load a frozen Llama from a Hugging Face folder, a .gguf file, a hub id, "smollm2" or "toy".
 
     With `last`, only that many of its last layers: the others are None. Raises InputError.
     """

@@ -21,8 +21,9 @@ newest token, which the target has chosen but not yet read, is not verified.
 `Drafter` runs these layers over all positions in one pass, as training does. `DraftState` runs them
 step by step, with caches, as drafting does.
 
-Shapes: as in llama.py, and N reused target layers, K drafted tokens, V' tokens that may be drafted
-(V, all of them, above the bar). H, Hkv and D are those of the layer at hand: each has its own.
+Shapes: as in llama.py, and N reused target layers, K drafted tokens, F of them on the frontier (see
+`TreeConfig`), V' tokens that may be drafted (V, all of them, above the bar). H, Hkv and D are those
+of the layer at hand: each has its own.
 """
 from __future__ import annotations
 
@@ -206,7 +207,7 @@ class Drafter(nn.Module):
         hidden, the target's final states (B, T, E), is not used here: the ablation without LSA
         reads it instead.
         """
-        pieces = []
+        pieces = []  # the projection of LSA's mean, a few tokens at a time to save memory
         for piece in kv.split(LSA_TOKENS, dim=1):
             pieces.append(self.layer_self_attend(piece))
         return self.Ekv2E(torch.cat(pieces, dim=1))
@@ -230,9 +231,9 @@ class Drafter(nn.Module):
         count = x.shape[1]
         rope = self.rotary[:, :count]
         positions = torch.arange(count, device=x.device)
-        # (B, T, T): query i, memory j. Where a query sees nothing at all, PyTorch returns zeros.
-        within = positions <= horizon.unsqueeze(-1)
+        within = positions <= horizon.unsqueeze(-1)  # (B, T, T): query i, memory j
         kv = self.cross_attention.keys_values(memory, rope)
+        # Where a query sees nothing at all, PyTorch's attention returns zeros.
         return self.cross_attention.attend_to(kv, x, rope, within.unsqueeze(1))
 
     def infer_target_layers(self, x: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
@@ -301,14 +302,14 @@ class MemoryUpdate:
 
 @dataclass(frozen=True)
 class TreeConfig:
-    """How large a draft may grow: EAGLE-2's limits, and two of ours, which end a draft where the
-    drafter is unsure. To *expand* a token is to run the drafter on it and add tokens after it. The
-    tokens of a draft that are expanded next are its *leaves*."""
+    """How large a draft, a tree or a chain, may grow: EAGLE-2's limits, and two of ours, which end
+    it where the drafter is unsure. To *expand* a token is to run the drafter on it and add tokens
+    after it. The tokens of a draft that are expanded next are its *frontier*."""
 
     depth: int
     top_k: int = 1  # tokens expanded at each level; with 1 the draft is a chain
     total_tokens: int = 64  # of a tree
-    min_confidence: float = 0.0  # stop once the leaves' path probabilities sum to less
+    min_confidence: float = 0.0  # stop once the frontier's path probabilities sum to less
     min_probability: float = 0.0  # a tree does not grow where a path is less likely than this
 
 
@@ -324,7 +325,7 @@ class Draft:
         self.parents = [-1]
         self.probabilities = [1.0]  # the drafter's, of each token after its parent
         self.path_probabilities = [1.0]  # the product of these on the way from the root
-        # Above temperature 0: what the children of a token were drawn from, (V).
+        # By the parent's index: what its children were drawn from, (V). Empty at temperature 0.
         self.q: dict[int, Tensor] = {}
 
     def add(self, token: int, parent: int, probability: float) -> int:
@@ -407,9 +408,8 @@ class DraftState:
 
     def draft(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a chain or a tree of tokens that may follow the target's newest token, `root`."""
-        # `append_verified` has dropped the last draft, unless the server is out of reach.
         self.expanded = []
-        self.self_cache.length = self.text_length
+        self.self_cache.length = self.text_length  # the last draft is forgotten
         self.reused_cache.length = self.text_length
         if tree.top_k == 1:
             return self.draft_chain(root, tree)
@@ -427,20 +427,20 @@ class DraftState:
             extend_chain(draft, q, self.drafter.head, self.sampling)
         return draft
 
-    def next_distributions(self, draft: Draft, leaves: list[int]) -> Tensor:
-        """Return q after each leaf, (leaves, V'): what its children are chosen from."""
-        logits = self.drafter.head.logits(self.step(draft, leaves))
+    def next_distributions(self, draft: Draft, frontier: list[int]) -> Tensor:
+        """Return q after each node of the frontier, (F, V'): what its children are chosen from."""
+        logits = self.drafter.head.logits(self.step(draft, frontier))
         return draft_distributions(logits, self.sampling)
 
-    def step(self, draft: Draft, leaves: list[int]) -> Tensor:
-        """Run SA, CA and TLI on the leaves, all of one level: features (leaves, E)."""
+    def step(self, draft: Draft, frontier: list[int]) -> Tensor:
+        """Run SA, CA and TLI on the frontier, tokens of one level: features (F, E)."""
         drafter = self.drafter
-        self.expanded += leaves
-        depth = len(draft.path(leaves[0])) - 1
+        self.expanded += frontier  # before the mask is made, so that each node sees itself
+        depth = len(draft.path(frontier[0])) - 1
         position = self.text_length + depth
-        rope = drafter.rotary[:, position:position + 1]  # (2, 1, D/2), for all leaves
-        mask = self.tree_mask(draft, leaves)
-        x = self.embed([draft.tokens[leaf] for leaf in leaves])  # (1, leaves, E)
+        rope = drafter.rotary[:, position:position + 1]  # (2, 1, D/2), the same for all
+        mask = self.tree_mask(draft, frontier)
+        x = self.embed([draft.tokens[node] for node in frontier])  # (1, F, E)
         x = drafter.self_attention(x, rope, mask, self.self_cache, 0)
         x = self.cross_attend(x, rope)
         if drafter.N > 0:
@@ -449,8 +449,8 @@ class DraftState:
             for i, layer in enumerate(drafter.target.layers[-drafter.N:]):
                 x = layer(x, target_rope, mask, self.reused_cache, i)
             x = drafter.target.norm(x)
-        self.self_cache.length += len(leaves)
-        self.reused_cache.length += len(leaves)
+        self.self_cache.length += len(frontier)
+        self.reused_cache.length += len(frontier)
         return x.squeeze(0)
 
     def cross_attend(self, x: Tensor, rope: Tensor) -> Tensor:
@@ -467,20 +467,20 @@ class DraftState:
     def draft_tree(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a dynamic tree as EAGLE-2 does (Li et al. 2024), greedily, level by level.
 
-        Of all tokens after all leaves, the `total_tokens` with the likeliest paths are added, even
-        if they follow the same leaf (EAGLE-2 adds `top_k` after each). The `top_k` likeliest of
-        them are the next leaves. At the end the likeliest of all tokens are kept. None is kept
-        without its parent, which is at least as likely.
+        Of all tokens that may follow the frontier, the `total_tokens` with the likeliest paths are
+        added, even if they follow the same node (EAGLE-2 adds `top_k` after each). The `top_k`
+        likeliest of them are the next frontier. At the end the likeliest of all tokens are kept.
+        None is kept without its parent, which is at least as likely.
         """
         draft = Draft(root)
-        leaves = [0]
+        frontier = [0]
         for _ in range(tree.depth):
-            if not self.worth_expanding(draft, leaves, tree):
+            if not self.worth_expanding(draft, frontier, tree):
                 break
-            q = self.next_distributions(draft, leaves)  # (leaves, V')
-            choices = likeliest_choices(draft, leaves, q, tree.total_tokens, tree.min_probability)
-            children = self.add_choices(draft, leaves, choices)
-            leaves = likeliest_paths(draft, children, tree.top_k)
+            q = self.next_distributions(draft, frontier)  # (F, V')
+            choices = likeliest_choices(draft, frontier, q, tree.total_tokens, tree.min_probability)
+            children = self.add_choices(draft, frontier, choices)
+            frontier = likeliest_paths(draft, children, tree.top_k)
         drafted = list(range(1, len(draft.tokens)))
         return draft.keep([0] + likeliest_paths(draft, drafted, tree.total_tokens))
 
@@ -489,55 +489,56 @@ class DraftState:
 
         At each level:
 
-        1. Find the `share` likeliest tokens after all leaves, and count how many follow each leaf.
-        2. Draw that many from the leaf's q, without replacement, whichever tokens these are.
+        1. Find the `share` likeliest tokens after the frontier, and count those after each node.
+           So a node gets the more children, the more of the likely paths go through it.
+        2. Draw that many from the node's q, without replacement, whichever tokens these are.
         3. Propose all that are drawn.
 
         The counts may depend on q and on earlier levels, but not on what is drawn now. And to drop
         a token because of what it is would change the distribution of those that stay.
         """
         draft = Draft(root)
-        leaves = [0]
+        frontier = [0]
         for level in range(tree.depth):
             left = tree.total_tokens - (len(draft.tokens) - 1)
             share = math.ceil(left / (tree.depth - level))
-            if share == 0 or not self.worth_expanding(draft, leaves, tree):
+            if share == 0 or not self.worth_expanding(draft, frontier, tree):
                 break
-            q = self.next_distributions(draft, leaves)  # (leaves, V')
-            choices = likeliest_choices(draft, leaves, q, share, tree.min_probability)
+            q = self.next_distributions(draft, frontier)  # (F, V')
+            choices = likeliest_choices(draft, frontier, q, share, tree.min_probability)
             drawn = draw_choices(choices, q, self.sampling.generator)
-            children = self.add_choices(draft, leaves, drawn)
+            children = self.add_choices(draft, frontier, drawn)
             for row in {choice.row for choice in drawn}:
-                draft.q[leaves[row]] = self.drafter.head.over_all_tokens(q[row])
-            leaves = likeliest_paths(draft, children, tree.top_k)
+                draft.q[frontier[row]] = self.drafter.head.over_all_tokens(q[row])
+            frontier = likeliest_paths(draft, children, tree.top_k)
         return draft
 
-    def worth_expanding(self, draft: Draft, leaves: list[int], tree: TreeConfig) -> bool:
-        """Tell whether the paths to the leaves are together likely enough to go on."""
-        confidence = sum(draft.path_probabilities[leaf] for leaf in leaves)
-        return bool(leaves) and confidence >= tree.min_confidence
+    def worth_expanding(self, draft: Draft, frontier: list[int], tree: TreeConfig) -> bool:
+        """Tell whether the paths to the frontier are together likely enough to go on."""
+        confidence = sum(draft.path_probabilities[node] for node in frontier)
+        return bool(frontier) and confidence >= tree.min_confidence
 
-    def add_choices(self, draft: Draft, leaves: list[int], choices: list[Choice]) -> list[int]:
-        """Add tokens after their leaves. Returns their indices."""
+    def add_choices(self, draft: Draft, frontier: list[int], choices: list[Choice]) -> list[int]:
+        """Add tokens after nodes of the frontier. Returns their indices."""
         children = []
         for choice in choices:
             token = self.drafter.head.token(choice.output)
-            children.append(draft.add(token, leaves[choice.row], choice.probability))
+            children.append(draft.add(token, frontier[choice.row], choice.probability))
         return children
 
-    def tree_mask(self, draft: Draft, leaves: list[int]) -> Tensor | None:
-        """Let each leaf see the text, its ancestors and itself: (leaves, S).
+    def tree_mask(self, draft: Draft, frontier: list[int]) -> Tensor | None:
+        """Let each node see the text, its ancestors and itself: (F, S).
 
         None where that is everything in the caches, as in a chain.
         """
         rows = []
-        for leaf in leaves:
-            path = draft.path(leaf)
+        for node in frontier:
+            path = draft.path(node)
             rows.append([token in path for token in self.expanded])
-        follows = torch.tensor(rows)  # (leaves, expanded)
+        follows = torch.tensor(rows)  # (F, expanded)
         if follows.all():
             return None
-        text = torch.ones(len(leaves), self.text_length, dtype=torch.bool)
+        text = torch.ones(len(frontier), self.text_length, dtype=torch.bool)
         return torch.cat([text, follows], dim=1).to(self.drafter.target.device)
 
 
@@ -566,27 +567,27 @@ def extend_chain(draft: Draft, q: Tensor, head: DraftHead, sampling: Sampling) -
 
 
 class Choice(NamedTuple):
-    """A token that may follow a leaf."""
+    """A token that may follow a node of the frontier."""
 
-    row: int  # of q: which of the leaves it follows
+    row: int  # of q: which node of the frontier it follows
     output: int  # of the drafter's head
-    probability: float  # of the token after this leaf
+    probability: float  # of the token after this node
 
 
 def likeliest_choices(
-    draft: Draft, leaves: list[int], q: Tensor, count: int, min_probability: float
+    draft: Draft, frontier: list[int], q: Tensor, count: int, min_probability: float
 ) -> list[Choice]:
-    """Of all tokens after all leaves, return the `count` whose paths are likeliest. q (leaves, V')
+    """Of all tokens after the frontier, return the `count` whose paths are likeliest. q (F, V')
 
-    Paths below `min_probability` are left out, and below 1e-30, so that no leaf is given more
+    Paths below `min_probability` are left out, and below 1e-30, so that no node is given more
     children than q has tokens to draw (top-p makes most of q zero).
     """
     least = max(min_probability, 1e-30)
-    top = q.topk(min(count, q.shape[-1]))  # (leaves, count)
+    top = q.topk(min(count, q.shape[-1]))  # (F, count)
     likely = []
-    for row, leaf in enumerate(leaves):
+    for row, node in enumerate(frontier):
         for probability, output in zip(top.values[row].tolist(), top.indices[row].tolist()):
-            path_probability = draft.path_probabilities[leaf] * probability
+            path_probability = draft.path_probabilities[node] * probability
             if path_probability >= least:
                 likely.append((path_probability, Choice(row, output, probability)))
     likely.sort(key=lambda pair: -pair[0])
@@ -594,9 +595,9 @@ def likeliest_choices(
 
 
 def draw_choices(choices: list[Choice], q: Tensor, generator: torch.Generator) -> list[Choice]:
-    """Draw as many tokens after each leaf as it has among these choices. q (leaves, V')"""
+    """Draw as many tokens after each node as it has among these choices. q (F, V')"""
     counts = Counter(choice.row for choice in choices)
-    drawn = gumbel_topk(q, max(counts.values(), default=0), generator)  # (leaves, most children)
+    drawn = gumbel_topk(q, max(counts.values(), default=0), generator)  # (F, most children)
     chances = q.gather(-1, drawn).tolist()
     drawn_choices = []
     for row, outputs in enumerate(drawn.tolist()):
@@ -634,7 +635,7 @@ def default_config(target: Llama) -> DrafterConfig:
     as near as its heads divide."""
     sizes = target.config
     heads = sizes.num_attention_heads
-    kv_heads = math.gcd(heads, max(1, heads // 8))
+    kv_heads = math.gcd(heads, max(1, heads // 8))  # about one for eight query heads
     kv_width = 2 * sizes.num_key_value_heads * sizes.head_dim  # LSA's width
     return DrafterConfig(
         num_attention_heads=heads,
@@ -653,7 +654,7 @@ def default_config(target: Llama) -> DrafterConfig:
 def layer_attention_heads(sizes: Config, kv_width: int) -> int:
     """How many heads LSA has: the target's or, where these do not fit its width, a few less."""
     heads = sizes.num_attention_heads
-    while kv_width // heads % 2 != 0:
+    while kv_width // heads % 2 != 0:  # RoPE needs an even head size
         heads -= sizes.num_key_value_heads
     return heads
 
@@ -784,7 +785,7 @@ class OffPolicyDrafter(Drafter):
         """Here cross_kv is the memory itself, (1, T, E)."""
         start = cache.length - len(tokens)
         kv = cache.kv[:, :, :, start:cache.length]
-        memory = self.build_memory(kv.permute(1, 3, 0, 2, 4), hidden)
+        memory = self.build_memory(kv.permute(1, 3, 0, 2, 4).flatten(3), hidden)
         return MemoryUpdate(tokens, memory, kv[len(kv) - self.N:])
 
     def predicted_memory(self, features: Tensor) -> Tensor:
@@ -825,11 +826,12 @@ class OffPolicyDraftState(DraftState):
         super().append_verified(replace(update, cross_kv=cross_kv))
 
     def cross_attend(self, x: Tensor, rope: Tensor) -> Tensor:
-        draft, leaves = self.level
-        mask = self.tree_mask(draft, leaves)
-        previous = []  # of each leaf: the memory of the token before it
-        for leaf in leaves:
-            previous.append(self.predicted.get(draft.parents[leaf], self.last_memory))
+        draft, frontier = self.level
+        mask = self.tree_mask(draft, frontier)
+        previous = []  # of each node: the memory of the token before it
+        for node in frontier:
+            previous.append(self.predicted.get(draft.parents[node], self.last_memory))
+        # The causal layer's cache also holds the draft, at the same places as SA's.
         text_length = self.cross_cache.length
         self.cross_cache.length = self.self_cache.length
         x = x + torch.stack(previous)
@@ -837,11 +839,11 @@ class OffPolicyDraftState(DraftState):
         self.cross_cache.length = text_length
         return x
 
-    def step(self, draft: Draft, leaves: list[int]) -> Tensor:
-        self.level = (draft, leaves)  # for `cross_attend`
-        features = super().step(draft, leaves)  # (leaves, E)
-        for leaf, memory in zip(leaves, self.drafter.predicted_memory(features)):
-            self.predicted[leaf] = memory
+    def step(self, draft: Draft, frontier: list[int]) -> Tensor:
+        self.level = (draft, frontier)  # for `cross_attend`
+        features = super().step(draft, frontier)  # (F, E)
+        for node, memory in zip(frontier, self.drafter.predicted_memory(features)):
+            self.predicted[node] = memory
         return features
 
 
@@ -903,8 +905,8 @@ class RemoteDraftState(DraftState):
         self.unverified += len(self.expanded)
         return draft.tokens[1:]
 
-    def next_distributions(self, draft: Draft, leaves: list[int]) -> Tensor:
-        q = super().next_distributions(draft, leaves)
+    def next_distributions(self, draft: Draft, frontier: list[int]) -> Tensor:
+        q = super().next_distributions(draft, frontier)
         if self.sampling.temperature == 0:
             return q
         ids, weights = quantize_probabilities(q)
@@ -965,7 +967,8 @@ class BatchDraftState:
         ids = torch.tensor(tokens, device=target.device)[:, None]  # (B, 1)
         rope, mask = self.self_cache.layout(batch, 1, drafter.rotary)
         x = drafter.self_attention(drafter.embed(ids), rope, mask, self.self_cache, 0)
-        # CA's cache has no place for the new token, which a layout counts with the others.
+        # A layout lets each row see positions 0 to its length. CA's cache has nothing at the last
+        # of them: without the mask's first column the limit is one lower.
         _, mask = self.cross_cache.layout(batch, 1, drafter.rotary)
         memory = self.cross_cache.kv[0, :batch, :, :self.cross_cache.end - 1]
         x = drafter.cross_attention.attend_to(memory, x, rope, mask[..., 1:])

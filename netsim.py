@@ -112,7 +112,7 @@ class Network:
         self.outage_after = outage_after
         self.outage_seconds = outage_seconds
         self.outage_begins = math.inf  # a moment that tokens_have_come finds
-        self.up = Direction(self, link, 2 * seed)  # no other network has these seeds
+        self.up = Direction(self, link, 2 * seed)  # two seeds, so that the directions differ
         self.down = Direction(self, link, 2 * seed + 1)
 
     def tokens_have_come(self, count: int, now: float) -> None:

@@ -93,6 +93,7 @@ from moa import (
     RemoteDraftState,
     TreeConfig,
     dequantize_probabilities,
+    draft_distributions,
     load_drafter,
     pack_together,
     quantize_probabilities,
@@ -191,7 +192,7 @@ class LocalTarget:
         return VerifyResult(verified[1:], acceptance.token, memory)
 
     def accept(self, logits: Tensor, draft: Draft) -> Acceptance:
-        """Decide which drafted tokens to keep."""
+        """Decide which drafted tokens to keep. (A method, so that --trace can look on.)"""
         return accept_draft(logits, draft, self.sampling)
 
 
@@ -268,7 +269,7 @@ def rejection_sample(
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """Return norm(max(p - q, 0)): what q proposes too seldom. p, q (V)."""
     left = (p - q).clamp(min=0)
-    if not left.any():  # p = q: then only a rounding error rejects, and any answer is right
+    if not left.any():  # p = q: only rounding can have rejected, so seldom that any draw will do
         return p
     return left / left.sum()
 
@@ -286,11 +287,11 @@ def rejection_sample_tree(
     p. And the sibling was drawn from q without the rejected token. So it is tried with these two in
     place of p and q. If all are rejected, the token is drawn from what is left of p.
 
-    Why that is exact, by induction from the last child back: with no child left, the token is drawn
-    from p_left. Before that, a child drawn from q_left is accepted with probability
-    min(1, p_left / q_left). If it is rejected, what follows gives, by induction, the residual of
-    p_left. That is the chain's argument, so the outcome is distributed as p_left. At the first
-    child p_left is p.
+    Why that is exact: let p_left be what is still to be produced when a child is tried. The claim
+    is that the outcome is distributed as p_left, and it is proved from the last child back. With no
+    child left it holds, because the token is drawn from p_left. With a child, drawn from q_left, it
+    is the chain's argument, in which the claim for the next child stands for "draw from the
+    residual". At the first child p_left is p.
     """
     path = [0]
     while True:
@@ -331,7 +332,8 @@ class Lookup:
         self.vocab_size = vocab_size
         self.sampling = sampling
         self.history: list[int] = []
-        self.sizes = (3, 2, 1) if state is None else (3,)  # of newest tokens to look for
+        # How many newest tokens to look for. With a drafter copy only what is nearly certain.
+        self.sizes = (3, 2, 1) if state is None else (3,)
 
     def append_verified(self, update: MemoryUpdate | None) -> None:
         if update is not None:
@@ -374,8 +376,8 @@ class NoDrafter:
 
 
 class ChainBatch(Batch):
-    """The loop for many conversations: a chain of K drafts for each row of the caches, and one
-    pass that verifies them all. Each row accepts a length of its own."""
+    """The loop for many conversations: a chain of K drafted tokens for each row of the caches, and
+    one pass that verifies them all. Each row accepts a length of its own."""
 
     def __init__(self, model: Llama, drafter: Drafter, rows: int, capacity: int, K: int):
         super().__init__(model, rows, capacity + K)
@@ -426,8 +428,8 @@ class ChainBatch(Batch):
 # first `known` tokens of the text. To "generate" each token is a reply, with `token` and `more`.
 
 SECRET = "MOA_SECRET"  # the environment variable that holds the secret of both sides
-MAX_DRAFTS = 64  # tokens of a draft that the server verifies
-OFFLINE_TOKENS = 8  # that the drafter writes alone between two attempts to reconnect
+MAX_DRAFT_TOKENS = 64  # tokens of a draft that the server verifies
+OFFLINE_TOKENS = 8  # that the drafter writes alone in a cycle; then it may be time to reconnect
 INITIAL_BACKOFF = 0.5  # seconds between two attempts; doubles with each that fails
 MAX_BACKOFF = 30.0
 Replies = Iterator[tuple[dict, Tensors]]
@@ -657,7 +659,8 @@ class TargetSession:
     def read(self, fields: dict, tensors: Tensors) -> Replies:
         tokens, config = self.parse_text(fields, tensors)
         known = check_int(fields.get("known", 0), 0, len(tokens) - 1)
-        capacity = len(tokens) + config.max_new_tokens + 1 + MAX_DRAFTS
+        # The root of the last draft, and its tokens, may go beyond the answer.
+        capacity = len(tokens) + config.max_new_tokens + 1 + MAX_DRAFT_TOKENS
         sampling = config.new_sampling(self.model.device)
         self.target = LocalTarget(self.model, self.drafter, capacity, sampling)
         result = self.work(self.target.prefill, tokens)
@@ -680,7 +683,7 @@ class TargetSession:
         parents = fields["parents"]
         if self.target is None:
             raise ValueError("drafts must follow a text")
-        if len(parents) != check_int(len(tokens), 0, MAX_DRAFTS):
+        if len(parents) != check_int(len(tokens), 0, MAX_DRAFT_TOKENS):
             raise ValueError("each draft needs a parent")
         draft = Draft(self.token)
         for i, (token, parent) in enumerate(zip(tokens, parents)):
@@ -782,10 +785,11 @@ def serve_parent(args: Namespace, pipe) -> None:
 def start_server(args: Namespace) -> tuple[str, int]:
     """Start a server in a process of its own. Returns its address."""
     os.environ.setdefault(SECRET, os.urandom(16).hex())
-    torch.set_num_threads(max(1, torch.get_num_threads() // 4))  # the server needs cores too
+    # A drafter does little with more threads, and the server needs the cores.
+    torch.set_num_threads(max(1, torch.get_num_threads() // 4))
     context = get_context("spawn")
     pipe, server_pipe = context.Pipe()
-    server_args = Namespace(**vars(args) | {"serve": ("127.0.0.1", 0), "remote": None})
+    server_args = Namespace(**(vars(args) | {"serve": ("127.0.0.1", 0), "remote": None}))
     # Ctrl-C in a terminal reaches both processes. It is meant for this one.
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the server inherits
     context.Process(target=serve_parent, args=(server_args, server_pipe), daemon=True).start()
@@ -881,11 +885,11 @@ class Generation:
     origins: list[Origin] = field(default_factory=list)
     seconds: float = 0.0
     target_calls: int = 0
-    drafted: int = 0  # tokens that the target was asked to verify
+    drafted: int = 0  # tokens, those that never reached a lost server included
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     network: dict = field(default_factory=dict)  # of a channel: bytes_up, bytes_down, ...
-    outage: str = ""  # or why the server was out of reach, for the first time
+    outage: str = ""  # why the server was out of reach the first time; empty if it was not
     interrupted: bool = False  # by Ctrl-C
 
     def add(self, cycle: Cycle) -> None:
@@ -1071,13 +1075,12 @@ class TracedTarget(LocalTarget):
     def accept(self, logits: Tensor, draft: Draft) -> Acceptance:
         before = self.sampling.generator.get_state()
         acceptance = super().accept(logits, draft)
-        temperature = self.sampling.temperature
-        p = probabilities(logits, temperature or 1.0, self.sampling.top_p)  # (1 + K, V)
+        p = draft_distributions(logits, self.sampling)  # by the same rule as q, (1 + K, V)
         self.p = [1.0]  # of the root
         for parent, token in zip(draft.parents[1:], draft.tokens[1:]):
             self.p.append(float(p[parent, token]))
         self.trials = {}
-        if temperature > 0:
+        if self.sampling.temperature > 0:
             replay = torch.Generator(p.device)
             replay.set_state(before)
             u = torch.rand(len(draft.tokens), generator=replay, device=p.device).tolist()
@@ -1569,14 +1572,14 @@ def faster_alone(args: Namespace, packed: Llama) -> Llama:
 WEIGHTS = Path(__file__).parent / "weights"
 SHIPPED = {DEFAULT_MODEL: WEIGHTS / DEFAULT_MODEL, TOY_MODEL: WEIGHTS / "toy" / "drafter"}
 PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
-# Tuned on 48 prompts of Spec-Bench, not on PROMPTS. Sizes from the command line have no limits of
-# confidence.
+# Tuned on 48 prompts of Spec-Bench, not on PROMPTS. A size on the command line switches the limits
+# of confidence off.
 TREE = TreeConfig(depth=6, top_k=3, total_tokens=8, min_confidence=0.15, min_probability=0.04)
 CHAIN = TreeConfig(depth=6, min_confidence=0.2)
 REMOTE_TREE = TreeConfig(
     depth=16, top_k=3, total_tokens=32, min_confidence=0.1, min_probability=0.02
 )
-BATCH_DRAFTS = 3
+BATCH_DRAFT_LENGTH = 3
 OWN_SERVER = ("", 0)  # --remote without an address
 MIN_ANSWER = 32  # tokens that the context must leave for an answer in a chat
 
@@ -1623,7 +1626,7 @@ def make_parser() -> Parser:
 
 
 def add_draft_arguments(parser: Parser) -> None:
-    draft_size = number(int, 1, MAX_DRAFTS)
+    draft_size = number(int, 1, MAX_DRAFT_TOKENS)
     parser.add_argument(
         "--draft-length",
         type=draft_size,
@@ -1631,7 +1634,7 @@ def add_draft_arguments(parser: Parser) -> None:
         help="draft chains of K tokens instead of trees",
     )
     parser.add_argument("--depth", type=draft_size, help=tree_help("depth"))
-    parser.add_argument("--top-k", type=number(int, 2, MAX_DRAFTS), help=tree_help("top_k"))
+    parser.add_argument("--top-k", type=number(int, 2, MAX_DRAFT_TOKENS), help=tree_help("top_k"))
     parser.add_argument("--total-tokens", type=draft_size, help=tree_help("total_tokens"))
     parser.add_argument(
         "--lookup",
@@ -1705,6 +1708,8 @@ def check_arguments(parser: Parser, args: Namespace, sizes: dict) -> None:
         parser.error("--disconnect-for needs --disconnect-after")
     if (args.batch or several) and (args.remote or not args.bench):
         parser.error("--batch and several drafters need --bench, without --remote")
+    if args.bench and outage:
+        parser.error("--bench makes an outage of its own: no --disconnect-after")
     if args.bench and (args.lookup or args.no_speculation or args.show or args.trace):
         parser.error(
             "--bench runs every method: no --lookup, --no-speculation, --show or --trace"
@@ -1792,10 +1797,10 @@ class Terminal:
             print(f"\n{tokenizer.decode(generation.tokens)}")
         if generation.tokens:
             self.answers.append(generation)
-            self.report(generation)
+            self.report_answer(generation)
         return generation
 
-    def report(self, generation: Generation) -> None:
+    def report_answer(self, generation: Generation) -> None:
         tokenizer = self.models.tokenizer
         ending = "interrupted"
         if not generation.interrupted:
@@ -1926,7 +1931,7 @@ def run_bench(
 ) -> None:
     prompts = read_prompts(args.bench)
     if args.batch:
-        K = args.draft_length or BATCH_DRAFTS
+        K = args.draft_length or BATCH_DRAFT_LENGTH
         rows = bench_batch(models, prompts, config, args.batch, K)
     elif new_channel is not None:
         links = links_of(args) or PROFILES

@@ -199,14 +199,14 @@ def target_pass(target: Llama, tokens: Tensor, N: int) -> TargetStates:
     return TargetStates(by_token.flatten(3), entering, target.norm(x))
 
 
-def kl_divergence(features: Tensor, hidden: Tensor, head: Tensor) -> Tensor:
+def kl_divergence(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
     """Return KL(p || q), summed over positions and horizons.
 
-    q follows from the drafter's features (R, n, E), p from the target's final hidden states (n, E),
-    through the weight of the LM head, head (V, E). With a draft vocabulary V is its size.
+    p follows from the target's final hidden states (n, E), q from those that the drafter predicts
+    (R, n, E), through the weight of the LM head, head (V, E). V may be that of a draft vocabulary.
     """
-    log_p = F.linear(hidden, head).log_softmax(-1, torch.float32)  # (n, V)
-    log_q = F.linear(features, head).log_softmax(-1, torch.float32)  # (R, n, V)
+    log_p = F.linear(final, head).log_softmax(-1, torch.float32)  # (n, V)
+    log_q = F.linear(predicted, head).log_softmax(-1, torch.float32)  # (R, n, V)
     return (log_p.exp() * (log_p - log_q)).sum()
 
 
@@ -222,7 +222,7 @@ class Distillation(NamedTuple):
 
     loss: Tensor
     parts: Tensor  # the loss again, the KL and the hidden-state loss in it, to report: (3)
-    features: Tensor  # h', the drafter's, (R, n, E)
+    predicted: Tensor  # h', the drafter's, (R, n, E)
     final: Tensor  # h, the target's, (n, E)
 
 
@@ -234,24 +234,25 @@ def distill(drafter: Drafter, example: Example, args) -> Distillation:
     x = drafter.self_attend(tokens)  # (B, T, E)
     trained = loss_mask(example.answer)  # (B, T), True at n positions
     guesses = []  # of the states that enter the target's last N layers
-    features = []  # of the final ones
+    predicted = []  # of the final ones
     for horizon in example.horizons.unbind(-1):  # (B, T)
         guess = drafter.cross_attend(x, memory, horizon)  # (B, T, E)
         guesses.append(guess[trained])
-        features.append(drafter.infer_target_layers(guess, states.kv, horizon)[trained])
-    features = torch.stack(features).float()  # (R, n, E)
+        predicted.append(drafter.infer_target_layers(guess, states.kv, horizon)[trained])
+    predicted = torch.stack(predicted).float()  # (R, n, E)
     final = states.final[trained].float()  # (n, E)
     # `kl_divergence`, a few positions at a time: see below the bar.
-    kl = ChunkedKL.apply(features, final, drafter.head.weight)
-    hidden = hidden_loss(features, final)
+    kl = ChunkedKL.apply(predicted, final, drafter.head.weight)
+    smooth_l1 = hidden_loss(predicted, final)
     if drafter.N > 0:
         entering = hidden_loss(torch.stack(guesses), states.entering[trained])
-        hidden = (hidden + entering) / 2
-    loss = args.kl_weight * kl + args.feature_weight * hidden
-    if args.memory_weight > 0:  # not the paper's, see below the bar; once for each horizon
-        loss = loss + len(features) * memory_loss(drafter, memory[trained], final, args)
-    parts = torch.stack([loss, kl, hidden]).detach()
-    return Distillation(loss, parts, features, final)
+        smooth_l1 = (smooth_l1 + entering) / 2
+    loss = args.kl_weight * kl + args.feature_weight * smooth_l1
+    if args.memory_weight > 0:  # not the paper's: see below the bar
+        # KL and hidden-state loss are sums over R horizons. The memory is the same for all of them.
+        loss = loss + len(predicted) * memory_loss(drafter, memory[trained], final, args)
+    parts = torch.stack([loss, kl, smooth_l1]).detach()
+    return Distillation(loss, parts, predicted, final)
 
 
 # --- One update ---
@@ -273,7 +274,7 @@ def join(examples: list[Example], device) -> Example:
 
 
 class Losses(NamedTuple):
-    """Of an update: means over trained positions and horizons."""
+    """The losses of one update: means over trained positions and horizons."""
 
     loss: float
     kl: float
@@ -289,6 +290,7 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
     for parameter in drafter.parameters():
         parameter.grad = torch.zeros_like(parameter)  # not None, also where the share is empty
     sums = torch.zeros(3, device=device)
+    # Below the bar: under torchrun each process takes a share of the examples, and all sum up.
     for examples in micro_batches(draw_examples(batch, update, args), args):
         with autocast(device, args):
             result = distill(drafter, join(examples, device), args)
@@ -304,6 +306,7 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
 def learning_rate(update: int, args) -> float:
     """`paper`: in --warmup updates up to 20 times --lr, linearly down to it over the first epoch,
     and constant after. `cosine`: up to --lr, then half a cosine down to 0."""
+    # The ramp of the warm-up. (Until it ends, np.interp below returns 20.)
     lr = args.lr * min(1.0, (update + 1) / args.warmup)
     if args.schedule == "cosine":
         return lr * (1 + math.cos(math.pi * update / args.updates)) / 2
@@ -354,19 +357,19 @@ class ChunkedKL(torch.autograd.Function):
 
     A distribution has V numbers (Llama-3: 128 256), and autograd would keep several of them for
     each position until the backward pass. So each chunk of positions is differentiated at once, and
-    what is kept is the gradient in its features, E numbers a position.
+    what is kept is the gradient in what was predicted, E numbers a position.
     """
 
     @staticmethod
-    def forward(ctx, features: Tensor, hidden: Tensor, head: Tensor) -> Tensor:
-        total = features.new_zeros(())
-        gradient = torch.empty_like(features)
-        count = max(1, KL_CHUNK // len(features))
-        for first in range(0, len(hidden), count):
+    def forward(ctx, predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
+        total = predicted.new_zeros(())
+        gradient = torch.empty_like(predicted)
+        count = max(1, KL_CHUNK // len(predicted))
+        for first in range(0, len(final), count):
             chunk = slice(first, first + count)
             with torch.enable_grad():
-                piece = features[:, chunk].detach().requires_grad_()
-                kl = kl_divergence(piece, hidden[chunk], head)
+                piece = predicted[:, chunk].detach().requires_grad_()
+                kl = kl_divergence(piece, final[chunk], head)
             (gradient[:, chunk],) = torch.autograd.grad(kl, piece)
             total += kl.detach()
         ctx.save_for_backward(gradient)
@@ -497,7 +500,7 @@ def evaluate(drafter: Drafter, sequences: list[Sequence], args) -> dict:
         example = Example(tokens, answer, horizon[:, None])
         with autocast(device, args):
             result = distill(drafter, join([example], device), args)
-            logits = drafter.head.logits(result.features.squeeze(0))  # (n, V')
+            logits = drafter.head.logits(result.predicted.squeeze(0))  # (n, V')
             choices = [drafter.head.token(choice) for choice in logits.argmax(-1).tolist()]  # n
             truth = drafter.target.lm_head(result.final).argmax(-1)  # (n)
         sums += result.parts
@@ -773,10 +776,11 @@ class Stream:
             for index in order[first:]:
                 sequence = self.data[index]
                 self.position += 1
-                unusable += 1
-                if sequence is not None:
-                    unusable = 0
-                    yield sequence
+                if sequence is None:
+                    unusable += 1
+                    continue
+                unusable = 0
+                yield sequence
         raise InputError(NO_ANSWER)
 
 
@@ -980,7 +984,7 @@ def converse(
         for turn in batch.step():
             messages = turn.key
             if end_turn(tokenizer, turn, draws):
-                queue.insert(0, messages)
+                queue.insert(0, messages)  # in the order of rows: the last row ended first
             elif len(messages) >= 2:
                 barren = 0
                 count -= 1

@@ -107,7 +107,7 @@ class Chance:
         return self.outcome(p.double().tolist())
 
     def gumbel_topk(self, p: Tensor, k: int, generator: torch.Generator) -> Tensor:
-        """In place of moa.gumbel_topk: p (leaves, V), k tokens each in the order drawn."""
+        """In place of moa.gumbel_topk: p (frontier, V), k tokens each in the order drawn."""
         rows = []
         for weights in p.double().tolist():
             drawn = []
@@ -415,8 +415,8 @@ class TableSteps:
 
     table: Table
 
-    def step(self, draft: Draft, leaves: list[int]) -> Tensor:
-        return torch.stack([self.table.after(draft, leaf) for leaf in leaves])
+    def step(self, draft: Draft, frontier: list[int]) -> Tensor:
+        return torch.stack([self.table.after(draft, node) for node in frontier])
 
 
 class TableDraftState(TableSteps, DraftState):
