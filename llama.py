@@ -1446,49 +1446,26 @@ positive_int = number(int, 1)
 
 
 def add_model_arguments(parser: Parser) -> None:
+    add = parser.add_argument
+    model_help = "folder, .gguf file, hub id or toy (default: %(default)s)"
+    add("--model", default=DEFAULT_MODEL, help=model_help)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    parser.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        help="folder, .gguf file, hub id or toy (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--device",
-        default=str(accelerator or "cpu"),
-        help="cpu, cuda or mps (default here: %(default)s)",
-    )
-    dtype_help = "default: float32 on a CPU, else bfloat16"
-    parser.add_argument("--dtype", choices=DTYPES, help=dtype_help)
-    parser.add_argument(
-        "--seed",
-        type=number(int, 0, 2**63 - 1),
-        default=0,
-        help="of all random draws (default: %(default)s)",
-    )
+    device_help = "cpu, cuda or mps (default here: %(default)s)"
+    add("--device", default=str(accelerator or "cpu"), help=device_help)
+    add("--dtype", choices=DTYPES, help="default: float32 on a CPU, else bfloat16")
+    seed = number(int, 0, 2**63 - 1)
+    add("--seed", type=seed, default=0, help="of all random draws (default: %(default)s)")
 
 
 def add_generation_arguments(parser: Parser) -> None:
-    parser.add_argument(
-        "--max-new-tokens",
-        type=positive_int,
-        default=256,
-        help="the most tokens an answer may have (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=number(float, 0, 100),
-        default=0.0,
-        help="0 takes the likeliest token (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=number(float, 1e-6, 1),
-        default=1.0,
-        help="draw from the likeliest tokens that make up this share (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the text"
-    )
+    add = parser.add_argument
+    length_help = "the most tokens an answer may have (default: %(default)s)"
+    add("--max-new-tokens", type=positive_int, default=256, help=length_help)
+    temperature_help = "0 takes the likeliest token (default: %(default)s)"
+    add("--temperature", type=number(float, 0, 100), default=0.0, help=temperature_help)
+    top_p_help = "draw from the likeliest tokens that make up this share (default: %(default)s)"
+    add("--top-p", type=number(float, 1e-6, 1), default=1.0, help=top_p_help)
+    add("--json", action="store_true", help="print one JSON object instead of the text")
 
 
 def read_prompt(text: str | None) -> str:

@@ -74,8 +74,8 @@ class Link:
     loss: float = 0.0  # share of the packets, from 0 to 1
 
     def retransmission_timeout(self) -> float:
-        """The RTO in seconds, once TCP has measured round trips: their mean, plus four times their
-        mean deviation but at least MIN_RTO_VARIANCE (RFC 6298)."""
+        """Return the RTO in seconds, once TCP has measured round trips: their mean, plus four times
+        their mean deviation but at least MIN_RTO_VARIANCE (RFC 6298)."""
         deviation = 2 * self.jitter / math.sqrt(math.pi)  # of a sum of two normal draws
         return 2 * self.latency + max(4 * deviation, MIN_RTO_VARIANCE)
 
@@ -107,8 +107,13 @@ class Network:
     the client will usually have given up.
     """
 
-    def __init__(self, link: Link, seed: int = 0, outage_after: float = math.inf,
-                 outage_seconds: float = math.inf):
+    def __init__(
+        self,
+        link: Link,
+        seed: int = 0,
+        outage_after: float = math.inf,
+        outage_seconds: float = math.inf,
+    ):
         self.outage_after = outage_after
         self.outage_seconds = outage_seconds
         self.outage_begins = math.inf  # a moment that tokens_have_come finds
@@ -122,7 +127,7 @@ class Network:
             self.outage_begins = min(self.outage_begins, now)
 
     def is_down(self, sent: float, arrival: float) -> bool:
-        """Whether the outage meets a message in flight from the moment `sent` to `arrival`."""
+        """Tell whether the outage meets a message in flight from the moment `sent` to `arrival`."""
         return sent < self.outage_begins + self.outage_seconds and self.outage_begins <= arrival
 
     def wait(self, arrival: float, deadline: float) -> None:
@@ -162,6 +167,7 @@ class Direction:
         self.retransmission_timeout = self.link.retransmission_timeout()
         missing = max(1, math.ceil(size / MSS))  # packets; those of TCP's handshake have no bytes
         while missing > 0:
+            # Each of them is lost again with the same probability.
             missing = sum(self.random.random() < self.link.loss for _ in range(missing))
             if missing > 0:
                 arrival += timeout
@@ -219,8 +225,10 @@ class Message(NamedTuple):
 
 
 def send_message(sock: socket.socket, fields: dict, tensors: Tensors) -> int:
-    """Send a message; returns its size in bytes. Raises OSError, for example TimeoutError if the
-    peer has not taken it after CONNECT_SECONDS."""
+    """Send a message. Returns its size in bytes.
+
+    Raises OSError, for example TimeoutError if the peer has not taken it after CONNECT_SECONDS.
+    """
     text = json.dumps(fields, separators=(",", ":")).encode()
     data = safetensors.torch.save(tensors) if tensors else b""
     message = HEADER.pack(MAGIC, VERSION, len(text), len(data)) + text + data
@@ -230,9 +238,11 @@ def send_message(sock: socket.socket, fields: dict, tensors: Tensors) -> int:
 
 
 def receive_message(sock: socket.socket, limit: int, deadline: float) -> Message:
-    """The next message. Raises OSError: ConnectionClosed if there is none because the peer has
-    left, ProtocolError if it is malformed, cut short or longer than `limit` bytes, TimeoutError at
-    the moment `deadline`."""
+    """Receive the next message.
+
+    Raises OSError: ConnectionClosed if there is none because the peer has left, ProtocolError if it
+    is malformed, cut short or longer than `limit` bytes, TimeoutError at the moment `deadline`.
+    """
     header = receive_bytes(sock, HEADER.size, deadline, ConnectionClosed)
     magic, version, text_size, data_size = HEADER.unpack(header)
     if magic != MAGIC or version != VERSION:
@@ -250,10 +260,14 @@ def receive_message(sock: socket.socket, limit: int, deadline: float) -> Message
     return Message(fields, tensors, size)
 
 
-def receive_bytes(sock: socket.socket, size: int, deadline: float,
-                  closed: type = ProtocolError) -> bytes:
-    """The next `size` bytes. Raises OSError: TimeoutError at the moment `deadline`, `closed` if the
-    peer closes the connection before the first byte, and ProtocolError if it does so later."""
+def receive_bytes(
+    sock: socket.socket, size: int, deadline: float, closed: type = ProtocolError
+) -> bytes:
+    """Receive the next `size` bytes.
+
+    Raises OSError: TimeoutError at the moment `deadline`, `closed` if the peer closes the
+    connection before the first byte, and ProtocolError if it does so later.
+    """
     received = bytearray()  # it grows with what comes, not with what is announced
     while len(received) < size:
         left = deadline - monotonic()
@@ -269,7 +283,7 @@ def receive_bytes(sock: socket.socket, size: int, deadline: float,
 
 
 def answer_nonce(secret: str, nonce: bytes) -> bytes:
-    """The DIGEST bytes that prove that the client knows the secret."""
+    """Return the DIGEST bytes that prove that the client knows the secret."""
     # The secret is an environment variable, where bytes that are no text come as surrogates.
     return hmac.digest(secret.encode(errors="surrogateescape"), nonce, "sha256")
 
@@ -301,7 +315,7 @@ class Channel:
     slowest: float = 0.0  # seconds waited for the slowest reply
 
     def connect(self) -> dict:
-        """Connect and authenticate; returns the fields of the server's greeting. Raises
+        """Connect and authenticate. Returns the fields of the server's greeting. Raises
         ConnectionLost."""
         self.close()
         network = self.network
@@ -341,8 +355,8 @@ class Channel:
         self.sock = None
 
     def reply_timeout(self) -> float:
-        """Seconds after which a reply counts as lost: `timeout`, or else ten times the slowest so
-        far, and at least MIN_TIMEOUT."""
+        """Return the seconds after which a reply counts as lost: `timeout`, or else ten times the
+        slowest so far, and at least MIN_TIMEOUT."""
         if self.timeout is not None:
             return self.timeout
         if self.slowest == 0:
@@ -366,6 +380,7 @@ class Channel:
                 deadline = start + self.reply_timeout()
                 reply = receive_message(self.sock, MAX_REPLY, deadline)
                 self.bytes_down += reply.size
+                # Parsed before the wait, which hides the time it takes: that is not the network's.
                 parsed = parse(reply.fields, reply.tensors)
                 elapsed = max(0.0, float(reply.fields["elapsed"]))  # NaN becomes 0
                 clock += elapsed
@@ -393,27 +408,32 @@ MAX_REQUEST = 1 << 20  # bytes: a prompt of 131 072 tokens takes half of it
 
 
 class Session(Protocol):
-    """What a server does for one client: speculate.py has one."""
+    """What a server does for one client. That of speculate.py is `TargetSession`."""
 
     greeting: dict  # the fields of the first message to the client
 
     def answer(self, fields: dict, tensors: Tensors) -> Iterator:
-        """Yields the replies to a request, each a pair of fields and tensors. All but the last have
+        """Yield the replies to a request, each a pair of fields and tensors. All but the last have
         a field "more", which is True. Raises LookupError, TypeError, ValueError or ArithmeticError
         if the request is malformed."""
 
 
 class MessageServer(socketserver.ThreadingTCPServer):
-    """Gives a thread and a session to every client that knows the secret."""
+    """Give a thread and a session to every client that knows the secret."""
 
     allow_reuse_address = True  # a restarted server need not wait until its old port is free
     request_queue_size = 128  # not yet accepted: a burst of connections must not be refused
 
-    def __init__(self, address: Address, secret: str, new_session: Callable[[], Session],
-                 max_clients: int = 8,  # each of them has a KV cache of the target
-                 idle_seconds: float = 300.0):  # then a client without a request loses its place
-        """Begins to listen. Raises OSError if it cannot listen at the address, ValueError if it
-        must not."""
+    def __init__(
+        self,
+        address: Address,
+        secret: str,
+        new_session: Callable[[], Session],
+        max_clients: int = 8,  # each of them has a KV cache of the target
+        idle_seconds: float = 300.0,  # then a client without a request loses its place
+    ):
+        """Begin to listen. Raises OSError if it cannot listen at the address, ValueError if other
+        machines could connect and there is no secret."""
         self.secret = secret
         self.new_session = new_session
         self.max_clients = max_clients
@@ -429,7 +449,8 @@ class MessageServer(socketserver.ThreadingTCPServer):
 
     def process_request(self, request: socket.socket, client_address: Address) -> None:
         """socketserver calls this for a new connection, whose socket it calls a request."""
-        # Anyone can open connections and say nothing: the oldest of too many have to go.
+        # Anyone can open connections and say nothing. With the new one there may be four for each
+        # client: the oldest that are more have to go.
         room = 4 * self.max_clients - 1
         self.disconnect(list(self.unauthenticated)[:-room])
         self.connections.add(request)
@@ -474,7 +495,7 @@ class Connection(socketserver.StreamRequestHandler):
             print(f"{self.client_address[0]}: {error}", file=sys.stderr)
 
     def authenticate(self) -> None:
-        """Raises ProtocolError if the client does not know the secret."""
+        """Let the client prove that it knows the secret. Raises ProtocolError if it does not."""
         nonce = os.urandom(NONCE)
         self.connection.sendall(nonce)
         deadline = monotonic() + CONNECT_SECONDS
@@ -528,8 +549,8 @@ class Connection(socketserver.StreamRequestHandler):
 
 
 def quantity(units: dict[str, float], low: float, high: float, expected: str, text: str) -> float:
-    """The value of "21ms" or the like, in the unit that counts as 1.0. Raises ArgumentTypeError
-    unless it lies within [low, high]."""
+    """Return the value of "21ms" or the like, in the unit that counts as 1.0. Raises
+    ArgumentTypeError unless it lies within [low, high]."""
     value = math.nan  # lies within nothing
     match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([A-Za-z%]+)", text)
     if match:
@@ -540,16 +561,17 @@ def quantity(units: dict[str, float], low: float, high: float, expected: str, te
 
 
 # In seconds, in bits per second, and as a share. With all packets lost, TCP would never end.
-duration = partial(quantity, {"ms": 1e-3, "s": 1.0}, 0.0, 3600.0,
-                   "a duration like 21ms or 0.5s, an hour at most")
-bandwidth = partial(quantity, {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}, 1e3, 1e15,
-                    "a bandwidth like 300kbit, 20Mbit or 1Gbit, 1kbit at least")
-loss_rate = partial(quantity, {"%": 1e-2}, 0.0, 0.9,
-                    "a share like 0.1%, 90% at most")
+A_DURATION = "a duration like 21ms or 0.5s, an hour at most"
+A_BANDWIDTH = "a bandwidth like 300kbit, 20Mbit or 1Gbit, 1kbit at least"
+A_SHARE = "a share like 0.1%, 90% at most"
+BITS = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
+duration = partial(quantity, {"ms": 1e-3, "s": 1.0}, 0.0, 3600.0, A_DURATION)
+bandwidth = partial(quantity, BITS, 1e3, 1e15, A_BANDWIDTH)
+loss_rate = partial(quantity, {"%": 1e-2}, 0.0, 0.9, A_SHARE)
 
 
 def address(text: str) -> Address:
-    """The host and the port of "HOST:PORT". Raises ArgumentTypeError."""
+    """Return the host and the port of "HOST:PORT". Raises ArgumentTypeError."""
     match = re.fullmatch("(.+):([0-9]{1,5})", text)
     if not match or int(match[2]) > 65535:
         raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected HOST:PORT")
@@ -558,17 +580,17 @@ def address(text: str) -> Address:
 
 def add_link_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that links_of reads."""
-    parser.add_argument("--network", choices=PROFILES, help="simulate this network to the server")
-    parser.add_argument("--latency", type=duration,
-                        help="one way, like 21ms; this and the next three override --network")
-    parser.add_argument("--jitter", type=duration,
-                        help="standard deviation of the latency, like 19ms")
-    parser.add_argument("--bandwidth", type=bandwidth, help="each way, like 20Mbit")
-    parser.add_argument("--loss", type=loss_rate, help="of packets, like 0.1%%")
+    add = parser.add_argument
+    add("--network", choices=PROFILES, help="simulate this network to the server")
+    latency_help = "one way, like 21ms; this and the next three override --network"
+    add("--latency", type=duration, help=latency_help)
+    add("--jitter", type=duration, help="standard deviation of the latency, like 19ms")
+    add("--bandwidth", type=bandwidth, help="each way, like 20Mbit")
+    add("--loss", type=loss_rate, help="of packets, like 0.1%%")
 
 
 def links_of(args: argparse.Namespace) -> dict[str, Link]:
-    """The link that the command line describes, by its name. Empty if it describes none."""
+    """Return the link that the command line describes, by its name. Empty if it describes none."""
     stated = {name: vars(args)[name] for name in vars(Link()) if vars(args)[name] is not None}
     if args.network is None and not stated:
         return {}

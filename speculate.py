@@ -1586,62 +1586,37 @@ MIN_ANSWER = 32  # tokens that the context must leave for an answer in a chat
 
 def make_parser() -> Parser:
     parser = Parser(description="Generate with a drafter: the target's own text, sooner.")
-    task = parser.add_mutually_exclusive_group()
-    task.add_argument("--prompt", help="default: standard input or, on a terminal, a chat")
-    task.add_argument(
-        "--bench",
-        type=Path,
-        nargs="?",
-        const=PROMPTS,
-        metavar="FILE",
-        help="measure all methods on the prompts of a .jsonl file (default: ours)",
-    )
-    task.add_argument(
-        "--serve", type=address, metavar="HOST:PORT", help="be the server for --remote"
-    )
-    parser.add_argument(
-        "--batch",
-        type=positive_int,
-        nargs="+",
-        metavar="ROWS",
-        help="with --bench: so many conversations at a time",
-    )
+    task = parser.add_mutually_exclusive_group().add_argument
+    task("--prompt", help="default: standard input or, on a terminal, a chat")
+    bench_help = "measure all methods on the prompts of a .jsonl file (default: ours)"
+    task("--bench", type=Path, nargs="?", const=PROMPTS, metavar="FILE", help=bench_help)
+    task("--serve", type=address, metavar="HOST:PORT", help="be the server for --remote")
+    add = parser.add_argument
+    batch_help = "with --bench: this many conversations at a time"
+    add("--batch", type=positive_int, nargs="+", metavar="ROWS", help=batch_help)
     add_model_arguments(parser)
-    parser.add_argument(
-        "--drafter",
-        action="append",
-        metavar="DIR",
-        help="default: the shipped one; with --bench, any number",
-    )
+    drafter_help = "default: the shipped one; with --bench, any number"
+    add("--drafter", action="append", metavar="DIR", help=drafter_help)
     add_draft_arguments(parser)
-    parser.add_argument(
-        "--show",
-        action="store_true",
-        help="color accepted tokens green, unverified text yellow",
-    )
-    parser.add_argument("--trace", action="store_true", help="show every cycle as it happens")
+    show_help = "color accepted tokens green, unverified text yellow"
+    add("--show", action="store_true", help=show_help)
+    add("--trace", action="store_true", help="show every cycle as it happens")
     add_generation_arguments(parser)
     add_remote_arguments(parser)
     return parser
 
 
 def add_draft_arguments(parser: Parser) -> None:
-    draft_size = number(int, 1, MAX_DRAFT_TOKENS)
-    parser.add_argument(
-        "--draft-length",
-        type=draft_size,
-        metavar="K",
-        help="draft chains of K tokens instead of trees",
-    )
-    parser.add_argument("--depth", type=draft_size, help=tree_help("depth"))
-    parser.add_argument("--top-k", type=number(int, 2, MAX_DRAFT_TOKENS), help=tree_help("top_k"))
-    parser.add_argument("--total-tokens", type=draft_size, help=tree_help("total_tokens"))
-    parser.add_argument(
-        "--lookup",
-        action="store_true",
-        help="draft what followed the last three tokens before, else by the drafter",
-    )
-    parser.add_argument("--no-speculation", action="store_true", help="the target alone")
+    add = parser.add_argument
+    size = number(int, 1, MAX_DRAFT_TOKENS)
+    chain_help = "draft chains of K tokens instead of trees"
+    add("--draft-length", type=size, metavar="K", help=chain_help)
+    add("--depth", type=size, help=tree_help("depth"))
+    add("--top-k", type=number(int, 2, MAX_DRAFT_TOKENS), help=tree_help("top_k"))
+    add("--total-tokens", type=size, help=tree_help("total_tokens"))
+    lookup_help = "draft what followed the last three tokens before, else by the drafter"
+    add("--lookup", action="store_true", help=lookup_help)
+    add("--no-speculation", action="store_true", help="the target alone")
 
 
 def tree_help(name: str) -> str:
@@ -1650,32 +1625,15 @@ def tree_help(name: str) -> str:
 
 def add_remote_arguments(parser: Parser) -> None:
     remote = parser.add_argument_group("the target on a server")
-    remote.add_argument(
-        "--remote",
-        nargs="?",
-        const=OWN_SERVER,
-        type=address,
-        metavar="HOST:PORT",
-        help="there, or in a process of our own",
-    )
+    add = remote.add_argument
+    where = "there, or in a process of our own"
+    add("--remote", nargs="?", const=OWN_SERVER, type=address, metavar="HOST:PORT", help=where)
     add_link_arguments(remote)
-    remote.add_argument(
-        "--timeout", type=duration, help="for a reply (default: ten times the slowest)"
-    )
-    remote.add_argument(
-        "--disconnect-after",
-        type=positive_int,
-        default=math.inf,
-        metavar="N",
-        help="the network goes down when N tokens have come",
-    )
-    remote.add_argument(
-        "--disconnect-for",
-        type=duration,
-        default=math.inf,
-        metavar="TIME",
-        help="and is back after so long (default: never)",
-    )
+    add("--timeout", type=duration, help="for a reply (default: ten times the slowest)")
+    after = "the network goes down when N tokens have come"
+    add("--disconnect-after", type=positive_int, default=math.inf, metavar="N", help=after)
+    back = "and is back after so long (default: never)"
+    add("--disconnect-for", type=duration, default=math.inf, metavar="TIME", help=back)
 
 
 def parse_arguments() -> Namespace:
