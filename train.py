@@ -560,14 +560,15 @@ def evaluate_drafting(drafter: Drafter, sequences: list[Sequence]) -> dict:
 
 def show(scores: dict, update: int) -> None:
     """Print an evaluation for a person."""
-    say(f"update {update}: held-out loss {scores['held_out_loss']:.3f}")
+    lines = [f"update {update}: held-out loss {scores['held_out_loss']:.3f}"]
     if "depth_accuracy" in scores:  # of a drafter
-        say(
+        lines.append(
             f"  KL {scores['held_out_kl']:.3f}, implied acceptance length "
             f"{scores['implied_acceptance_length']:.2f}, and how often drafts are right, by depth:"
         )
         for depth, accuracy in enumerate(scores["depth_accuracy"], 1):
-            say(f"  {depth}  {accuracy:4.0%}  {'█' * round(40 * accuracy)}")
+            lines.append(f"  {depth}  {accuracy:4.0%}  {'█' * round(40 * accuracy)}")
+    say("\n".join(lines))
 
 
 def announce_cost(drafter: Drafter, sequence: Sequence, held_out: list[Sequence], args) -> None:
@@ -822,8 +823,9 @@ def checksum(path: str) -> str:
 # --- A run: its log and its checkpoints ---
 
 # What may differ where a run goes on; any other flag changes what comes out of it.
-FREE = {"out", "pretrain", "resume", "json", "eval_every", "save_every", "device",
-        "micro_batch_size"}
+FREE = {
+    "out", "pretrain", "resume", "json", "eval_every", "save_every", "device", "micro_batch_size",
+}
 
 
 @dataclass
@@ -859,7 +861,9 @@ class Journal:
         self.began = time.perf_counter()  # the update under way
 
     def note(self, done: int, record: dict, tokens: int, position: int = 0) -> None:
-        """Note that an update, of so many tokens, is done. Raises KeyboardInterrupt after Ctrl-C.
+        """Note that an update of `tokens` tokens is done. position: of the stream, after it.
+
+        Raises KeyboardInterrupt after Ctrl-C.
         """
         self.done = done
         self.position = position
