@@ -41,7 +41,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable, Iterable, Iterator, NamedTuple
 
 import tokenizers
 import torch
@@ -263,9 +263,7 @@ class Llama(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        embeddings = torch.empty(config.vocab_size, config.hidden_size)
-        if not embeddings.is_meta:  # on the meta device normal_ would import PyTorch's compiler
-            nn.init.normal_(embeddings)
+        embeddings = torch.randn(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
         self.layers = nn.ModuleList()
         for _ in range(config.num_hidden_layers):
@@ -378,9 +376,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """What a caller asks for: how to go on after a prompt. `new_sampling` makes of it what drawing
-    needs. What is generated follows from this and the prompt alone.
-    """
+    """What a caller asks for: how to go on after a prompt. What is generated follows from this and
+    the prompt alone."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -415,13 +412,8 @@ def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
     A token is in the nucleus if the likelier ones do not reach top_p without it. Tokens that tie
     with the last one are in it too: in bfloat16 many tie, and a sort may put them in any order.
     """
-    # Sorting all of V would do. But the nucleus is nearly always among the few likeliest tokens,
-    # and these are found much faster. So look at 64, if they are not enough at 1024, then at all.
-    for count in (64, 1024, p.shape[-1]):
-        descending = p.topk(min(count, p.shape[-1])).values  # (..., count)
-        reached = descending.cumsum(-1)  # with each token and all that are likelier
-        if (reached[..., -1] >= top_p).all():
-            break
+    descending = descending_until(p, top_p)  # as many as are needed
+    reached = descending.cumsum(-1)  # with each token and all that are likelier
     likelier = F.pad(reached[..., :-1], (1, 0))  # without the token itself
     return descending.masked_fill(likelier >= top_p, math.inf).amin(-1, keepdim=True)
 
@@ -461,6 +453,20 @@ def generate(model: Llama, prompt: list[int], config: GenerationConfig) -> Itera
 
 
 # --- The method ends here: what follows makes it fast and practical ---
+
+
+def descending_until(p: Tensor, total: float) -> Tensor:
+    """Return the largest probabilities of each p (..., V) in order, at least as many as sum up to
+    `total`.
+
+    Sorting all of V would do. But mostly a few tokens are enough, and these are found much faster.
+    So look at 64, if they are not enough at 1024, then at all.
+    """
+    for count in (64, 1024, p.shape[-1]):
+        descending = p.topk(min(count, p.shape[-1])).values  # (..., count)
+        if (descending.cumsum(-1)[..., -1] >= total).all():  # summed as in `nucleus_threshold`
+            break
+    return descending
 
 
 # --- Many conversations at once ---
@@ -811,9 +817,9 @@ def resolve_path(path: str | Path) -> Path:
 
     Raises InputError.
     """
-    if str(path) == DEFAULT_MODEL:
+    if path == DEFAULT_MODEL:  # a string: Path("toy") and "./toy" are folders of the user's own
         return fetch_default()
-    if str(path) == TOY_MODEL:
+    if path == TOY_MODEL:
         return Path(__file__).parent / "weights" / "toy" / "target"
     if os.path.exists(path):
         return Path(path)
@@ -1278,18 +1284,6 @@ class Tokenizer:
         """Text of ids, without the control tokens."""
         return self.backend.decode(ids, skip_special_tokens=True)
 
-    def stream(self, pending: list[int], token: int) -> str:
-        """Return text of the pending tokens and one more, once they end on a whole character.
-
-        Until then the text is empty and the token joins `pending`, which the caller keeps.
-        """
-        pending.append(token)
-        text = self.decode(pending)
-        if text.endswith("\ufffd") and len(pending) < 8:  # a character has fewer tokens
-            return ""
-        pending.clear()
-        return text
-
     def write(self, template: str, **fields: str) -> list[int]:
         """Ids of a part of the chat format: control tokens, and text with the fields filled in.
 
@@ -1417,6 +1411,31 @@ def build_gguf_tokenizer(metadata: dict) -> tokenizers.Tokenizer:
     return backend
 
 
+class TextStream:
+    """Turns tokens into text as they come."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.before: list[int] = []  # the newest tokens whose text was returned
+        self.pending: list[int] = []  # tokens after them that do not end on a whole character yet
+
+    def add(self, token: int) -> str:
+        """Return the text up to this token, or nothing as long as it ends inside a character."""
+        self.pending.append(token)
+        text = self.rest()
+        if text.endswith("\ufffd") and len(self.pending) < 8:  # a character has fewer tokens
+            return ""
+        self.before = self.pending
+        self.pending = []
+        return text
+
+    def rest(self) -> str:
+        """Return the text of the pending tokens: at the end of an answer, half a character."""
+        # Some decoders drop a leading space: only after other tokens a token has its full text.
+        text = self.tokenizer.decode(self.before + self.pending)
+        return text[len(self.tokenizer.decode(self.before)):]
+
+
 # --- Command line ---
 # What all scripts share: arguments and how they are checked, the prompt, the models that a command
 # line names, how bad input ends in one line, and how results are printed.
@@ -1426,6 +1445,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         line = " ".join(message.split())
         self.exit(2, f"{self.prog}: error: {line[:400]}\n")
+
+    def refuse(self, args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+        """End if any of these arguments is given: it would have no effect."""
+        for name in names:
+            if getattr(args, name) != self.get_default(name):
+                flag = name.replace("_", "-")
+                self.error(f"--{flag} {why}")
 
 
 def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
@@ -1528,6 +1554,10 @@ def run_command(main: Callable[[], None]) -> None:
         sys.exit(1)
     except (InputError, OSError) as error:  # OSError: a full disk
         Parser().error(str(error))
+    except RuntimeError as error:
+        if "allocate" not in str(error):
+            raise
+        Parser().error(f"not enough memory: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -1587,7 +1617,7 @@ def main() -> None:
     stop_ids = frozenset(tokenizer.stop_ids)
     config = GenerationConfig(count, args.temperature, args.top_p, args.seed, stop_ids)
     tokens = []
-    pending = []
+    stream = TextStream(tokenizer)
     start = time.perf_counter()
     prompt_read = start
     for token in generate(model, prompt_ids, config):
@@ -1595,8 +1625,9 @@ def main() -> None:
             prompt_read = time.perf_counter()
         tokens.append(token)
         if not args.json:
-            print(tokenizer.stream(pending, token), end="", flush=True)
+            print(stream.add(token), end="", flush=True)
     end = time.perf_counter()
+    print(stream.rest(), end="", flush=True)
     report(
         tokenizer,
         tokens,

@@ -61,7 +61,7 @@ from llama import (
     sample,
 )
 
-LSA_TOKENS = 64  # LSA reads so many at once: all tokens of a long prompt, times L, take much memory
+LSA_TOKENS = 64  # LSA runs on so many at a time: a long prompt, times L layers, takes much memory
 
 
 # --- The four layers, and training's pass over all positions ---
@@ -82,16 +82,16 @@ class DrafterConfig:
     rms_norm_eps: float
     rope_theta: float
     target_layer_inference: int = 0  # N
-    use_layer_self_attention: bool = True  # this and the rest are for what stands below the bar
+    use_layer_self_attention: bool = True  # this and the next: ablations, below the bar
     use_cross_attention: bool = True
-    draft_vocabulary: tuple[int, ...] | None = None
+    draft_vocabulary: tuple[int, ...] | None = None  # of `LimitedHead`, below the bar
 
 
 class CrossAttentionLayer(DecoderLayer):
     """A decoder layer whose keys and values come from another sequence, the memory.
 
-    They are `keys_values(memory, rope)`. The attention is still called `self_attn`, as in the
-    authors' checkpoints, and the one norm serves both sequences.
+    Call `keys_values(memory, rope)` once, then `attend_to` with any queries. The attention is still
+    called `self_attn`, as in the authors' checkpoints, and the one norm serves both sequences.
     """
 
     def attend_to(self, kv: Tensor, x: Tensor, rope: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -104,7 +104,8 @@ class DraftHead:
     """The target's LM head, frozen, as drafts use it.
 
     Not an nn.Module, so that the target's weights are not among those that the drafter trains and
-    saves. The last two methods do something only for a draft vocabulary, `LimitedHead` below.
+    saves. An *output* is one of the V' numbers that it returns. It stands for a token, here for the
+    one of the same number: the last two methods do something only in `LimitedHead` below.
     """
 
     def __init__(self, target: Llama):
@@ -120,7 +121,7 @@ class DraftHead:
         return self.target.lm_head(features.to(self.target.dtype))
 
     def token(self, output: int) -> int:
-        """Return the token that an output of the head stands for: here the same number."""
+        """Return the token that an output stands for."""
         return output
 
     def over_all_tokens(self, q: Tensor) -> Tensor:
@@ -204,13 +205,12 @@ class Drafter(nn.Module):
     def build_memory(self, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Return the memory of tokens (B, T, E), given their kv (B, T, L, 2 Ekv) in the cache.
 
-        hidden, the target's final states (B, T, E), is not used here: the ablation without LSA
-        reads it instead.
+        hidden: the target's final states (B, T, E). LSA ignores them; see `LastStateDrafter`.
         """
-        pieces = []  # the projection of LSA's mean, a few tokens at a time to save memory
+        means = []  # (B, some of T, 2 Ekv) each
         for piece in kv.split(LSA_TOKENS, dim=1):
-            pieces.append(self.layer_self_attend(piece))
-        return self.Ekv2E(torch.cat(pieces, dim=1))
+            means.append(self.layer_self_attend(piece))
+        return self.Ekv2E(torch.cat(means, dim=1))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Look up the target's embeddings of tokens (B, T): (B, T, E)."""
@@ -262,9 +262,18 @@ class Drafter(nn.Module):
             x = layer.feed_forward(x + layer.self_attn(q, all_kv, mask))
         return target.norm(x)
 
+    def step_target_layers(self, x: Tensor, rope: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+        """Run TLI on one step of drafting, x (B, T, E): the same layers, with a cache."""
+        if self.N == 0:
+            return x
+        x = x.to(self.target.dtype)
+        for i, layer in enumerate(self.target.layers[-self.N:]):
+            x = layer(x, rope, mask, cache, i)
+        return self.target.norm(x)
+
     def features(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
         """Run the drafter over all positions. Returns predicted final hidden states (B, T, E),
-        which the LM head reads. (Training takes the same steps, and looks at what is between.)
+        which the LM head reads. (`train.distill` takes the same steps, and keeps what is between.)
 
         tokens (B, T); kv (B, T, L, 2 Ekv) from the target's cache; horizon (B, T): the last
         position whose memory query i may read, -1 for none.
@@ -282,10 +291,13 @@ class Drafter(nn.Module):
         kv = cache.kv[:, :, :, start:cache.length]  # (L, 1, Hkv, T, 2D)
         by_token = kv.permute(1, 3, 0, 2, 4).flatten(3)  # (1, T, L, 2 Ekv)
         memory = self.build_memory(by_token, hidden)  # (1, T, E)
-        rope = self.rotary[:, start:cache.length]
-        cross_kv = self.cross_attention.keys_values(memory, rope)
+        cross_kv = self.cross_keys_values(memory, self.rotary[:, start:cache.length])
         reused_kv = kv[len(kv) - self.N:]  # not kv[-N:], which for N = 0 is all of it
         return MemoryUpdate(tokens, cross_kv, reused_kv)
+
+    def cross_keys_values(self, memory: Tensor, rope: Tensor) -> Tensor:
+        """Return CA's keys and values of memory (1, T, E): (1, Hkv, T, 2D)."""
+        return self.cross_attention.keys_values(memory, rope)
 
 
 @dataclass
@@ -316,8 +328,8 @@ class TreeConfig:
 class Draft:
     """A tree of tokens, of which a chain is the simplest kind.
 
-    Token 0 is its root: the target's newest token, which the others may follow. Token i follows
-    token parents[i], which comes before it.
+    A *node* is the index of a token. Node 0 is the root: the target's newest token, which the others
+    may follow. Node i follows node parents[i], which comes before it.
     """
 
     def __init__(self, root: int):
@@ -344,6 +356,13 @@ class Draft:
         """Return the indices of the tokens after `parent`, in the order drawn."""
         return [i for i, other in enumerate(self.parents) if other == parent]
 
+    def child(self, parent: int, token: int) -> int | None:
+        """Return the index of this token after `parent`. None if it was not drafted there."""
+        for i in self.children(parent):
+            if self.tokens[i] == token:
+                return i
+        return None
+
     def path(self, i: int) -> list[int]:
         """Return the indices of the tokens from the root to token i, both included."""
         path = [i]
@@ -367,7 +386,7 @@ class Draft:
 class DraftState:
     """The drafter's side of one conversation: three caches, and the draft that is being made.
 
-    self_cache    SA    | text | root and expanded tokens       |
+    self_cache    SA    | text | root, other expanded tokens    |
     cross_cache   CA    | memory of the text |
     reused_cache  TLI   | the target's keys and values of the text | the drafter's of the rest |
     """
@@ -392,25 +411,33 @@ class DraftState:
         SA need not run for them. It is one layer, so its keys and values are a projection of the
         embeddings, and nobody needs its output at a verified token.
         """
-        start = self.cross_cache.length
-        end = start + len(update.tokens)
-        self.self_cache.length = start
-        self.reused_cache.length = start
-        layer = self.drafter.self_attention
+        self.forget_draft()
+        rope = self.next_rope(len(update.tokens))
         x = self.embed(update.tokens)  # (1, T, E)
-        rope = self.drafter.rotary[:, start:end]
-        self.self_cache.append(0, layer.keys_values(x, rope))
+        self.self_cache.append(0, self.drafter.self_attention.keys_values(x, rope))
+        self.append_memory(update)
+
+    def append_memory(self, update: MemoryUpdate) -> None:
+        """Append what the target's side has sent, and count the tokens in all three caches."""
         self.cross_cache.append(0, update.cross_kv)
         for i in range(self.drafter.N):
             self.reused_cache.append(i, update.reused_kv[i])
         for cache in (self.self_cache, self.cross_cache, self.reused_cache):
-            cache.length = end
+            cache.length += len(update.tokens)
+
+    def forget_draft(self) -> None:
+        """Go back to the end of the text."""
+        self.expanded = []
+        self.self_cache.length = self.text_length
+        self.reused_cache.length = self.text_length
+
+    def next_rope(self, count: int) -> Tensor:
+        """Return the rotary angles of the next `count` tokens of the text: (2, T, D/2)."""
+        return self.drafter.rotary[:, self.text_length:self.text_length + count]
 
     def draft(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a chain or a tree of tokens that may follow the target's newest token, `root`."""
-        self.expanded = []
-        self.self_cache.length = self.text_length  # the last draft is forgotten
-        self.reused_cache.length = self.text_length
+        self.forget_draft()
         if tree.top_k == 1:
             return self.draft_chain(root, tree)
         if self.sampling.temperature == 0:
@@ -442,18 +469,14 @@ class DraftState:
         mask = self.tree_mask(draft, frontier)
         x = self.embed([draft.tokens[node] for node in frontier])  # (1, F, E)
         x = drafter.self_attention(x, rope, mask, self.self_cache, 0)
-        x = self.cross_attend(x, rope)
-        if drafter.N > 0:
-            x = x.to(drafter.target.dtype)
-            target_rope = drafter.target.rotary[:, position:position + 1]
-            for i, layer in enumerate(drafter.target.layers[-drafter.N:]):
-                x = layer(x, target_rope, mask, self.reused_cache, i)
-            x = drafter.target.norm(x)
+        x = self.cross_attend(x, rope, draft, frontier)
+        target_rope = drafter.target.rotary[:, position:position + 1]
+        x = drafter.step_target_layers(x, target_rope, mask, self.reused_cache)
         self.self_cache.length += len(frontier)
         self.reused_cache.length += len(frontier)
         return x.squeeze(0)
 
-    def cross_attend(self, x: Tensor, rope: Tensor) -> Tensor:
+    def cross_attend(self, x: Tensor, rope: Tensor, draft: Draft, frontier: list[int]) -> Tensor:
         """Run CA. Every query of a draft sees the same memory, that of the whole text."""
         kv = self.cross_cache.kv[0, :, :, :self.cross_cache.length]  # (1, Hkv, S, 2D)
         return self.drafter.cross_attention.attend_to(kv, x, rope)
@@ -487,15 +510,17 @@ class DraftState:
     def sample_tree(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a tree of tokens that are drawn from q.
 
-        At each level:
+        Of the tokens that are still to be drafted, each level that is left gets an equal share. At
+        each level:
 
         1. Find the `share` likeliest tokens after the frontier, and count those after each node.
            So a node gets the more children, the more of the likely paths go through it.
         2. Draw that many from the node's q, without replacement, whichever tokens these are.
         3. Propose all that are drawn.
 
-        The counts may depend on q and on earlier levels, but not on what is drawn now. And to drop
-        a token because of what it is would change the distribution of those that stay.
+        The counts may depend on q and on what earlier levels drew, but not on what this level
+        draws. Nor may a drawn token be dropped for what it is: that would change the distribution
+        of the rest.
         """
         draft = Draft(root)
         frontier = [0]
@@ -551,7 +576,7 @@ def drafter_cache(drafter: Drafter, attention: Attention, capacity: int) -> KVCa
 def draft_distributions(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return q, what drafts are chosen from: logits (..., V') -> (..., V')."""
     if sampling.temperature == 0:
-        return probabilities(logits, 1.0)  # TreeConfig's limits compare these probabilities
+        return probabilities(logits, 1.0)  # only for TreeConfig's limits
     return probabilities(logits, sampling.temperature, sampling.top_p)
 
 
@@ -781,12 +806,10 @@ class OffPolicyDrafter(Drafter):
         mask = causal_mask(count, past=0, device=x.device)
         return self.cross_attention(x + previous, self.rotary[:, :count], mask)
 
-    def memory_update(self, tokens: list[int], cache: KVCache, hidden: Tensor) -> MemoryUpdate:
-        """Here cross_kv is the memory itself, (1, T, E)."""
-        start = cache.length - len(tokens)
-        kv = cache.kv[:, :, :, start:cache.length]
-        memory = self.build_memory(kv.permute(1, 3, 0, 2, 4).flatten(3), hidden)
-        return MemoryUpdate(tokens, memory, kv[len(kv) - self.N:])
+    def cross_keys_values(self, memory: Tensor, rope: Tensor) -> Tensor:
+        """Here they cannot be had before SA has run: `OffPolicyDraftState` gets the memory itself,
+        (1, T, E)."""
+        return memory
 
     def predicted_memory(self, features: Tensor) -> Tensor:
         """Return what stands in for the memory of drafted tokens, given their features (T, E).
@@ -813,20 +836,19 @@ class OffPolicyDraftState(DraftState):
         self.predicted: dict[int, Tensor] = {}  # memory of the draft's tokens, by index
 
     def append_verified(self, update: MemoryUpdate) -> None:
+        """The same, but SA has to run: its output is the causal layer's input."""
         drafter = self.drafter
-        start = self.cross_cache.length
-        end = start + len(update.tokens)
-        rope = drafter.rotary[:, start:end]
-        mask = causal_mask(end - start, start, drafter.target.device)
-        self.self_cache.length = start
+        self.forget_draft()
+        count = len(update.tokens)
+        rope = self.next_rope(count)
+        mask = causal_mask(count, self.text_length, drafter.target.device)
         x = drafter.self_attention(self.embed(update.tokens), rope, mask, self.self_cache, 0)
         memory = torch.cat([self.last_memory[None], update.cross_kv[0]])  # (1 + T, E)
         self.last_memory = memory[-1]
         cross_kv = drafter.cross_attention.keys_values(x + memory[:-1], rope)
-        super().append_verified(replace(update, cross_kv=cross_kv))
+        self.append_memory(replace(update, cross_kv=cross_kv))
 
-    def cross_attend(self, x: Tensor, rope: Tensor) -> Tensor:
-        draft, frontier = self.level
+    def cross_attend(self, x: Tensor, rope: Tensor, draft: Draft, frontier: list[int]) -> Tensor:
         mask = self.tree_mask(draft, frontier)
         previous = []  # of each node: the memory of the token before it
         for node in frontier:
@@ -840,7 +862,6 @@ class OffPolicyDraftState(DraftState):
         return x
 
     def step(self, draft: Draft, frontier: list[int]) -> Tensor:
-        self.level = (draft, frontier)  # for `cross_attend`
         features = super().step(draft, frontier)  # (F, E)
         for node, memory in zip(frontier, self.drafter.predicted_memory(features)):
             self.predicted[node] = memory
@@ -967,17 +988,13 @@ class BatchDraftState:
         ids = torch.tensor(tokens, device=target.device)[:, None]  # (B, 1)
         rope, mask = self.self_cache.layout(batch, 1, drafter.rotary)
         x = drafter.self_attention(drafter.embed(ids), rope, mask, self.self_cache, 0)
-        # A layout lets each row see positions 0 to its length. CA's cache has nothing at the last
-        # of them: without the mask's first column the limit is one lower.
+        # A layout's mask lets each row see positions 0 to its length, but CA's cache has nothing at
+        # the last of them yet. Shifted by one column, the mask ends one position earlier.
         _, mask = self.cross_cache.layout(batch, 1, drafter.rotary)
         memory = self.cross_cache.kv[0, :batch, :, :self.cross_cache.end - 1]
         x = drafter.cross_attention.attend_to(memory, x, rope, mask[..., 1:])
-        if drafter.N > 0:
-            x = x.to(target.dtype)
-            rope, mask = self.reused_cache.layout(batch, 1, target.rotary)
-            for i, layer in enumerate(target.layers[-drafter.N:]):
-                x = layer(x, rope, mask, self.reused_cache, i)
-            x = target.norm(x)
+        rope, mask = self.reused_cache.layout(batch, 1, target.rotary)
+        x = drafter.step_target_layers(x, rope, mask, self.reused_cache)
         for row in range(batch):
             self.self_cache.rows[row].length += 1
             self.reused_cache.rows[row].length += 1

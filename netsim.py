@@ -61,7 +61,7 @@ Tensors = dict[str, Tensor]  # by name
 
 MSS = 1460  # bytes of a message in one packet: Ethernet's 1500, less the headers of IP and TCP
 INITIAL_RTO = 1.0  # seconds, as long as no round trip has been measured (RFC 6298)
-MIN_RTO_VARIANCE = 0.2  # seconds: Linux adds no less to the mean round trip (its tcp_rto_min)
+MIN_RTO_MARGIN = 0.2  # seconds: Linux adds no less to the mean round trip (its tcp_rto_min)
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class Link:
 
     def retransmission_timeout(self) -> float:
         """Return the RTO in seconds, once TCP has measured round trips: their mean, plus four times
-        their mean deviation but at least MIN_RTO_VARIANCE (RFC 6298)."""
+        their mean deviation but at least MIN_RTO_MARGIN (RFC 6298)."""
         deviation = 2 * self.jitter / math.sqrt(math.pi)  # of a sum of two normal draws
-        return 2 * self.latency + max(4 * deviation, MIN_RTO_VARIANCE)
+        return 2 * self.latency + max(4 * deviation, MIN_RTO_MARGIN)
 
 
 # The paper's networks, the same both ways. It gives 5G no bandwidth: the 100 Mbit/s are assumed.
@@ -201,8 +201,8 @@ HEADER = struct.Struct("!4sBIQ")  # "!": big-endian, as is usual in networks, an
 MAGIC = b"MoAs"  # to notice at once a peer that speaks another protocol
 VERSION = 3  # of this format: a peer with another one would misread our messages
 MAX_FIELDS = 1 << 16  # bytes: the longest fields list 64 drafts, which takes less than a thousand
-MAX_REPLY = 1 << 28  # bytes: the memory of a prompt of 131 072 tokens takes up to 2000 each
-MAX_RECEIVE = 1 << 16  # bytes in one call: a peer that announces much and sends little gets little
+MAX_REPLY = 1 << 28  # bytes: a prompt of 131 072 tokens may have a memory of 2000 bytes each
+MAX_PIECE = 1 << 16  # bytes in one call: a peer that announces much and sends little gets little
 NONCE = 32  # bytes: 256 random bits never come twice
 DIGEST = 32  # bytes of an HMAC with SHA-256
 CONNECT_SECONDS = 10.0  # to connect, or to transfer one message: a stalled peer must not hold us
@@ -227,13 +227,14 @@ class Message(NamedTuple):
 def send_message(sock: socket.socket, fields: dict, tensors: Tensors) -> int:
     """Send a message. Returns its size in bytes.
 
-    Raises OSError, for example TimeoutError if the peer has not taken it after CONNECT_SECONDS.
+    Raises OSError, for example TimeoutError if the peer takes nothing for CONNECT_SECONDS.
     """
     text = json.dumps(fields, separators=(",", ":")).encode()
     data = safetensors.torch.save(tensors) if tensors else b""
     message = HEADER.pack(MAGIC, VERSION, len(text), len(data)) + text + data
     sock.settimeout(CONNECT_SECONDS)
-    sock.sendall(message)
+    for first in range(0, len(message), MAX_PIECE):  # the timeout is for each of them
+        sock.sendall(message[first:first + MAX_PIECE])
     return len(message)
 
 
@@ -274,7 +275,7 @@ def receive_bytes(
         if left <= 0:
             raise TimeoutError("timed out")
         sock.settimeout(left)
-        piece = sock.recv(min(size - len(received), MAX_RECEIVE))
+        piece = sock.recv(min(size - len(received), MAX_PIECE))
         if not piece:
             kind = ProtocolError if received else closed
             raise kind("the peer closed the connection")
@@ -380,8 +381,6 @@ class Channel:
                 deadline = start + self.reply_timeout()
                 reply = receive_message(self.sock, MAX_REPLY, deadline)
                 self.bytes_down += reply.size
-                # Parsed before the wait, which hides the time it takes: that is not the network's.
-                parsed = parse(reply.fields, reply.tensors)
                 elapsed = max(0.0, float(reply.fields["elapsed"]))  # NaN becomes 0
                 clock += elapsed
                 arrival = self.network.down.send(clock, reply.size)
@@ -389,6 +388,7 @@ class Channel:
                 waited = monotonic() - start
                 self.slowest = max(self.slowest, waited)
                 self.network_seconds += max(0.0, waited - elapsed)
+                parsed = parse(reply.fields, reply.tensors)
                 more = reply.fields.get("more")
                 if not more:
                     self.round_trips += 1
@@ -565,7 +565,9 @@ A_DURATION = "a duration like 21ms or 0.5s, an hour at most"
 A_BANDWIDTH = "a bandwidth like 300kbit, 20Mbit or 1Gbit, 1kbit at least"
 A_SHARE = "a share like 0.1%, 90% at most"
 BITS = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
-duration = partial(quantity, {"ms": 1e-3, "s": 1.0}, 0.0, 3600.0, A_DURATION)
+SECONDS = {"ms": 1e-3, "s": 1.0}
+duration = partial(quantity, SECONDS, 0.0, 3600.0, A_DURATION)
+time_limit = partial(quantity, SECONDS, 1e-3, 3600.0, "a duration from 1ms to an hour, like 5s")
 bandwidth = partial(quantity, BITS, 1e3, 1e15, A_BANDWIDTH)
 loss_rate = partial(quantity, {"%": 1e-2}, 0.0, 0.9, A_SHARE)
 

@@ -6,18 +6,17 @@ those that it might have written itself, and adds one of its own. Wherever the d
 pass brings several tokens. `speculate` is the loop, `LocalTarget` the target's side of it.
 
 Which drafted tokens are kept is decided so that the text is distributed exactly as the target's own
-(Leviathan et al. 2023; Chen et al. 2023). With p the target's and q the drafter's distribution:
+(Leviathan et al. 2023; Chen et al. 2023). With p the target's distribution, q the drafter's, and norm(f) = f / sum f:
 
     accept x ~ q with probability min(1, p(x) / q(x));  if rejected, draw from norm(max(p - q, 0))
 
-Why that is exact:
+Why that is exact. A token x comes out in two ways, with these probabilities:
 
-    x is drafted and accepted with probability   q(x) min(1, p(x) / q(x)) = min(p(x), q(x))
-    something is rejected with probability       1 - sum min(p, q) = sum max(p - q, 0)
-    which is what `norm` divides by. So x comes
-    out with probability                         min(p(x), q(x)) + max(p(x) - q(x), 0) = p(x)
+    drafted and accepted      q(x) min(1, p(x) / q(x))                 = min(p(x), q(x))
+    drawn after a rejection   P(rejection) * norm(max(p - q, 0))(x)    = max(p(x) - q(x), 0)
 
-whatever q is. A bad drafter costs time, never text.
+For P(rejection) = 1 - sum min(p, q) = sum max(p - q, 0), which is what norm divides by. The two add
+up to p(x), whatever q is. A bad drafter costs time, never text.
 
     python speculate.py --prompt "Explain why the sky is blue." --show   # accepted tokens are green
     python speculate.py                                                  # a chat
@@ -64,6 +63,7 @@ from llama import (
     PackedLinear,
     Parser,
     Sampling,
+    TextStream,
     Tokenizer,
     add_generation_arguments,
     add_model_arguments,
@@ -112,6 +112,7 @@ from netsim import (
     address,
     duration,
     links_of,
+    time_limit,
 )
 
 
@@ -217,12 +218,20 @@ def draft_layout(draft: Draft, start: int) -> tuple[Tensor, Tensor]:
 # --- Acceptance ---
 
 
+class Trial(NamedTuple):
+    """A drafted token x is accepted if u < ratio."""
+
+    u: float  # a random number, uniform in [0, 1)
+    ratio: float  # p(x) / q(x)
+
+
 @dataclass
 class Acceptance:
     """What the target decides on a draft."""
 
     path: list[int]  # indices of what it keeps: the root, then accepted tokens
     token: int  # its own, which comes after them
+    trials: dict[int, Trial] = field(default_factory=dict)  # by index, for --trace
 
 
 def accept_draft(logits: Tensor, draft: Draft, sampling: Sampling) -> Acceptance:
@@ -241,10 +250,10 @@ def accept_greedy(choices: list[int], draft: Draft) -> Acceptance:
     path = [0]
     while True:
         choice = choices[path[-1]]  # after the newest accepted token
-        matches = [child for child in draft.children(path[-1]) if draft.tokens[child] == choice]
-        if not matches:
+        child = draft.child(path[-1], choice)
+        if child is None:
             return Acceptance(path, choice)
-        path.append(matches[0])
+        path.append(child)
 
 
 def rejection_sample(
@@ -253,23 +262,26 @@ def rejection_sample(
     """Accept tokens of a chain so that the text is distributed as p (1 + K, V).
 
     This is the rejection sampling of Leviathan et al. 2023 (algorithm 1) and Chen et al. 2023
-    (algorithm 2). u (1 + K): random numbers, uniform in [0, 1). The root's is not used.
+    (algorithm 2). u (1 + K): random numbers, uniform in [0, 1), one for each token. The root's is
+    not used.
     """
     path = [0]
+    trials = {}
     for i in range(1, len(draft.tokens)):
         x = draft.tokens[i]
         q = draft.q[i - 1]  # what x was drawn from, (V)
-        accepted = u[i] < p[i - 1, x] / q[x]  # with probability min(1, p(x) / q(x))
+        trials[i] = Trial(u[i], float(p[i - 1, x] / q[x]))
+        accepted = u[i] < trials[i].ratio  # with probability min(1, p(x) / q(x))
         if not accepted:
-            return Acceptance(path, sample(residual(p[i - 1], q), generator))
+            return Acceptance(path, sample(residual(p[i - 1], q), generator), trials)
         path.append(i)
-    return Acceptance(path, sample(p[-1], generator))  # all are accepted
+    return Acceptance(path, sample(p[-1], generator), trials)  # all are accepted
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """Return norm(max(p - q, 0)): what q proposes too seldom. p, q (V)."""
     left = (p - q).clamp(min=0)
-    if not left.any():  # p = q: only rounding can have rejected, so seldom that any draw will do
+    if not left.any():  # p = q, so only rounding can have rejected: any draw will do
         return p
     return left / left.sum()
 
@@ -287,26 +299,28 @@ def rejection_sample_tree(
     p. And the sibling was drawn from q without the rejected token. So it is tried with these two in
     place of p and q. If all are rejected, the token is drawn from what is left of p.
 
-    Why that is exact: let p_left be what is still to be produced when a child is tried. The claim
-    is that the outcome is distributed as p_left, and it is proved from the last child back. With no
-    child left it holds, because the token is drawn from p_left. With a child, drawn from q_left, it
-    is the chain's argument, in which the claim for the next child stands for "draw from the
-    residual". At the first child p_left is p.
+    Why that is exact, by induction from the last child back. The claim: what comes out when a child
+    is tried is distributed as p_left. With no child left, the token is drawn from p_left. With a
+    child drawn from q_left, the chain's argument needs, after a rejection, a token distributed as
+    the residual. The residual is the next child's p_left, so the claim for that child is just this.
+    At the first child p_left is p.
     """
     path = [0]
+    trials = {}
     while True:
         last = path[-1]
         p_left = p[last]  # (V)
         q_left = draft.q.get(last)  # (V), or None if it has no children
         for child in draft.children(last):
             x = draft.tokens[child]
-            if u[child] < p_left[x] / q_left[x]:
+            trials[child] = Trial(u[child], float(p_left[x] / q_left[x]))
+            if u[child] < trials[child].ratio:
                 path.append(child)
                 break
             p_left = residual(p_left, q_left)
             q_left = without(q_left, x)
         else:  # no child is accepted, or there is none
-            return Acceptance(path, sample(p_left, generator))
+            return Acceptance(path, sample(p_left, generator), trials)
 
 
 def without(q: Tensor, x: int) -> Tensor:
@@ -482,6 +496,7 @@ class OfflineResult(VerifyResult):
     reason: str = ""
 
 
+@dataclass
 class RemoteTarget:
     """The target of one conversation, on a server, in one of three states:
 
@@ -491,15 +506,14 @@ class RemoteTarget:
     offline       as long as that fails, the drafter writes alone, and its text is unverified
     """
 
-    def __init__(self, channel: Channel, state: RemoteDraftState, config: GenerationConfig):
-        self.channel = channel
-        self.state = state
-        self.config = config
-        self.connection = "connected"  # during the last cycle
-        self.text: list[int] = []  # prompt and answer
-        self.end = 0  # the length of the text once the answer is complete
-        self.retry_at = 0.0  # when to reconnect at the earliest, by time.monotonic
-        self.backoff = INITIAL_BACKOFF
+    channel: Channel
+    state: RemoteDraftState
+    config: GenerationConfig
+    connection: str = "connected"  # during the last cycle
+    text: list[int] = field(default_factory=list)  # prompt and answer
+    end: int = 0  # the length of the text once the answer is complete
+    retry_at: float = 0.0  # when to reconnect at the earliest, by time.monotonic
+    backoff: float = INITIAL_BACKOFF  # seconds
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
         """Connect, and let the server read the prompt. Tries twice, then raises InputError: without
@@ -510,7 +524,7 @@ class RemoteTarget:
             return self.reconnect()
         except ConnectionLost:
             sleep(INITIAL_BACKOFF)
-        with input_errors("the server was lost before its first token", ConnectionLost):
+        with input_errors("no first token from the server", ConnectionLost):
             return self.reconnect()
 
     def verify(self, draft: Draft) -> VerifyResult:
@@ -559,7 +573,7 @@ class RemoteTarget:
             self.retry_at = monotonic() + self.backoff
             self.backoff = min(2 * self.backoff, MAX_BACKOFF)
         if greeting.get("drafter") != self.state.drafter.checkpoint_hash:
-            raise InputError(
+            raise ConnectionLost(
                 "the server has another drafter; start both sides with the same --drafter"
             )
         # The server draws its tokens from a seed of its own, not from the numbers that drafts used.
@@ -595,10 +609,10 @@ def match_path(draft: Draft, accepted: list) -> list[int]:
     """Find the path of accepted tokens from the root. Raises ValueError if there is none."""
     path = [0]
     for token in accepted:
-        matches = [child for child in draft.children(path[-1]) if draft.tokens[child] == token]
-        if not matches:
+        child = draft.child(path[-1], token)
+        if child is None:
             raise ValueError(f"token {token!r:.20} was not drafted there")
-        path.append(matches[0])
+        path.append(child)
     return path
 
 
@@ -795,8 +809,10 @@ def start_server(args: Namespace) -> tuple[str, int]:
     context.Process(target=serve_parent, args=(server_args, server_pipe), daemon=True).start()
     signal.signal(signal.SIGINT, on_interrupt)
     server_pipe.close()
-    with input_errors("the server did not start", EOFError):
+    try:
         return pipe.recv()
+    except EOFError:
+        raise InputError("the server did not start: see above")
 
 
 # --- One answer, and what it cost ---
@@ -885,7 +901,7 @@ class Generation:
     origins: list[Origin] = field(default_factory=list)
     seconds: float = 0.0
     target_calls: int = 0
-    drafted: int = 0  # tokens, those that never reached a lost server included
+    drafted: int = 0  # tokens, but not those that found the server gone
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     network: dict = field(default_factory=dict)  # of a channel: bytes_up, bytes_down, ...
@@ -993,8 +1009,7 @@ class Method:
             stream = call_api(channel, prompt, config)
         start = perf_counter()
         for token in stream:
-            nothing = MemoryUpdate([], cross_kv=None, reused_kv=None)  # nobody drafts
-            result = VerifyResult([], token, nothing)
+            result = VerifyResult([], token, memory=None)  # nobody drafts
             seconds = perf_counter() - start
             yield Cycle(result=result, tokens=[token], verify_seconds=seconds)
             start = perf_counter()
@@ -1038,15 +1053,14 @@ class Printer:
     """Prints an answer as it comes, and says when the server is lost and when it is back."""
 
     def __init__(self, tokenizer: Tokenizer, show: bool):
-        self.tokenizer = tokenizer
         self.show = show
-        self.pending: list[int] = []  # tokens that do not end on a whole character yet
+        self.stream = TextStream(tokenizer)
         self.offline = False
 
     def emit(self, cycle: Cycle) -> None:
         self.announce_link(cycle)
         for token, origin in zip(cycle.tokens, cycle.origins):
-            text = self.tokenizer.stream(self.pending, token)
+            text = self.stream.add(token)
             print(paint(text, origin.value) if self.show else text, end="", flush=True)
 
     def announce_link(self, cycle: Cycle) -> None:
@@ -1059,59 +1073,30 @@ class Printer:
         self.offline = offline
 
 
-class Trial(NamedTuple):
-    """A drafted token x is accepted if u < ratio."""
-
-    u: float  # a random number, uniform in [0, 1)
-    ratio: float  # p(x) / q(x)
-
-
 class TracedTarget(LocalTarget):
-    """Notes the p and the u by which it decided: what `accept` is a method for."""
+    """Notes how it decided: what `accept` is a method for."""
 
     p: list[float] = []  # the target's probability of each token of the draft
     trials: dict[int, Trial] = {}  # of the tokens that were tried, above temperature 0
 
     def accept(self, logits: Tensor, draft: Draft) -> Acceptance:
-        before = self.sampling.generator.get_state()
         acceptance = super().accept(logits, draft)
+        self.trials = acceptance.trials
         p = draft_distributions(logits, self.sampling)  # by the same rule as q, (1 + K, V)
         self.p = [1.0]  # of the root
         for parent, token in zip(draft.parents[1:], draft.tokens[1:]):
             self.p.append(float(p[parent, token]))
-        self.trials = {}
-        if self.sampling.temperature > 0:
-            replay = torch.Generator(p.device)
-            replay.set_state(before)
-            u = torch.rand(len(draft.tokens), generator=replay, device=p.device).tolist()
-            self.trials = repeat_trials(p, draft, u, acceptance.path)
         return acceptance
 
 
-def repeat_trials(p: Tensor, draft: Draft, u: list[float], path: list[int]) -> dict[int, Trial]:
-    """Follow `rejection_sample_tree` on the path that it took."""
-    trials = {}
-    for parent in path:
-        p_left = p[parent]
-        q_left = draft.q.get(parent)
-        for child in draft.children(parent):
-            x = draft.tokens[child]
-            trials[child] = Trial(u[child], float(p_left[x] / q_left[x]))
-            if child in path:
-                break
-            p_left = residual(p_left, q_left)
-            q_left = without(q_left, x)
-    return trials
-
-
+@dataclass
 class Trace:
     """Shows every cycle: what was drafted, what was kept, and why not more."""
 
-    def __init__(self, tokenizer: Tokenizer, as_json: bool):
-        self.tokenizer = tokenizer
-        self.as_json = as_json
-        self.cycles = 0
-        self.traffic = (0, 0, 0.0)  # bytes up, bytes down and seconds on the network so far
+    tokenizer: Tokenizer
+    as_json: bool
+    cycles: int = 0
+    traffic: tuple[int, int, float] = (0, 0, 0.0)  # bytes up and down, seconds on the network
 
     def emit(self, cycle: Cycle) -> None:
         self.cycles += 1
@@ -1129,7 +1114,7 @@ class Trace:
             draft = Draft(draft.tokens[0])  # what was drafted never reached the target
             path = [0]
         else:
-            path = match_path(draft, cycle.result.accepted)
+            path = match_path(draft, cycle.result.accepted[:len(cycle.tokens)])
         drafts = []
         for i in range(1, len(draft.tokens)):
             node = {
@@ -1211,7 +1196,7 @@ def draw_cycle(record: dict) -> list[str]:
     if record["offline"]:
         lines.append(paint("  offline: the drafter alone wrote, unverified,", YELLOW))
         lines.append(paint(f"  {json.dumps(record['text'], ensure_ascii=False)}", YELLOW))
-    else:
+    elif len(record["tokens"]) > accepted:  # no stop token came before it
         own = f"  the target's own: {quote(record['text'])}"
         if record["source"]:
             own += f", {record['source']}"
@@ -1302,15 +1287,14 @@ def local_methods(alone: Llama, models: Models, chain: TreeConfig, tree: TreeCon
     """
     target = models.target
     methods = {"target": Method(alone)}
-    if len(models.drafters) > 1:
-        for name, drafter in models.drafters.items():
-            methods[f"chain {name}"] = Method(target, drafter, chain)
-            methods[f"tree {name}"] = Method(target, drafter, tree)
-        return methods
-    methods["chain"] = Method(target, models.drafter, chain)
-    methods["tree"] = Method(target, models.drafter, tree)
-    methods["lookup"] = Method(target, None, chain, lookup=True)
-    methods["tree+lookup"] = Method(target, models.drafter, tree, lookup=True)
+    several = len(models.drafters) > 1
+    for name, drafter in models.drafters.items():
+        suffix = f" {name}" if several else ""
+        methods["chain" + suffix] = Method(target, drafter, chain)
+        methods["tree" + suffix] = Method(target, drafter, tree)
+    if not several:
+        methods["lookup"] = Method(target, None, chain, lookup=True)
+        methods["tree+lookup"] = Method(target, models.drafter, tree, lookup=True)
     return methods
 
 
@@ -1352,6 +1336,8 @@ def bench(
                 runs.setdefault(prompt.category, []).append(results)
                 tqdm.write(progress(prompt, methods, results), file=sys.stderr)
     except KeyboardInterrupt:
+        if not runs:
+            raise
         print("interrupted: these are the prompts that were done", file=sys.stderr)
     if not runs:
         raise InputError("no prompt fits the model's context")
@@ -1406,7 +1392,7 @@ def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Gener
     bases = [results[base] for results in runs]
     tokens = sum(len(g.tokens) for g in ours)
     unverified = sum(g.unverified for g in ours)
-    calls = max(1, sum(g.target_calls for g in ours))
+    calls = sum(g.target_calls for g in ours)
     speedups = torch.tensor([rate([g]) / rate([b]) for g, b in zip(ours, bases)])  # a turn each
     same = sum(g.tokens == b.tokens for g, b in zip(ours, bases))
     row = {
@@ -1416,9 +1402,9 @@ def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Gener
         "speedup": rate(ours) / rate(bases),
         "speedup_quartiles": speedups.quantile(torch.tensor([0.25, 0.75])).tolist(),
         "acceptance_length": acceptance_length(ours),
-        "target_calls": sum(g.target_calls for g in ours),
+        "target_calls": calls,
         "new_tokens": tokens,
-        "drafted_per_call": sum(g.drafted for g in ours) / calls,
+        "drafted_per_call": sum(g.drafted for g in ours) / max(1, calls),
         "draft_share": sum(g.draft_seconds for g in ours) / sum(g.seconds for g in ours),
         "identical": same / len(runs),
     }
@@ -1562,7 +1548,10 @@ def faster_alone(args: Namespace, packed: Llama) -> Llama:
 
     def seconds(model: Llama) -> float:
         short = GenerationConfig(max_new_tokens=17)
-        return min(Method(model).answer([0], short).seconds for _ in range(3))
+        answers = [Method(model).answer([0], short) for _ in range(3)]
+        if any(answer.interrupted for answer in answers):
+            raise KeyboardInterrupt
+        return min(answer.seconds for answer in answers)
 
     return min((packed, plain), key=seconds)
 
@@ -1626,10 +1615,10 @@ def tree_help(name: str) -> str:
 def add_remote_arguments(parser: Parser) -> None:
     remote = parser.add_argument_group("the target on a server")
     add = remote.add_argument
-    where = "there, or in a process of our own"
+    where = "there or, without an address, in a process of our own"
     add("--remote", nargs="?", const=OWN_SERVER, type=address, metavar="HOST:PORT", help=where)
     add_link_arguments(remote)
-    add("--timeout", type=duration, help="for a reply (default: ten times the slowest)")
+    add("--timeout", type=time_limit, help="for a reply (default: ten times the slowest)")
     after = "the network goes down when N tokens have come"
     add("--disconnect-after", type=positive_int, default=math.inf, metavar="N", help=after)
     back = "and is back after so long (default: never)"
@@ -1639,11 +1628,8 @@ def add_remote_arguments(parser: Parser) -> None:
 def parse_arguments() -> Namespace:
     parser = make_parser()
     args = parser.parse_args()
-    sizes = {}
-    for name in ("depth", "top_k", "total_tokens"):
-        if vars(args)[name] is not None:
-            sizes[name] = vars(args)[name]
-    check_arguments(parser, args, sizes)
+    check_arguments(parser, args)
+    sizes = {name: vars(args)[name] for name in TREE_FLAGS if vars(args)[name] is not None}
     args.chain = TreeConfig(args.draft_length) if args.draft_length else CHAIN
     args.tree = REMOTE_TREE if args.remote else TREE
     if sizes:
@@ -1653,29 +1639,37 @@ def parse_arguments() -> Namespace:
     return args
 
 
-def check_arguments(parser: Parser, args: Namespace, sizes: dict) -> None:
-    """Refuse flags that contradict each other."""
-    outage = args.disconnect_after < math.inf
-    simulated = links_of(args) or outage or args.disconnect_for < math.inf
+TREE_FLAGS = "depth", "top_k", "total_tokens"
+DRAFT_FLAGS = "lookup", "draft_length", *TREE_FLAGS
+NETWORK_FLAGS = (
+    "network", "latency", "jitter", "bandwidth", "loss", "timeout", "disconnect_after",
+    "disconnect_for",
+)
+
+
+def check_arguments(parser: Parser, args: Namespace) -> None:
+    """Refuse flags that contradict each other or would have no effect."""
+    refuse = partial(parser.refuse, args)
     several = args.drafter is not None and len(args.drafter) > 1
-    if args.serve and args.remote:
-        parser.error("--serve is one side and --remote the other")
-    if (simulated or args.timeout is not None) and not args.remote:
-        parser.error("a simulated network needs --remote")
-    if args.disconnect_for < math.inf and not outage:
-        parser.error("--disconnect-for needs --disconnect-after")
-    if (args.batch or several) and (args.remote or not args.bench):
-        parser.error("--batch and several drafters need --bench, without --remote")
-    if args.bench and outage:
-        parser.error("--bench makes an outage of its own: no --disconnect-after")
-    if args.bench and (args.lookup or args.no_speculation or args.show or args.trace):
-        parser.error(
-            "--bench runs every method: no --lookup, --no-speculation, --show or --trace"
-        )
-    if args.draft_length and sizes and (args.remote or not args.bench):
-        parser.error("--draft-length makes chains: no sizes of a tree")
-    if args.trace and args.no_speculation:
-        parser.error("--trace shows drafts: not with --no-speculation")
+    if args.serve:
+        refuse(["remote"], "is one side and --serve the other")
+    if args.bench:
+        every = ("lookup", "no_speculation", "show", "trace", "disconnect_after")
+        refuse(every, "is not for --bench, which runs every method")
+    else:
+        refuse(["batch"], "needs --bench")
+    if args.batch:
+        refuse(["remote", *TREE_FLAGS], "is not for --batch, which runs chains here")
+    if several and (args.batch or args.remote or not args.bench):
+        parser.error("several drafters need --bench, without --remote or --batch")
+    if not args.remote:
+        refuse(NETWORK_FLAGS, "needs --remote")
+    if args.disconnect_after == math.inf:
+        refuse(["disconnect_for"], "needs --disconnect-after")
+    if args.no_speculation:
+        refuse([*DRAFT_FLAGS, "trace"], "is not for --no-speculation, which drafts nothing")
+    if args.draft_length and (args.remote or not args.bench):
+        refuse(TREE_FLAGS, "is a size of a tree, and --draft-length makes chains")
 
 
 def load_models(args: Namespace) -> Models:
@@ -1693,7 +1687,8 @@ def load_models(args: Namespace) -> Models:
     else:
         raise InputError(
             f"no drafter is shipped for {args.model}: train one (python train.py --model "
-            f"{args.model} --data FILE), name one with --drafter, or add --no-speculation"
+            f"{args.model} --data FILE) and name it with --drafter; without --remote, "
+            "--no-speculation needs none"
         )
     last = None
     if args.remote and not args.bench:
@@ -1717,15 +1712,15 @@ def reused_layers(folders: list) -> int:
     return N if type(N) is int and N >= 0 else 0
 
 
+@dataclass
 class Terminal:
     """Answers the prompts of one command line: one prompt, or a chat."""
 
-    def __init__(self, args: Namespace, models: Models, method: Method, config: GenerationConfig):
-        self.args = args
-        self.models = models
-        self.method = method
-        self.config = config
-        self.answers: list[Generation] = []
+    args: Namespace
+    models: Models
+    method: Method
+    config: GenerationConfig
+    answers: list[Generation] = field(default_factory=list)
 
     def respond(self, messages: list[dict]) -> Generation:
         """Print the answer to a conversation, and what it cost."""
@@ -1734,11 +1729,12 @@ class Terminal:
         prompt = tokenizer.chat(messages)
         count = answer_length(self.models.target, prompt, self.config.max_new_tokens)
         config = replace(self.config, max_new_tokens=count)
-        emit = ignore
+        printer = Printer(tokenizer, args.show)
+        emit = printer.emit
         if args.trace:
             emit = Trace(tokenizer, args.json).emit
-        elif not args.json:
-            emit = Printer(tokenizer, args.show).emit
+        elif args.json:
+            emit = ignore
         connecting = Timer(1.0, print, ["connecting ..."], {"file": sys.stderr})
         if args.remote:
             connecting.start()
@@ -1751,6 +1747,7 @@ class Terminal:
             generation = self.method.answer(prompt, config, emit_first)
         finally:
             connecting.cancel()
+        print(printer.stream.rest(), end="", flush=True)
         if args.trace and not args.json:
             print(f"\n{tokenizer.decode(generation.tokens)}")
         if generation.tokens:
@@ -1792,11 +1789,13 @@ class Terminal:
                 break
             if not question.strip():
                 continue
-            context = self.newest_turns(messages + [{"role": "user", "content": question}])
             try:
+                context = self.newest_turns(messages + [{"role": "user", "content": question}])
                 generation = self.respond(context)
             except InputError as error:  # too long, or the server is gone: the chat goes on
                 print(f"\nerror: {error}", file=sys.stderr)
+                continue
+            except KeyboardInterrupt:  # a second Ctrl-C
                 continue
             if not generation.tokens:  # Ctrl-C came before the first
                 continue
@@ -1816,6 +1815,9 @@ class Terminal:
             return None
         except KeyboardInterrupt:
             print(file=sys.stderr)
+            return ""
+        except UnicodeError:
+            print("error: that line is not valid UTF-8", file=sys.stderr)
             return ""
 
     def newest_turns(self, messages: list[dict]) -> list[dict]:

@@ -1,8 +1,8 @@
 """Training: a frozen target teaches its drafter (paper, section 3.4 and appendix).
 
 The target reads a conversation once. That gives its KV cache, its final hidden states h and,
-through the LM head, its distributions p of each next token. The drafter is to find h and p without
-reading the memory of the draft's tokens, which have none yet while it drafts. This file shows
+through the LM head, its distributions p of each next token. The drafter learns to predict h and p
+from what it has while drafting: the text, and the memory of verified tokens only. This file shows
 
 1. how one pass puts every position into a state that drafting meets: the *horizon*;
 2. the loss of one position, where the drafter predicts h' and q:
@@ -129,7 +129,7 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     horizon = -1
     room = length - phase  # how many more tokens the run will hold
     for position, in_answer in enumerate(answer.tolist()):
-        if not in_answer:  # not trained; what matters is where the answer's first run begins
+        if not in_answer:  # not trained. The last of these is the horizon of the first run
             horizon = position
             room = length - phase  # for the run that begins with the next answer
         elif room > 0:  # the run goes on, and its horizon stays
@@ -151,7 +151,8 @@ class Example(NamedTuple):
 
 def draw_examples(batch: list[Sequence], update: int, args) -> list[Example]:
     """Draw R horizons for each sequence: one pass of the target, the expensive part, serves R
-    passes of the drafter. They follow from the seed and the update alone."""
+    passes of the drafter. The draws depend on the seed and on `update` alone, so that --resume
+    repeats them."""
     draws = np.random.default_rng((args.seed, update))
     shortest, longest = sorted(args.run_length)
     lengths = draws.integers(shortest, longest, (len(batch), args.horizons), endpoint=True)
@@ -192,7 +193,7 @@ def target_pass(target: Llama, tokens: Tensor, N: int) -> TargetStates:
     mask = causal_mask(count, past=0, device=tokens.device)
     cache = target.new_cache(count, batch)
     x = target.embed_tokens(tokens)
-    # Every layer begins at the cache's first position, so nothing moves cache.length.
+    # cache.length stays 0: each layer writes its keys and values from position 0.
     entering = target.run_layers(x, range(last - N), positions, mask, cache)
     x = target.run_layers(entering, range(last - N, last), positions, mask, cache)
     by_token = cache.kv.permute(1, 3, 0, 2, 4)  # (L, B, Hkv, T, 2D) -> (B, T, L, Hkv, 2D)
@@ -221,7 +222,7 @@ class Distillation(NamedTuple):
     compare."""
 
     loss: Tensor
-    parts: Tensor  # the loss again, the KL and the hidden-state loss in it, to report: (3)
+    parts: Tensor  # loss, KL and hidden-state loss, detached, to report: (3)
     predicted: Tensor  # h', the drafter's, (R, n, E)
     final: Tensor  # h, the target's, (n, E)
 
@@ -249,7 +250,8 @@ def distill(drafter: Drafter, example: Example, args) -> Distillation:
         smooth_l1 = (smooth_l1 + entering) / 2
     loss = args.kl_weight * kl + args.feature_weight * smooth_l1
     if args.memory_weight > 0:  # not the paper's: see below the bar
-        # KL and hidden-state loss are sums over R horizons. The memory is the same for all of them.
+        # The other two are sums over R horizons, by which the total will be divided. A memory has
+        # no horizon: so its loss counts R times.
         loss = loss + len(predicted) * memory_loss(drafter, memory[trained], final, args)
     parts = torch.stack([loss, kl, smooth_l1]).detach()
     return Distillation(loss, parts, predicted, final)
@@ -282,13 +284,13 @@ class Losses(NamedTuple):
 
 
 def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args) -> Losses:
-    """Set the gradients of one batch, a few sequences at a time."""
+    """Compute the gradients of one batch, a few sequences at a time."""
     device = drafter.target.device
     total = 0
     for sequence in batch:
         total += args.horizons * int(loss_mask(sequence.answer).sum())
     for parameter in drafter.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # not None, also where the share is empty
+        parameter.grad = torch.zeros_like(parameter)  # not None: a process may have no share
     sums = torch.zeros(3, device=device)
     # Below the bar: under torchrun each process takes a share of the examples, and all sum up.
     for examples in micro_batches(draw_examples(batch, update, args), args):
@@ -304,14 +306,14 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
 
 
 def learning_rate(update: int, args) -> float:
-    """`paper`: in --warmup updates up to 20 times --lr, linearly down to it over the first epoch,
-    and constant after. `cosine`: up to --lr, then half a cosine down to 0."""
-    # The ramp of the warm-up. (Until it ends, np.interp below returns 20.)
+    """`paper`: rises to 20 times --lr in --warmup updates, falls linearly to --lr by the end of the
+    first epoch, then stays. `cosine`: rises to --lr, then half a cosine down to 0."""
     lr = args.lr * min(1.0, (update + 1) / args.warmup)
     if args.schedule == "cosine":
         return lr * (1 + math.cos(math.pi * update / args.updates)) / 2
-    epoch_ends = max(args.epoch_updates, args.warmup + 1)
-    return lr * float(np.interp(update, [args.warmup, epoch_ends], [20, 1]))
+    decay = (update - args.warmup) / max(1, args.epoch_updates - args.warmup)
+    decay = min(1.0, max(0.0, decay))  # 0 while warming up, 1 from the epoch's end on
+    return lr * (20 - 19 * decay)
 
 
 def take_step(
@@ -761,7 +763,7 @@ class Conversations:
 
 @dataclass
 class Stream:
-    """Conversations without end, shuffled again each epoch, from a position on."""
+    """Conversations without end, shuffled again each epoch. Each `iter` goes on from `position`."""
 
     data: Conversations
     indices: np.ndarray
@@ -806,8 +808,10 @@ def frequent_tokens(
     data: Conversations, indices: np.ndarray, vocab_size: int, count: int
 ) -> tuple[int, ...]:
     """Return the `count` tokens that answers use most, in order. Stop tokens count as the most
-    frequent."""
+    frequent. Raises InputError."""
     answers = [sequence.tokens[sequence.answer] for sequence in data.usable(indices[:5000])]
+    if not answers:
+        raise InputError(NO_ANSWER)
     counts = torch.cat(answers).bincount(minlength=vocab_size)
     counts[list(data.tokenizer.stop_ids)] = counts.max() + 1
     top = counts.topk(min(count, vocab_size)).indices
@@ -883,11 +887,18 @@ class Journal:
                 self.save_model()  # before the checkpoint, which says that it is there
                 self.save()
         if interrupted:
-            self.progress.close()
+            self.progress.close()  # which would overwrite the line
             say(f"saved at {done}; go on with --resume")
             wait_for_all()
             raise KeyboardInterrupt
         self.began = time.perf_counter()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.progress.close()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def log(self, record: dict) -> None:
         with open(self.log_path, "a") as file:
@@ -1072,6 +1083,10 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
         text = file.read()
         if not BEGIN.startswith(text[:len(BEGIN)]):
             raise InputError(f"{path}: holds no conversations; choose another --data")
+        with suppress(ValueError):
+            json.loads(text.rpartition(b"\n")[2])
+            text += b"\n"  # the last line is whole, and only its end is missing
+            file.write(b"\n")
         size = file.truncate(text.rfind(b"\n") + 1)  # half a line, of a run that was interrupted
         args.seed += size << 32  # another than what is there was written with
         written = text.count(b"\n")
@@ -1211,7 +1226,7 @@ def pretrain(args) -> None:
     optimizers += make_optimizers(nn.ModuleList([model.embed_tokens, model.norm]), "adamw")
     evaluate = partial(evaluate_target, model, held_out, args)
     journal = Journal(model, optimizers, evaluate, partial(save_target, folder, model), args)
-    with journal.progress:
+    with journal:
         for update in range(journal.done, args.updates):
             draws = np.random.default_rng((args.seed, update))
             windows = training[draws.integers(len(training), size=4)]  # (4, WINDOW + 1)
@@ -1367,13 +1382,31 @@ def parse_arguments() -> argparse.Namespace:
     add_toy_arguments(parser)
     task("--plot", nargs="+", metavar="DIR", help="only draw the curves of runs: curves.svg")
     args = parser.parse_args()
+    check_arguments(parser, args)
+    return args
+
+
+def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
+    """Refuse what is missing, or would have no effect."""
+    if not args.evaluate:
+        parser.refuse(args, ["by_drafting"], "needs --evaluate")
+    if not args.synthesize:
+        parser.refuse(args, ["questions"], "needs --synthesize")
+    if args.pretrain:
+        others = "data", "model", "batch_size", "seq_len", "lr", "schedule", "warmup", "optimizer"
+        parser.refuse(args, others, "has no effect with --pretrain")
+    else:
+        parser.refuse(args, ["layers", "width", "vocabulary"], "needs --pretrain")
     if not (args.data or args.pretrain or args.plot):
         parser.error("--data FILE is missing")
+    if args.synthesize and len(args.data) > 1:
+        parser.error("--synthesize writes one file: --data FILE")
+    if (args.synthesize or args.evaluate or args.pretrain) and dist.is_torchelastic_launched():
+        parser.error("torchrun is for the training of drafters only")
     if args.width % 64 != 0:
         parser.error("--width must be a multiple of 64: two heads of 32 share a kv head")
     if args.dtype == "float16":
         parser.error("--dtype float16 cannot be trained in; try bfloat16")
-    return args
 
 
 def add_toy_arguments(parser: Parser) -> None:
@@ -1422,7 +1455,7 @@ def run_training(target: Llama, tokenizer: Tokenizer, args) -> None:
     save = partial(save_drafter, drafter, Path(args.out))
     journal = Journal(drafter, optimizers, score, save, args)
     stream = Stream(data, training, args.seed, journal.position)
-    with journal.progress:
+    with journal:
         train(drafter, optimizers, stream, journal, args)
     say(
         f"the drafter is in {args.out}: "
@@ -1450,6 +1483,8 @@ def check_folder(args) -> None:
     out = Path(args.out)
     has_checkpoint = (out / "checkpoint.pt").exists()
     has_model = (out / "model.safetensors").exists()
+    if args.resume and has_model and not has_checkpoint:
+        raise InputError(f"{out} holds work but no checkpoint: choose another folder")
     args.resume = args.resume and has_checkpoint
     if (has_checkpoint or has_model) and not args.resume:
         raise InputError(f"{out} holds work: --resume goes on, else choose another folder")

@@ -7,7 +7,7 @@
 What an experiment compares are drafters. Each is trained and scored by itself, as many at a time as
 there are cores, with the flags of DRAFTERS and three seeds. An experiment is written to its
 results/NAME.json as soon as all of its drafters are scored. After an interruption the same command
-goes on: what is scored is not done again. The weights and logs are in runs/.
+goes on: what is trained or scored is not done again. The weights and logs are in runs/.
 """
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ TRAINING = [  # what all drafters have in common; the losses are the paper's
     "--eval-every", "400", "--save-every", "1000", "--device", "cpu",
 ]
 SHORT = "--mlp", "352"  # widens SA and CA by the parameters of the missing LSA
+EAGLE_MLP = 768  # widens CA by those of SA as well
 DRAFTERS: dict[str, list[str]] = {  # the flags of each, besides those in common
     "full": [],
     "no-lsa": ["--no-lsa", *SHORT],
@@ -85,16 +86,27 @@ DRAFTERS: dict[str, list[str]] = {  # the flags of each, besides those in common
     "full-twice": ["--updates", str(2 * UPDATES)],
     "neither-half": ["--no-lsa", "--no-ca", *SHORT, "--updates", str(UPDATES // 2)],
     "neither-twice": ["--no-lsa", "--no-ca", *SHORT, "--updates", str(2 * UPDATES)],
-    "eagle": ["--no-lsa", "--no-ca", "--mlp", "768"],
-    "full-fourfold": ["--updates", str(4 * UPDATES)],
-    "neither-fourfold": ["--no-lsa", "--no-ca", *SHORT, "--updates", str(4 * UPDATES)],
+    "eagle": ["--no-lsa", "--no-ca", "--mlp", str(EAGLE_MLP)],
 }
+for name in "full", "no-lsa", "no-ca", "neither", "eagle", "run-1", "run-unbounded", "last-layer":
+    DRAFTERS[f"{name}-fourfold"] = [*DRAFTERS[name], "--updates", str(4 * UPDATES)]
+for name in "full", "neither", "eagle":
+    for rate in "2e-3", "8e-3":
+        DRAFTERS[f"{name}-{rate}"] = [*DRAFTERS[name], "--lr", rate]
 EXPERIMENTS = {  # what each of them compares
     "parts": ["full", "no-lsa", "no-ca", "neither", "eagle"],
+    "parts_longer": [
+        "full-fourfold", "no-lsa-fourfold", "no-ca-fourfold", "neither-fourfold", "eagle-fourfold",
+    ],
     "on_policy": ["full", "run-2-8", "run-1", "run-unbounded"],
+    "on_policy_longer": ["full-fourfold", "run-1-fourfold", "run-unbounded-fourfold"],
     "longer": [
         "full-half", "full", "full-twice", "full-fourfold",
         "neither-half", "neither", "neither-twice", "neither-fourfold",
+    ],
+    "learning_rate": [
+        "full-2e-3", "full", "full-8e-3", "neither-2e-3", "neither", "neither-8e-3",
+        "eagle-2e-3", "eagle", "eagle-8e-3",
     ],
     "reused_layers": ["full", "n-1", "n-2", "n-4"],
     "losses": ["full", "kl-only", "smooth-l1-only"],
@@ -103,10 +115,11 @@ EXPERIMENTS = {  # what each of them compares
     "staircase": ["full", "staircase"],
 }
 TIMED = {  # experiments that need an idle machine, and the drafters that these time
-    "cost": ["full", "no-lsa", "no-ca", "neither"],
+    "cost": EXPERIMENTS["parts_longer"],
     "network": [],  # with the default target and its drafter
 }
-PROMPTS = 16  # to measure acceptance on
+PROMPTS = 64  # to measure acceptance on
+FEW = 16  # of them, for what takes longer
 CHAIN = 4  # tokens a chain
 TREE = TreeConfig(depth=6, top_k=3, total_tokens=16)
 ANSWER = 96  # tokens, at most
@@ -146,13 +159,15 @@ class LinearMap(nn.Module):
 
 
 def become_eagle() -> None:
-    """Make the drafter without LSA and CA what EAGLE's is (Li et al. 2024): one decoder layer, over
-    a linear map of a token's embedding and the hidden state of the token before."""
+    """Make the drafter without LSA and CA what EAGLE's is (Li et al. 2024), if its MLP is so wide:
+    one decoder layer, over a linear map of a token's embedding and the hidden state of the token
+    before."""
     make = LastStateOffPolicyDrafter.__init__
 
     def make_eagle(self, target, config):
         make(self, target, config)
-        self.self_attention = LinearMap(target.config.hidden_size)
+        if config.self_attention_intermediate_size == EAGLE_MLP:
+            self.self_attention = LinearMap(target.config.hidden_size)
 
     LastStateOffPolicyDrafter.__init__ = make_eagle
 
@@ -218,58 +233,72 @@ def training_flags(name: str, seed: int) -> list[str]:
 
 def training_command(name: str, seed: int) -> str:
     text = " ".join(["python train.py", *training_flags(name, seed)])
-    if name in CHANGES:
+    if name.startswith(tuple(CHANGES)):
         text += f", changed as by: python results/run.py --one {name} {seed}"
     return text
 
 
-def score(name: str, seed: int) -> None:
-    """Train and score one drafter, and write runs/NAME-SEED/scores.json."""
+def train_and_score(name: str, seed: int) -> None:
+    """Train one drafter, unless that is done, and score it."""
     os.chdir(ROOT)
+    for changed, change in CHANGES.items():
+        if name.startswith(changed):
+            change()
     folder = Path(f"runs/{name}-{seed}")
-    shutil.rmtree(folder, ignore_errors=True)  # what an interruption left
-    CHANGES.get(name, lambda: None)()
-    flags = training_flags(name, seed)
-    call(train, *flags)
+    command = training_command(name, seed)
+    done = folder / "command.txt"  # written at the end of training
+    if not done.exists() or done.read_text() != command:
+        shutil.rmtree(folder, ignore_errors=True)  # what an interruption left
+        call(train, *training_flags(name, seed))
+        done.write_text(command)
+    scores = {"drafter": name, "seed": seed, "prompts": PROMPTS, "command": command}
+    write_json(folder / "scores.json", scores | score(name, folder))
+
+
+def score(name: str, folder: Path) -> dict:
+    """Measure a drafter in all ways that the tables show."""
     with safe_open(folder / "model.safetensors", "pt") as weights:
         shapes = [weights.get_slice(key).get_shape() for key in weights.keys()]
-    scores = {"drafter": name, "seed": seed, "command": training_command(name, seed)}
-    scores["parameters"] = sum(torch.Size(shape).numel() for shape in shapes)
+    scores = {"parameters": sum(torch.Size(shape).numel() for shape in shapes)}
     model = ["--model", TOY, "--device", "cpu"]
     judge = ["--evaluate", str(folder), "--data", TEST, "--seq-len", "512", *model]
     scores |= json.loads(call(train, *judge))
+    if "--no-ca" in DRAFTERS[name]:
+        # In one pass such a drafter reads true states, which drafting does not have.
+        scores = {"parameters": scores["parameters"]}
     scores["drafting"] = json.loads(call(train, *judge, "--by-drafting"))
-    chain = acceptance_length(folder, TreeConfig(depth=CHAIN))
+    chain = acceptance_length(folder, TreeConfig(depth=CHAIN), temperature=0.0)
     scores["chain"] = chain
-    scores["tree"] = acceptance_length(folder, TREE)
+    scores["tree"] = acceptance_length(folder, TREE, temperature=0.0)
+    scores["sampled_tree"] = acceptance_length(folder, TREE, temperature=1.0)
     scores["chain_speedup_at_cost_ratio"] = {
         str(ratio): chain / (1 + CHAIN * ratio) for ratio in COST_RATIOS
     }
     if name in EXPERIMENTS["reused_layers"]:
-        bench = ["--bench", "runs/prompts.jsonl", "--drafter", str(folder), "--json", *model]
+        bench = ["--bench", "runs/few.jsonl", "--drafter", str(folder), "--json", *model]
         bench += ["--max-new-tokens", str(ANSWER), "--remote", "--latency", "0ms"]
         printed = call(speculate, *bench)
         for row in json.loads(printed)["rows"]:
             if row["category"] == "overall" and row["method"].startswith("disconnected"):
                 scores["offline_agreement"] = row["agreement"]
                 scores["offline_perplexity"] = row["perplexity"]
-    write_json(folder / "scores.json", scores)
+    return scores
 
 
-def acceptance_length(folder: Path, tree: TreeConfig) -> float:
-    """Answer the prompts greedily with drafts. Returns new tokens for each pass of the target."""
+def acceptance_length(folder: Path, tree: TreeConfig, temperature: float) -> float:
+    """Answer the prompts with drafts. Returns new tokens for each pass of the target."""
     target = load_model(TOY)
     tokenizer = load_tokenizer(TOY)
     drafter = load_drafter(folder, target)
-    config = GenerationConfig(ANSWER, stop_ids=frozenset(tokenizer.stop_ids))
-    tokens = 0
-    passes = 0
-    for prompt in speculate.read_prompts(RUNS / "prompts.jsonl"):
+    stop_ids = frozenset(tokenizer.stop_ids)
+    answers = []
+    for seed, prompt in enumerate(speculate.read_prompts(RUNS / "prompts.jsonl")):
         ids = tokenizer.chat([{"role": "user", "content": prompt.turns[0]}])
-        answer = speculate.Method(target, drafter, tree).answer(ids, config)
-        tokens += len(answer.tokens) - 1  # without the first, of the prompt's pass
-        passes += answer.target_calls
-    return tokens / passes
+        config = GenerationConfig(ANSWER, temperature, seed=seed, stop_ids=stop_ids)
+        answers.append(speculate.Method(target, drafter, tree).answer(ids, config))
+        if answers[-1].interrupted:
+            raise KeyboardInterrupt
+    return speculate.acceptance_length(answers)
 
 
 # --- Tables ---
@@ -280,17 +309,16 @@ COLUMNS = {
     "depth 1": ["drafting", "depth_accuracy", 0],
     "2": ["drafting", "depth_accuracy", 1],
     "4": ["drafting", "depth_accuracy", 3],
-    "6": ["drafting", "depth_accuracy", 5],
     "8": ["drafting", "depth_accuracy", 7],
-    "chain": ["chain"],
-    "tree": ["tree"],
+    "chains of 8": ["drafting", "implied_acceptance_length"],
+    "of 4": ["chain"],
+    "trees": ["tree"],
+    "sampled": ["sampled_tree"],
 }
-SPEEDUP_COLUMNS = {
-    f"speed-up at {ratio}": ["chain_speedup_at_cost_ratio", str(ratio)] for ratio in COST_RATIOS
-}
+SPEEDUP_COLUMNS = {str(ratio): ["chain_speedup_at_cost_ratio", str(ratio)] for ratio in COST_RATIOS}
 OFFLINE_COLUMNS = {
-    "agreement offline": ["offline_agreement"],
-    "perplexity offline": ["offline_perplexity"],
+    "agreement": ["offline_agreement"],
+    "perplexity": ["offline_perplexity"],
 }
 NETWORK_COLUMNS = {
     "api, tokens/s": ["api:link", "tokens_per_second"],
@@ -299,33 +327,58 @@ NETWORK_COLUMNS = {
 }
 COST_COLUMNS = {
     "ms a draft": ["ms_a_draft"],
+    "ms a cycle": ["ms_a_cycle"],
     "speed-up": ["speedup"],
     "acceptance length": ["acceptance_length"],
 }
+TABLES = {
+    "parts_longer": [COLUMNS, SPEEDUP_COLUMNS],
+    "reused_layers": [COLUMNS, OFFLINE_COLUMNS],
+    "cost": [COST_COLUMNS],
+    "network": [NETWORK_COLUMNS],
+}
+RARE = 0.05  # a depth that fewer of the chains come to is left out
 
 
-def value_at(row: dict, place: list) -> float:
+def value_at(row: dict, place: list) -> float | None:
+    """Return a value of a row, or None where it says nothing."""
+    if place[0] not in row:
+        return None
+    if place[:2] == ["drafting", "depth_accuracy"]:
+        before = row["drafting"]["depth_accuracy"][:place[2]]
+        if np.prod(before) < RARE:
+            return None
     value = row
     for key in place:
         value = value[key]
     return value
 
 
+def cell(values: list[float | None], form: str = "{:.2f} ± {:.2f}") -> str:
+    """Return the mean over seeds, and half of their range."""
+    if None in values:
+        return "–"
+    return form.format(np.mean(values), (max(values) - min(values)) / 2)
+
+
 def print_table(columns: dict[str, list], groups: dict[str, list[dict]]) -> None:
-    """Print a line for each group of rows: means over seeds, and half of their range."""
-    print("| |", " | ".join(columns), "|")
-    print("|---" * (1 + len(columns)) + "|")
+    """Print a line for each group of rows, which differ in their seeds."""
+    headings = list(columns)
+    if columns is COLUMNS:
+        headings.append("trees, relative")
+    print("| |", " | ".join(headings), "|")
+    print("|---" * (1 + len(headings)) + "|")
+    first = next(iter(groups.values()))
     for name, rows in groups.items():
-        cells = []
-        for place in columns.values():
-            values = [value_at(row, place) for row in rows]
-            spread = (max(values) - min(values)) / 2
-            cells.append(f"{np.mean(values):.2f} ± {spread:.2f}")
+        cells = [cell([value_at(row, place) for row in rows]) for place in columns.values()]
+        if columns is COLUMNS:  # relative to the first line, seed by seed
+            changes = [100 * (row["tree"] / one["tree"] - 1) for row, one in zip(rows, first)]
+            cells.append("" if rows is first else cell(changes, "{:+.0f} ± {:.0f} %"))
         print(f"| {name} |", " | ".join(cells), "|")
 
 
 def print_result(experiment: str) -> None:
-    """Print the table of an experiment that has been written."""
+    """Print the tables of an experiment that has been written."""
     rows = json.loads((RESULTS / f"{experiment}.json").read_text())["rows"]
     groups = {}
     for row in rows:
@@ -336,17 +389,10 @@ def print_result(experiment: str) -> None:
         else:
             name = row["drafter"]
         groups.setdefault(name, []).append(row)
-    columns = COLUMNS
-    if experiment == "parts":
-        columns = COLUMNS | SPEEDUP_COLUMNS
-    elif experiment == "reused_layers":
-        columns = COLUMNS | OFFLINE_COLUMNS
-    elif experiment == "cost":
-        columns = COST_COLUMNS
-    elif experiment == "network":
-        columns = NETWORK_COLUMNS
-    print(f"\n{experiment}\n")
-    print_table(columns, groups)
+    print(f"\n{experiment}")
+    for columns in TABLES.get(experiment, [COLUMNS]):
+        print()
+        print_table(columns, groups)
 
 
 # --- All of them ---
@@ -379,9 +425,7 @@ def copy_lines(source: Path, count: int, target: Path) -> None:
 
 def prepare() -> None:
     """Make the target and the texts, with what weights/README.md says of the shipped ones."""
-    if not (ROOT / TOY / "model.safetensors").exists():
-        resume = ["--resume"] if (ROOT / TOY / "checkpoint.pt").exists() else []
-        python("train.py", "--pretrain", TOY, "--dtype", "bfloat16", *resume)
+    python("train.py", "--pretrain", TOY, "--dtype", "bfloat16", "--resume")
     synthesize = ["train.py", "--model", TOY, "--seq-len", "512", "--dtype", "bfloat16",
                   "--batch-size", "64"]
     functions = f"{TOY}/functions.jsonl"
@@ -391,13 +435,16 @@ def prepare() -> None:
     copy_lines(ROOT / functions, 4000, RUNS / "others.jsonl")
     copy_lines(ROOT / OWN, 250, RUNS / "own-250.jsonl")
     copy_lines(ROOT / held_out, PROMPTS, RUNS / "prompts.jsonl")
+    copy_lines(ROOT / held_out, FEW, RUNS / "few.jsonl")
 
 
 def finish(name: str, seed: int) -> None:
-    """Score a drafter in a process of its own, unless that is done, with the present flags."""
-    scores = RUNS / f"{name}-{seed}/scores.json"
-    if scores.exists():
-        if json.loads(scores.read_text())["command"] == training_command(name, seed):
+    """Train and score a drafter in a process of its own, unless that is done."""
+    path = RUNS / f"{name}-{seed}/scores.json"
+    if path.exists():
+        scores = json.loads(path.read_text())
+        same_flags = scores["command"] == training_command(name, seed)
+        if same_flags and scores.get("prompts") == PROMPTS:
             return
     python_alone(RUNS / f"{name}-{seed}.log", "results/run.py", "--one", name, str(seed))
 
@@ -437,17 +484,19 @@ def write_result(experiment: str, rows: list[dict]) -> None:
 
 def measure_cost() -> None:
     """Time the drafters of three seeds, in turn within each run."""
+    become_eagle()
     rows = []
     for seed in SEEDS:
-        flags = ["--bench", "runs/prompts.jsonl", "--model", TOY, "--json"]
+        flags = ["--bench", "runs/few.jsonl", "--model", TOY, "--json"]
         for name in TIMED["cost"]:
             flags += ["--drafter", f"runs/{name}-{seed}"]
         flags += ["--max-new-tokens", str(ANSWER), "--draft-length", str(CHAIN)]
         flags += ["--depth", "6", "--top-k", "3", "--total-tokens", "16"]
         for row in json.loads(call(speculate, *flags))["rows"]:
             if row["category"] == "overall":
-                seconds = row["draft_share"] * row["new_tokens"] / row["tokens_per_second"]
-                row["ms_a_draft"] = 1000 * seconds / max(1, row["target_calls"])
+                milliseconds = 1000 * row["new_tokens"] / row["tokens_per_second"]
+                row["ms_a_cycle"] = milliseconds / row["target_calls"]
+                row["ms_a_draft"] = row["draft_share"] * row["ms_a_cycle"]
                 rows.append({"seed": seed} | row)
     write_result("cost", rows)
 
@@ -483,7 +532,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         name, seed = args.one
-        score(name, int(seed))
+        train_and_score(name, int(seed))
         return
     os.chdir(ROOT)
     names = args.experiments or list(EXPERIMENTS)

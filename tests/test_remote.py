@@ -214,7 +214,7 @@ def test_greedy_tokens_are_those_of_the_target_alone_over_every_network(choices,
     target = new_target(16)
     pair = (target, new_drafter(target, **choices))
     alone = target_alone(target, 24)
-    monkeypatch.setattr(netsim, "MIN_RTO_VARIANCE", 0.002)
+    monkeypatch.setattr(netsim, "MIN_RTO_MARGIN", 0.002)
     monkeypatch.setattr(netsim, "INITIAL_RTO", 0.002)
 
     def run(link: Link, seed: int, count: int, tree: TreeConfig, lookup: bool) -> None:
@@ -681,7 +681,7 @@ def test_a_wrong_secret_is_refused_in_constant_time_before_more_is_read(
             other.sendall(hmac.digest(b"tulip", nonce, "sha256"))  # not to its own nonce
             assert greeting(other).fields["refused"].startswith("wrong secret")
         wrong = Channel(server.server_address, "rose", Network(Link()))
-        complaint = "lost before its first token: the server refused: 'wrong secret"
+        complaint = "no first token from the server: the server refused: 'wrong secret"
         with pytest.raises(InputError, match=complaint):
             over(wrong, models).answer(PROMPT, CONFIG)
         assert sessions == []
@@ -995,14 +995,9 @@ def test_one_line_says_when_the_link_is_lost_and_one_when_it_is_back(
         generation = terminal.respond(ask("Hi"))
     out, err = capsys.readouterr()
     assert link_lines(err) == lines
-    assert out == stream(tiny.tokenizer, generation.tokens)
+    assert out == tiny.tokenizer.decode(generation.tokens)
     assert ("the server was out of reach" in err) == (lines != [])
     assert ("of these tokens are the drafter's own" in err) == (lines != [])
-
-
-def stream(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    pending = []
-    return "".join(tokenizer.stream(pending, token) for token in tokens)
 
 
 def test_show_colors_what_was_written_without_the_target_on_a_terminal(
@@ -1085,7 +1080,7 @@ def test_a_chat_goes_on_after_an_outage_and_after_a_server_that_is_not_there(
     assert four.tokens == list(generate(tiny.target, four.prompt, GenerationConfig(48)))
     err = capsys.readouterr().err
     assert link_lines(err) == [LOST, BACK, LOST]
-    complaint = "error: the server was lost before its first token: the network is down"
+    complaint = "error: no first token from the server: the network is down"
     assert err.splitlines().count(complaint) == 1
     assert "3 answers, 144 tokens" in err
 

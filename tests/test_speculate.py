@@ -818,12 +818,6 @@ def chat(checkpoint):
     return run
 
 
-def printed(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """Text as it streams: what ends in the midst of a character lacks that one."""
-    pending = []
-    return "".join(tokenizer.stream(pending, token) for token in tokens)
-
-
 def conversation(
     tiny: tuple[Llama, Tokenizer], questions: list[str], count: int
 ) -> list[list[int]]:
@@ -850,7 +844,7 @@ def test_a_chat_prints_its_answers_and_ends_with_a_summary(chat, tiny):
     done = chat(["one", "two"], "--max-new-tokens", 10)
     one, two = conversation(tiny, ["one", "two"], 10)
     assert done.status == 0
-    assert done.out == f"> {printed(tiny[1], one)}> {printed(tiny[1], two)}> "
+    assert done.out == f"> {tiny[1].decode(one)}> {tiny[1].decode(two)}> "
     summary = done.err.splitlines()[-1]
     assert re.fullmatch(
         r"2 answers, 20 tokens, [\d.e+]+ tokens per second, acceptance length [\d.]+", summary
@@ -971,7 +965,7 @@ def test_on_a_terminal_a_chat_ends_an_answer_at_ctrl_c_and_itself_at_ctrl_d(
     seen = chat.read_until(r"one\r\n.{40}")
     chat.type(b"\x03")
     chat.read_until("interrupted\r\n> $")
-    whole = printed(tiny[1], answer_alone(tiny, ask("one"), 200))
+    whole = tiny[1].decode(answer_alone(tiny, ask("one"), 200))
     assert seen[:45] == "one\r\n" + whole.replace("\n", "\r\n")[:40]
     chat.type(b"\x03")  # where there is no answer to end
     chat.read_until("> $")
@@ -991,7 +985,7 @@ def test_on_a_terminal_a_chat_has_the_whole_conversation_as_its_context(start_on
     for question, tokens in zip(questions, conversation(tiny, questions, 20)):
         chat.type(question.encode() + b"\n")
         seen = chat.read_until("--max-new-tokens\r\n> $")
-        answer = printed(tiny[1], tokens).replace("\n", "\r\n")
+        answer = tiny[1].decode(tokens).replace("\n", "\r\n")
         assert seen.startswith(f"{question}\r\n{answer}\r\n\r\nnew tokens 20, ")
     chat.type(b"\x04")
     assert "2 answers, 40 tokens" in chat.read_until(r"acceptance length [\d.]+\r\n")
@@ -1187,15 +1181,21 @@ HI = ["--prompt", "Hi"]
         ([*HI, "--max-new-tokens", "0"], "--max-new-tokens"),
         ([*HI, "--bench", "x.jsonl"], "not allowed with"),
         ([*HI, "--latency", "21ms"], "needs --remote"),
-        ([*HI, "--batch", "2"], "need --bench"),
-        (["--bench", "--batch", "2", "--remote"], "without --remote"),
+        ([*HI, "--timeout", "0s", "--remote"], "from 1ms"),
+        ([*HI, "--disconnect-for", "1s", "--remote"], "needs --disconnect-after"),
+        ([*HI, "--batch", "2"], "--batch needs --bench"),
+        (["--bench", "--batch", "2", "--remote"], "--remote is not for --batch"),
+        (["--bench", "--batch", "2", "--depth", "4"], "--depth is not for --batch"),
+        (["--bench", "--batch", "2", "--drafter", "a", "--drafter", "b"], "several drafters"),
         ([*HI, "--drafter", "a", "--drafter", "b"], "several drafters need --bench"),
+        (["--serve", "127.0.0.1:0", "--remote"], "--remote is one side"),
         (["--bench", "--lookup"], "--lookup"),
         (["--bench", "--no-speculation"], "--no-speculation"),
         (["--bench", "--show"], "--show"),
         (["--bench", "--trace"], "--trace"),
-        ([*HI, "--trace", "--no-speculation"], "--trace shows drafts"),
-        ([*HI, "--draft-length", "4", "--depth", "6"], "no sizes of a tree"),
+        ([*HI, "--trace", "--no-speculation"], "--trace is not for --no-speculation"),
+        ([*HI, "--lookup", "--no-speculation"], "--lookup is not for --no-speculation"),
+        ([*HI, "--draft-length", "4", "--depth", "6"], "--depth is a size of a tree"),
     ],
     ids=str,
 )
