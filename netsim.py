@@ -130,13 +130,6 @@ class Network:
         """Tell whether the outage meets a message in flight from the moment `sent` to `arrival`."""
         return sent < self.outage_begins + self.outage_seconds and self.outage_begins <= arrival
 
-    def wait(self, arrival: float, deadline: float) -> None:
-        """Sleep until the moment `arrival`. If the moment `deadline` comes first, raises
-        TimeoutError then."""
-        sleep(max(0.0, min(arrival, deadline) - monotonic()))
-        if arrival > deadline:
-            raise TimeoutError("timed out")
-
 
 class Direction:
     """One direction of a network, with random draws of its own."""
@@ -161,8 +154,8 @@ class Direction:
         propagation = max(0.0, self.random.gauss(self.link.latency, self.link.jitter))
         arrival = self.busy_until + propagation
 
-        # It is complete when its unluckiest packet has come. (TCP also has a faster way to notice a
-        # loss, but that takes three later packets: most messages here are too short.)
+        # The message is complete when its unluckiest packet has come. (TCP also has a faster way to
+        # notice a loss, but that takes three later packets: most messages here are too short.)
         timeout = self.retransmission_timeout
         self.retransmission_timeout = self.link.retransmission_timeout()
         missing = max(1, math.ceil(size / MSS))  # packets; those of TCP's handshake have no bytes
@@ -183,6 +176,14 @@ class Direction:
         # TCP delivers in order.
         self.last_arrival = max(self.last_arrival, arrival)
         return self.last_arrival
+
+
+def wait(arrival: float, deadline: float) -> None:
+    """Sleep until the moment `arrival`. If the moment `deadline` comes first, raises TimeoutError
+    then."""
+    sleep(max(0.0, min(arrival, deadline) - monotonic()))
+    if arrival > deadline:
+        raise TimeoutError("timed out")
 
 
 # --- Messages ---
@@ -340,7 +341,7 @@ class Channel:
             for up_size, down_size in ((0, 0), (0, NONCE), (DIGEST, greeting.size)):
                 arrival = network.up.send(arrival, up_size)
                 arrival = network.down.send(arrival, down_size)
-            network.wait(arrival, start + self.reply_timeout())
+            wait(arrival, start + self.reply_timeout())
         except (OSError, UnicodeError) as error:  # the latter: a host name like a..b
             self.close()
             raise ConnectionLost(f"no server at {self.address[0]}:{self.address[1]}: {error}")
@@ -384,7 +385,7 @@ class Channel:
                 elapsed = max(0.0, float(reply.fields["elapsed"]))  # NaN becomes 0
                 clock += elapsed
                 arrival = self.network.down.send(clock, reply.size)
-                self.network.wait(arrival, deadline)
+                wait(arrival, deadline)
                 waited = monotonic() - start
                 self.slowest = max(self.slowest, waited)
                 self.network_seconds += max(0.0, waited - elapsed)

@@ -6,17 +6,18 @@ those that it might have written itself, and adds one of its own. Wherever the d
 pass brings several tokens. `speculate` is the loop, `LocalTarget` the target's side of it.
 
 Which drafted tokens are kept is decided so that the text is distributed exactly as the target's own
-(Leviathan et al. 2023; Chen et al. 2023). With p the target's distribution, q the drafter's, and norm(f) = f / sum f:
+(Leviathan et al. 2023; Chen et al. 2023). With p the target's distribution, q the drafter's, and
+norm(f) = f / sum f:
 
     accept x ~ q with probability min(1, p(x) / q(x));  if rejected, draw from norm(max(p - q, 0))
 
 Why that is exact. A token x comes out in two ways, with these probabilities:
 
-    drafted and accepted      q(x) min(1, p(x) / q(x))                 = min(p(x), q(x))
-    drawn after a rejection   P(rejection) * norm(max(p - q, 0))(x)    = max(p(x) - q(x), 0)
+    drafted and accepted      q(x) min(1, p(x) / q(x))                = min(p(x), q(x))
+    drawn after a rejection   P(rejection) * norm(max(p - q, 0))(x)   = max(p(x) - q(x), 0)
 
-For P(rejection) = 1 - sum min(p, q) = sum max(p - q, 0), which is what norm divides by. The two add
-up to p(x), whatever q is. A bad drafter costs time, never text.
+because P(rejection) = 1 - sum min(p, q) = sum max(p - q, 0), which is what norm divides by. The two
+add up to p(x), whatever q is. A bad drafter costs time, never text.
 
     python speculate.py --prompt "Explain why the sky is blue." --show   # accepted tokens are green
     python speculate.py                                                  # a chat
@@ -240,7 +241,7 @@ def accept_draft(logits: Tensor, draft: Draft, sampling: Sampling) -> Acceptance
         return accept_greedy(logits.float().argmax(-1).tolist(), draft)
     p = probabilities(logits, sampling.temperature, sampling.top_p)
     u = torch.rand(len(draft.tokens), generator=sampling.generator, device=p.device).tolist()
-    if draft.is_chain:
+    if draft.is_chain:  # on which the tree's rule does the same: this is its plain form
         return rejection_sample(p, draft, u, sampling.generator)
     return rejection_sample_tree(p, draft, u, sampling.generator)
 
@@ -437,9 +438,10 @@ class ChainBatch(Batch):
 #     verify    drafts, parents            ids, weights    a draft after that, with q if sampled
 #     generate  GenerationConfig           tokens          plain use of an API
 #
-# The reply to "read" and to "verify" has the fields `accepted` (no tokens after "read") and
-# `token`, the target's next one, and as tensors the memory of what is now verified, without the
-# first `known` tokens of the text. To "generate" each token is a reply, with `token` and `more`.
+# The reply to "verify" has the fields `accepted` and `token`, the target's next one, and as tensors
+# the memory of what is now verified. The reply to "read" is the same: nothing is accepted, and the
+# memory is that of the text, without its first `known` tokens. To "generate" each token is a reply,
+# with `token` and `more`.
 
 SECRET = "MOA_SECRET"  # the environment variable that holds the secret of both sides
 MAX_DRAFT_TOKENS = 64  # tokens of a draft that the server verifies
@@ -576,7 +578,8 @@ class RemoteTarget:
             raise ConnectionLost(
                 "the server has another drafter; start both sides with the same --drafter"
             )
-        # The server draws its tokens from a seed of its own, not from the numbers that drafts used.
+        # The server draws its tokens from a seed of its own. With the drafter's random numbers,
+        # what it accepts would depend on what was drafted.
         generator = self.state.sampling.generator
         seed = torch.randint(2**31 - 1, (), generator=generator, device=generator.device)
         left = self.end - len(self.text)
@@ -1548,7 +1551,7 @@ def faster_alone(args: Namespace, packed: Llama) -> Llama:
 
     def seconds(model: Llama) -> float:
         short = GenerationConfig(max_new_tokens=17)
-        answers = [Method(model).answer([0], short) for _ in range(3)]
+        answers = [Method(model).answer([0], short) for _ in range(3)]  # to any prompt
         if any(answer.interrupted for answer in answers):
             raise KeyboardInterrupt
         return min(answer.seconds for answer in answers)

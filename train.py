@@ -509,7 +509,7 @@ def evaluate(drafter: Drafter, sequences: list[Sequence], args) -> dict:
         count += len(truth)
         agrees = torch.tensor(choices) == truth.cpu()
         depths = (torch.arange(len(tokens)) - horizon)[loss_mask(answer)]
-        begins = (depths == 1).nonzero()[:, 0]
+        begins = (depths == 1).nonzero()[:, 0]  # of runs
         runs += [run.tolist() for run in agrees.tensor_split(begins)]
     loss, kl, hidden = (sums / count).tolist()
     losses = {"held_out_loss": loss, "held_out_kl": kl, "held_out_hidden": hidden}
@@ -587,7 +587,7 @@ def announce_cost(drafter: Drafter, sequence: Sequence, held_out: list[Sequence]
         say("that is more than a day: README.md, Train a drafter, has a recipe for an hour or two")
 
 
-# --- Data: conversations as they are published, read by offset so that any size can be shuffled ---
+# --- Data: published conversations, read by offset so that files of any size can be shuffled ---
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
          "bard": "assistant"}
@@ -1040,7 +1040,9 @@ def end_turn(tokenizer: Tokenizer, turn: Conversation, draws: random.Random) -> 
     text = tokenizer.decode(turn.tokens).strip()
     room = turn.config.max_new_tokens
     goes_on = turn.tokens[-1] in tokenizer.stop_ids and room - len(turn.tokens) >= MIN_ROOM
-    is_usable = room > 1 if role == "assistant" else goes_on
+    is_usable = goes_on
+    if role == "assistant":
+        is_usable = room > 1
     if not text or not is_usable:
         return False
     messages.append({"role": role, "content": text})
@@ -1083,9 +1085,10 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
         text = file.read()
         if not BEGIN.startswith(text[:len(BEGIN)]):
             raise InputError(f"{path}: holds no conversations; choose another --data")
+        _, _, last_line = text.rpartition(b"\n")
         with suppress(ValueError):
-            json.loads(text.rpartition(b"\n")[2])
-            text += b"\n"  # the last line is whole, and only its end is missing
+            json.loads(last_line)
+            text += b"\n"  # the line is whole, and only its end is missing
             file.write(b"\n")
         size = file.truncate(text.rfind(b"\n") + 1)  # half a line, of a run that was interrupted
         args.seed += size << 32  # another than what is there was written with
@@ -1375,8 +1378,9 @@ def parse_arguments() -> argparse.Namespace:
     switch("--resume", help="go on from the checkpoint in --out or --pretrain")
     switch("--json", help="end with the log's last record on stdout")
     task("--evaluate", metavar="DIR", help="only score the drafter in DIR on --data, as JSON")
-    switch("--by-drafting", help="let --evaluate draft instead of one pass")
-    task("--synthesize", type=positive_int, metavar="COUNT", help="only let it write --data")
+    switch("--by-drafting", help="with --evaluate: really draft, instead of one pass over the text")
+    synthesize_help = "only let the target write so many conversations into --data"
+    task("--synthesize", type=positive_int, metavar="COUNT", help=synthesize_help)
     add("--questions", metavar="FILE", help="let --synthesize answer this file's questions")
     task("--pretrain", metavar="DIR", help="only make a toy target in DIR: see README.md, Train")
     add_toy_arguments(parser)
@@ -1412,9 +1416,9 @@ def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
 def add_toy_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("--layers", type=positive_int, default=8, help="of the toy target (default: %(default)s)")
-    add("--width", type=positive_int, default=128, help="of it (default: %(default)s)")
+    add("--width", type=positive_int, default=128, help="its width (default: %(default)s)")
     vocabulary = number(int, 258)  # all bytes and two control tokens
-    add("--vocabulary", type=vocabulary, default=2048, help="of it (default: %(default)s)")
+    add("--vocabulary", type=vocabulary, default=2048, help="its tokens (default: %(default)s)")
 
 
 def make_drafter(target: Llama, data: Conversations, training: np.ndarray, args) -> Drafter:
