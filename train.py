@@ -9,7 +9,8 @@ from what it has while drafting: the text, and the memory of verified tokens onl
 
        0.1 KL(p || q) + 1.0 SmoothL1(h, h')
 
-   With N > 0 half of the second term is for the state that enters the reused layers;
+   With N > 0 half of the second term is for the state that enters the reused layers, as in the
+   authors' code;
 3. one update, and the loop around it.
 
     python train.py --data ultrachat.jsonl              # the paper's settings, once over the data
@@ -106,11 +107,11 @@ CLIP = 1.0  # the gradient's norm, at most
 # position 6 drafts the third token of a cycle. It sees the tokens up to 6, of which 5 and 6 stand
 # for the first two drafted ones, and the memory of 0 to 3. The last query of a run drafts the token
 # after it. While drafting, 5 and 6 would be guesses. If the text is the target's own, as after
-# --synthesize, that makes no difference: what follows a wrong guess is thrown away, whatever it is.
+# --synthesize, that hardly matters: what follows a wrong guess is thrown away, whatever it is.
 #
 # The length of the runs is drawn for each conversation, from 5 to 15. So is a phase, by which an
-# answer's first run is shorter: over time every position is trained at every depth that it can have
-# in a draft.
+# answer's first run is shorter (an addition of ours): over time every position is trained at every
+# depth that it can have in a draft.
 
 
 class Sequence(NamedTuple):
