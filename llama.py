@@ -80,7 +80,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)  # in mixed precision x is bfloat16, the weight float32
+        weight = self.weight.to(x.dtype)  # in mixed precision x may be bfloat16, it is float32
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
@@ -116,8 +116,8 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023): several query heads share a kv head.
 
-    Projecting and attending are separate methods. In between, new keys and values go into a cache,
-    and `forward` reads all that the cache holds.
+    Projecting and attending are separate methods. In between, a caller may put new keys and values
+    into a cache, and let `forward` read all that the cache holds.
     """
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int):
@@ -139,7 +139,7 @@ class Attention(nn.Module):
         return rotate(self.split_heads(self.q_proj(x)), rope)
 
     def keys_values(self, x: Tensor, rope: Tensor) -> Tensor:
-        """Project x (B, T, E) to rotated keys and values, side by side (B, Hkv, T, 2D).
+        """Project x (B, T, E) to rotated keys, and values, side by side (B, Hkv, T, 2D).
 
         Side by side, because the drafter reads a token's key and value as one vector.
         """
@@ -228,8 +228,8 @@ class KVCache:
     def append(self, layer: int, kv: Tensor) -> Tensor:
         """Write a layer's new keys and values (B, Hkv, T, 2D). Return all it has (B, Hkv, S, 2D).
 
-        `length` stays, so that the next layer writes at the same positions. Whoever runs the layers
-        moves it after the last one, as `Llama.hidden` does.
+        All layers of a pass write at the same positions. So `length` stays here, and whoever runs
+        the layers moves it once, after the last one, as `Llama.hidden` does.
         """
         end = self.length + kv.shape[2]
         self.kv[layer, :, :, self.length:end] = kv
@@ -239,6 +239,7 @@ class KVCache:
         """Of the tokens from `start` on, keep those at start + i for each i of the path, and close
         the gaps between them. The others are what the target did not accept of a draft.
 
+        After 10 tokens of text the path [0, 2, 5] keeps those at 10, 12 and 15, now at 10, 11, 12.
         Keys need no new rotation: the j-th token of a path has stood at position start + j.
         """
         kept = [start + i for i in path]
@@ -266,6 +267,7 @@ class Llama(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
+        # (nn.Embedding would draw these itself, but on the meta device that takes two seconds.)
         embeddings = torch.randn(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
         self.layers = nn.ModuleList()
@@ -408,7 +410,7 @@ def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
     A token is in the nucleus if the likelier ones do not reach top_p without it. Tokens that tie
     with the last one are in it too: in bfloat16 many tie, and a sort may put them in any order.
     """
-    descending = descending_until(p, top_p)  # as many as are needed
+    descending = descending_until(p, top_p)  # p in order, as far as is needed
     reached = descending.cumsum(-1)  # with each token and all that are likelier
     likelier = F.pad(reached[..., :-1], (1, 0))  # without the token itself
     return descending.masked_fill(likelier >= top_p, math.inf).amin(-1, keepdim=True)

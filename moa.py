@@ -255,6 +255,8 @@ class Drafter(nn.Module):
         positions = torch.arange(count, device=x.device)
         verified = positions <= horizon.unsqueeze(-1)  # (B, T, T)
         drafted = ~verified & (positions <= positions[:, None])
+        # keys   0 .. T-1, the target's own | 0 .. T-1, those that follow from x
+        # seen   up to the horizon          | from horizon + 1 up to the query itself
         mask = torch.cat([verified, drafted], dim=-1).unsqueeze(1)  # (B, 1, T, 2T)
         layers = target.config.num_hidden_layers
         for i in range(layers - self.N, layers):
@@ -374,6 +376,22 @@ class Draft:
             path.insert(0, self.parents[path[0]])
         return path
 
+    def depth(self, i: int) -> int:
+        """Return how far token i is from the root."""
+        return len(self.path(i)) - 1
+
+    def mask(self, nodes: list[int], others: list[int], text_length: int) -> Tensor:
+        """Let each of these nodes see the text and, of the others, its ancestors and itself.
+
+        (nodes, text_length + others)
+        """
+        rows = []
+        for node in nodes:
+            path = self.path(node)
+            rows.append([other in path for other in others])
+        text = torch.ones(len(nodes), text_length, dtype=torch.bool)
+        return torch.cat([text, torch.tensor(rows)], dim=1)
+
     def keep(self, kept: list[int]) -> Draft:
         """Return the draft of these tokens only: indices in order, with the root and parents.
 
@@ -393,6 +411,9 @@ class DraftState:
     self_cache    SA    | text | root, other expanded tokens    |
     cross_cache   CA    | memory of the text |
     reused_cache  TLI   | the target's keys and values of the text | the drafter's of the rest |
+
+    Between drafts all three have the length of the text. While drafting, SA's and TLI's grow by each
+    expanded token, in the order of `expanded`, so that one mask serves both. CA's stays.
     """
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
@@ -449,7 +470,7 @@ class DraftState:
         return self.sample_tree(root, tree)
 
     def draft_chain(self, root: int, tree: TreeConfig) -> Draft:
-        """Draft K tokens, each chosen from q after all tokens before it (algorithm 1)."""
+        """Draft up to K tokens, each chosen from q after all tokens before it (algorithm 1)."""
         draft = Draft(root)
         for last in range(tree.depth):  # in a chain, token i is i after the root
             if draft.path_probabilities[last] < tree.min_confidence:
@@ -467,8 +488,7 @@ class DraftState:
         """Run SA, CA and TLI on the frontier, tokens of one level: features (F, E)."""
         drafter = self.drafter
         self.expanded += frontier  # before the mask is made, so that each node sees itself
-        depth = len(draft.path(frontier[0])) - 1
-        position = self.text_length + depth
+        position = self.text_length + draft.depth(frontier[0])
         rope = drafter.rotary[:, position:position + 1]  # (2, 1, D/2), the same for all
         mask = self.tree_mask(draft, frontier)
         x = self.embed([draft.tokens[node] for node in frontier])  # (1, F, E)
@@ -497,7 +517,8 @@ class DraftState:
         Of all tokens that may follow the frontier, the `total_tokens` with the likeliest paths are
         added, even if they follow the same node (EAGLE-2 adds `top_k` after each). The `top_k`
         likeliest of them are the next frontier. At the end the likeliest of all tokens are kept.
-        None is kept without its parent, which is at least as likely.
+        None is kept without its parent, which is at least as likely. (Each level adds so many
+        because any of them may be among the likeliest of all.)
         """
         draft = Draft(root)
         frontier = [0]
@@ -556,19 +577,10 @@ class DraftState:
         return children
 
     def tree_mask(self, draft: Draft, frontier: list[int]) -> Tensor | None:
-        """Let each node see the text, its ancestors and itself: (F, S).
-
-        None where that is everything in the caches, as in a chain.
-        """
-        rows = []
-        for node in frontier:
-            path = draft.path(node)
-            rows.append([token in path for token in self.expanded])
-        follows = torch.tensor(rows)  # (F, expanded)
-        if follows.all():
-            return None
-        text = torch.ones(len(frontier), self.text_length, dtype=torch.bool)
-        return torch.cat([text, follows], dim=1).to(self.drafter.target.device)
+        """Return the mask of the frontier over what is in the caches, (F, S). None where each node
+        sees all of it, as in a chain."""
+        mask = draft.mask(frontier, self.expanded, self.text_length)
+        return None if mask.all() else mask.to(self.drafter.target.device)
 
 
 def drafter_cache(drafter: Drafter, attention: Attention, capacity: int) -> KVCache:
@@ -580,7 +592,7 @@ def drafter_cache(drafter: Drafter, attention: Attention, capacity: int) -> KVCa
 def draft_distributions(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return q, what drafts are chosen from: logits (..., V') -> (..., V')."""
     if sampling.temperature == 0:
-        return probabilities(logits, 1.0)  # only for TreeConfig's limits
+        return probabilities(logits, 1.0)  # to rank tokens, for TreeConfig's limits and --trace
     return probabilities(logits, sampling.temperature, sampling.top_p)
 
 
@@ -859,7 +871,7 @@ class OffPolicyDraftState(DraftState):
             previous.append(self.predicted.get(draft.parents[node], self.last_memory))
         # The causal layer's cache also holds the draft, at the same places as SA's.
         text_length = self.cross_cache.length
-        self.cross_cache.length = self.self_cache.length
+        self.cross_cache.length = self.self_cache.length  # only for this call
         x = x + torch.stack(previous)
         x = self.drafter.cross_attention(x, rope, mask, self.cross_cache, 0)
         self.cross_cache.length = text_length
@@ -926,7 +938,7 @@ class RemoteDraftState(DraftState):
 
     def draft_unverified(self, root: int, count: int) -> list[int]:
         """Write a chain of `count` tokens that stays in the caches. The next goes on after it."""
-        draft = super().draft(root, TreeConfig(depth=count))
+        draft = super().draft(root, TreeConfig(depth=count))  # not ours, which is empty
         self.unverified += len(self.expanded)
         return draft.tokens[1:]
 
@@ -992,8 +1004,8 @@ class BatchDraftState:
         ids = torch.tensor(tokens, device=target.device)[:, None]  # (B, 1)
         rope, mask = self.self_cache.layout(batch, 1, drafter.rotary)
         x = drafter.self_attention(drafter.embed(ids), rope, mask, self.self_cache, 0)
-        # A layout's mask lets each row see positions 0 to its length, but CA's cache has nothing at
-        # the last of them yet. Shifted by one column, the mask ends one position earlier.
+        # In a row of length n a layout's mask allows positions 0 to n. CA's cache holds 0 to n - 1,
+        # which is what the mask without its first column allows.
         _, mask = self.cross_cache.layout(batch, 1, drafter.rotary)
         memory = self.cross_cache.kv[0, :batch, :, :self.cross_cache.end - 1]
         x = drafter.cross_attention.attend_to(memory, x, rope, mask[..., 1:])

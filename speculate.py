@@ -148,7 +148,7 @@ def speculate(
         if left == 0 or tokens[-1] in config.stop_ids:
             return
         state.append_verified(result.memory)  # grow the cross-attention memory
-        depth = min(tree.depth, left - 1)  # the target adds a token of its own
+        depth = min(tree.depth, left - 1)  # after them comes a token of the target's own
         draft = state.draft(result.token, replace(tree, depth=depth))  # empty if depth is 0
         result = target.verify(draft)  # accepted tokens, next token, memory of what is verified
 
@@ -205,15 +205,9 @@ def draft_layout(draft: Draft, start: int) -> tuple[Tensor, Tensor]:
     The branches of a tree lie side by side in the cache. Two tokens that may follow the same one
     have the same position, and each sees the text, its ancestors and itself, but no other branch.
     """
-    count = len(draft.tokens)
-    positions = []
-    mask = torch.zeros(count, start + count, dtype=torch.bool)
-    mask[:, :start] = True  # the text
-    for i in range(count):
-        path = draft.path(i)
-        positions.append(start + len(path) - 1)
-        mask[i, [start + j for j in path]] = True
-    return torch.tensor(positions), mask
+    nodes = list(range(len(draft.tokens)))
+    positions = [start + draft.depth(node) for node in nodes]
+    return torch.tensor(positions), draft.mask(nodes, nodes, start)
 
 
 # --- Acceptance ---
@@ -300,11 +294,10 @@ def rejection_sample_tree(
     p. And the sibling was drawn from q without the rejected token. So it is tried with these two in
     place of p and q. If all are rejected, the token is drawn from what is left of p.
 
-    Why that is exact, by induction from the last child back. The claim: what comes out when a child
-    is tried is distributed as p_left. With no child left, the token is drawn from p_left. With a
-    child drawn from q_left, the chain's argument needs, after a rejection, a token distributed as
-    the residual. The residual is the next child's p_left, so the claim for that child is just this.
-    At the first child p_left is p.
+    Why that is exact. Take two children. If the first is rejected, a token distributed as the
+    residual r is owed, and the second child was drawn from q without the first. That is the chain's
+    situation again, with r in the place of p and q without the first in that of q: so what comes
+    out is distributed as r. With more children the same holds from the last one back to the first.
     """
     path = [0]
     trials = {}
@@ -904,7 +897,7 @@ class Generation:
     origins: list[Origin] = field(default_factory=list)
     seconds: float = 0.0
     target_calls: int = 0
-    drafted: int = 0  # tokens, but not those that found the server gone
+    drafted: int = 0  # tokens, in cycles that the target answered
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     network: dict = field(default_factory=dict)  # of a channel: bytes_up, bytes_down, ...
@@ -1651,7 +1644,7 @@ NETWORK_FLAGS = (
 
 
 def check_arguments(parser: Parser, args: Namespace) -> None:
-    """Refuse flags that contradict each other or would have no effect."""
+    """Refuse flags that contradict each other."""
     refuse = partial(parser.refuse, args)
     several = args.drafter is not None and len(args.drafter) > 1
     if args.serve:

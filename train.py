@@ -109,9 +109,9 @@ CLIP = 1.0  # the gradient's norm, at most
 # after it. While drafting, 5 and 6 would be guesses. If the text is the target's own, as after
 # --synthesize, that hardly matters: what follows a wrong guess is thrown away, whatever it is.
 #
-# The length of the runs is drawn for each conversation, from 5 to 15. So is a phase, by which an
-# answer's first run is shorter (an addition of ours): over time every position is trained at every
-# depth that it can have in a draft.
+# The length of the runs is drawn for each pass over a conversation, from 5 to 15. So is a phase, by
+# which an answer's first run is shorter (an addition of ours): over time every position is trained
+# at every depth that it can have in a draft.
 
 
 class Sequence(NamedTuple):
@@ -127,18 +127,15 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     Runs have `length` tokens, the first of an answer has `phase` fewer.
     """
     horizons = []
-    horizon = -1
-    room = length - phase  # how many more tokens the run will hold
+    answer_begins = 0
     for position, in_answer in enumerate(answer.tolist()):
-        if not in_answer:  # not trained. The last of these is the horizon of the first run
-            horizon = position
-            room = length - phase  # for the run that begins with the next answer
-        elif room > 0:  # the run goes on, and its horizon stays
-            room -= 1
-        else:  # the run is full: this token begins the next one
-            horizon = position - 1
-            room = length - 1
-        horizons.append(horizon)
+        if in_answer:
+            in_run = (position - answer_begins + phase) % length  # 0 at the first token of a run
+            run_begins = max(answer_begins, position - in_run)  # the first one is cut short
+            horizons.append(run_begins - 1)
+        else:
+            answer_begins = position + 1  # at the earliest
+            horizons.append(position)  # of no account: it is not trained
     return torch.tensor(horizons)
 
 
@@ -172,7 +169,10 @@ def draw_examples(batch: list[Sequence], update: int, args) -> list[Example]:
 
 
 def loss_mask(answer: Tensor) -> Tensor:
-    """Find the positions that are trained, (..., T): i predicts i + 1, and both are answers."""
+    """Find the positions that are trained, (..., T): i predicts i + 1, and both are answers.
+
+    (So an answer's first token is not predicted: the prompt's pass of the target chooses it.)
+    """
     followed = F.pad(answer[..., 1:], (0, 1))  # False at the end
     return answer & followed
 
@@ -251,8 +251,8 @@ def distill(drafter: Drafter, example: Example, args) -> Distillation:
         smooth_l1 = (smooth_l1 + entering) / 2
     loss = args.kl_weight * kl + args.feature_weight * smooth_l1
     if args.memory_weight > 0:  # not the paper's: see below the bar
-        # The other two are sums over R horizons, by which the total will be divided. A memory has
-        # no horizon: so its loss counts R times.
+        # The other two are sums over R horizons, and will be divided by R. A memory has no horizon:
+        # so its loss counts R times here.
         loss = loss + len(predicted) * memory_loss(drafter, memory[trained], final, args)
     parts = torch.stack([loss, kl, smooth_l1]).detach()
     return Distillation(loss, parts, predicted, final)
@@ -590,8 +590,8 @@ def announce_cost(drafter: Drafter, sequence: Sequence, held_out: list[Sequence]
 
 # --- Data: published conversations, read by offset so that files of any size can be shuffled ---
 
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
-         "bard": "assistant"}
+ROLE_NAMES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
+              "bard": "assistant"}
 NO_FILE = (
     "no such file. To fetch UltraChat: pip install datasets && python -c \"from datasets import "
     "load_dataset as load; load('HuggingFaceH4/ultrachat_200k', split='train_sft')"
@@ -677,7 +677,7 @@ def read_messages(text: bytes) -> list[dict]:
         with input_errors("an unusable turn", InputError, TypeError, AttributeError):
             role = turn.get("role", turn.get("from"))
             content = turn.get("content", turn.get("value"))
-            message = {"role": ROLES.get(role, role), "content": content}
+            message = {"role": ROLE_NAMES.get(role, role), "content": content}
             check_message(message)
         messages.append(message)
     return messages
@@ -808,7 +808,7 @@ def split(data: Conversations, seed: int) -> tuple[np.ndarray, list[Sequence]]:
 def frequent_tokens(
     data: Conversations, indices: np.ndarray, vocab_size: int, count: int
 ) -> tuple[int, ...]:
-    """Return the `count` tokens that answers use most, in order. Stop tokens count as the most
+    """Return the `count` tokens that answers use most, sorted by id. Stop tokens count as the most
     frequent. Raises InputError."""
     answers = [sequence.tokens[sequence.answer] for sequence in data.usable(indices[:5000])]
     if not answers:
@@ -828,7 +828,7 @@ def checksum(path: str) -> str:
 # --- A run: its log and its checkpoints ---
 
 # What may differ where a run goes on; any other flag changes what comes out of it.
-FREE = {
+MAY_DIFFER = {
     "out", "pretrain", "resume", "json", "eval_every", "save_every", "device", "micro_batch_size",
 }
 
@@ -927,9 +927,9 @@ class Journal:
             state = torch.load(path, map_location="cpu")
             log_bytes = state["log_bytes"]
             made_with = state["arguments"]
-        free = FREE
+        free = MAY_DIFFER
         if args.schedule == "paper" and not args.pretrain:
-            free = FREE | {"updates"}  # which other schedules depend on
+            free = MAY_DIFFER | {"updates"}  # which other schedules depend on
         for name, value in made_with.items():
             now = getattr(args, name, None)
             if name not in free and now != value:
@@ -1000,7 +1000,7 @@ def converse(
         for turn in batch.step():
             messages = turn.key
             if end_turn(tokenizer, turn, draws):
-                queue.insert(0, messages)  # in the order of rows: the last row ended first
+                queue.insert(0, messages)  # in the order of rows, whose last one is here first
             elif len(messages) >= 2:
                 barren = 0
                 count -= 1
@@ -1092,7 +1092,7 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
             text += b"\n"  # the line is whole, and only its end is missing
             file.write(b"\n")
         size = file.truncate(text.rfind(b"\n") + 1)  # half a line, of a run that was interrupted
-        args.seed += size << 32  # another than what is there was written with
+        args.seed += size << 32  # so that what is added does not repeat what is there
         written = text.count(b"\n")
         total = args.synthesize
         conversations = converse(target, tokenizer, openings, max(0, total - written), args)

@@ -88,24 +88,18 @@ DRAFTERS: dict[str, list[str]] = {  # the flags of each, besides those in common
     "neither-twice": ["--no-lsa", "--no-ca", *SHORT, "--updates", str(2 * UPDATES)],
     "eagle": ["--no-lsa", "--no-ca", "--mlp", str(EAGLE_MLP)],
 }
-for name in "full", "no-lsa", "no-ca", "neither", "eagle", "run-1", "run-unbounded", "last-layer":
+for name in "full", "no-lsa", "no-ca", "neither", "eagle", "run-1":
     DRAFTERS[f"{name}-fourfold"] = [*DRAFTERS[name], "--updates", str(4 * UPDATES)]
-for name in "neither", "eagle":
-    for rate in "2e-3", "8e-3":
-        DRAFTERS[f"{name}-{rate}"] = [*DRAFTERS[name], "--lr", rate]
 EXPERIMENTS = {  # what each of them compares
     "parts": ["full", "no-lsa", "no-ca", "neither", "eagle"],
     "parts_longer": [
         "full-fourfold", "no-lsa-fourfold", "no-ca-fourfold", "neither-fourfold", "eagle-fourfold",
     ],
     "on_policy": ["full", "run-2-8", "run-1", "run-unbounded"],
-    "on_policy_longer": ["full-fourfold", "run-1-fourfold", "run-unbounded-fourfold"],
+    "on_policy_longer": ["full-fourfold", "run-1-fourfold"],
     "longer": [
         "full-half", "full", "full-twice", "full-fourfold",
         "neither-half", "neither", "neither-twice", "neither-fourfold",
-    ],
-    "learning_rate": [
-        "full", "neither-2e-3", "neither", "neither-8e-3", "eagle-2e-3", "eagle", "eagle-8e-3",
     ],
     "reused_layers": ["full", "n-1", "n-2", "n-4"],
     "losses": ["full", "kl-only", "smooth-l1-only"],
