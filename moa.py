@@ -412,8 +412,8 @@ class DraftState:
     cross_cache   CA    | memory of the text |
     reused_cache  TLI   | the target's keys and values of the text | the drafter's of the rest |
 
-    Between drafts all three have the length of the text. While drafting, SA's and TLI's grow by each
-    expanded token, in the order of `expanded`, so that one mask serves both. CA's stays.
+    Between drafts all three have the length of the text. While drafting, SA's and TLI's grow by
+    each expanded token, in the order of `expanded`, so that one mask serves both. CA's stays.
     """
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
