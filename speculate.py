@@ -1578,7 +1578,7 @@ def make_parser() -> Parser:
     task("--serve", type=address, metavar="HOST:PORT", help="be the server for --remote")
     add = parser.add_argument
     batch_help = "with --bench: this many conversations at a time"
-    add("--batch", type=positive_int, nargs="+", metavar="ROWS", help=batch_help)
+    add("--batch", type=number(int, 1, 1024), nargs="+", metavar="ROWS", help=batch_help)
     add_model_arguments(parser)
     drafter_help = "default: the shipped one; with --bench, any number"
     add("--drafter", action="append", metavar="DIR", help=drafter_help)
