@@ -491,7 +491,6 @@ class OfflineResult(VerifyResult):
     reason: str = ""
 
 
-@dataclass
 class RemoteTarget:
     """The target of one conversation, on a server, in one of three states:
 
@@ -501,14 +500,15 @@ class RemoteTarget:
     offline       as long as that fails, the drafter writes alone, and its text is unverified
     """
 
-    channel: Channel
-    state: RemoteDraftState
-    config: GenerationConfig
-    connection: str = "connected"  # during the last cycle
-    text: list[int] = field(default_factory=list)  # prompt and answer
-    end: int = 0  # the length of the text once the answer is complete
-    retry_at: float = 0.0  # when to reconnect at the earliest, by time.monotonic
-    backoff: float = INITIAL_BACKOFF  # seconds
+    def __init__(self, channel: Channel, state: RemoteDraftState, config: GenerationConfig):
+        self.channel = channel
+        self.state = state
+        self.config = config
+        self.connection = "connected"  # during the last cycle
+        self.text: list[int] = []  # prompt and answer
+        self.end = 0  # the length of the text once the answer is complete
+        self.retry_at = 0.0  # when to reconnect at the earliest, by time.monotonic
+        self.backoff = INITIAL_BACKOFF  # seconds
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
         """Connect, and let the server read the prompt. Tries twice, then raises InputError: without

@@ -41,7 +41,7 @@ from llama import (
     GenerationConfig,
     InputError,
     Llama,
-    Tokenizer,
+    TextStream,
     generate,
     probabilities,
     run_command,
@@ -1008,11 +1008,11 @@ def test_show_colors_what_was_written_without_the_target_on_a_terminal(
         terminal = terminal_over([CountedOutage(10, 30)], server, tiny, "--show")
         generation = terminal.respond(ask("Hi"))
     out = capsys.readouterr().out
-    assert "".join(re.findall("\033\\[33m(.*?)\033\\[0m", out, re.DOTALL)) == stream(
-        tiny.tokenizer,
-        [token for token, origin in zip(generation.tokens, generation.origins)
-         if origin == Origin.UNVERIFIED])
-    assert re.sub("\033\\[[0-9]+m", "", out) == stream(tiny.tokenizer, generation.tokens)
+    stream = TextStream(tiny.tokenizer)
+    assert "".join(re.findall("\033\\[33m(.*?)\033\\[0m", out, re.DOTALL)) == "".join(
+        stream.add(token) for token, origin in zip(generation.tokens, generation.origins)
+        if origin == Origin.UNVERIFIED)
+    assert re.sub("\033\\[[0-9]+m", "", out) == tiny.tokenizer.decode(generation.tokens)
 
 
 @pytest.mark.parametrize("latency, count, said", [
@@ -1243,7 +1243,7 @@ def test_the_command_line_gives_the_same_tokens_with_the_target_on_a_server(
 
     monkeypatch.setattr(speculate.Printer, "emit", interrupt)
     status, out, err = command(*question)
-    assert status == 130 and out == stream(tiny.tokenizer, alone[:1])
+    assert status == 130 and out == tiny.tokenizer.decode(alone[:1])
     assert "new tokens 1," in err and "Traceback" not in err
     server.terminate()
     assert server.wait(30) == 0
