@@ -579,6 +579,8 @@ class DraftState:
     def tree_mask(self, draft: Draft, frontier: list[int]) -> Tensor | None:
         """Return the mask of the frontier over what is in the caches, (F, S). None where each node
         sees all of it, as in a chain."""
+        if draft.is_chain:
+            return None
         mask = draft.mask(frontier, self.expanded, self.text_length)
         return None if mask.all() else mask.to(self.drafter.target.device)
 
