@@ -80,7 +80,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)  # in mixed precision x may be bfloat16, it is float32
+        weight = self.weight.to(x.dtype)  # bfloat16 in mixed precision, where it is float32
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
