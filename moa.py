@@ -1,6 +1,6 @@
 """The drafter: a Mixture of Attentions (Zimmer et al., ICLR 2025, arXiv 2410.03804, section 3).
 
-In the paper it is M_Small. It reads the target's KV cache, and guesses the tokens that come next:
+In the paper it is M_Small. It reads the target's KV cache, and drafts the tokens that come next:
 
     LSA  Layer Self-Attention, over the L layers of one token's keys and values in the target's
          cache. Its mean over the layers, projected to E, is that token's *memory*: a view of the
@@ -10,10 +10,10 @@ In the paper it is M_Small. It reads the target's KV cache, and guesses the toke
     CA   Cross-Attention, from SA's output to the memory of the text. Drafted tokens have no memory
          yet. Training imposes the same limit: each query has a *horizon*, the last position whose
          memory it may read. So it puts the drafter where drafting will (on-policy).
-    TLI  Target Layer Inference. With N = 0, CA's output at a token is a guess of the target's final
-         hidden state of that token, and the frozen LM head makes it a distribution of the next one.
-         With N > 0 it is a guess of the state that enters the target's last N layers, which then
-         run on it: better drafts, at a higher cost.
+    TLI  Target Layer Inference. With N = 0, CA's output at a token predicts the target's final
+         hidden state of that token, from which the target's LM head makes a distribution of the
+         next one. With N > 0 it predicts the state that enters the target's last N layers, which
+         then run on it: better drafts, at a higher cost.
 
 A token is *verified* once the target has read it and keeps it. Only then does it have a memory. The
 newest token, which the target has chosen but not yet read, is not verified.
@@ -21,9 +21,9 @@ newest token, which the target has chosen but not yet read, is not verified.
 `Drafter` runs these layers over all positions in one pass, as training does. `DraftState` runs them
 step by step, with caches, as drafting does.
 
-Shapes: as in llama.py, and N reused target layers, K drafted tokens, F of them on the frontier (see
-`TreeConfig`), V' tokens that may be drafted (V, all of them, above the bar). H, Hkv and D are those
-of the layer at hand: each has its own.
+Shapes: as in llama.py, and N reused target layers, K drafted tokens, F nodes on the frontier of a
+draft (see `TreeConfig`), V' tokens that may be drafted (above the bar all V of them). H, Hkv and D
+are those of the layer at hand: each has its own.
 """
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from llama import (
     sample,
 )
 
-LSA_TOKENS = 64  # LSA runs on so many at a time: a long prompt, times L layers, takes much memory
+LSA_TOKENS = 64  # LSA runs on so many at a time: all of a long prompt, times L, may not fit in RAM
 
 
 # --- The four layers, and training's pass over all positions ---
@@ -71,7 +71,7 @@ LSA_TOKENS = 64  # LSA runs on so many at a time: a long prompt, times L layers,
 class DrafterConfig:
     """Sizes and choices of a drafter, named as in the authors' config.json."""
 
-    num_attention_heads: int
+    num_attention_heads: int  # of SA and CA
     layer_self_attention_num_attention_heads: int
     layer_self_attention_num_key_value_heads: int
     layer_self_attention_intermediate_size: int
@@ -101,11 +101,12 @@ class CrossAttentionLayer(DecoderLayer):
 
 
 class DraftHead:
-    """The target's LM head, frozen, as drafts use it.
+    """The target's LM head, as drafts use it: frozen, one logit for each token, V' = V.
 
-    Not an nn.Module, so that the target's weights are not among those that the drafter trains and
-    saves. An *output* is one of the V' numbers that it returns. It stands for a token, here for the
-    one of the same number: the last two methods do something only in `LimitedHead` below.
+    `LimitedHead`, below the bar, knows only some of the tokens. Then there are V' < V logits,
+    number i is not that of token i, and `token` and `over_all_tokens` translate. Here they return
+    what they are given. An *output* is such a number i. (This is not an nn.Module, so that the
+    target's weights are neither trained nor saved with the drafter's.)
     """
 
     def __init__(self, target: Llama):
@@ -209,7 +210,8 @@ class Drafter(nn.Module):
     def build_memory(self, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Return the memory of tokens (B, T, E), given their kv (B, T, L, 2 Ekv) in the cache.
 
-        hidden: the target's final states (B, T, E). LSA ignores them; see `LastStateDrafter`.
+        hidden: the target's final states (B, T, E), which only a drafter without LSA reads (see
+        `LastStateDrafter`, below the bar).
         """
         means = []  # (B, some of T, 2 Ekv) each
         for piece in kv.split(LSA_TOKENS, dim=1):
@@ -237,7 +239,7 @@ class Drafter(nn.Module):
         positions = torch.arange(count, device=x.device)
         within = positions <= horizon.unsqueeze(-1)  # (B, T, T): query i, memory j
         kv = self.cross_attention.keys_values(memory, rope)
-        # Where a query sees nothing at all, PyTorch's attention returns zeros.
+        # A query with horizon -1, which sees nothing at all, gets zeros from PyTorch's attention.
         return self.cross_attention.attend_to(kv, x, rope, within.unsqueeze(1))
 
     def infer_target_layers(self, x: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
@@ -257,11 +259,13 @@ class Drafter(nn.Module):
         drafted = ~verified & (positions <= positions[:, None])
         # keys   0 .. T-1, the target's own | 0 .. T-1, those that follow from x
         # seen   up to the horizon          | from horizon + 1 up to the query itself
+        # So query 6 with horizon 3 sees 0 1 2 3 of the former, and 4 5 6 of the latter.
         mask = torch.cat([verified, drafted], dim=-1).unsqueeze(1)  # (B, 1, T, 2T)
         layers = target.config.num_hidden_layers
         for i in range(layers - self.N, layers):
             layer = target.layers[i]
             q, own_kv = layer.self_attn.queries_keys_values(layer.input_layernorm(x), rope)
+            # (B, T, 2 Ekv) -> (B, T, Hkv, 2D)
             by_head = kv[:, :, i].unflatten(-1, (target.config.num_key_value_heads, -1))
             target_kv = by_head.transpose(1, 2).to(own_kv.dtype)  # (B, Hkv, T, 2D)
             all_kv = torch.cat([target_kv, own_kv], dim=2)  # (B, Hkv, 2T, 2D)
@@ -278,8 +282,9 @@ class Drafter(nn.Module):
         return self.target.norm(x)
 
     def features(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
-        """Run the drafter over all positions. Returns predicted final hidden states (B, T, E),
-        which the LM head reads. (`train.distill` takes the same steps, and keeps what is between.)
+        """Run the whole drafter over all positions. Returns predicted final hidden states
+        (B, T, E), which the LM head reads. (Training takes the same steps in `train.distill`, which
+        keeps what is between them.)
 
         tokens (B, T); kv (B, T, L, 2 Ekv) from the target's cache; horizon (B, T): the last
         position whose memory query i may read, -1 for none.
@@ -291,14 +296,15 @@ class Drafter(nn.Module):
     def memory_update(self, tokens: list[int], cache: KVCache, hidden: Tensor) -> MemoryUpdate:
         """Return what drafting needs of newly verified tokens, the last ones in the target's cache.
 
-        Runs where that cache is. hidden (1, T, E): the target's final states of these tokens.
+        Called on the target's side, where that cache is. hidden (1, T, E): the target's final
+        states of these tokens.
         """
         start = cache.length - len(tokens)
-        kv = cache.kv[:, :, :, start:cache.length]  # (L, 1, Hkv, T, 2D)
-        by_token = kv.permute(1, 3, 0, 2, 4).flatten(3)  # (1, T, L, 2 Ekv)
-        memory = self.build_memory(by_token, hidden)  # (1, T, E)
-        cross_kv = self.cross_keys_values(memory, self.rotary[:, start:cache.length])
-        reused_kv = kv[len(kv) - self.N:]  # not kv[-N:], which for N = 0 is all of it
+        end = cache.length
+        memory = self.build_memory(cache.by_token(start, end), hidden)  # (1, T, E)
+        cross_kv = self.cross_keys_values(memory, self.rotary[:, start:end])
+        first = len(cache.kv) - self.N  # of the reused layers
+        reused_kv = cache.kv[first:, :, :, start:end]
         return MemoryUpdate(tokens, cross_kv, reused_kv)
 
     def cross_keys_values(self, memory: Tensor, rope: Tensor) -> Tensor:
@@ -316,19 +322,6 @@ class MemoryUpdate:
 
 
 # --- Drafting: the same layers, step by step ---
-
-
-@dataclass(frozen=True)
-class TreeConfig:
-    """How large a draft, a tree or a chain, may grow: EAGLE-2's limits, and two of ours, which end
-    it where the drafter is unsure. To *expand* a token is to run the drafter on it and add tokens
-    after it. The tokens of a draft that are expanded next are its *frontier*."""
-
-    depth: int
-    top_k: int = 1  # tokens expanded at each level; with 1 the draft is a chain
-    total_tokens: int = 64  # of a tree
-    min_confidence: float = 0.0  # stop once the frontier's path probabilities sum to less
-    min_probability: float = 0.0  # a tree does not grow where a path is less likely than this
 
 
 class Draft:
@@ -405,6 +398,20 @@ class Draft:
         return smaller
 
 
+@dataclass(frozen=True)
+class TreeConfig:
+    """The limits of a draft, a tree or a chain. A draft grows level by level. To *expand* a node is
+    to run the drafter on it and add tokens after it. The nodes that are expanded next are the
+    draft's *frontier*. The first three limits are EAGLE-2's. The other two are ours, and end a
+    draft where the drafter is unsure."""
+
+    depth: int  # levels below the root
+    top_k: int = 1  # nodes of a frontier; with 1 the draft is a chain
+    total_tokens: int = 64  # of a tree
+    min_confidence: float = 0.0  # stop once the frontier's path probabilities sum to less
+    min_probability: float = 0.0  # add no token to a tree whose path is less likely
+
+
 class DraftState:
     """The drafter's side of one conversation: three caches, and the draft that is being made.
 
@@ -413,7 +420,16 @@ class DraftState:
     reused_cache  TLI   | the target's keys and values of the text | the drafter's of the rest |
 
     Between drafts all three have the length of the text. While drafting, SA's and TLI's grow by
-    each expanded token, in the order of `expanded`, so that one mask serves both. CA's stays.
+    each expanded token, in the order of `expanded`, so that one mask serves both. CA's stays. One
+    cycle after a text of 10 tokens, with a chain of three of which the target accepts two:
+
+                                        length of the caches:   SA   CA   TLI
+        before the draft                                        10   10   10
+        step on the root, which drafts token 1                  11   10   11
+        step on token 1, which drafts token 2                   12   10   12
+        step on token 2, which drafts token 3                   13   10   13
+        forget_draft                                            10   10   10
+        append_verified of the root and tokens 1 and 2          13   13   13
     """
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
@@ -462,7 +478,7 @@ class DraftState:
 
     def draft(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a chain or a tree of tokens that may follow the target's newest token, `root`."""
-        self.forget_draft()
+        self.forget_draft()  # an earlier one, if none of it has been verified
         if tree.top_k == 1:
             return self.draft_chain(root, tree)
         if self.sampling.temperature == 0:
@@ -514,11 +530,17 @@ class DraftState:
     def draft_tree(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a dynamic tree as EAGLE-2 does (Li et al. 2024), greedily, level by level.
 
-        Of all tokens that may follow the frontier, the `total_tokens` with the likeliest paths are
-        added, even if they follow the same node (EAGLE-2 adds `top_k` after each). The `top_k`
-        likeliest of them are the next frontier. At the end the likeliest of all tokens are kept.
-        None is kept without its parent, which is at least as likely. (Each level adds so many
-        because any of them may be among the likeliest of all.)
+        At each level, run the drafter on the frontier, and add the `total_tokens` tokens after it
+        that are likeliest. The `top_k` likeliest of these are the next frontier. At the end keep
+        only the `total_tokens` likeliest of all levels. How likely a token is always means its
+        whole path from the root. With depth 2, top_k 1 and total_tokens 3:
+
+            level 1, after the root    a 0.60   b 0.30   c 0.05    the next frontier: a
+            level 2, after a           d 0.42   e 0.12   f 0.03    0.60 times 0.7, 0.2 and 0.05
+            kept                       a 0.60   d 0.42   b 0.30
+
+        No token is kept without its parent, which is at least as likely. (EAGLE-2 adds `top_k`
+        tokens after each node. Here all nodes of a frontier compete.)
         """
         draft = Draft(root)
         frontier = [0]
@@ -543,9 +565,14 @@ class DraftState:
         2. Draw that many from the node's q, without replacement, whichever tokens these are.
         3. Propose all that are drawn.
 
+        With depth 2 and total_tokens 4, level 1 gets two: two tokens are drawn after the root.
+        Level 2 gets the other two. If the two likeliest paths go through one child each, one token
+        is drawn after each child.
+
         The counts may depend on q and on what earlier levels drew, but not on what this level
         draws. Nor may a drawn token be dropped for what it is: that would change the distribution
-        of the rest.
+        of the rest. (Which of them are expanded may depend on what they are: the others are
+        proposed all the same.)
         """
         draft = Draft(root)
         frontier = [0]
@@ -578,7 +605,7 @@ class DraftState:
 
     def tree_mask(self, draft: Draft, frontier: list[int]) -> Tensor | None:
         """Return the mask of the frontier over what is in the caches, (F, S). None where each node
-        sees all of it, as in a chain."""
+        sees all of it, as in a chain: that is faster."""
         if draft.is_chain:
             return None
         mask = draft.mask(frontier, self.expanded, self.text_length)
@@ -622,8 +649,8 @@ def likeliest_choices(
 ) -> list[Choice]:
     """Of all tokens after the frontier, return the `count` whose paths are likeliest. q (F, V')
 
-    Paths below `min_probability` are left out, and below 1e-30, so that no node is given more
-    children than q has tokens to draw (top-p makes most of q zero).
+    Paths below `min_probability` are left out, and those of probability 0 (or nearly: 1e-30). Top-p
+    makes many such, and `sample_tree` could not draw as many tokens as are chosen here.
     """
     least = max(min_probability, 1e-30)
     top = q.topk(min(count, q.shape[-1]))  # (F, count)
@@ -640,6 +667,7 @@ def likeliest_choices(
 def draw_choices(choices: list[Choice], q: Tensor, generator: torch.Generator) -> list[Choice]:
     """Draw as many tokens after each node as it has among these choices. q (F, V')"""
     counts = Counter(choice.row for choice in choices)
+    # The same number for each row, as tensors need. Of its draws a row uses the first ones.
     drawn = gumbel_topk(q, max(counts.values(), default=0), generator)  # (F, most children)
     chances = q.gather(-1, drawn).tolist()
     drawn_choices = []
@@ -652,9 +680,10 @@ def draw_choices(choices: list[Choice], q: Tensor, generator: torch.Generator) -
 def gumbel_topk(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """Draw k tokens from each p (..., V') without replacement. Returns them in order (..., k).
 
-    With e_x ~ Exp(1), the x with the largest p_x / e_x is a draw from p, that with the second
-    largest a draw from the rest, and so on (Kool et al. 2019). The name comes from the logarithm:
-    log(p_x / e_x) is log p_x plus Gumbel noise.
+    With e_x ~ Exp(1), e_x / p_x is the time until a random clock of rate p_x rings. Of such clocks,
+    one for each token, x is the first to ring with probability p_x, and the order in which all ring
+    is that of draws without replacement. The first to ring has the largest p_x / e_x. (This is the
+    Gumbel top-k trick of Kool et al. 2019: log(p_x / e_x) is log p_x plus Gumbel noise.)
     """
     e = torch.empty_like(p).exponential_(generator=generator)
     e = e.clamp(min=torch.finfo(p.dtype).tiny)  # some devices draw 0, and 0 / 0 would win
@@ -695,7 +724,7 @@ def default_config(target: Llama) -> DrafterConfig:
 
 
 def layer_attention_heads(sizes: Config, kv_width: int) -> int:
-    """How many heads LSA has: the target's or, where these do not fit its width, a few less."""
+    """How many heads LSA has: the target's or, where their size would be odd, a few less."""
     heads = sizes.num_attention_heads
     while kv_width // heads % 2 != 0:  # RoPE needs an even head size
         heads -= sizes.num_key_value_heads
@@ -790,6 +819,7 @@ class LastStateDrafter(Drafter):
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__(target, config)
         del self.layer_self_attention
+        # The name stays, though this one is from E to E.
         self.Ekv2E = nn.Linear(target.config.hidden_size, target.config.hidden_size)
 
     def build_memory(self, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
@@ -825,8 +855,8 @@ class OffPolicyDrafter(Drafter):
         return self.cross_attention(x + previous, self.rotary[:, :count], mask)
 
     def cross_keys_values(self, memory: Tensor, rope: Tensor) -> Tensor:
-        """Here they cannot be had before SA has run: `OffPolicyDraftState` gets the memory itself,
-        (1, T, E)."""
+        """Here they cannot be had before SA has run. So what a MemoryUpdate holds in their place is
+        the memory itself, (1, T, E), for `OffPolicyDraftState`."""
         return memory
 
     def predicted_memory(self, features: Tensor) -> Tensor:
@@ -838,7 +868,10 @@ class OffPolicyDrafter(Drafter):
 
 
 class LastStateOffPolicyDrafter(LastStateDrafter, OffPolicyDrafter):
-    """Without both: as near to EAGLE as these layers come."""
+    """Without both: as near to EAGLE as these layers come.
+
+    The memory is LastStateDrafter's, the causal layer in place of CA is OffPolicyDrafter's.
+    """
 
     def predicted_memory(self, features: Tensor) -> Tensor:
         return self.Ekv2E(features.to(self.dtype))
@@ -851,17 +884,22 @@ class OffPolicyDraftState(DraftState):
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
         super().__init__(drafter, capacity, sampling)
         self.last_memory = torch.zeros_like(drafter.Ekv2E.bias)  # of the last verified token, (E)
-        self.predicted: dict[int, Tensor] = {}  # memory of the draft's tokens, by index
+        # Memory of the draft's expanded nodes. The next draft overwrites it: a node is expanded
+        # before its children are, which read it.
+        self.predicted: dict[int, Tensor] = {}
 
     def append_verified(self, update: MemoryUpdate) -> None:
-        """The same, but SA has to run: its output is the causal layer's input."""
+        """Grow the caches by newly verified tokens. Here SA has to run: the causal layer's keys and
+        values follow from its output, plus the memory of the token before."""
         drafter = self.drafter
         self.forget_draft()
         count = len(update.tokens)
         rope = self.next_rope(count)
         mask = causal_mask(count, self.text_length, drafter.target.device)
         x = drafter.self_attention(self.embed(update.tokens), rope, mask, self.self_cache, 0)
-        memory = torch.cat([self.last_memory[None], update.cross_kv[0]])  # (1 + T, E)
+        # See `cross_keys_values`: the update holds the memory itself. (1 + T, E), from the token
+        # before these on.
+        memory = torch.cat([self.last_memory[None], update.cross_kv[0]])
         self.last_memory = memory[-1]
         cross_kv = drafter.cross_attention.keys_values(x + memory[:-1], rope)
         self.append_memory(replace(update, cross_kv=cross_kv))
@@ -871,9 +909,10 @@ class OffPolicyDraftState(DraftState):
         previous = []  # of each node: the memory of the token before it
         for node in frontier:
             previous.append(self.predicted.get(draft.parents[node], self.last_memory))
-        # The causal layer's cache also holds the draft, at the same places as SA's.
+        # The causal layer's cache must hold the draft as well, in the slots of SA's, so that one
+        # mask serves both. So for this call it ends where SA's does.
         text_length = self.cross_cache.length
-        self.cross_cache.length = self.self_cache.length  # only for this call
+        self.cross_cache.length = self.self_cache.length
         x = x + torch.stack(previous)
         x = self.drafter.cross_attention(x, rope, mask, self.cross_cache, 0)
         self.cross_cache.length = text_length
@@ -908,11 +947,14 @@ def dequantize_probabilities(ids: Tensor, weights: Tensor, vocab_size: int) -> T
 
 
 class RemoteDraftState(DraftState):
-    """Drafts for a target on a server.
+    """Drafts for a target on a server. Two things differ from `DraftState`.
 
-    They are drawn from distributions that can be sent exactly, since they are coarse to begin
-    with. And as long as the server is out of reach, so that there is no new memory, nothing is
-    drafted for it: the text goes on by `draft_unverified`.
+    q is made coarse before tokens are drawn from it. So the server can be sent the very q that was
+    used, in a few bytes.
+
+    While the server is out of reach, there is no new memory. Then `draft` returns an empty draft,
+    and `RemoteTarget` calls `draft_unverified`, whose tokens stay in SA's and TLI's caches as if
+    they were verified.
     """
 
     offline = False
@@ -940,7 +982,7 @@ class RemoteDraftState(DraftState):
 
     def draft_unverified(self, root: int, count: int) -> list[int]:
         """Write a chain of `count` tokens that stays in the caches. The next goes on after it."""
-        draft = super().draft(root, TreeConfig(depth=count))  # not ours, which is empty
+        draft = super().draft(root, TreeConfig(depth=count))  # ours would be empty
         self.unverified += len(self.expanded)
         return draft.tokens[1:]
 
@@ -1006,8 +1048,8 @@ class BatchDraftState:
         ids = torch.tensor(tokens, device=target.device)[:, None]  # (B, 1)
         rope, mask = self.self_cache.layout(batch, 1, drafter.rotary)
         x = drafter.self_attention(drafter.embed(ids), rope, mask, self.self_cache, 0)
-        # In a row of length n a layout's mask allows positions 0 to n. CA's cache holds 0 to n - 1,
-        # which is what the mask without its first column allows.
+        # CA reads all n memories of a row, slots 0 to n - 1. A layout's mask allows slots 0 to n:
+        # it is made for a cache that the new token joins. Without its first column it is right.
         _, mask = self.cross_cache.layout(batch, 1, drafter.rotary)
         memory = self.cross_cache.kv[0, :batch, :, :self.cross_cache.end - 1]
         x = drafter.cross_attention.attend_to(memory, x, rope, mask[..., 1:])
@@ -1084,6 +1126,7 @@ def parse_drafter_config(
         value = stated.get(name)
         if value is None:
             continue
+        # kind is a string, such as "int": annotations are not evaluated in this file.
         if not is_valid(value, kind, sizes.vocab_size):
             raise InputError(f"{name} is invalid: {value!r:.40}")
         values[name] = tuple(value) if isinstance(value, list) else value
@@ -1092,6 +1135,7 @@ def parse_drafter_config(
         queries = row_count(tensors, f"{layer}.self_attn.q_proj.weight")
         keys = row_count(tensors, f"{layer}.self_attn.k_proj.weight")
         inner = row_count(tensors, f"{layer}.mlp.gate_proj.weight")
+        # q_proj has heads * D rows, k_proj kv_heads * D.
         values.setdefault(f"{layer}_num_key_value_heads", heads * keys // queries)
         values.setdefault(f"{layer}_intermediate_size", inner)
     return DrafterConfig(**values)

@@ -5,6 +5,11 @@ So a drafter proposes the next few tokens, and one pass of the target verifies a
 those that it might have written itself, and adds one of its own. Wherever the drafter is right, a
 pass brings several tokens. `speculate` is the loop, `LocalTarget` the target's side of it.
 
+One pass is enough, because a transformer predicts the token after every token that it reads. Given
+the newest token, the root, and a chain of K drafted ones, it returns 1 + K distributions. The first
+is that of the token after the root, and judges the first drafted token. The second judges the next,
+and so on. The last is that of the token after all of them.
+
 Which drafted tokens are kept is decided so that the text is distributed exactly as the target's own
 (Leviathan et al. 2023; Chen et al. 2023). With p the target's distribution, q the drafter's, and
 norm(f) = f / sum f:
@@ -16,14 +21,19 @@ Why that is exact. A token x comes out in two ways, with these probabilities:
     drafted and accepted      q(x) min(1, p(x) / q(x))                = min(p(x), q(x))
     drawn after a rejection   P(rejection) * norm(max(p - q, 0))(x)   = max(p(x) - q(x), 0)
 
-because P(rejection) = 1 - sum min(p, q) = sum max(p - q, 0), which is what norm divides by. The two
-add up to p(x), whatever q is. A bad drafter costs time, never text.
+because P(rejection) = 1 - sum min(p, q) and, as p sums to 1, this is sum (p - min(p, q)) =
+sum max(p - q, 0): what norm divides by. The two add up to p(x), whatever q is. An example with
+three tokens, p = (0.6, 0.3, 0.1) and q = (0.4, 0.5, 0.1): the first and the third are always
+accepted, the second with probability 0.6. With probability 0.5 * 0.4 = 0.2 it is rejected, and
+norm(max(p - q, 0)) = (1, 0, 0) puts the first in its place. So they come out with probabilities
+0.4 + 0.2, 0.5 * 0.6 and 0.1, which is p. A bad drafter costs time, never text.
 
     python speculate.py --prompt "Explain why the sky is blue." --show   # accepted tokens are green
     python speculate.py                                                  # a chat
     python speculate.py --remote --latency 21ms                          # the target on a server
 
-Read as far as the bar. Most of the imports are for what follows it.
+Read as far as the bar, the line that says where the method ends. Most of the imports are for what
+follows it.
 
 Shapes: T tokens, K drafted tokens, S tokens in the cache, E hidden size, V vocabulary.
 """
@@ -148,7 +158,7 @@ def speculate(
         if left == 0 or tokens[-1] in config.stop_ids:
             return
         state.append_verified(result.memory)  # grow the cross-attention memory
-        depth = min(tree.depth, left - 1)  # after them comes a token of the target's own
+        depth = min(tree.depth, left - 1)  # drafted tokens at most: the target adds one of its own
         draft = state.draft(result.token, replace(tree, depth=depth))  # empty if depth is 0
         result = target.verify(draft)  # accepted tokens, next token, memory of what is verified
 
@@ -165,7 +175,7 @@ class LocalTarget:
     """The target of one conversation, on this machine. LSA runs on its side, where its cache is."""
 
     def __init__(self, model: Llama, drafter: Drafter, capacity: int, sampling: Sampling):
-        """capacity: tokens of text and draft together."""
+        """model: the Llama that moa.py calls the target. capacity: tokens of text and draft."""
         self.model = model
         self.drafter = drafter
         self.sampling = sampling
@@ -202,8 +212,17 @@ def draft_layout(draft: Draft, start: int) -> tuple[Tensor, Tensor]:
     """Say where a draft's tokens stand after `start` others: their positions (1 + K), and which
     tokens each of them may look at (1 + K, S).
 
-    The branches of a tree lie side by side in the cache. Two tokens that may follow the same one
-    have the same position, and each sees the text, its ancestors and itself, but no other branch.
+    The branches of a tree lie side by side in the slots of the cache. Two tokens that may follow
+    the same one have the same position, and each sees the text, its ancestors and itself, but no
+    other branch. After 10 tokens of text, for example:
+
+        node   token        slot   position   sees slots 0 to 9, and
+         0     " lies"       10       10      10                        the root
+         1     " in"         11       11      10 11
+         2     " within"     12       11      10    12
+         3     " the"        13       12      10 11    13               after " in"
+
+    If nodes 0, 1 and 3 are accepted, `keep_path` moves slot 13 to 12.
     """
     nodes = list(range(len(draft.tokens)))
     positions = [start + draft.depth(node) for node in nodes]
@@ -222,7 +241,7 @@ class Trial(NamedTuple):
 
 @dataclass
 class Acceptance:
-    """What the target decides on a draft."""
+    """What is decided on a draft, as indices. `verify` makes tokens of them, in a VerifyResult."""
 
     path: list[int]  # indices of what it keeps: the root, then accepted tokens
     token: int  # its own, which comes after them
@@ -264,11 +283,13 @@ def rejection_sample(
     trials = {}
     for i in range(1, len(draft.tokens)):
         x = draft.tokens[i]
-        q = draft.q[i - 1]  # what x was drawn from, (V)
-        trials[i] = Trial(u[i], float(p[i - 1, x] / q[x]))
-        accepted = u[i] < trials[i].ratio  # with probability min(1, p(x) / q(x))
+        p_here = p[i - 1]  # the target's distribution after the token before x, (V)
+        q_here = draft.q[i - 1]  # the drafter's, which x was drawn from, (V)
+        ratio = float(p_here[x] / q_here[x])
+        trials[i] = Trial(u[i], ratio)
+        accepted = u[i] < ratio  # with probability min(1, p(x) / q(x))
         if not accepted:
-            return Acceptance(path, sample(residual(p[i - 1], q), generator), trials)
+            return Acceptance(path, sample(residual(p_here, q_here), generator), trials)
         path.append(i)
     return Acceptance(path, sample(p[-1], generator), trials)  # all are accepted
 
@@ -294,10 +315,11 @@ def rejection_sample_tree(
     p. And the sibling was drawn from q without the rejected token. So it is tried with these two in
     place of p and q. If all are rejected, the token is drawn from what is left of p.
 
-    Why that is exact. Take two children. If the first is rejected, a token distributed as the
-    residual r is owed, and the second child was drawn from q without the first. That is the chain's
-    situation again, with r in the place of p and q without the first in that of q: so what comes
-    out is distributed as r. With more children the same holds from the last one back to the first.
+    Why that is exact. With one child this is the chain's rule, which makes a token distributed as
+    p from one drawn from any q. With two: if the first is rejected, the chain's rule would draw
+    from the residual r. Here the second child is tried against r in place of that. It was drawn
+    from another distribution, q without the first, and the chain's rule makes of it a token
+    distributed as r. So nothing has changed. The same argument serves for a third child, and so on.
     """
     path = [0]
     trials = {}
@@ -307,8 +329,9 @@ def rejection_sample_tree(
         q_left = draft.q.get(last)  # (V), or None if it has no children
         for child in draft.children(last):
             x = draft.tokens[child]
-            trials[child] = Trial(u[child], float(p_left[x] / q_left[x]))
-            if u[child] < trials[child].ratio:
+            ratio = float(p_left[x] / q_left[x])
+            trials[child] = Trial(u[child], ratio)
+            if u[child] < ratio:
                 path.append(child)
                 break
             p_left = residual(p_left, q_left)
@@ -333,14 +356,15 @@ def without(q: Tensor, x: int) -> Tensor:
 
 class Lookup:
     """Prompt lookup (Saxena 2023). Where the newest tokens occurred before, the draft is what
-    followed them there. Elsewhere the drafter is asked, if there is one."""
+    followed them there (tree.depth tokens). Elsewhere the drafter is asked, if there is one."""
 
     def __init__(self, state: DraftState | None, vocab_size: int, sampling: Sampling):
         self.state = state
         self.vocab_size = vocab_size
         self.sampling = sampling
         self.history: list[int] = []
-        # How many newest tokens to look for. With a drafter copy only what is nearly certain.
+        # How many of the newest tokens must have occurred before: the longest match is tried first.
+        # Beside a drafter copy only what is nearly certain.
         self.sizes = (3, 2, 1) if state is None else (3,)
 
     def append_verified(self, update: MemoryUpdate | None) -> None:
@@ -461,6 +485,7 @@ def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
 def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) -> MemoryUpdate:
     """Read the memory of these tokens off a reply. Raises LookupError, RuntimeError, ValueError."""
     count = len(tokens)
+    # Slices of the caches, for their shapes and types only.
     cross_like = state.cross_cache.kv[0, :, :, :count]  # (1, Hkv, T, 2D)
     reused_like = state.reused_cache.kv[:, :, :, :count]  # (N, 1, Hkv, T, 2D)
     cross_kv = dequantize(tensors["cross"], tensors["cross_scale"], cross_like)
@@ -504,9 +529,9 @@ class RemoteTarget:
         self.channel = channel
         self.state = state
         self.config = config
-        self.connection = "connected"  # during the last cycle
+        self.link_state = "connected"  # or one of the other two, during the last cycle
         self.text: list[int] = []  # prompt and answer
-        self.end = 0  # the length of the text once the answer is complete
+        self.full_length = 0  # of the text, once the answer is complete
         self.retry_at = 0.0  # when to reconnect at the earliest, by time.monotonic
         self.backoff = INITIAL_BACKOFF  # seconds
 
@@ -514,7 +539,7 @@ class RemoteTarget:
         """Connect, and let the server read the prompt. Tries twice, then raises InputError: without
         a memory the drafter cannot begin."""
         self.text = list(prompt)
-        self.end = len(prompt) + self.config.max_new_tokens
+        self.full_length = len(prompt) + self.config.max_new_tokens
         try:
             return self.reconnect()
         except ConnectionLost:
@@ -523,29 +548,31 @@ class RemoteTarget:
             return self.reconnect()
 
     def verify(self, draft: Draft) -> VerifyResult:
+        """Let the server verify a draft. If it does not answer, reconnect at once: it may only have
+        restarted, or closed an idle connection. If that fails too, let the drafter go on alone."""
         try:
             return self.verify_remote(draft)
         except ConnectionLost as error:
-            lost = str(error)
-        try:  # at once: the server may have closed an idle connection, or restarted
-            result = self.reconnect()
-            self.connection = "reconnecting"
-            return result
+            reason = str(error)
+        try:
+            result = self.reconnect()  # the draft is lost: the server goes on after its root
         except ConnectionLost:
-            self.connection = "offline"
-            return self.draft_offline(draft.tokens[0], lost)
+            self.link_state = "offline"
+            return self.draft_offline(draft.tokens[0], reason)
+        self.link_state = "reconnecting"
+        return result
 
     def draft_offline(self, newest: int, reason: str) -> OfflineResult:
         """Let the drafter go on alone."""
-        count = min(OFFLINE_TOKENS, self.end - len(self.text))
+        count = min(OFFLINE_TOKENS, self.full_length - len(self.text))
         tokens = self.state.draft_unverified(newest, count)
         self.text += tokens
         return OfflineResult(tokens[:-1], tokens[-1], reason=reason)
 
     def verify_remote(self, draft: Draft) -> VerifyResult:
         """Let the server verify a draft. Raises ConnectionLost."""
-        drafts = draft.tokens[1:]  # the server knows the root
-        fields = {"call": "verify", "drafts": drafts, "parents": draft.parents[1:]}
+        drafted = draft.tokens[1:]  # the server knows the root
+        fields = {"call": "verify", "drafts": drafted, "parents": draft.parents[1:]}
         tensors = {}
         if draft.q:
             # In the order of the parents. Quantizing loses nothing: q was quantized before tokens
@@ -554,7 +581,7 @@ class RemoteTarget:
             ids, weights = quantize_probabilities(q)
             tensors = {"ids": ids.cpu(), "weights": weights.cpu()}
         result = self.request(fields, tensors, draft)
-        self.connection = "connected"
+        self.link_state = "connected"
         return result
 
     def reconnect(self) -> VerifyResult:
@@ -575,7 +602,7 @@ class RemoteTarget:
         # what it accepts would depend on what was drafted.
         generator = self.state.sampling.generator
         seed = torch.randint(2**31 - 1, (), generator=generator, device=generator.device)
-        left = self.end - len(self.text)
+        left = self.full_length - len(self.text)
         config = replace(self.config, max_new_tokens=left, seed=int(seed))
         fields, tensors = text_request("read", self.text, config)
         fields["known"] = self.state.verified
@@ -591,7 +618,7 @@ class RemoteTarget:
             # What is wrong with a reply raises one of many exceptions, which the channel turns into
             # ConnectionLost.
             path = match_path(draft, fields["accepted"])
-            accepted = [draft.tokens[i] for i in path[1:]]  # ints: in the reply 9.0 would equal 9
+            accepted = [draft.tokens[i] for i in path[1:]]  # (the reply may say 9.0 for 9)
             token = check_int(fields["token"], 0, self.state.drafter.target.config.vocab_size - 1)
             verified = self.text[self.state.verified:] + accepted
             return VerifyResult(accepted, token, dequantize_memory(tensors, verified, self.state))
@@ -636,12 +663,12 @@ class TargetSession:
         self.drafter = drafter
         self.worker = worker
         self.target: LocalTarget | None = None
-        self.token = 0  # which the next drafts follow
+        self.token = 0  # the newest: the root of the next draft
         self.greeting = {"drafter": drafter.checkpoint_hash}
 
     def answer(self, fields: dict, tensors: Tensors) -> Replies:
         """Reply to a request. Raises ValueError, LookupError or TypeError if it is malformed."""
-        calls = {"read": self.read, "verify": self.verify, "generate": self.generate}
+        calls = {"read": self.read, "verify": self.verify, "generate": self.write_alone}
         return calls[fields["call"]](fields, tensors)
 
     def work(self, function: Callable, *arguments):
@@ -669,7 +696,7 @@ class TargetSession:
     def read(self, fields: dict, tensors: Tensors) -> Replies:
         tokens, config = self.parse_text(fields, tensors)
         known = check_int(fields.get("known", 0), 0, len(tokens) - 1)
-        # The root of the last draft, and its tokens, may go beyond the answer.
+        # With room for one more draft at the end: it is in the cache until it is rejected.
         capacity = len(tokens) + config.max_new_tokens + 1 + MAX_DRAFT_TOKENS
         sampling = config.new_sampling(self.model.device)
         self.target = LocalTarget(self.model, self.drafter, capacity, sampling)
@@ -721,7 +748,7 @@ class TargetSession:
         q = dequantize_probabilities(ids, weights, vocab_size).to(self.model.device)
         return dict(zip(parents, q))
 
-    def generate(self, fields: dict, tensors: Tensors) -> Replies:
+    def write_alone(self, fields: dict, tensors: Tensors) -> Replies:
         tokens, config = self.parse_text(fields, tensors)
         stream = generate(self.model, tokens, config)
         for count in range(1, config.max_new_tokens + 1):
@@ -823,7 +850,7 @@ PLAIN = "\033[0m"
 
 
 class Origin(Enum):
-    """Whose a token is, and the color of it with --show."""
+    """Who wrote a token, and its color with --show."""
 
     TARGET = ""
     DRAFT = GREEN
@@ -834,7 +861,7 @@ class Origin(Enum):
 class Cycle:
     """One round of the loop, a draft and its verification. With the target alone, one token."""
 
-    target: LocalTarget | RemoteTarget | None = None  # the one that verified the draft
+    target: LocalTarget | RemoteTarget | None = None  # which --trace asks for p, or the link
     draft: Draft | None = None
     result: VerifyResult | None = None
     tokens: list[int] = field(default_factory=list)  # that it brought
@@ -847,7 +874,7 @@ class Cycle:
 
     @property
     def origins(self) -> list[Origin]:
-        """Whose each token is."""
+        """Who wrote each token."""
         if self.is_offline:
             return [Origin.UNVERIFIED] * len(self.tokens)
         origins = [Origin.DRAFT] * len(self.result.accepted) + [Origin.TARGET]
@@ -1015,8 +1042,8 @@ class Method:
     ) -> Iterator[Cycle]:
         tree = self.tree
         sampling = config.new_sampling(self.model.device)
-        drafts = max(tree.total_tokens, tree.depth * tree.top_k, OFFLINE_TOKENS)
-        capacity = len(prompt) + config.max_new_tokens + 1 + drafts
+        draft_slots = max(tree.total_tokens, tree.depth * tree.top_k, OFFLINE_TOKENS)
+        capacity = len(prompt) + config.max_new_tokens + 1 + draft_slots
         state = None
         if self.drafter is not None:
             state = start_drafting(self.drafter, capacity, sampling, remote=channel is not None)
@@ -1029,7 +1056,7 @@ class Method:
             target = kind(self.model, self.drafter, capacity, sampling)
         if self.lookup:
             state = Lookup(state, self.model.config.vocab_size, sampling)
-        recorder = Recorder(target, state)  # plays both
+        recorder = Recorder(target, state)  # in place of both: it passes each call on
         for tokens in speculate(recorder, recorder, prompt, config, tree):
             recorder.cycle.tokens = tokens
             yield recorder.cycle
@@ -1105,8 +1132,8 @@ class Trace:
     def record(self, cycle: Cycle) -> dict:
         """Return a line of --trace --json. The parent of a drafted token is -1 for the root."""
         target = cycle.target
-        draft = cycle.draft or Draft(cycle.result.token)
-        if isinstance(target, RemoteTarget) and target.connection != "connected":
+        draft = cycle.draft or Draft(cycle.result.token)  # none after the prompt's pass
+        if isinstance(target, RemoteTarget) and target.link_state != "connected":
             draft = Draft(draft.tokens[0])  # what was drafted never reached the target
             path = [0]
         else:
@@ -1147,7 +1174,7 @@ class Trace:
         traffic = (channel.bytes_up, channel.bytes_down, channel.network_seconds)
         up, down, seconds = [new - old for new, old in zip(traffic, self.traffic)]
         self.traffic = traffic
-        return {"state": target.connection, "bytes_up": up, "bytes_down": down, "seconds": seconds}
+        return {"state": target.link_state, "bytes_up": up, "bytes_down": down, "seconds": seconds}
 
 
 def reason(target: LocalTarget | RemoteTarget, draft: Draft, path: list[int], i: int) -> str:
@@ -1380,7 +1407,7 @@ def progress(prompt: Prompt, methods: Methods, results: dict[str, Generation]) -
 
 def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Generation]]) -> dict:
     """Return a method's totals over a category, and quartiles over its turns."""
-    _, _, network = name.partition(":")
+    _, _, network = name.partition(":")  # see `remote_methods`
     base = f"api:{network}"  # plain API use on the same network
     if base not in runs[0]:
         base = "target"
@@ -1731,6 +1758,7 @@ class Terminal:
             emit = Trace(tokenizer, args.json).emit
         elif args.json:
             emit = ignore
+        # Shown after a second, unless the first token has come by then.
         connecting = Timer(1.0, print, ["connecting ..."], {"file": sys.stderr})
         if args.remote:
             connecting.start()
@@ -1797,7 +1825,7 @@ class Terminal:
                 continue
             answer = self.models.tokenizer.decode(generation.tokens)
             messages = context + [{"role": "assistant", "content": answer}]
-        self.summarize()
+        self.print_totals()
 
     def read_question(self) -> str | None:
         """Read a line. Returns None at the end of the file."""
@@ -1827,7 +1855,7 @@ class Terminal:
             print(f"the context is full: the oldest {dropped} turns are dropped", file=sys.stderr)
         return kept
 
-    def summarize(self) -> None:
+    def print_totals(self) -> None:
         """Print what a whole chat cost."""
         if self.answers:
             tokens = sum(len(g.tokens) for g in self.answers)

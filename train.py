@@ -4,21 +4,25 @@ The target reads a conversation once. That gives its KV cache, its final hidden 
 through the LM head, its distributions p of each next token. The drafter learns to predict h and p
 from what it has while drafting: the text, and the memory of verified tokens only. This file shows
 
-1. how one pass puts every position into a state that drafting meets: the *horizon*;
+1. how one pass puts every position into a situation that drafting meets: the *horizon*;
 2. the loss of one position, where the drafter predicts h' and q:
 
        0.1 KL(p || q) + 1.0 SmoothL1(h, h')
 
+   KL makes q like p, and that is what acceptance needs: a drafted token is rejected with
+   probability sum max(p - q, 0), which is at most sqrt(KL / 2). Smooth L1 gives E numbers to learn
+   from at each position.
    With N > 0 half of the second term is for the state that enters the reused layers, as in the
-   authors' code;
+   authors' code. In the code h is `final`, h' is `predicted`;
 3. one update, and the loop around it.
 
-    python train.py --data ultrachat.jsonl              # the paper's settings, once over the data
+    python train.py --data ultrachat.jsonl              # the authors' settings, once over the data
     python train.py --data ultrachat.jsonl --resume     # goes on after any interruption
     python train.py --data own.jsonl --synthesize 1000  # no data at hand? let the target write it
 
-Shapes: as in moa.py, and R horizons, n trained positions. args is the command line: its flags, with
-their defaults, are in `parse_arguments` at the end.
+Shapes: as in moa.py, and R horizons, n trained positions. args is the command line, whose flags and
+defaults are in `parse_arguments` at the end. `run_training` adds `epoch_updates`, the updates in
+which all data are read once, and makes that many the default of `updates`.
 """
 from __future__ import annotations
 
@@ -99,15 +103,18 @@ CLIP = 1.0  # the gradient's norm, at most
 # for a cycle: its queries see memory up to the token before the run, and no further. This limit is
 # a query's horizon. With runs of four tokens after a prompt of four:
 #
-#     position   0  1  2  3 |  4  5  6  7 |  8  9 10 11 | 12 ..
-#     horizon    0  1  2  3 |  3  3  3  3 |  7  7  7  7 | 11 ..    the last memory it may read
-#     depth                 |  1  2  3  4 |  1  2  3  4 |  1 ..    of the token that it drafts
+#     query at   reads tokens   and the memory of   drafts token   at depth
+#        4         0 .. 4           0 .. 3               5            1     4 plays the newest token
+#        5         0 .. 5           0 .. 3               6            2     5 plays a drafted one
+#        6         0 .. 6           0 .. 3               7            3
+#        7         0 .. 7           0 .. 3               8            4     the run's last query
+#        8         0 .. 8           0 .. 7               9            1     the next run
 #
-# The depth is counted from the run's first token, which stands for the newest one. So the query at
-# position 6 drafts the third token of a cycle. It sees the tokens up to 6, of which 5 and 6 stand
-# for the first two drafted ones, and the memory of 0 to 3. The last query of a run drafts the token
-# after it. While drafting, 5 and 6 would be guesses. If the text is the target's own, as after
-# --synthesize, that hardly matters: what follows a wrong guess is thrown away, whatever it is.
+# The horizon is the end of the memory column: 3 in the first run, 7 in the second. The depth is
+# that of the token in a draft, counted from the run's first token.
+#
+# While drafting, tokens 5 to 7 would be the drafter's. If the text is the target's own, as after
+# --synthesize, that hardly matters: what follows a wrong one is thrown away, whatever it is.
 #
 # The length of the runs is drawn for each pass over a conversation, from 5 to 15. So is a phase, by
 # which an answer's first run is shorter (an addition of ours): over time every position is trained
@@ -124,18 +131,24 @@ class Sequence(NamedTuple):
 def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     """Return the last position whose memory each query may read, (T). answer: as in Sequence.
 
-    Runs have `length` tokens, the first of an answer has `phase` fewer.
+    Runs have `length` tokens, the first of an answer has `phase` fewer. An answer that begins at
+    position 4, with length 4 and phase 1, has the runs 4 5 6 | 7 8 9 10 | 11 .. and the horizons
+    3, 6, 10.
     """
     horizons = []
-    answer_begins = 0
+    run_begins = None  # outside an answer
     for position, in_answer in enumerate(answer.tolist()):
-        if in_answer:
-            in_run = (position - answer_begins + phase) % length  # 0 at the first token of a run
-            run_begins = max(answer_begins, position - in_run)  # the first one is cut short
-            horizons.append(run_begins - 1)
-        else:
-            answer_begins = position + 1  # at the earliest
-            horizons.append(position)  # of no account: it is not trained
+        if not in_answer:
+            run_begins = None
+            horizons.append(position)  # not used: only answers are trained
+            continue
+        if run_begins is None:  # the answer's first run
+            run_begins = position
+            run_ends = position + length - phase
+        elif position == run_ends:
+            run_begins = position
+            run_ends = position + length
+        horizons.append(run_begins - 1)
     return torch.tensor(horizons)
 
 
@@ -148,13 +161,13 @@ class Example(NamedTuple):
 
 
 def draw_examples(batch: list[Sequence], update: int, args) -> list[Example]:
-    """Draw R horizons for each sequence: one pass of the target, the expensive part, serves R
-    passes of the drafter. The draws depend on the seed and on `update` alone, so that --resume
-    repeats them."""
+    """Return the batch, with R horizons for each sequence. (One pass of the target, the expensive
+    part, serves R passes of the drafter.) The draws depend on the seed and on `update` alone, so
+    that --resume repeats them."""
     draws = np.random.default_rng((args.seed, update))
     shortest, longest = sorted(args.run_length)
     lengths = draws.integers(shortest, longest, (len(batch), args.horizons), endpoint=True)
-    phases = draws.integers(0, lengths)  # (B, R), both
+    phases = draws.integers(0, lengths)  # (B, R), as `lengths`: each below its length
     examples = []
     for row, sequence in enumerate(batch):
         horizons = []
@@ -189,31 +202,34 @@ class TargetStates(NamedTuple):
 def target_pass(target: Llama, tokens: Tensor, N: int) -> TargetStates:
     """Run the target over tokens (B, T)."""
     batch, count = tokens.shape
-    last = len(target.layers)
+    layers = len(target.layers)
     positions = torch.arange(count, device=tokens.device)
     mask = causal_mask(count, past=0, device=tokens.device)
     cache = target.new_cache(count, batch)
     x = target.embed_tokens(tokens)
-    # cache.length stays 0: each layer writes its keys and values from position 0.
-    entering = target.run_layers(x, range(last - N), positions, mask, cache)
-    x = target.run_layers(entering, range(last - N, last), positions, mask, cache)
-    by_token = cache.kv.permute(1, 3, 0, 2, 4)  # (L, B, Hkv, T, 2D) -> (B, T, L, Hkv, 2D)
-    return TargetStates(by_token.flatten(3), entering, target.norm(x))
+    # (cache.length stays 0. `Llama.hidden`, which runs all layers at once, would move it.)
+    entering = target.run_layers(x, range(layers - N), positions, mask, cache)
+    x = target.run_layers(entering, range(layers - N, layers), positions, mask, cache)
+    return TargetStates(cache.by_token(0, count), entering, target.norm(x))
 
 
 def kl_divergence(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
     """Return KL(p || q), summed over positions and horizons.
 
     p follows from the target's final hidden states (n, E), q from those that the drafter predicts
-    (R, n, E), through the weight of the LM head, head (V, E). V may be that of a draft vocabulary.
+    (R, n, E), through the weight of the LM head, head (V', E). With a draft vocabulary, V' < V, p
+    too is scaled to sum to 1 over it.
     """
-    log_p = F.linear(final, head).log_softmax(-1, torch.float32)  # (n, V)
-    log_q = F.linear(predicted, head).log_softmax(-1, torch.float32)  # (R, n, V)
+    log_p = F.linear(final, head).log_softmax(-1, torch.float32)  # (n, V')
+    log_q = F.linear(predicted, head).log_softmax(-1, torch.float32)  # (R, n, V')
     return (log_p.exp() * (log_p - log_q)).sum()
 
 
 def hidden_loss(predicted: Tensor, true: Tensor) -> Tensor:
-    """Return Smooth L1, mean over E, summed over positions and horizons: (R, n, E), (n, E)."""
+    """Return Smooth L1, mean over E, summed over positions and horizons: (R, n, E), (n, E).
+
+    Its weight in the loss is --feature-weight.
+    """
     true = true.float().expand_as(predicted)
     return F.smooth_l1_loss(predicted.float(), true, reduction="none").mean(-1).sum()
 
@@ -223,7 +239,7 @@ class Distillation(NamedTuple):
     compare."""
 
     loss: Tensor
-    parts: Tensor  # loss, KL and hidden-state loss, detached, to report: (3)
+    parts: Tensor  # loss, KL and hidden-state loss, to report: those of `Losses`, as sums, (3)
     predicted: Tensor  # h', the drafter's, (R, n, E)
     final: Tensor  # h, the target's, (n, E)
 
@@ -235,25 +251,23 @@ def distill(drafter: Drafter, example: Example, args) -> Distillation:
     memory = drafter.build_memory(states.kv, states.final)  # (B, T, E)
     x = drafter.self_attend(tokens)  # (B, T, E)
     trained = loss_mask(example.answer)  # (B, T), True at n positions
-    guesses = []  # of the states that enter the target's last N layers
-    predicted = []  # of the final ones
+    entering = []  # predictions of the states that enter the target's last N layers
+    predicted = []  # of the final ones: the same if N = 0
     for horizon in example.horizons.unbind(-1):  # (B, T)
-        guess = drafter.cross_attend(x, memory, horizon)  # (B, T, E)
-        guesses.append(guess[trained])
-        predicted.append(drafter.infer_target_layers(guess, states.kv, horizon)[trained])
+        enters = drafter.cross_attend(x, memory, horizon)  # (B, T, E)
+        leaves = drafter.infer_target_layers(enters, states.kv, horizon)  # (B, T, E)
+        entering.append(enters[trained])
+        predicted.append(leaves[trained])
     predicted = torch.stack(predicted).float()  # (R, n, E)
     final = states.final[trained].float()  # (n, E)
-    # `kl_divergence`, a few positions at a time: see below the bar.
-    kl = ChunkedKL.apply(predicted, final, drafter.head.weight)
+    kl = chunked_kl(predicted, final, drafter.head.weight)  # `kl_divergence`, in pieces
     smooth_l1 = hidden_loss(predicted, final)
     if drafter.N > 0:
-        entering = hidden_loss(torch.stack(guesses), states.entering[trained])
-        smooth_l1 = (smooth_l1 + entering) / 2
+        smooth_l1_entering = hidden_loss(torch.stack(entering), states.entering[trained])
+        smooth_l1 = (smooth_l1 + smooth_l1_entering) / 2
     loss = args.kl_weight * kl + args.feature_weight * smooth_l1
     if args.memory_weight > 0:  # not the paper's: see below the bar
-        # The other two are sums over R horizons, and will be divided by R. A memory has no horizon:
-        # so its loss counts R times here.
-        loss = loss + len(predicted) * memory_loss(drafter, memory[trained], final, args)
+        loss = loss + memory_loss(drafter, memory[trained], final, len(predicted), args)
     parts = torch.stack([loss, kl, smooth_l1]).detach()
     return Distillation(loss, parts, predicted, final)
 
@@ -267,8 +281,8 @@ def pad(tensors: list[Tensor], device) -> Tensor:
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
 
 
-def join(examples: list[Example], device) -> Example:
-    """Join several examples in one."""
+def collate(examples: list[Example], device) -> Example:
+    """Make one example of several."""
     return Example(
         tokens=pad([example.tokens for example in examples], device),
         answer=pad([example.answer for example in examples], device),
@@ -290,13 +304,15 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
     total = 0
     for sequence in batch:
         total += args.horizons * int(loss_mask(sequence.answer).sum())
+    # An update's loss is one mean, over all trained positions under all their horizons. So each
+    # piece of the batch is divided by the same total, and the gradients of all pieces add up.
     for parameter in drafter.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # not None: a process may have no share
+        parameter.grad = torch.zeros_like(parameter)
     sums = torch.zeros(3, device=device)
-    # Below the bar: under torchrun each process takes a share of the examples, and all sum up.
+    # (Under torchrun, below the bar, each process has some of the pieces, or none.)
     for examples in micro_batches(draw_examples(batch, update, args), args):
         with autocast(device, args):
-            result = distill(drafter, join(examples, device), args)
+            result = distill(drafter, collate(examples, device), args)
         (result.loss / total).backward()
         sums += result.parts
     sum_over_processes(drafter, sums)
@@ -307,14 +323,34 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
 
 
 def learning_rate(update: int, args) -> float:
-    """`paper`: rises to 20 times --lr in --warmup updates, falls linearly to --lr by the end of the
-    first epoch, then stays. `cosine`: rises to --lr, then half a cosine down to 0."""
-    lr = args.lr * min(1.0, (update + 1) / args.warmup)
+    """`paper`, as in the authors' code: rises to 20 times --lr in --warmup updates, falls linearly
+    to --lr by the end of the first epoch, then stays. `cosine`: rises to --lr, then half a cosine
+    down to 0."""
+    warm = min(1.0, (update + 1) / args.warmup)  # rises to 1
     if args.schedule == "cosine":
-        return lr * (1 + math.cos(math.pi * update / args.updates)) / 2
-    decay = (update - args.warmup) / max(1, args.epoch_updates - args.warmup)
-    decay = min(1.0, max(0.0, decay))  # 0 while warming up, 1 from the epoch's end on
-    return lr * (20 - 19 * decay)
+        return warm * args.lr * (1 + math.cos(math.pi * update / args.updates)) / 2
+    way_down = (update - args.warmup) / max(1, args.epoch_updates - args.warmup)
+    way_down = min(1.0, max(0.0, way_down))  # 0 while warming up, 1 from the epoch's end on
+    return warm * args.lr * (20 - 19 * way_down)
+
+
+def make_optimizers(drafter: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
+    """AdamW, as in the paper; or Muon (Jordan et al. 2024) for the matrices, AdamW for the rest."""
+    adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0)
+    if kind == "adamw":
+        return [adamw(drafter.parameters())]
+    matrices = [p for p in drafter.parameters() if p.ndim == 2]
+    vectors = [p for p in drafter.parameters() if p.ndim == 1]
+    muon = torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    return [muon, adamw(vectors)]
+
+
+def apply_gradients(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
+    """Move the weights along their gradients, at a learning rate."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
 
 
 def take_step(
@@ -356,7 +392,7 @@ KL_CHUNK = 256  # distributions over V tokens that exist at once
 
 
 class ChunkedKL(torch.autograd.Function):
-    """`kl_divergence`, with less memory.
+    """`kl_divergence`, in less RAM.
 
     A distribution has V numbers (Llama-3: 128 256), and autograd would keep several of them for
     each position until the backward pass. So each chunk of positions is differentiated at once, and
@@ -384,44 +420,33 @@ class ChunkedKL(torch.autograd.Function):
         return gradient * grad_output, None, None
 
 
-def apply_gradients(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
-    """Move the weights along their gradients, at a learning rate."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-
-
-def make_optimizers(drafter: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
-    """AdamW, or Muon (Jordan et al. 2024) for the matrices and AdamW for the rest."""
-    adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0)
-    if kind == "adamw":
-        return [adamw(drafter.parameters())]
-    matrices = [p for p in drafter.parameters() if p.ndim == 2]
-    vectors = [p for p in drafter.parameters() if p.ndim == 1]
-    muon = torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    return [muon, adamw(vectors)]
+def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
+    """Return `kl_divergence` of the same arguments."""
+    return ChunkedKL.apply(predicted, final, head)
 
 
 def autocast(device: torch.device, args) -> torch.autocast:
     return torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32")
 
 
-def memory_loss(drafter: Drafter, memory: Tensor, final: Tensor, args) -> Tensor:
+def memory_loss(drafter: Drafter, memory: Tensor, final: Tensor, R: int, args) -> Tensor:
     """Return the loss of a memory (n, E) that is to predict h and p itself: --memory-weight.
 
-    LSA learns slowly from the drafter's loss alone, which reaches it through CA.
+    LSA learns slowly from the drafter's loss alone, which reaches it through CA: see
+    weights/README.md.
     """
     memory = memory.float().unsqueeze(0)  # (1, n, E)
-    kl = ChunkedKL.apply(memory, final, drafter.head.weight)
+    kl = chunked_kl(memory, final, drafter.head.weight)
     loss = args.kl_weight * kl + args.feature_weight * hidden_loss(memory, final)
-    return args.memory_weight * loss
+    # The other losses are sums over R horizons, and will be divided by R. A memory has no horizon.
+    return R * args.memory_weight * loss
 
 
 # --- Several processes, under torchrun ---
 #
-# Every process draws the same batch and takes its share of it, and the gradients are summed: they
-# are the same however many processes there are. A small batch may leave one of them nothing.
+# Every process draws the same batch and computes the gradients of its share. Then all sum them up:
+# so the sum is the same, up to rounding, however many processes there are. A small batch may leave
+# one of them nothing to do.
 
 
 def rank() -> int:
@@ -502,7 +527,7 @@ def evaluate(drafter: Drafter, sequences: list[Sequence], args) -> dict:
         horizon = run_horizon(answer, DEPTHS, i % DEPTHS)  # (T)
         example = Example(tokens, answer, horizon[:, None])
         with autocast(device, args):
-            result = distill(drafter, join([example], device), args)
+            result = distill(drafter, collate([example], device), args)
             logits = drafter.head.logits(result.predicted.squeeze(0))  # (n, V')
             choices = [drafter.head.token(choice) for choice in logits.argmax(-1).tolist()]  # n
             truth = drafter.target.lm_head(result.final).argmax(-1)  # (n)
@@ -510,7 +535,9 @@ def evaluate(drafter: Drafter, sequences: list[Sequence], args) -> dict:
         count += len(truth)
         agrees = torch.tensor(choices) == truth.cpu()
         depths = (torch.arange(len(tokens)) - horizon)[loss_mask(answer)]
-        begins = (depths == 1).nonzero()[:, 0]  # of runs
+        # Cut the answers into runs, which begin where the depth is 1: run[d] says whether the token
+        # drafted at depth d + 1 is right.
+        begins = (depths == 1).nonzero()[:, 0]
         runs += [run.tolist() for run in agrees.tensor_split(begins)]
     loss, kl, hidden = (sums / count).tolist()
     losses = {"held_out_loss": loss, "held_out_kl": kl, "held_out_hidden": hidden}
@@ -523,7 +550,8 @@ def depth_scores(runs: list[list[bool]], depths: int) -> dict:
 
     With a_d that share at depth d, a cycle brings 1 + a_1 + a_1 a_2 + ... tokens: the acceptance
     length implied. It is optimistic: these runs begin anywhere, but a cycle mostly begins after a
-    token that the drafter got wrong.
+    token that the drafter got wrong. And where a text is not greedy, `evaluate` scores a later
+    depth after the text's token, whichever was drafted (`evaluate_drafting` does not).
     """
     accuracies = []
     for depth in range(depths):
@@ -773,7 +801,7 @@ class Stream:
 
     def __iter__(self) -> Iterator[Sequence]:
         """Raises InputError when a whole epoch has nothing to train on."""
-        unusable = 0
+        unusable = 0  # in a row
         while unusable < len(self.indices):
             epoch, first = divmod(self.position, len(self.indices))
             order = np.random.default_rng((self.seed, epoch)).permutation(self.indices)
@@ -815,8 +843,8 @@ def frequent_tokens(
         raise InputError(NO_ANSWER)
     counts = torch.cat(answers).bincount(minlength=vocab_size)
     counts[list(data.tokenizer.stop_ids)] = counts.max() + 1
-    top = counts.topk(min(count, vocab_size)).indices
-    return tuple(sorted(top.tolist()))
+    order = counts.sort(descending=True, stable=True).indices  # the same on every machine
+    return tuple(sorted(order[:count].tolist()))
 
 
 def checksum(path: str) -> str:
@@ -827,7 +855,8 @@ def checksum(path: str) -> str:
 
 # --- A run: its log and its checkpoints ---
 
-# What may differ where a run goes on; any other flag changes what comes out of it.
+# What may differ where a training run goes on. Any other flag changes what comes out of it by more
+# than rounding.
 MAY_DIFFER = {
     "out", "pretrain", "resume", "json", "eval_every", "save_every", "device", "micro_batch_size",
 }
@@ -835,10 +864,10 @@ MAY_DIFFER = {
 
 @dataclass
 class Journal:
-    """Shows and logs every update of a run, and evaluates and saves its model now and then: in
-    args.out. Under torchrun only process 0 writes.
-
-    Ctrl-C lets the update under way end, and saves it.
+    """The bookkeeping of a training run, in args.out: a progress bar; a line of log each update; an
+    evaluation every --eval-every updates; every --save-every the model, and a checkpoint from which
+    --resume goes on; and Ctrl-C, after which it saves and stops. Under torchrun only process 0
+    writes.
     """
 
     model: nn.Module
@@ -986,21 +1015,25 @@ def converse(
     openings: the messages that they begin with, a question or none. Raises InputError.
     """
     draws = random.Random(args.seed)
-    batch = Batch(target, args.batch_size, args.seq_len)
-    queue = []  # conversations whose next turn is to be written
+    batch = Batch(target, args.batch_size, args.seq_len)  # a row holds one turn, under way
+    waiting = []  # conversations whose next turn is to be written
     barren = 0  # how many in a row had no answer
     while True:
-        under_way = len(batch.conversations) + len(queue)
-        queue += itertools.islice(openings, min(count, args.batch_size) - under_way)
-        for messages in queue:
+        # 1. Begin as many conversations as fit in the batch, and as are still wanted.
+        under_way = len(batch.conversations) + len(waiting)
+        waiting += itertools.islice(openings, min(count, args.batch_size) - under_way)
+        # 2. Begin the next turn of each that waits.
+        for messages in waiting:
             begin_turn(batch, tokenizer, messages, draws, args.seq_len)
-        queue = []
+        waiting = []
         if not batch.conversations:
             return
+        # 3. Run one pass. Where it ends a turn, the conversation waits for its next one, or is
+        # complete, or is dropped, as it has no answer.
         for turn in batch.step():
             messages = turn.key
             if end_turn(tokenizer, turn, draws):
-                queue.insert(0, messages)  # in the order of rows, whose last one is here first
+                waiting.insert(0, messages)  # in the order of rows, whose last one is here first
             elif len(messages) >= 2:
                 barren = 0
                 count -= 1
@@ -1092,7 +1125,7 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
             text += b"\n"  # the line is whole, and only its end is missing
             file.write(b"\n")
         size = file.truncate(text.rfind(b"\n") + 1)  # half a line, of a run that was interrupted
-        args.seed += size << 32  # so that what is added does not repeat what is there
+        args.seed += size << 32  # another seed, so that what is added does not repeat what is there
         written = text.count(b"\n")
         total = args.synthesize
         conversations = converse(target, tokenizer, openings, max(0, total - written), args)
@@ -1226,6 +1259,7 @@ def pretrain(args) -> None:
     training = read_windows(folder / "functions.jsonl", tokenizer, step=1)
     held_out = read_windows(folder / "held_out.jsonl", tokenizer, step=WINDOW)
     model = make_target(tokenizer.backend.get_vocab_size(), args)
+    # Muon for the layers' matrices. For embeddings AdamW, as is usual beside Muon.
     optimizers = make_optimizers(model.layers, "muon")
     optimizers += make_optimizers(nn.ModuleList([model.embed_tokens, model.norm]), "adamw")
     evaluate = partial(evaluate_target, model, held_out, args)
@@ -1334,9 +1368,9 @@ def draw_panel(title: str, x_label: str, curves: list[Curve]) -> str:
         ]
     for i, curve in enumerate(curves):
         places = [f"{300 * x / right:.1f},{200 - 200 * y / top:.1f}" for x, y in curve]
-        points = " ".join(places[:1] + places)  # a single one, too, is seen: as a dot
+        line = " ".join(places[:1] + places)  # a single point, too, is seen: as a dot
         style = f'fill="none" stroke="{COLORS[i % 8]}" stroke-width="2" stroke-linecap="round"'
-        parts.append(f'<polyline points="{points}" {style}/>')
+        parts.append(f'<polyline points="{line}" {style}/>')
     return "\n".join(parts)
 
 
@@ -1454,7 +1488,7 @@ def run_training(target: Llama, tokenizer: Tokenizer, args) -> None:
     args.updates = args.updates or args.epoch_updates
     drafter = make_drafter(target, data, training, args)
     optimizers = make_optimizers(drafter, args.optimizer)
-    sequence = next(iter(Stream(data, training, args.seed)))
+    sequence = next(iter(Stream(data, training, args.seed)))  # any one, to measure with
     announce_cost(drafter, sequence, held_out, args)
     score = partial(evaluate, drafter, held_out, args)
     save = partial(save_drafter, drafter, Path(args.out))

@@ -57,7 +57,7 @@ TOY = "runs/toy"
 OWN = "runs/own.jsonl"  # written by this target, to train on
 TEST = "runs/test.jsonl"
 SEEDS = (0, 1, 2)
-UPDATES = 1600
+UPDATES = 6400
 TRAINING = [  # what all drafters have in common; the losses are the paper's
     "--model", TOY, "--seq-len", "512", "--batch-size", "2", "--micro-batch-size", "2",
     "--optimizer", "muon", "--lr", "4e-3", "--schedule", "cosine", "--warmup", "20",
@@ -82,24 +82,20 @@ DRAFTERS: dict[str, list[str]] = {  # the flags of each, besides those in common
     "smooth-l1-only": ["--kl-weight", "0"],
     "others-text": ["--data", "runs/others.jsonl"],
     "own-250": ["--data", "runs/own-250.jsonl"],
-    "full-half": ["--updates", str(UPDATES // 2)],
-    "full-twice": ["--updates", str(2 * UPDATES)],
-    "neither-half": ["--no-lsa", "--no-ca", *SHORT, "--updates", str(UPDATES // 2)],
-    "neither-twice": ["--no-lsa", "--no-ca", *SHORT, "--updates", str(2 * UPDATES)],
     "eagle": ["--no-lsa", "--no-ca", "--mlp", str(EAGLE_MLP)],
 }
-for name in "full", "no-lsa", "no-ca", "neither", "eagle", "run-1":
-    DRAFTERS[f"{name}-fourfold"] = [*DRAFTERS[name], "--updates", str(4 * UPDATES)]
+SHORTER = {"eighth": UPDATES // 8, "quarter": UPDATES // 4, "half": UPDATES // 2}
+for (name, flags), (share, updates) in itertools.product(list(DRAFTERS.items()), SHORTER.items()):
+    DRAFTERS[f"{name}-{share}"] = [*flags, "--updates", str(updates)]
 EXPERIMENTS = {  # what each of them compares
     "parts": ["full", "no-lsa", "no-ca", "neither", "eagle"],
-    "parts_longer": [
-        "full-fourfold", "no-lsa-fourfold", "no-ca-fourfold", "neither-fourfold", "eagle-fourfold",
+    "parts_early": [
+        "full-quarter", "no-lsa-quarter", "no-ca-quarter", "neither-quarter", "eagle-quarter",
     ],
-    "on_policy": ["full", "run-2-8", "run-1", "run-unbounded"],
-    "on_policy_longer": ["full-fourfold", "run-1-fourfold"],
+    "on_policy": ["full", "run-1", "run-unbounded"],
     "longer": [
-        "full-half", "full", "full-twice", "full-fourfold",
-        "neither-half", "neither", "neither-twice", "neither-fourfold",
+        "full-eighth", "full-quarter", "full-half", "full",
+        "neither-eighth", "neither-quarter", "neither-half", "neither",
     ],
     "reused_layers": ["full", "n-1", "n-2", "n-4"],
     "losses": ["full", "kl-only", "smooth-l1-only"],
@@ -108,7 +104,7 @@ EXPERIMENTS = {  # what each of them compares
     "staircase": ["full", "staircase"],
 }
 TIMED = {  # experiments that need an idle machine, and the drafters that these time
-    "cost": EXPERIMENTS["parts_longer"],
+    "cost": EXPERIMENTS["parts"],
     "network": [],  # with the default target and its drafter
 }
 PROMPTS = 64  # to measure acceptance on
@@ -324,7 +320,7 @@ COST_COLUMNS = {
     "acceptance length": ["acceptance_length"],
 }
 TABLES = {
-    "parts_longer": [COLUMNS, SPEEDUP_COLUMNS],
+    "parts": [COLUMNS, SPEEDUP_COLUMNS],
     "reused_layers": [COLUMNS, OFFLINE_COLUMNS],
     "cost": [COST_COLUMNS],
     "network": [NETWORK_COLUMNS],

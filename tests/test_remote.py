@@ -464,7 +464,7 @@ def test_a_server_that_is_lost_at_any_moment_costs_verification_until_it_is_back
     def emit(cycle: Cycle) -> None:
         before = sum(len(earlier.tokens) for earlier in cycles)
         cycles.append(cycle)
-        states.append(cycle.target.connection)
+        states.append(cycle.target.link_state)
         if not before < moment <= before + len(cycle.tokens):
             return
         if deed == "kill":
@@ -545,7 +545,7 @@ def test_malformed_replies_count_as_lost(fields, name, damage, impatient, monkey
 
     def emit(cycle: Cycle) -> None:
         cycles.append(cycle)
-        states.append(cycle.target.connection)
+        states.append(cycle.target.link_state)
 
     def send_malformed(connection, right_fields: dict, right_tensors: dict) -> None:
         if "drafter" in right_fields or next(replies) < 5:

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import resource
 import runpy
 import shutil
@@ -182,7 +183,7 @@ def example(sequence: train.Sequence, *runs: tuple[int, int]) -> train.Example:
     horizons = [train.run_horizon(sequence.answer, length, phase) for length, phase in runs]
     stacked = torch.stack(horizons, dim=-1)
     one = train.Example(sequence.tokens, sequence.answer, stacked)
-    return train.join([one], "cpu")
+    return train.collate([one], "cpu")
 
 
 def losses_of(
@@ -209,11 +210,14 @@ def test_a_query_reads_memory_up_to_the_token_before_its_run():
 
 
 def test_the_picture_in_the_file_is_what_run_horizon_does():
-    horizon = train.run_horizon(torch.arange(13) >= 4, length=4, phase=0)
-    line = "#     horizon    0  1  2  3 |  3  3  3  3 |  7  7  7  7 | 11 .."
-    assert line in (ROOT / "train.py").read_text()
-    numbers = line.replace("|", "").replace("..", "").split()[2:]
-    assert horizon.tolist() == list(map(int, numbers))
+    horizons = train.run_horizon(torch.arange(13) >= 4, length=4, phase=0).tolist()
+    row = re.compile(r"#  +(\d+)  +0 \.\. (\d+)  +0 \.\. (\d+)  +(\d+)  +(\d+)\b")
+    rows = row.findall((ROOT / "train.py").read_text())
+    assert [int(numbers[0]) for numbers in rows] == [4, 5, 6, 7, 8]
+    for numbers in rows:
+        query, reads, memory, drafts, depth = map(int, numbers)
+        assert (reads, memory, drafts) == (query, horizons[query], query + 1)
+        assert depth == query - horizons[query]
 
 
 def test_every_depth_is_trained_at_every_position_of_an_answer():
