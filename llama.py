@@ -91,8 +91,8 @@ def rotary_table(
 
     Rotary position embedding (Su et al. 2021): a pair of coordinates is a point in a plane, which
     turns by an angle proportional to its token's position. So the product of a query and a key
-    depends on their positions only through the distance. `factors` divide the frequencies, as
-    Llama-3.1 does for long contexts.
+    depends on their positions only through the distance. Pair i has the frequency theta^(-2i / D).
+    `factors` divide the frequencies, as Llama-3.1 does for long contexts.
     """
     exponents = torch.arange(0, head_dim, 2, device=device) / head_dim  # (D/2)
     frequencies = theta**-exponents
@@ -105,7 +105,9 @@ def rotary_table(
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Turn each pair (x_i, x_{i+D/2}) by the angle of its position and frequency.
 
-    x (..., T, D), rope (2, T, D/2).
+    x (..., T, D), rope (2, T, D/2). (Su et al. pair neighbours, x_2i and x_{2i+1}. Hugging Face's
+    checkpoints have the rows of q_proj and k_proj in another order, so that pairs are half a head
+    apart.)
     """
     cos, sin = rope  # (T, D/2)
     first, second = x.chunk(2, dim=-1)  # the two coordinates of each pair, (..., T, D/2)
@@ -341,7 +343,7 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Send hidden states x (B, T, E) of tokens at `positions` (T) through some of the layers.
 
-        (Training runs the last N layers apart, and keeps the state that enters them.)
+        (Training runs the last N layers separately, and keeps the state that enters them.)
         """
         rope = self.rotary[:, positions]  # (2, T, D/2)
         for i in layers:
@@ -560,7 +562,7 @@ def ragged_hidden(model: Llama, tokens: Tensor, cache: RaggedKVCache) -> Tensor:
 
 @dataclass
 class Conversation:
-    """An answer that is being generated, in one row of a batch."""
+    """One answer, which is being generated in a row of a batch."""
 
     key: object  # the caller's label for it
     config: GenerationConfig

@@ -3,17 +3,26 @@
 In the paper it is M_Small. It reads the target's KV cache, and drafts the tokens that come next:
 
     LSA  Layer Self-Attention, over the L layers of one token's keys and values in the target's
-         cache. Its mean over the layers, projected to E, is that token's *memory*: a view of the
-         target's whole state, where EAGLE and Medusa see the last layer only.
+         cache. Its mean over the layers, projected to E, is that token's *memory*: a view of all
+         layers at that token, where EAGLE, EAGLE-2 and Medusa see the last one only.
     SA   Self-Attention, causal, over the embeddings of the text and the draft. Thanks to it a
          drafted token sees those before it.
     CA   Cross-Attention, from SA's output to the memory of the text. Drafted tokens have no memory
          yet. Training imposes the same limit: each query has a *horizon*, the last position whose
-         memory it may read. So it puts the drafter where drafting will (on-policy).
+         memory it may read. So in training it sees what it will see in drafting (on-policy).
     TLI  Target Layer Inference. With N = 0, CA's output at a token predicts the target's final
          hidden state of that token, from which the target's LM head makes a distribution of the
          next one. With N > 0 it predicts the state that enters the target's last N layers, which
-         then run on it: better drafts, at a higher cost.
+         then run on it: often better drafts, at a higher cost.
+
+In formulas, for a token at position i of a draft after t verified ones (e_i is its embedding):
+
+    m_j = W mean over l of LSA([k_j1 v_j1], ..., [k_jL v_jL])_l + b    memory, for all j <= t
+    s_i = SA(e_1, ..., e_i)_i
+    g_i = CA(query s_i; keys and values from m_1, ..., m_t)
+    h'_i = g_i, or norm(the target's last N layers on g_i);    q_i = softmax(LM head h'_i)
+
+Keys are read as they lie in the cache, that is, rotated by their position.
 
 A token is *verified* once the target has read it and keeps it. Only then does it have a memory. The
 newest token, which the target has chosen but not yet read, is not verified.
@@ -136,7 +145,7 @@ class Drafter(nn.Module):
     The layers have the names of the authors' checkpoints, the methods that run them are verbs.
     """
 
-    checkpoint_hash = ""  # of the files it was loaded from, for a client and its server to compare
+    checkpoint_hash = ""  # of its files. A client and its server compare it.
 
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__()
@@ -308,7 +317,8 @@ class Drafter(nn.Module):
         return MemoryUpdate(tokens, cross_kv, reused_kv)
 
     def cross_keys_values(self, memory: Tensor, rope: Tensor) -> Tensor:
-        """Return CA's keys and values of memory (1, T, E): (1, Hkv, T, 2D)."""
+        """Return CA's keys and values of memory (1, T, E): (1, Hkv, T, 2D). (A method of its own,
+        since `OffPolicyDrafter`, below the bar, has another.)"""
         return self.cross_attention.keys_values(memory, rope)
 
 
@@ -388,7 +398,7 @@ class Draft:
     def keep(self, kept: list[int]) -> Draft:
         """Return the draft of these tokens only: indices in order, with the root and parents.
 
-        For temperature 0, where no q is needed.
+        For temperature 0 only: to drop tokens that were drawn would change what is proposed.
         """
         smaller = Draft(self.tokens[0])
         index = {0: 0}
@@ -528,7 +538,8 @@ class DraftState:
     # Trees: several tokens that may follow the same one.
 
     def draft_tree(self, root: int, tree: TreeConfig) -> Draft:
-        """Draft a dynamic tree as EAGLE-2 does (Li et al. 2024), greedily, level by level.
+        """Draft a dynamic tree as EAGLE-2 does (Li et al. 2024b), without random draws, level by
+        level.
 
         At each level, run the drafter on the frontier, and add the `total_tokens` tokens after it
         that are likeliest. The `top_k` likeliest of these are the next frontier. At the end keep
@@ -555,10 +566,10 @@ class DraftState:
         return draft.keep([0] + likeliest_paths(draft, drafted, tree.total_tokens))
 
     def sample_tree(self, root: int, tree: TreeConfig) -> Draft:
-        """Draft a tree of tokens that are drawn from q.
+        """Draft a tree of tokens that are drawn from q. (This is ours: a budget that follows likely
+        paths, as in EAGLE-2, for children drawn without replacement, as by Jeon et al. 2024.)
 
-        Of the tokens that are still to be drafted, each level that is left gets an equal share. At
-        each level:
+        The levels that are left share the rest of `total_tokens` equally. At each level:
 
         1. Find the `share` likeliest tokens after the frontier, and count those after each node.
            So a node gets the more children, the more of the likely paths go through it.
@@ -570,9 +581,10 @@ class DraftState:
         is drawn after each child.
 
         The counts may depend on q and on what earlier levels drew, but not on what this level
-        draws. Nor may a drawn token be dropped for what it is: that would change the distribution
-        of the rest. (Which of them are expanded may depend on what they are: the others are
-        proposed all the same.)
+        draws. Nor may a drawn token be dropped for what it is. An example: with p = q = (0.6, 0.4)
+        one token is drawn, and dropped if it is the second, as unlikely. Then the target draws one
+        itself, and the first token comes out with probability 0.6 + 0.4 * 0.6 instead of 0.6. But
+        whether to go on after a drawn token may depend on it: it is proposed all the same.
         """
         draft = Draft(root)
         frontier = [0]
@@ -669,11 +681,12 @@ def draw_choices(choices: list[Choice], q: Tensor, generator: torch.Generator) -
     counts = Counter(choice.row for choice in choices)
     # The same number for each row, as tensors need. Of its draws a row uses the first ones.
     drawn = gumbel_topk(q, max(counts.values(), default=0), generator)  # (F, most children)
-    chances = q.gather(-1, drawn).tolist()
+    drawn_probabilities = q.gather(-1, drawn).tolist()
     drawn_choices = []
     for row, outputs in enumerate(drawn.tolist()):
         for rank in range(counts[row]):
-            drawn_choices.append(Choice(row, outputs[rank], chances[row][rank]))
+            probability = drawn_probabilities[row][rank]
+            drawn_choices.append(Choice(row, outputs[rank], probability))
     return drawn_choices
 
 
@@ -810,7 +823,7 @@ class LimitedHead(DraftHead):
         return all_tokens.index_copy_(0, self.vocabulary, q)
 
 
-# --- Ablations: without LSA, without CA (the latter as EAGLE drafts, Li et al. 2024) ---
+# --- Ablations: without LSA, without CA (the latter as EAGLE drafts, Li et al. 2024a) ---
 
 
 class LastStateDrafter(Drafter):
@@ -832,9 +845,10 @@ class LastStateDrafter(Drafter):
 
 
 class OffPolicyDrafter(Drafter):
-    """Without CA. In its place stands a causal layer over SA's output plus the memory of the token
-    before. In training that memory is always a true one. While drafting it often is the drafter's
-    own prediction, a state that it was never trained in (off-policy)."""
+    """Without CA. In its place stands a causal layer, which at position i reads SA's output plus
+    the memory of the token at i - 1. In training, and for the text, that is a true memory. After
+    drafted tokens it is the drafter's own prediction, `predicted_memory`, which it was never
+    trained on (off-policy). (EAGLE joins the two by a linear map instead of a sum.)"""
 
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__(target, config)
@@ -950,7 +964,7 @@ class RemoteDraftState(DraftState):
     """Drafts for a target on a server. Two things differ from `DraftState`.
 
     q is made coarse before tokens are drawn from it. So the server can be sent the very q that was
-    used, in a few bytes.
+    used, in a few bytes. (Any q will do, if tokens are drawn from just this one.)
 
     While the server is out of reach, there is no new memory. Then `draft` returns an empty draft,
     and `RemoteTarget` calls `draft_unverified`, whose tokens stay in SA's and TLI's caches as if

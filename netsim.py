@@ -13,7 +13,7 @@ without special rights on this one.
 An example: the link takes 21 ms each way and 20 Mbit/s. The client sends a request of 250 bytes.
 The server works on it for 30 ms, and its reply has 2500 bytes.
 
-    what happens                        in reality    as simulated
+    what happens                        real clock    simulated clock
     the client has sent the request         0 ms          0.0 ms
     the server has the request              0 ms         21.1 ms    8 * 250 bits at 20e6/s, + 21 ms
     the server has sent the reply          30 ms         51.1 ms    30 ms of work
@@ -69,14 +69,16 @@ class Link:
     """One direction of a network, in numbers."""
 
     latency: float = 0.0  # seconds: the mean of a normal distribution that every message draws from
-    jitter: float = 0.0  # seconds: its standard deviation; a negative draw becomes 0
+    jitter: float = 0.0  # seconds: its standard deviation. A negative draw becomes 0, which makes
+    #                      the mean a little longer: 10.8 ms for 10 with a jitter of 10
     bandwidth: float = math.inf  # bits per second
     loss: float = 0.0  # share of the packets, from 0 to 1
 
     def retransmission_timeout(self) -> float:
         """Return the RTO in seconds, once TCP has measured round trips: their mean, plus four times
         their mean deviation but at least MIN_RTO_MARGIN (RFC 6298)."""
-        deviation = 2 * self.jitter / math.sqrt(math.pi)  # of a sum of two normal draws
+        # Of a round trip, the sum of two draws: sqrt(2) jitter, times sqrt(2 / pi).
+        deviation = 2 * self.jitter / math.sqrt(math.pi)
         return 2 * self.latency + max(4 * deviation, MIN_RTO_MARGIN)
 
 
@@ -116,7 +118,7 @@ class Network:
     ):
         self.outage_after = outage_after
         self.outage_seconds = outage_seconds
-        self.outage_begins = math.inf  # a moment that tokens_have_come finds
+        self.outage_begins = math.inf  # a moment, which `tokens_have_come` sets
         self.up = Direction(self, link, 2 * seed)  # two seeds, so that the directions differ
         self.down = Direction(self, link, 2 * seed + 1)
 
@@ -158,9 +160,10 @@ class Direction:
         # notice a loss, but that takes three later packets: most messages here are too short.)
         timeout = self.retransmission_timeout
         self.retransmission_timeout = self.link.retransmission_timeout()
-        missing = max(1, math.ceil(size / MSS))  # packets; those of TCP's handshake have no bytes
+        # Packets that have yet to come: at least one, as TCP's handshake has no bytes of ours.
+        missing = max(1, math.ceil(size / MSS))
         while missing > 0:
-            # Each of them is lost again with the same probability.
+            # Those of them that are lost, each with the same probability.
             missing = sum(self.random.random() < self.link.loss for _ in range(missing))
             if missing > 0:
                 arrival += timeout
@@ -202,7 +205,7 @@ HEADER = struct.Struct("!4sBIQ")  # "!": big-endian, as is usual in networks, an
 MAGIC = b"MoAs"  # to notice at once a peer that speaks another protocol
 VERSION = 3  # of this format: a peer with another one would misread our messages
 MAX_FIELDS = 1 << 16  # bytes: the longest fields list 64 drafts, which takes less than a thousand
-MAX_REPLY = 1 << 28  # bytes: a prompt of 131 072 tokens may have a memory of 2000 bytes each
+MAX_REPLY = 1 << 30  # bytes: a prompt of 131 072 tokens may have a memory of 8000 bytes each
 MAX_PIECE = 1 << 16  # bytes in one call: a peer that announces much and sends little gets little
 NONCE = 32  # bytes: 256 random bits never come twice
 DIGEST = 32  # bytes of an HMAC with SHA-256
@@ -293,7 +296,7 @@ def answer_nonce(secret: str, nonce: bytes) -> bytes:
 # --- The client ---
 
 FIRST_REPLY_SECONDS = 60.0  # to wait for the first reply: the server has to read the prompt for it
-MIN_TIMEOUT = 1.0  # seconds to wait for any other: a packet that is lost twice still comes in time
+MIN_TIMEOUT = 1.0  # seconds for any other: a packet that is lost twice mostly comes in time
 
 
 class ConnectionLost(Exception):
@@ -313,7 +316,7 @@ class Channel:
     bytes_up: int = 0  # over all connections, as all that follows
     bytes_down: int = 0
     round_trips: int = 0  # requests that have been answered to the end
-    network_seconds: float = 0.0  # that were spent waiting, less the server's work
+    network_seconds: float = 0.0  # spent waiting for replies, less the server's work
     slowest: float = 0.0  # seconds waited for the slowest reply
 
     def connect(self) -> dict:
@@ -326,7 +329,10 @@ class Channel:
         start = monotonic()
         if network.is_down(start, start):
             raise ConnectionLost("the network is down")
-        deadline = start + min(CONNECT_SECONDS, self.reply_timeout())
+        # The first packet may be lost and wait for INITIAL_RTO. The real connection, which nothing
+        # delays, has CONNECT_SECONDS at most.
+        timeout = self.reply_timeout() + INITIAL_RTO
+        deadline = start + min(CONNECT_SECONDS, timeout)
         try:
             self.sock = socket.create_connection(self.address, deadline - start)
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send at once
@@ -336,12 +342,13 @@ class Channel:
             self.bytes_up += DIGEST
             self.bytes_down += NONCE + greeting.size
 
-            # TCP's handshake and what followed it: three times up and down, one after the other.
+            # Three times up and down, one after the other: TCP's SYN and its confirmation, that
+            # one's confirmation and the nonce, the digest and the greeting.
             arrival = start
             for up_size, down_size in ((0, 0), (0, NONCE), (DIGEST, greeting.size)):
                 arrival = network.up.send(arrival, up_size)
                 arrival = network.down.send(arrival, down_size)
-            wait(arrival, start + self.reply_timeout())
+            wait(arrival, start + timeout)
         except (OSError, UnicodeError) as error:  # the latter: a host name like a..b
             self.close()
             raise ConnectionLost(f"no server at {self.address[0]}:{self.address[1]}: {error}")
@@ -374,17 +381,17 @@ class Channel:
             sent = monotonic()
             size = send_message(self.sock, fields, tensors)
             self.bytes_up += size
-            # The simulated server's clock: when it has the request, then when it sends each reply.
-            clock = self.network.up.send(sent, size)
+            # When the simulated server has the request; then, when it has sent each reply.
+            server_clock = self.network.up.send(sent, size)
             start = sent
             more = True
-            while more:
+            while more:  # a turn for each reply: all but the last say "more"
                 deadline = start + self.reply_timeout()
                 reply = receive_message(self.sock, MAX_REPLY, deadline)
                 self.bytes_down += reply.size
                 elapsed = max(0.0, float(reply.fields["elapsed"]))  # NaN becomes 0
-                clock += elapsed
-                arrival = self.network.down.send(clock, reply.size)
+                server_clock += elapsed
+                arrival = self.network.down.send(server_clock, reply.size)
                 wait(arrival, deadline)
                 waited = monotonic() - start
                 self.slowest = max(self.slowest, waited)

@@ -1,9 +1,10 @@
 """Speculative decoding with a Mixture of Attentions: draft, verify, accept (paper, algorithm 1).
 
 The target needs one pass for each token it writes, and most of a pass is spent reading its weights.
-So a drafter proposes the next few tokens, and one pass of the target verifies all of them: it keeps
-those that it might have written itself, and adds one of its own. Wherever the drafter is right, a
-pass brings several tokens. `speculate` is the loop, `LocalTarget` the target's side of it.
+So a drafter proposes the next few tokens, and one pass of the target verifies all of them. It keeps
+them up to the first that it would not have written itself, and adds a token of its own. Wherever
+the drafter is right, a pass brings several tokens. `speculate` is the loop, `LocalTarget` the
+target's side of it.
 
 One pass is enough, because a transformer predicts the token after every token that it reads. Given
 the newest token, the root, and a chain of K drafted ones, it returns 1 + K distributions. The first
@@ -148,7 +149,8 @@ def speculate(
     tree: TreeConfig,
 ) -> Iterator[list[int]]:
     """Run algorithm 1. Yields the token after the prompt, then for each cycle (one draft, verified)
-    the tokens it brought. Ends with a stop token, or with max_new_tokens."""
+    the tokens it brought. Ends with a stop token, or with max_new_tokens. Prompt and answer must
+    fit the model's context."""
     left = config.max_new_tokens
     result = target.prefill(prompt)  # the first token, and the memory of the prompt
     while True:
@@ -236,7 +238,7 @@ class Trial(NamedTuple):
     """A drafted token x is accepted if u < ratio."""
 
     u: float  # a random number, uniform in [0, 1)
-    ratio: float  # p(x) / q(x)
+    ratio: float  # p(x) / q(x), or what earlier siblings have left of p and q
 
 
 @dataclass
@@ -254,7 +256,7 @@ def accept_draft(logits: Tensor, draft: Draft, sampling: Sampling) -> Acceptance
         return accept_greedy(logits.float().argmax(-1).tolist(), draft)
     p = probabilities(logits, sampling.temperature, sampling.top_p)
     u = torch.rand(len(draft.tokens), generator=sampling.generator, device=p.device).tolist()
-    if draft.is_chain:  # on which the tree's rule does the same: this is its plain form
+    if draft.is_chain:  # a chain is a tree, too: this is the plain form of the same rule
         return rejection_sample(p, draft, u, sampling.generator)
     return rejection_sample_tree(p, draft, u, sampling.generator)
 
@@ -275,9 +277,9 @@ def rejection_sample(
 ) -> Acceptance:
     """Accept tokens of a chain so that the text is distributed as p (1 + K, V).
 
-    This is the rejection sampling of Leviathan et al. 2023 (algorithm 1) and Chen et al. 2023
-    (algorithm 2). u (1 + K): random numbers, uniform in [0, 1), one for each token. The root's is
-    not used.
+    This is speculative sampling (Leviathan et al. 2023, algorithm 1), also called modified
+    rejection sampling (Chen et al. 2023, algorithm 2). u (1 + K): random numbers, uniform in
+    [0, 1), one for each token. The root's is not used.
     """
     path = [0]
     trials = {}
@@ -295,7 +297,7 @@ def rejection_sample(
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """Return norm(max(p - q, 0)): what q proposes too seldom. p, q (V)."""
+    """Return norm(max(p - q, 0)): by how much p exceeds q, as a distribution. p, q (V)."""
     left = (p - q).clamp(min=0)
     if not left.any():  # p = q, so only rounding can have rejected: any draw will do
         return p
@@ -307,19 +309,23 @@ def rejection_sample_tree(
 ) -> Acceptance:
     """Accept tokens of a tree so that the text is distributed as p (1 + K, V).
 
-    This is the recursive rejection sampling of Miao et al. 2024 and, for children that are drawn
-    without replacement, Jeon et al. 2024. The children of the newest accepted token are tried in
-    the order drawn.
+    This is the recursive rejection sampling of Jeon et al. 2024, for children that are drawn
+    without replacement. (For independent draws it is the multi-step speculative sampling of Miao et
+    al. 2024.) The children of the newest accepted token are tried in the order drawn.
 
     A rejection changes two things for the next sibling. What is left to produce is the residual of
     p. And the sibling was drawn from q without the rejected token. So it is tried with these two in
     place of p and q. If all are rejected, the token is drawn from what is left of p.
 
-    Why that is exact. With one child this is the chain's rule, which makes a token distributed as
-    p from one drawn from any q. With two: if the first is rejected, the chain's rule would draw
-    from the residual r. Here the second child is tried against r in place of that. It was drawn
-    from another distribution, q without the first, and the chain's rule makes of it a token
-    distributed as r. So nothing has changed. The same argument serves for a third child, and so on.
+    Why that is exact. Claim: when a child is tried, the token that comes out in the end is
+    distributed as p_left, whatever was rejected before. For the last child this is the chain's
+    argument, with p_left and q_left for p and q. For an earlier one it is the same argument: the
+    child is accepted or, by the claim for the next child, what comes out is distributed as the
+    residual, whichever token was rejected.
+
+    (EAGLE-2's tree is the same at any temperature: the likeliest tokens, which are not drawn. A
+    token x of it is accepted with probability p(x) and, if it is rejected, p without x is scaled to
+    sum to 1. That is exact, too, and `Lookup.certain_draft` is its case of one child.)
     """
     path = [0]
     trials = {}
@@ -386,7 +392,8 @@ class Lookup:
         return self.state.draft(token, tree)
 
     def certain_draft(self, root: int, tokens: list[int]) -> Draft:
-        """Make a chain whose tokens were not drawn, as if q had been 1 for each."""
+        """Make a chain whose tokens were not drawn: as if q had been 1 for each, so that x is
+        accepted with probability p(x)."""
         draft = Draft(root)
         for parent, token in enumerate(tokens):
             draft.add(token, parent, probability=1.0)
@@ -427,7 +434,8 @@ class ChainBatch(Batch):
         samplings = [conversation.sampling for conversation in conversations]
         newest = [conversation.tokens[-1] for conversation in conversations]
         room = [c.config.max_new_tokens - len(c.tokens) for c in conversations]
-        K = min(self.K, max(room) - 1)  # the target adds a token of its own
+        # As many as the row with the most room can use: the target adds a token of its own.
+        K = min(self.K, max(room) - 1)
         drafts = self.state.draft_chains(newest, K, samplings)
         ids = torch.tensor([draft.tokens for draft in drafts])  # (B, 1 + K)
         hidden = ragged_hidden(self.model, ids.to(self.model.device), self.cache)  # (B, 1 + K, E)
@@ -598,8 +606,8 @@ class RemoteTarget:
             raise ConnectionLost(
                 "the server has another drafter; start both sides with the same --drafter"
             )
-        # The server draws its tokens from a seed of its own. With the drafter's random numbers,
-        # what it accepts would depend on what was drafted.
+        # The server draws from a seed of its own. With the drafter's, its random numbers would be
+        # those that made the draft, and not be independent of it.
         generator = self.state.sampling.generator
         seed = torch.randint(2**31 - 1, (), generator=generator, device=generator.device)
         left = self.full_length - len(self.text)
@@ -1236,11 +1244,11 @@ def draw_branch(drafts: list[dict], parent: int, indent: str) -> list[str]:
         node = drafts[i]
         last = i == children[-1]
         label = f"{indent}{'└' if last else '├'} {quote(node['text'])}"
-        figures = f"q {node['q']:.2f}"
+        numbers = f"q {node['q']:.2f}"
         if node["p"] is not None:
-            figures += f"  p {node['p']:.2f}"
+            numbers += f"  p {node['p']:.2f}"
         color = GREEN if node["accepted"] else RED
-        lines.append(f"{label:<32} {figures}  {paint(node['reason'], color)}")
+        lines.append(f"{label:<32} {numbers}  {paint(node['reason'], color)}")
         below = indent + ("  " if last else "│ ")
         if is_chain:  # it goes straight down, however long it is
             below = indent
