@@ -333,23 +333,6 @@ class Llama(nn.Module):
         shape = (layers, batch, config.num_key_value_heads, capacity, 2 * config.head_dim)
         return KVCache(torch.zeros(shape, dtype=self.dtype, device=self.device))
 
-    def run_layers(
-        self,
-        x: Tensor,
-        layers: range,
-        positions: Tensor,
-        mask: Tensor | None = None,
-        cache: KVCache | None = None,
-    ) -> Tensor:
-        """Send hidden states x (B, T, E) of tokens at `positions` (T) through some of the layers.
-
-        (Training runs the last N layers separately, and keeps the state that enters them.)
-        """
-        rope = self.rotary[:, positions]  # (2, T, D/2)
-        for i in layers:
-            x = self.layers[i](x, rope, mask, cache, i)
-        return x
-
     def hidden(
         self,
         tokens: Tensor,
@@ -367,8 +350,10 @@ class Llama(nn.Module):
         if positions is None:
             positions = torch.arange(past, past + count, device=self.device)
             mask = causal_mask(count, past, self.device)
+        rope = self.rotary[:, positions]  # (2, T, D/2)
         x = self.embed_tokens(tokens)  # (B, T, E)
-        x = self.run_layers(x, range(len(self.layers)), positions, mask, cache)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rope, mask, cache, i)
         if cache is not None:
             cache.length += count
         return self.norm(x)
@@ -1511,24 +1496,24 @@ positive_int = number(int, 1)
 
 def add_model_arguments(parser: Parser) -> None:
     add = parser.add_argument
-    model_help = "folder, .gguf file, hub id or toy (default: %(default)s)"
-    add("--model", default=DEFAULT_MODEL, help=model_help)
+    add("--model", default=DEFAULT_MODEL,
+        help="folder, .gguf file, hub id or toy (default: %(default)s)")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device_help = "cpu, cuda or mps (default here: %(default)s)"
-    add("--device", default=str(accelerator or "cpu"), help=device_help)
+    add("--device", default=str(accelerator or "cpu"),
+        help="cpu, cuda or mps (default here: %(default)s)")
     add("--dtype", choices=DTYPES, help="default: float32 on a CPU, else bfloat16")
-    seed = number(int, 0, 2**63 - 1)
-    add("--seed", type=seed, default=0, help="of all random draws (default: %(default)s)")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0,
+        help="of all random draws (default: %(default)s)")
 
 
 def add_generation_arguments(parser: Parser) -> None:
     add = parser.add_argument
-    length_help = "the most tokens an answer may have (default: %(default)s)"
-    add("--max-new-tokens", type=positive_int, default=256, help=length_help)
-    temperature_help = "0 takes the likeliest token (default: %(default)s)"
-    add("--temperature", type=number(float, 0, 100), default=0.0, help=temperature_help)
-    top_p_help = "draw from the likeliest tokens that make up this share (default: %(default)s)"
-    add("--top-p", type=number(float, 1e-6, 1), default=1.0, help=top_p_help)
+    add("--max-new-tokens", type=positive_int, default=256,
+        help="the most tokens an answer may have (default: %(default)s)")
+    add("--temperature", type=number(float, 0, 100), default=0.0,
+        help="0 takes the likeliest token (default: %(default)s)")
+    add("--top-p", type=number(float, 1e-6, 1), default=1.0,
+        help="draw from the likeliest tokens that make up this share (default: %(default)s)")
     add("--json", action="store_true", help="print one JSON object instead of the text")
 
 
@@ -1604,21 +1589,18 @@ def report(
     tokenizer: Tokenizer,
     tokens: list[int],
     seconds: float,
-    as_json: bool,
-    ending: str,
+    args: argparse.Namespace,
+    interrupted: bool = False,
     **statistics,
 ) -> None:
-    """Print the results of one generation: as JSON to stdout, or as a line to stderr.
-
-    ending: see `describe_ending`.
-    """
+    """Print the results of one generation: as JSON to stdout, or as a line to stderr."""
     statistics = {
         "new_tokens": len(tokens),
         "seconds": seconds,
         "tokens_per_second": len(tokens) / seconds,
         **statistics,
     }
-    if as_json:
+    if args.json:
         text = tokenizer.decode(tokens)
         print(json.dumps({"text": text, "tokens": tokens, **statistics}))
         return
@@ -1627,18 +1609,12 @@ def report(
         if isinstance(value, float):
             value = f"{value:.3g}"
         parts.append(f"{name.replace('_', ' ')} {value}")
-    if ending:
-        parts.append(ending)
+    if interrupted:
+        parts.append("interrupted")
+    elif tokens[-1] not in tokenizer.stop_ids:
+        is_full = len(tokens) == args.max_new_tokens
+        parts.append("stopped " + ("at --max-new-tokens" if is_full else "where the context ends"))
     print("\n\n" + ", ".join(parts), file=sys.stderr)
-
-
-def describe_ending(tokenizer: Tokenizer, tokens: list[int], args: argparse.Namespace) -> str:
-    """Say why an answer has no stop token at its end, or nothing if it has one."""
-    if tokens[-1] in tokenizer.stop_ids:
-        return ""
-    if len(tokens) < args.max_new_tokens:
-        return "stopped where the context ends"
-    return "stopped at --max-new-tokens"
 
 
 def main() -> None:
@@ -1670,8 +1646,7 @@ def main() -> None:
         tokenizer,
         tokens,
         end - start,
-        args.json,
-        describe_ending(tokenizer, tokens, args),
+        args,
         target_calls=len(tokens) - 1,  # the prompt's pass left out, here and below
         acceptance_length=1.0 if len(tokens) > 1 else 0.0,
         draft_seconds=0.0,

@@ -78,7 +78,7 @@ LSA_TOKENS = 64  # LSA runs on so many at a time: all of a long prompt, times L,
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Sizes and choices of a drafter, named as in the authors' config.json."""
+    """Sizes and choices of a drafter, named as in the authors' config.json where they are there."""
 
     num_attention_heads: int  # of SA and CA
     layer_self_attention_num_attention_heads: int
@@ -222,9 +222,8 @@ class Drafter(nn.Module):
         hidden: the target's final states (B, T, E), which only a drafter without LSA reads (see
         `LastStateDrafter`, below the bar).
         """
-        means = []  # (B, some of T, 2 Ekv) each
-        for piece in kv.split(LSA_TOKENS, dim=1):
-            means.append(self.layer_self_attend(piece))
+        # Each (B, some of T, 2 Ekv).
+        means = [self.layer_self_attend(piece) for piece in kv.split(LSA_TOKENS, dim=1)]
         return self.Ekv2E(torch.cat(means, dim=1))
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -344,6 +343,7 @@ class Draft:
     def __init__(self, root: int):
         self.tokens = [root]  # 1 + K
         self.parents = [-1]
+        self.paths = [[0]]  # the nodes from the root to each token, both included
         self.probabilities = [1.0]  # the drafter's, of each token after its parent
         self.path_probabilities = [1.0]  # the product of these on the way from the root
         # By the parent's index: what its children were drawn from, (V). Empty at temperature 0.
@@ -351,11 +351,13 @@ class Draft:
 
     def add(self, token: int, parent: int, probability: float) -> int:
         """Add a token after its parent. Returns its index."""
+        node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
+        self.paths.append(self.paths[parent] + [node])
         self.probabilities.append(probability)
         self.path_probabilities.append(self.path_probabilities[parent] * probability)
-        return len(self.tokens) - 1
+        return node
 
     @property
     def is_chain(self) -> bool:
@@ -363,25 +365,18 @@ class Draft:
 
     def children(self, parent: int) -> list[int]:
         """Return the indices of the tokens after `parent`, in the order drawn."""
-        return [i for i, other in enumerate(self.parents) if other == parent]
+        return [node for node, other in enumerate(self.parents) if other == parent]
 
     def child(self, parent: int, token: int) -> int | None:
         """Return the index of this token after `parent`. None if it was not drafted there."""
-        for i in self.children(parent):
-            if self.tokens[i] == token:
-                return i
+        for node in self.children(parent):
+            if self.tokens[node] == token:
+                return node
         return None
 
-    def path(self, i: int) -> list[int]:
-        """Return the indices of the tokens from the root to token i, both included."""
-        path = [i]
-        while path[0] != 0:
-            path.insert(0, self.parents[path[0]])
-        return path
-
-    def depth(self, i: int) -> int:
-        """Return how far token i is from the root."""
-        return len(self.path(i)) - 1
+    def depth(self, node: int) -> int:
+        """Return how far a node is from the root."""
+        return len(self.paths[node]) - 1
 
     def mask(self, nodes: list[int], others: list[int], text_length: int) -> Tensor:
         """Let each of these nodes see the text and, of the others, its ancestors and itself.
@@ -390,8 +385,7 @@ class Draft:
         """
         rows = []
         for node in nodes:
-            path = self.path(node)
-            rows.append([other in path for other in others])
+            rows.append([other in self.paths[node] for other in others])
         text = torch.ones(len(nodes), text_length, dtype=torch.bool)
         return torch.cat([text, torch.tensor(rows)], dim=1)
 
@@ -526,8 +520,17 @@ class DraftState:
         self.reused_cache.length += len(frontier)
         return x.squeeze(0)
 
+    def tree_mask(self, draft: Draft, frontier: list[int]) -> Tensor | None:
+        """Return the mask of the frontier over what is in the caches, (F, S). None where each node
+        sees all of it, as in a chain: that is faster."""
+        if draft.is_chain:
+            return None
+        mask = draft.mask(frontier, self.expanded, self.text_length)
+        return None if mask.all() else mask.to(self.drafter.target.device)
+
     def cross_attend(self, x: Tensor, rope: Tensor, draft: Draft, frontier: list[int]) -> Tensor:
-        """Run CA. Every query of a draft sees the same memory, that of the whole text."""
+        """Run CA. Every query of a draft sees the same memory, that of the whole text. (The last
+        two are for `OffPolicyDraftState`, below the bar.)"""
         kv = self.cross_cache.kv[0, :, :, :self.cross_cache.length]  # (1, Hkv, S, 2D)
         return self.drafter.cross_attention.attend_to(kv, x, rope)
 
@@ -556,7 +559,7 @@ class DraftState:
         draft = Draft(root)
         frontier = [0]
         for _ in range(tree.depth):
-            if not self.worth_expanding(draft, frontier, tree):
+            if not worth_expanding(draft, frontier, tree):
                 break
             q = self.next_distributions(draft, frontier)  # (F, V')
             choices = likeliest_choices(draft, frontier, q, tree.total_tokens, tree.min_probability)
@@ -591,7 +594,7 @@ class DraftState:
         for level in range(tree.depth):
             left = tree.total_tokens - (len(draft.tokens) - 1)
             share = math.ceil(left / (tree.depth - level))
-            if share == 0 or not self.worth_expanding(draft, frontier, tree):
+            if share == 0 or not worth_expanding(draft, frontier, tree):
                 break
             q = self.next_distributions(draft, frontier)  # (F, V')
             choices = likeliest_choices(draft, frontier, q, share, tree.min_probability)
@@ -602,11 +605,6 @@ class DraftState:
             frontier = likeliest_paths(draft, children, tree.top_k)
         return draft
 
-    def worth_expanding(self, draft: Draft, frontier: list[int], tree: TreeConfig) -> bool:
-        """Tell whether the paths to the frontier are together likely enough to go on."""
-        confidence = sum(draft.path_probabilities[node] for node in frontier)
-        return bool(frontier) and confidence >= tree.min_confidence
-
     def add_choices(self, draft: Draft, frontier: list[int], choices: list[Choice]) -> list[int]:
         """Add tokens after nodes of the frontier. Returns their indices."""
         children = []
@@ -614,14 +612,6 @@ class DraftState:
             token = self.drafter.head.token(choice.output)
             children.append(draft.add(token, frontier[choice.row], choice.probability))
         return children
-
-    def tree_mask(self, draft: Draft, frontier: list[int]) -> Tensor | None:
-        """Return the mask of the frontier over what is in the caches, (F, S). None where each node
-        sees all of it, as in a chain: that is faster."""
-        if draft.is_chain:
-            return None
-        mask = draft.mask(frontier, self.expanded, self.text_length)
-        return None if mask.all() else mask.to(self.drafter.target.device)
 
 
 def drafter_cache(drafter: Drafter, attention: Attention, capacity: int) -> KVCache:
@@ -703,6 +693,12 @@ def gumbel_topk(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
     return (p / e).topk(k).indices
 
 
+def worth_expanding(draft: Draft, frontier: list[int], tree: TreeConfig) -> bool:
+    """Tell whether the paths to the frontier are together likely enough to go on."""
+    confidence = sum(draft.path_probabilities[node] for node in frontier)
+    return bool(frontier) and confidence >= tree.min_confidence
+
+
 def likeliest_paths(draft: Draft, tokens: list[int], count: int) -> list[int]:
     """Of these tokens of the draft, return the `count` with the likeliest paths, in order."""
     best = sorted(tokens, key=lambda i: -draft.path_probabilities[i])[:count]
@@ -722,9 +718,12 @@ def default_config(target: Llama) -> DrafterConfig:
     heads = sizes.num_attention_heads
     kv_heads = math.gcd(heads, max(1, heads // 8))  # about one for eight query heads
     kv_width = 2 * sizes.num_key_value_heads * sizes.head_dim  # LSA's width
+    layer_heads = heads  # or, where their size would be odd, a few less: RoPE needs an even one
+    while kv_width // layer_heads % 2 != 0:
+        layer_heads -= sizes.num_key_value_heads
     return DrafterConfig(
         num_attention_heads=heads,
-        layer_self_attention_num_attention_heads=layer_attention_heads(sizes, kv_width),
+        layer_self_attention_num_attention_heads=layer_heads,
         layer_self_attention_num_key_value_heads=sizes.num_key_value_heads,
         layer_self_attention_intermediate_size=3 * kv_width // 2,
         self_attention_num_key_value_heads=kv_heads,
@@ -734,14 +733,6 @@ def default_config(target: Llama) -> DrafterConfig:
         rms_norm_eps=sizes.rms_norm_eps,
         rope_theta=sizes.rope_theta,
     )
-
-
-def layer_attention_heads(sizes: Config, kv_width: int) -> int:
-    """How many heads LSA has: the target's or, where their size would be odd, a few less."""
-    heads = sizes.num_attention_heads
-    while kv_width // heads % 2 != 0:  # RoPE needs an even head size
-        heads -= sizes.num_key_value_heads
-    return heads
 
 
 def new_drafter(target: Llama, config: DrafterConfig) -> Drafter:
@@ -1111,9 +1102,7 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
     path = Path(path)
     if not path.is_dir():
         raise InputError(f"{path}: no such folder; --drafter needs one that train.py has written")
-    tensors = {}
-    for name, read in read_tensors(path / "model.safetensors"):
-        tensors[name] = read()
+    tensors = {name: read() for name, read in read_tensors(path / "model.safetensors")}
     stated = read_json(path / "config.json")
     kinds = (InputError, RuntimeError, TypeError, ZeroDivisionError)  # of sizes that do not fit
     with input_errors(path / "config.json", *kinds):

@@ -80,7 +80,6 @@ from llama import (
     add_generation_arguments,
     add_model_arguments,
     answer_length,
-    describe_ending,
     generate,
     input_errors,
     load_target,
@@ -182,6 +181,8 @@ class LocalTarget:
         self.drafter = drafter
         self.sampling = sampling
         self.cache = model.new_cache(capacity)
+        self.logits: Tensor | None = None  # of the last draft. This and the next are for --trace
+        self.acceptance: Acceptance | None = None
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
         """Read a prompt, and choose the token after it."""
@@ -198,16 +199,13 @@ class LocalTarget:
         positions = positions.to(self.model.device)
         mask = mask.to(self.model.device)
         hidden = self.model.hidden(ids, self.cache, positions, mask)  # (1, 1 + K, E)
-        logits = self.model.lm_head(hidden[0])  # (1 + K, V)
-        acceptance = self.accept(logits, draft)
-        self.cache.keep_path(start, acceptance.path)
-        verified = [draft.tokens[i] for i in acceptance.path]  # the root, then what is accepted
-        memory = self.drafter.memory_update(verified, self.cache, hidden[:, acceptance.path])
-        return VerifyResult(verified[1:], acceptance.token, memory)
-
-    def accept(self, logits: Tensor, draft: Draft) -> Acceptance:
-        """Decide which drafted tokens to keep. (A method, so that --trace can look on.)"""
-        return accept_draft(logits, draft, self.sampling)
+        self.logits = self.model.lm_head(hidden[0])  # (1 + K, V)
+        self.acceptance = accept_draft(self.logits, draft, self.sampling)
+        path = self.acceptance.path
+        self.cache.keep_path(start, path)
+        verified = [draft.tokens[i] for i in path]  # the root, then what is accepted
+        memory = self.drafter.memory_update(verified, self.cache, hidden[:, path])
+        return VerifyResult(verified[1:], self.acceptance.token, memory)
 
 
 def draft_layout(draft: Draft, start: int) -> tuple[Tensor, Tensor]:
@@ -369,17 +367,21 @@ class Lookup:
         self.vocab_size = vocab_size
         self.sampling = sampling
         self.history: list[int] = []
+        self.offline = False
         # How many of the newest tokens must have occurred before: the longest match is tried first.
         # Beside a drafter copy only what is nearly certain.
         self.sizes = (3, 2, 1) if state is None else (3,)
 
     def append_verified(self, update: MemoryUpdate | None) -> None:
+        self.offline = update is None
         if update is not None:
             self.history += update.tokens
         if self.state is not None:
             self.state.append_verified(update)
 
     def draft(self, token: int, tree: TreeConfig) -> Draft:
+        if self.offline:  # nobody would verify it
+            return Draft(token)
         text = self.history + [token]
         for size in self.sizes:
             newest = text[-size:]
@@ -735,7 +737,7 @@ class TargetSession:
             check_int(token, 0, sizes.vocab_size - 1)
             draft.add(token, check_int(parent, 0, i), probability=1.0)
         cache = self.target.cache
-        depth = max(len(draft.path(i)) for i in range(len(draft.tokens)))
+        depth = max(len(path) for path in draft.paths)
         check_int(cache.length + depth, 0, sizes.max_position_embeddings)
         check_int(cache.length + len(draft.tokens), 0, cache.kv.shape[3])
         if self.target.sampling.temperature > 0 and tokens:
@@ -997,7 +999,6 @@ class Method:
     tree: TreeConfig | None = None  # None: the target alone
     lookup: bool = False
     new_channel: Callable[[list[int]], Channel] | None = None  # to a server, for a prompt
-    traced: bool = False
 
     @torch.inference_mode()
     def answer(
@@ -1057,11 +1058,8 @@ class Method:
             state = start_drafting(self.drafter, capacity, sampling, remote=channel is not None)
         if channel is not None:
             target = RemoteTarget(channel, state, config)
-        elif self.drafter is None:
-            target = LocalTarget(self.model, NoDrafter(), capacity, sampling)
         else:
-            kind = TracedTarget if self.traced else LocalTarget
-            target = kind(self.model, self.drafter, capacity, sampling)
+            target = LocalTarget(self.model, self.drafter or NoDrafter(), capacity, sampling)
         if self.lookup:
             state = Lookup(state, self.model.config.vocab_size, sampling)
         recorder = Recorder(target, state)  # in place of both: it passes each call on
@@ -1104,22 +1102,6 @@ class Printer:
         self.offline = offline
 
 
-class TracedTarget(LocalTarget):
-    """Notes how it decided: what `accept` is a method for."""
-
-    p: list[float] = []  # the target's probability of each token of the draft
-    trials: dict[int, Trial] = {}  # of the tokens that were tried, above temperature 0
-
-    def accept(self, logits: Tensor, draft: Draft) -> Acceptance:
-        acceptance = super().accept(logits, draft)
-        self.trials = acceptance.trials
-        p = draft_distributions(logits, self.sampling)  # by the same rule as q, (1 + K, V)
-        self.p = [1.0]  # of the root
-        for parent, token in zip(draft.parents[1:], draft.tokens[1:]):
-            self.p.append(float(p[parent, token]))
-        return acceptance
-
-
 @dataclass
 class Trace:
     """Shows every cycle: what was drafted, what was kept, and why not more."""
@@ -1146,14 +1128,18 @@ class Trace:
             path = [0]
         else:
             path = match_path(draft, cycle.result.accepted[:len(cycle.tokens)])
+        p = None  # the target's distributions, which a server does not send
+        if isinstance(target, LocalTarget) and cycle.draft is not None:
+            p = draft_distributions(target.logits, target.sampling)  # by the rule of q, (1 + K, V)
         drafts = []
         for i in range(1, len(draft.tokens)):
+            token = draft.tokens[i]
             node = {
-                "token": draft.tokens[i],
-                "text": self.tokenizer.decode([draft.tokens[i]]),
+                "token": token,
+                "text": self.tokenizer.decode([token]),
                 "parent": draft.parents[i] - 1,
                 "q": draft.probabilities[i],
-                "p": target.p[i] if isinstance(target, TracedTarget) else None,
+                "p": None if p is None else float(p[draft.parents[i], token]),
                 "accepted": i in path,
                 "reason": reason(target, draft, path, i),
             }
@@ -1190,18 +1176,18 @@ def reason(target: LocalTarget | RemoteTarget, draft: Draft, path: list[int], i:
     verdict = "accepted" if i in path else "rejected"
     if draft.parents[i] not in path:
         return "not reached"
-    if not isinstance(target, TracedTarget) or not draft.q:
+    if not isinstance(target, LocalTarget) or not draft.q:
         return verdict
-    if i not in target.trials:
+    if i not in target.acceptance.trials:
         return "not tried"
-    trial = target.trials[i]
+    trial = target.acceptance.trials[i]
     sign = "<" if i in path else ">="
     return f"{verdict}: u {trial.u:.2f} {sign} p/q {trial.ratio:.2f}"
 
 
 def source(target: LocalTarget | RemoteTarget, draft: Draft, path: list[int]) -> str:
     """Say what the target's own token comes from."""
-    if not isinstance(target, TracedTarget):
+    if not isinstance(target, LocalTarget):
         return ""
     if target.sampling.temperature == 0:
         return "its likeliest"
@@ -1365,7 +1351,9 @@ def bench(
         for seed, prompt in enumerate(tqdm(prompts, unit=" prompts"), 1):
             for results in run_prompt(models, methods, prompt, config, seed):
                 runs.setdefault(prompt.category, []).append(results)
-                tqdm.write(progress(prompt, methods, results), file=sys.stderr)
+                speeds = [f"{name} {rate([results[name]]):.1f}" for name in methods]
+                line = f"{prompt.category}: tokens/s {', '.join(speeds)}"
+                tqdm.write(line, file=sys.stderr)
     except KeyboardInterrupt:
         if not runs:
             raise
@@ -1406,11 +1394,6 @@ def run_prompt(
         answer = models.tokenizer.decode(results[base].tokens)
         messages.append({"role": "assistant", "content": answer})
         yield results
-
-
-def progress(prompt: Prompt, methods: Methods, results: dict[str, Generation]) -> str:
-    speeds = [f"{name} {rate([results[name]]):.1f}" for name in methods]
-    return f"{prompt.category}: tokens/s {', '.join(speeds)}"
 
 
 def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Generation]]) -> dict:
@@ -1474,46 +1457,37 @@ def bench_batch(
     target = models.target
     if not models.drafter.config.use_cross_attention:
         raise InputError("--batch needs a drafter with CA")
-    requests = []
-    for prompt in prompts:
-        requests.append(models.tokenizer.chat([{"role": "user", "content": prompt.turns[0]}]))
+    messages = [[{"role": "user", "content": prompt.turns[0]}] for prompt in prompts]
+    requests = [models.tokenizer.chat(turns) for turns in messages]
     capacity = max(len(prompt) for prompt in requests) + config.max_new_tokens
     if capacity > target.config.max_position_embeddings:
         raise InputError(f"a prompt with its answer needs a context of {capacity} tokens")
     alone = [list(generate(target, prompt, config)) for prompt in requests]
     rows = []
     for size in tqdm(batches):
-        batch = Batch(target, size, capacity)
-        target_row = time_batch("target", batch, requests, config, alone)
-        batch = ChainBatch(target, models.drafter, size, capacity, K)
-        chain_row = time_batch("chain", batch, requests, config, alone)
-        for row in (target_row, chain_row):
-            row["batch"] = size
-            row["speedup"] = row["tokens_per_second"] / target_row["tokens_per_second"]
+        compared = {
+            "target": Batch(target, size, capacity),
+            "chain": ChainBatch(target, models.drafter, size, capacity, K),
+        }
+        for method, batch in compared.items():
+            start = perf_counter()
+            ended = run_batch(batch, requests, config)
+            seconds = perf_counter() - start
+            tokens = sum(len(c.tokens) for c in ended)
+            calls = sum(c.target_calls for c in ended)
+            if method == "target":
+                base = tokens / seconds
+            row = {
+                "category": "overall",
+                "method": method,
+                "batch": size,
+                "tokens_per_second": tokens / seconds,
+                "speedup": tokens / seconds / base,
+                "acceptance_length": (tokens - len(ended)) / max(1, calls),
+                "identical": sum(c.tokens == alone[c.key] for c in ended) / len(ended),
+            }
             rows.append(row)
     return rows
-
-
-def time_batch(
-    name: str,
-    batch: Batch,
-    prompts: list[list[int]],
-    config: GenerationConfig,
-    alone: list[list[int]],
-) -> dict:
-    """Return a row of the benchmark. alone: the target's answers, one at a time."""
-    start = perf_counter()
-    ended = run_batch(batch, prompts, config)
-    seconds = perf_counter() - start
-    tokens = sum(len(c.tokens) for c in ended)
-    calls = sum(c.target_calls for c in ended)
-    return {
-        "category": "overall",
-        "method": name,
-        "tokens_per_second": tokens / seconds,
-        "acceptance_length": (tokens - len(ended)) / max(1, calls),
-        "identical": sum(c.tokens == alone[c.key] for c in ended) / len(ended),
-    }
 
 
 def run_batch(
@@ -1608,18 +1582,17 @@ def make_parser() -> Parser:
     parser = Parser(description="Generate with a drafter: the target's own text, sooner.")
     task = parser.add_mutually_exclusive_group().add_argument
     task("--prompt", help="default: standard input or, on a terminal, a chat")
-    bench_help = "measure all methods on the prompts of a .jsonl file (default: ours)"
-    task("--bench", type=Path, nargs="?", const=PROMPTS, metavar="FILE", help=bench_help)
+    task("--bench", type=Path, nargs="?", const=PROMPTS, metavar="FILE",
+         help="measure all methods on the prompts of a .jsonl file (default: ours)")
     task("--serve", type=address, metavar="HOST:PORT", help="be the server for --remote")
     add = parser.add_argument
-    batch_help = "with --bench: this many conversations at a time"
-    add("--batch", type=number(int, 1, 1024), nargs="+", metavar="ROWS", help=batch_help)
+    add("--batch", type=number(int, 1, 1024), nargs="+", metavar="ROWS",
+        help="with --bench: this many conversations at a time")
     add_model_arguments(parser)
-    drafter_help = "default: the shipped one; with --bench, any number"
-    add("--drafter", action="append", metavar="DIR", help=drafter_help)
+    add("--drafter", action="append", metavar="DIR",
+        help="default: the shipped one; with --bench, any number")
     add_draft_arguments(parser)
-    show_help = "color accepted tokens green, unverified text yellow"
-    add("--show", action="store_true", help=show_help)
+    add("--show", action="store_true", help="color accepted tokens green, unverified text yellow")
     add("--trace", action="store_true", help="show every cycle as it happens")
     add_generation_arguments(parser)
     add_remote_arguments(parser)
@@ -1629,13 +1602,12 @@ def make_parser() -> Parser:
 def add_draft_arguments(parser: Parser) -> None:
     add = parser.add_argument
     size = number(int, 1, MAX_DRAFT_TOKENS)
-    chain_help = "draft chains of K tokens instead of trees"
-    add("--draft-length", type=size, metavar="K", help=chain_help)
+    add("--draft-length", type=size, metavar="K", help="draft chains of K tokens instead of trees")
     add("--depth", type=size, help=tree_help("depth"))
     add("--top-k", type=number(int, 2, MAX_DRAFT_TOKENS), help=tree_help("top_k"))
     add("--total-tokens", type=size, help=tree_help("total_tokens"))
-    lookup_help = "draft what followed the last three tokens before, else by the drafter"
-    add("--lookup", action="store_true", help=lookup_help)
+    add("--lookup", action="store_true",
+        help="draft what followed the last three tokens before, else by the drafter")
     add("--no-speculation", action="store_true", help="the target alone")
 
 
@@ -1646,14 +1618,26 @@ def tree_help(name: str) -> str:
 def add_remote_arguments(parser: Parser) -> None:
     remote = parser.add_argument_group("the target on a server")
     add = remote.add_argument
-    where = "there or, without an address, in a process of our own"
-    add("--remote", nargs="?", const=OWN_SERVER, type=address, metavar="HOST:PORT", help=where)
+    add("--remote", nargs="?", const=OWN_SERVER, type=address, metavar="HOST:PORT",
+        help="there or, without an address, in a process of our own")
     add_link_arguments(remote)
     add("--timeout", type=time_limit, help="for a reply (default: ten times the slowest)")
-    after = "the network goes down when N tokens have come"
-    add("--disconnect-after", type=positive_int, default=math.inf, metavar="N", help=after)
-    back = "and is back after so long (default: never)"
-    add("--disconnect-for", type=duration, default=math.inf, metavar="TIME", help=back)
+    add("--disconnect-after", type=positive_int, default=math.inf, metavar="N",
+        help="the network goes down when N tokens have come")
+    add("--disconnect-for", type=duration, default=math.inf, metavar="TIME",
+        help="and is back after so long (default: never)")
+
+
+# Flags that go together, where they have no effect or contradict others.
+TREE_FLAGS = "depth", "top_k", "total_tokens"
+DRAFT_FLAGS = "lookup", "draft_length", *TREE_FLAGS
+ANSWER_FLAGS = (
+    "max_new_tokens", "temperature", "top_p", "seed", "json", "show", "trace", "no_speculation",
+)
+NETWORK_FLAGS = (
+    "network", "latency", "jitter", "bandwidth", "loss", "timeout", "disconnect_after",
+    "disconnect_for",
+)
 
 
 def parse_arguments() -> Namespace:
@@ -1670,20 +1654,13 @@ def parse_arguments() -> Namespace:
     return args
 
 
-TREE_FLAGS = "depth", "top_k", "total_tokens"
-DRAFT_FLAGS = "lookup", "draft_length", *TREE_FLAGS
-NETWORK_FLAGS = (
-    "network", "latency", "jitter", "bandwidth", "loss", "timeout", "disconnect_after",
-    "disconnect_for",
-)
-
-
 def check_arguments(parser: Parser, args: Namespace) -> None:
     """Refuse flags that contradict each other."""
     refuse = partial(parser.refuse, args)
     several = args.drafter is not None and len(args.drafter) > 1
     if args.serve:
         refuse(["remote"], "is one side and --serve the other")
+        refuse([*DRAFT_FLAGS, *ANSWER_FLAGS], "has no effect with --serve: the client decides")
     if args.bench:
         every = ("lookup", "no_speculation", "show", "trace", "disconnect_after")
         refuse(every, "is not for --bench, which runs every method")
@@ -1699,6 +1676,8 @@ def check_arguments(parser: Parser, args: Namespace) -> None:
         refuse(["disconnect_for"], "needs --disconnect-after")
     if args.no_speculation:
         refuse([*DRAFT_FLAGS, "trace"], "is not for --no-speculation, which drafts nothing")
+    if args.trace or args.json:
+        refuse(["show"], "has no effect with --trace or --json")
     if args.draft_length and (args.remote or not args.bench):
         refuse(TREE_FLAGS, "is a size of a tree, and --draft-length makes chains")
 
@@ -1709,7 +1688,7 @@ def load_models(args: Namespace) -> Models:
     A client's target has only the layers that its drafter reuses, unless --bench is to evaluate
     text that was written offline.
     """
-    if args.no_speculation and not (args.serve or args.bench):
+    if args.no_speculation:
         folders = []
     elif args.drafter:
         folders = args.drafter
@@ -1788,16 +1767,12 @@ class Terminal:
         return generation
 
     def report_answer(self, generation: Generation) -> None:
-        tokenizer = self.models.tokenizer
-        ending = "interrupted"
-        if not generation.interrupted:
-            ending = describe_ending(tokenizer, generation.tokens, self.args)
         report(
-            tokenizer,
+            self.models.tokenizer,
             generation.tokens,
             generation.seconds,
-            self.args.json,
-            ending,
+            self.args,
+            generation.interrupted,
             **generation.statistics(),
         )
         if generation.outage:
@@ -1902,7 +1877,7 @@ def main() -> None:
         run_bench(args, models, config, new_channel if server else None)
         return
     tree = None if args.no_speculation else args.tree
-    method = Method(models.target, models.drafter, tree, args.lookup, traced=args.trace)
+    method = Method(models.target, models.drafter, tree, args.lookup)
     if server:
         link = next(iter(links_of(args).values()), Link())
         method.new_channel = partial(new_channel, link)

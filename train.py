@@ -40,7 +40,6 @@ import signal
 import sys
 import sysconfig
 import textwrap
-import threading
 import time
 from collections import Counter
 from contextlib import suppress
@@ -194,22 +193,24 @@ class TargetStates(NamedTuple):
     """What the target makes of a text."""
 
     kv: Tensor  # its KV cache, (B, T, L, 2 Ekv)
-    entering: Tensor  # the hidden states that enter its last N layers, (B, T, E)
+    entering: Tensor  # the hidden states that enter its last N layers, (B, T, E), if N > 0
     final: Tensor  # those after its final norm, (B, T, E)
 
 
 @torch.no_grad()
 def target_pass(target: Llama, tokens: Tensor, N: int) -> TargetStates:
-    """Run the target over tokens (B, T)."""
+    """Run the target over tokens (B, T): as `Llama.hidden`, but keep what enters the last N."""
     batch, count = tokens.shape
-    layers = len(target.layers)
-    positions = torch.arange(count, device=tokens.device)
+    first_reused = len(target.layers) - N
+    rope = target.rotary[:, :count]
     mask = causal_mask(count, past=0, device=tokens.device)
     cache = target.new_cache(count, batch)
     x = target.embed_tokens(tokens)
-    # (cache.length stays 0. `Llama.hidden`, which runs all layers at once, would move it.)
-    entering = target.run_layers(x, range(layers - N), positions, mask, cache)
-    x = target.run_layers(entering, range(layers - N, layers), positions, mask, cache)
+    entering = x
+    for i, layer in enumerate(target.layers):
+        if i == first_reused:
+            entering = x
+        x = layer(x, rope, mask, cache, i)
     return TargetStates(cache.by_token(0, count), entering, target.norm(x))
 
 
@@ -324,8 +325,8 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
 
 def learning_rate(update: int, args) -> float:
     """`paper`, as in the authors' code: rises to 20 times --lr in --warmup updates, falls linearly
-    to --lr by the end of the first epoch, then stays. `cosine`: rises to --lr, then half a cosine
-    down to 0."""
+    to --lr by the end of the first epoch, then stays. `cosine`: half a cosine from --lr down to 0,
+    scaled up from 0 in the first --warmup updates."""
     warm = min(1.0, (update + 1) / args.warmup)  # rises to 1
     if args.schedule == "cosine":
         return warm * args.lr * (1 + math.cos(math.pi * update / args.updates)) / 2
@@ -888,7 +889,8 @@ class Journal:
             with atomic_write(self.log_path) as part:
                 part.touch()
             self.save()  # so that a run that is killed early can be resumed, too
-        self.ctrl_c = catch_interrupt()
+        self.interrupted = False
+        signal.signal(signal.SIGINT, self.interrupt)
         self.progress = tqdm(
             initial=self.done, total=self.args.updates, unit=" updates", disable=rank() > 0
         )
@@ -903,7 +905,7 @@ class Journal:
         self.position = position
         is_last = done == self.args.updates
         device = next(self.model.parameters()).device
-        interrupted = any_process(self.ctrl_c.is_set(), device) and not is_last
+        interrupted = any_process(self.interrupted, device) and not is_last
         if rank() == 0:
             speed = tokens / (time.perf_counter() - self.began)
             self.progress.update()
@@ -929,6 +931,12 @@ class Journal:
     def __exit__(self, *_) -> None:
         self.progress.close()
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt(self, *_) -> None:
+        """What Ctrl-C does: let the update under way end. A second one ends the process."""
+        self.interrupted = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(2, b"\nstopping after this update (Ctrl-C again: at once)\n")  # safe at any moment
 
     def log(self, record: dict) -> None:
         with open(self.log_path, "a") as file:
@@ -974,19 +982,6 @@ class Journal:
             file.truncate(min(file.tell(), log_bytes))  # what came after is done again
         self.done = state["update"]
         self.position = state["position"]
-
-
-def catch_interrupt() -> threading.Event:
-    """Let Ctrl-C set an event, and do nothing else. A second one ends the process."""
-    interrupted = threading.Event()
-
-    def catch(*_) -> None:
-        interrupted.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.write(2, b"\nstopping after this update (Ctrl-C again: at once)\n")  # safe at any moment
-
-    signal.signal(signal.SIGINT, catch)
-    return interrupted
 
 
 def read_log(folder: str | Path) -> list[dict]:
@@ -1414,8 +1409,8 @@ def parse_arguments() -> argparse.Namespace:
     switch("--json", help="end with the log's last record on stdout")
     task("--evaluate", metavar="DIR", help="only score the drafter in DIR on --data, as JSON")
     switch("--by-drafting", help="with --evaluate: really draft, instead of one pass over the text")
-    synthesize_help = "only let the target write so many conversations into --data"
-    task("--synthesize", type=positive_int, metavar="COUNT", help=synthesize_help)
+    task("--synthesize", type=positive_int, metavar="COUNT",
+         help="only let the target write so many conversations into --data")
     add("--questions", metavar="FILE", help="let --synthesize answer this file's questions")
     task("--pretrain", metavar="DIR", help="only make a toy target in DIR: see README.md, Train")
     add_toy_arguments(parser)
@@ -1452,8 +1447,9 @@ def add_toy_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("--layers", type=positive_int, default=8, help="of the toy target (default: %(default)s)")
     add("--width", type=positive_int, default=128, help="its width (default: %(default)s)")
-    vocabulary = number(int, 258)  # all bytes and two control tokens
-    add("--vocabulary", type=vocabulary, default=2048, help="its tokens (default: %(default)s)")
+    # At least all bytes and two control tokens.
+    add("--vocabulary", type=number(int, 258), default=2048,
+        help="its tokens (default: %(default)s)")
 
 
 def make_drafter(target: Llama, data: Conversations, training: np.ndarray, args) -> Drafter:

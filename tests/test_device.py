@@ -14,7 +14,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import speculate
 import train
-from llama import GenerationConfig, Llama
+from llama import GenerationConfig, Llama, load_tokenizer
 from moa import Drafter, TreeConfig
 from speculate import ChainBatch, Generation, Method, run_batch
 
@@ -172,8 +172,8 @@ def answer_on(
     target, drafter = models(device, **choices)
     config = GenerationConfig(6, temperature, top_p=0.9)
     if not remote:
-        method = Method(target, drafter, tree, lookup=True, traced=True)
-        return method.answer(PROMPT, config)
+        trace = speculate.Trace(load_tokenizer("toy"), as_json=True)
+        return Method(target, drafter, tree, lookup=True).answer(PROMPT, config, trace.emit)
     with serving_models(target, drafter) as server:
         method = Method(target, drafter, tree, new_channel=lambda prompt: channel_to(server))
         return method.answer(PROMPT, config)

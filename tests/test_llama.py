@@ -984,9 +984,8 @@ def test_the_default_targets_text_goes_to_stdout_in_its_encoding_and_statistics_
 def test_an_answer_without_a_stop_token_says_why_it_ends(tmp_path, capsys, tokens, ending):
     (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
     tokenizer = llama.load_tokenizer(byte_tokenizer(tmp_path, CHATML))
-    args = argparse.Namespace(max_new_tokens=3)
-    assert llama.describe_ending(tokenizer, tokens, args) == ending
-    llama.report(tokenizer, tokens, 0.5, False, ending, target_calls=2)
+    args = argparse.Namespace(max_new_tokens=3, json=False)
+    llama.report(tokenizer, tokens, 0.5, args, target_calls=2)
     line = capsys.readouterr().err.strip()
     assert line.startswith(f"new tokens {len(tokens)}, seconds 0.5, tokens per second ")
     assert line.endswith(f"target calls 2, {ending}" if ending else "target calls 2")

@@ -406,7 +406,7 @@ class Table:
 
     def after(self, draft: Draft, i: int) -> Tensor:
         """After token i of a draft."""
-        beginning = [draft.tokens[j] for j in draft.path(i)[1:]]
+        beginning = [draft.tokens[j] for j in draft.paths[i][1:]]
         return self.logits[len(beginning)][tuple(beginning)]
 
 

@@ -1,6 +1,7 @@
 """The network: links against their formulas, outages, framed messages, the client's channel."""
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import random
@@ -456,6 +457,26 @@ def test_a_slow_link_delays_a_new_connection_and_does_not_break_it(monkeypatch):
     start = time.monotonic()
     with connected(Link(0.1)):
         assert time.monotonic() >= start + 6 * 0.1  # three simulated ways up, three down
+
+
+def test_a_new_connection_has_time_for_a_first_packet_that_is_lost(monkeypatch):
+    monkeypatch.setattr(netsim, "INITIAL_RTO", 0.2)
+    monkeypatch.setattr(netsim, "MIN_TIMEOUT", 0.02)
+    with connected() as channel:
+        ask(channel)
+        channel.network.up.link = Link(loss=0.5)
+        for seed in itertools.count():
+            trial = netsim.Direction(channel.network, channel.network.up.link, seed)
+            arrival = 0.0
+            for _ in range(3):
+                arrival = trial.send(arrival, 0)
+            if arrival == 0.2:  # lost once, the first time
+                break
+        channel.network.up.random.seed(seed)
+        start = time.monotonic()
+        assert 10 * channel.slowest < 0.2
+        channel.connect()
+        assert time.monotonic() >= start + 0.2
 
 
 def test_a_short_outage_amid_a_stream_delays_its_later_tokens_and_loses_none():

@@ -968,7 +968,7 @@ def terminal_over(
         return Channel(server.server_address, "", next(connections))
 
     args = parse(["--remote", "--max-new-tokens", "48", *flags])
-    method = Method(tiny.target, tiny.drafter, CHAIN, False, new_channel, traced=args.trace)
+    method = Method(tiny.target, tiny.drafter, CHAIN, False, new_channel)
     return Terminal(args, tiny, method, GenerationConfig(args.max_new_tokens))
 
 

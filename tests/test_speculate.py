@@ -34,6 +34,7 @@ from llama import (
     GenerationConfig,
     InputError,
     Llama,
+    Sampling,
     Tokenizer,
     generate,
     load_model,
@@ -45,6 +46,7 @@ from moa import (
     Draft,
     Drafter,
     DraftState,
+    MemoryUpdate,
     TreeConfig,
     load_drafter,
     pack_together,
@@ -179,6 +181,14 @@ def test_lookup_alone_costs_fewer_calls():
         result = method.answer(PROMPT, GenerationConfig(40))
         assert result.tokens == target_alone(target, 40)
         assert result.target_calls < 39
+
+
+def test_lookup_drafts_nothing_as_long_as_nobody_would_verify_it():
+    lookup = speculate.Lookup(None, 16, Sampling())
+    lookup.append_verified(MemoryUpdate([1, 2, 3, 4, 1, 2], None, None))
+    assert lookup.draft(3, TreeConfig(2)).tokens == [3, 4, 1]
+    lookup.append_verified(None)
+    assert lookup.draft(3, TreeConfig(2)).tokens == [3]
 
 
 def test_with_lookup_the_drafter_is_asked_only_where_nothing_is_found(monkeypatch):
@@ -780,7 +790,7 @@ def test_a_trace_of_a_long_chain_fits_80_columns_too(checkpoint):
 
 def test_a_trace_of_the_default_target_fits_80_columns_too(smollm2, packed, capsys):
     tokenizer = smollm2[1]
-    method = Method(*packed, TreeConfig(12, top_k=3, total_tokens=24), traced=True)
+    method = Method(*packed, TreeConfig(12, top_k=3, total_tokens=24))
     prompt = tokenizer.chat(ask("请用一句话介绍北京。"))
     config = GenerationConfig(8, temperature=1.5)
     method.answer(prompt, config, speculate.Trace(tokenizer, as_json=False).emit)
@@ -1189,6 +1199,8 @@ HI = ["--prompt", "Hi"]
         (["--bench", "--batch", "2", "--drafter", "a", "--drafter", "b"], "several drafters"),
         ([*HI, "--drafter", "a", "--drafter", "b"], "several drafters need --bench"),
         (["--serve", "127.0.0.1:0", "--remote"], "--remote is one side"),
+        (["--serve", "127.0.0.1:0", "--top-p", "0.5"], "--top-p has no effect with --serve"),
+        ([*HI, "--show", "--trace"], "--show has no effect with --trace"),
         (["--bench", "--lookup"], "--lookup"),
         (["--bench", "--no-speculation"], "--no-speculation"),
         (["--bench", "--show"], "--show"),
