@@ -139,6 +139,15 @@ class DraftHead:
         return q
 
 
+@dataclass
+class MemoryUpdate:
+    """What the drafter's caches grow by when T tokens have been verified."""
+
+    tokens: list[int]
+    cross_kv: Tensor  # CA's keys and values of their memory, (1, Hkv, T, 2D)
+    reused_kv: Tensor  # the target's own in its last N layers, (N, 1, Hkv, T, 2D)
+
+
 class Drafter(nn.Module):
     """Trainable: LSA, the projection, SA and CA. All else is the target's, and frozen.
 
@@ -321,15 +330,6 @@ class Drafter(nn.Module):
         return self.cross_attention.keys_values(memory, rope)
 
 
-@dataclass
-class MemoryUpdate:
-    """What the drafter's caches grow by when T tokens have been verified."""
-
-    tokens: list[int]
-    cross_kv: Tensor  # CA's keys and values of their memory, (1, Hkv, T, 2D)
-    reused_kv: Tensor  # the target's own in its last N layers, (N, 1, Hkv, T, 2D)
-
-
 # --- Drafting: the same layers, step by step ---
 
 
@@ -432,7 +432,7 @@ class DraftState:
         step on the root, which drafts token 1                  11   10   11
         step on token 1, which drafts token 2                   12   10   12
         step on token 2, which drafts token 3                   13   10   13
-        forget_draft                                            10   10   10
+        discard_draft                                            10   10   10
         append_verified of the root and tokens 1 and 2          13   13   13
     """
 
@@ -456,7 +456,7 @@ class DraftState:
         SA need not run for them. It is one layer, so its keys and values are a projection of the
         embeddings, and nobody needs its output at a verified token.
         """
-        self.forget_draft()
+        self.discard_draft()
         rope = self.next_rope(len(update.tokens))
         x = self.embed(update.tokens)  # (1, T, E)
         self.self_cache.append(0, self.drafter.self_attention.keys_values(x, rope))
@@ -470,7 +470,7 @@ class DraftState:
         for cache in (self.self_cache, self.cross_cache, self.reused_cache):
             cache.length += len(update.tokens)
 
-    def forget_draft(self) -> None:
+    def discard_draft(self) -> None:
         """Go back to the end of the text."""
         self.expanded = []
         self.self_cache.length = self.text_length
@@ -482,7 +482,7 @@ class DraftState:
 
     def draft(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a chain or a tree of tokens that may follow the target's newest token, `root`."""
-        self.forget_draft()  # an earlier one, if none of it has been verified
+        self.discard_draft()  # an earlier one, if none of it has been verified
         if tree.top_k == 1:
             return self.draft_chain(root, tree)
         if self.sampling.temperature == 0:
@@ -492,7 +492,7 @@ class DraftState:
     def draft_chain(self, root: int, tree: TreeConfig) -> Draft:
         """Draft up to K tokens, each chosen from q after all tokens before it (algorithm 1)."""
         draft = Draft(root)
-        for last in range(tree.depth):  # in a chain, token i is i after the root
+        for last in range(tree.depth):  # the newest token's index, in a chain also its depth
             if draft.path_probabilities[last] < tree.min_confidence:
                 break
             q = self.next_distributions(draft, [last]).squeeze(0)  # (V')
@@ -897,7 +897,7 @@ class OffPolicyDraftState(DraftState):
         """Grow the caches by newly verified tokens. Here SA has to run: the causal layer's keys and
         values follow from its output, plus the memory of the token before."""
         drafter = self.drafter
-        self.forget_draft()
+        self.discard_draft()
         count = len(update.tokens)
         rope = self.next_rope(count)
         mask = causal_mask(count, self.text_length, drafter.target.device)

@@ -331,7 +331,7 @@ def rejection_sample_tree(
         last = path[-1]
         p_left = p[last]  # (V)
         q_left = draft.q.get(last)  # (V), or None if it has no children
-        for child in draft.children(last):
+        for child in draft.children(last):  # if none is accepted, `else` below
             x = draft.tokens[child]
             ratio = float(p_left[x] / q_left[x])
             trials[child] = Trial(u[child], ratio)
@@ -340,7 +340,7 @@ def rejection_sample_tree(
                 break
             p_left = residual(p_left, q_left)
             q_left = without(q_left, x)
-        else:  # no child is accepted, or there is none
+        else:  # the loop was not left by `break`
             return Acceptance(path, sample(p_left, generator), trials)
 
 

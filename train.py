@@ -300,13 +300,16 @@ class Losses(NamedTuple):
 
 
 def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args) -> Losses:
-    """Compute the gradients of one batch, a few sequences at a time."""
+    """Compute the gradients of one batch, a few sequences at a time.
+
+    If all fitted into RAM at once, this would be `(distill(...).loss / total).backward()`.
+    """
     device = drafter.target.device
     total = 0
     for sequence in batch:
         total += args.horizons * int(loss_mask(sequence.answer).sum())
-    # An update's loss is one mean, over all trained positions under all their horizons. So each
-    # piece of the batch is divided by the same total, and the gradients of all pieces add up.
+    # The loss of an update is one mean, over all trained positions under all their horizons. So
+    # each piece of the batch is divided by the same total, and the gradients of all pieces add up.
     for parameter in drafter.parameters():
         parameter.grad = torch.zeros_like(parameter)
     sums = torch.zeros(3, device=device)
@@ -381,9 +384,9 @@ def train(
     """Train up to args.updates, on the sequences of an endless stream. Raises InputError."""
     for update in range(journal.done, args.updates):
         batch = list(itertools.islice(stream, args.batch_size))
-        record = take_step(drafter, optimizers, batch, update, args)
+        losses = take_step(drafter, optimizers, batch, update, args)
         tokens = sum(len(sequence.tokens) for sequence in batch)
-        journal.note(update + 1, record, tokens, stream.position)  # logs, evaluates and saves
+        journal.record(update + 1, losses, tokens, stream.position)  # logs, evaluates and saves
 
 
 # --- The method ends here: what follows makes it fast and practical ---
@@ -619,16 +622,24 @@ def announce_cost(drafter: Drafter, sequence: Sequence, held_out: list[Sequence]
 
 # --- Data: published conversations, read by offset so that files of any size can be shuffled ---
 
-ROLE_NAMES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
-              "bard": "assistant"}
+ROLE_NAMES = {  # ShareGPT's
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+}
 NO_FILE = (
     "no such file. To fetch UltraChat: pip install datasets && python -c \"from datasets import "
     "load_dataset as load; load('HuggingFaceH4/ultrachat_200k', split='train_sft')"
     ".to_json('ultrachat.jsonl')\". Or let the target write one: add --synthesize 1000"
 )
 NOT_JSON = {  # how a file begins, what it is, how to convert it
-    b"PAR1": ("Parquet", "python -c \"import pandas; pandas.read_parquet('{}').to_json("
-                         "'data.jsonl', orient='records', lines=True)\""),
+    b"PAR1": (
+        "Parquet",
+        "python -c \"import pandas; pandas.read_parquet('{}').to_json('data.jsonl', "
+        "orient='records', lines=True)\"",
+    ),
     b"\x1f\x8b": ("gzip", "gunzip {}"),
     b"PK\x03\x04": ("a zip archive", "unzip {}"),
     b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8 {} > data.jsonl"),
@@ -896,8 +907,8 @@ class Journal:
         )
         self.began = time.perf_counter()  # the update under way
 
-    def note(self, done: int, record: dict, tokens: int, position: int = 0) -> None:
-        """Note that an update of `tokens` tokens is done. position: of the stream, after it.
+    def record(self, done: int, losses: dict, tokens: int, position: int = 0) -> None:
+        """Record an update of `tokens` tokens, with its losses. position: of the stream, after it.
 
         Raises KeyboardInterrupt after Ctrl-C.
         """
@@ -909,8 +920,8 @@ class Journal:
         if rank() == 0:
             speed = tokens / (time.perf_counter() - self.began)
             self.progress.update()
-            self.progress.set_postfix_str(f"loss {record['loss']:.3f}, {speed:.0f} tokens/s")
-            self.log(record | {"tokens_per_second": speed})
+            self.progress.set_postfix_str(f"loss {losses['loss']:.3f}, {speed:.0f} tokens/s")
+            self.log(losses | {"tokens_per_second": speed})
             if done % self.args.eval_every == 0 or is_last:
                 scores = self.evaluate()
                 self.log(scores)
@@ -1268,7 +1279,7 @@ def pretrain(args) -> None:
             lr = np.interp(update / args.updates, [0, 0.02, 1], [0, 6e-3, 0])  # up, then down
             apply_gradients(optimizers, float(lr))
             model.zero_grad()
-            journal.note(update + 1, {"loss": loss.item()}, windows.numel())
+            journal.record(update + 1, {"loss": loss.item()}, windows.numel())
 
 
 # --- The curves of runs, as one SVG file ---
