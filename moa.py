@@ -884,10 +884,11 @@ class LastStateOffPolicyDrafter(LastStateDrafter, OffPolicyDrafter):
 
 class OffPolicyDraftState(DraftState):
     """Drafts without CA. Here cross_cache holds the keys and values of the causal layer in its
-    place: of the text and, for the moment of a step, of drafted tokens after it."""
+    place. And causal_cache is the same cache, with those of drafted tokens after the text."""
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
         super().__init__(drafter, capacity, sampling)
+        self.causal_cache = KVCache(self.cross_cache.kv)
         self.last_memory = torch.zeros_like(drafter.Ekv2E.bias)  # of the last verified token, (E)
         # Memory of the draft's expanded nodes. The next draft overwrites it: a node is expanded
         # before its children are, which read it.
@@ -914,14 +915,10 @@ class OffPolicyDraftState(DraftState):
         previous = []  # of each node: the memory of the token before it
         for node in frontier:
             previous.append(self.predicted.get(draft.parents[node], self.last_memory))
-        # The causal layer's cache must hold the draft as well, in the slots of SA's, so that one
-        # mask serves both. So for this call it ends where SA's does.
-        text_length = self.cross_cache.length
-        self.cross_cache.length = self.self_cache.length
+        # In the slots of SA's tokens, so that one mask serves both layers.
+        self.causal_cache.length = self.self_cache.length
         x = x + torch.stack(previous)
-        x = self.drafter.cross_attention(x, rope, mask, self.cross_cache, 0)
-        self.cross_cache.length = text_length
-        return x
+        return self.drafter.cross_attention(x, rope, mask, self.causal_cache, 0)
 
     def step(self, draft: Draft, frontier: list[int]) -> Tensor:
         features = super().step(draft, frontier)  # (F, E)
@@ -1053,11 +1050,12 @@ class BatchDraftState:
         ids = torch.tensor(tokens, device=target.device)[:, None]  # (B, 1)
         rope, mask = self.self_cache.layout(batch, 1, drafter.rotary)
         x = drafter.self_attention(drafter.embed(ids), rope, mask, self.self_cache, 0)
-        # CA reads all n memories of a row, slots 0 to n - 1. A layout's mask allows slots 0 to n:
-        # it is made for a cache that the new token joins. Without its first column it is right.
-        _, mask = self.cross_cache.layout(batch, 1, drafter.rotary)
-        memory = self.cross_cache.kv[0, :batch, :, :self.cross_cache.end - 1]
-        x = drafter.cross_attention.attend_to(memory, x, rope, mask[..., 1:])
+        # CA reads all memories of a row, and nothing after them.
+        lengths = torch.tensor([row.length for row in self.cross_cache.rows[:batch]])
+        memory = self.cross_cache.kv[0, :batch, :, :int(lengths.max())]  # (B, Hkv, S, 2D)
+        slots = torch.arange(memory.shape[2])
+        mask = (slots < lengths[:, None, None, None]).to(target.device)  # (B, 1, 1, S)
+        x = drafter.cross_attention.attend_to(memory, x, rope, mask)
         rope, mask = self.reused_cache.layout(batch, 1, target.rotary)
         x = drafter.step_target_layers(x, rope, mask, self.reused_cache)
         for row in range(batch):
