@@ -15,9 +15,10 @@ In the paper it is M_Small. It reads the target's KV cache, and drafts the token
          next one. With N > 0 it predicts the state that enters the target's last N layers, which
          then run on it: often better drafts, at a higher cost.
 
-In formulas, for a token at position i of a draft after t verified ones (e_i is its embedding):
+In formulas, for a token at position i of a draft after t verified ones (e_i is its embedding, and
+X(...)_i is X's output at the i-th of the vectors that it reads):
 
-    m_j = W mean over l of LSA([k_j1 v_j1], ..., [k_jL v_jL])_l + b    memory, for all j <= t
+    m_j = W (mean over l of LSA([k_j1 v_j1], ..., [k_jL v_jL])_l) + b    memory, for all j <= t
     s_i = SA(e_1, ..., e_i)_i
     g_i = CA(query s_i; keys and values from m_1, ..., m_t)
     h'_i = g_i, or norm(the target's last N layers on g_i);    q_i = softmax(LM head h'_i)
@@ -27,8 +28,8 @@ Keys are read as they lie in the cache, that is, rotated by their position.
 A token is *verified* once the target has read it and keeps it. Only then does it have a memory. The
 newest token, which the target has chosen but not yet read, is not verified.
 
-`Drafter` runs these layers over all positions in one pass, as training does. `DraftState` runs them
-step by step, with caches, as drafting does.
+`Drafter` runs these layers over all positions in one pass, as training does: its method `features`
+is the whole of it. `DraftState` runs them step by step, with caches, as drafting does.
 
 Shapes: as in llama.py, and N reused target layers, K drafted tokens, F nodes on the frontier of a
 draft (see `TreeConfig`), V' tokens that may be drafted (above the bar all V of them). H, Hkv and D
@@ -70,7 +71,7 @@ from llama import (
     sample,
 )
 
-LSA_TOKENS = 64  # LSA runs on so many at a time: all of a long prompt, times L, may not fit in RAM
+LSA_TOKENS = 64  # positions that LSA reads at a time: a whole prompt, times L, may not fit in RAM
 
 
 # --- The four layers, and training's pass over all positions ---
@@ -109,52 +110,13 @@ class CrossAttentionLayer(DecoderLayer):
         return self.feed_forward(x + self.self_attn(q, kv, mask))
 
 
-class DraftHead:
-    """The target's LM head, as drafts use it: frozen, one logit for each token, V' = V.
-
-    `LimitedHead`, below the bar, knows only some of the tokens. Then there are V' < V logits,
-    number i is not that of token i, and `token` and `over_all_tokens` translate. Here they return
-    what they are given. An *output* is such a number i. (This is not an nn.Module, so that the
-    target's weights are neither trained nor saved with the drafter's.)
-    """
-
-    def __init__(self, target: Llama):
-        self.target = target
-
-    @property
-    def weight(self) -> Tensor:
-        """(V', E)"""
-        return self.target.lm_head.weight
-
-    def logits(self, features: Tensor) -> Tensor:
-        """Map features (..., E) to logits (..., V')."""
-        return self.target.lm_head(features.to(self.target.dtype))
-
-    def token(self, output: int) -> int:
-        """Return the token that an output stands for."""
-        return output
-
-    def over_all_tokens(self, q: Tensor) -> Tensor:
-        """Spread a distribution q (V') over the target's vocabulary (V)."""
-        return q
-
-
-@dataclass
-class MemoryUpdate:
-    """What the drafter's caches grow by when T tokens have been verified."""
-
-    tokens: list[int]
-    cross_kv: Tensor  # CA's keys and values of their memory, (1, Hkv, T, 2D)
-    reused_kv: Tensor  # the target's own in its last N layers, (N, 1, Hkv, T, 2D)
-
-
 class Drafter(nn.Module):
     """Trainable: LSA, the projection, SA and CA. All else is the target's, and frozen.
 
     The layers have the names of the authors' checkpoints, the methods that run them are verbs.
     """
 
-    checkpoint_hash = ""  # of its files. A client and its server compare it.
+    checkpoint_hash = ""  # of its files: a client and its server compare theirs
 
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__()
@@ -190,8 +152,10 @@ class Drafter(nn.Module):
             head_dim=hidden_size // heads,
             eps=config.rms_norm_eps,
         )
+        # LSA's sequence is the L layers of one token, so here a position is a layer's number. The
+        # rotation tells LSA how far apart two layers are.
         layer_rotary = rotary_table(
-            length=sizes.num_hidden_layers,  # the positions of LSA are layers
+            length=sizes.num_hidden_layers,
             head_dim=kv_width // layer_heads,
             theta=config.rope_theta,
             device=target.device,
@@ -217,13 +181,18 @@ class Drafter(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.Ekv2E.weight.dtype
 
-    def layer_self_attend(self, kv: Tensor) -> Tensor:
-        """Run LSA and take its mean over layers: kv (B, T, L, 2 Ekv) -> (B, T, 2 Ekv)."""
-        batch, count, layers = kv.shape[:3]
-        x = kv.reshape(batch * count, layers, -1)  # the layers of one token are a sequence
-        # No mask: every layer sees every layer.
-        x = self.layer_self_attention(x.to(self.dtype), self.layer_rotary)  # (B T, L, 2 Ekv)
-        return x.mean(dim=1).unflatten(0, (batch, count))
+    def features(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
+        """Run the whole drafter over all positions. Returns predicted final hidden states
+        (B, T, E), which the LM head reads. (Training takes the same steps in `train.distill`, as
+        its losses need what is between them.)
+
+        tokens (B, T); kv (B, T, L, 2 Ekv) from the target's cache; horizon (B, T): the last
+        position whose memory query i may read, -1 for none.
+        """
+        memory = self.build_memory(kv)  # LSA: (B, T, E)
+        x = self.self_attend(tokens)  # SA: (B, T, E)
+        x = self.cross_attend(x, memory, horizon)  # CA: (B, T, E)
+        return self.infer_target_layers(x, kv, horizon)  # TLI: (B, T, E)
 
     def build_memory(self, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Return the memory of tokens (B, T, E), given their kv (B, T, L, 2 Ekv) in the cache.
@@ -231,9 +200,18 @@ class Drafter(nn.Module):
         hidden: the target's final states (B, T, E), which only a drafter without LSA reads (see
         `LastStateDrafter`, below the bar).
         """
-        # Each (B, some of T, 2 Ekv).
-        means = [self.layer_self_attend(piece) for piece in kv.split(LSA_TOKENS, dim=1)]
+        means = []
+        for piece in kv.split(LSA_TOKENS, dim=1):  # LSA never looks across tokens
+            means.append(self.layer_self_attend(piece))  # (B, at most LSA_TOKENS, 2 Ekv)
         return self.Ekv2E(torch.cat(means, dim=1))
+
+    def layer_self_attend(self, kv: Tensor) -> Tensor:
+        """Run LSA and take its mean over layers: kv (B, T, L, 2 Ekv) -> (B, T, 2 Ekv)."""
+        batch, count, layers = kv.shape[:3]
+        # Each token is a sequence of its own, of L layers: so the tokens count as a batch.
+        x = kv.reshape(batch * count, layers, -1).to(self.dtype)  # (B T, L, 2 Ekv)
+        x = self.layer_self_attention(x, self.layer_rotary)  # no mask: each layer sees all layers
+        return x.mean(dim=1).unflatten(0, (batch, count))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Look up the target's embeddings of tokens (B, T): (B, T, E)."""
@@ -254,16 +232,23 @@ class Drafter(nn.Module):
         count = x.shape[1]
         rope = self.rotary[:, :count]
         positions = torch.arange(count, device=x.device)
-        within = positions <= horizon.unsqueeze(-1)  # (B, T, T): query i, memory j
-        kv = self.cross_attention.keys_values(memory, rope)
-        # A query with horizon -1, which sees nothing at all, gets zeros from PyTorch's attention.
-        return self.cross_attention.attend_to(kv, x, rope, within.unsqueeze(1))
+        may_read = positions <= horizon.unsqueeze(-1)  # (B, T, T): query i, memory j
+        kv = self.cross_attention.keys_values(memory, rope)  # (B, Hkv, T, 2D)
+        # With horizon -1 a query reads nothing: PyTorch's attention then returns zeros, and the
+        # residual connection hands on SA's output alone.
+        return self.cross_attention.attend_to(kv, x, rope, may_read.unsqueeze(1))
 
     def infer_target_layers(self, x: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
         """Run TLI over all positions: the target's last N layers and final norm on x (B, T, E).
 
-        Query i sees the target's own keys and values kv (B, T, L, 2 Ekv) up to its horizon, and
-        after it those that follow from x: exactly what is in the caches while drafting.
+        Up to a query's horizon the tokens are verified, and the target's own keys and values of
+        them, kv (B, T, L, 2 Ekv), are known. Those after it count as drafted, and have only what
+        the layers make of x: exactly what is in the caches while drafting. So each position has two
+        candidates, and the mask lets a query see one of them at most. Query 6 with horizon 3:
+
+            position                 0 1 2 3 4 5 6 7
+            of the target's own      x x x x . . . .
+            of those made from x     . . . . x x x .
         """
         if self.N == 0:
             return x
@@ -272,43 +257,22 @@ class Drafter(nn.Module):
         count = x.shape[1]
         rope = target.rotary[:, :count]
         positions = torch.arange(count, device=x.device)
-        verified = positions <= horizon.unsqueeze(-1)  # (B, T, T)
-        drafted = ~verified & (positions <= positions[:, None])
-        # keys   0 .. T-1, the target's own | 0 .. T-1, those that follow from x
-        # seen   up to the horizon          | from horizon + 1 up to the query itself
-        # So query 6 with horizon 3 sees 0 1 2 3 of the former, and 4 5 6 of the latter.
+        verified = positions <= horizon.unsqueeze(-1)  # (B, T, T): query i, position j
+        drafted = ~verified & (positions <= positions.unsqueeze(-1))  # (B, T, T)
         mask = torch.cat([verified, drafted], dim=-1).unsqueeze(1)  # (B, 1, T, 2T)
+        kv_heads = target.config.num_key_value_heads
         layers = target.config.num_hidden_layers
         for i in range(layers - self.N, layers):
+            # As `DecoderLayer.forward`, with the target's keys and values before those made from x.
             layer = target.layers[i]
-            q, own_kv = layer.self_attn.queries_keys_values(layer.input_layernorm(x), rope)
-            # (B, T, 2 Ekv) -> (B, T, Hkv, 2D)
-            by_head = kv[:, :, i].unflatten(-1, (target.config.num_key_value_heads, -1))
-            target_kv = by_head.transpose(1, 2).to(own_kv.dtype)  # (B, Hkv, T, 2D)
-            all_kv = torch.cat([target_kv, own_kv], dim=2)  # (B, Hkv, 2T, 2D)
+            q, x_kv = layer.self_attn.queries_keys_values(layer.input_layernorm(x), rope)
+            target_kv = kv[:, :, i].unflatten(-1, (kv_heads, -1))  # (B, T, Hkv, 2D)
+            target_kv = target_kv.transpose(1, 2).to(x_kv.dtype)  # (B, Hkv, T, 2D)
+            all_kv = torch.cat([target_kv, x_kv], dim=2)  # (B, Hkv, 2T, 2D)
             x = layer.feed_forward(x + layer.self_attn(q, all_kv, mask))
         return target.norm(x)
 
-    def step_target_layers(self, x: Tensor, rope: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
-        """Run TLI on one step of drafting, x (B, T, E): the same layers, with a cache."""
-        if self.N == 0:
-            return x
-        x = x.to(self.target.dtype)
-        for i, layer in enumerate(self.target.layers[-self.N:]):
-            x = layer(x, rope, mask, cache, i)
-        return self.target.norm(x)
-
-    def features(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
-        """Run the whole drafter over all positions. Returns predicted final hidden states
-        (B, T, E), which the LM head reads. (Training takes the same steps in `train.distill`, which
-        keeps what is between them.)
-
-        tokens (B, T); kv (B, T, L, 2 Ekv) from the target's cache; horizon (B, T): the last
-        position whose memory query i may read, -1 for none.
-        """
-        memory = self.build_memory(kv)
-        predicted = self.cross_attend(self.self_attend(tokens), memory, horizon)
-        return self.infer_target_layers(predicted, kv, horizon)
+    # For drafting: what the target's side sends, and TLI step by step.
 
     def memory_update(self, tokens: list[int], cache: KVCache, hidden: Tensor) -> MemoryUpdate:
         """Return what drafting needs of newly verified tokens, the last ones in the target's cache.
@@ -319,38 +283,106 @@ class Drafter(nn.Module):
         start = cache.length - len(tokens)
         end = cache.length
         memory = self.build_memory(cache.by_token(start, end), hidden)  # (1, T, E)
-        cross_kv = self.cross_keys_values(memory, self.rotary[:, start:end])
-        first = len(cache.kv) - self.N  # of the reused layers
-        reused_kv = cache.kv[first:, :, :, start:end]
+        cross_kv = self.cross_keys_values(memory, self.rotary[:, start:end])  # (1, Hkv, T, 2D)
+        first_reused = len(cache.kv) - self.N  # a layer
+        reused_kv = cache.kv[first_reused:, :, :, start:end]  # (N, 1, Hkv, T, 2D)
         return MemoryUpdate(tokens, cross_kv, reused_kv)
 
     def cross_keys_values(self, memory: Tensor, rope: Tensor) -> Tensor:
-        """Return CA's keys and values of memory (1, T, E): (1, Hkv, T, 2D). (A method of its own,
-        since `OffPolicyDrafter`, below the bar, has another.)"""
+        """Return CA's keys and values of memory (1, T, E): (1, Hkv, T, 2D).
+
+        (`OffPolicyDrafter`, below the bar, overrides this.)
+        """
         return self.cross_attention.keys_values(memory, rope)
+
+    def step_target_layers(
+        self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
+        """Run TLI on one step of drafting: x (B, T, E) -> (B, T, E).
+
+        The same as `infer_target_layers`, but here the cache, of N layers, holds for each position
+        the right candidate: the target's own keys and values of the text, then those of the draft.
+        """
+        if self.N == 0:
+            return x
+        x = x.to(self.target.dtype)
+        for i, layer in enumerate(self.target.layers[-self.N:]):
+            x = layer(x, rope, mask, cache, i)
+        return self.target.norm(x)
+
+
+@dataclass
+class MemoryUpdate:
+    """What the target's side sends when T tokens have been verified: the drafter's caches grow by
+    it. Of the memory, drafting needs CA's keys and values only, so these are sent in its place."""
+
+    tokens: list[int]
+    cross_kv: Tensor  # CA's keys and values of the memory, (1, Hkv, T, 2D)
+    reused_kv: Tensor  # keys and values in the target's last N layers, (N, 1, Hkv, T, 2D)
+
+
+class DraftHead:
+    """The target's LM head, frozen: features to logits, one for each token.
+
+    Above the bar V' = V, and logit i is that of token i. `LimitedHead`, below the bar, has logits
+    for V' < V chosen tokens only: its logit 5 may be that of token 873. So that the drafting code
+    serves both, the number of a logit is called an *output*, and `token` and `over_all_tokens` say
+    what it stands for. Here they have nothing to do.
+
+    (This is not an nn.Module. Otherwise the target's weights would count as the drafter's, and be
+    trained and saved with them.)
+    """
+
+    def __init__(self, target: Llama):
+        self.target = target
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows that features are multiplied with, (V', E): the loss in train.py needs them."""
+        return self.target.lm_head.weight
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Map features (..., E) to logits (..., V')."""
+        return self.target.lm_head(features.to(self.target.dtype))
+
+    def token(self, output: int) -> int:
+        """Return the token that an output stands for."""
+        return output
+
+    def over_all_tokens(self, q: Tensor) -> Tensor:
+        """Spread a distribution q (V') over the target's vocabulary (V)."""
+        return q
 
 
 # --- Drafting: the same layers, step by step ---
 
 
 class Draft:
-    """A tree of tokens, of which a chain is the simplest kind.
+    """A tree of tokens that may follow the target's newest token. A chain is the simplest kind.
 
-    A *node* is the index of a token. Node 0 is the root: the target's newest token, which the
-    others may follow. Node i follows node parents[i], which comes before it.
+    A *node* is a token of the tree, by its number. Node 0 is the root: the newest token. Node i is
+    the token tokens[i], and follows node parents[i], whose number is smaller:
+
+        node   token        parent   path
+         0     " lies"        -1     0
+         1     " in"           0     0 1
+         2     " within"       0     0 2
+         3     " the"          1     0 1 3
     """
 
     def __init__(self, root: int):
-        self.tokens = [root]  # 1 + K
+        # One entry for each node: in the end 1 + K.
+        self.tokens = [root]
         self.parents = [-1]
-        self.paths = [[0]]  # the nodes from the root to each token, both included
+        self.paths = [[0]]  # the nodes from the root to each one, both included
         self.probabilities = [1.0]  # the drafter's, of each token after its parent
-        self.path_probabilities = [1.0]  # the product of these on the way from the root
-        # By the parent's index: what its children were drawn from, (V). Empty at temperature 0.
+        self.path_probabilities = [1.0]  # the product of these along the path
+        # By the parent's node: the distribution (V) that its children were drawn from, which
+        # rejection sampling needs. Empty at temperature 0, where nothing is drawn.
         self.q: dict[int, Tensor] = {}
 
     def add(self, token: int, parent: int, probability: float) -> int:
-        """Add a token after its parent. Returns its index."""
+        """Add a token after its parent. Returns its node."""
         node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
@@ -361,14 +393,15 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
+        """Whether each node follows the one before it."""
         return self.parents == list(range(-1, len(self.parents) - 1))
 
     def children(self, parent: int) -> list[int]:
-        """Return the indices of the tokens after `parent`, in the order drawn."""
+        """Return the nodes that follow `parent`, in the order added: if drawn, in that order."""
         return [node for node, other in enumerate(self.parents) if other == parent]
 
     def child(self, parent: int, token: int) -> int | None:
-        """Return the index of this token after `parent`. None if it was not drafted there."""
+        """Return the node of this token after `parent`. None if it was not drafted there."""
         for node in self.children(parent):
             if self.tokens[node] == token:
                 return node
@@ -379,9 +412,9 @@ class Draft:
         return len(self.paths[node]) - 1
 
     def mask(self, nodes: list[int], others: list[int], text_length: int) -> Tensor:
-        """Let each of these nodes see the text and, of the others, its ancestors and itself.
+        """Let each of `nodes` see the whole text and, of `others`, its ancestors and itself.
 
-        (nodes, text_length + others)
+        (nodes, text_length + others). Siblings do not see each other: they are alternatives.
         """
         rows = []
         for node in nodes:
@@ -390,41 +423,66 @@ class Draft:
         return torch.cat([text, torch.tensor(rows)], dim=1)
 
     def keep(self, kept: list[int]) -> Draft:
-        """Return the draft of these tokens only: indices in order, with the root and parents.
+        """Return the draft of these nodes only: in ascending order, with the root and all parents.
 
-        For temperature 0 only: to drop tokens that were drawn would change what is proposed.
+        For temperature 0 only: where tokens are drawn, all of them have to be proposed (see
+        `sample_tree`).
         """
         smaller = Draft(self.tokens[0])
-        index = {0: 0}
-        for i in kept[1:]:
-            parent = index[self.parents[i]]
-            index[i] = smaller.add(self.tokens[i], parent, self.probabilities[i])
+        new_node = {0: 0}  # in the smaller draft, of each node kept
+        for node in kept[1:]:
+            parent = new_node[self.parents[node]]
+            new_node[node] = smaller.add(self.tokens[node], parent, self.probabilities[node])
         return smaller
 
 
 @dataclass(frozen=True)
 class TreeConfig:
-    """The limits of a draft, a tree or a chain. A draft grows level by level. To *expand* a node is
-    to run the drafter on it and add tokens after it. The nodes that are expanded next are the
-    draft's *frontier*. The first three limits are EAGLE-2's. The other two are ours, and end a
-    draft where the drafter is unsure."""
+    """The limits of a draft, which grows level by level.
 
-    depth: int  # levels below the root
-    top_k: int = 1  # nodes of a frontier; with 1 the draft is a chain
-    total_tokens: int = 64  # of a tree
-    min_confidence: float = 0.0  # stop once the frontier's path probabilities sum to less
-    min_probability: float = 0.0  # add no token to a tree whose path is less likely
+    To *expand* a node is to run the drafter on it, and to add tokens after it. The nodes that are
+    expanded next are the *frontier*. The first three limits are EAGLE-2's. The other two are ours:
+    a token that the drafter itself finds unlikely is hardly worth its cost.
+    """
+
+    depth: int  # levels below the root: in a chain the number of drafted tokens, K
+    top_k: int = 1  # nodes of a frontier, at most; with 1 the draft is a chain
+    total_tokens: int = 64  # drafted tokens of a tree, at most
+    min_confidence: float = 0.0  # stop if the paths to the frontier sum to less
+    # Of a tree: tokens whose path is less likely are not chosen. (`sample_tree` only chooses how
+    # many to draw. So it may draw such a token all the same.)
+    min_probability: float = 0.0
+
+
+def draft_distributions(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return q, what drafts are chosen from: logits (..., V') -> (..., V')."""
+    if sampling.temperature == 0:
+        # A greedy choice needs no probabilities, but TreeConfig's limits and --trace do.
+        return probabilities(logits, 1.0)
+    return probabilities(logits, sampling.temperature, sampling.top_p)
+
+
+def extend_chain(draft: Draft, q: Tensor, head: DraftHead, sampling: Sampling) -> None:
+    """Add to a chain a token that is chosen from q (V'): the likeliest, or a draw."""
+    last = len(draft.tokens) - 1
+    if sampling.temperature == 0:
+        choice = int(q.argmax())
+    else:
+        choice = sample(q, sampling.generator)
+        draft.q[last] = head.over_all_tokens(q)
+    draft.add(head.token(choice), parent=last, probability=float(q[choice]))
 
 
 class DraftState:
     """The drafter's side of one conversation: three caches, and the draft that is being made.
 
-    self_cache    SA    | text | root, other expanded tokens    |
-    cross_cache   CA    | memory of the text |
-    reused_cache  TLI   | the target's keys and values of the text | the drafter's of the rest |
+        keys and values            of the text               of expanded nodes of the draft
+        self_cache     SA          its own                   its own
+        cross_cache    CA          made of the memory        none: they have no memory
+        reused_cache   N layers    the target's own          what the layers make of CA's output
 
-    Between drafts all three have the length of the text. While drafting, SA's and TLI's grow by
-    each expanded token, in the order of `expanded`, so that one mask serves both. CA's stays. One
+    After `append_verified` all three have the length of the text. While drafting, SA's and TLI's
+    grow by the same nodes in the same order, that of `expanded`, so that one mask serves both. One
     cycle after a text of 10 tokens, with a chain of three of which the target accepts two:
 
                                         length of the caches:   SA   CA   TLI
@@ -432,8 +490,11 @@ class DraftState:
         step on the root, which drafts token 1                  11   10   11
         step on token 1, which drafts token 2                   12   10   12
         step on token 2, which drafts token 3                   13   10   13
-        discard_draft                                            10   10   10
+        discard_draft                                           10   10   10
         append_verified of the root and tokens 1 and 2          13   13   13
+
+    The accepted tokens are not kept from the draft but appended again: only now do they have a
+    memory, and the target's own keys and values.
     """
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
@@ -443,7 +504,7 @@ class DraftState:
         self.self_cache = drafter_cache(drafter, drafter.self_attention.self_attn, capacity)
         self.cross_cache = drafter_cache(drafter, drafter.cross_attention.self_attn, capacity)
         self.reused_cache = drafter.target.new_cache(capacity, layers=drafter.N)
-        self.expanded: list[int] = []  # indices of the draft's tokens that are in the caches
+        self.expanded: list[int] = []  # the draft's nodes that are in the caches, in their order
 
     @property
     def text_length(self) -> int:
@@ -453,8 +514,8 @@ class DraftState:
     def append_verified(self, update: MemoryUpdate) -> None:
         """Grow the caches by newly verified tokens, in place of what was drafted.
 
-        SA need not run for them. It is one layer, so its keys and values are a projection of the
-        embeddings, and nobody needs its output at a verified token.
+        No attention runs here. SA is one layer on embeddings, so its keys and values are a
+        projection of these. Its output is for CA's queries only, and a verified token is not one.
         """
         self.discard_draft()
         rope = self.next_rope(len(update.tokens))
@@ -463,7 +524,7 @@ class DraftState:
         self.append_memory(update)
 
     def append_memory(self, update: MemoryUpdate) -> None:
-        """Append what the target's side has sent, and count the tokens in all three caches."""
+        """Append what the target's side has sent. Then move the lengths of all three caches."""
         self.cross_cache.append(0, update.cross_kv)
         for i in range(self.drafter.N):
             self.reused_cache.append(i, update.reused_kv[i])
@@ -482,7 +543,7 @@ class DraftState:
 
     def draft(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a chain or a tree of tokens that may follow the target's newest token, `root`."""
-        self.discard_draft()  # an earlier one, if none of it has been verified
+        self.discard_draft()  # the last one, if no `append_verified` came after it
         if tree.top_k == 1:
             return self.draft_chain(root, tree)
         if self.sampling.temperature == 0:
@@ -490,10 +551,10 @@ class DraftState:
         return self.sample_tree(root, tree)
 
     def draft_chain(self, root: int, tree: TreeConfig) -> Draft:
-        """Draft up to K tokens, each chosen from q after all tokens before it (algorithm 1)."""
+        """Draft up to K tokens, each chosen from q after those before it (algorithm 1)."""
         draft = Draft(root)
-        for last in range(tree.depth):  # the newest token's index, in a chain also its depth
-            if draft.path_probabilities[last] < tree.min_confidence:
+        for last in range(tree.depth):  # the last node so far: those of a chain are 0, 1, 2, ...
+            if not worth_expanding(draft, [last], tree):
                 break
             q = self.next_distributions(draft, [last]).squeeze(0)  # (V')
             extend_chain(draft, q, self.drafter.head, self.sampling)
@@ -505,33 +566,40 @@ class DraftState:
         return draft_distributions(logits, self.sampling)
 
     def step(self, draft: Draft, frontier: list[int]) -> Tensor:
-        """Run SA, CA and TLI on the frontier, tokens of one level: features (F, E)."""
+        """Run SA, CA and TLI on the frontier, nodes of one level: features (F, E).
+
+        What `Drafter.features` does for all positions, here for F new tokens, with caches.
+        """
         drafter = self.drafter
         self.expanded += frontier  # before the mask is made, so that each node sees itself
+        mask = self.tree_mask(draft, frontier)  # (F, S)
+        # Nodes of one level have the same position, so one angle serves them all: (2, 1, D/2).
         position = self.text_length + draft.depth(frontier[0])
-        rope = drafter.rotary[:, position:position + 1]  # (2, 1, D/2), the same for all
-        mask = self.tree_mask(draft, frontier)
-        x = self.embed([draft.tokens[node] for node in frontier])  # (1, F, E)
+        rope = drafter.rotary[:, position:position + 1]
+        target_rope = drafter.target.rotary[:, position:position + 1]
+        x = self.embed([draft.tokens[node] for node in frontier])  # (1, F, E), and so on
         x = drafter.self_attention(x, rope, mask, self.self_cache, 0)
         x = self.cross_attend(x, rope, draft, frontier)
-        target_rope = drafter.target.rotary[:, position:position + 1]
         x = drafter.step_target_layers(x, target_rope, mask, self.reused_cache)
         self.self_cache.length += len(frontier)
         self.reused_cache.length += len(frontier)
         return x.squeeze(0)
 
     def tree_mask(self, draft: Draft, frontier: list[int]) -> Tensor | None:
-        """Return the mask of the frontier over what is in the caches, (F, S). None where each node
-        sees all of it, as in a chain: that is faster."""
+        """Return which of the tokens in the caches each node of the frontier sees, (F, S). None if
+        they see all of them, as in a chain: attention is faster without a mask."""
         if draft.is_chain:
             return None
         mask = draft.mask(frontier, self.expanded, self.text_length)
         return None if mask.all() else mask.to(self.drafter.target.device)
 
     def cross_attend(self, x: Tensor, rope: Tensor, draft: Draft, frontier: list[int]) -> Tensor:
-        """Run CA. Every query of a draft sees the same memory, that of the whole text. (The last
-        two are for `OffPolicyDraftState`, below the bar.)"""
-        kv = self.cross_cache.kv[0, :, :, :self.cross_cache.length]  # (1, Hkv, S, 2D)
+        """Run CA. No mask: every node sees the memory of the whole text, and nothing else.
+
+        (Only `OffPolicyDraftState`, below the bar, needs to know the draft and its frontier.)
+        """
+        verified = self.cross_cache.length
+        kv = self.cross_cache.kv[0, :, :, :verified]  # (1, Hkv, verified, 2D)
         return self.drafter.cross_attention.attend_to(kv, x, rope)
 
     def embed(self, tokens: list[int]) -> Tensor:
@@ -541,20 +609,26 @@ class DraftState:
     # Trees: several tokens that may follow the same one.
 
     def draft_tree(self, root: int, tree: TreeConfig) -> Draft:
-        """Draft a dynamic tree as EAGLE-2 does (Li et al. 2024b), without random draws, level by
-        level.
+        """Draft a dynamic tree as EAGLE-2 does (Li et al. 2024b), without random draws.
 
-        At each level, run the drafter on the frontier, and add the `total_tokens` tokens after it
-        that are likeliest. The `top_k` likeliest of these are the next frontier. At the end keep
-        only the `total_tokens` likeliest of all levels. How likely a token is always means its
-        whole path from the root. With depth 2, top_k 1 and total_tokens 3:
+        How likely a token is always means its whole path from the root. At each level:
 
-            level 1, after the root    a 0.60   b 0.30   c 0.05    the next frontier: a
-            level 2, after a           d 0.42   e 0.12   f 0.03    0.60 times 0.7, 0.2 and 0.05
-            kept                       a 0.60   d 0.42   b 0.30
+        1. Run the drafter on the frontier.
+        2. Of all tokens that may follow it, add the `total_tokens` likeliest. More can never be
+           kept.
+        3. The `top_k` likeliest of these are the next frontier.
 
-        No token is kept without its parent, which is at least as likely. (EAGLE-2 adds `top_k`
-        tokens after each node. Here all nodes of a frontier compete.)
+        At the end keep the `total_tokens` likeliest of all levels. An example with depth 2, top_k 2
+        and total_tokens 4, in which e and f follow a (0.60 times 0.7 and 0.2), and g and h follow b
+        (0.30 times 0.8 and 0.1):
+
+            level 1, after the root     a 0.60   b 0.30   c 0.05   d 0.03    next frontier: a, b
+            level 2, after a and b      e 0.42   g 0.24   f 0.12   h 0.03
+            kept                        a 0.60   e 0.42   b 0.30   g 0.24
+
+        No token is kept without its parent: that is at least as likely, and comes first where both
+        are equally likely. (EAGLE-2 adds `top_k` tokens after each node. Here all nodes of a
+        frontier compete.)
         """
         draft = Draft(root)
         frontier = [0]
@@ -565,29 +639,34 @@ class DraftState:
             choices = likeliest_choices(draft, frontier, q, tree.total_tokens, tree.min_probability)
             children = self.add_choices(draft, frontier, choices)
             frontier = likeliest_paths(draft, children, tree.top_k)
-        drafted = list(range(1, len(draft.tokens)))
+        drafted = list(range(1, len(draft.tokens)))  # all nodes but the root
         return draft.keep([0] + likeliest_paths(draft, drafted, tree.total_tokens))
 
     def sample_tree(self, root: int, tree: TreeConfig) -> Draft:
-        """Draft a tree of tokens that are drawn from q. (This is ours: a budget that follows likely
-        paths, as in EAGLE-2, for children drawn without replacement, as by Jeon et al. 2024.)
+        """Draft a tree of tokens that are drawn from q: for temperatures above 0.
 
-        The levels that are left share the rest of `total_tokens` equally. At each level:
+        There a drafted token is accepted by how p compares to the q that it was drawn from. So
+        tokens have to be drawn, and all that are drawn have to be proposed. What may be chosen
+        before the draws is how many to draw after each node. At each level:
 
-        1. Find the `share` likeliest tokens after the frontier, and count those after each node.
+        1. Divide the tokens that are left by the levels that are left, rounded up: the `share`.
+        2. Find the `share` likeliest tokens after the frontier, and count those after each node.
            So a node gets the more children, the more of the likely paths go through it.
-        2. Draw that many from the node's q, without replacement, whichever tokens these are.
-        3. Propose all that are drawn.
+        3. After each node draw that many from its q, without replacement, whichever they are.
+        4. Of the drawn tokens, those with the `top_k` likeliest paths are the next frontier.
 
         With depth 2 and total_tokens 4, level 1 gets two: two tokens are drawn after the root.
         Level 2 gets the other two. If the two likeliest paths go through one child each, one token
         is drawn after each child.
 
-        The counts may depend on q and on what earlier levels drew, but not on what this level
-        draws. Nor may a drawn token be dropped for what it is. An example: with p = q = (0.6, 0.4)
-        one token is drawn, and dropped if it is the second, as unlikely. Then the target draws one
-        itself, and the first token comes out with probability 0.6 + 0.4 * 0.6 instead of 0.6. But
-        whether to go on after a drawn token may depend on it: it is proposed all the same.
+        What goes wrong if a drawn token is dropped: with p = q = (0.6, 0.4) one token is drawn, and
+        dropped if it is the second, as unlikely. Then the target draws one itself, and the first
+        token comes out with probability 0.6 + 0.4 * 0.6 instead of 0.6. For the same reason the
+        counts of a level must not depend on what it draws. They may depend on q and on earlier
+        levels. And step 4 is allowed: a token that is not expanded is proposed all the same.
+
+        (This is ours: a budget that follows likely paths, as in EAGLE-2, for children drawn without
+        replacement, as by Jeon et al. 2024.)
         """
         draft = Draft(root)
         frontier = [0]
@@ -598,15 +677,15 @@ class DraftState:
                 break
             q = self.next_distributions(draft, frontier)  # (F, V')
             choices = likeliest_choices(draft, frontier, q, share, tree.min_probability)
-            drawn = draw_choices(choices, q, self.sampling.generator)
+            drawn = draw_choices(choices, q, self.sampling.generator)  # as many after each node
             children = self.add_choices(draft, frontier, drawn)
-            for row in {choice.row for choice in drawn}:
-                draft.q[frontier[row]] = self.drafter.head.over_all_tokens(q[row])
+            for row in {choice.row for choice in drawn}:  # the nodes that got children
+                draft.q[frontier[row]] = self.drafter.head.over_all_tokens(q[row])  # (V)
             frontier = likeliest_paths(draft, children, tree.top_k)
         return draft
 
     def add_choices(self, draft: Draft, frontier: list[int], choices: list[Choice]) -> list[int]:
-        """Add tokens after nodes of the frontier. Returns their indices."""
+        """Add the chosen tokens after their nodes of the frontier. Returns the new nodes."""
         children = []
         for choice in choices:
             token = self.drafter.head.token(choice.output)
@@ -620,29 +699,19 @@ def drafter_cache(drafter: Drafter, attention: Attention, capacity: int) -> KVCa
     return KVCache(torch.zeros(shape, dtype=drafter.dtype, device=drafter.target.device))
 
 
-def draft_distributions(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return q, what drafts are chosen from: logits (..., V') -> (..., V')."""
-    if sampling.temperature == 0:
-        return probabilities(logits, 1.0)  # to rank tokens, for TreeConfig's limits and --trace
-    return probabilities(logits, sampling.temperature, sampling.top_p)
-
-
-def extend_chain(draft: Draft, q: Tensor, head: DraftHead, sampling: Sampling) -> None:
-    """Add to a chain a token that is chosen from q (V'): the likeliest, or a draw."""
-    last = len(draft.tokens) - 1
-    if sampling.temperature == 0:
-        choice = int(q.argmax())
-    else:
-        choice = sample(q, sampling.generator)
-        draft.q[last] = head.over_all_tokens(q)
-    draft.add(head.token(choice), parent=last, probability=float(q[choice]))
+def worth_expanding(draft: Draft, frontier: list[int], tree: TreeConfig) -> bool:
+    """Tell whether it pays to go on: whether the paths to the frontier are together likely."""
+    if not frontier:  # the level before added nothing
+        return False
+    confidence = sum(draft.path_probabilities[node] for node in frontier)
+    return confidence >= tree.min_confidence
 
 
 class Choice(NamedTuple):
-    """A token that may follow a node of the frontier."""
+    """A token to add to a tree, after a node of its frontier."""
 
-    row: int  # of q: which node of the frontier it follows
-    output: int  # of the drafter's head
+    row: int  # the node is frontier[row], and its distribution is q[row]
+    output: int  # of the drafter's head (see `DraftHead`)
     probability: float  # of the token after this node
 
 
@@ -651,14 +720,17 @@ def likeliest_choices(
 ) -> list[Choice]:
     """Of all tokens after the frontier, return the `count` whose paths are likeliest. q (F, V')
 
-    Paths below `min_probability` are left out, and those of probability 0 (or nearly: 1e-30). Top-p
-    makes many such, and `sample_tree` could not draw as many tokens as are chosen here.
+    There may be fewer, as paths below `min_probability` are left out.
     """
+    # So are tokens of probability 0, of which top-p leaves many: `sample_tree` draws as many tokens
+    # as are chosen here, and these cannot be drawn.
     least = max(min_probability, 1e-30)
-    top = q.topk(min(count, q.shape[-1]))  # (F, count)
-    likely = []
+    top = q.topk(min(count, q.shape[-1]))  # of each node: no more can be among the likeliest
+    top_probabilities = top.values.tolist()  # F lists
+    top_outputs = top.indices.tolist()
+    likely = []  # the probability of a path, and its last token
     for row, node in enumerate(frontier):
-        for probability, output in zip(top.values[row].tolist(), top.indices[row].tolist()):
+        for probability, output in zip(top_probabilities[row], top_outputs[row]):
             path_probability = draft.path_probabilities[node] * probability
             if path_probability >= least:
                 likely.append((path_probability, Choice(row, output, probability)))
@@ -666,11 +738,22 @@ def likeliest_choices(
     return [choice for _, choice in likely[:count]]
 
 
+def likeliest_paths(draft: Draft, nodes: list[int], count: int) -> list[int]:
+    """Of these nodes, return the `count` with the likeliest paths. Given and returned: ascending.
+
+    Sorting is stable. So of equally likely nodes the smaller comes first: a parent before a child
+    of probability 1.
+    """
+    best = sorted(nodes, key=lambda node: -draft.path_probabilities[node])[:count]
+    return sorted(best)
+
+
 def draw_choices(choices: list[Choice], q: Tensor, generator: torch.Generator) -> list[Choice]:
-    """Draw as many tokens after each node as it has among these choices. q (F, V')"""
-    counts = Counter(choice.row for choice in choices)
-    # The same number for each row, as tensors need. Of its draws a row uses the first ones.
-    drawn = gumbel_topk(q, max(counts.values(), default=0), generator)  # (F, most children)
+    """Draw as many tokens after each node as these choices have there. q (F, V')"""
+    counts = Counter(choice.row for choice in choices)  # 0 for a row without a choice
+    most = max(counts.values(), default=0)
+    # One call draws `most` tokens for each row, in order. A row that needs fewer uses the first.
+    drawn = gumbel_topk(q, most, generator)  # (F, most)
     drawn_probabilities = q.gather(-1, drawn).tolist()
     drawn_choices = []
     for row, outputs in enumerate(drawn.tolist()):
@@ -689,20 +772,9 @@ def gumbel_topk(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
     Gumbel top-k trick of Kool et al. 2019: log(p_x / e_x) is log p_x plus Gumbel noise.)
     """
     e = torch.empty_like(p).exponential_(generator=generator)
-    e = e.clamp(min=torch.finfo(p.dtype).tiny)  # some devices draw 0, and 0 / 0 would win
+    # Some devices draw 0. Where p = 0 that makes 0 / 0 = NaN, which topk takes for the largest.
+    e = e.clamp(min=torch.finfo(p.dtype).tiny)
     return (p / e).topk(k).indices
-
-
-def worth_expanding(draft: Draft, frontier: list[int], tree: TreeConfig) -> bool:
-    """Tell whether the paths to the frontier are together likely enough to go on."""
-    confidence = sum(draft.path_probabilities[node] for node in frontier)
-    return bool(frontier) and confidence >= tree.min_confidence
-
-
-def likeliest_paths(draft: Draft, tokens: list[int], count: int) -> list[int]:
-    """Of these tokens of the draft, return the `count` with the likeliest paths, in order."""
-    best = sorted(tokens, key=lambda i: -draft.path_probabilities[i])[:count]
-    return sorted(best)
 
 
 # --- The method ends here: what follows makes it fast and practical ---
@@ -716,9 +788,11 @@ def default_config(target: Llama) -> DrafterConfig:
     as near as its heads divide."""
     sizes = target.config
     heads = sizes.num_attention_heads
-    kv_heads = math.gcd(heads, max(1, heads // 8))  # about one for eight query heads
+    kv_heads = math.gcd(heads, max(1, heads // 8))  # about one for eight heads; it divides them
     kv_width = 2 * sizes.num_key_value_heads * sizes.head_dim  # LSA's width
-    layer_heads = heads  # or, where their size would be odd, a few less: RoPE needs an even one
+    # LSA has as many heads as the target. But RoPE needs an even head size: where it would be odd,
+    # take fewer, a multiple of the kv heads. (One head for each kv head would have 2 D, even.)
+    layer_heads = heads
     while kv_width // layer_heads % 2 != 0:
         layer_heads -= sizes.num_key_value_heads
     return DrafterConfig(
@@ -755,6 +829,7 @@ def new_drafter(target: Llama, config: DrafterConfig) -> Drafter:
 
 
 def check_sizes(config: DrafterConfig, sizes: Config) -> None:
+    """Raises InputError for sizes that do not fit a target of these sizes."""
     if config.target_layer_inference > sizes.num_hidden_layers:
         raise InputError(
             f"target_layer_inference {config.target_layer_inference}: the target has only "
@@ -774,6 +849,7 @@ def check_sizes(config: DrafterConfig, sizes: Config) -> None:
 
 
 def check_heads(layer: str, width: int, heads: int, kv_heads: int) -> None:
+    """Raises InputError unless `width` divides into heads as attention and RoPE need it."""
     head_dim = width // max(1, heads)
     valid = heads >= 1 and kv_heads >= 1 and heads % kv_heads == 0
     if not valid or head_dim < 2 or head_dim % 2 != 0:
@@ -784,19 +860,20 @@ def check_heads(layer: str, width: int, heads: int, kv_heads: int) -> None:
 
 
 class LimitedHead(DraftHead):
-    """The LM head for these tokens only.
+    """The LM head for some tokens only, V' of V.
 
     For a small target the LM head is most of what a draft costs, and rare tokens are seldom
-    drafted. The target can still say them: rejection sampling allows for any q.
+    drafted. The target can still write them: rejection sampling is exact for any q.
     """
 
     def __init__(self, target: Llama, tokens: tuple[int, ...]):
-        """Copies the tokens' rows of the target's head, so it comes before `pack`."""
+        """Make this before the target is packed: packed weights have no rows to copy."""
         super().__init__(target)
-        self.token_ids = tokens
-        self.vocabulary = torch.tensor(tokens, device=target.device)  # (V')
+        self.token_ids = tokens  # of each output
+        self.vocabulary = torch.tensor(tokens, device=target.device)  # the same as a tensor, (V')
+        rows = target.lm_head.weight[self.vocabulary].detach()  # (V', E)
+        # An nn.Linear, so that it can be packed. On the meta device it draws no weights of its own.
         self.linear = nn.Linear(target.config.hidden_size, len(tokens), bias=False, device="meta")
-        rows = target.lm_head.weight[self.vocabulary].detach()
         self.linear.weight = nn.Parameter(rows, requires_grad=False)
 
     @property
@@ -830,16 +907,20 @@ class LastStateDrafter(Drafter):
         return self.Ekv2E(hidden.to(self.dtype))
 
     def features(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
+        # As `Drafter.features`. But memory needs the target's final states, which kv does not hold.
         memory = self.build_memory(kv, self.target.hidden(tokens))
-        predicted = self.cross_attend(self.self_attend(tokens), memory, horizon)
-        return self.infer_target_layers(predicted, kv, horizon)
+        x = self.cross_attend(self.self_attend(tokens), memory, horizon)
+        return self.infer_target_layers(x, kv, horizon)
 
 
 class OffPolicyDrafter(Drafter):
     """Without CA. In its place stands a causal layer, which at position i reads SA's output plus
-    the memory of the token at i - 1. In training, and for the text, that is a true memory. After
-    drafted tokens it is the drafter's own prediction, `predicted_memory`, which it was never
-    trained on (off-policy). (EAGLE joins the two by a linear map instead of a sum.)"""
+    the memory of the token at i - 1.
+
+    In training that is always a true memory, and no horizon hides it. While drafting, the tokens of
+    the draft have none, and the drafter's own prediction stands in for it, `predicted_memory`. It
+    was never trained on that: off-policy. (EAGLE joins the two by a linear map instead of a sum.)
+    """
 
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__(target, config)
@@ -853,8 +934,9 @@ class OffPolicyDrafter(Drafter):
         )
 
     def cross_attend(self, x: Tensor, memory: Tensor, horizon: Tensor) -> Tensor:
+        # The horizon is ignored: that is what makes this off-policy.
         count = x.shape[1]
-        none = torch.zeros_like(memory[:, :1])
+        none = torch.zeros_like(memory[:, :1])  # nothing is before the first token
         previous = torch.cat([none, memory[:, :-1]], dim=1)  # the memory of the token before
         mask = causal_mask(count, past=0, device=x.device)
         return self.cross_attention(x + previous, self.rotary[:, :count], mask)
@@ -867,7 +949,8 @@ class OffPolicyDrafter(Drafter):
     def predicted_memory(self, features: Tensor) -> Tensor:
         """Return what stands in for the memory of drafted tokens, given their features (T, E).
 
-        They have no keys and values that LSA could read: a predicted hidden state serves as it is.
+        A memory is made of keys and values, which a drafted token does not have. So a predicted
+        hidden state takes its place: a vector of another kind, which costs much (README, Results).
         """
         return features.to(self.dtype)
 
@@ -883,15 +966,19 @@ class LastStateOffPolicyDrafter(LastStateDrafter, OffPolicyDrafter):
 
 
 class OffPolicyDraftState(DraftState):
-    """Drafts without CA. Here cross_cache holds the keys and values of the causal layer in its
-    place. And causal_cache is the same cache, with those of drafted tokens after the text."""
+    """Drafts without CA.
+
+    The causal layer in its place needs keys and values of drafted tokens, too. They lie after those
+    of the text, in the same tensor. It has two caches, each with a length: cross_cache ends with
+    the text, as everywhere, and causal_cache with the draft.
+    """
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
         super().__init__(drafter, capacity, sampling)
         self.causal_cache = KVCache(self.cross_cache.kv)
         self.last_memory = torch.zeros_like(drafter.Ekv2E.bias)  # of the last verified token, (E)
-        # Memory of the draft's expanded nodes. The next draft overwrites it: a node is expanded
-        # before its children are, which read it.
+        # What stands in for the memory of each expanded node, (E). What an earlier draft has left
+        # does no harm: a node is expanded, and written here, before its children read it.
         self.predicted: dict[int, Tensor] = {}
 
     def append_verified(self, update: MemoryUpdate) -> None:
@@ -903,21 +990,22 @@ class OffPolicyDraftState(DraftState):
         rope = self.next_rope(count)
         mask = causal_mask(count, self.text_length, drafter.target.device)
         x = drafter.self_attention(self.embed(update.tokens), rope, mask, self.self_cache, 0)
-        # See `cross_keys_values`: the update holds the memory itself. (1 + T, E), from the token
-        # before these on.
-        memory = torch.cat([self.last_memory[None], update.cross_kv[0]])
+        # The update holds the memory itself (see `cross_keys_values`). Each token reads that of the
+        # token before it: so put the last one in front, and leave out the newest.
+        memory = torch.cat([self.last_memory[None], update.cross_kv[0]])  # (1 + T, E)
         self.last_memory = memory[-1]
         cross_kv = drafter.cross_attention.keys_values(x + memory[:-1], rope)
         self.append_memory(replace(update, cross_kv=cross_kv))
 
     def cross_attend(self, x: Tensor, rope: Tensor, draft: Draft, frontier: list[int]) -> Tensor:
         mask = self.tree_mask(draft, frontier)
-        previous = []  # of each node: the memory of the token before it
+        previous = []  # for each node the memory of the token before it, (E)
         for node in frontier:
-            previous.append(self.predicted.get(draft.parents[node], self.last_memory))
+            parent = draft.parents[node]  # of the root -1, which is never in `predicted`
+            previous.append(self.predicted.get(parent, self.last_memory))
         # In the slots of SA's tokens, so that one mask serves both layers.
         self.causal_cache.length = self.self_cache.length
-        x = x + torch.stack(previous)
+        x = x + torch.stack(previous)  # (1, F, E)
         return self.drafter.cross_attention(x, rope, mask, self.causal_cache, 0)
 
     def step(self, draft: Draft, frontier: list[int]) -> Tensor:
@@ -929,13 +1017,13 @@ class OffPolicyDraftState(DraftState):
 
 # --- What drafting over a network needs: coarse distributions, and going on alone ---
 
-Q_TOKENS = 64  # of a distribution that is sent over a network
+Q_TOKENS = 64  # of a distribution that is sent over a network: the rest of it is never drafted
 
 
 def quantize_probabilities(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn each q (n, V) into its 64 likeliest tokens, int32, and weights, uint8, both (n, 64).
+    """Turn each q (n, V or V') into its 64 likeliest tokens, int32, and weights, uint8: (n, 64).
 
-    The likeliest token has the weight 255.
+    The likeliest has the weight 255, the others in proportion: 320 bytes for each q.
     """
     top = q.topk(min(Q_TOKENS, q.shape[-1]))
     weights = 255 * top.values / top.values[..., :1]
@@ -943,7 +1031,8 @@ def quantize_probabilities(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_probabilities(ids: Tensor, weights: Tensor, vocab_size: int) -> Tensor:
-    """The distributions (n, V) with these weights: the same floats on whatever machine."""
+    """Return the distributions (n, vocab_size) with these weights: the same floats on whatever
+    machine, as each comes from one division of integers."""
     q = weights.float() / weights.sum(-1, keepdim=True)
     return q.new_zeros(len(q), vocab_size).scatter_(-1, ids.long(), q)
 
@@ -954,13 +1043,15 @@ class RemoteDraftState(DraftState):
     q is made coarse before tokens are drawn from it. So the server can be sent the very q that was
     used, in a few bytes. (Any q will do, if tokens are drawn from just this one.)
 
-    While the server is out of reach, there is no new memory. Then `draft` returns an empty draft,
-    and `RemoteTarget` calls `draft_unverified`, whose tokens stay in SA's and TLI's caches as if
-    they were verified.
+    While the server is out of reach, no memory comes, and nobody would verify a draft. Then `draft`
+    returns an empty one, and `RemoteTarget` calls `draft_unverified` instead. The tokens of that
+    stay in SA's and TLI's caches as if they were verified.
     """
 
-    offline = False
-    unverified = 0  # tokens of the text that no target has seen
+    def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
+        super().__init__(drafter, capacity, sampling)
+        self.offline = False
+        self.unverified = 0  # tokens of the text that no target has seen
 
     @property
     def verified(self) -> int:
@@ -983,9 +1074,11 @@ class RemoteDraftState(DraftState):
         return super().draft(root, tree)
 
     def draft_unverified(self, root: int, count: int) -> list[int]:
-        """Write a chain of `count` tokens that stays in the caches. The next goes on after it."""
-        draft = super().draft(root, TreeConfig(depth=count))  # ours would be empty
-        self.unverified += len(self.expanded)
+        """Write `count` tokens after the root. Root and tokens stay in the caches as text, but for
+        the last one: it is the next root."""
+        # super(): our own `draft` returns an empty one while offline.
+        draft = super().draft(root, TreeConfig(depth=count))
+        self.unverified += len(self.expanded)  # the root and all but the last
         return draft.tokens[1:]
 
     def next_distributions(self, draft: Draft, frontier: list[int]) -> Tensor:
@@ -999,7 +1092,8 @@ class RemoteDraftState(DraftState):
 def start_drafting(
     drafter: Drafter, capacity: int, sampling: Sampling = Sampling(), remote: bool = False
 ) -> DraftState:
-    """The drafter's side of one conversation. remote: with a target on a server, which needs CA."""
+    """Begin the drafter's side of one conversation. remote: with a target on a server. (That needs
+    CA. speculate.py refuses other drafters before it comes here.)"""
     if remote:
         return RemoteDraftState(drafter, capacity, sampling)
     if not drafter.config.use_cross_attention:
@@ -1011,11 +1105,17 @@ def start_drafting(
 
 
 class BatchDraftState:
-    """The drafter's side of several conversations, each a row of the caches. It needs CA."""
+    """The drafter's side of several conversations, each a row of the caches. It needs CA.
+
+    Each row has a DraftState, for `append_verified`. Their caches are joined, so that `step` can
+    run all rows in one pass.
+    """
 
     def __init__(self, drafter: Drafter, rows: int, capacity: int):
         self.drafter = drafter
+        # (`draft_chains` is given a Sampling for each row: the states' own are not used.)
         self.states = [DraftState(drafter, capacity, Sampling()) for _ in range(rows)]
+        # From here on the caches of each state are views of a row.
         self.self_cache = RaggedKVCache([state.self_cache for state in self.states])
         self.cross_cache = RaggedKVCache([state.cross_cache for state in self.states])
         self.reused_cache = RaggedKVCache([state.reused_cache for state in self.states])
@@ -1032,7 +1132,7 @@ class BatchDraftState:
     def draft_chains(self, roots: list[int], K: int, samplings: list[Sampling]) -> list[Draft]:
         """Draft a chain of K tokens after the newest one, the root, of every row.
 
-        `append_verified` comes before, for every row.
+        Call `append_verified` for every row first: it also discards the row's last draft.
         """
         drafts = [Draft(root) for root in roots]
         for _ in range(K):
@@ -1043,14 +1143,17 @@ class BatchDraftState:
         return drafts
 
     def step(self, tokens: list[int]) -> Tensor:
-        """Run SA, CA and TLI on one more token of every row: logits (B, V')."""
+        """Run SA, CA and TLI, as `DraftState.step`, on one more token of every row.
+
+        Returns logits (B, V').
+        """
         drafter = self.drafter
         target = drafter.target
         batch = len(tokens)
         ids = torch.tensor(tokens, device=target.device)[:, None]  # (B, 1)
         rope, mask = self.self_cache.layout(batch, 1, drafter.rotary)
         x = drafter.self_attention(drafter.embed(ids), rope, mask, self.self_cache, 0)
-        # CA reads all memories of a row, and nothing after them.
+        # CA reads all of a row's memory, and no unused slots after it, up to the longest row.
         lengths = torch.tensor([row.length for row in self.cross_cache.rows[:batch]])
         memory = self.cross_cache.kv[0, :batch, :, :int(lengths.max())]  # (B, Hkv, S, 2D)
         slots = torch.arange(memory.shape[2])
@@ -1068,13 +1171,16 @@ class BatchDraftState:
 
 
 def to_bfloat16(drafter: Drafter) -> Drafter:
-    """Draft in bfloat16 on a CPU that multiplies in it. Drafts need not be exact."""
+    """Turn a drafter's weights into bfloat16, if this is a CPU that multiplies in it.
+
+    Drafts need not be exact: a worse one costs time, never text.
+    """
     weight = drafter.Ekv2E.weight
     fast = can_pack(weight) and torch.cpu._is_avx512_bf16_supported()
     if fast and weight.dtype == torch.float32:
-        for parameter in drafter.parameters():
+        for parameter in drafter.parameters():  # (drafter.bfloat16() would round the angles, too)
             parameter.data = parameter.data.bfloat16()
-        if isinstance(drafter.head, LimitedHead):
+        if isinstance(drafter.head, LimitedHead):  # which is none of the drafter's modules
             drafter.head.linear.bfloat16()
     return drafter
 
@@ -1116,7 +1222,8 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
 def parse_drafter_config(
     stated: dict, tensors: dict[str, Tensor], sizes: Config
 ) -> DrafterConfig:
-    """The config as stated, filled up with what the target and the tensors' shapes imply."""
+    """Return the config as stated, completed from the target's sizes and the tensors' shapes. (The
+    authors' config.json leaves some sizes out.)"""
     values = {
         "num_attention_heads": sizes.num_attention_heads,
         "layer_self_attention_num_attention_heads": sizes.num_attention_heads,
@@ -1136,14 +1243,15 @@ def parse_drafter_config(
         queries = row_count(tensors, f"{layer}.self_attn.q_proj.weight")
         keys = row_count(tensors, f"{layer}.self_attn.k_proj.weight")
         inner = row_count(tensors, f"{layer}.mlp.gate_proj.weight")
-        # q_proj has heads * D rows, k_proj kv_heads * D.
+        # q_proj has heads * D rows, k_proj kv_heads * D: so kv_heads = heads * keys / queries.
         values.setdefault(f"{layer}_num_key_value_heads", heads * keys // queries)
         values.setdefault(f"{layer}_intermediate_size", inner)
     return DrafterConfig(**values)
 
 
 def row_count(tensors: dict[str, Tensor], name: str) -> int:
-    """Return a tensor's rows, or 1 if it is missing: `load_weights` names it, if it is needed."""
+    """Return how many rows a tensor has. 1 if it is missing: if the drafter needs it,
+    `load_weights` will say so."""
     return len(tensors[name]) if name in tensors else 1
 
 
