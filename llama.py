@@ -1530,13 +1530,18 @@ def read_prompt(text: str | None) -> str:
     return text
 
 
+def check_device(device: str) -> None:
+    """Raises InputError for one that this machine does not have."""
+    with input_errors(f"--device {device} cannot be used here", RuntimeError, AssertionError):
+        torch.zeros(1, device=device).item()
+
+
 def load_target(args: argparse.Namespace, last: int | None = None) -> tuple[Llama, Tokenizer]:
     """Load model (or its `last` layers) and tokenizer of a command line. Raises InputError.
 
     Where --dtype is not given, this sets `args.dtype`.
     """
-    with input_errors(f"--device {args.device} cannot be used here", RuntimeError, AssertionError):
-        torch.zeros(1, device=args.device).item()
+    check_device(args.device)
     if args.dtype is None:
         args.dtype = "float32" if args.device.startswith("cpu") else "bfloat16"
     path = resolve_path(args.model)

@@ -2,27 +2,28 @@
 
 The target reads a conversation once. That gives its KV cache, its final hidden states h and,
 through the LM head, its distributions p of each next token. The drafter learns to predict h and p
-from what it has while drafting: the text, and the memory of verified tokens only. This file shows
+from what it has while drafting: the text, and the memory of verified tokens only. With its
+predictions h' and q, the loss of one position is
 
-1. how one pass puts every position into a situation that drafting meets: the *horizon*;
-2. the loss of one position, where the drafter predicts h' and q:
+    0.1 KL(p || q) + 1.0 SmoothL1(h, h')
 
-       0.1 KL(p || q) + 1.0 SmoothL1(h, h')
+KL makes q like p, and that is what acceptance needs: a drafted token is rejected with probability
+sum max(p - q, 0), which is at most sqrt(KL / 2). Smooth L1 gives E numbers to learn from at each
+position. (With N > 0 half of it is about the state that enters the reused layers, as in the
+authors' code.)
 
-   KL makes q like p, and that is what acceptance needs: a drafted token is rejected with
-   probability sum max(p - q, 0), which is at most sqrt(KL / 2). Smooth L1 gives E numbers to learn
-   from at each position.
-   With N > 0 half of the second term is for the state that enters the reused layers, as in the
-   authors' code. In the code h is `final`, h' is `predicted`;
-3. one update, and the loop around it.
+The file shows how one pass puts every position into a situation that drafting meets (its
+*horizon*), then the losses, one update, and the loop.
 
     python train.py --data ultrachat.jsonl              # the authors' settings, once over the data
     python train.py --data ultrachat.jsonl --resume     # goes on after any interruption
     python train.py --data own.jsonl --synthesize 1000  # no data at hand? let the target write it
 
-Shapes: as in moa.py, and R horizons, n trained positions. args is the command line, whose flags and
-defaults are in `parse_arguments` at the end. `run_training` adds `epoch_updates`, the updates in
-which all data are read once, and makes that many the default of `updates`.
+Names: h is `final`, h' is `predicted`. Smooth L1 is `hidden` in the log, and its weight is
+--feature-weight. args is the command line, see `parse_arguments` at the end. `run_training` adds
+`epoch_updates`: in so many every conversation comes up once, if all of them can be used.
+
+Shapes: as in moa.py, and R horizons, n trained positions.
 """
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable, Iterable, Iterator, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -71,6 +72,7 @@ from llama import (
     add_model_arguments,
     atomic_write,
     causal_mask,
+    check_device,
     check_message,
     input_errors,
     load_target,
@@ -115,9 +117,10 @@ CLIP = 1.0  # the gradient's norm, at most
 # While drafting, tokens 5 to 7 would be the drafter's. If the text is the target's own, as after
 # --synthesize, that hardly matters: what follows a wrong one is thrown away, whatever it is.
 #
-# The length of the runs is drawn for each pass over a conversation, from 5 to 15. So is a phase, by
-# which an answer's first run is shorter (an addition of ours): over time every position is trained
-# at every depth that it can have in a draft.
+# The length of the runs is drawn for each pass over a conversation, from 5 to 15. The phase is by
+# how many tokens an answer's first run is shorter. It is drawn too, from 0 to one less than that
+# length (an addition of ours). So over time every position is trained at every depth that it can
+# have in a draft.
 
 
 class Sequence(NamedTuple):
@@ -139,7 +142,7 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     for position, in_answer in enumerate(answer.tolist()):
         if not in_answer:
             run_begins = None
-            horizons.append(position)  # not used: only answers are trained
+            horizons.append(position)  # any will do: only queries in answers are trained
             continue
         if run_begins is None:  # the answer's first run
             run_begins = position
@@ -152,27 +155,30 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
 
 
 class Example(NamedTuple):
-    """A sequence with the horizons of one update; or several sequences, padded to one length."""
+    """A sequence with the horizons of one update. `collate` makes one of B such, padded to one
+    length: the same fields, with B in front."""
 
-    tokens: Tensor  # (T), together (B, T)
-    answer: Tensor  # (T), (B, T)
-    horizons: Tensor  # (T, R), (B, T, R)
+    tokens: Tensor  # (T)
+    answer: Tensor  # (T)
+    horizons: Tensor  # (T, R)
 
 
 def draw_examples(batch: list[Sequence], update: int, args) -> list[Example]:
-    """Return the batch, with R horizons for each sequence. (One pass of the target, the expensive
-    part, serves R passes of the drafter.) The draws depend on the seed and on `update` alone, so
-    that --resume repeats them."""
+    """Return the batch, with R horizons for each sequence.
+
+    Several, because the target's pass, the expensive part, serves all of them. The draws depend on
+    the seed and on `update` alone, so that --resume repeats them.
+    """
     draws = np.random.default_rng((args.seed, update))
     shortest, longest = sorted(args.run_length)
     lengths = draws.integers(shortest, longest, (len(batch), args.horizons), endpoint=True)
     phases = draws.integers(0, lengths)  # (B, R), as `lengths`: each below its length
     examples = []
     for row, sequence in enumerate(batch):
-        horizons = []
+        drawn = []
         for length, phase in zip(lengths[row], phases[row]):
-            horizons.append(run_horizon(sequence.answer, int(length), int(phase)))
-        horizons = torch.stack(horizons, dim=-1)  # (T, R)
+            drawn.append(run_horizon(sequence.answer, int(length), int(phase)))
+        horizons = torch.stack(drawn, dim=-1)  # (T, R)
         examples.append(Example(sequence.tokens, sequence.answer, horizons))
     return examples
 
@@ -181,7 +187,7 @@ def draw_examples(batch: list[Sequence], update: int, args) -> list[Example]:
 
 
 def loss_mask(answer: Tensor) -> Tensor:
-    """Find the positions that are trained, (..., T): i predicts i + 1, and both are answers.
+    """Find the positions that are trained, (..., T): i predicts i + 1, and both are in an answer.
 
     (So an answer's first token is not predicted: the prompt's pass of the target chooses it.)
     """
@@ -206,11 +212,12 @@ def target_pass(target: Llama, tokens: Tensor, N: int) -> TargetStates:
     mask = causal_mask(count, past=0, device=tokens.device)
     cache = target.new_cache(count, batch)
     x = target.embed_tokens(tokens)
-    entering = x
+    entering = x  # if N = 0 it stays so, and nobody reads it
     for i, layer in enumerate(target.layers):
         if i == first_reused:
             entering = x
         x = layer(x, rope, mask, cache, i)
+    # (cache.length is still 0. Only a pass that follows would look at it, and there is none.)
     return TargetStates(cache.by_token(0, count), entering, target.norm(x))
 
 
@@ -221,6 +228,7 @@ def kl_divergence(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
     (R, n, E), through the weight of the LM head, head (V', E). With a draft vocabulary, V' < V, p
     too is scaled to sum to 1 over it.
     """
+    # In float32: summed over V tokens in bfloat16, a KL would be mostly rounding.
     log_p = F.linear(final, head).log_softmax(-1, torch.float32)  # (n, V')
     log_q = F.linear(predicted, head).log_softmax(-1, torch.float32)  # (R, n, V')
     return (log_p.exp() * (log_p - log_q)).sum()
@@ -240,7 +248,7 @@ class Distillation(NamedTuple):
     compare."""
 
     loss: Tensor
-    parts: Tensor  # loss, KL and hidden-state loss, to report: those of `Losses`, as sums, (3)
+    parts: Tensor  # for the log: the loss, its KL, its Smooth L1, without gradients, (3)
     predicted: Tensor  # h', the drafter's, (R, n, E)
     final: Tensor  # h, the target's, (n, E)
 
@@ -252,19 +260,20 @@ def distill(drafter: Drafter, example: Example, args) -> Distillation:
     memory = drafter.build_memory(states.kv, states.final)  # (B, T, E)
     x = drafter.self_attend(tokens)  # (B, T, E)
     trained = loss_mask(example.answer)  # (B, T), True at n positions
-    entering = []  # predictions of the states that enter the target's last N layers
-    predicted = []  # of the final ones: the same if N = 0
+    # Memory and SA do not depend on the horizon, and have run once. CA and TLI run for each.
+    ca_outputs = []
+    tli_outputs = []  # the same if N = 0
     for horizon in example.horizons.unbind(-1):  # (B, T)
-        enters = drafter.cross_attend(x, memory, horizon)  # (B, T, E)
-        leaves = drafter.infer_target_layers(enters, states.kv, horizon)  # (B, T, E)
-        entering.append(enters[trained])
-        predicted.append(leaves[trained])
-    predicted = torch.stack(predicted).float()  # (R, n, E)
+        ca_output = drafter.cross_attend(x, memory, horizon)  # (B, T, E)
+        tli_output = drafter.infer_target_layers(ca_output, states.kv, horizon)  # (B, T, E)
+        ca_outputs.append(ca_output[trained])  # (n, E)
+        tli_outputs.append(tli_output[trained])
+    predicted = torch.stack(tli_outputs).float()  # (R, n, E)
     final = states.final[trained].float()  # (n, E)
     kl = chunked_kl(predicted, final, drafter.head.weight)  # `kl_divergence`, in pieces
     smooth_l1 = hidden_loss(predicted, final)
-    if drafter.N > 0:
-        smooth_l1_entering = hidden_loss(torch.stack(entering), states.entering[trained])
+    if drafter.N > 0:  # CA's output predicts the state that enters the reused layers
+        smooth_l1_entering = hidden_loss(torch.stack(ca_outputs), states.entering[trained])
         smooth_l1 = (smooth_l1 + smooth_l1_entering) / 2
     loss = args.kl_weight * kl + args.feature_weight * smooth_l1
     if args.memory_weight > 0:  # not the paper's: see below the bar
@@ -277,8 +286,8 @@ def distill(drafter: Drafter, example: Example, args) -> Distillation:
 
 
 def pad(tensors: list[Tensor], device) -> Tensor:
-    """Stack tensors (T, ...) of several lengths: (B, T, ...). What is added is on the right, where
-    no causal query looks."""
+    """Stack tensors (T, ...) of several lengths: (B, T, ...). Zeros are added on the right, where
+    no causal query looks. In an `answer` they are False, so that nothing is trained there."""
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
 
 
@@ -305,31 +314,36 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
     If all fitted into RAM at once, this would be `(distill(...).loss / total).backward()`.
     """
     device = drafter.target.device
+    # The loss of an update is one mean, over all trained positions under all their horizons. So
+    # each piece of the batch is divided by the same total, and the gradients of all pieces add up.
     total = 0
     for sequence in batch:
         total += args.horizons * int(loss_mask(sequence.answer).sum())
-    # The loss of an update is one mean, over all trained positions under all their horizons. So
-    # each piece of the batch is divided by the same total, and the gradients of all pieces add up.
+    # Under torchrun, below the bar, each process has some of the pieces, or none. So gradients
+    # begin as zeros, not as None: a process without a piece has something to send, too.
     for parameter in drafter.parameters():
         parameter.grad = torch.zeros_like(parameter)
     sums = torch.zeros(3, device=device)
-    # (Under torchrun, below the bar, each process has some of the pieces, or none.)
     for examples in micro_batches(draw_examples(batch, update, args), args):
         with autocast(device, args):
             result = distill(drafter, collate(examples, device), args)
         (result.loss / total).backward()
         sums += result.parts
     sum_over_processes(drafter, sums)
-    return Losses._make((sums / total).tolist())
+    loss, kl, hidden = (sums / total).tolist()
+    return Losses(loss, kl, hidden)
 
 
 # --- The loop ---
 
 
 def learning_rate(update: int, args) -> float:
-    """`paper`, as in the authors' code: rises to 20 times --lr in --warmup updates, falls linearly
-    to --lr by the end of the first epoch, then stays. `cosine`: half a cosine from --lr down to 0,
-    scaled up from 0 in the first --warmup updates."""
+    """Return the learning rate of an update, counted from 0. In the first --warmup updates it rises
+    from 0.
+
+    paper, as in the authors' code: to 20 times --lr, then down linearly to --lr at the end of the
+    first epoch, where it stays. cosine: along half a cosine from --lr down to 0.
+    """
     warm = min(1.0, (update + 1) / args.warmup)  # rises to 1
     if args.schedule == "cosine":
         return warm * args.lr * (1 + math.cos(math.pi * update / args.updates)) / 2
@@ -338,19 +352,21 @@ def learning_rate(update: int, args) -> float:
     return warm * args.lr * (20 - 19 * way_down)
 
 
-def make_optimizers(drafter: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
-    """AdamW, as in the paper; or Muon (Jordan et al. 2024) for the matrices, AdamW for the rest."""
+def make_optimizers(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
+    """Return AdamW, as in the paper; or Muon (Jordan et al. 2024) for matrices and AdamW for the
+    rest. Their learning rates are set at each update, by `apply_gradients`."""
     adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0)
     if kind == "adamw":
-        return [adamw(drafter.parameters())]
-    matrices = [p for p in drafter.parameters() if p.ndim == 2]
-    vectors = [p for p in drafter.parameters() if p.ndim == 1]
+        return [adamw(model.parameters())]
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    # Its steps are scaled to be as large as AdamW's, so that one learning rate serves both.
     muon = torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     return [muon, adamw(vectors)]
 
 
 def apply_gradients(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
-    """Move the weights along their gradients, at a learning rate."""
+    """Move the weights against their gradients, at a learning rate."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -368,7 +384,10 @@ def take_step(
     losses = compute_gradients(drafter, batch, update, args)
     norm = nn.utils.clip_grad_norm_(drafter.parameters(), CLIP).item()
     if not math.isfinite(norm):
-        raise InputError(f"update {update + 1}: the gradient is not finite; lower --lr")
+        raise InputError(
+            f"update {update + 1}: the gradient is not finite; begin again with a lower --lr, in "
+            "another --out"
+        )
     lr = learning_rate(update, args)
     apply_gradients(optimizers, lr)
     return losses._asdict() | {"lr": lr, "grad_norm": norm}
@@ -383,14 +402,16 @@ def train(
 ) -> None:
     """Train up to args.updates, on the sequences of an endless stream. Raises InputError."""
     for update in range(journal.done, args.updates):
-        batch = list(itertools.islice(stream, args.batch_size))
-        losses = take_step(drafter, optimizers, batch, update, args)
+        batch = list(itertools.islice(stream, args.batch_size))  # goes on where the last one ended
+        measured = take_step(drafter, optimizers, batch, update, args)
         tokens = sum(len(sequence.tokens) for sequence in batch)
-        journal.record(update + 1, losses, tokens, stream.position)  # logs, evaluates and saves
+        journal.record(update + 1, measured, tokens, stream.position)  # logs, evaluates and saves
 
 
 # --- The method ends here: what follows makes it fast and practical ---
 
+
+# --- Less RAM, mixed precision, and a loss on memories ---
 
 KL_CHUNK = 256  # distributions over V tokens that exist at once
 
@@ -410,7 +431,7 @@ class ChunkedKL(torch.autograd.Function):
         count = max(1, KL_CHUNK // len(predicted))
         for first in range(0, len(final), count):
             chunk = slice(first, first + count)
-            with torch.enable_grad():
+            with torch.enable_grad():  # which is off in here
                 piece = predicted[:, chunk].detach().requires_grad_()
                 kl = kl_divergence(piece, final[chunk], head)
             (gradient[:, chunk],) = torch.autograd.grad(kl, piece)
@@ -421,7 +442,7 @@ class ChunkedKL(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output: Tensor):
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_output, None, None
+        return gradient * grad_output, None, None  # none for the target's states and head: frozen
 
 
 def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
@@ -430,6 +451,7 @@ def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
 
 
 def autocast(device: torch.device, args) -> torch.autocast:
+    """Multiply in --dtype. (The drafter's weights stay in float32: small updates would be lost.)"""
     return torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32")
 
 
@@ -442,7 +464,7 @@ def memory_loss(drafter: Drafter, memory: Tensor, final: Tensor, R: int, args) -
     memory = memory.float().unsqueeze(0)  # (1, n, E)
     kl = chunked_kl(memory, final, drafter.head.weight)
     loss = args.kl_weight * kl + args.feature_weight * hidden_loss(memory, final)
-    # The other losses are sums over R horizons, and will be divided by R. A memory has no horizon.
+    # An update divides all by R n, as the other losses are sums over R horizons. A memory has none.
     return R * args.memory_weight * loss
 
 
@@ -462,7 +484,7 @@ def world_size() -> int:
 
 
 def join_processes(args) -> None:
-    """Set a device for this process, and connect it to the others."""
+    """Give this process a GPU of its own, if there are any, and connect it to the others."""
     if args.device.startswith("cuda"):
         args.device = f"cuda:{dist.get_node_local_rank()}"
         torch.cuda.set_device(args.device)
@@ -476,7 +498,8 @@ def all_reduce(tensor: Tensor) -> None:
 
 
 def micro_batches(examples: list[Example], args) -> Iterator[list[Example]]:
-    """Yield this process's share of the examples, args.micro_batch_size at a time."""
+    """Yield this process's share of the examples, args.micro_batch_size at a time. (Without
+    torchrun there is one process, whose share is all.)"""
     share = examples[rank()::world_size()]
     share.sort(key=lambda example: len(example.tokens))  # so that little is padded
     for first in range(0, len(share), args.micro_batch_size):
@@ -503,15 +526,9 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
-def say(message: str) -> None:
-    """Print to stderr, once for all processes, above any progress bar."""
-    if rank() == 0:
-        tqdm.write(message, file=sys.stderr)
-
-
 # --- Evaluation ---
 
-DEPTHS = 8
+DEPTHS = 8  # tokens of a draft, or of a run, that are scored
 
 
 @torch.no_grad()
@@ -526,26 +543,35 @@ def evaluate(drafter: Drafter, sequences: list[Sequence], args) -> dict:
     sums = torch.zeros(3, device=device)
     count = 0
     runs = []
-    for i, sequence in enumerate(tqdm(sequences, desc="evaluation", leave=False)):
-        tokens, answer = sequence
-        horizon = run_horizon(answer, DEPTHS, i % DEPTHS)  # (T)
+    for i, (tokens, answer) in enumerate(tqdm(sequences, desc="evaluation", leave=False)):
+        phase = i % DEPTHS  # in turn, so that runs begin anywhere in an answer
+        horizon = run_horizon(answer, DEPTHS, phase)  # (T)
         example = Example(tokens, answer, horizon[:, None])
         with autocast(device, args):
             result = distill(drafter, collate([example], device), args)
-            logits = drafter.head.logits(result.predicted.squeeze(0))  # (n, V')
-            choices = [drafter.head.token(choice) for choice in logits.argmax(-1).tolist()]  # n
-            truth = drafter.target.lm_head(result.final).argmax(-1)  # (n)
+            right = right_drafts(drafter, result)  # (n)
+        depths = (torch.arange(len(tokens)) - horizon)[loss_mask(answer)]  # (n), from 1 up
         sums += result.parts
-        count += len(truth)
-        agrees = torch.tensor(choices) == truth.cpu()
-        depths = (torch.arange(len(tokens)) - horizon)[loss_mask(answer)]
-        # Cut the answers into runs, which begin where the depth is 1: run[d] says whether the token
-        # drafted at depth d + 1 is right.
-        begins = (depths == 1).nonzero()[:, 0]
-        runs += [run.tolist() for run in agrees.tensor_split(begins)]
+        count += len(right)
+        runs += split_runs(right, depths)
     loss, kl, hidden = (sums / count).tolist()
     losses = {"held_out_loss": loss, "held_out_kl": kl, "held_out_hidden": hidden}
     return losses | depth_scores(runs, DEPTHS if drafter.config.use_cross_attention else 1)
+
+
+def right_drafts(drafter: Drafter, result: Distillation) -> Tensor:
+    """Return where the drafter's first choice, under one horizon, is the target's: (n)."""
+    outputs = drafter.head.logits(result.predicted.squeeze(0)).argmax(-1)  # (n)
+    drafted = [drafter.head.token(output) for output in outputs.tolist()]
+    wanted = drafter.target.lm_head(result.final).argmax(-1)  # (n)
+    return torch.tensor(drafted) == wanted.cpu()
+
+
+def split_runs(right: Tensor, depths: Tensor) -> list[list[bool]]:
+    """Cut answers into runs, which begin where the depth is 1: run[d] says whether the token
+    drafted at depth d + 1 is right. (The first run is empty: it lies before the first cut.)"""
+    begins = (depths == 1).nonzero()[:, 0]
+    return [run.tolist() for run in right.tensor_split(begins)]
 
 
 def depth_scores(runs: list[list[bool]], depths: int) -> dict:
@@ -578,57 +604,146 @@ def evaluate_drafting(drafter: Drafter, sequences: list[Sequence]) -> dict:
         tokens = sequence.tokens.tolist()
         cache = target.new_cache(len(tokens))
         state = start_drafting(drafter, len(tokens))
-        verified = 0
+        read = 0  # tokens of the text that target and drafter have read
         starts = loss_mask(sequence.answer)[:-DEPTHS].nonzero()[::DEPTHS, 0]  # a chain must fit
         for start in starts.tolist():
-            new_tokens = tokens[verified:start]
-            hidden = target.hidden(torch.tensor([new_tokens], device=target.device), cache)
-            state.append_verified(drafter.memory_update(new_tokens, cache, hidden))
+            unread = tokens[read:start]
+            hidden = target.hidden(torch.tensor([unread], device=target.device), cache)
+            state.append_verified(drafter.memory_update(unread, cache, hidden))
+            read = start
             draft = state.draft(tokens[start], TreeConfig(depth=DEPTHS))
             ids = torch.tensor([draft.tokens], device=target.device)
             choices = target(ids, cache).argmax(-1).squeeze(0).tolist()
             runs.append([token == choice for token, choice in zip(draft.tokens[1:], choices)])
-            cache.length = start
-            verified = start
+            cache.length = start  # without root and draft: the text may go on otherwise
     return depth_scores(runs, DEPTHS)
-
-
-def show(scores: dict, update: int) -> None:
-    """Print an evaluation for a person."""
-    lines = [f"update {update}: held-out loss {scores['held_out_loss']:.3f}"]
-    if "depth_accuracy" in scores:  # of a drafter
-        lines.append(
-            f"  KL {scores['held_out_kl']:.3f}, implied acceptance length "
-            f"{scores['implied_acceptance_length']:.2f}, and how often drafts are right, by depth:"
-        )
-        for depth, accuracy in enumerate(scores["depth_accuracy"], 1):
-            lines.append(f"  {depth}  {accuracy:4.0%}  {'█' * round(40 * accuracy)}")
-    say("\n".join(lines))
-
-
-def announce_cost(drafter: Drafter, sequence: Sequence, held_out: list[Sequence], args) -> None:
-    """Print what an update costs here and how long all will take, by the cost of one sequence."""
-    compute_gradients(drafter, [sequence], 0, args)  # the first pass is slow
-    began = time.perf_counter()
-    compute_gradients(drafter, [sequence], 0, args)
-    seconds = (time.perf_counter() - began) / len(sequence.tokens)  # a token
-    average = np.mean([len(other.tokens) for other in held_out])
-    seconds *= average * math.ceil(args.batch_size / world_size())
-    total = timedelta(seconds=round(seconds * args.updates))
-    say(f"an update takes about {seconds:.2g} s here, {args.updates} updates {total} (h:min:s)")
-    if total > timedelta(days=1):
-        say("that is more than a day: README.md, Train a drafter, has a recipe for an hour or two")
 
 
 # --- Data: published conversations, read by offset so that files of any size can be shuffled ---
 
-ROLE_NAMES = {  # ShareGPT's
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-}
+NO_ANSWER = "--data: no answer within --seq-len tokens; raise it"
+MAX_NAMED = 5  # skipped records; the rest are counted
+
+
+class Conversations:
+    """The conversations in some files. What cannot be used is skipped and counted on stderr.
+
+    Raises InputError for a file that cannot be read, or if none has a usable conversation.
+    """
+
+    def __init__(self, paths: list[str], tokenizer: Tokenizer, seq_len: int):
+        self.paths = paths
+        self.tokenizer = tokenizer
+        self.seq_len = seq_len
+        places = []
+        skipped = 0
+        counts = Counter()
+        for file_number, path in enumerate(paths):
+            for record in find_records(path):
+                try:
+                    usable_part(read_messages(record.text), counts)
+                except ValueError as error:
+                    reason, _, _ = str(error).partition(": ")
+                    counts[f"skipped: {reason}"] += 1
+                    skipped += 1
+                    if skipped <= MAX_NAMED:
+                        say(f"skipped {path}, {record.place}: {error}")
+                else:
+                    places.append((file_number, record.offset, len(record.text)))
+        self.places = np.array(places)  # file, offset and length of each
+        say(f"{len(places)} conversations, {skipped} records skipped")
+        for reason, count in counts.items():
+            say(f"  {count} {reason}")
+        if not places:
+            names = " ".join(paths)
+            raise InputError(f"{names}: no usable conversation (UltraChat, ShareGPT, Alpaca)")
+
+    def __getitem__(self, index: int) -> Sequence | None:
+        """Return one conversation, cut at seq_len. None where nothing is left to train on."""
+        file_number, offset, length = self.places[index]
+        with open(self.paths[file_number], "rb") as file:
+            file.seek(offset)
+            # (What is cut was counted when the file was read first.)
+            messages = usable_part(read_messages(file.read(length)), Counter())
+        tokens = []
+        answer = []
+        for piece, is_answer in self.tokenizer.turns(messages):
+            tokens += piece
+            answer += [is_answer] * len(piece)
+        tokens = torch.tensor(tokens[:self.seq_len])
+        answer = torch.tensor(answer[:self.seq_len])
+        return Sequence(tokens, answer) if loss_mask(answer).any() else None
+
+    def usable(self, indices: Iterable[int]) -> list[Sequence]:
+        """Return those that leave something to train on."""
+        sequences = [self[index] for index in indices]
+        return [sequence for sequence in sequences if sequence is not None]
+
+
+@dataclass
+class Stream:
+    """Conversations without end, shuffled again each epoch.
+
+    Each `iter` goes on from `position`: the order of an epoch follows from the seed and the epoch's
+    number, and is made again. So a checkpoint needs no more than this one number.
+    """
+
+    data: Conversations
+    indices: np.ndarray
+    seed: int
+    position: int = 0  # moves with what has been drawn
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Raises InputError when a whole epoch has nothing to train on."""
+        unusable = 0  # in a row
+        while unusable < len(self.indices):
+            epoch, first = divmod(self.position, len(self.indices))
+            order = np.random.default_rng((self.seed, epoch)).permutation(self.indices)
+            for index in order[first:]:
+                sequence = self.data[index]
+                self.position += 1
+                if sequence is None:
+                    unusable += 1
+                    continue
+                unusable = 0
+                yield sequence
+        raise InputError(NO_ANSWER)
+
+
+def split(data: Conversations, seed: int) -> tuple[np.ndarray, list[Sequence]]:
+    """Return shuffled indices to train on, and conversations to evaluate on: a tenth, at most 64.
+
+    Raises InputError.
+    """
+    order = np.random.default_rng(seed).permutation(len(data.places))
+    count = min(64, len(order) // 10)
+    training = order[count:]
+    held_out = data.usable(order[:count])
+    if not held_out:
+        # No error: to try things on a handful of conversations is reasonable.
+        say("nothing to hold out (fewer than ten conversations, or none that fits): evaluated on "
+            "one that is trained on")
+        held_out = [next(iter(Stream(data, training, seed)))]
+    return training, held_out
+
+
+def frequent_tokens(
+    data: Conversations, indices: np.ndarray, vocab_size: int, count: int
+) -> tuple[int, ...]:
+    """Return the `count` tokens that answers use most, sorted by id. Stop tokens count as the most
+    frequent. Raises InputError."""
+    some = data.usable(indices[:5000])  # enough to count tokens in
+    answers = [sequence.tokens[sequence.answer] for sequence in some]
+    if not answers:
+        raise InputError(NO_ANSWER)
+    counts = torch.cat(answers).bincount(minlength=vocab_size)
+    counts[list(data.tokenizer.stop_ids)] = counts.max() + 1
+    order = counts.sort(descending=True, stable=True).indices  # the same on every machine
+    return tuple(sorted(order[:count].tolist()))
+
+
+# How a file is read.
+
 NO_FILE = (
     "no such file. To fetch UltraChat: pip install datasets && python -c \"from datasets import "
     "load_dataset as load; load('HuggingFaceH4/ultrachat_200k', split='train_sft')"
@@ -645,8 +760,6 @@ NOT_JSON = {  # how a file begins, what it is, how to convert it
     b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8 {} > data.jsonl"),
     b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8 {} > data.jsonl"),
 }
-NO_ANSWER = "--data: no answer within --seq-len tokens; raise it"
-MAX_NAMED = 5  # skipped records; the rest are counted
 
 
 class Record(NamedTuple):
@@ -694,10 +807,20 @@ def array_records(path: str | Path, document: bytes) -> Iterator[Record]:
         index = end
 
 
+ROLE_NAMES = {  # ShareGPT's
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+}
+
+
 def read_messages(text: bytes) -> list[dict]:
     """Read a record of UltraChat (either form), ShareGPT or Alpaca as a conversation.
 
-    Raises ValueError, whose message begins with the reason.
+    Raises ValueError (of which InputError is a kind). Its message begins with the reason, up to a
+    colon: `Conversations` counts reasons.
     """
     with input_errors("not valid JSON", ValueError, RecursionError):
         record = json.loads(text)
@@ -749,123 +872,20 @@ def usable_part(messages: list[dict], counts: Counter) -> list[dict]:
     return kept
 
 
-class Conversations:
-    """The conversations in some files. What cannot be used is skipped and counted on stderr.
-
-    Raises InputError for a file that cannot be read, or if none has a usable conversation.
-    """
-
-    def __init__(self, paths: list[str], tokenizer: Tokenizer, seq_len: int):
-        self.paths = paths
-        self.tokenizer = tokenizer
-        self.seq_len = seq_len
-        places = []
-        skipped = 0
-        counts = Counter()
-        for file_number, path in enumerate(paths):
-            for record in find_records(path):
-                try:
-                    usable_part(read_messages(record.text), counts)
-                    places.append((file_number, record.offset, len(record.text)))
-                except ValueError as error:
-                    reason, _, _ = str(error).partition(": ")
-                    counts[f"skipped: {reason}"] += 1
-                    skipped += 1
-                    if skipped <= MAX_NAMED:
-                        say(f"skipped {path}, {record.place}: {error}")
-        self.places = np.array(places)  # file, offset and length of each
-        say(f"{len(places)} conversations, {skipped} records skipped")
-        for reason, count in counts.items():
-            say(f"  {count} {reason}")
-        if not places:
-            names = " ".join(paths)
-            raise InputError(f"{names}: no usable conversation (UltraChat, ShareGPT, Alpaca)")
-
-    def __getitem__(self, index: int) -> Sequence | None:
-        """Return one conversation, cut at seq_len. None where nothing is left to train on."""
-        file_number, offset, length = self.places[index]
-        with open(self.paths[file_number], "rb") as file:
-            file.seek(offset)
-            messages = usable_part(read_messages(file.read(length)), Counter())
-        tokens = []
-        answer = []
-        for piece, is_answer in self.tokenizer.turns(messages):
-            tokens += piece
-            answer += [is_answer] * len(piece)
-        tokens = torch.tensor(tokens[:self.seq_len])
-        answer = torch.tensor(answer[:self.seq_len])
-        return Sequence(tokens, answer) if loss_mask(answer).any() else None
-
-    def usable(self, indices: np.ndarray) -> list[Sequence]:
-        """Return those that leave something to train on."""
-        sequences = [self[index] for index in indices]
-        return [sequence for sequence in sequences if sequence is not None]
-
-
-@dataclass
-class Stream:
-    """Conversations without end, shuffled again each epoch. Each `iter` goes on from `position`."""
-
-    data: Conversations
-    indices: np.ndarray
-    seed: int
-    position: int = 0  # moves with what has been drawn
-
-    def __iter__(self) -> Iterator[Sequence]:
-        """Raises InputError when a whole epoch has nothing to train on."""
-        unusable = 0  # in a row
-        while unusable < len(self.indices):
-            epoch, first = divmod(self.position, len(self.indices))
-            order = np.random.default_rng((self.seed, epoch)).permutation(self.indices)
-            for index in order[first:]:
-                sequence = self.data[index]
-                self.position += 1
-                if sequence is None:
-                    unusable += 1
-                    continue
-                unusable = 0
-                yield sequence
-        raise InputError(NO_ANSWER)
-
-
-def split(data: Conversations, seed: int) -> tuple[np.ndarray, list[Sequence]]:
-    """Return shuffled indices to train on, and conversations to evaluate on: a tenth, at most 64.
-
-    Raises InputError.
-    """
-    order = np.random.default_rng(seed).permutation(len(data.places))
-    count = min(64, len(order) // 10)
-    training = order[count:]
-    held_out = data.usable(order[:count])
-    if not held_out:
-        # No error: to try things on a handful of conversations is reasonable.
-        say("nothing to hold out (fewer than ten conversations, or none that fits): evaluated on "
-            "one that is trained on")
-        held_out = [next(iter(Stream(data, training, seed)))]
-    return training, held_out
-
-
-def frequent_tokens(
-    data: Conversations, indices: np.ndarray, vocab_size: int, count: int
-) -> tuple[int, ...]:
-    """Return the `count` tokens that answers use most, sorted by id. Stop tokens count as the most
-    frequent. Raises InputError."""
-    answers = [sequence.tokens[sequence.answer] for sequence in data.usable(indices[:5000])]
-    if not answers:
-        raise InputError(NO_ANSWER)
-    counts = torch.cat(answers).bincount(minlength=vocab_size)
-    counts[list(data.tokenizer.stop_ids)] = counts.max() + 1
-    order = counts.sort(descending=True, stable=True).indices  # the same on every machine
-    return tuple(sorted(order[:count].tolist()))
-
-
 def checksum(path: str) -> str:
     """Hash all bytes: an edit is seen even where no length changes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
-# --- A run: its log and its checkpoints ---
+# --- A training run: its log and its checkpoints ---
+
+
+def say(message: str) -> None:
+    """Print to stderr, once for all processes, above any progress bar."""
+    if rank() == 0:
+        tqdm.write(message, file=sys.stderr)
+
 
 # What may differ where a training run goes on. Any other flag changes what comes out of it by more
 # than rounding.
@@ -874,7 +894,6 @@ MAY_DIFFER = {
 }
 
 
-@dataclass
 class Journal:
     """The bookkeeping of a training run, in args.out: a progress bar; a line of log each update; an
     evaluation every --eval-every updates; every --save-every the model, and a checkpoint from which
@@ -882,19 +901,28 @@ class Journal:
     writes.
     """
 
-    model: nn.Module
-    optimizers: list[torch.optim.Optimizer]
-    evaluate: Callable[[], dict]  # returns what to log
-    save_model: Callable[[], None]  # writes the model as other programs read it
-    args: argparse.Namespace
-    done: int = 0  # updates
-    position: int = 0  # where the stream of conversations stood then
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        evaluate: Callable[[], dict],
+        save_model: Callable[[], None],
+        args: argparse.Namespace,
+    ):
+        """Begin a run or, with args.resume, go on with one. Raises InputError.
 
-    def __post_init__(self) -> None:
-        """Begin a run or, with args.resume, go on with one. Raises InputError."""
-        self.out = Path(self.args.out)
+        evaluate returns what to log. save_model writes the model as other programs read it.
+        """
+        self.model = model
+        self.optimizers = optimizers
+        self.evaluate = evaluate
+        self.save_model = save_model
+        self.args = args
+        self.out = Path(args.out)
         self.log_path = self.out / "log.jsonl"
-        if self.args.resume:
+        self.done = 0  # updates
+        self.position = 0  # where the stream of conversations stood then
+        if args.resume:
             self.load()
         elif rank() == 0:
             with atomic_write(self.log_path) as part:
@@ -903,7 +931,7 @@ class Journal:
         self.interrupted = False
         signal.signal(signal.SIGINT, self.interrupt)
         self.progress = tqdm(
-            initial=self.done, total=self.args.updates, unit=" updates", disable=rank() > 0
+            initial=self.done, total=args.updates, unit=" updates", disable=rank() > 0
         )
         self.began = time.perf_counter()  # the update under way
 
@@ -916,6 +944,7 @@ class Journal:
         self.position = position
         is_last = done == self.args.updates
         device = next(self.model.parameters()).device
+        # Every process asks, at every update. (After the last one there is nothing to go on with.)
         interrupted = any_process(self.interrupted, device) and not is_last
         if rank() == 0:
             speed = tokens / (time.perf_counter() - self.began)
@@ -977,20 +1006,22 @@ class Journal:
             made_with = state["arguments"]
         free = MAY_DIFFER
         if args.schedule == "paper" and not args.pretrain:
-            free = MAY_DIFFER | {"updates"}  # which other schedules depend on
+            free = MAY_DIFFER | {"updates"}  # this schedule does not look at it, the others do
         for name, value in made_with.items():
             now = getattr(args, name, None)
             if name not in free and now != value:
                 flag = "--" + name.replace("_", "-")
                 raise InputError(
                     f"{path} was made with {flag} {value}, not {now}; resume with that or choose "
-                    "another --out"
+                    "another folder"
                 )
-        self.model.load_state_dict(state["drafter"])
+        with input_errors(f"{path}: does not fit {args.model}", RuntimeError):
+            self.model.load_state_dict(state["drafter"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
         with open(self.log_path, "ab") as file:
-            file.truncate(min(file.tell(), log_bytes))  # what came after is done again
+            # What came after is done again. (min: a log that was lost is not filled with zeros.)
+            file.truncate(min(file.tell(), log_bytes))
         self.done = state["update"]
         self.position = state["position"]
 
@@ -999,6 +1030,35 @@ def read_log(folder: str | Path) -> list[dict]:
     """Read what a run has logged."""
     lines = Path(folder, "log.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
+
+
+def show(scores: dict, update: int) -> None:
+    """Print an evaluation for a person."""
+    lines = [f"update {update}: held-out loss {scores['held_out_loss']:.3f}"]
+    if "depth_accuracy" in scores:  # of a drafter
+        lines.append(
+            f"  KL {scores['held_out_kl']:.3f}, implied acceptance length "
+            f"{scores['implied_acceptance_length']:.2f}, and how often drafts are right, by depth:"
+        )
+        for depth, accuracy in enumerate(scores["depth_accuracy"], 1):
+            lines.append(f"  {depth}  {accuracy:4.0%}  {'█' * round(40 * accuracy)}")
+    say("\n".join(lines))
+
+
+def announce_cost(drafter: Drafter, sequence: Sequence, held_out: list[Sequence], args) -> None:
+    """Print what an update costs here, and how long all of them take (also after --resume), by the
+    cost of one sequence."""
+    compute_gradients(drafter, [sequence], 0, args)  # the first pass is slow
+    began = time.perf_counter()
+    compute_gradients(drafter, [sequence], 0, args)
+    seconds_a_token = (time.perf_counter() - began) / len(sequence.tokens)
+    tokens = np.mean([len(other.tokens) for other in held_out])  # of a sequence
+    share = math.ceil(args.batch_size / world_size())  # sequences that one process trains on
+    seconds = seconds_a_token * tokens * share
+    total = timedelta(seconds=round(seconds * args.updates))
+    say(f"an update takes about {seconds:.2g} s here, {args.updates} updates {total} (h:min:s)")
+    if total > timedelta(days=1):
+        say("that is more than a day: README.md, Train a drafter, has a recipe for an hour or two")
 
 
 # --- Synthesis: training data from the target alone (the idea of Magpie, Xu et al. 2024) ---
@@ -1010,6 +1070,10 @@ NEXT_TURN = 0.3  # the probability that a conversation goes on after an answer
 MIN_ROOM = 32  # tokens that must be left for a turn
 BEGIN = b'{"messages": '  # of each line
 MAX_BARREN = 500  # conversations without an answer, in a row, after which --synthesize gives up
+
+
+# A conversation here is a list of messages. The batch writes one turn of it at a time: that is what
+# llama.py calls a `Conversation`, whose `key` is our list. Each turn reads the text so far again.
 
 
 def converse(
@@ -1039,8 +1103,10 @@ def converse(
         for turn in batch.step():
             messages = turn.key
             if end_turn(tokenizer, turn, draws):
-                waiting.insert(0, messages)  # in the order of rows, whose last one is here first
-            elif len(messages) >= 2:
+                # `step` returns the last row first. Turned round, so that turns begin in the order
+                # of rows, and the same seed draws the same conversations.
+                waiting.insert(0, messages)
+            elif len(messages) >= 2:  # it has an answer
                 barren = 0
                 count -= 1
                 yield messages
@@ -1080,9 +1146,10 @@ def end_turn(tokenizer: Tokenizer, turn: Conversation, draws: random.Random) -> 
     text = tokenizer.decode(turn.tokens).strip()
     room = turn.config.max_new_tokens
     goes_on = turn.tokens[-1] in tokenizer.stop_ids and room - len(turn.tokens) >= MIN_ROOM
-    is_usable = goes_on
-    if role == "assistant":
-        is_usable = room > 1
+    if role == "user":
+        is_usable = goes_on
+    else:
+        is_usable = room > 1  # `begin_turn` cuts a prompt so that one token is left
     if not text or not is_usable:
         return False
     messages.append({"role": role, "content": text})
@@ -1124,13 +1191,15 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
         file.seek(0)
         text = file.read()
         if not BEGIN.startswith(text[:len(BEGIN)]):
-            raise InputError(f"{path}: holds no conversations; choose another --data")
+            raise InputError(f"{path}: was not written by --synthesize; choose another --data")
+        # An earlier run may have been killed while it wrote. Keep its last line if it is whole JSON
+        # without its line end, else cut it off.
         _, _, last_line = text.rpartition(b"\n")
         with suppress(ValueError):
             json.loads(last_line)
-            text += b"\n"  # the line is whole, and only its end is missing
+            text += b"\n"
             file.write(b"\n")
-        size = file.truncate(text.rfind(b"\n") + 1)  # half a line, of a run that was interrupted
+        size = file.truncate(text.rfind(b"\n") + 1)
         args.seed += size << 32  # another seed, so that what is added does not repeat what is there
         written = text.count(b"\n")
         total = args.synthesize
@@ -1159,7 +1228,7 @@ WINDOW = 512  # tokens
 def library_functions() -> dict[str, str]:
     """Return the functions and methods of Python's standard library, {signature: source}.
 
-    One for each signature: a question has one answer, and none that is held out was trained on.
+    One for each signature, so that a question has one answer.
     """
     library = Path(sysconfig.get_path("stdlib"))
     functions = {}
@@ -1167,19 +1236,25 @@ def library_functions() -> dict[str, str]:
         if NOT_LIBRARY.intersection(path.relative_to(library).parts):
             continue
         text = path.read_text(encoding="utf-8")
-        lines = text.split("\n")
-        for owner in ast.walk(ast.parse(text)):
-            if not isinstance(owner, (ast.Module, ast.ClassDef)):
-                continue  # a function within a function is a part of that one
-            for node in owner.body:
-                if isinstance(node, ast.FunctionDef):
-                    source = textwrap.dedent("\n".join(lines[node.lineno - 1:node.end_lineno]))
-                    if len(source) <= FUNCTION_CHARACTERS:
-                        functions[f"def {node.name}({ast.unparse(node.args)}):"] = source
+        lines = text.split("\n")  # as `ast` counts them (splitlines() also splits at form feeds)
+        for node in find_functions(ast.parse(text)):
+            source = textwrap.dedent("\n".join(lines[node.lineno - 1:node.end_lineno]))
+            if len(source) <= FUNCTION_CHARACTERS:
+                functions[f"def {node.name}({ast.unparse(node.args)}):"] = source
     return functions
 
 
-def write_text(folder: Path, args) -> None:
+def find_functions(module: ast.Module) -> Iterator[ast.FunctionDef]:
+    """Yield a module's functions and all classes' methods. A function right within a function is a
+    part of that one."""
+    for owner in ast.walk(module):
+        if isinstance(owner, (ast.Module, ast.ClassDef)):
+            for node in owner.body:
+                if isinstance(node, ast.FunctionDef):
+                    yield node
+
+
+def write_functions(folder: Path, args) -> None:
     """Write functions.jsonl, held_out.jsonl, and a tokenizer that is trained on the former.
 
     --data and --questions read such lines, and so does `speculate.py --bench`.
@@ -1256,11 +1331,12 @@ def save_target(folder: Path, model: Llama) -> None:
 
 def pretrain(args) -> None:
     """Make a toy target in the folder args.out, or go on with one. Raises InputError."""
+    check_device(args.device)
     folder = Path(args.out)
     args.dtype = args.dtype or "float32"
     args.updates = args.updates or 2000
     if not args.resume:
-        write_text(folder, args)
+        write_functions(folder, args)
     tokenizer = load_tokenizer(folder)
     training = read_windows(folder / "functions.jsonl", tokenizer, step=1)
     held_out = read_windows(folder / "held_out.jsonl", tokenizer, step=WINDOW)
@@ -1268,8 +1344,9 @@ def pretrain(args) -> None:
     # Muon for the layers' matrices. For embeddings AdamW, as is usual beside Muon.
     optimizers = make_optimizers(model.layers, "muon")
     optimizers += make_optimizers(nn.ModuleList([model.embed_tokens, model.norm]), "adamw")
-    evaluate = partial(evaluate_target, model, held_out, args)
-    journal = Journal(model, optimizers, evaluate, partial(save_target, folder, model), args)
+    score = partial(evaluate_target, model, held_out, args)
+    save = partial(save_target, folder, model)
+    journal = Journal(model, optimizers, score, save, args)
     with journal:
         for update in range(journal.done, args.updates):
             draws = np.random.default_rng((args.seed, update))
@@ -1313,7 +1390,7 @@ def save_panels(path: Path, panels: list[str], names: list[str]) -> None:
     """Write one or two rows of panels, with the names of their curves below, as an SVG file."""
     bottom = 320 if len(panels) <= 2 else 610
     height = bottom + 10 + 20 * len(names)
-    parts = [
+    elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 820 {height}" '
         'font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
@@ -1321,13 +1398,13 @@ def save_panels(path: Path, panels: list[str], names: list[str]) -> None:
     for i, panel in enumerate(panels):
         x = 60 + 400 * (i % 2)
         y = 40 + 290 * (i // 2)
-        parts.append(f'<g transform="translate({x} {y})">{panel}</g>')
+        elements.append(f'<g transform="translate({x} {y})">{panel}</g>')
     for i, name in enumerate(names):
         y = bottom + 20 * i
-        parts.append(f'<path d="M60 {y - 4}h24" stroke="{COLORS[i % 8]}" stroke-width="2"/>')
-        parts.append(f'<text x="92" y="{y}">{html.escape(name)}</text>')
+        elements.append(f'<path d="M60 {y - 4}h24" stroke="{COLORS[i % 8]}" stroke-width="2"/>')
+        elements.append(f'<text x="92" y="{y}">{html.escape(name)}</text>')
     with atomic_write(path) as part:
-        part.write_text("\n".join([*parts, "</svg>\n"]))
+        part.write_text("\n".join([*elements, "</svg>\n"]))
 
 
 def update_curve(log: list[dict], name: str) -> Curve:
@@ -1350,7 +1427,7 @@ def axis_end(values: list[float]) -> float:
     """Return a round number, at or a little above all of them."""
     highest = max(values, default=1)
     power = 10 ** math.floor(math.log10(max(highest, 1e-9)))
-    return power * next(number for number in ROUND if number * power >= highest)
+    return power * next(factor for factor in ROUND if factor * power >= highest)
 
 
 def draw_panel(title: str, x_label: str, curves: list[Curve]) -> str:
@@ -1358,7 +1435,7 @@ def draw_panel(title: str, x_label: str, curves: list[Curve]) -> str:
     points = list(itertools.chain(*curves))
     right = axis_end([x for x, _ in points])
     top = axis_end([y for _, y in points])
-    parts = [
+    elements = [
         f'<text y="-14" font-weight="bold">{title}</text>',
         f'<text x="150" y="234" text-anchor="middle">{x_label}</text>',
         '<path d="M0 0v200h300" stroke="black" fill="none"/>',
@@ -1366,7 +1443,7 @@ def draw_panel(title: str, x_label: str, curves: list[Curve]) -> str:
     for share in (0, 0.25, 0.5, 0.75, 1):
         x = 300 * share
         y = 200 - 200 * share
-        parts += [
+        elements += [
             f'<path d="M{x} 200v5" stroke="black"/>',
             f'<text x="{x}" y="218" text-anchor="middle">{right * share:.4g}</text>',
             f'<path d="M0 {y}h300" stroke="#ddd"/>',
@@ -1376,8 +1453,8 @@ def draw_panel(title: str, x_label: str, curves: list[Curve]) -> str:
         places = [f"{300 * x / right:.1f},{200 - 200 * y / top:.1f}" for x, y in curve]
         line = " ".join(places[:1] + places)  # a single point, too, is seen: as a dot
         style = f'fill="none" stroke="{COLORS[i % 8]}" stroke-width="2" stroke-linecap="round"'
-        parts.append(f'<polyline points="{line}" {style}/>')
-    return "\n".join(parts)
+        elements.append(f'<polyline points="{line}" {style}/>')
+    return "\n".join(elements)
 
 
 # --- Command line ---
@@ -1386,40 +1463,19 @@ def draw_panel(title: str, x_label: str, curves: list[Curve]) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(description="Distil a target into a Mixture-of-Attentions drafter.")
     add = parser.add_argument
-    task = parser.add_mutually_exclusive_group().add_argument  # other tasks than training
-    count = partial(add, type=positive_int)
-    switch = partial(add, action="store_true")
-    real = partial(add, type=number(float, 0))
     add("--data", nargs="+", metavar="FILE", help="conversations, as JSON lines or a JSON array")
     add("--out", default="runs/drafter", help="the drafter's folder (default: %(default)s)")
     add_model_arguments(parser)
-    count("--updates", help="default: one pass over the data")
-    count("--batch-size", default=32, help="sequences an update (default: %(default)s)")
-    count("--micro-batch-size", default=1, help="sequences at once (default: %(default)s)")
-    add("--seq-len", type=number(int, 16), default=2048, help="tokens (default: %(default)s)")
-    real("--lr", default=3e-5, help="the paper's schedule peaks at 20 times it")
-    add("--schedule", choices=("paper", "cosine"), default="paper")
-    count("--warmup", default=50, help="updates (default: %(default)s)")
-    add("--optimizer", choices=("adamw", "muon"), default="adamw")
-    real("--kl-weight", default=0.1)
-    real("--feature-weight", default=1.0)
-    real("--memory-weight", default=0.0, help="of the same loss on memories; not the paper's")
-    count("--run-length", nargs=2, default=[5, 15], metavar=("LOW", "HIGH"), help="tokens a run")
-    count("--horizons", default=1, metavar="R", help="horizons for each target pass")
-    add("--tli", type=number(int, 0), default=0, metavar="N", help="target layers to reuse")
-    switch("--no-lsa", help="ablation: memory from the last hidden state")
-    switch("--no-ca", help="ablation: the drafter reads its own predictions")
-    count("--lsa-heads", help="default: the target's")
-    count("--lsa-mlp", help="LSA's MLP width")
-    count("--mlp", help="SA's and CA's MLP width")
-    count("--kv-heads", help="SA's and CA's kv heads")
-    count("--draft-vocabulary", metavar="COUNT", help="draft only the most frequent tokens")
-    count("--eval-every", default=200, help="updates (default: %(default)s)")
-    count("--save-every", default=50, help="updates (default: %(default)s)")
-    switch("--resume", help="go on from the checkpoint in --out or --pretrain")
-    switch("--json", help="end with the log's last record on stdout")
+    add_training_arguments(parser)
+    add_drafter_arguments(parser)
+    add("--eval-every", type=positive_int, default=200, help="updates (default: %(default)s)")
+    add("--save-every", type=positive_int, default=50, help="updates (default: %(default)s)")
+    add("--resume", action="store_true", help="go on from the checkpoint in --out or --pretrain")
+    add("--json", action="store_true", help="end with the log's last record on stdout")
+    task = parser.add_mutually_exclusive_group().add_argument  # other tasks than training
     task("--evaluate", metavar="DIR", help="only score the drafter in DIR on --data, as JSON")
-    switch("--by-drafting", help="with --evaluate: really draft, instead of one pass over the text")
+    add("--by-drafting", action="store_true",
+        help="with --evaluate: really draft, instead of one pass over the text")
     task("--synthesize", type=positive_int, metavar="COUNT",
          help="only let the target write so many conversations into --data")
     add("--questions", metavar="FILE", help="let --synthesize answer this file's questions")
@@ -1431,14 +1487,57 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
+def add_training_arguments(parser: Parser) -> None:
+    """Add batches, the learning rate, the loss and its horizons. Defaults are the paper's, as far
+    as it or its code states them."""
+    add = parser.add_argument
+    add("--updates", type=positive_int,
+        help="default: one pass over the data, if all of it can be used")
+    add("--batch-size", type=positive_int, default=32,
+        help="sequences an update (default: %(default)s)")
+    add("--micro-batch-size", type=positive_int, default=1,
+        help="sequences at once (default: %(default)s)")
+    add("--seq-len", type=number(int, 16), default=2048, help="tokens (default: %(default)s)")
+    weight = number(float, 0)
+    add("--lr", type=weight, default=3e-5, help="the paper's schedule peaks at 20 times it")
+    add("--schedule", choices=("paper", "cosine"), default="paper",
+        help="of the learning rate (default: %(default)s)")
+    add("--warmup", type=positive_int, default=50, help="updates (default: %(default)s)")
+    add("--optimizer", choices=("adamw", "muon"), default="adamw",
+        help="muon: for matrices, with adamw for the rest (default: %(default)s)")
+    add("--kl-weight", type=weight, default=0.1, help="of KL(p || q) (default: %(default)s)")
+    add("--feature-weight", type=weight, default=1.0,
+        help="of Smooth L1 on hidden states (default: %(default)s)")
+    add("--memory-weight", type=weight, default=0.0,
+        help="of the same loss on memories; not the paper's")
+    add("--run-length", type=positive_int, nargs=2, default=[5, 15], metavar=("LOW", "HIGH"),
+        help="tokens a run (default: 5 15)")
+    add("--horizons", type=positive_int, default=1, metavar="R",
+        help="horizons for each target pass")
+
+
+def add_drafter_arguments(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--tli", type=number(int, 0), default=0, metavar="N", help="target layers to reuse")
+    add("--no-lsa", action="store_true", help="ablation: memory from the last hidden state")
+    add("--no-ca", action="store_true", help="ablation: the drafter reads its own predictions")
+    add("--lsa-heads", type=positive_int, help="default: the target's")
+    add("--lsa-mlp", type=positive_int, help="LSA's MLP width")
+    add("--mlp", type=positive_int, help="SA's and CA's MLP width")
+    add("--kv-heads", type=positive_int, help="SA's and CA's kv heads")
+    add("--draft-vocabulary", type=positive_int, metavar="COUNT",
+        help="draft only the most frequent tokens")
+
+
 def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
-    """Refuse what is missing, or would have no effect."""
+    """Refuse what is missing, and flags of one task with another."""
     if not args.evaluate:
         parser.refuse(args, ["by_drafting"], "needs --evaluate")
     if not args.synthesize:
         parser.refuse(args, ["questions"], "needs --synthesize")
     if args.pretrain:
-        others = "data", "model", "batch_size", "seq_len", "lr", "schedule", "warmup", "optimizer"
+        others = ["data", "out", "model", "batch_size", "seq_len"]
+        others += ["lr", "schedule", "warmup", "optimizer"]
         parser.refuse(args, others, "has no effect with --pretrain")
     else:
         parser.refuse(args, ["layers", "width", "vocabulary"], "needs --pretrain")
@@ -1489,7 +1588,9 @@ def make_drafter(target: Llama, data: Conversations, training: np.ndarray, args)
 def run_training(target: Llama, tokenizer: Tokenizer, args) -> None:
     """Prepare data and drafter, then run the loop. Raises InputError."""
     data = Conversations(args.data, tokenizer, args.seq_len)
-    args.data = [f"{path} ({checksum(path)})" for path in args.data]  # so --resume sees a change
+    # From here on args.data is a label. It goes into the checkpoint, so that --resume refuses a
+    # file that has changed.
+    args.data = [f"{path} ({checksum(path)})" for path in args.data]
     training, held_out = split(data, args.seed)
     args.epoch_updates = math.ceil(len(training) / args.batch_size)
     args.updates = args.updates or args.epoch_updates
@@ -1529,43 +1630,55 @@ def check_folder(args) -> None:
     out = Path(args.out)
     has_checkpoint = (out / "checkpoint.pt").exists()
     has_model = (out / "model.safetensors").exists()
-    if args.resume and has_model and not has_checkpoint:
-        raise InputError(f"{out} holds work but no checkpoint: choose another folder")
-    args.resume = args.resume and has_checkpoint
-    if (has_checkpoint or has_model) and not args.resume:
-        raise InputError(f"{out} holds work: --resume goes on, else choose another folder")
-
-
-def main() -> None:
-    args = parse_arguments()
-    args.out = args.pretrain or args.out
-    if args.plot:
-        plot(args.plot, Path("curves.svg"))
-        say("see curves.svg")
+    if args.resume and has_checkpoint:
         return
-    is_training = not (args.synthesize or args.evaluate)
-    if is_training:
-        check_folder(args)
+    if has_checkpoint:
+        raise InputError(f"{out} holds work: --resume goes on, else choose another folder")
+    if has_model:
+        raise InputError(f"{out} holds work but no checkpoint: choose another folder")
+    args.resume = False  # nothing is there: begin
+
+
+def load_models(args) -> tuple[Llama, Tokenizer]:
+    """Load the target and its tokenizer. Raises InputError."""
+    target, tokenizer = load_target(args)
+    context = target.config.max_position_embeddings
+    if args.seq_len > context:
+        raise InputError(f"--seq-len {args.seq_len}: the target's context is {context}")
+    return target, tokenizer
+
+
+def make_model(args) -> None:
+    """Train a drafter or, with --pretrain, a toy target. Raises InputError."""
+    args.out = args.pretrain or args.out
+    check_folder(args)
     if args.pretrain:
         pretrain(args)
     else:
         if dist.is_torchelastic_launched():
-            join_processes(args)
-        target, tokenizer = load_target(args)
-        context = target.config.max_position_embeddings
-        if args.seq_len > context:
-            raise InputError(f"--seq-len {args.seq_len}: the target's context is {context}")
-        if args.synthesize:
-            synthesize(pack(target), tokenizer, args)
-        elif args.evaluate:
-            run_evaluation(target, tokenizer, args)
-        else:
-            run_training(target, tokenizer, args)
-    if is_training and args.json and rank() == 0:
-        print(json.dumps(read_log(args.out).pop()))
+            join_processes(args)  # sets the device that the target is loaded to
+        target, tokenizer = load_models(args)
+        run_training(target, tokenizer, args)
+    if args.json and rank() == 0:
+        print(json.dumps(read_log(args.out)[-1]))
     if dist.is_initialized():
         wait_for_all()  # until process 0 has saved, and gloo's threads have let go of our tensors
         dist.destroy_process_group()
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.plot:
+        plot(args.plot, Path("curves.svg"))
+        say("see curves.svg")
+    elif args.synthesize:
+        target, tokenizer = load_models(args)
+        synthesize(pack(target), tokenizer, args)
+    elif args.evaluate:
+        target, tokenizer = load_models(args)
+        run_evaluation(target, tokenizer, args)
+    else:
+        make_model(args)
 
 
 if __name__ == "__main__":

@@ -26,10 +26,11 @@ from contextlib import redirect_stdout
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Callable
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 RESULTS = Path(__file__).parent
@@ -54,6 +55,7 @@ from moa import (  # noqa: E402
 
 RUNS = ROOT / "runs"
 TOY = "runs/toy"
+ON_TOY = "--model", TOY, "--device", "cpu"
 OWN = "runs/own.jsonl"  # written by this target, to train on
 TEST = "runs/test.jsonl"
 SEEDS = (0, 1, 2)
@@ -63,13 +65,13 @@ TRAINING = [  # what all drafters have in common; the losses are the paper's
     "--optimizer", "muon", "--lr", "4e-3", "--schedule", "cosine", "--warmup", "20",
     "--eval-every", "400", "--save-every", "1000", "--device", "cpu",
 ]
-SHORT = "--mlp", "352"  # widens SA and CA by the parameters of the missing LSA
-EAGLE_MLP = 768  # widens CA by those of SA as well
+WIDER = "--mlp", "352"  # SA and CA get the parameters of the LSA that is missing
+EAGLE_MLP = 768  # its one layer gets those of SA as well
 DRAFTERS: dict[str, list[str]] = {  # the flags of each, besides those in common
     "full": [],
-    "no-lsa": ["--no-lsa", *SHORT],
+    "no-lsa": ["--no-lsa", *WIDER],
     "no-ca": ["--no-ca"],
-    "neither": ["--no-lsa", "--no-ca", *SHORT],
+    "neither": ["--no-lsa", "--no-ca", *WIDER],
     "run-1": ["--run-length", "1", "1"],
     "run-2-8": ["--run-length", "2", "8"],
     "run-unbounded": ["--run-length", "100000", "100000"],
@@ -77,7 +79,6 @@ DRAFTERS: dict[str, list[str]] = {  # the flags of each, besides those in common
     "n-2": ["--tli", "2"],
     "n-4": ["--tli", "4"],
     "last-layer": [],
-    "staircase": [],
     "kl-only": ["--feature-weight", "0"],
     "smooth-l1-only": ["--kl-weight", "0"],
     "others-text": ["--data", "runs/others.jsonl"],
@@ -85,8 +86,10 @@ DRAFTERS: dict[str, list[str]] = {  # the flags of each, besides those in common
     "eagle": ["--no-lsa", "--no-ca", "--mlp", str(EAGLE_MLP)],
 }
 SHORTER = {"eighth": UPDATES // 8, "quarter": UPDATES // 4, "half": UPDATES // 2}
-for (name, flags), (share, updates) in itertools.product(list(DRAFTERS.items()), SHORTER.items()):
-    DRAFTERS[f"{name}-{share}"] = [*flags, "--updates", str(updates)]
+for name, flags in list(DRAFTERS.items()):  # each also as "full-quarter", and so on
+    for share, updates in SHORTER.items():
+        DRAFTERS[f"{name}-{share}"] = [*flags, "--updates", str(updates)]
+DRAFTERS["staircase-quarter"] = ["--updates", str(SHORTER["quarter"])]
 EXPERIMENTS = {  # what each of them compares
     "parts": ["full", "no-lsa", "no-ca", "neither", "eagle"],
     "parts_early": [
@@ -142,19 +145,22 @@ class LinearMap(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.linear = nn.Linear(width, width, bias=False)
-        self.self_attn = SimpleNamespace(kv_heads=1, head_dim=1)  # for a cache that nobody reads
+        # `DraftState` makes a cache of these sizes. Nothing is written to it.
+        self.self_attn = SimpleNamespace(kv_heads=1, head_dim=1)
 
     def forward(self, x, *_):
         return self.linear(x)
 
-    def keys_values(self, x, rope):
-        return x.new_zeros(1, 1, x.shape[1], 2)
-
 
 def become_eagle() -> None:
-    """Make the drafter without LSA and CA what EAGLE's is (Li et al. 2024), if its MLP is so wide:
-    one decoder layer, over a linear map of a token's embedding and the hidden state of the token
-    before."""
+    """Make EAGLE's drafter (Li et al. 2024a) of the one without LSA and CA: one decoder layer, over
+    a linear map of a token's embedding and the hidden state of the token before.
+
+    The one without both adds SA's output and the projected hidden state, and runs a layer over the
+    sum. With a linear map in SA's place the sum is a linear map of the two. The width of the MLP
+    says which drafters are meant: `neither` is of the same class, `measure_cost` loads both in one
+    process, and nothing else in a drafter's config.json tells them apart.
+    """
     make = LastStateOffPolicyDrafter.__init__
 
     def make_eagle(self, target, config):
@@ -170,8 +176,8 @@ def add_staircase() -> None:
     falls from one to none over the first half of training."""
     cross_attend = Drafter.cross_attend
     self_attend = Drafter.self_attend
-    updates = SHORTER["quarter"]  # in all
-    done = 0
+    updates = SHORTER["quarter"]  # in all: it is trained for so long only
+    done = 0  # passes: one for each update, after two of `announce_cost`
     draws = random.Random(0)
 
     def remember_tokens(self, tokens):
@@ -193,6 +199,7 @@ def add_staircase() -> None:
             x = self.self_attention(embedded, self.rotary[:, :count], seen.unsqueeze(1))
         return cross_attend(self, x, memory, horizon)
 
+    # `distill` calls self_attend, then cross_attend, which knows the horizon: there SA runs again.
     Drafter.self_attend = remember_tokens
     Drafter.cross_attend = attend_to_run
 
@@ -225,19 +232,26 @@ def training_flags(name: str, seed: int) -> list[str]:
     return flags
 
 
+def change_of(name: str) -> Callable[[], None] | None:
+    """Return what changes a drafter: for "eagle-quarter" that of "eagle". None for most."""
+    for changed, change in CHANGES.items():
+        if name.startswith(changed):
+            return change
+    return None
+
+
 def training_command(name: str, seed: int) -> str:
     text = " ".join(["python train.py", *training_flags(name, seed)])
-    if name.startswith(tuple(CHANGES)):
+    if change_of(name) is not None:
         text += f", changed as by: python results/run.py --one {name} {seed}"
     return text
 
 
 def train_and_score(name: str, seed: int) -> None:
     """Train one drafter, unless that is done, and score it."""
-    os.chdir(ROOT)
-    for changed, change in CHANGES.items():
-        if name.startswith(changed):
-            change()
+    change = change_of(name)
+    if change is not None:
+        change()
     folder = Path(f"runs/{name}-{seed}")
     command = training_command(name, seed)
     done = folder / "command.txt"  # written at the end of training
@@ -251,47 +265,51 @@ def train_and_score(name: str, seed: int) -> None:
 
 def score(name: str, folder: Path) -> dict:
     """Measure a drafter in all ways that the tables show."""
-    with safe_open(folder / "model.safetensors", "pt") as weights:
-        shapes = [weights.get_slice(key).get_shape() for key in weights.keys()]
-    scores = {"parameters": sum(torch.Size(shape).numel() for shape in shapes)}
-    model = ["--model", TOY, "--device", "cpu"]
-    judge = ["--evaluate", str(folder), "--data", TEST, "--seq-len", "512", *model]
+    weights = load_file(folder / "model.safetensors")
+    scores = {"parameters": sum(tensor.numel() for tensor in weights.values())}
+    evaluation = ["--evaluate", str(folder), "--data", TEST, "--seq-len", "512", *ON_TOY]
+    # Without CA one pass over a text would read true states, which drafting does not have.
     if "--no-ca" not in DRAFTERS[name]:
-        scores |= json.loads(call(train, *judge))
-    # else in one pass it would read true states, which drafting does not have
-    scores["drafting"] = json.loads(call(train, *judge, "--by-drafting"))
-    chain = acceptance_length(folder, TreeConfig(depth=CHAIN), temperature=0.0)
+        scores |= json.loads(call(train, *evaluation))
+    scores["drafting"] = json.loads(call(train, *evaluation, "--by-drafting"))
+    chain = measure_acceptance(folder, TreeConfig(depth=CHAIN), temperature=0.0)
     scores["chain"] = chain
-    scores["tree"] = acceptance_length(folder, TREE, temperature=0.0)
-    scores["sampled_tree"] = acceptance_length(folder, TREE, temperature=1.0)
+    scores["tree"] = measure_acceptance(folder, TREE, temperature=0.0)
+    scores["sampled_tree"] = measure_acceptance(folder, TREE, temperature=1.0)
     scores["chain_speedup_at_cost_ratio"] = {
         str(ratio): chain / (1 + CHAIN * ratio) for ratio in COST_RATIOS
     }
     if name in EXPERIMENTS["reused_layers"]:
-        bench = ["--bench", "runs/few.jsonl", "--drafter", str(folder), "--json", *model]
-        bench += ["--max-new-tokens", str(ANSWER), "--remote", "--latency", "0ms"]
-        printed = call(speculate, *bench)
-        for row in json.loads(printed)["rows"]:
-            if row["category"] == "overall" and row["method"].startswith("disconnected"):
-                scores["offline_agreement"] = row["agreement"]
-                scores["offline_perplexity"] = row["perplexity"]
+        scores |= score_offline(folder)
     return scores
 
 
-def acceptance_length(folder: Path, tree: TreeConfig, temperature: float) -> float:
+def measure_acceptance(folder: Path, tree: TreeConfig, temperature: float) -> float:
     """Answer the prompts with drafts. Returns new tokens for each pass of the target."""
     target = load_model(TOY)
     tokenizer = load_tokenizer(TOY)
-    drafter = load_drafter(folder, target)
+    method = speculate.Method(target, load_drafter(folder, target), tree)
     stop_ids = frozenset(tokenizer.stop_ids)
     answers = []
     for seed, prompt in enumerate(speculate.read_prompts(RUNS / "prompts.jsonl")):
         ids = tokenizer.chat([{"role": "user", "content": prompt.turns[0]}])
         config = GenerationConfig(ANSWER, temperature, seed=seed, stop_ids=stop_ids)
-        answers.append(speculate.Method(target, drafter, tree).answer(ids, config))
+        answers.append(method.answer(ids, config))
         if answers[-1].interrupted:
             raise KeyboardInterrupt
     return speculate.acceptance_length(answers)
+
+
+def score_offline(folder: Path) -> dict:
+    """Judge what a drafter writes alone, after the network has gone down."""
+    bench = ["--bench", "runs/few.jsonl", "--drafter", str(folder), "--json", *ON_TOY]
+    bench += ["--max-new-tokens", str(ANSWER), "--remote", "--latency", "0ms"]
+    scores = {}
+    for row in json.loads(call(speculate, *bench))["rows"]:
+        if row["category"] == "overall" and row["method"].startswith("disconnected"):
+            scores["offline_agreement"] = row["agreement"]
+            scores["offline_perplexity"] = row["perplexity"]
+    return scores
 
 
 # --- Tables ---
@@ -338,8 +356,9 @@ def value_at(row: dict, place: list) -> float | None:
     if place[0] not in row:
         return None
     if place[:2] == ["drafting", "depth_accuracy"]:
-        before = row["drafting"]["depth_accuracy"][:place[2]]
-        if np.prod(before) < RARE:
+        # An accuracy counts chains that were right so far, and their share is the product of those
+        # before it.
+        if np.prod(row["drafting"]["depth_accuracy"][:place[2]]) < RARE:
             return None
     value = row
     for key in place:
@@ -357,14 +376,15 @@ def cell(values: list[float | None], form: str = "{:.2f} ± {:.2f}") -> str:
 def print_table(columns: dict[str, list], groups: dict[str, list[dict]]) -> None:
     """Print a line for each group of rows, which differ in their seeds."""
     headings = list(columns)
-    if columns is COLUMNS:
+    compares_trees = "trees" in columns  # in one more column, to the first line
+    if compares_trees:
         headings.append("trees, relative")
     print("| |", " | ".join(headings), "|")
     print("|---" * (1 + len(headings)) + "|")
     first = next(iter(groups.values()))
     for name, rows in groups.items():
         cells = [cell([value_at(row, place) for row in rows]) for place in columns.values()]
-        if columns is COLUMNS:  # relative to the first line, seed by seed
+        if compares_trees:  # seed by seed
             changes = [100 * (row["tree"] / one["tree"] - 1) for row, one in zip(rows, first)]
             cells.append("" if rows is first else cell(changes, "{:+.1f} ± {:.1f} %"))
         print(f"| {name} |", " | ".join(cells), "|")
@@ -391,19 +411,10 @@ def print_result(experiment: str) -> None:
 # --- All of them ---
 
 
-def python(*arguments: str) -> None:
-    """Run a Python of its own."""
+def python(*arguments: str, **options) -> None:
+    """Run a script in a process of its own. options: those of `subprocess.run`."""
     print("python", *arguments, flush=True)
-    subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True)
-
-
-def python_alone(log: Path, *arguments: str) -> None:
-    """The same with one thread of PyTorch, as several run at a time."""
-    print("python", *arguments, flush=True)
-    threads = {"OMP_NUM_THREADS": "1"}
-    with open(log, "w") as file:
-        command = [sys.executable, *arguments]
-        subprocess.run(command, cwd=ROOT, env=os.environ | threads, stderr=file, check=True)
+    subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, **options)
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -437,15 +448,20 @@ def finish(name: str, seed: int) -> None:
     if path.exists():
         scores = json.loads(path.read_text())
         same_flags = scores["command"] == training_command(name, seed)
-        if same_flags and scores.get("prompts") == PROMPTS:
+        if same_flags and scores["prompts"] == PROMPTS:
             return
-    python_alone(RUNS / f"{name}-{seed}.log", "results/run.py", "--one", name, str(seed))
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # as several run at a time
+    log = RUNS / f"{name}-{seed}.log"
+    try:
+        with open(log, "w") as file:
+            python("results/run.py", "--one", name, str(seed), env=one_thread, stderr=file)
+    except subprocess.CalledProcessError:
+        raise SystemExit(f"{name}-{seed} failed: {log} says why") from None
 
 
 def jobs_of(experiment: str) -> list[tuple[str, int]]:
     """Return the drafters that an experiment needs, each with a seed."""
-    names = EXPERIMENTS.get(experiment, TIMED.get(experiment))
-    return list(itertools.product(names, SEEDS))
+    return list(itertools.product((EXPERIMENTS | TIMED)[experiment], SEEDS))
 
 
 def collect(experiment: str) -> None:
@@ -460,8 +476,8 @@ def collect(experiment: str) -> None:
     for name in names:
         curves = [row["drafting"]["depth_accuracy"] for row in rows if row["drafter"] == name]
         accuracies.append(list(enumerate(np.mean(curves, axis=0), 1)))
-        lines = (RUNS / f"{name}-{SEEDS[0]}/log.jsonl").read_text().splitlines()
-        logs.append(train.update_curve([json.loads(line) for line in lines], "loss"))
+        log = train.read_log(RUNS / f"{name}-{SEEDS[0]}")
+        logs.append(train.update_curve(log, "loss"))
     panels = [
         train.draw_panel("accuracy, as drafting meets it", "depth of the draft", accuracies),
         train.draw_panel("training loss", "updates", logs),
@@ -484,7 +500,8 @@ def measure_cost() -> None:
         for name in TIMED["cost"]:
             flags += ["--drafter", f"runs/{name}-{seed}"]
         flags += ["--max-new-tokens", str(ANSWER), "--draft-length", str(CHAIN)]
-        flags += ["--depth", "6", "--top-k", "3", "--total-tokens", "16"]
+        flags += ["--depth", str(TREE.depth), "--top-k", str(TREE.top_k)]
+        flags += ["--total-tokens", str(TREE.total_tokens)]
         for row in json.loads(call(speculate, *flags))["rows"]:
             if row["category"] == "overall":
                 milliseconds = 1000 * row["new_tokens"] / row["tokens_per_second"]
@@ -500,7 +517,7 @@ def measure_network() -> None:
     lines = (ROOT / "tests/prompts.jsonl").read_text().splitlines(keepends=True)
     (RUNS / "three.jsonl").write_text("".join(lines[::4]))
     rows = []
-    for run, latency, loss in itertools.product(range(3), LATENCIES, LOSSES):
+    for run, latency, loss in itertools.product(SEEDS, LATENCIES, LOSSES):
         path = RUNS / f"network-{latency}-{loss}-{run}.json"
         if not path.exists():
             flags = ["--bench", "runs/three.jsonl", "--max-new-tokens", "24", "--json", "--remote",
@@ -523,11 +540,11 @@ def main() -> None:
     parser.add_argument("--one", nargs=2, metavar=("DRAFTER", "SEED"), help="only this drafter")
     parser.add_argument("--tables", action="store_true", help="only print what is written")
     args = parser.parse_args()
+    os.chdir(ROOT)
     if args.one:
         name, seed = args.one
         train_and_score(name, int(seed))
         return
-    os.chdir(ROOT)
     names = args.experiments or list(EXPERIMENTS)
     for name in names:
         if name not in EXPERIMENTS and name not in TIMED:
@@ -537,20 +554,24 @@ def main() -> None:
             if (RESULTS / f"{name}.json").exists():
                 print_result(name)
         return
-    prepare()
+    RUNS.mkdir(exist_ok=True)
+    if any(jobs_of(name) for name in names):  # all but `network`
+        prepare()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = {}  # of each drafter and seed: some are in several experiments
         for experiment in names:
             for job in jobs_of(experiment):
                 if job not in futures:
                     futures[job] = pool.submit(finish, *job)
+        # An experiment is written as soon as its own drafters are scored, while others still train.
         try:
             for experiment in names:
                 for job in jobs_of(experiment):
                     futures[job].result()
                 if experiment in EXPERIMENTS:
                     collect(experiment)
-        except BaseException:  # a drafter failed, or Ctrl-C
+        except BaseException as error:  # a drafter failed, or Ctrl-C
+            print(f"{error!r}: ending as soon as those under way have ended", file=sys.stderr)
             pool.shutdown(cancel_futures=True)
             raise
     if "cost" in names:

@@ -1271,7 +1271,7 @@ def files(tmp_path_factory, tiny, undisturbed) -> Path:
     ("--out gone", "holds work"),
     ("--out gone --resume", "holds work but no checkpoint"),
     ("--out damaged --resume", "not a readable checkpoint"),
-    ("--synthesize 2 --data long", "holds no conversations"),
+    ("--synthesize 2 --data long", "was not written by --synthesize"),
     ("--synthesize 2 --data run", "Is a directory: 'run'"),
     ("--synthesize 2 --data own --model endless", "no stop token"),
     ("--synthesize 2 --data own --questions nowhere", "nowhere: no such file"),
