@@ -7,9 +7,9 @@ the drafter is right, a pass brings several tokens. `speculate` is the loop, `Lo
 target's side of it.
 
 One pass is enough, because a transformer predicts the token after every token that it reads. Given
-the newest token, the root, and a chain of K drafted ones, it returns 1 + K distributions. The first
-is that of the token after the root, and judges the first drafted token. The second judges the next,
-and so on. The last is that of the token after all of them.
+the newest token (the root of the draft) and a chain of K drafted ones, it returns 1 + K
+distributions. The first is that of the token after the root, and judges the first drafted token.
+The second judges the next, and so on. The last is that of the token after all of them.
 
 Which drafted tokens are kept is decided so that the text is distributed exactly as the target's own
 (Leviathan et al. 2023; Chen et al. 2023). With p the target's distribution, q the drafter's, and
@@ -132,11 +132,11 @@ from netsim import (
 
 @dataclass
 class VerifyResult:
-    """The target's answer to a draft."""
+    """What a pass of the target brings: over a draft, or over the prompt, with none drafted."""
 
     accepted: list[int]  # the drafted tokens that it keeps
     token: int  # its own, which comes after them
-    memory: MemoryUpdate  # of what is now verified: the draft's root and accepted tokens
+    memory: MemoryUpdate  # of what is now verified: the prompt, or the root and accepted tokens
 
 
 @torch.inference_mode()
@@ -181,7 +181,8 @@ class LocalTarget:
         self.drafter = drafter
         self.sampling = sampling
         self.cache = model.new_cache(capacity)
-        self.logits: Tensor | None = None  # of the last draft. This and the next are for --trace
+        # What `verify` computed last, for --trace only.
+        self.logits: Tensor | None = None  # (1 + K, V)
         self.acceptance: Acceptance | None = None
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
@@ -194,23 +195,23 @@ class LocalTarget:
     def verify(self, draft: Draft) -> VerifyResult:
         """Run one pass over a draft. The cache keeps its root and what is accepted."""
         start = self.cache.length
-        ids = torch.tensor([draft.tokens], device=self.model.device)
-        positions, mask = draft_layout(draft, start)
-        positions = positions.to(self.model.device)
-        mask = mask.to(self.model.device)
+        ids = torch.tensor([draft.tokens], device=self.model.device)  # (1, 1 + K)
+        positions, mask = draft_layout(draft, start, self.model.device)
         hidden = self.model.hidden(ids, self.cache, positions, mask)  # (1, 1 + K, E)
-        self.logits = self.model.lm_head(hidden[0])  # (1 + K, V)
-        self.acceptance = accept_draft(self.logits, draft, self.sampling)
-        path = self.acceptance.path
+        logits = self.model.lm_head(hidden[0])  # (1 + K, V)
+        acceptance = accept_draft(logits, draft, self.sampling)
+        path = acceptance.path
         self.cache.keep_path(start, path)
-        verified = [draft.tokens[i] for i in path]  # the root, then what is accepted
+        verified = [draft.tokens[node] for node in path]  # the root, then what is accepted
         memory = self.drafter.memory_update(verified, self.cache, hidden[:, path])
-        return VerifyResult(verified[1:], self.acceptance.token, memory)
+        self.logits = logits
+        self.acceptance = acceptance
+        return VerifyResult(verified[1:], acceptance.token, memory)
 
 
-def draft_layout(draft: Draft, start: int) -> tuple[Tensor, Tensor]:
-    """Say where a draft's tokens stand after `start` others: their positions (1 + K), and which
-    tokens each of them may look at (1 + K, S).
+def draft_layout(draft: Draft, start: int, device) -> tuple[Tensor, Tensor]:
+    """Lay out a draft after `start` tokens of text. Returns the positions of its tokens (1 + K),
+    and a mask of which slots each of them may look at (1 + K, S), with S = start + 1 + K.
 
     The branches of a tree lie side by side in the slots of the cache. Two tokens that may follow
     the same one have the same position, and each sees the text, its ancestors and itself, but no
@@ -226,7 +227,8 @@ def draft_layout(draft: Draft, start: int) -> tuple[Tensor, Tensor]:
     """
     nodes = list(range(len(draft.tokens)))
     positions = [start + draft.depth(node) for node in nodes]
-    return torch.tensor(positions), draft.mask(nodes, nodes, start)
+    mask = draft.mask(nodes, nodes, start)
+    return torch.tensor(positions, device=device), mask.to(device)
 
 
 # --- Acceptance ---
@@ -236,26 +238,31 @@ class Trial(NamedTuple):
     """A drafted token x is accepted if u < ratio."""
 
     u: float  # a random number, uniform in [0, 1)
-    ratio: float  # p(x) / q(x), or what earlier siblings have left of p and q
+    ratio: float  # p(x) / q(x). After a rejected sibling: p_left(x) / q_left(x)
 
 
 @dataclass
 class Acceptance:
-    """What is decided on a draft, as indices. `verify` makes tokens of them, in a VerifyResult."""
+    """What is decided on a draft. `LocalTarget.verify` turns its nodes into tokens."""
 
-    path: list[int]  # indices of what it keeps: the root, then accepted tokens
-    token: int  # its own, which comes after them
-    trials: dict[int, Trial] = field(default_factory=dict)  # by index, for --trace
+    path: list[int]  # the nodes that are kept: the root, then accepted tokens
+    token: int  # the target's own, which comes after them
+    trials: dict[int, Trial] = field(default_factory=dict)  # by node, for --trace
 
 
 def accept_draft(logits: Tensor, draft: Draft, sampling: Sampling) -> Acceptance:
-    """Decide which drafted tokens to keep, by the target's logits (1 + K, V) after each token."""
+    """Decide which drafted tokens to keep. Row i of logits (1 + K, V) is what the target predicts
+    after node i of the draft."""
     if sampling.temperature == 0:
-        return accept_greedy(logits.float().argmax(-1).tolist(), draft)
+        choices = logits.float().argmax(-1)  # in float32: on CPUs ten times as fast as bfloat16
+        return accept_greedy(choices.tolist(), draft)
     p = probabilities(logits, sampling.temperature, sampling.top_p)
+    # One random number for each token, all at once: an accelerator would have to wait for each
+    # single one. Those of tokens that are never tried are not used.
     u = torch.rand(len(draft.tokens), generator=sampling.generator, device=p.device).tolist()
-    if draft.is_chain:  # a chain is a tree, too: this is the plain form of the same rule
+    if draft.is_chain:
         return rejection_sample(p, draft, u, sampling.generator)
+    # This one would do for chains, too. The other shows the rule in its plain form.
     return rejection_sample_tree(p, draft, u, sampling.generator)
 
 
@@ -283,7 +290,8 @@ def rejection_sample(
     trials = {}
     for i in range(1, len(draft.tokens)):
         x = draft.tokens[i]
-        p_here = p[i - 1]  # the target's distribution after the token before x, (V)
+        # In a chain node i follows node i - 1: so both distributions are those after i - 1.
+        p_here = p[i - 1]  # the target's, (V)
         q_here = draft.q[i - 1]  # the drafter's, which x was drawn from, (V)
         ratio = float(p_here[x] / q_here[x])
         trials[i] = Trial(u[i], ratio)
@@ -297,7 +305,9 @@ def rejection_sample(
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """Return norm(max(p - q, 0)): by how much p exceeds q, as a distribution. p, q (V)."""
     left = (p - q).clamp(min=0)
-    if not left.any():  # p = q, so only rounding can have rejected: any draw will do
+    if not left.any():
+        # Nowhere p > q. Both sum to 1, so they are equal up to rounding, and it was rounding that
+        # rejected. To draw from p is then as good, and 0 / 0 would be NaN.
         return p
     return left / left.sum()
 
@@ -315,15 +325,23 @@ def rejection_sample_tree(
     p. And the sibling was drawn from q without the rejected token. So it is tried with these two in
     place of p and q. If all are rejected, the token is drawn from what is left of p.
 
-    Why that is exact. Claim: when a child is tried, the token that comes out in the end is
-    distributed as p_left, whatever was rejected before. For the last child this is the chain's
-    argument, with p_left and q_left for p and q. For an earlier one it is the same argument: the
-    child is accepted or, by the claim for the next child, what comes out is distributed as the
-    residual, whichever token was rejected.
+    Why that is exact. Claim: when a child is about to be tried, the token that comes out in the end
+    is distributed as p_left, whichever siblings were rejected before. From the last child to the
+    first:
 
-    (EAGLE-2's tree is the same at any temperature: the likeliest tokens, which are not drawn. A
-    token x of it is accepted with probability p(x) and, if it is rejected, p without x is scaled to
-    sum to 1. That is exact, too, and `Lookup.certain_draft` is its case of one child.)
+        the last child     was drawn from q_left and, if it is rejected, the token is drawn from the
+                           residual: the chain's argument, with p_left and q_left for p and q
+        one before it      the same argument: if it is rejected, the next child is tried and, by the
+                           claim for that one, what comes out is distributed as the residual
+
+    For the first child p_left is p. The argument needs that each child was drawn from q_left, given
+    those before it. So what is drawn may decide neither how many children there are nor which of
+    them are proposed: see `DraftState.sample_tree`.
+
+    (EAGLE-2 does not draw. At any temperature its tree holds the likeliest tokens, as that of
+    `draft_tree` does. Its rule for them: accept x with probability p(x). If it is rejected, drop x
+    from p, scale the rest to sum to 1, and try the next sibling. That is exact, too. Drafts by
+    lookup follow this rule: see `Lookup.certain_draft`, below the bar.)
     """
     path = [0]
     trials = {}
@@ -331,24 +349,27 @@ def rejection_sample_tree(
         last = path[-1]
         p_left = p[last]  # (V)
         q_left = draft.q.get(last)  # (V), or None if it has no children
-        for child in draft.children(last):  # if none is accepted, `else` below
+        accepted = None
+        for child in draft.children(last):
             x = draft.tokens[child]
             ratio = float(p_left[x] / q_left[x])
             trials[child] = Trial(u[child], ratio)
             if u[child] < ratio:
-                path.append(child)
+                accepted = child
                 break
             p_left = residual(p_left, q_left)
             q_left = without(q_left, x)
-        else:  # the loop was not left by `break`
+        if accepted is None:
             return Acceptance(path, sample(p_left, generator), trials)
+        path.append(accepted)
 
 
 def without(q: Tensor, x: int) -> Tensor:
     """Return the distribution of the next draw if x was drawn from q (V) and not put back."""
     rest = q.clone()
     rest[x] = 0.0
-    # If x was all of q, nothing is left to draw: it has no later sibling, and this is not used.
+    # If x was all of q, the rest sums to 0. Then there is no later sibling, and nobody reads this:
+    # the smallest float only keeps 0 / 0 from becoming NaN.
     return rest / rest.sum().clamp(min=torch.finfo(q.dtype).tiny)
 
 
@@ -373,6 +394,7 @@ class Lookup:
         self.sizes = (3, 2, 1) if state is None else (3,)
 
     def append_verified(self, update: MemoryUpdate | None) -> None:
+        """update: None while a remote target is out of reach (see `OfflineResult`)."""
         self.offline = update is None
         if update is not None:
             self.history += update.tokens
@@ -384,26 +406,38 @@ class Lookup:
             return Draft(token)
         text = self.history + [token]
         for size in self.sizes:
-            newest = text[-size:]
-            for start in reversed(range(len(text) - size)):
-                if text[start:start + size] == newest:
-                    after = start + size
-                    return self.certain_draft(token, text[after:after + tree.depth])
+            end = find_earlier(text, size)
+            if end is not None:
+                return self.certain_draft(token, text[end:end + tree.depth])
         if self.state is None:
             return Draft(token)
         return self.state.draft(token, tree)
 
     def certain_draft(self, root: int, tokens: list[int]) -> Draft:
-        """Make a chain whose tokens were not drawn: as if q had been 1 for each, so that x is
-        accepted with probability p(x)."""
+        """Make a chain of tokens that were not drawn.
+
+        Above temperature 0 the rule of acceptance asks for q. It gets the one from which only this
+        token is drawn, q(x) = 1. So x is accepted with probability p(x), and if it is rejected, the
+        residual is p without x, scaled to sum to 1.
+        """
         draft = Draft(root)
-        for parent, token in enumerate(tokens):
+        for parent, token in enumerate(tokens):  # in a chain each follows the one before it
             draft.add(token, parent, probability=1.0)
             if self.sampling.temperature > 0:
-                device = self.sampling.generator.device
-                draft.q[parent] = torch.zeros(self.vocab_size, device=device)
-                draft.q[parent][token] = 1.0
+                q = torch.zeros(self.vocab_size, device=self.sampling.generator.device)
+                q[token] = 1.0
+                draft.q[parent] = q
         return draft
+
+
+def find_earlier(text: list[int], size: int) -> int | None:
+    """Find the newest place where the last `size` tokens occurred before. Returns the index of what
+    followed them there, None if there is no such place."""
+    newest = text[-size:]
+    for start in reversed(range(len(text) - size)):  # without the place where they are now
+        if text[start:start + size] == newest:
+            return start + size
+    return None
 
 
 class NoDrafter:
@@ -418,7 +452,8 @@ class NoDrafter:
 
 class ChainBatch(Batch):
     """The loop for many conversations: a chain of K drafted tokens for each row of the caches, and
-    one pass that verifies them all. Each row accepts a length of its own."""
+    one pass that verifies them all. Each row accepts a length of its own. (No trees: with them each
+    row would need a mask and a path of its own.)"""
 
     def __init__(self, model: Llama, drafter: Drafter, rows: int, capacity: int, K: int):
         super().__init__(model, rows, capacity + K)
@@ -432,6 +467,7 @@ class ChainBatch(Batch):
         return hidden
 
     def advance(self) -> list[list[int]]:
+        """Draft, verify and accept once, for all rows. Returns the new tokens of each."""
         conversations = self.conversations
         samplings = [conversation.sampling for conversation in conversations]
         newest = [conversation.tokens[-1] for conversation in conversations]
@@ -445,14 +481,16 @@ class ChainBatch(Batch):
         new_tokens = []
         for row, draft in enumerate(drafts):
             acceptance = accept_draft(logits[row], draft, samplings[row])
-            kept = draft.tokens[:len(acceptance.path)]  # the root and what is accepted
+            kept = draft.tokens[:len(acceptance.path)]  # of a chain: the root, what is accepted
+            # Another row's draft may reach beyond the end of its answer, and even of the context,
+            # where there are no positions: cut it there.
             new = (kept[1:] + [acceptance.token])[:room[row]]
             new_tokens.append(new)
-            verified = kept[:len(new)]
+            verified = kept[:len(new)]  # the tokens that the new ones follow
             cache = self.cache.rows[row]
             cache.length += len(verified)
-            states = hidden[row:row + 1, :len(verified)]  # (1, T, E)
-            self.state.append_verified(row, verified, cache, states)
+            verified_hidden = hidden[row:row + 1, :len(verified)]  # (1, T, E)
+            self.state.append_verified(row, verified, cache, verified_hidden)
         return new_tokens
 
 
@@ -460,19 +498,26 @@ class ChainBatch(Batch):
 #
 # The server greets a client with the hash of its drafter. Then the client asks:
 #
-#     call      fields                     tensors
-#     read      GenerationConfig, known    tokens          a text to go on after
-#     verify    drafts, parents            ids, weights    a draft after that, with q if sampled
-#     generate  GenerationConfig           tokens          plain use of an API
+#     call      fields                     tensors         to
+#     read      GenerationConfig, known    tokens          read a text, and go on after it
+#     verify    drafts, parents            ids, weights    verify a draft after that
+#     generate  GenerationConfig           tokens          write alone, as a plain API
 #
-# The reply to "verify" has the fields `accepted` and `token`, the target's next one, and as tensors
-# the memory of what is now verified. The reply to "read" is the same: nothing is accepted, and the
-# memory is that of the text, without its first `known` tokens. To "generate" each token is a reply,
-# with `token` and `more`.
+# `known` is of how many tokens the client has the memory already. `ids` and `weights` are q,
+# quantized, where tokens were drawn. An example, a chain of two of which the target accepts one:
+#
+#     client                                     server
+#     read    tokens 5 9 2, known 0        ->    reads 5 9 2
+#                                          <-    accepted [], token 7, memory of 5 9 2
+#     verify  drafts [4 8], parents [0 1]  ->    reads 7 4 8 in one pass
+#                                          <-    accepted [4], token 1, memory of 7 4
+#
+# The root, 7, never goes up: the server chose it. To "generate" each token is a reply of its own,
+# with the fields `token` and `more`.
 
 SECRET = "MOA_SECRET"  # the environment variable that holds the secret of both sides
-MAX_DRAFT_TOKENS = 64  # tokens of a draft that the server verifies
-OFFLINE_TOKENS = 8  # that the drafter writes alone in a cycle; then it may be time to reconnect
+MAX_DRAFT_TOKENS = 64  # of a draft: the server refuses a longer one
+OFFLINE_TOKENS = 8  # the drafter writes so many alone, then the client may try to reconnect
 INITIAL_BACKOFF = 0.5  # seconds between two attempts; doubles with each that fails
 MAX_BACKOFF = 30.0
 Replies = Iterator[tuple[dict, Tensors]]
@@ -485,8 +530,10 @@ def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
     for name, kv in (("cross", memory.cross_kv), ("reused", memory.reused_kv)):
         kv = kv[..., skip:, :].float().unflatten(-1, (2, -1))  # keys and values apart
         largest = kv.abs().amax(-1, keepdim=True)
-        scale = (largest / 127).clamp(min=2**-14).half()  # float16's smallest normal number
-        integers = (kv / scale).round().clamp(-127, 127).to(torch.int8)
+        # At least float16's smallest normal number: to divide by a scale of 0 would make NaN.
+        scale = (largest / 127).clamp(min=2**-14).half()
+        integers = (kv / scale).round().clamp(-127, 127)  # a scale rounded down would give 128
+        integers = integers.to(torch.int8)
         tensors[name] = integers.cpu().contiguous()
         tensors[name + "_scale"] = scale.cpu().contiguous()
     return tensors
@@ -495,7 +542,7 @@ def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
 def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) -> MemoryUpdate:
     """Read the memory of these tokens off a reply. Raises LookupError, RuntimeError, ValueError."""
     count = len(tokens)
-    # Slices of the caches, for their shapes and types only.
+    # Not for what they hold: the memory of so many tokens must have their shape, dtype and device.
     cross_like = state.cross_cache.kv[0, :, :, :count]  # (1, Hkv, T, 2D)
     reused_like = state.reused_cache.kv[:, :, :, :count]  # (N, 1, Hkv, T, 2D)
     cross_kv = dequantize(tensors["cross"], tensors["cross_scale"], cross_like)
@@ -551,26 +598,28 @@ class RemoteTarget:
         self.text = list(prompt)
         self.full_length = len(prompt) + self.config.max_new_tokens
         try:
-            return self.reconnect()
+            return self.connect_and_read()
         except ConnectionLost:
             sleep(INITIAL_BACKOFF)
         with input_errors("no first token from the server", ConnectionLost):
-            return self.reconnect()
+            return self.connect_and_read()
 
     def verify(self, draft: Draft) -> VerifyResult:
         """Let the server verify a draft. If it does not answer, reconnect at once: it may only have
         restarted, or closed an idle connection. If that fails too, let the drafter go on alone."""
         try:
-            return self.verify_remote(draft)
+            result = self.verify_remote(draft)
+            self.link_state = "connected"
+            return result
         except ConnectionLost as error:
             reason = str(error)
         try:
             result = self.reconnect()  # the draft is lost: the server goes on after its root
+            self.link_state = "reconnecting"
+            return result
         except ConnectionLost:
             self.link_state = "offline"
             return self.draft_offline(draft.tokens[0], reason)
-        self.link_state = "reconnecting"
-        return result
 
     def draft_offline(self, newest: int, reason: str) -> OfflineResult:
         """Let the drafter go on alone."""
@@ -590,20 +639,26 @@ class RemoteTarget:
             q = torch.stack([draft.q[parent] for parent in sorted(draft.q)])
             ids, weights = quantize_probabilities(q)
             tensors = {"ids": ids.cpu(), "weights": weights.cpu()}
-        result = self.request(fields, tensors, draft)
-        self.link_state = "connected"
-        return result
+        return self.request(fields, tensors, draft)
 
     def reconnect(self) -> VerifyResult:
-        """Make a new connection, over which the server reads all text so far. Returns its token
-        after that, and the memory that the drafter lacks. Raises ConnectionLost."""
+        """`connect_and_read`, unless the last attempt has failed a moment ago. Raises
+        ConnectionLost."""
         if monotonic() < self.retry_at:
             raise ConnectionLost("too early to try again")
         try:
-            greeting = self.channel.connect()
-        finally:
+            result = self.connect_and_read()
+        except ConnectionLost:
             self.retry_at = monotonic() + self.backoff
             self.backoff = min(2 * self.backoff, MAX_BACKOFF)
+            raise
+        self.backoff = INITIAL_BACKOFF
+        return result
+
+    def connect_and_read(self) -> VerifyResult:
+        """Make a new connection, over which the server reads all text so far. Returns its token
+        after that, and the memory that the drafter lacks. Raises ConnectionLost."""
+        greeting = self.channel.connect()
         if greeting.get("drafter") != self.state.drafter.checkpoint_hash:
             raise ConnectionLost(
                 "the server has another drafter; start both sides with the same --drafter"
@@ -616,22 +671,19 @@ class RemoteTarget:
         config = replace(self.config, max_new_tokens=left, seed=int(seed))
         fields, tensors = text_request("read", self.text, config)
         fields["known"] = self.state.verified
-        result = self.request(fields, tensors, Draft(self.text[-1]))  # nothing is drafted
-        self.retry_at = 0.0
-        self.backoff = INITIAL_BACKOFF
-        return result
+        return self.request(fields, tensors, Draft(self.text[-1]))  # nothing is drafted
 
     def request(self, fields: dict, tensors: Tensors, draft: Draft) -> VerifyResult:
         """Send a request, and read the result off the reply. Raises ConnectionLost."""
 
-        def parse(fields: dict, tensors: Tensors) -> VerifyResult:
+        def parse(reply: dict, memory: Tensors) -> VerifyResult:
             # What is wrong with a reply raises one of many exceptions, which the channel turns into
             # ConnectionLost.
-            path = match_path(draft, fields["accepted"])
-            accepted = [draft.tokens[i] for i in path[1:]]  # (the reply may say 9.0 for 9)
-            token = check_int(fields["token"], 0, self.state.drafter.target.config.vocab_size - 1)
+            path = match_path(draft, reply["accepted"])
+            accepted = [draft.tokens[node] for node in path[1:]]  # (the reply may say 9.0 for 9)
+            token = check_int(reply["token"], 0, self.state.drafter.target.config.vocab_size - 1)
             verified = self.text[self.state.verified:] + accepted
-            return VerifyResult(accepted, token, dequantize_memory(tensors, verified, self.state))
+            return VerifyResult(accepted, token, dequantize_memory(memory, verified, self.state))
 
         result = next(self.channel.request(fields, tensors, parse))
         self.text += result.accepted + [result.token]
@@ -649,16 +701,21 @@ def match_path(draft: Draft, accepted: list) -> list[int]:
     return path
 
 
-def call_api(channel: Channel, prompt: list[int], config: GenerationConfig) -> Iterator[int]:
+def call_api(
+    channel: Channel, prompt: list[int], config: GenerationConfig, vocab_size: int
+) -> Iterator[int]:
     """Use the server as a plain API: it decodes alone. Raises InputError when it is lost."""
     with input_errors("the answer ends here", ConnectionLost):
         channel.connect()
         fields, tensors = text_request("generate", prompt, config)
 
-        def parse(fields: dict, tensors: Tensors) -> int:
-            return check_int(fields["token"], 0, 2**31)
+        def parse(reply: dict, _: Tensors) -> int:
+            return check_int(reply["token"], 0, vocab_size - 1)
 
         yield from channel.request(fields, tensors, parse)
+
+
+# The server's side.
 
 
 class TargetSession:
@@ -677,7 +734,8 @@ class TargetSession:
         self.greeting = {"drafter": drafter.checkpoint_hash}
 
     def answer(self, fields: dict, tensors: Tensors) -> Replies:
-        """Reply to a request. Raises ValueError, LookupError or TypeError if it is malformed."""
+        """Reply to a request. Raises ValueError, LookupError, TypeError or ArithmeticError if it is
+        malformed."""
         calls = {"read": self.read, "verify": self.verify, "generate": self.write_alone}
         return calls[fields["call"]](fields, tensors)
 
@@ -706,17 +764,23 @@ class TargetSession:
     def read(self, fields: dict, tensors: Tensors) -> Replies:
         tokens, config = self.parse_text(fields, tensors)
         known = check_int(fields.get("known", 0), 0, len(tokens) - 1)
-        # With room for one more draft at the end: it is in the cache until it is rejected.
+        yield self.work(self.read_text, tokens, config, known)
+
+    def read_text(
+        self, tokens: list[int], config: GenerationConfig, known: int
+    ) -> tuple[dict, Tensors]:
+        # The whole text, and after it a draft that may yet be rejected: its root and its tokens.
         capacity = len(tokens) + config.max_new_tokens + 1 + MAX_DRAFT_TOKENS
         sampling = config.new_sampling(self.model.device)
         self.target = LocalTarget(self.model, self.drafter, capacity, sampling)
-        result = self.work(self.target.prefill, tokens)
-        yield self.reply(result, known)
+        return self.reply(self.target.prefill(tokens), known)
 
     def verify(self, fields: dict, tensors: Tensors) -> Replies:
         draft = self.parse_draft(fields, tensors)
-        result = self.work(self.target.verify, draft)
-        yield self.reply(result)
+        yield self.work(self.verify_draft, draft)
+
+    def verify_draft(self, draft: Draft) -> tuple[dict, Tensors]:
+        return self.reply(self.target.verify(draft))
 
     def reply(self, result: VerifyResult, known: int = 0) -> tuple[dict, Tensors]:
         self.token = result.token
@@ -730,15 +794,17 @@ class TargetSession:
         parents = fields["parents"]
         if self.target is None:
             raise ValueError("drafts must follow a text")
-        if len(parents) != check_int(len(tokens), 0, MAX_DRAFT_TOKENS):
-            raise ValueError("each draft needs a parent")
+        count = check_int(len(tokens), 0, MAX_DRAFT_TOKENS)
+        if len(parents) != count:
+            raise ValueError("each drafted token needs a parent")
         draft = Draft(self.token)
         for i, (token, parent) in enumerate(zip(tokens, parents)):
             check_int(token, 0, sizes.vocab_size - 1)
-            draft.add(token, check_int(parent, 0, i), probability=1.0)
+            check_int(parent, 0, i)  # the root, or a token before this one
+            draft.add(token, parent, probability=1.0)  # which nobody reads on this side
         cache = self.target.cache
-        depth = max(len(path) for path in draft.paths)
-        check_int(cache.length + depth, 0, sizes.max_position_embeddings)
+        longest = max(len(path) for path in draft.paths)  # tokens of a path, the root included
+        check_int(cache.length + longest, 0, sizes.max_position_embeddings)
         check_int(cache.length + len(draft.tokens), 0, cache.kv.shape[3])
         if self.target.sampling.temperature > 0 and tokens:
             draft.q = self.parse_distributions(sorted(set(parents)), tensors)
@@ -774,7 +840,7 @@ def run_models(function: Callable, *arguments):
     try:
         with torch.inference_mode():
             return function(*arguments)
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise RuntimeError("the models failed") from error
 
 
@@ -806,8 +872,9 @@ def serve(args: Namespace, announce: Callable[[tuple[str, int]], None]) -> None:
             server.serve_forever()
 
 
-def announce_on_terminal(address: tuple[str, int]) -> None:
-    host, port = address[:2]
+def announce_on_terminal(bound: tuple[str, int]) -> None:
+    """Tell where the server listens, and what a client needs."""
+    host, port = bound[:2]
     print(f"{host}:{port}", flush=True)  # for scripts
     if host == "0.0.0.0":
         host = gethostname()
@@ -836,7 +903,9 @@ def start_server(args: Namespace) -> tuple[str, int]:
     torch.set_num_threads(max(1, torch.get_num_threads() // 4))
     context = get_context("spawn")
     pipe, server_pipe = context.Pipe()
-    server_args = Namespace(**(vars(args) | {"serve": ("127.0.0.1", 0), "remote": None}))
+    # (It has a drafter in any case: its greeting names it.)
+    changes = {"serve": ("127.0.0.1", 0), "remote": None, "no_speculation": False}
+    server_args = Namespace(**(vars(args) | changes))
     # Ctrl-C in a terminal reaches both processes. It is meant for this one.
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the server inherits
     context.Process(target=serve_parent, args=(server_args, server_pipe), daemon=True).start()
@@ -869,7 +938,8 @@ class Origin(Enum):
 
 @dataclass
 class Cycle:
-    """One round of the loop, a draft and its verification. With the target alone, one token."""
+    """One round of the loop: a draft and its verification. The prompt's pass has no draft. With the
+    target alone a cycle is one token, and has neither draft nor target."""
 
     target: LocalTarget | RemoteTarget | None = None  # which --trace asks for p, or the link
     draft: Draft | None = None
@@ -893,7 +963,13 @@ class Cycle:
 
 class Recorder:
     """Stands between the loop and what it calls, and notes in a Cycle what passes and how long it
-    takes."""
+    takes.
+
+    `speculate` calls prefill once, then append_verified, draft and verify in each cycle. So a cycle
+    begins with append_verified, whose time counts as drafting, and is complete when `speculate`
+    yields its tokens. (On an accelerator the memory is still being computed when `verify` returns,
+    and its time counts as the next draft's.)
+    """
 
     def __init__(self, target: LocalTarget | RemoteTarget, state: DraftState | Lookup):
         self.target = target
@@ -927,7 +1003,7 @@ class Recorder:
 
 @dataclass
 class Generation:
-    """One answer, and what it cost. The prompt's pass counts in `seconds` only."""
+    """One answer, and what it cost. The prompt's pass counts in `seconds` and `network` only."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
@@ -949,7 +1025,8 @@ class Generation:
                 self.outage = self.outage or cycle.result.reason
             else:
                 self.target_calls += 1
-                self.drafted += len(cycle.draft.tokens) - 1 if cycle.draft else 0
+                if cycle.draft is not None:
+                    self.drafted += len(cycle.draft.tokens) - 1  # without the root
         self.tokens += cycle.tokens
         self.origins += cycle.origins
 
@@ -983,7 +1060,7 @@ def rate(answers: list[Generation]) -> float:
     return sum(len(g.tokens) for g in answers) / sum(g.seconds for g in answers)
 
 
-Emit = Callable[[Cycle], None]  # is shown every cycle
+Emit = Callable[[Cycle], None]  # what a caller does with each cycle, as soon as it is complete
 
 
 def ignore(cycle: Cycle) -> None:
@@ -1004,9 +1081,10 @@ class Method:
     def answer(
         self, prompt: list[int], config: GenerationConfig, emit: Emit = ignore
     ) -> Generation:
-        """Answer a prompt. `emit` sees each cycle as it happens, and Ctrl-C ends the answer.
+        """Answer a prompt. `emit` gets each cycle as it happens, and Ctrl-C ends the answer.
 
-        Raises InputError when a server was never there.
+        Raises InputError if a server sends no first token or, without drafts, no further one: then
+        there is nobody who could go on.
         """
         generation = Generation(prompt)
         channel = self.new_channel(prompt) if self.new_channel else None
@@ -1018,7 +1096,7 @@ class Method:
                 cycles = self.cycles_with_drafts(prompt, config, channel)
             for cycle in cycles:
                 generation.add(cycle)
-                if channel is not None:
+                if channel is not None:  # the simulated outage begins after so many tokens
                     channel.network.tokens_have_come(len(generation.tokens), monotonic())
                 emit(cycle)
         except KeyboardInterrupt:
@@ -1038,7 +1116,7 @@ class Method:
         if channel is None:
             stream = generate(self.model, prompt, config)
         else:
-            stream = call_api(channel, prompt, config)
+            stream = call_api(channel, prompt, config, self.model.config.vocab_size)
         start = perf_counter()
         for token in stream:
             result = VerifyResult([], token, memory=None)  # nobody drafts
@@ -1049,9 +1127,12 @@ class Method:
     def cycles_with_drafts(
         self, prompt: list[int], config: GenerationConfig, channel: Channel | None
     ) -> Iterator[Cycle]:
+        """Let a drafter, lookup, or both draft, and let the target verify, here or on a server."""
         tree = self.tree
         sampling = config.new_sampling(self.model.device)
-        draft_slots = max(tree.total_tokens, tree.depth * tree.top_k, OFFLINE_TOKENS)
+        # After the text the target's cache holds a draft, at most total_tokens. The drafter's hold
+        # what it has expanded of one, at most top_k tokens a level.
+        draft_slots = max(tree.total_tokens, tree.depth * tree.top_k)
         capacity = len(prompt) + config.max_new_tokens + 1 + draft_slots
         state = None
         if self.drafter is not None:
@@ -1072,7 +1153,7 @@ class Method:
 
 
 def paint(text: str, color: str) -> str:
-    """Put text in a color, on a terminal that is to have some."""
+    """Put text in a color, if stdout is a terminal and NO_COLOR is not set (no-color.org)."""
     if not color or not text or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
     return color + text + PLAIN
@@ -1120,37 +1201,25 @@ class Trace:
             print("\n".join(draw_cycle(record)), flush=True)
 
     def record(self, cycle: Cycle) -> dict:
-        """Return a line of --trace --json. The parent of a drafted token is -1 for the root."""
+        """Return a line of --trace --json."""
         target = cycle.target
-        draft = cycle.draft or Draft(cycle.result.token)  # none after the prompt's pass
+        draft = cycle.draft or Draft(cycle.result.token)  # an empty one after the prompt's pass
+        accepted = cycle.result.accepted
         if isinstance(target, RemoteTarget) and target.link_state != "connected":
             draft = Draft(draft.tokens[0])  # what was drafted never reached the target
-            path = [0]
-        else:
-            path = match_path(draft, cycle.result.accepted[:len(cycle.tokens)])
-        p = None  # the target's distributions, which a server does not send
-        if isinstance(target, LocalTarget) and cycle.draft is not None:
-            p = draft_distributions(target.logits, target.sampling)  # by the rule of q, (1 + K, V)
-        drafts = []
-        for i in range(1, len(draft.tokens)):
-            token = draft.tokens[i]
-            node = {
-                "token": token,
-                "text": self.tokenizer.decode([token]),
-                "parent": draft.parents[i] - 1,
-                "q": draft.probabilities[i],
-                "p": None if p is None else float(p[draft.parents[i], token]),
-                "accepted": i in path,
-                "reason": reason(target, draft, path, i),
-            }
-            drafts.append(node)
+            accepted = []
+        path = match_path(draft, accepted[:len(cycle.tokens)])
+        # An accepted stop token ends the answer. What was drafted after it, and the target's own
+        # token, are no part of it.
+        ended = not cycle.is_offline and len(cycle.tokens) <= len(accepted)
         own = cycle.tokens if cycle.is_offline else [cycle.result.token]
+        drafts = self.drafted_nodes(target, draft, path, path[:-1] if ended else path)
         record = {
             "cycle": self.cycles,
             "drafts": drafts,
             "token": cycle.result.token,
             "text": self.tokenizer.decode(own),
-            "source": source(target, draft, path),
+            "source": "" if ended else source(target, draft, path),
             "tokens": cycle.tokens,
             "offline": cycle.is_offline,
             "draft_seconds": cycle.draft_seconds,
@@ -1162,6 +1231,37 @@ class Trace:
             record["link"] = self.link(target)
         return record
 
+    def drafted_nodes(
+        self,
+        target: LocalTarget | RemoteTarget,
+        draft: Draft,
+        path: list[int],
+        tried: list[int],
+    ) -> list[dict]:
+        """Describe each drafted token. Its parent is an index of this list, or -1 for the root.
+
+        tried: nodes whose children were tried, or would have been.
+        """
+        drafted = range(1, len(draft.tokens))
+        p = None  # the target's distributions, which a server does not send
+        if isinstance(target, LocalTarget) and drafted:
+            p = draft_distributions(target.logits, target.sampling)  # by the rule of q, (1 + K, V)
+        nodes = []
+        for i in drafted:
+            token = draft.tokens[i]
+            parent = draft.parents[i]
+            node = {
+                "token": token,
+                "text": self.tokenizer.decode([token]),
+                "parent": parent - 1,
+                "q": draft.probabilities[i],
+                "p": None if p is None else float(p[parent, token]),
+                "accepted": i in path,
+                "reason": reason(target, draft, path, tried, i),
+            }
+            nodes.append(node)
+        return nodes
+
     def link(self, target: RemoteTarget) -> dict:
         """Return what the network did since the last cycle."""
         channel = target.channel
@@ -1171,15 +1271,21 @@ class Trace:
         return {"state": target.link_state, "bytes_up": up, "bytes_down": down, "seconds": seconds}
 
 
-def reason(target: LocalTarget | RemoteTarget, draft: Draft, path: list[int], i: int) -> str:
+def reason(
+    target: LocalTarget | RemoteTarget,
+    draft: Draft,
+    path: list[int],
+    tried: list[int],
+    i: int,
+) -> str:
     """Say why a drafted token was accepted or not."""
-    verdict = "accepted" if i in path else "rejected"
-    if draft.parents[i] not in path:
+    if draft.parents[i] not in tried:
         return "not reached"
+    verdict = "accepted" if i in path else "rejected"
     if not isinstance(target, LocalTarget) or not draft.q:
-        return verdict
+        return verdict  # a server does not say why, and at temperature 0 there is no more to say
     if i not in target.acceptance.trials:
-        return "not tried"
+        return "not tried"  # a sibling before it was accepted
     trial = target.acceptance.trials[i]
     sign = "<" if i in path else ">="
     return f"{verdict}: u {trial.u:.2f} {sign} p/q {trial.ratio:.2f}"
@@ -1225,6 +1331,7 @@ def draw_branch(drafts: list[dict], parent: int, indent: str) -> list[str]:
     """Draw the tokens after a parent, and what follows each."""
     lines = []
     children = [i for i, node in enumerate(drafts) if node["parent"] == parent]
+    # A chain goes straight down, however long it is: an indent for each level would not fit.
     is_chain = all(node["parent"] == i - 1 for i, node in enumerate(drafts))
     for i in children:
         node = drafts[i]
@@ -1235,9 +1342,9 @@ def draw_branch(drafts: list[dict], parent: int, indent: str) -> list[str]:
             numbers += f"  p {node['p']:.2f}"
         color = GREEN if node["accepted"] else RED
         lines.append(f"{label:<32} {numbers}  {paint(node['reason'], color)}")
-        below = indent + ("  " if last else "│ ")
-        if is_chain:  # it goes straight down, however long it is
-            below = indent
+        below = indent
+        if not is_chain:
+            below += "  " if last else "│ "
         lines += draw_branch(drafts, i, below)
     return lines
 
@@ -1270,14 +1377,15 @@ class Prompt(NamedTuple):
 
 def read_prompts(path: Path) -> list[Prompt]:
     """Read the prompts of a file, one a line. Raises InputError."""
+    form = '{"prompt": text} or {"category": name, "turns": [text, ...]}'
+    wrong = (ValueError, LookupError, TypeError, RecursionError)
     with input_errors(f"{path}: cannot be read", OSError, UnicodeDecodeError):
+        # (splitlines() would also split at U+2028, which a JSON string may hold.)
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     prompts = []
     for line_number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        form = '{"prompt": text} or {"category": name, "turns": [text, ...]}'
-        wrong = (ValueError, LookupError, TypeError, RecursionError)
         with input_errors(f"{path}, line {line_number}: expected {form}", *wrong):
             prompts.append(parse_prompt(json.loads(line)))
     if not prompts:
@@ -1289,8 +1397,13 @@ def parse_prompt(record: dict) -> Prompt:
     turns = [record["prompt"]] if "prompt" in record else record["turns"]
     if not isinstance(turns, list) or not turns:
         raise ValueError("no turns")
-    "".join(turns).encode()  # raises an exception for what is not text
-    return Prompt(str(record.get("category") or "all"), turns)
+    # A TypeError if a turn is no string. A ValueError if one holds half of a surrogate pair, which
+    # JSON can spell and no tokenizer can read.
+    "".join(turns).encode()
+    category = str(record.get("category") or "all")
+    if category == "overall":
+        raise ValueError("the rows of all prompts are called so")
+    return Prompt(category, turns)
 
 
 Methods = dict[str, Method]
@@ -1398,10 +1511,7 @@ def run_prompt(
 
 def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Generation]]) -> dict:
     """Return a method's totals over a category, and quartiles over its turns."""
-    _, _, network = name.partition(":")  # see `remote_methods`
-    base = f"api:{network}"  # plain API use on the same network
-    if base not in runs[0]:
-        base = "target"
+    base = baseline(name, list(runs[0]))
     ours = [results[name] for results in runs]
     bases = [results[base] for results in runs]
     tokens = sum(len(g.tokens) for g in ours)
@@ -1430,6 +1540,14 @@ def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Gener
     return row
 
 
+def baseline(name: str, methods: list[str]) -> str:
+    """Return the method that another is compared with: the target alone or, for those that
+    `remote_methods` names kind:network, plain API use on the same network."""
+    _, _, network = name.partition(":")
+    api = f"api:{network}"
+    return api if api in methods else "target"
+
+
 @torch.inference_mode()
 def offline_quality(model: Llama, ours: list[Generation], bases: list[Generation]) -> dict:
     """Judge text written offline: the share that the target has there too, and its perplexity."""
@@ -1440,6 +1558,7 @@ def offline_quality(model: Llama, ours: list[Generation], bases: list[Generation
         log_p = model(ids)[0, len(g.prompt) - 1:].float().log_softmax(-1)  # (T, V)
         for i, origin in enumerate(g.origins):
             if origin == Origin.UNVERIFIED:
+                # Slices, as the base's answer may have ended before.
                 agreed.append(g.tokens[i:i + 1] == base.tokens[i:i + 1])
                 nll.append(-log_p[i, g.tokens[i]].item())
     return {
@@ -1463,31 +1582,40 @@ def bench_batch(
     if capacity > target.config.max_position_embeddings:
         raise InputError(f"a prompt with its answer needs a context of {capacity} tokens")
     alone = [list(generate(target, prompt, config)) for prompt in requests]
+    warm_up = ChainBatch(target, models.drafter, 1, capacity, K)  # the target has just had one
+    run_batch(warm_up, requests[:1], config)
     rows = []
     for size in tqdm(batches):
-        compared = {
-            "target": Batch(target, size, capacity),
-            "chain": ChainBatch(target, models.drafter, size, capacity, K),
-        }
-        for method, batch in compared.items():
-            start = perf_counter()
-            ended = run_batch(batch, requests, config)
-            seconds = perf_counter() - start
-            tokens = sum(len(c.tokens) for c in ended)
-            calls = sum(c.target_calls for c in ended)
-            if method == "target":
-                base = tokens / seconds
-            row = {
-                "category": "overall",
-                "method": method,
-                "batch": size,
-                "tokens_per_second": tokens / seconds,
-                "speedup": tokens / seconds / base,
-                "acceptance_length": (tokens - len(ended)) / max(1, calls),
-                "identical": sum(c.tokens == alone[c.key] for c in ended) / len(ended),
-            }
-            rows.append(row)
+        batch = Batch(target, size, capacity)
+        base = measure_batch("target", batch, requests, config, alone)
+        batch = ChainBatch(target, models.drafter, size, capacity, K)
+        chain = measure_batch("chain", batch, requests, config, alone)
+        for row in (base, chain):
+            speedup = row["tokens_per_second"] / base["tokens_per_second"]
+            rows.append({**row, "batch": size, "speedup": speedup})
     return rows
+
+
+def measure_batch(
+    method: str,
+    batch: Batch,
+    prompts: list[list[int]],
+    config: GenerationConfig,
+    alone: list[list[int]],
+) -> dict:
+    """Answer all prompts in a batch. alone: what the target answers to each by itself."""
+    start = perf_counter()
+    ended = run_batch(batch, prompts, config)
+    seconds = perf_counter() - start
+    tokens = sum(len(c.tokens) for c in ended)
+    calls = sum(c.target_calls for c in ended)
+    return {
+        "category": "overall",
+        "method": method,
+        "tokens_per_second": tokens / seconds,
+        "acceptance_length": (tokens - len(ended)) / max(1, calls),
+        "identical": sum(c.tokens == alone[c.key] for c in ended) / len(ended),
+    }
 
 
 def run_batch(
@@ -1523,7 +1651,7 @@ COLUMNS = {
 
 def print_table(rows: list[dict]) -> None:
     """Print rows under their columns, then what each column means."""
-    measured = set().union(*rows)
+    measured = set().union(*rows)  # the keys of all
     columns = [name for name in COLUMNS if name in measured]
     width = max(len(row["method"]) for row in rows)
     print(f"{'category':<14} {'method':<{width}}", *columns)
@@ -1552,11 +1680,13 @@ def faster_alone(args: Namespace, packed: Llama) -> Llama:
     plain, _ = load_target(args)
 
     def seconds(model: Llama) -> float:
-        short = GenerationConfig(max_new_tokens=17)
-        answers = [Method(model).answer([0], short) for _ in range(3)]  # to any prompt
-        if any(answer.interrupted for answer in answers):
-            raise KeyboardInterrupt
-        return min(answer.seconds for answer in answers)
+        """Time a short answer, to any prompt: the fastest of three."""
+        times = []
+        for _ in range(3):
+            start = perf_counter()
+            list(generate(model, [0], GenerationConfig(max_new_tokens=17)))
+            times.append(perf_counter() - start)
+        return min(times)
 
     return min((packed, plain), key=seconds)
 
@@ -1641,23 +1771,29 @@ NETWORK_FLAGS = (
 
 
 def parse_arguments() -> Namespace:
+    """Read and check the command line. Adds `chain` and `tree`, the limits of drafts."""
     parser = make_parser()
     args = parser.parse_args()
     check_arguments(parser, args)
-    sizes = {name: vars(args)[name] for name in TREE_FLAGS if vars(args)[name] is not None}
     args.chain = TreeConfig(args.draft_length) if args.draft_length else CHAIN
     args.tree = REMOTE_TREE if args.remote else TREE
+    sizes = {name: getattr(args, name) for name in TREE_FLAGS if getattr(args, name) is not None}
     if sizes:
         args.tree = replace(args.tree, **sizes, min_confidence=0.0, min_probability=0.0)
-    if args.draft_length and (args.remote or not args.bench):
-        args.tree = args.chain  # a benchmark on one machine measures both
+    if drafts_chains_only(args):
+        args.tree = args.chain
     return args
+
+
+def drafts_chains_only(args: Namespace) -> bool:
+    """Tell whether --draft-length puts chains in the place of trees. It does, except in a benchmark
+    on one machine, which measures both."""
+    return args.draft_length is not None and bool(args.remote or not args.bench)
 
 
 def check_arguments(parser: Parser, args: Namespace) -> None:
     """Refuse flags that contradict each other."""
     refuse = partial(parser.refuse, args)
-    several = args.drafter is not None and len(args.drafter) > 1
     if args.serve:
         refuse(["remote"], "is one side and --serve the other")
         refuse([*DRAFT_FLAGS, *ANSWER_FLAGS], "has no effect with --serve: the client decides")
@@ -1668,6 +1804,7 @@ def check_arguments(parser: Parser, args: Namespace) -> None:
         refuse(["batch"], "needs --bench")
     if args.batch:
         refuse(["remote", *TREE_FLAGS], "is not for --batch, which runs chains here")
+    several = args.drafter is not None and len(args.drafter) > 1
     if several and (args.batch or args.remote or not args.bench):
         parser.error("several drafters need --bench, without --remote or --batch")
     if not args.remote:
@@ -1678,7 +1815,7 @@ def check_arguments(parser: Parser, args: Namespace) -> None:
         refuse([*DRAFT_FLAGS, "trace"], "is not for --no-speculation, which drafts nothing")
     if args.trace or args.json:
         refuse(["show"], "has no effect with --trace or --json")
-    if args.draft_length and (args.remote or not args.bench):
+    if drafts_chains_only(args):
         refuse(TREE_FLAGS, "is a size of a tree, and --draft-length makes chains")
 
 
@@ -1695,11 +1832,13 @@ def load_models(args: Namespace) -> Models:
     elif args.model in SHIPPED:
         folders = [SHIPPED[args.model]]
     else:
-        raise InputError(
+        advice = (
             f"no drafter is shipped for {args.model}: train one (python train.py --model "
-            f"{args.model} --data FILE) and name it with --drafter; without --remote, "
-            "--no-speculation needs none"
+            f"{args.model} --data FILE) and name it with --drafter"
         )
+        if not (args.remote or args.serve or args.bench):
+            advice += "; --no-speculation needs none"
+        raise InputError(advice)
     last = None
     if args.remote and not args.bench:
         last = reused_layers(folders)
@@ -1739,32 +1878,36 @@ class Terminal:
         prompt = tokenizer.chat(messages)
         count = answer_length(self.models.target, prompt, self.config.max_new_tokens)
         config = replace(self.config, max_new_tokens=count)
-        printer = Printer(tokenizer, args.show)
-        emit = printer.emit
         if args.trace:
-            emit = Trace(tokenizer, args.json).emit
+            generation = self.answer(prompt, config, Trace(tokenizer, args.json).emit)
+            if not args.json:
+                print(f"\n{tokenizer.decode(generation.tokens)}")
         elif args.json:
-            emit = ignore
-        # Shown after a second, unless the first token has come by then.
-        connecting = Timer(1.0, print, ["connecting ..."], {"file": sys.stderr})
-        if args.remote:
-            connecting.start()
-
-        def emit_first(cycle: Cycle) -> None:
-            connecting.cancel()
-            emit(cycle)
-
-        try:
-            generation = self.method.answer(prompt, config, emit_first)
-        finally:
-            connecting.cancel()
-        print(printer.stream.rest(), end="", flush=True)
-        if args.trace and not args.json:
-            print(f"\n{tokenizer.decode(generation.tokens)}")
+            generation = self.answer(prompt, config, ignore)
+        else:
+            printer = Printer(tokenizer, args.show)
+            generation = self.answer(prompt, config, printer.emit)
+            print(printer.stream.rest(), end="", flush=True)
         if generation.tokens:
             self.answers.append(generation)
             self.report_answer(generation)
         return generation
+
+    def answer(self, prompt: list[int], config: GenerationConfig, emit: Emit) -> Generation:
+        """Answer a prompt. If the first token takes a server more than a second, say so."""
+        if not self.args.remote:
+            return self.method.answer(prompt, config, emit)
+        connecting = Timer(1.0, print, ["connecting ..."], {"file": sys.stderr})
+
+        def emit_connected(cycle: Cycle) -> None:
+            connecting.cancel()
+            emit(cycle)
+
+        connecting.start()
+        try:
+            return self.method.answer(prompt, config, emit_connected)
+        finally:
+            connecting.cancel()
 
     def report_answer(self, generation: Generation) -> None:
         report(
@@ -1832,7 +1975,7 @@ class Terminal:
         room = self.models.target.config.max_position_embeddings - MIN_ANSWER
         kept = messages
         while len(kept) > 1 and len(self.models.tokenizer.chat(kept)) > room:
-            kept = kept[2:]
+            kept = kept[2:]  # without the oldest turn: a question and its answer
         dropped = (len(messages) - len(kept)) // 2
         if dropped:
             print(f"the context is full: the oldest {dropped} turns are dropped", file=sys.stderr)
@@ -1856,7 +1999,7 @@ def main() -> None:
         return
     on_terminal = sys.stdin is not None and sys.stdin.isatty()
     chatting = args.prompt is None and not args.bench and on_terminal
-    prompt = ""
+    prompt = ""  # read before the models are loaded: if there is none, no time is lost
     if not chatting and not args.bench:
         prompt = read_prompt(args.prompt)
     models = load_models(args)
@@ -1869,18 +2012,21 @@ def main() -> None:
     def new_channel(
         link: Link, prompt: list[int], outage_after: float = args.disconnect_after
     ) -> Channel:
-        seed = args.seed + sum(prompt)  # other delays for another prompt, the same for all methods
-        network = Network(link, seed, outage_after, args.disconnect_for)
+        """Return a channel for one answer. Each prompt has delays of its own, which in a benchmark
+        are the same for all methods."""
+        network = Network(link, args.seed + sum(prompt), outage_after, args.disconnect_for)
         return Channel(server, os.environ.get(SECRET, ""), network, args.timeout)
 
     if args.bench:
         run_bench(args, models, config, new_channel if server else None)
         return
-    tree = None if args.no_speculation else args.tree
-    method = Method(models.target, models.drafter, tree, args.lookup)
+    connect = None
     if server:
-        link = next(iter(links_of(args).values()), Link())
-        method.new_channel = partial(new_channel, link)
+        links = list(links_of(args).values())  # at most one
+        link = links[0] if links else Link()  # which simulates nothing
+        connect = partial(new_channel, link)
+    tree = None if args.no_speculation else args.tree
+    method = Method(models.target, models.drafter, tree, args.lookup, connect)
     terminal = Terminal(args, models, method, config)
     if chatting:
         terminal.chat()
@@ -1896,6 +2042,7 @@ def run_bench(
     config: GenerationConfig,
     new_channel: Callable[..., Channel] | None,
 ) -> None:
+    """Measure what the command line asks for: batches, networks, or the methods on this machine."""
     prompts = read_prompts(args.bench)
     if args.batch:
         K = args.draft_length or BATCH_DRAFT_LENGTH

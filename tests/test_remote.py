@@ -580,6 +580,24 @@ def test_accepted_tokens_are_taken_from_the_draft_and_not_from_the_reply(monkeyp
     assert {type(token) for token in result.tokens} == {int}
 
 
+def test_the_pause_after_a_failed_reconnection_begins_when_it_has_failed_and_doubles(
+        models, monkeypatch):
+    target = speculate.RemoteTarget(None, None, GenerationConfig())
+
+    def fail() -> None:
+        time.sleep(0.03)
+        raise netsim.ConnectionLost("no reply")
+
+    monkeypatch.setattr(target, "connect_and_read", fail)
+    for pause in (0.5, 1.0, 2.0):
+        target.retry_at = 0.0
+        with pytest.raises(netsim.ConnectionLost, match="no reply"):
+            target.reconnect()
+        assert target.retry_at - time.monotonic() == pytest.approx(pause, abs=0.02)
+        with pytest.raises(netsim.ConnectionLost, match="too early"):
+            target.reconnect()
+
+
 def test_a_server_with_another_drafter_is_refused(models):
     target, drafter = models
     with serving_models(target, new_drafter(target)) as server:
@@ -1107,6 +1125,7 @@ class Processes(NamedTuple):
 
     piped: subprocess.Popen  # its prompt comes from a pipe, all else is the default
     server: subprocess.Popen  # with the secret "tulip"
+    alone: subprocess.Popen  # without drafts, from a server of its own
     answering: subprocess.Popen  # over a slow link, as the chat: their answers take a minute
     chat: subprocess.Popen  # on a terminal
     terminal: int  # our end of it
@@ -1139,10 +1158,12 @@ def processes(checkpoint):
     pipe = subprocess.PIPE
     outputs = dict(stdout=pipe, stderr=pipe, text=True)
     slow = ["--remote", "--latency", "30ms", "--max-new-tokens", "1700", *checkpoint]
+    short = ["--remote", "--no-speculation", "--max-new-tokens", "8", "--json", *checkpoint]
     terminal, theirs = os.openpty()
     started = Processes(
         piped=start("--remote", "--latency", "21ms", stdin=pipe, **outputs),
         server=start("--serve", "127.0.0.1:0", *checkpoint, secret="tulip", **outputs),
+        alone=start("--prompt", "Why?", *short, **outputs),
         answering=start("--prompt", "Why?", *slow, **outputs),
         chat=start("--trace", *slow, stdin=theirs, stdout=theirs, stderr=theirs),
         terminal=terminal,
@@ -1152,7 +1173,8 @@ def processes(checkpoint):
     started.piped.stdin.close()
     yield started
     os.close(terminal)
-    for process in (started.piped, started.server, started.answering, started.chat):
+    *all_started, _ = started
+    for process in all_started:
         process.kill()
         with process:
             pass  # closes its pipes and waits for its end
@@ -1249,6 +1271,14 @@ def test_the_command_line_gives_the_same_tokens_with_the_target_on_a_server(
     assert server.wait(30) == 0
     advice = f"connect with: python speculate.py --remote {address}\n"
     assert server.stderr.read() == advice + "and the same MOA_SECRET on the other side\n"
+
+
+def test_a_server_of_our_own_may_be_a_plain_api(processes, tiny):
+    out, err = processes.alone.communicate()
+    assert processes.alone.returncode == 0, err
+    prompt = tiny.tokenizer.chat(ask("Why?"))
+    config = GenerationConfig(8, stop_ids=frozenset(tiny.tokenizer.stop_ids))
+    assert json.loads(out)["tokens"] == list(generate(tiny.target, prompt, config))
 
 
 def test_the_prompt_may_come_from_a_pipe_and_the_target_from_a_server_of_our_own(

@@ -770,6 +770,24 @@ def columns(line: str) -> int:
     return len(line) + wide
 
 
+def test_a_trace_says_that_what_was_drafted_after_a_stop_token_was_not_reached():
+    target = new_target(16, sharpness=10.0)
+    drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)  # the target itself
+    stop = target_alone(target, 5)[2]  # the second of four drafted tokens
+    trace = speculate.Trace(load_tokenizer("toy"), as_json=True)
+    records = []
+    config = GenerationConfig(20, stop_ids=frozenset([stop]))
+    Method(target, drafter, CHAIN_OF_4).answer(
+        PROMPT, config, lambda cycle: records.append(trace.record(cycle))
+    )
+    last = records[-1]
+    assert last["tokens"][-1] == stop
+    assert [draft["accepted"] for draft in last["drafts"]] == [True, True, False, False]
+    reasons = [draft["reason"] for draft in last["drafts"]]
+    assert reasons == ["accepted", "accepted", "not reached", "not reached"]
+    assert last["source"] == ""
+
+
 def test_a_trace_in_a_pipe_is_plain_text_on_80_columns(traced):
     answer = traced.generation["text"]
     drawn = traced.text.removesuffix(f"\n{answer}\n")
