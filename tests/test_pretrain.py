@@ -192,6 +192,17 @@ def test_a_finished_target_is_not_overwritten(pretrain, made, capsys):
     assert {path: path.read_bytes() for path in made.iterdir()} == before
 
 
+def test_a_device_that_is_not_there_is_refused_before_anything_is_written(
+        tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "toy"
+    flags = ["train.py", "--pretrain", str(folder), "--device", "nowhere"]
+    monkeypatch.setattr("sys.argv", flags)
+    with pytest.raises(SystemExit):
+        llama.run_command(train.main)
+    assert "--device nowhere cannot be used here" in capsys.readouterr().err
+    assert not folder.exists()
+
+
 # --- The one that is shipped ---
 
 
