@@ -57,6 +57,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from llama import (
@@ -416,38 +417,21 @@ def train(
 KL_CHUNK = 256  # distributions over V tokens that exist at once
 
 
-class ChunkedKL(torch.autograd.Function):
-    """`kl_divergence`, in less RAM.
+def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
+    """Return `kl_divergence` of the same arguments, a few positions at a time.
 
     A distribution has V numbers (Llama-3: 128 256), and autograd would keep several of them for
-    each position until the backward pass. So each chunk of positions is differentiated at once, and
-    what is kept is the gradient in what was predicted, E numbers a position.
+    each position until the backward pass. `checkpoint` keeps none: the backward pass computes each
+    piece again.
     """
-
-    @staticmethod
-    def forward(ctx, predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
-        total = predicted.new_zeros(())
-        gradient = torch.empty_like(predicted)
-        count = max(1, KL_CHUNK // len(predicted))
-        for first in range(0, len(final), count):
-            chunk = slice(first, first + count)
-            with torch.enable_grad():  # which is off in here
-                piece = predicted[:, chunk].detach().requires_grad_()
-                kl = kl_divergence(piece, final[chunk], head)
-            (gradient[:, chunk],) = torch.autograd.grad(kl, piece)
-            total += kl.detach()
-        ctx.save_for_backward(gradient)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad_output: Tensor):
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_output, None, None  # none for the target's states and head: frozen
-
-
-def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
-    """Return `kl_divergence` of the same arguments."""
-    return ChunkedKL.apply(predicted, final, head)
+    count = max(1, KL_CHUNK // len(predicted))  # positions
+    total = predicted.new_zeros(())
+    for piece, true in zip(predicted.split(count, dim=1), final.split(count)):
+        kl = checkpoint(
+            kl_divergence, piece, true, head, use_reentrant=False, preserve_rng_state=False
+        )
+        total = total + kl
+    return total
 
 
 def autocast(device: torch.device, args) -> torch.autocast:

@@ -104,6 +104,7 @@ def wrap(result, arguments: list[torch.Tensor]):
 
 # While tests are collected: the first backward pass counts the devices.
 _setup_privateuseone_for_python_backend("made")
+torch.made.get_amp_supported_dtype = lambda: [torch.bfloat16]  # PyTorch asks for it at any moment
 
 
 def empty(size, dtype=None, **_) -> Made:
@@ -124,7 +125,6 @@ def arange(*ends, dtype=None, **_) -> Made:
 
 @pytest.fixture(scope="module")
 def device():
-    torch.made.get_amp_supported_dtype = lambda: [torch.bfloat16]
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", empty, "PrivateUse1")
     library.impl("empty_strided", empty_strided, "PrivateUse1")
