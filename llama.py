@@ -18,9 +18,9 @@ Read as far as the bar, the line that says where the method ends. What follows i
 case practical: many conversations at once, weights packed for a CPU, checkpoints, the tokenizer
 and the command line. Most of the imports are for that.
 
-Shapes: B batch, T new tokens, S tokens in the cache with the new ones, L layers, E hidden size (in
-a layer of another width, that width), H heads, Hkv kv heads, D head size, V vocabulary. Ekv =
-Hkv * D is the width of one layer's keys, and of its values.
+Shapes: B batch, T new tokens, S tokens in the cache with the new ones, L layers, E hidden size (or
+the width of the layer at hand, where that is another: LSA's in moa.py), H heads, Hkv kv heads, D
+head size, V vocabulary. Ekv = Hkv * D is the width of one layer's keys, and of its values.
 """
 from __future__ import annotations
 
@@ -203,8 +203,9 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """Run self-attention, then the MLP: x (B, T, E) -> (B, T, E).
 
-        Without a mask everything sees everything. With a cache the tokens also attend to those
-        before them, whose keys and values are in its layer number `layer`.
+        Without a mask everything sees everything. With a cache, x are new tokens: their keys and
+        values are appended to the cache's layer number `layer`, and they attend to all that it then
+        holds.
         """
         q, kv = self.self_attn.queries_keys_values(self.input_layernorm(x), rope)
         if cache is not None:
@@ -224,9 +225,10 @@ class KVCache:
     """The keys and values of all tokens so far, in every layer, so that no token is read twice.
 
     kv (L, B, Hkv, capacity, 2D). A place along `capacity` is a *slot*, and the first `length` slots
-    are in use. The token at position i of a text is in slot i. But in a draft that branches, two
-    tokens that may follow the same one have one position and a slot each. B is 1, one conversation,
-    or in training a batch of sequences of one length.
+    are in use. The token at position i of a text is in slot i. A draft may branch: where two of its
+    tokens are alternatives for the same place in the text, they have the same position, but each
+    has a slot of its own. B is 1, one conversation, or in training a batch of sequences of one
+    length.
     """
 
     def __init__(self, kv: Tensor):
@@ -253,7 +255,7 @@ class KVCache:
 
     def keep_path(self, start: int, path: list[int]) -> None:
         """Of the slots from `start` on, keep start + i for each i of the path, and close the gaps.
-        The others hold what the target did not accept of a draft.
+        The others hold drafted tokens that the target did not accept.
 
         After 10 tokens of text the path [0, 2, 5] keeps slots 10, 12 and 15, and moves them to
         slots 10, 11 and 12. Their keys need no new rotation: they were rotated by position, not by
@@ -284,8 +286,8 @@ class Llama(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # Random, until a checkpoint replaces them. (nn.Embedding would draw them itself, but that
-        # takes two seconds where `load_model` makes a model without data.)
+        # Random, until a checkpoint replaces them. Made from a tensor, because nn.Embedding(V, E)
+        # takes two seconds on the meta device, where `load_model` (below the bar) makes the model.
         embeddings = torch.randn(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
         self.layers = nn.ModuleList()
@@ -342,8 +344,9 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Return hidden states (B, T, E) after the final norm, which the LM head reads.
 
-        tokens (B, T) follow those in the cache, and each other. A draft may branch. So it brings
-        positions (T) and a mask (T, S) of its own, which say what each of its tokens follows.
+        tokens (B, T) come after those in the cache, one after the other. Those of a draft need not,
+        as it may branch. So for a draft the caller gives positions (T) and a mask (T, S), which
+        together say what each token comes after.
         """
         count = tokens.shape[1]
         past = cache.length if cache is not None else 0
@@ -368,7 +371,8 @@ class Llama(nn.Module):
 
 @dataclass
 class Sampling:
-    """How tokens are drawn, and the random numbers for it, which target and drafter share."""
+    """How tokens are drawn: one object for target and drafter, who take their random numbers from
+    one generator."""
 
     temperature: float = 0.0  # 0: greedy, always the likeliest token
     top_p: float = 1.0
@@ -380,9 +384,9 @@ class GenerationConfig:
     """What a caller asks for: how to go on after a prompt. It holds no generator, so that it can be
     kept, compared, and sent to a server.
 
-    With it a target alone always goes on in the same way after a prompt. With drafts, or in a
-    batch, random numbers are used up differently: then, above temperature 0, the tokens differ,
-    and their distribution does not.
+    A target alone gives the same answer to the same prompt and config every time. Drafting, and a
+    batch, take the random numbers of the seed in another order. So above temperature 0 they give
+    another answer, which is drawn from the same distribution.
     """
 
     max_new_tokens: int = 256
@@ -403,7 +407,8 @@ def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Ten
     """Return the distribution that tokens are drawn from: logits (..., V) -> float32 (..., V).
 
     The temperature is above 0. With top_p below 1 (nucleus sampling, Holtzman et al. 2020) only the
-    likeliest tokens stay, as many as it takes to reach top_p together.
+    likeliest tokens stay, as many as it takes to reach top_p together. (`nucleus_threshold`, below
+    the bar, returns the smallest probability that stays.)
     """
     p = torch.softmax(logits.float() / temperature, dim=-1)
     if top_p < 1:
@@ -456,8 +461,8 @@ def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
     less than top_p. For p = (0.5, 0.3, 0.1, 0.1) and top_p = 0.7 these sums are 0, 0.5, 0.8 and
     0.9: the first two tokens are in the nucleus, and the threshold is 0.3.
 
-    (Tokens that tie with the last one are in it too: in bfloat16 many tie, and a sort may put them
-    in any order.)
+    (Tokens as likely as the last one are in it too. Else the order in which a sort puts equal
+    numbers would decide, and in bfloat16 many are equal.)
     """
     descending = descending_until(p, top_p)  # p in order, as far as is needed
     reached = descending.cumsum(-1)  # with each token and all before it
@@ -490,7 +495,7 @@ class RaggedKVCache:
     """A cache whose rows are conversations of different lengths.
 
     The first rows are those in use. Call `layout`, then run layers on what it returns and on this
-    cache, as for a single conversation. (`layout` notes where the new tokens go, for `append`.)
+    cache, as for a single conversation.
     """
 
     def __init__(self, rows: list[KVCache]):
@@ -501,6 +506,9 @@ class RaggedKVCache:
         self.kv = rows[0].kv.new_zeros(shape)  # (L, rows, Hkv, capacity, 2D)
         for i, row in enumerate(rows):
             row.kv = self.kv[:, i:i + 1]
+        # `layout` sets these for one pass, and `append` reads them.
+        self.positions = torch.empty(0)  # (B, T): of each new token, which is also its slot
+        self.end = 0  # S: the slots of the longest row, with the new tokens
 
     def layout(self, batch: int, count: int, rotary: Tensor) -> tuple[Tensor, Tensor]:
         """Lay out the next `count` tokens of the first rows, each row's after its own last one.
@@ -509,9 +517,9 @@ class RaggedKVCache:
         (B, 1, T, S). S reaches as far as the longest row.
         """
         lengths = [row.length for row in self.rows[:batch]]
-        self.end = max(lengths) + count  # S
+        self.end = max(lengths) + count
         positions = torch.tensor(lengths)[:, None] + torch.arange(count)
-        self.positions = positions.to(self.kv.device)  # (B, T): of a token, and its slot
+        self.positions = positions.to(self.kv.device)
         slots = torch.arange(self.end, device=self.kv.device)  # (S)
         mask = slots <= self.positions[:, None, :, None]  # each token sees its row, up to itself
         # A draft may reach beyond the context, where there are no angles. It is not accepted there.
@@ -595,7 +603,7 @@ class Batch:
 
     def step(self) -> list[Conversation]:
         """Run one pass for all rows. Returns conversations that have ended and left their rows."""
-        ended = self.remove_ended()  # after their first token
+        ended = self.remove_ended()  # those that were complete with their first token
         if self.conversations:
             for conversation, tokens in zip(self.conversations, self.advance()):
                 conversation.extend(tokens)
@@ -628,15 +636,14 @@ class Batch:
 
 # --- Packed weights: modules that are fast on a CPU for a few tokens ---
 #
-# Verifying a few drafts should cost what reading one token does: a pass over the weights. On a
-# CPU nn.Linear takes two to three times as long for 2 to 16 rows. oneDNN's kernel on its own
-# blocked layout does not, up to six rows. So a finished model has its modules swapped, as
-# gpt-fast does for its quantized layers.
+# Verifying a few drafted tokens should cost what reading one token does: a pass over the weights.
+# On a CPU nn.Linear takes two to three times as long for 2 to 16 rows. oneDNN's kernel on its own
+# blocked layout does not, up to six rows. So a finished model has its modules swapped.
 
 
 def pack(module: nn.Module) -> nn.Module:
-    """Return a module in its packed form. One that has none is changed in place: its parts are
-    packed. What is packed can be neither trained nor saved.
+    """Return a packed module in place of this one. A module that has no packed form stays, and its
+    parts are replaced. What is packed can be neither trained nor saved.
     """
     weight = next(module.parameters(), None)
     if weight is None or not can_pack(weight):
@@ -712,8 +719,8 @@ class PackedAttention(Attention):
         return q, torch.cat([k, v], dim=-1)
 
     def queries(self, x: Tensor, rope: Tensor) -> Tensor:
-        # Only CA asks for queries alone. For its one layer, keys and values to throw away cost less
-        # than another copy of the weights.
+        # Only CA asks for queries alone. The keys and values that come with them are thrown away:
+        # for one layer that costs less than to hold q_proj a second time.
         q, _ = self.queries_keys_values(x, rope)
         return q
 
@@ -782,8 +789,8 @@ def load_model(
 ) -> Llama:
     """Load a frozen Llama from a Hugging Face folder, a .gguf file, a hub id, "smollm2" or "toy".
 
-    With `last`, only that many of its last layers: the others are None. (A client needs no more:
-    see `infer_target_layers` in moa.py.) Raises InputError.
+    last: load only so many layers, the last ones, and leave None in place of the others. (A client
+    runs no more than these, in `step_target_layers` of moa.py.) Raises InputError.
     """
     path = resolve_path(path)
     read_checkpoint = read_gguf if path.suffix == ".gguf" else read_hugging_face
@@ -886,7 +893,11 @@ def download_default(file: Path) -> None:
 
 @contextmanager
 def input_errors(what: object, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn exceptions of these kinds into an InputError about `what`."""
+    """Turn exceptions of these kinds into an InputError about `what`.
+
+    Within `with input_errors("a.json", OSError):` an OSError "no such file" becomes an InputError
+    "a.json: no such file".
+    """
     try:
         yield
     except kinds as error:
@@ -1025,7 +1036,7 @@ def llama3_rope_factors(raw: dict, head_dim: int, theta: float) -> tuple[float, 
 # One file: a header, typed key-value pairs, a table of tensors, then their data. Quantized types
 # store weights in blocks of 32, each with a float16 scale. They are decoded here, once, since
 # nothing in this repository multiplies quantized weights.
-GGUF_NUMBERS = "BbHhIif?__Qqd"  # `struct`'s letters by type id. 8 and 9 are no numbers:
+GGUF_NUMBERS = "BbHhIif?__Qqd"  # `struct`'s letters for type ids 0, 1, ... The two _ are these:
 GGUF_STRING = 8
 GGUF_ARRAY = 9
 GGUF_CONTROL = 3  # a kind of token
@@ -1290,25 +1301,23 @@ class Tokenizer:
         self.stop_ids = set(stop_ids)
         known = [token for token in CONTROL_TOKENS if backend.token_to_id(token) is not None]
         backend.add_special_tokens(known)
-        # By this name the library means: "<|im_end|>" within a message is text like any other.
+        # The name misleads: True means that "<|im_end|>" within a message is encoded as plain text.
         backend.encode_special_tokens = True
         self.format = CHATML if "<|im_start|>" in known else LLAMA3
         system = {"role": "system", "content": SMOLLM2_SYSTEM}
         self.default_messages = [system] if SMOLLM2_SYSTEM in template else []
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text, even of "<|im_end|>"."""
+        """Return the ids of plain text, even of "<|im_end|>"."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ids, without the control tokens."""
+        """Return the text of ids, without the control tokens."""
         return self.backend.decode(ids, skip_special_tokens=True)
 
     def write(self, template: str, **fields: str) -> list[int]:
-        """Ids of a part of the chat format: control tokens, and text with the fields filled in.
-
-        Raises InputError.
-        """
+        """Return the ids of a part of the chat format: control tokens, and text with the fields
+        filled in. Raises InputError."""
         ids = []
         for part in CONTROL_PATTERN.split(template):
             if part in CONTROL_TOKENS:
@@ -1322,7 +1331,7 @@ class Tokenizer:
         return ids
 
     def opening(self, role: str) -> list[int]:
-        """Ids that open a turn of `role`. Raises InputError."""
+        """Return the ids that open a turn of `role`. Raises InputError."""
         return self.write(self.format.open_turn, role=role)
 
     def turns(self, messages: list[dict]) -> Iterator[tuple[list[int], bool]]:
@@ -1349,10 +1358,8 @@ class Tokenizer:
                 yield self.write(turn, role=role, content=content), False
 
     def chat(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
-        """Ids of a conversation [{"role", "content"}, ...], which open the assistant's next turn.
-
-        Raises InputError.
-        """
+        """Return the ids of a conversation [{"role", "content"}, ...] and, by default, those that
+        open the assistant's next turn. Raises InputError."""
         ids = []
         for piece, _ in self.turns(messages):
             ids += piece
@@ -1436,7 +1443,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.before: list[int] = []  # the newest tokens whose text was returned
+        self.before: list[int] = []  # those whose text was returned last, a context for the next
         self.pending: list[int] = []  # tokens after them that do not end on a whole character yet
 
     def add(self, token: int) -> str:

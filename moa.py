@@ -8,15 +8,18 @@ In the paper it is M_Small. It reads the target's KV cache, and drafts the token
     SA   Self-Attention, causal, over the embeddings of the text and the draft. Thanks to it a
          drafted token sees those before it.
     CA   Cross-Attention, from SA's output to the memory of the text. Drafted tokens have no memory
-         yet. Training imposes the same limit: each query has a *horizon*, the last position whose
-         memory it may read. So in training it sees what it will see in drafting (on-policy).
+         yet. Training imposes the same limit. There every position plays a drafted token (a *query*
+         of CA), and has a *horizon*: the last position whose memory it may read. So in training it
+         sees what it will see in drafting (on-policy).
     TLI  Target Layer Inference. With N = 0, CA's output at a token predicts the target's final
          hidden state of that token, from which the target's LM head makes a distribution of the
          next one. With N > 0 it predicts the state that enters the target's last N layers, which
          then run on it: often better drafts, at a higher cost.
 
-In formulas, for a token at position i of a draft after t verified ones (e_i is its embedding, and
-X(...)_i is X's output at the i-th of the vectors that it reads):
+In formulas. Number the tokens of the text and of the draft after it 1, 2, 3, ... Tokens 1 to t are
+verified. Token i, with i > t, is the newest one or a drafted one. e_j is the embedding of token j,
+[k_jl v_jl] its key and value in the target's layer l, and X(...)_i is X's output at the i-th of the
+vectors that it reads:
 
     m_j = W (mean over l of LSA([k_j1 v_j1], ..., [k_jL v_jL])_l) + b    memory, for all j <= t
     s_i = SA(e_1, ..., e_i)_i
@@ -71,7 +74,7 @@ from llama import (
     sample,
 )
 
-LSA_TOKENS = 64  # positions that LSA reads at a time: a whole prompt, times L, may not fit in RAM
+LSA_TOKENS = 64  # that LSA reads at a time: a whole prompt, times L, may not fit in RAM
 
 
 # --- The four layers, and training's pass over all positions ---
@@ -116,7 +119,7 @@ class Drafter(nn.Module):
     The layers have the names of the authors' checkpoints, the methods that run them are verbs.
     """
 
-    checkpoint_hash = ""  # of its files: a client and its server compare theirs
+    checkpoint_hash = ""  # set by `load_drafter`: a client and its server compare theirs
 
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__()
@@ -246,9 +249,9 @@ class Drafter(nn.Module):
         the layers make of x: exactly what is in the caches while drafting. So each position has two
         candidates, and the mask lets a query see one of them at most. Query 6 with horizon 3:
 
-            position                 0 1 2 3 4 5 6 7
-            of the target's own      x x x x . . . .
-            of those made from x     . . . . x x x .
+            position                         0 1 2 3 4 5 6 7
+            the target's keys and values     + + + + . . . .
+            those made from x                . . . . + + + .
         """
         if self.N == 0:
             return x
@@ -317,17 +320,17 @@ class MemoryUpdate:
     it. Of the memory, drafting needs CA's keys and values only, so these are sent in its place."""
 
     tokens: list[int]
-    cross_kv: Tensor  # CA's keys and values of the memory, (1, Hkv, T, 2D)
+    cross_kv: Tensor  # CA's keys and values of the memory, (1, Hkv, T, 2D). (Without CA, below the
+    #                   bar, the memory itself, (1, T, E).)
     reused_kv: Tensor  # keys and values in the target's last N layers, (N, 1, Hkv, T, 2D)
 
 
 class DraftHead:
     """The target's LM head, frozen: features to logits, one for each token.
 
-    Above the bar V' = V, and logit i is that of token i. `LimitedHead`, below the bar, has logits
-    for V' < V chosen tokens only: its logit 5 may be that of token 873. So that the drafting code
-    serves both, the number of a logit is called an *output*, and `token` and `over_all_tokens` say
-    what it stands for. Here they have nothing to do.
+    In what follows read *output* as *token*: above the bar they are the same number, V' = V, and
+    `token` and `over_all_tokens` do nothing. They differ only with `LimitedHead`, below the bar,
+    which has logits for V' < V chosen tokens: there output 5 may stand for token 873.
 
     (This is not an nn.Module. Otherwise the target's weights would count as the drafter's, and be
     trained and saved with them.)
@@ -412,9 +415,10 @@ class Draft:
         return len(self.paths[node]) - 1
 
     def mask(self, nodes: list[int], others: list[int], text_length: int) -> Tensor:
-        """Let each of `nodes` see the whole text and, of `others`, its ancestors and itself.
+        """Return which slots each of `nodes` may see, (nodes, text_length + others): the whole text
+        and, of `others`, its ancestors and itself. Not its siblings: they are alternatives.
 
-        (nodes, text_length + others). Siblings do not see each other: they are alternatives.
+        others: the nodes whose keys and values lie in the cache after the text, in this order.
         """
         rows = []
         for node in nodes:
@@ -449,8 +453,8 @@ class TreeConfig:
     top_k: int = 1  # nodes of a frontier, at most; with 1 the draft is a chain
     total_tokens: int = 64  # drafted tokens of a tree, at most
     min_confidence: float = 0.0  # stop if the paths to the frontier sum to less
-    # Of a tree: tokens whose path is less likely are not chosen. (`sample_tree` only chooses how
-    # many to draw. So it may draw such a token all the same.)
+    # Of a tree: a token is not chosen if its path is less likely than this. (In `sample_tree` that
+    # only lowers the number of draws. What is drawn may be less likely, and is kept.)
     min_probability: float = 0.0
 
 
@@ -543,7 +547,7 @@ class DraftState:
 
     def draft(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a chain or a tree of tokens that may follow the target's newest token, `root`."""
-        self.discard_draft()  # the last one, if no `append_verified` came after it
+        self.discard_draft()  # one that an earlier call has left, if nothing was verified since
         if tree.top_k == 1:
             return self.draft_chain(root, tree)
         if self.sampling.temperature == 0:
@@ -571,7 +575,7 @@ class DraftState:
         What `Drafter.features` does for all positions, here for F new tokens, with caches.
         """
         drafter = self.drafter
-        self.expanded += frontier  # before the mask is made, so that each node sees itself
+        self.expanded += frontier  # the cached nodes, now with the frontier: for the mask below
         mask = self.tree_mask(draft, frontier)  # (F, S)
         # Nodes of one level have the same position, so one angle serves them all: (2, 1, D/2).
         position = self.text_length + draft.depth(frontier[0])
@@ -645,9 +649,10 @@ class DraftState:
     def sample_tree(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a tree of tokens that are drawn from q: for temperatures above 0.
 
-        There a drafted token is accepted by how p compares to the q that it was drawn from. So
-        tokens have to be drawn, and all that are drawn have to be proposed. What may be chosen
-        before the draws is how many to draw after each node. At each level:
+        The rule of acceptance compares p to the q that a token was drawn from. So it needs tokens
+        that were drawn, and every token that was drawn has to be proposed: to drop one afterwards
+        would change what comes out (an example is below). Only how many tokens are drawn after each
+        node can be chosen, and that before the draws. At each level:
 
         1. Divide the tokens that are left by the levels that are left, rounded up: the `share`.
         2. Find the `share` likeliest tokens after the frontier, and count those after each node.
@@ -722,8 +727,8 @@ def likeliest_choices(
 
     There may be fewer, as paths below `min_probability` are left out.
     """
-    # So are tokens of probability 0, of which top-p leaves many: `sample_tree` draws as many tokens
-    # as are chosen here, and these cannot be drawn.
+    # Tokens of probability 0, of which top-p leaves many, are left out as well: `sample_tree` draws
+    # as many tokens as are chosen here, and these cannot be drawn.
     least = max(min_probability, 1e-30)
     top = q.topk(min(count, q.shape[-1]))  # of each node: no more can be among the likeliest
     top_probabilities = top.values.tolist()  # F lists
@@ -790,8 +795,8 @@ def default_config(target: Llama) -> DrafterConfig:
     heads = sizes.num_attention_heads
     kv_heads = math.gcd(heads, max(1, heads // 8))  # about one for eight heads; it divides them
     kv_width = 2 * sizes.num_key_value_heads * sizes.head_dim  # LSA's width
-    # LSA has as many heads as the target. But RoPE needs an even head size: where it would be odd,
-    # take fewer, a multiple of the kv heads. (One head for each kv head would have 2 D, even.)
+    # LSA has as many heads as the target. But RoPE needs an even head size. Where it would be odd,
+    # take fewer, until it is even: at the latest with one head for each kv head, of size 2 D.
     layer_heads = heads
     while kv_width // layer_heads % 2 != 0:
         layer_heads -= sizes.num_key_value_heads
@@ -958,7 +963,9 @@ class OffPolicyDrafter(Drafter):
 class LastStateOffPolicyDrafter(LastStateDrafter, OffPolicyDrafter):
     """Without both: as near to EAGLE as these layers come.
 
-    The memory is LastStateDrafter's, the causal layer in place of CA is OffPolicyDrafter's.
+    From LastStateDrafter: how a memory is made (`build_memory`, and `features`). From
+    OffPolicyDrafter: what reads it (`cross_attend`, `cross_keys_values`). Only what stands in for
+    the memory of a drafted token is new: a predicted hidden state, projected like a true one.
     """
 
     def predicted_memory(self, features: Tensor) -> Tensor:
@@ -969,16 +976,16 @@ class OffPolicyDraftState(DraftState):
     """Drafts without CA.
 
     The causal layer in its place needs keys and values of drafted tokens, too. They lie after those
-    of the text, in the same tensor. It has two caches, each with a length: cross_cache ends with
-    the text, as everywhere, and causal_cache with the draft.
+    of the text, in the same tensor. One tensor, two lengths: cross_cache ends where the text ends,
+    as everywhere, and causal_cache where the draft ends.
     """
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
         super().__init__(drafter, capacity, sampling)
         self.causal_cache = KVCache(self.cross_cache.kv)
         self.last_memory = torch.zeros_like(drafter.Ekv2E.bias)  # of the last verified token, (E)
-        # What stands in for the memory of each expanded node, (E). What an earlier draft has left
-        # does no harm: a node is expanded, and written here, before its children read it.
+        # By node: what stands in for the memory of an expanded node, (E). Entries of an earlier
+        # draft are overwritten in time: a node is expanded before its children ask for it.
         self.predicted: dict[int, Tensor] = {}
 
     def append_verified(self, update: MemoryUpdate) -> None:
@@ -1003,7 +1010,7 @@ class OffPolicyDraftState(DraftState):
         for node in frontier:
             parent = draft.parents[node]  # of the root -1, which is never in `predicted`
             previous.append(self.predicted.get(parent, self.last_memory))
-        # In the slots of SA's tokens, so that one mask serves both layers.
+        # These tokens go into the same slots as in SA's cache, so that the same mask fits both.
         self.causal_cache.length = self.self_cache.length
         x = x + torch.stack(previous)  # (1, F, E)
         return self.drafter.cross_attention(x, rope, mask, self.causal_cache, 0)
@@ -1031,8 +1038,8 @@ def quantize_probabilities(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_probabilities(ids: Tensor, weights: Tensor, vocab_size: int) -> Tensor:
-    """Return the distributions (n, vocab_size) with these weights: the same floats on whatever
-    machine, as each comes from one division of integers."""
+    """Return the distributions (n, vocab_size) with these weights. Client and server get the same
+    floats, as each is one division of two integers."""
     q = weights.float() / weights.sum(-1, keepdim=True)
     return q.new_zeros(len(q), vocab_size).scatter_(-1, ids.long(), q)
 
@@ -1043,9 +1050,9 @@ class RemoteDraftState(DraftState):
     q is made coarse before tokens are drawn from it. So the server can be sent the very q that was
     used, in a few bytes. (Any q will do, if tokens are drawn from just this one.)
 
-    While the server is out of reach, no memory comes, and nobody would verify a draft. Then `draft`
-    returns an empty one, and `RemoteTarget` calls `draft_unverified` instead. The tokens of that
-    stay in SA's and TLI's caches as if they were verified.
+    While the server is out of reach, no memory comes and nobody would verify a draft. Then `draft`
+    returns the root alone, and `RemoteTarget` calls `draft_unverified`, whose tokens stay in SA's
+    and TLI's caches as if they were verified.
     """
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
@@ -1076,9 +1083,9 @@ class RemoteDraftState(DraftState):
     def draft_unverified(self, root: int, count: int) -> list[int]:
         """Write `count` tokens after the root. Root and tokens stay in the caches as text, but for
         the last one: it is the next root."""
-        # super(): our own `draft` returns an empty one while offline.
+        # super(): our own `draft` drafts nothing while offline.
         draft = super().draft(root, TreeConfig(depth=count))
-        self.unverified += len(self.expanded)  # the root and all but the last
+        self.unverified += len(self.expanded)  # the root, and all drafted tokens but the last
         return draft.tokens[1:]
 
     def next_distributions(self, draft: Draft, frontier: list[int]) -> Tensor:
@@ -1157,8 +1164,8 @@ class BatchDraftState:
         lengths = torch.tensor([row.length for row in self.cross_cache.rows[:batch]])
         memory = self.cross_cache.kv[0, :batch, :, :int(lengths.max())]  # (B, Hkv, S, 2D)
         slots = torch.arange(memory.shape[2])
-        mask = (slots < lengths[:, None, None, None]).to(target.device)  # (B, 1, 1, S)
-        x = drafter.cross_attention.attend_to(memory, x, rope, mask)
+        cross_mask = (slots < lengths[:, None, None, None]).to(target.device)  # (B, 1, 1, S)
+        x = drafter.cross_attention.attend_to(memory, x, rope, cross_mask)
         rope, mask = self.reused_cache.layout(batch, 1, target.rotary)
         x = drafter.step_target_layers(x, rope, mask, self.reused_cache)
         for row in range(batch):
@@ -1171,7 +1178,7 @@ class BatchDraftState:
 
 
 def to_bfloat16(drafter: Drafter) -> Drafter:
-    """Turn a drafter's weights into bfloat16, if this is a CPU that multiplies in it.
+    """Turn a drafter's weights into bfloat16, if they are on a CPU with instructions for it.
 
     Drafts need not be exact: a worse one costs time, never text.
     """

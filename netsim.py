@@ -66,18 +66,22 @@ MIN_RTO_MARGIN = 0.2  # seconds: Linux adds no less to the mean round trip (its 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a network, in numbers."""
+    """One direction of a network, in numbers.
 
-    latency: float = 0.0  # seconds: the mean of a normal distribution that every message draws from
-    jitter: float = 0.0  # seconds: its standard deviation. A negative draw becomes 0, which makes
-    #                      the mean a little longer: 10.8 ms for 10 with a jitter of 10
+    A message's latency is drawn from a normal distribution. A negative draw becomes 0, which makes
+    the mean a little longer: 10.8 ms for 10 with a jitter of 10.
+    """
+
+    latency: float = 0.0  # seconds: the mean of that distribution
+    jitter: float = 0.0  # seconds: its standard deviation
     bandwidth: float = math.inf  # bits per second
     loss: float = 0.0  # share of the packets, from 0 to 1
 
     def retransmission_timeout(self) -> float:
         """Return the RTO in seconds, once TCP has measured round trips: their mean, plus four times
         their mean deviation but at least MIN_RTO_MARGIN (RFC 6298)."""
-        # Of a round trip, the sum of two draws: sqrt(2) jitter, times sqrt(2 / pi).
+        # A round trip is the sum of two draws, so its standard deviation is sqrt(2) jitter. The
+        # mean deviation of a normal distribution is sqrt(2 / pi) of that.
         deviation = 2 * self.jitter / math.sqrt(math.pi)
         return 2 * self.latency + max(4 * deviation, MIN_RTO_MARGIN)
 
@@ -129,7 +133,8 @@ class Network:
             self.outage_begins = min(self.outage_begins, now)
 
     def is_down(self, sent: float, arrival: float) -> bool:
-        """Tell whether the outage meets a message in flight from the moment `sent` to `arrival`."""
+        """Tell whether the outage and the flight of a message, from `sent` to `arrival`, overlap.
+        (With sent = arrival: whether the network is down at that moment.)"""
         return sent < self.outage_begins + self.outage_seconds and self.outage_begins <= arrival
 
 
@@ -156,14 +161,13 @@ class Direction:
         propagation = max(0.0, self.random.gauss(self.link.latency, self.link.jitter))
         arrival = self.busy_until + propagation
 
-        # The message is complete when its unluckiest packet has come. (TCP also has a faster way to
-        # notice a loss, but that takes three later packets: most messages here are too short.)
+        # All packets are sent. Those that are lost are sent again after the timeout, which doubles
+        # each time, until none is missing. (TCP also has a faster way to notice a loss, but that
+        # takes three later packets: most messages here are too short.)
         timeout = self.retransmission_timeout
         self.retransmission_timeout = self.link.retransmission_timeout()
-        # Packets that have yet to come: at least one, as TCP's handshake has no bytes of ours.
-        missing = max(1, math.ceil(size / MSS))
+        missing = max(1, math.ceil(size / MSS))  # at least one: a handshake's has no bytes of ours
         while missing > 0:
-            # Those of them that are lost, each with the same probability.
             missing = sum(self.random.random() < self.link.loss for _ in range(missing))
             if missing > 0:
                 arrival += timeout
@@ -204,7 +208,7 @@ def wait(arrival: float, deadline: float) -> None:
 HEADER = struct.Struct("!4sBIQ")  # "!": big-endian, as is usual in networks, and no padding
 MAGIC = b"MoAs"  # to notice at once a peer that speaks another protocol
 VERSION = 3  # of this format: a peer with another one would misread our messages
-MAX_FIELDS = 1 << 16  # bytes: the longest fields list 64 drafts, which takes less than a thousand
+MAX_FIELDS = 1 << 16  # bytes: the longest fields, a draft of 64 tokens, have less than a thousand
 MAX_REPLY = 1 << 30  # bytes: a prompt of 131 072 tokens may have a memory of 8000 bytes each
 MAX_PIECE = 1 << 16  # bytes in one call: a peer that announces much and sends little gets little
 NONCE = 32  # bytes: 256 random bits never come twice
@@ -342,8 +346,10 @@ class Channel:
             self.bytes_up += DIGEST
             self.bytes_down += NONCE + greeting.size
 
-            # Three times up and down, one after the other: TCP's SYN and its confirmation, that
-            # one's confirmation and the nonce, the digest and the greeting.
+            # Three round trips:   up             down
+            #                      SYN            SYN-ACK
+            #                      ACK            the nonce
+            #                      the digest     the greeting
             arrival = start
             for up_size, down_size in ((0, 0), (0, NONCE), (DIGEST, greeting.size)):
                 arrival = network.up.send(arrival, up_size)
@@ -381,11 +387,12 @@ class Channel:
             sent = monotonic()
             size = send_message(self.sock, fields, tensors)
             self.bytes_up += size
-            # When the simulated server has the request; then, when it has sent each reply.
+            # The simulated server's clock: first when it has the request, then, in the loop, when it
+            # has sent the reply at hand.
             server_clock = self.network.up.send(sent, size)
             start = sent
             more = True
-            while more:  # a turn for each reply: all but the last say "more"
+            while more:  # one round for each reply; all but the last have a field "more"
                 deadline = start + self.reply_timeout()
                 reply = receive_message(self.sock, MAX_REPLY, deadline)
                 self.bytes_down += reply.size
@@ -457,10 +464,10 @@ class MessageServer(socketserver.ThreadingTCPServer):
 
     def process_request(self, request: socket.socket, client_address: Address) -> None:
         """socketserver calls this for a new connection, whose socket it calls a request."""
-        # Anyone can open connections and say nothing. With the new one there may be four for each
-        # client: the oldest that are more have to go.
-        room = 4 * self.max_clients - 1
-        self.disconnect(list(self.unauthenticated)[:-room])
+        # Anyone can open connections and say nothing. At most four for each client, with the new
+        # one, may be unauthenticated: beyond that the oldest are disconnected.
+        most = 4 * self.max_clients - 1
+        self.disconnect(list(self.unauthenticated)[:-most])
         self.connections.add(request)
         self.unauthenticated[request] = None
         super().process_request(request, client_address)

@@ -13,20 +13,21 @@ The second judges the next, and so on. The last is that of the token after all o
 
 Which drafted tokens are kept is decided so that the text is distributed exactly as the target's own
 (Leviathan et al. 2023; Chen et al. 2023). With p the target's distribution, q the drafter's, and
-norm(f) = f / sum f:
+scaled(f) = f / sum f:
 
-    accept x ~ q with probability min(1, p(x) / q(x));  if rejected, draw from norm(max(p - q, 0))
+    accept x ~ q with probability min(1, p(x) / q(x));  if rejected, draw from scaled(max(p - q, 0))
 
 Why that is exact. A token x comes out in two ways, with these probabilities:
 
     drafted and accepted      q(x) min(1, p(x) / q(x))                = min(p(x), q(x))
-    drawn after a rejection   P(rejection) * norm(max(p - q, 0))(x)   = max(p(x) - q(x), 0)
+    drawn after a rejection   P(rejection) * scaled(max(p - q, 0))(x)   = max(p(x) - q(x), 0)
 
 because P(rejection) = 1 - sum min(p, q) and, as p sums to 1, this is sum (p - min(p, q)) =
-sum max(p - q, 0): what norm divides by. The two add up to p(x), whatever q is. An example with
-three tokens, p = (0.6, 0.3, 0.1) and q = (0.4, 0.5, 0.1): the first and the third are always
-accepted, the second with probability 0.6. With probability 0.5 * 0.4 = 0.2 it is rejected, and
-norm(max(p - q, 0)) = (1, 0, 0) puts the first in its place. So they come out with probabilities
+sum max(p - q, 0): what `scaled` divides by. The two add up to p(x), whatever q is.
+
+An example with three tokens, p = (0.6, 0.3, 0.1) and q = (0.4, 0.5, 0.1). They are accepted with
+probability 1, 0.6 and 1. The second is drafted and rejected with probability 0.5 * 0.4 = 0.2. Then
+scaled(max(p - q, 0)) = (1, 0, 0) puts the first in its place. So they come out with probabilities
 0.4 + 0.2, 0.5 * 0.6 and 0.1, which is p. A bad drafter costs time, never text.
 
     python speculate.py --prompt "Explain why the sky is blue." --show   # accepted tokens are green
@@ -141,8 +142,8 @@ class VerifyResult:
 
 @torch.inference_mode()
 def speculate(
-    target: LocalTarget,  # or RemoteTarget, or whatever answers `prefill` and `verify`
-    state: DraftState,  # or whatever answers `append_verified` and `draft`
+    target: LocalTarget,  # or RemoteTarget, or another that answers `prefill` and `verify`
+    state: DraftState,  # or another that answers `append_verified` and `draft`
     prompt: list[int],
     config: GenerationConfig,
     tree: TreeConfig,
@@ -176,7 +177,8 @@ class LocalTarget:
     """The target of one conversation, on this machine. LSA runs on its side, where its cache is."""
 
     def __init__(self, model: Llama, drafter: Drafter, capacity: int, sampling: Sampling):
-        """model: the Llama that moa.py calls the target. capacity: tokens of text and draft."""
+        """model: the Llama that moa.py calls the target. drafter: of it only `memory_update` is
+        used here. capacity: tokens of text and draft together."""
         self.model = model
         self.drafter = drafter
         self.sampling = sampling
@@ -238,7 +240,7 @@ class Trial(NamedTuple):
     """A drafted token x is accepted if u < ratio."""
 
     u: float  # a random number, uniform in [0, 1)
-    ratio: float  # p(x) / q(x). After a rejected sibling: p_left(x) / q_left(x)
+    ratio: float  # p(x) / q(x); in a tree, of what rejected siblings have left of both
 
 
 @dataclass
@@ -257,8 +259,8 @@ def accept_draft(logits: Tensor, draft: Draft, sampling: Sampling) -> Acceptance
         choices = logits.float().argmax(-1)  # in float32: on CPUs ten times as fast as bfloat16
         return accept_greedy(choices.tolist(), draft)
     p = probabilities(logits, sampling.temperature, sampling.top_p)
-    # One random number for each token, all at once: an accelerator would have to wait for each
-    # single one. Those of tokens that are never tried are not used.
+    # All random numbers at once: on an accelerator, each one that Python looks at costs a wait.
+    # Those of tokens that are never tried are not used.
     u = torch.rand(len(draft.tokens), generator=sampling.generator, device=p.device).tolist()
     if draft.is_chain:
         return rejection_sample(p, draft, u, sampling.generator)
@@ -303,7 +305,7 @@ def rejection_sample(
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """Return norm(max(p - q, 0)): by how much p exceeds q, as a distribution. p, q (V)."""
+    """Return scaled(max(p - q, 0)): by how much p exceeds q, as a distribution. p, q (V)."""
     left = (p - q).clamp(min=0)
     if not left.any():
         # Nowhere p > q. Both sum to 1, so they are equal up to rounding, and it was rounding that
@@ -325,23 +327,22 @@ def rejection_sample_tree(
     p. And the sibling was drawn from q without the rejected token. So it is tried with these two in
     place of p and q. If all are rejected, the token is drawn from what is left of p.
 
-    Why that is exact. Claim: when a child is about to be tried, the token that comes out in the end
-    is distributed as p_left, whichever siblings were rejected before. From the last child to the
-    first:
+    Why that is exact. Claim: whenever a child is about to be tried, the token that comes out in the
+    end is distributed as p_left.
 
-        the last child     was drawn from q_left and, if it is rejected, the token is drawn from the
-                           residual: the chain's argument, with p_left and q_left for p and q
-        one before it      the same argument: if it is rejected, the next child is tried and, by the
-                           claim for that one, what comes out is distributed as the residual
+        the last child     It was drawn from q_left. If it is rejected, the token is drawn from the
+                           residual. That is the chain's rule, with p_left and q_left for p and q.
+        the one before     If it is rejected, the last child is tried next. By the claim for that
+                           one, what then comes out is distributed as its p_left: the residual. So
+                           again it is the chain's rule.
 
-    For the first child p_left is p. The argument needs that each child was drawn from q_left, given
-    those before it. So what is drawn may decide neither how many children there are nor which of
-    them are proposed: see `DraftState.sample_tree`.
+    And so on to the first child, whose p_left is p. This needs that each child was drawn from its
+    q_left. So what is drawn may decide neither how many children there are nor which of them are
+    proposed: see `DraftState.sample_tree`.
 
-    (EAGLE-2 does not draw. At any temperature its tree holds the likeliest tokens, as that of
-    `draft_tree` does. Its rule for them: accept x with probability p(x). If it is rejected, drop x
-    from p, scale the rest to sum to 1, and try the next sibling. That is exact, too. Drafts by
-    lookup follow this rule: see `Lookup.certain_draft`, below the bar.)
+    (An aside: EAGLE-2 does not draw. At any temperature its tree holds the likeliest tokens. Its
+    rule for them: accept x with probability p(x). If it is rejected, drop x from p, scale the rest
+    to sum to 1, and try the next sibling. That is exact, too. `Lookup`, below the bar, follows it.)
     """
     path = [0]
     trials = {}
@@ -368,8 +369,8 @@ def without(q: Tensor, x: int) -> Tensor:
     """Return the distribution of the next draw if x was drawn from q (V) and not put back."""
     rest = q.clone()
     rest[x] = 0.0
-    # If x was all of q, the rest sums to 0. Then there is no later sibling, and nobody reads this:
-    # the smallest float only keeps 0 / 0 from becoming NaN.
+    # If x was all of q, the rest sums to 0. Then no sibling follows, and the result is not used:
+    # the clamp only avoids 0 / 0.
     return rest / rest.sum().clamp(min=torch.finfo(q.dtype).tiny)
 
 
@@ -389,8 +390,8 @@ class Lookup:
         self.sampling = sampling
         self.history: list[int] = []
         self.offline = False
-        # How many of the newest tokens must have occurred before: the longest match is tried first.
-        # Beside a drafter copy only what is nearly certain.
+        # Copy where the last 3 tokens occurred before, else where the last 2 did, else the last 1.
+        # Beside a drafter only the first: after shorter matches it drafts better than a copy.
         self.sizes = (3, 2, 1) if state is None else (3,)
 
     def append_verified(self, update: MemoryUpdate | None) -> None:
@@ -482,8 +483,8 @@ class ChainBatch(Batch):
         for row, draft in enumerate(drafts):
             acceptance = accept_draft(logits[row], draft, samplings[row])
             kept = draft.tokens[:len(acceptance.path)]  # of a chain: the root, what is accepted
-            # Another row's draft may reach beyond the end of its answer, and even of the context,
-            # where there are no positions: cut it there.
+            # All rows draft K tokens, even one that has room for fewer. It may accept some beyond
+            # the end of its answer, or of the context, where there are no positions: cut them off.
             new = (kept[1:] + [acceptance.token])[:room[row]]
             new_tokens.append(new)
             verified = kept[:len(new)]  # the tokens that the new ones follow
@@ -503,8 +504,9 @@ class ChainBatch(Batch):
 #     verify    drafts, parents            ids, weights    verify a draft after that
 #     generate  GenerationConfig           tokens          write alone, as a plain API
 #
-# `known` is of how many tokens the client has the memory already. `ids` and `weights` are q,
-# quantized, where tokens were drawn. An example, a chain of two of which the target accepts one:
+# known: for how many tokens the client has the memory already; the reply leaves it out for them.
+# ids and weights: q of each parent, quantized, if the tokens were drawn from it. An example, a
+# chain of two of which the target accepts one:
 #
 #     client                                     server
 #     read    tokens 5 9 2, known 0        ->    reads 5 9 2
@@ -512,8 +514,8 @@ class ChainBatch(Batch):
 #     verify  drafts [4 8], parents [0 1]  ->    reads 7 4 8 in one pass
 #                                          <-    accepted [4], token 1, memory of 7 4
 #
-# The root, 7, never goes up: the server chose it. To "generate" each token is a reply of its own,
-# with the fields `token` and `more`.
+# With "verify" the root, 7, does not go up: the server chose it. To "generate" each token is a
+# reply of its own, with the fields `token` and `more`.
 
 SECRET = "MOA_SECRET"  # the environment variable that holds the secret of both sides
 MAX_DRAFT_TOKENS = 64  # of a draft: the server refuses a longer one
@@ -542,7 +544,8 @@ def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
 def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) -> MemoryUpdate:
     """Read the memory of these tokens off a reply. Raises LookupError, RuntimeError, ValueError."""
     count = len(tokens)
-    # Not for what they hold: the memory of so many tokens must have their shape, dtype and device.
+    # Examples of the shape, dtype and device that the memory of so many tokens must have. (Their
+    # values are not used.)
     cross_like = state.cross_cache.kv[0, :, :, :count]  # (1, Hkv, T, 2D)
     reused_like = state.reused_cache.kv[:, :, :, :count]  # (N, 1, Hkv, T, 2D)
     cross_kv = dequantize(tensors["cross"], tensors["cross_scale"], cross_like)
@@ -567,7 +570,10 @@ def text_request(call: str, text: list[int], config: GenerationConfig) -> tuple[
 
 @dataclass
 class OfflineResult(VerifyResult):
-    """The drafter's own tokens, as the target is out of reach. Nobody has a memory of them."""
+    """Stands in for a result while the target is out of reach. The tokens are the drafter's: all
+    but the last in `accepted`, the last in `token`, as it is the next root. Nobody has a memory of
+    them.
+    """
 
     memory: None = None
     reason: str = ""
@@ -587,7 +593,7 @@ class RemoteTarget:
         self.state = state
         self.config = config
         self.link_state = "connected"  # or one of the other two, during the last cycle
-        self.text: list[int] = []  # prompt and answer
+        self.text: list[int] = []  # prompt and answer, with the newest token, the next root
         self.full_length = 0  # of the text, once the answer is complete
         self.retry_at = 0.0  # when to reconnect at the earliest, by time.monotonic
         self.backoff = INITIAL_BACKOFF  # seconds
@@ -635,7 +641,7 @@ class RemoteTarget:
         tensors = {}
         if draft.q:
             # In the order of the parents. Quantizing loses nothing: q was quantized before tokens
-            # were drawn from it.
+            # were drawn from it, and a second time gives the same weights.
             q = torch.stack([draft.q[parent] for parent in sorted(draft.q)])
             ids, weights = quantize_probabilities(q)
             tensors = {"ids": ids.cpu(), "weights": weights.cpu()}
@@ -682,6 +688,8 @@ class RemoteTarget:
             path = match_path(draft, reply["accepted"])
             accepted = [draft.tokens[node] for node in path[1:]]  # (the reply may say 9.0 for 9)
             token = check_int(reply["token"], 0, self.state.drafter.target.config.vocab_size - 1)
+            # What has a memory from now on: the text that had none yet (the root and, after an
+            # outage, what was written offline), then what is accepted.
             verified = self.text[self.state.verified:] + accepted
             return VerifyResult(accepted, token, dequantize_memory(memory, verified, self.state))
 
@@ -962,8 +970,8 @@ class Cycle:
 
 
 class Recorder:
-    """Stands between the loop and what it calls, and notes in a Cycle what passes and how long it
-    takes.
+    """Both the target and the state that `speculate` is given: it passes each call on to the real
+    ones, and notes in a Cycle what passes and how long it takes.
 
     `speculate` calls prefill once, then append_verified, draft and verify in each cycle. So a cycle
     begins with append_verified, whose time counts as drafting, and is complete when `speculate`
@@ -1003,7 +1011,8 @@ class Recorder:
 
 @dataclass
 class Generation:
-    """One answer, and what it cost. The prompt's pass counts in `seconds` and `network` only."""
+    """One answer, and what it cost. The prompt's pass counts in `seconds` and `network` only,
+    besides its token."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
@@ -1035,7 +1044,7 @@ class Generation:
         return self.origins.count(Origin.UNVERIFIED)
 
     def statistics(self) -> dict:
-        """Return what --json adds to text and tokens."""
+        """Return what `report` shows besides text, tokens and speed."""
         statistics = {
             "target_calls": self.target_calls,
             "acceptance_length": acceptance_length([self]),
@@ -1069,7 +1078,11 @@ def ignore(cycle: Cycle) -> None:
 
 @dataclass
 class Method:
-    """A way to answer a prompt."""
+    """A way to answer a prompt.
+
+    tree None: by the target alone, here or, with new_channel, behind an API. Else with drafts, by
+    `drafter`, by lookup, or by both; the target is here or, with new_channel, on a server.
+    """
 
     model: Llama
     drafter: Drafter | None = None
@@ -1130,8 +1143,8 @@ class Method:
         """Let a drafter, lookup, or both draft, and let the target verify, here or on a server."""
         tree = self.tree
         sampling = config.new_sampling(self.model.device)
-        # After the text the target's cache holds a draft, at most total_tokens. The drafter's hold
-        # what it has expanded of one, at most top_k tokens a level.
+        # Room after the text for a draft: in the target's cache its tokens, at most total_tokens;
+        # in the drafter's the nodes that were expanded, at most top_k on each level.
         draft_slots = max(tree.total_tokens, tree.depth * tree.top_k)
         capacity = len(prompt) + config.max_new_tokens + 1 + draft_slots
         state = None
@@ -1203,17 +1216,20 @@ class Trace:
     def record(self, cycle: Cycle) -> dict:
         """Return a line of --trace --json."""
         target = cycle.target
-        draft = cycle.draft or Draft(cycle.result.token)  # an empty one after the prompt's pass
+        # What the target judged, and what it kept. After the prompt's pass, or where the draft was
+        # lost with the link, that is a root alone.
+        draft = cycle.draft or Draft(cycle.result.token)
         accepted = cycle.result.accepted
         if isinstance(target, RemoteTarget) and target.link_state != "connected":
-            draft = Draft(draft.tokens[0])  # what was drafted never reached the target
-            accepted = []
+            draft = Draft(draft.tokens[0])
+            accepted = []  # offline they are the drafter's own
+        # An accepted stop token ends the answer, and cycle.tokens with it: then what was drafted
+        # after it, and the target's own token, are not shown.
         path = match_path(draft, accepted[:len(cycle.tokens)])
-        # An accepted stop token ends the answer. What was drafted after it, and the target's own
-        # token, are no part of it.
         ended = not cycle.is_offline and len(cycle.tokens) <= len(accepted)
+        tried = path[:-1] if ended else path  # the nodes whose children were judged
         own = cycle.tokens if cycle.is_offline else [cycle.result.token]
-        drafts = self.drafted_nodes(target, draft, path, path[:-1] if ended else path)
+        drafts = self.drafted_nodes(target, draft, path, tried)
         record = {
             "cycle": self.cycles,
             "drafts": drafts,
@@ -1238,10 +1254,7 @@ class Trace:
         path: list[int],
         tried: list[int],
     ) -> list[dict]:
-        """Describe each drafted token. Its parent is an index of this list, or -1 for the root.
-
-        tried: nodes whose children were tried, or would have been.
-        """
+        """Describe each drafted token. Its parent is an index of this list, or -1 for the root."""
         drafted = range(1, len(draft.tokens))
         p = None  # the target's distributions, which a server does not send
         if isinstance(target, LocalTarget) and drafted:
@@ -1487,7 +1500,8 @@ def bench(
 def run_prompt(
     models: Models, methods: Methods, prompt: Prompt, config: GenerationConfig, seed: int
 ) -> Iterator[dict[str, Generation]]:
-    """Yield, for each turn, each method's answer. The first method's is the next turn's context."""
+    """Yield each method's answer to each turn. In the next turn all go on after that of the
+    first."""
     messages = []
     base = next(iter(methods))
     for turn in prompt.turns:

@@ -9,8 +9,8 @@ predictions h' and q, the loss of one position is
 
 KL makes q like p, and that is what acceptance needs: a drafted token is rejected with probability
 sum max(p - q, 0), which is at most sqrt(KL / 2). Smooth L1 gives E numbers to learn from at each
-position. (With N > 0 half of it is about the state that enters the reused layers, as in the
-authors' code.)
+position. (With N > 0 there are two, as in the authors' code: half of the weight is on h', half on
+the state that CA predicts for the entry of the reused layers.)
 
 The file shows how one pass puts every position into a situation that drafting meets (its
 *horizon*), then the losses, one update, and the loop.
@@ -20,8 +20,8 @@ The file shows how one pass puts every position into a situation that drafting m
     python train.py --data own.jsonl --synthesize 1000  # no data at hand? let the target write it
 
 Names: h is `final`, h' is `predicted`. Smooth L1 is `hidden` in the log, and its weight is
---feature-weight. args is the command line, see `parse_arguments` at the end. `run_training` adds
-`epoch_updates`: in so many every conversation comes up once, if all of them can be used.
+--feature-weight. args is the command line: `parse_arguments`, at the end, says what each is. To it
+`run_training` adds `epoch_updates`, the number of updates in one pass over the data.
 
 Shapes: as in moa.py, and R horizons, n trained positions.
 """
@@ -116,12 +116,13 @@ CLIP = 1.0  # the gradient's norm, at most
 # that of the token in a draft, counted from the run's first token.
 #
 # While drafting, tokens 5 to 7 would be the drafter's. If the text is the target's own, as after
-# --synthesize, that hardly matters: what follows a wrong one is thrown away, whatever it is.
+# --synthesize, that hardly matters: as long as they are right they are those of the text, and what
+# follows a wrong one is thrown away.
 #
-# The length of the runs is drawn for each pass over a conversation, from 5 to 15. The phase is by
-# how many tokens an answer's first run is shorter. It is drawn too, from 0 to one less than that
-# length (an addition of ours). So over time every position is trained at every depth that it can
-# have in a draft.
+# The length of the runs is drawn for each pass over a conversation, from 5 to 15. If runs always
+# began with the answer, the first positions would have one depth each. So the answer's first run is
+# made shorter by a number of tokens, the phase, which is drawn as well, from 0 to length - 1 (an
+# addition of ours). Over time every position is trained at every depth that it can have in a draft.
 
 
 class Sequence(NamedTuple):
@@ -156,8 +157,9 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
 
 
 class Example(NamedTuple):
-    """A sequence with the horizons of one update. `collate` makes one of B such, padded to one
-    length: the same fields, with B in front."""
+    """A sequence with its horizons for one update. `collate` pads B of them to one length and
+    stacks them. That is an Example too, with fields (B, T), (B, T) and (B, T, R): what `distill`
+    takes."""
 
     tokens: Tensor  # (T)
     answer: Tensor  # (T)
@@ -213,7 +215,7 @@ def target_pass(target: Llama, tokens: Tensor, N: int) -> TargetStates:
     mask = causal_mask(count, past=0, device=tokens.device)
     cache = target.new_cache(count, batch)
     x = target.embed_tokens(tokens)
-    entering = x  # if N = 0 it stays so, and nobody reads it
+    entering = x  # of no use if N = 0
     for i, layer in enumerate(target.layers):
         if i == first_reused:
             entering = x
@@ -278,7 +280,8 @@ def distill(drafter: Drafter, example: Example, args) -> Distillation:
         smooth_l1 = (smooth_l1 + smooth_l1_entering) / 2
     loss = args.kl_weight * kl + args.feature_weight * smooth_l1
     if args.memory_weight > 0:  # not the paper's: see below the bar
-        loss = loss + memory_loss(drafter, memory[trained], final, len(predicted), args)
+        R = len(predicted)
+        loss = loss + memory_loss(drafter, memory[trained], final, R, args)
     parts = torch.stack([loss, kl, smooth_l1]).detach()
     return Distillation(loss, parts, predicted, final)
 
@@ -312,7 +315,13 @@ class Losses(NamedTuple):
 def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args) -> Losses:
     """Compute the gradients of one batch, a few sequences at a time.
 
-    If all fitted into RAM at once, this would be `(distill(...).loss / total).backward()`.
+    With one process and enough RAM it would be this:
+
+        example = collate(draw_examples(batch, update, args), device)
+        (distill(drafter, example, args).loss / total).backward()
+
+    Below the bar: `micro_batches` cuts the batch into pieces, `autocast` multiplies in --dtype, and
+    `sum_over_processes` does nothing unless there are several processes.
     """
     device = drafter.target.device
     # The loss of an update is one mean, over all trained positions under all their horizons. So
@@ -320,9 +329,8 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
     total = 0
     for sequence in batch:
         total += args.horizons * int(loss_mask(sequence.answer).sum())
-    # Under torchrun, below the bar, each process has some of the pieces, or none. So gradients
-    # begin as zeros, not as None: a process without a piece has something to send, too.
     for parameter in drafter.parameters():
+        # Not None: under torchrun a process may get no piece, and still sends its gradients.
         parameter.grad = torch.zeros_like(parameter)
     sums = torch.zeros(3, device=device)
     for examples in micro_batches(draw_examples(batch, update, args), args):
@@ -339,11 +347,12 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
 
 
 def learning_rate(update: int, args) -> float:
-    """Return the learning rate of an update, counted from 0. In the first --warmup updates it rises
-    from 0.
+    """Return the learning rate of an update, counted from 0. Both schedules rise for --warmup
+    updates.
 
-    paper, as in the authors' code: to 20 times --lr, then down linearly to --lr at the end of the
-    first epoch, where it stays. cosine: along half a cosine from --lr down to 0.
+    paper, as in the authors' code: up to 20 times --lr, then on a straight line down to --lr, which
+    is reached at the end of the first epoch and kept. cosine: up to --lr, then along half a cosine
+    to 0.
     """
     warm = min(1.0, (update + 1) / args.warmup)  # rises to 1
     if args.schedule == "cosine":
@@ -361,7 +370,7 @@ def make_optimizers(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
         return [adamw(model.parameters())]
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
-    # Its steps are scaled to be as large as AdamW's, so that one learning rate serves both.
+    # Muon's steps are scaled to be as large as AdamW's, so that one learning rate serves both.
     muon = torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     return [muon, adamw(vectors)]
 
@@ -401,12 +410,17 @@ def train(
     journal: Journal,
     args,
 ) -> None:
-    """Train up to args.updates, on the sequences of an endless stream. Raises InputError."""
+    """Train up to args.updates. Raises InputError.
+
+    stream: shuffled sequences without end. Each iteration over it goes on at stream.position.
+    journal: logs, evaluates and saves. journal.done: updates that an earlier run has done
+    (--resume).
+    """
     for update in range(journal.done, args.updates):
-        batch = list(itertools.islice(stream, args.batch_size))  # goes on where the last one ended
+        batch = list(itertools.islice(stream, args.batch_size))
         measured = take_step(drafter, optimizers, batch, update, args)
         tokens = sum(len(sequence.tokens) for sequence in batch)
-        journal.record(update + 1, measured, tokens, stream.position)  # logs, evaluates and saves
+        journal.record(update + 1, measured, tokens, stream.position)
 
 
 # --- The method ends here: what follows makes it fast and practical ---
@@ -448,7 +462,8 @@ def memory_loss(drafter: Drafter, memory: Tensor, final: Tensor, R: int, args) -
     memory = memory.float().unsqueeze(0)  # (1, n, E)
     kl = chunked_kl(memory, final, drafter.head.weight)
     loss = args.kl_weight * kl + args.feature_weight * hidden_loss(memory, final)
-    # An update divides all by R n, as the other losses are sums over R horizons. A memory has none.
+    # The caller divides all losses by R n, because the others are sums over R horizons. This one is
+    # not: so it counts R times.
     return R * args.memory_weight * loss
 
 
@@ -553,7 +568,8 @@ def right_drafts(drafter: Drafter, result: Distillation) -> Tensor:
 
 def split_runs(right: Tensor, depths: Tensor) -> list[list[bool]]:
     """Cut answers into runs, which begin where the depth is 1: run[d] says whether the token
-    drafted at depth d + 1 is right. (The first run is empty: it lies before the first cut.)"""
+    drafted at depth d + 1 is right. (`tensor_split` also returns what lies before the first cut:
+    nothing, an empty run.)"""
     begins = (depths == 1).nonzero()[:, 0]
     return [run.tolist() for run in right.tensor_split(begins)]
 
@@ -564,8 +580,9 @@ def depth_scores(runs: list[list[bool]], depths: int) -> dict:
 
     With a_d that share at depth d, a cycle brings 1 + a_1 + a_1 a_2 + ... tokens: the acceptance
     length implied. It is optimistic: these runs begin anywhere, but a cycle mostly begins after a
-    token that the drafter got wrong. And where a text is not greedy, `evaluate` scores a later
-    depth after the text's token, whichever was drafted (`evaluate_drafting` does not).
+    token that the drafter got wrong. And where the text is not what the target would choose, a
+    draft counts as right if it is the target's choice, but the run goes on with the text's token.
+    (`evaluate_drafting` goes on with the drafted one.)
     """
     accuracies = []
     for depth in range(depths):
@@ -668,8 +685,9 @@ class Conversations:
 class Stream:
     """Conversations without end, shuffled again each epoch.
 
-    Each `iter` goes on from `position`: the order of an epoch follows from the seed and the epoch's
-    number, and is made again. So a checkpoint needs no more than this one number.
+    Iterating goes on from `position`, whoever iterated before. The order of an epoch depends on the
+    seed and the epoch's number only, so it can be made again, and a checkpoint needs this one
+    number.
     """
 
     data: Conversations
@@ -871,8 +889,8 @@ def say(message: str) -> None:
         tqdm.write(message, file=sys.stderr)
 
 
-# What may differ where a training run goes on. Any other flag changes what comes out of it by more
-# than rounding.
+# Flags that may differ when a run is resumed. All others would change the result by more than
+# rounding.
 MAY_DIFFER = {
     "out", "pretrain", "resume", "json", "eval_every", "save_every", "device", "micro_batch_size",
 }
@@ -883,6 +901,9 @@ class Journal:
     evaluation every --eval-every updates; every --save-every the model, and a checkpoint from which
     --resume goes on; and Ctrl-C, after which it saves and stops. Under torchrun only process 0
     writes.
+
+    Use it in a `with`, and call `record` after each update: it logs, evaluates, saves, and stops,
+    in this order. `done` and `position` say where to begin.
     """
 
     def __init__(
@@ -1030,8 +1051,8 @@ def show(scores: dict, update: int) -> None:
 
 
 def announce_cost(drafter: Drafter, sequence: Sequence, held_out: list[Sequence], args) -> None:
-    """Print what an update costs here, and how long all of them take (also after --resume), by the
-    cost of one sequence."""
+    """Print how long an update takes here, and all of them (after --resume, too, not only those
+    that are left). It is estimated from one sequence, by its tokens."""
     compute_gradients(drafter, [sequence], 0, args)  # the first pass is slow
     began = time.perf_counter()
     compute_gradients(drafter, [sequence], 0, args)
@@ -1068,6 +1089,9 @@ def converse(
 
     openings: the messages that they begin with, a question or none. Raises InputError.
     """
+    # A conversation is in one of three places: `openings` (not begun), `waiting` (between two
+    # turns), or a row of the batch (a turn is being written). It leaves when it is yielded, or
+    # dropped because it has no answer.
     draws = random.Random(args.seed)
     batch = Batch(target, args.batch_size, args.seq_len)  # a row holds one turn, under way
     waiting = []  # conversations whose next turn is to be written
@@ -1087,8 +1111,8 @@ def converse(
         for turn in batch.step():
             messages = turn.key
             if end_turn(tokenizer, turn, draws):
-                # `step` returns the last row first. Turned round, so that turns begin in the order
-                # of rows, and the same seed draws the same conversations.
+                # `step` returns the last row first. Inserted in front, turns begin in the order of
+                # rows: so the same seed always draws the same conversations.
                 waiting.insert(0, messages)
             elif len(messages) >= 2:  # it has an answer
                 barren = 0
@@ -1176,15 +1200,16 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
         text = file.read()
         if not BEGIN.startswith(text[:len(BEGIN)]):
             raise InputError(f"{path}: was not written by --synthesize; choose another --data")
-        # An earlier run may have been killed while it wrote. Keep its last line if it is whole JSON
-        # without its line end, else cut it off.
+        # An earlier run may have been killed while it wrote its last line. If that is whole JSON,
+        # and only its line end is missing, add the line end. Otherwise cut the line off.
         _, _, last_line = text.rpartition(b"\n")
         with suppress(ValueError):
             json.loads(last_line)
             text += b"\n"
             file.write(b"\n")
         size = file.truncate(text.rfind(b"\n") + 1)
-        args.seed += size << 32  # another seed, so that what is added does not repeat what is there
+        # Another seed than the earlier run's, or the same conversations would be written again.
+        args.seed += size << 32
         written = text.count(b"\n")
         total = args.synthesize
         conversations = converse(target, tokenizer, openings, max(0, total - written), args)
@@ -1572,8 +1597,8 @@ def make_drafter(target: Llama, data: Conversations, training: np.ndarray, args)
 def run_training(target: Llama, tokenizer: Tokenizer, args) -> None:
     """Prepare data and drafter, then run the loop. Raises InputError."""
     data = Conversations(args.data, tokenizer, args.seq_len)
-    # From here on args.data is a label. It goes into the checkpoint, so that --resume refuses a
-    # file that has changed.
+    # `Conversations` has the paths now. In the checkpoint args.data is to name contents, so that
+    # --resume refuses a file that was changed.
     args.data = [f"{path} ({checksum(path)})" for path in args.data]
     training, held_out = split(data, args.seed)
     args.epoch_updates = math.ceil(len(training) / args.batch_size)
