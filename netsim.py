@@ -299,7 +299,7 @@ def answer_nonce(secret: str, nonce: bytes) -> bytes:
 
 # --- The client ---
 
-FIRST_REPLY_SECONDS = 60.0  # to wait for the first reply: the server has to read the prompt for it
+FIRST_REPLY_SECONDS = 60.0  # for the first reply of a connection: the server reads a text for it
 MIN_TIMEOUT = 1.0  # seconds for any other: a packet that is lost twice mostly comes in time
 
 
@@ -322,6 +322,7 @@ class Channel:
     round_trips: int = 0  # requests that have been answered to the end
     network_seconds: float = 0.0  # spent waiting for replies, less the server's work
     slowest: float = 0.0  # seconds waited for the slowest reply
+    is_new: bool = True  # no reply has come over this connection yet
 
     def connect(self) -> dict:
         """Connect and authenticate. Returns the fields of the server's greeting. Raises
@@ -335,7 +336,7 @@ class Channel:
             raise ConnectionLost("the network is down")
         # The first packet may be lost and wait for INITIAL_RTO. The real connection, which nothing
         # delays, has CONNECT_SECONDS at most.
-        timeout = self.reply_timeout() + INITIAL_RTO
+        timeout = self.reply_timeout(first=self.slowest == 0) + INITIAL_RTO
         deadline = start + min(CONNECT_SECONDS, timeout)
         try:
             self.sock = socket.create_connection(self.address, deadline - start)
@@ -358,6 +359,7 @@ class Channel:
         except (OSError, UnicodeError) as error:  # the latter: a host name like a..b
             self.close()
             raise ConnectionLost(f"no server at {self.address[0]}:{self.address[1]}: {error}")
+        self.is_new = True
         if "refused" in greeting.fields:
             self.close()
             raise ConnectionLost(f"the server refused: {greeting.fields['refused']!r:.200}")
@@ -369,14 +371,14 @@ class Channel:
             self.sock.close()
         self.sock = None
 
-    def reply_timeout(self) -> float:
+    def reply_timeout(self, first: bool = False) -> float:
         """Return the seconds after which a reply counts as lost: `timeout`, or else ten times the
-        slowest so far, and at least MIN_TIMEOUT."""
+        slowest so far, and at least MIN_TIMEOUT. first: of a connection, for which the server has
+        to read a text."""
         if self.timeout is not None:
             return self.timeout
-        if self.slowest == 0:
-            return FIRST_REPLY_SECONDS
-        return max(MIN_TIMEOUT, 10 * self.slowest)  # even a busy server is faster
+        seconds = max(MIN_TIMEOUT, 10 * self.slowest)  # even a busy server is faster
+        return max(FIRST_REPLY_SECONDS, seconds) if first else seconds
 
     def request(self, fields: dict, tensors: Tensors, parse: Callable) -> Iterator:
         """Send a request. Yields parse(fields, tensors) of every reply, as soon as it has arrived.
@@ -387,13 +389,13 @@ class Channel:
             sent = monotonic()
             size = send_message(self.sock, fields, tensors)
             self.bytes_up += size
-            # The simulated server's clock: first when it has the request, then, in the loop, when it
-            # has sent the reply at hand.
+            # The simulated server's clock: when it has the request, then, in the loop, when it has
+            # sent the reply at hand.
             server_clock = self.network.up.send(sent, size)
             start = sent
             more = True
             while more:  # one round for each reply; all but the last have a field "more"
-                deadline = start + self.reply_timeout()
+                deadline = start + self.reply_timeout(first=self.is_new)
                 reply = receive_message(self.sock, MAX_REPLY, deadline)
                 self.bytes_down += reply.size
                 elapsed = max(0.0, float(reply.fields["elapsed"]))  # NaN becomes 0
@@ -402,6 +404,7 @@ class Channel:
                 wait(arrival, deadline)
                 waited = monotonic() - start
                 self.slowest = max(self.slowest, waited)
+                self.is_new = False
                 self.network_seconds += max(0.0, waited - elapsed)
                 parsed = parse(reply.fields, reply.tensors)
                 more = reply.fields.get("more")

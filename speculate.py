@@ -623,9 +623,9 @@ class RemoteTarget:
             result = self.reconnect()  # the draft is lost: the server goes on after its root
             self.link_state = "reconnecting"
             return result
-        except ConnectionLost:
+        except ConnectionLost as error:
             self.link_state = "offline"
-            return self.draft_offline(draft.tokens[0], reason)
+            return self.draft_offline(draft.tokens[0], f"{reason}; then {error}")
 
     def draft_offline(self, newest: int, reason: str) -> OfflineResult:
         """Let the drafter go on alone."""
@@ -666,6 +666,7 @@ class RemoteTarget:
         after that, and the memory that the drafter lacks. Raises ConnectionLost."""
         greeting = self.channel.connect()
         if greeting.get("drafter") != self.state.drafter.checkpoint_hash:
+            self.channel.close()
             raise ConnectionLost(
                 "the server has another drafter; start both sides with the same --drafter"
             )
@@ -729,8 +730,8 @@ def call_api(
 class TargetSession:
     """The server's side of one client, a session of MessageServer.
 
-    One worker thread does the models' work of all clients in turn: PyTorch keeps a pool of threads
-    for each thread that calls it, and several pools would fight for the cores.
+    One worker thread does the models' passes of all clients in turn: PyTorch keeps a pool of
+    threads for each thread that calls it, and several pools would fight for the cores.
     """
 
     def __init__(self, model: Llama, drafter: Drafter, worker: ThreadPoolExecutor):
@@ -867,8 +868,7 @@ def check_ids(tensor: Tensor, end: int) -> list[int]:
 
 
 def serve(args: Namespace, announce: Callable[[tuple[str, int]], None]) -> None:
-    """Serve until SIGTERM. `announce` is told the address."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    """Serve without end. `announce` is told the address."""
     models = load_models(args)
     host, port = args.serve
     with ThreadPoolExecutor(1) as worker:
@@ -961,6 +961,11 @@ class Cycle:
         return isinstance(self.result, OfflineResult)
 
     @property
+    def arrived(self) -> bool:
+        """Whether the draft reached the target."""
+        return not isinstance(self.target, RemoteTarget) or self.target.link_state == "connected"
+
+    @property
     def origins(self) -> list[Origin]:
         """Who wrote each token."""
         if self.is_offline:
@@ -1034,7 +1039,7 @@ class Generation:
                 self.outage = self.outage or cycle.result.reason
             else:
                 self.target_calls += 1
-                if cycle.draft is not None:
+                if cycle.draft is not None and cycle.arrived:
                     self.drafted += len(cycle.draft.tokens) - 1  # without the root
         self.tokens += cycle.tokens
         self.origins += cycle.origins
@@ -1220,7 +1225,7 @@ class Trace:
         # lost with the link, that is a root alone.
         draft = cycle.draft or Draft(cycle.result.token)
         accepted = cycle.result.accepted
-        if isinstance(target, RemoteTarget) and target.link_state != "connected":
+        if not cycle.arrived:
             draft = Draft(draft.tokens[0])
             accepted = []  # offline they are the drafter's own
         # An accepted stop token ends the answer, and cycle.tokens with it: then what was drafted
@@ -1480,10 +1485,11 @@ def bench(
                 speeds = [f"{name} {rate([results[name]]):.1f}" for name in methods]
                 line = f"{prompt.category}: tokens/s {', '.join(speeds)}"
                 tqdm.write(line, file=sys.stderr)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, InputError) as error:  # the latter: a server is lost
         if not runs:
             raise
-        print("interrupted: these are the prompts that were done", file=sys.stderr)
+        why = str(error) or "interrupted"
+        print(f"{why}: these are the prompts that were done", file=sys.stderr)
     if not runs:
         raise InputError("no prompt fits the model's context")
     everything = []
@@ -1600,9 +1606,10 @@ def bench_batch(
     run_batch(warm_up, requests[:1], config)
     rows = []
     for size in tqdm(batches):
-        batch = Batch(target, size, capacity)
+        count = min(size, len(requests))  # more rows would stay empty
+        batch = Batch(target, count, capacity)
         base = measure_batch("target", batch, requests, config, alone)
-        batch = ChainBatch(target, models.drafter, size, capacity, K)
+        batch = ChainBatch(target, models.drafter, count, capacity, K)
         chain = measure_batch("chain", batch, requests, config, alone)
         for row in (base, chain):
             speedup = row["tokens_per_second"] / base["tokens_per_second"]
@@ -1970,7 +1977,7 @@ class Terminal:
     def read_question(self) -> str | None:
         """Read a line. Returns None at the end of the file."""
         try:
-            if self.args.json:  # nothing but JSON on stdout
+            if self.args.json or not sys.stdout.isatty():  # nothing but answers on stdout
                 print("> ", end="", file=sys.stderr, flush=True)
                 return input()
             return input("> ")
@@ -2009,6 +2016,7 @@ class Terminal:
 def main() -> None:
     args = parse_arguments()
     if args.serve:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         serve(args, announce_on_terminal)
         return
     on_terminal = sys.stdin is not None and sys.stdin.isatty()

@@ -486,6 +486,7 @@ def join_processes(args) -> None:
     """Give this process a GPU of its own, if there are any, and connect it to the others."""
     if args.device.startswith("cuda"):
         args.device = f"cuda:{dist.get_node_local_rank()}"
+        check_device(args.device)
         torch.cuda.set_device(args.device)
     dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
 
@@ -1178,6 +1179,8 @@ def find_openings(path: Path, args) -> Iterator[list[dict]]:
     `path` does not answer yet. Raises InputError."""
     if args.questions is None:
         return ([] for _ in itertools.count())
+    if not Path(args.questions).exists():
+        raise InputError(f"{args.questions}: no such file")
     questions = dict.fromkeys(read_questions(args.questions))
     if not questions:
         raise InputError(f"{args.questions}: no conversation with a question")
@@ -1191,8 +1194,6 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
     """Write conversations to a file, each when it ends, until it has args.synthesize or all
     questions are answered. Raises InputError."""
     path = Path(args.data[0])
-    if not tokenizer.stop_ids:
-        raise InputError(f"{args.model}: names no stop token, so that no turn would end")
     openings = find_openings(path, args)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
@@ -1331,9 +1332,11 @@ def make_target(vocab_size: int, args) -> Llama:
 def save_target(folder: Path, model: Llama) -> None:
     """Write a Hugging Face directory, as `load_model` reads it, in bfloat16."""
     config = {"model_type": "llama", **asdict(model.config)}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
     weights = {f"model.{name}": p.bfloat16() for name, p in model.named_parameters()}
+    with atomic_write(folder / "config.json") as part:
+        part.write_text(json.dumps(config))
+    with atomic_write(folder / "generation_config.json") as part:
+        part.write_text(json.dumps({"eos_token_id": 1}))
     with atomic_write(folder / "model.safetensors") as part:
         save_file(weights, part)
 
@@ -1638,7 +1641,7 @@ def check_folder(args) -> None:
     """Unset args.resume where there is nothing to resume. Raises InputError for other work."""
     out = Path(args.out)
     has_checkpoint = (out / "checkpoint.pt").exists()
-    has_model = (out / "model.safetensors").exists()
+    has_model = any(out.glob("*.safetensors"))  # perhaps in shards
     if args.resume and has_checkpoint:
         return
     if has_checkpoint:

@@ -496,7 +496,7 @@ def measure_cost() -> None:
     become_eagle()
     rows = []
     for seed in SEEDS:
-        flags = ["--bench", "runs/few.jsonl", "--model", TOY, "--json"]
+        flags = ["--bench", "runs/few.jsonl", "--json", *ON_TOY]
         for name in TIMED["cost"]:
             flags += ["--drafter", f"runs/{name}-{seed}"]
         flags += ["--max-new-tokens", str(ANSWER), "--draft-length", str(CHAIN)]

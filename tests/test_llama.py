@@ -842,9 +842,9 @@ def test_a_conversation_follows_its_format_and_messages_stay_text(
 
 @pytest.mark.parametrize("stated, stop_ids", [
     (7, {7}), (0, {0}), ([7, 9], {7, 9}), (None, {5}),
-    ([[1]], None), ("abc", None), (2.5, None), ({"a": 1}, None),
+    ([[1]], None), ("abc", None), (2.5, None), ({"a": 1}, None), (-1, None),
 ], ids=name)
-def test_stop_ids_are_the_integers_of_generation_config_or_else_of_config(
+def test_stop_ids_are_the_integers_of_generation_config_or_else_of_config_and_the_end_of_a_turn(
         tmp_path, stated, stop_ids):
     byte_tokenizer(tmp_path, LLAMA3)
     (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
@@ -852,7 +852,9 @@ def test_stop_ids_are_the_integers_of_generation_config_or_else_of_config(
     if stop_ids is None:
         raises("eos_token_id", llama.load_tokenizer, tmp_path)
     else:
-        assert llama.load_tokenizer(tmp_path).stop_ids == stop_ids
+        tokenizer = llama.load_tokenizer(tmp_path)
+        end_of_turn = tokenizer.backend.token_to_id("<|eot_id|>")
+        assert tokenizer.stop_ids == stop_ids | {end_of_turn}
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.jinja"])

@@ -479,6 +479,18 @@ def test_a_new_connection_has_time_for_a_first_packet_that_is_lost(monkeypatch):
         assert time.monotonic() >= start + 0.2
 
 
+def test_the_first_reply_of_a_new_connection_has_as_long_as_the_very_first(monkeypatch):
+    monkeypatch.setattr(netsim, "MIN_TIMEOUT", 0.02)
+    with connected() as channel:
+        ask(channel)
+        assert channel.reply_timeout() < 0.2
+        channel.connect()
+        ask(channel, 0.3)  # seconds of work, as if to read a long text
+        channel.slowest = 0.0
+        with pytest.raises(ConnectionLost, match="timed out"):
+            ask(channel, 0.3)
+
+
 def test_a_short_outage_amid_a_stream_delays_its_later_tokens_and_loses_none():
     link = Link(0.01)
     with connected(link, outage_after=3, outage_seconds=0.3) as channel:

@@ -1214,12 +1214,13 @@ def test_a_long_curve_is_averaged():
 def files(tmp_path_factory, tiny, undisturbed) -> Path:
     """A folder with a run, a damaged one, one whose checkpoint is gone, and data of many kinds."""
     path = tmp_path_factory.mktemp("files")
+    (path / "shards").mkdir()
+    (path / "shards" / "model-00001-of-00002.safetensors").touch()
     for name in ("run", "damaged", "gone"):
         shutil.copytree(undisturbed, path / name)
     checkpoint = (path / "run" / "checkpoint.pt").read_bytes()
     (path / "damaged" / "checkpoint.pt").write_bytes(checkpoint[:-1000])
     (path / "gone" / "checkpoint.pt").unlink()
-    (shutil.copytree(tiny, path / "endless") / "generation_config.json").unlink()
     write(path / "empty")
     write(path / "broken", *BROKEN)
     write(path / "long", *[{"data": ["long" * 99, "b"]}] * 12)
@@ -1270,10 +1271,10 @@ def files(tmp_path_factory, tiny, undisturbed) -> Path:
     ("--out run", "holds work: --resume goes on"),
     ("--out gone", "holds work"),
     ("--out gone --resume", "holds work but no checkpoint"),
+    ("--out shards", "shards holds work"),
     ("--out damaged --resume", "not a readable checkpoint"),
     ("--synthesize 2 --data long", "was not written by --synthesize"),
     ("--synthesize 2 --data run", "Is a directory: 'run'"),
-    ("--synthesize 2 --data own --model endless", "no stop token"),
     ("--synthesize 2 --data own --questions nowhere", "nowhere: no such file"),
     ("--synthesize 2 --data own --questions empty", "no conversation with a question"),
     ("--synthesize 2 --data own --questions questionless", "no conversation with a question"),
