@@ -19,7 +19,7 @@ scaled(f) = f / sum f:
 
 Why that is exact. A token x comes out in two ways, with these probabilities:
 
-    drafted and accepted      q(x) min(1, p(x) / q(x))                = min(p(x), q(x))
+    drafted and accepted      q(x) min(1, p(x) / q(x))                  = min(p(x), q(x))
     drawn after a rejection   P(rejection) * scaled(max(p - q, 0))(x)   = max(p(x) - q(x), 0)
 
 because P(rejection) = 1 - sum min(p, q) and, as p sums to 1, this is sum (p - min(p, q)) =

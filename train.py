@@ -99,11 +99,12 @@ CLIP = 1.0  # the gradient's norm, at most
 
 # --- Horizons: training as drafting ---
 #
+# Call the drafter at one position a query: it reads the tokens up to there, and drafts the next one.
 # When a cycle of drafting begins, the newest token has no memory yet, and the tokens drafted after
-# it get none. So every query of one cycle sees the same memory, that of the tokens before it.
-# Training imitates this without drafting anything. Each answer is cut into runs, and a run stands
-# for a cycle: its queries see memory up to the token before the run, and no further. This limit is
-# a query's horizon. With runs of four tokens after a prompt of four:
+# it get none. So all queries of a cycle see the same memory, that of the tokens before it. Training
+# imitates this without drafting anything. Each answer is cut into runs, and a run stands for a
+# cycle: its queries see memory up to the token before the run, and no further. This limit is a
+# query's horizon. With runs of four tokens after a prompt of four:
 #
 #     query at   reads tokens   and the memory of   drafts token   at depth
 #        4         0 .. 4           0 .. 3               5            1     4 plays the newest token

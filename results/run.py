@@ -104,6 +104,7 @@ EXPERIMENTS = {  # what each of them compares
         "neither-eighth", "neither-quarter", "neither-half", "neither",
     ],
     "losses": ["full", "kl-only", "smooth-l1-only"],
+    "losses_early": ["full-quarter", "kl-only-quarter", "smooth-l1-only-quarter"],
     "memory": ["full", "last-layer", "no-lsa"],
     "text": ["full", "others-text"],
     "text_early": ["full-quarter", "own-250-quarter", "others-text-quarter"],
