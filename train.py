@@ -99,7 +99,7 @@ CLIP = 1.0  # the gradient's norm, at most
 
 # --- Horizons: training as drafting ---
 #
-# Call the drafter at one position a query: it reads the tokens up to there, and drafts the next one.
+# A query is the drafter at one position: it reads the tokens up to there, and drafts the next one.
 # When a cycle of drafting begins, the newest token has no memory yet, and the tokens drafted after
 # it get none. So all queries of a cycle see the same memory, that of the tokens before it. Training
 # imitates this without drafting anything. Each answer is cut into runs, and a run stands for a
