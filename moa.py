@@ -919,24 +919,13 @@ class LastStateDrafter(Drafter):
 
 
 class OffPolicyDrafter(Drafter):
-    """Without CA. In its place stands a causal layer, which at position i reads SA's output plus
-    the memory of the token at i - 1.
+    """Without CA. In its place stands a causal layer (the same one, called as a decoder layer),
+    which at position i reads SA's output plus the memory of the token at i - 1.
 
     In training that is always a true memory, and no horizon hides it. While drafting, the tokens of
     the draft have none, and the drafter's own prediction stands in for it, `predicted_memory`. It
     was never trained on that: off-policy. (EAGLE joins the two by a linear map instead of a sum.)
     """
-
-    def __init__(self, target: Llama, config: DrafterConfig):
-        super().__init__(target, config)
-        self.cross_attention = DecoderLayer(
-            width=target.config.hidden_size,
-            inner=config.cross_attention_intermediate_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.cross_attention_num_key_value_heads,
-            head_dim=target.config.hidden_size // config.num_attention_heads,
-            eps=config.rms_norm_eps,
-        )
 
     def cross_attend(self, x: Tensor, memory: Tensor, horizon: Tensor) -> Tensor:
         # The horizon is ignored: that is what makes this off-policy.
@@ -1245,21 +1234,17 @@ def parse_drafter_config(
         if not is_valid(value, kind, sizes.vocab_size):
             raise InputError(f"{name} is invalid: {value!r:.40}")
         values[name] = tuple(value) if isinstance(value, list) else value
+    rows = {name: len(tensor) for name, tensor in tensors.items()}
     for layer in ("self_attention", "cross_attention", "layer_self_attention"):
         heads = values.get(f"{layer}_num_attention_heads", values["num_attention_heads"])
-        queries = row_count(tensors, f"{layer}.self_attn.q_proj.weight")
-        keys = row_count(tensors, f"{layer}.self_attn.k_proj.weight")
-        inner = row_count(tensors, f"{layer}.mlp.gate_proj.weight")
+        # 1 for what is missing: if the drafter needs it, `load_weights` will say so.
+        queries = rows.get(f"{layer}.self_attn.q_proj.weight", 1)
+        keys = rows.get(f"{layer}.self_attn.k_proj.weight", 1)
+        inner = rows.get(f"{layer}.mlp.gate_proj.weight", 1)
         # q_proj has heads * D rows, k_proj kv_heads * D: so kv_heads = heads * keys / queries.
         values.setdefault(f"{layer}_num_key_value_heads", heads * keys // queries)
         values.setdefault(f"{layer}_intermediate_size", inner)
     return DrafterConfig(**values)
-
-
-def row_count(tensors: dict[str, Tensor], name: str) -> int:
-    """Return how many rows a tensor has. 1 if it is missing: if the drafter needs it,
-    `load_weights` will say so."""
-    return len(tensors[name]) if name in tensors else 1
 
 
 def is_valid(value: object, kind: str, vocab_size: int) -> bool:

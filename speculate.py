@@ -1492,10 +1492,7 @@ def bench(
         print(f"{why}: these are the prompts that were done", file=sys.stderr)
     if not runs:
         raise InputError("no prompt fits the model's context")
-    everything = []
-    for results in runs.values():
-        everything += results
-    runs["overall"] = everything
+    runs["overall"] = sum(runs.values(), [])
     rows = []
     for category, results in runs.items():
         for name in methods:
@@ -1899,16 +1896,16 @@ class Terminal:
         prompt = tokenizer.chat(messages)
         count = answer_length(self.models.target, prompt, self.config.max_new_tokens)
         config = replace(self.config, max_new_tokens=count)
+        printer = Printer(tokenizer, args.show)
+        emit = printer.emit
         if args.trace:
-            generation = self.answer(prompt, config, Trace(tokenizer, args.json).emit)
-            if not args.json:
-                print(f"\n{tokenizer.decode(generation.tokens)}")
+            emit = Trace(tokenizer, args.json).emit
         elif args.json:
-            generation = self.answer(prompt, config, ignore)
-        else:
-            printer = Printer(tokenizer, args.show)
-            generation = self.answer(prompt, config, printer.emit)
-            print(printer.stream.rest(), end="", flush=True)
+            emit = ignore
+        generation = self.answer(prompt, config, emit)
+        if args.trace and not args.json:
+            print(f"\n{tokenizer.decode(generation.tokens)}")
+        print(printer.stream.rest(), end="", flush=True)  # nothing, unless the printer was used
         if generation.tokens:
             self.answers.append(generation)
             self.report_answer(generation)

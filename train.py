@@ -327,9 +327,7 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
     device = drafter.target.device
     # The loss of an update is one mean, over all trained positions under all their horizons. So
     # each piece of the batch is divided by the same total, and the gradients of all pieces add up.
-    total = 0
-    for sequence in batch:
-        total += args.horizons * int(loss_mask(sequence.answer).sum())
+    total = args.horizons * sum(int(loss_mask(sequence.answer).sum()) for sequence in batch)
     for parameter in drafter.parameters():
         # Not None: under torchrun a process may get no piece, and still sends its gradients.
         parameter.grad = torch.zeros_like(parameter)
