@@ -452,6 +452,14 @@ def generate(model: Llama, prompt: list[int], config: GenerationConfig) -> Itera
 
 
 # --- The method ends here: what follows makes it fast and practical ---
+#
+# Each part can be read by itself:
+#
+#     Many conversations at once   rows of different lengths in one pass
+#     Packed weights               modules for a CPU, in place of nn.Linear and its like
+#     Checkpoints, GGUF            from files to a `Config` and tensors, checked
+#     Tokenizer, chat formats      from text and conversations to token ids, and back
+#     Command line                 what all scripts share; `main`
 
 
 def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:

@@ -783,6 +783,14 @@ def gumbel_topk(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
 
 
 # --- The method ends here: what follows makes it fast and practical ---
+#
+# Each part can be read by itself:
+#
+#     Sizes                        which sizes fit a target; a head of fewer tokens
+#     Ablations                    without LSA, without CA, without both
+#     Over a network               coarse q, and going on alone
+#     Many conversations           chains for all rows of a batch
+#     Fast on a CPU, checkpoints   bfloat16 and packing; the authors' names and shapes
 
 
 # --- Sizes, and a head of fewer tokens ---

@@ -375,6 +375,16 @@ def without(q: Tensor, x: int) -> Tensor:
 
 
 # --- The method ends here: what follows makes it fast and practical ---
+#
+# Each part can be read by itself:
+#
+#     Lookup                       drafts without a drafter
+#     Many conversations at once   the loop, for all rows of a batch
+#     Client and server            `RemoteTarget` here, `TargetSession` there
+#     One answer                   `Method.answer` runs the loop, and counts what it costs
+#     Watching                     the answer in colors; --trace
+#     The benchmark                every prompt by every method
+#     Command line                 flags, the chat, `main`
 
 
 # --- Lookup: drafts without a drafter, or before it is asked ---
@@ -525,6 +535,9 @@ MAX_BACKOFF = 30.0
 Replies = Iterator[tuple[dict, Tensors]]
 
 
+# What crosses the network.
+
+
 def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
     """Turn a memory, without its first `skip` tokens, into what crosses the network: int8
     (..., 2, D), and for each key and each value a float16 scale (..., 2, 1)."""
@@ -566,6 +579,9 @@ def text_request(call: str, text: list[int], config: GenerationConfig) -> tuple[
     """Return fields and tensors of a request that sends a text and how to go on after it."""
     fields = {"call": call, **vars(config), "stop_ids": sorted(config.stop_ids)}
     return fields, {"tokens": torch.tensor(text, dtype=torch.int32)}
+
+
+# The client.
 
 
 @dataclass
@@ -724,7 +740,7 @@ def call_api(
         yield from channel.request(fields, tensors, parse)
 
 
-# The server's side.
+# The server's side of one client.
 
 
 class TargetSession:
@@ -865,6 +881,9 @@ def check_ids(tensor: Tensor, end: int) -> list[int]:
     if tensor.dtype != torch.int32 or tensor.dim() != 1:
         raise ValueError("expected an int32 vector")
     return [check_int(value, 0, end - 1) for value in tensor.tolist()]
+
+
+# The server's process.
 
 
 def serve(args: Namespace, announce: Callable[[tuple[str, int]], None]) -> None:

@@ -423,6 +423,17 @@ def train(
 
 
 # --- The method ends here: what follows makes it fast and practical ---
+#
+# Each part can be read by itself:
+#
+#     Less RAM, and so on          what the loop above calls: KL in pieces, mixed precision
+#     Several processes            torchrun
+#     Evaluation                   in one pass, or by really drafting
+#     Data                         conversations from files of several forms
+#     A training run               `Journal`: the log, checkpoints, Ctrl-C
+#     Synthesis                    the target writes its own conversations
+#     A toy target                 from Python's own library
+#     Curves, command line         an SVG file; flags, `main`
 
 
 # --- Less RAM, mixed precision, and a loss on memories ---
