@@ -106,7 +106,6 @@ EXPERIMENTS = {  # what each of them compares
     "losses": ["full", "kl-only", "smooth-l1-only"],
     "losses_early": ["full-quarter", "kl-only-quarter", "smooth-l1-only-quarter"],
     "memory": ["full", "last-layer", "no-lsa"],
-    "text": ["full", "others-text"],
     "text_early": ["full-quarter", "own-250-quarter", "others-text-quarter"],
     "reused_layers": ["full-quarter", "n-1-quarter", "n-2-quarter", "n-4-quarter"],
     "staircase": ["full-quarter", "staircase-quarter"],
