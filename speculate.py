@@ -401,7 +401,8 @@ class Lookup:
         self.history: list[int] = []
         self.offline = False
         # Copy where the last 3 tokens occurred before, else where the last 2 did, else the last 1.
-        # Beside a drafter only the first: after shorter matches it drafts better than a copy.
+        # Beside a drafter only 3: after a shorter match the drafter is right more often than a
+        # copy.
         self.sizes = (3, 2, 1) if state is None else (3,)
 
     def append_verified(self, update: MemoryUpdate | None) -> None:
@@ -459,6 +460,14 @@ class NoDrafter:
 
 
 # --- Many conversations at once ---
+#
+# One `advance` with K = 3. Row 0 has room for 20 more tokens, row 1 for 2:
+#
+#     row   drafted   accepted   then the target's   new tokens   verified
+#      0     a b c      a b             x              a b x       root a b
+#      1     d e f     d e f            y              d e         root d
+#
+# Row 1 is cut to its room. Its e is the newest token then, and does not count as verified.
 
 
 class ChainBatch(Batch):
@@ -514,6 +523,13 @@ class ChainBatch(Batch):
 #     verify    drafts, parents            ids, weights    verify a draft after that
 #     generate  GenerationConfig           tokens          write alone, as a plain API
 #
+# and the server replies:
+#
+#     to        fields                     tensors
+#     read      accepted, token            the memory of the text, in 8 bits
+#     verify    accepted, token            the memory of what is now verified
+#     generate  token, more                none; such a reply for each token
+#
 # known: for how many tokens the client has the memory already; the reply leaves it out for them.
 # ids and weights: q of each parent, quantized, if the tokens were drawn from it. An example, a
 # chain of two of which the target accepts one:
@@ -524,12 +540,11 @@ class ChainBatch(Batch):
 #     verify  drafts [4 8], parents [0 1]  ->    reads 7 4 8 in one pass
 #                                          <-    accepted [4], token 1, memory of 7 4
 #
-# With "verify" the root, 7, does not go up: the server chose it. To "generate" each token is a
-# reply of its own, with the fields `token` and `more`.
+# With "verify" the root, 7, does not go up: the server chose it.
 
 SECRET = "MOA_SECRET"  # the environment variable that holds the secret of both sides
 MAX_DRAFT_TOKENS = 64  # of a draft: the server refuses a longer one
-OFFLINE_TOKENS = 8  # the drafter writes so many alone, then the client may try to reconnect
+OFFLINE_TOKENS = 8  # the drafter writes so many between two attempts to reconnect
 INITIAL_BACKOFF = 0.5  # seconds between two attempts; doubles with each that fails
 MAX_BACKOFF = 30.0
 Replies = Iterator[tuple[dict, Tensors]]
@@ -545,10 +560,10 @@ def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
     for name, kv in (("cross", memory.cross_kv), ("reused", memory.reused_kv)):
         kv = kv[..., skip:, :].float().unflatten(-1, (2, -1))  # keys and values apart
         largest = kv.abs().amax(-1, keepdim=True)
-        # At least float16's smallest normal number: to divide by a scale of 0 would make NaN.
+        # At least float16's smallest normal number: to divide by a scale of 0 would make NaN. And
+        # from there on float16 rounds by 1/2048 at most, so that no integer exceeds 127.
         scale = (largest / 127).clamp(min=2**-14).half()
-        integers = (kv / scale).round().clamp(-127, 127)  # a scale rounded down would give 128
-        integers = integers.to(torch.int8)
+        integers = (kv / scale).round().to(torch.int8)
         tensors[name] = integers.cpu().contiguous()
         tensors[name + "_scale"] = scale.cpu().contiguous()
     return tensors
@@ -557,8 +572,7 @@ def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
 def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) -> MemoryUpdate:
     """Read the memory of these tokens off a reply. Raises LookupError, RuntimeError, ValueError."""
     count = len(tokens)
-    # Examples of the shape, dtype and device that the memory of so many tokens must have. (Their
-    # values are not used.)
+    # Slices of our caches, only for the shape, dtype and device that the memory must have.
     cross_like = state.cross_cache.kv[0, :, :, :count]  # (1, Hkv, T, 2D)
     reused_like = state.reused_cache.kv[:, :, :, :count]  # (N, 1, Hkv, T, 2D)
     cross_kv = dequantize(tensors["cross"], tensors["cross_scale"], cross_like)
@@ -571,7 +585,7 @@ def dequantize(integers: Tensor, scale: Tensor, like: Tensor) -> Tensor:
     shape = (*like.shape[:-1], 2, like.shape[-1] // 2)
     x = integers.view(shape).float() * scale.view(*shape[:-1], 1).float()
     if not x.isfinite().all():
-        raise ValueError("the memory holds NaN")
+        raise ValueError("the memory holds NaN or infinity")
     return x.flatten(-2).to(like)
 
 
@@ -610,7 +624,7 @@ class RemoteTarget:
         self.config = config
         self.link_state = "connected"  # or one of the other two, during the last cycle
         self.text: list[int] = []  # prompt and answer, with the newest token, the next root
-        self.full_length = 0  # of the text, once the answer is complete
+        self.full_length = 0  # of the text with the longest answer that is allowed
         self.retry_at = 0.0  # when to reconnect at the earliest, by time.monotonic
         self.backoff = INITIAL_BACKOFF  # seconds
 
@@ -861,7 +875,8 @@ class TargetSession:
 
 
 def run_models(function: Callable, *arguments):
-    """Call it without gradients. What fails in the models is our bug, no malformed request."""
+    """Call a function of the models without gradients. What fails in the models is our bug, no
+    malformed request."""
     try:
         with torch.inference_mode():
             return function(*arguments)
@@ -930,7 +945,7 @@ def start_server(args: Namespace) -> tuple[str, int]:
     torch.set_num_threads(max(1, torch.get_num_threads() // 4))
     context = get_context("spawn")
     pipe, server_pipe = context.Pipe()
-    # (It has a drafter in any case: its greeting names it.)
+    # (With --no-speculation, too, the server has a drafter, because its greeting names one.)
     changes = {"serve": ("127.0.0.1", 0), "remote": None, "no_speculation": False}
     server_args = Namespace(**(vars(args) | changes))
     # Ctrl-C in a terminal reaches both processes. It is meant for this one.
@@ -946,8 +961,13 @@ def start_server(args: Namespace) -> tuple[str, int]:
 
 # --- One answer, and what it cost ---
 #
-# `Method.answer` runs the loop through a `Recorder`, which makes a `Cycle` of each round. A
-# `Generation` adds them up.
+#     speculate  <->  Recorder  <->  the real target, and the real state
+#         | tokens       | what was called, and for how long
+#         +------+-------+
+#              Cycle  ->  Generation.add, which sums up
+#                     ->  emit: `Printer` or `Trace`
+#
+# `Method.answer` joins them. `speculate` itself knows nothing of clocks, colors or networks.
 
 GREEN = "\033[32m"
 YELLOW = "\033[33m"
@@ -956,7 +976,7 @@ PLAIN = "\033[0m"
 
 
 class Origin(Enum):
-    """Who wrote a token, and its color with --show."""
+    """Who wrote a token. The value is its color with --show."""
 
     TARGET = ""
     DRAFT = GREEN
@@ -1051,7 +1071,9 @@ class Generation:
     interrupted: bool = False  # by Ctrl-C
 
     def add(self, cycle: Cycle) -> None:
-        if self.tokens:  # not the prompt's
+        """Add a cycle. Of the first, the prompt's, only the token: acceptance lengths and times are
+        of what follows the prompt."""
+        if self.tokens:
             self.draft_seconds += cycle.draft_seconds
             self.verify_seconds += cycle.verify_seconds
             if cycle.is_offline:
@@ -1102,10 +1124,15 @@ def ignore(cycle: Cycle) -> None:
 
 @dataclass
 class Method:
-    """A way to answer a prompt.
+    """A way to answer a prompt, by its fields:
 
-    tree None: by the target alone, here or, with new_channel, behind an API. Else with drafts, by
-    `drafter`, by lookup, or by both; the target is here or, with new_channel, on a server.
+        tree     drafter   lookup   new_channel
+        None                        None           the target alone
+        None                        given          a server, used as a plain API
+        given    given     False    None           drafts, verified here
+        given    given     True     None           copies where it can, else drafts
+        given    None      True     None           copies only
+        given    given     either   given          drafts or copies, verified on a server
     """
 
     model: Llama
@@ -1240,45 +1267,29 @@ class Trace:
     def record(self, cycle: Cycle) -> dict:
         """Return a line of --trace --json."""
         target = cycle.target
-        # What the target judged, and what it kept. After the prompt's pass, or where the draft was
-        # lost with the link, that is a root alone.
-        draft = cycle.draft or Draft(cycle.result.token)
-        accepted = cycle.result.accepted
-        if not cycle.arrived:
-            draft = Draft(draft.tokens[0])
-            accepted = []  # offline they are the drafter's own
-        # An accepted stop token ends the answer, and cycle.tokens with it: then what was drafted
-        # after it, and the target's own token, are not shown.
-        path = match_path(draft, accepted[:len(cycle.tokens)])
-        ended = not cycle.is_offline and len(cycle.tokens) <= len(accepted)
-        tried = path[:-1] if ended else path  # the nodes whose children were judged
+        judged = judge(cycle)
         own = cycle.tokens if cycle.is_offline else [cycle.result.token]
-        drafts = self.drafted_nodes(target, draft, path, tried)
+        drafts = self.drafted_nodes(target, judged)
         record = {
             "cycle": self.cycles,
             "drafts": drafts,
             "token": cycle.result.token,
             "text": self.tokenizer.decode(own),
-            "source": "" if ended else source(target, draft, path),
+            "source": "" if judged.ended else source(target, judged),
             "tokens": cycle.tokens,
             "offline": cycle.is_offline,
             "draft_seconds": cycle.draft_seconds,
             "verify_seconds": cycle.verify_seconds,
         }
         if drafts:
-            record["root"] = self.tokenizer.decode([draft.tokens[0]])
+            record["root"] = self.tokenizer.decode([judged.draft.tokens[0]])
         if isinstance(target, RemoteTarget):
             record["link"] = self.link(target)
         return record
 
-    def drafted_nodes(
-        self,
-        target: LocalTarget | RemoteTarget,
-        draft: Draft,
-        path: list[int],
-        tried: list[int],
-    ) -> list[dict]:
+    def drafted_nodes(self, target: LocalTarget | RemoteTarget, judged: Judged) -> list[dict]:
         """Describe each drafted token. Its parent is an index of this list, or -1 for the root."""
+        draft = judged.draft
         drafted = range(1, len(draft.tokens))
         p = None  # the target's distributions, which a server does not send
         if isinstance(target, LocalTarget) and drafted:
@@ -1293,8 +1304,8 @@ class Trace:
                 "parent": parent - 1,
                 "q": draft.probabilities[i],
                 "p": None if p is None else float(p[parent, token]),
-                "accepted": i in path,
-                "reason": reason(target, draft, path, tried, i),
+                "accepted": i in judged.path,
+                "reason": reason(target, judged, i),
             }
             nodes.append(node)
         return nodes
@@ -1308,33 +1319,50 @@ class Trace:
         return {"state": target.link_state, "bytes_up": up, "bytes_down": down, "seconds": seconds}
 
 
-def reason(
-    target: LocalTarget | RemoteTarget,
-    draft: Draft,
-    path: list[int],
-    tried: list[int],
-    i: int,
-) -> str:
+class Judged(NamedTuple):
+    """What came of a draft, as far as the answer goes."""
+
+    draft: Draft  # a root alone after the prompt's pass, or if the draft was lost with the link
+    path: list[int]  # the nodes that are kept: the root, then accepted ones
+    ended: bool  # by an accepted stop token: what comes after it is not shown
+
+    def reached(self, node: int) -> bool:
+        """Whether the target judged a node: its parent is kept, and the answer went on there."""
+        parent = self.draft.parents[node]
+        return parent in self.path and not (self.ended and parent == self.path[-1])
+
+
+def judge(cycle: Cycle) -> Judged:
+    if not cycle.arrived:  # what counts as accepted offline is the drafter's own
+        return Judged(Draft(cycle.draft.tokens[0]), [0], ended=False)
+    draft = cycle.draft or Draft(cycle.result.token)
+    accepted = cycle.result.accepted
+    path = match_path(draft, accepted[:len(cycle.tokens)])
+    return Judged(draft, path, ended=len(cycle.tokens) <= len(accepted))
+
+
+def reason(target: LocalTarget | RemoteTarget, judged: Judged, node: int) -> str:
     """Say why a drafted token was accepted or not."""
-    if draft.parents[i] not in tried:
+    if not judged.reached(node):
         return "not reached"
-    verdict = "accepted" if i in path else "rejected"
-    if not isinstance(target, LocalTarget) or not draft.q:
+    accepted = node in judged.path
+    verdict = "accepted" if accepted else "rejected"
+    if not isinstance(target, LocalTarget) or not judged.draft.q:
         return verdict  # a server does not say why, and at temperature 0 there is no more to say
-    if i not in target.acceptance.trials:
+    if node not in target.acceptance.trials:
         return "not tried"  # a sibling before it was accepted
-    trial = target.acceptance.trials[i]
-    sign = "<" if i in path else ">="
+    trial = target.acceptance.trials[node]
+    sign = "<" if accepted else ">="
     return f"{verdict}: u {trial.u:.2f} {sign} p/q {trial.ratio:.2f}"
 
 
-def source(target: LocalTarget | RemoteTarget, draft: Draft, path: list[int]) -> str:
+def source(target: LocalTarget | RemoteTarget, judged: Judged) -> str:
     """Say what the target's own token comes from."""
     if not isinstance(target, LocalTarget):
         return ""
     if target.sampling.temperature == 0:
         return "its likeliest"
-    if draft.children(path[-1]):  # and all of them were rejected
+    if judged.draft.children(judged.path[-1]):  # and all of them were rejected
         return "drawn from what p - q leaves"
     return "drawn from p"
 
@@ -1392,6 +1420,10 @@ def quote(text: str) -> str:
 
 
 # --- The benchmark: every prompt by every method, in turn ---
+#
+# `run_prompt` yields a dict {method: answer} for each turn of a prompt. `bench` collects these
+# dicts by category, and `summarize` makes a row of each category and method. A method on a network
+# is named kind:network, as "remote:4g". It is compared with "api:4g", all others with "target".
 
 
 @dataclass
@@ -1439,12 +1471,12 @@ def parse_prompt(record: dict) -> Prompt:
     "".join(turns).encode()
     category = str(record.get("category") or "all")
     if category == "overall":
-        raise ValueError("the rows of all prompts are called so")
+        raise ValueError("the category 'overall' is reserved for the rows of all prompts")
     return Prompt(category, turns)
 
 
 Methods = dict[str, Method]
-Runs = dict[str, list[dict[str, Generation]]]  # by category: for each turn, each method's answer
+Runs = dict[str, list[dict[str, Generation]]]  # {category: [{method: its answer}, ...]}
 
 
 def local_methods(alone: Llama, models: Models, chain: TreeConfig, tree: TreeConfig) -> Methods:
@@ -1522,8 +1554,8 @@ def bench(
 def run_prompt(
     models: Models, methods: Methods, prompt: Prompt, config: GenerationConfig, seed: int
 ) -> Iterator[dict[str, Generation]]:
-    """Yield each method's answer to each turn. In the next turn all go on after that of the
-    first."""
+    """Yield each method's answer to each turn. All methods get the same conversation, in which the
+    answers to earlier turns are the first method's."""
     messages = []
     base = next(iter(methods))
     for turn in prompt.turns:
@@ -1616,9 +1648,13 @@ def bench_batch(
     requests = [models.tokenizer.chat(turns) for turns in messages]
     capacity = max(len(prompt) for prompt in requests) + config.max_new_tokens
     if capacity > target.config.max_position_embeddings:
-        raise InputError(f"a prompt with its answer needs a context of {capacity} tokens")
+        context = target.config.max_position_embeddings
+        raise InputError(
+            f"a prompt with its answer needs {capacity} tokens and the context is {context}: lower "
+            "--max-new-tokens, or leave the prompt out"
+        )
     alone = [list(generate(target, prompt, config)) for prompt in requests]
-    warm_up = ChainBatch(target, models.drafter, 1, capacity, K)  # the target has just had one
+    warm_up = ChainBatch(target, models.drafter, 1, capacity, K)  # the target is warm
     run_batch(warm_up, requests[:1], config)
     rows = []
     for size in tqdm(batches):
@@ -1676,7 +1712,7 @@ COLUMNS = {
     "acceptance_length": "new tokens per target pass, the prompt's left out",
     "draft_share": "share of the time that drafting takes",
     "identical": "share of turns whose tokens are those of the target alone",
-    "batch": "conversations at a time",
+    "batch": "conversations at a time, at most",
     "round_trips_per_token": "messages up that wait for one down",
     "bytes_up_per_token": "to the server, the prompt included",
     "bytes_down_per_token": "from the server, the prompt's memory included",
@@ -1812,14 +1848,20 @@ def parse_arguments() -> Namespace:
     parser = make_parser()
     args = parser.parse_args()
     check_arguments(parser, args)
-    args.chain = TreeConfig(args.draft_length) if args.draft_length else CHAIN
-    args.tree = REMOTE_TREE if args.remote else TREE
-    sizes = {name: getattr(args, name) for name in TREE_FLAGS if getattr(args, name) is not None}
-    if sizes:
-        args.tree = replace(args.tree, **sizes, min_confidence=0.0, min_probability=0.0)
-    if drafts_chains_only(args):
-        args.tree = args.chain
+    args.chain, args.tree = draft_limits(args)
     return args
+
+
+def draft_limits(args: Namespace) -> tuple[TreeConfig, TreeConfig]:
+    """Return the limits of chains, and of trees or of what takes their place."""
+    chain = TreeConfig(args.draft_length) if args.draft_length else CHAIN
+    if drafts_chains_only(args):
+        return chain, chain
+    tree = REMOTE_TREE if args.remote else TREE
+    sizes = {name: getattr(args, name) for name in TREE_FLAGS if getattr(args, name) is not None}
+    if sizes:  # who asks for a size gets it, however unsure the drafter is
+        tree = replace(tree, **sizes, min_confidence=0.0, min_probability=0.0)
+    return chain, tree
 
 
 def drafts_chains_only(args: Namespace) -> bool:
@@ -1891,7 +1933,7 @@ def load_models(args: Namespace) -> Models:
 
 
 def reused_layers(folders: list) -> int:
-    """Return N of the drafter in a folder. What is wrong with it is found when it is loaded."""
+    """Return N of the drafter in a folder. A wrong value counts as 0: `load_drafter` refuses it."""
     if not folders or not Path(folders[0]).is_dir():
         return 0
     N = read_json(Path(folders[0]) / "config.json").get("target_layer_inference", 0)

@@ -438,7 +438,7 @@ def train(
 
 # --- Less RAM, mixed precision, and a loss on memories ---
 
-KL_CHUNK = 256  # distributions over V tokens that exist at once
+KL_CHUNK = 256  # distributions q over V tokens that exist at once
 
 
 def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
@@ -480,8 +480,12 @@ def memory_loss(drafter: Drafter, memory: Tensor, final: Tensor, R: int, args) -
 # --- Several processes, under torchrun ---
 #
 # Every process draws the same batch and computes the gradients of its share. Then all sum them up:
-# so the sum is the same, up to rounding, however many processes there are. A small batch may leave
-# one of them nothing to do.
+# so the sum is the same, up to rounding, however many processes there are. With two processes and a
+# batch of five, process 0 has sequences 0, 2 and 4, process 1 has 1 and 3.
+#
+# `all_reduce` is a meeting: it returns when all processes have called it. So all must make the same
+# calls in the same order, also one that has nothing to add, or they wait for each other forever.
+# That is why gradients are zeros and never None, and why all ask `any_process` at every update.
 
 
 def rank() -> int:
@@ -579,8 +583,8 @@ def right_drafts(drafter: Drafter, result: Distillation) -> Tensor:
 
 def split_runs(right: Tensor, depths: Tensor) -> list[list[bool]]:
     """Cut answers into runs, which begin where the depth is 1: run[d] says whether the token
-    drafted at depth d + 1 is right. (`tensor_split` also returns what lies before the first cut:
-    nothing, an empty run.)"""
+    drafted at depth d + 1 is right. (The first piece, before the first cut, is empty, and
+    `depth_scores` passes over it.)"""
     begins = (depths == 1).nonzero()[:, 0]
     return [run.tolist() for run in right.tensor_split(begins)]
 
@@ -608,7 +612,7 @@ def evaluate_drafting(drafter: Drafter, sequences: list[Sequence]) -> dict:
     """Return `depth_scores` of real drafting: a greedy chain from every eighth trained position.
 
     The target verifies the chain, and then the text goes on as it stands. Any kind of drafter can
-    be compared: one without CA reads its own predictions here.
+    be compared: one without CA reads its own predictions here. Raises InputError.
     """
     target = drafter.target
     runs = []
@@ -628,10 +632,16 @@ def evaluate_drafting(drafter: Drafter, sequences: list[Sequence]) -> dict:
             choices = target(ids, cache).argmax(-1).squeeze(0).tolist()
             runs.append([token == choice for token, choice in zip(draft.tokens[1:], choices)])
             cache.length = start  # without root and draft: the text may go on otherwise
+    if not runs:
+        raise InputError("--by-drafting: no answer is long enough to draft in")
     return depth_scores(runs, DEPTHS)
 
 
-# --- Data: published conversations, read by offset so that files of any size can be shuffled ---
+# --- Data: published conversations, shuffled without holding them in RAM ---
+#
+# A first pass over the files notes where each usable record lies (file, offset, length). Training
+# reads a record again when its turn comes. (A file that is one JSON array is in RAM once, during
+# the first pass. One with a record a line never is.)
 
 NO_ANSWER = "--data: no answer within --seq-len tokens; raise it"
 MAX_NAMED = 5  # skipped records; the rest are counted
@@ -675,7 +685,7 @@ class Conversations:
         file_number, offset, length = self.places[index]
         with open(self.paths[file_number], "rb") as file:
             file.seek(offset)
-            # (What is cut was counted when the file was read first.)
+            # Counter(): a new one, thrown away, since the first pass has counted.
             messages = usable_part(read_messages(file.read(length)), Counter())
         tokens = []
         answer = []
@@ -805,7 +815,9 @@ def find_records(path: str | Path) -> Iterator[Record]:
 
 def array_records(path: str | Path, document: bytes) -> Iterator[Record]:
     """Find the elements of a JSON array, one after the other. Raises InputError."""
-    text = document.decode("latin-1")  # so that an index of it is one of the bytes
+    # latin-1 makes one character of each byte, so that an index of the text is one of the bytes.
+    # JSON's own characters are ASCII, and what stands inside strings does not matter here.
+    text = document.decode("latin-1")
     decode = json.JSONDecoder().raw_decode
     between = re.compile(r"[,\s]*")
     index = text.index("[") + 1
@@ -900,8 +912,8 @@ def say(message: str) -> None:
         tqdm.write(message, file=sys.stderr)
 
 
-# Flags that may differ when a run is resumed. All others would change the result by more than
-# rounding.
+# Flags that may differ when a run is resumed: where it is, and how often it reports and saves. The
+# last two only round differently. All others would make it another run.
 MAY_DIFFER = {
     "out", "pretrain", "resume", "json", "eval_every", "save_every", "device", "micro_batch_size",
 }
@@ -914,7 +926,15 @@ class Journal:
     writes.
 
     Use it in a `with`, and call `record` after each update: it logs, evaluates, saves, and stops,
-    in this order. `done` and `position` say where to begin.
+    in this order. `done` and `position` say where to begin. A run with --save-every 50 that is
+    killed in update 71, and resumed:
+
+        log.jsonl        updates 1 to 70
+        checkpoint.pt    of update 50: weights, optimizers, the stream's position, the log's length
+        --resume         cuts the log back to update 50, and goes on with update 51
+
+    Updates 51 to 70 are done again, with the same batches and horizons, since both depend on the
+    seed and on the position only.
     """
 
     def __init__(
@@ -1062,8 +1082,8 @@ def show(scores: dict, update: int) -> None:
 
 
 def announce_cost(drafter: Drafter, sequence: Sequence, held_out: list[Sequence], args) -> None:
-    """Print how long an update takes here, and all of them (after --resume, too, not only those
-    that are left). It is estimated from one sequence, by its tokens."""
+    """Print how long an update takes here, and how long all take, those of an earlier run included.
+    It is estimated from one sequence, by its tokens."""
     compute_gradients(drafter, [sequence], 0, args)  # the first pass is slow
     began = time.perf_counter()
     compute_gradients(drafter, [sequence], 0, args)
@@ -1123,7 +1143,7 @@ def converse(
             messages = turn.key
             if end_turn(tokenizer, turn, draws):
                 # `step` returns the last row first. Inserted in front, turns begin in the order of
-                # rows: so the same seed always draws the same conversations.
+                # rows. (Any fixed order would do, but each draws other conversations.)
                 waiting.insert(0, messages)
             elif len(messages) >= 2:  # it has an answer
                 barren = 0
@@ -1209,6 +1229,8 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
     with open(path, "ab+") as file:
         file.seek(0)
         text = file.read()
+        # It must begin as ours do. (This way round, because an empty file, or one whose first line
+        # was cut short, is ours too.)
         if not BEGIN.startswith(text[:len(BEGIN)]):
             raise InputError(f"{path}: was not written by --synthesize; choose another --data")
         # An earlier run may have been killed while it wrote its last line. If that is whole JSON,
@@ -1219,7 +1241,8 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
             text += b"\n"
             file.write(b"\n")
         size = file.truncate(text.rfind(b"\n") + 1)
-        # Another seed than the earlier run's, or the same conversations would be written again.
+        # A seed that depends on what is there already, or the same conversations would come again.
+        # (Shifted, so that it differs from any seed that a user is likely to give.)
         args.seed += size << 32
         written = text.count(b"\n")
         total = args.synthesize
@@ -1239,10 +1262,10 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
 # drafter takes days to train, with this one minutes: so drafters can be compared.
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-FUNCTION_CHARACTERS = 1500  # longer functions are left out
+FUNCTION_CHARACTERS = 1500  # longer functions, which would not fit in a window, are left out
 HELD_OUT_FUNCTIONS = 200
 CONTROLS = ["<|im_start|>", "<|im_end|>"]  # of ChatML: ids 0 and 1
-WINDOW = 512  # tokens
+WINDOW = 512  # tokens of a training example
 
 
 def library_functions() -> dict[str, str]:
@@ -1371,17 +1394,23 @@ def pretrain(args) -> None:
     journal = Journal(model, optimizers, score, save, args)
     with journal:
         for update in range(journal.done, args.updates):
+            # Windows are drawn, not shuffled: there is one for each token of the text.
             draws = np.random.default_rng((args.seed, update))
             windows = training[draws.integers(len(training), size=4)]  # (4, WINDOW + 1)
             loss = next_token_loss(model, windows, args)
             loss.backward()
-            lr = np.interp(update / args.updates, [0, 0.02, 1], [0, 6e-3, 0])  # up, then down
+            # From 0 up to 6e-3 in the first fiftieth, then on a straight line down to 0.
+            lr = np.interp(update / args.updates, [0, 0.02, 1], [0, 6e-3, 0])
             apply_gradients(optimizers, float(lr))
             model.zero_grad()
             journal.record(update + 1, {"loss": loss.item()}, windows.numel())
 
 
 # --- The curves of runs, as one SVG file ---
+#
+# SVG counts x to the right and y downwards, in units of its viewBox. In a path, M moves, and h and
+# v draw lines of a length to the right and down. A panel is drawn around its own origin, and `g`
+# moves it to its place.
 
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
 MAX_POINTS = 200  # of a curve: more are averaged
@@ -1480,6 +1509,14 @@ def draw_panel(title: str, x_label: str, curves: list[Curve]) -> str:
 
 
 # --- Command line ---
+#
+# One script, five tasks:
+#
+#     no flag         run_training      train a drafter on --data, into --out
+#     --evaluate      run_evaluation    score a drafter
+#     --synthesize    synthesize        let the target write --data
+#     --pretrain      pretrain          make a toy target
+#     --plot          plot              draw the logs of runs
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -1514,7 +1551,7 @@ def add_training_arguments(parser: Parser) -> None:
     as it or its code states them."""
     add = parser.add_argument
     add("--updates", type=positive_int,
-        help="default: one pass over the data, if all of it can be used")
+        help="default: one pass over the data, if all of it can be used; 2000 with --pretrain")
     add("--batch-size", type=positive_int, default=32,
         help="sequences an update (default: %(default)s)")
     add("--micro-batch-size", type=positive_int, default=1,
@@ -1602,7 +1639,7 @@ def make_drafter(target: Llama, data: Conversations, training: np.ndarray, args)
         chosen = frequent_tokens(data, training, vocab_size, args.draft_vocabulary)
         choices["draft_vocabulary"] = chosen
     choices = {name: choice for name, choice in choices.items() if choice is not None}
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # under torchrun: the same weights in every process
     drafter = new_drafter(target, replace(default_config(target), **choices))
     return drafter.to(target.device)
 
@@ -1618,7 +1655,8 @@ def run_training(target: Llama, tokenizer: Tokenizer, args) -> None:
     args.updates = args.updates or args.epoch_updates
     drafter = make_drafter(target, data, training, args)
     optimizers = make_optimizers(drafter, args.optimizer)
-    sequence = next(iter(Stream(data, training, args.seed)))  # any one, to measure with
+    # A first sequence, only to measure with. The stream of the run begins where the journal says.
+    sequence = next(iter(Stream(data, training, args.seed)))
     announce_cost(drafter, sequence, held_out, args)
     score = partial(evaluate, drafter, held_out, args)
     save = partial(save_drafter, drafter, Path(args.out))
