@@ -59,7 +59,7 @@ ON_TOY = "--model", TOY, "--device", "cpu"
 OWN = "runs/own.jsonl"  # written by this target, to train on
 TEST = "runs/test.jsonl"
 SEEDS = (0, 1, 2)
-UPDATES = 6400  # half an hour on a slow core, ten minutes on a fast one
+UPDATES = 6400  # ten minutes on a fast core, twenty on a slow one
 TRAINING = [  # what all drafters have in common; the losses are the paper's
     "--model", TOY, "--seq-len", "512", "--batch-size", "2", "--micro-batch-size", "2",
     "--optimizer", "muon", "--lr", "4e-3", "--schedule", "cosine", "--warmup", "20",
