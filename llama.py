@@ -527,16 +527,20 @@ class RaggedKVCache:
         for i, row in enumerate(rows):
             row.kv = self.kv[:, i:i + 1]
         # `layout` sets these, and `append` reads them: the layers in between pass nothing on.
+        self.first = 0  # the first of the pass's B rows, which follow each other
         self.positions = torch.empty(0)  # (B, T): of each new token, which is also its slot
         self.end = 0  # S: the slots of the longest row, with the new tokens
 
-    def layout(self, batch: int, count: int, rotary: Tensor) -> tuple[Tensor, Tensor]:
-        """Lay out the next `count` tokens of the first rows, each row's after its own last one.
+    def layout(
+        self, batch: int, count: int, rotary: Tensor, first: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Lay out the next `count` tokens of B = `batch` rows, each row's after its own last one.
 
         Returns their angles (2, B, 1, T, D/2), and a mask of which tokens each of them may see
         (B, 1, T, S). S reaches as far as the longest row.
         """
-        lengths = [row.length for row in self.rows[:batch]]
+        lengths = [row.length for row in self.rows[first:first + batch]]
+        self.first = first
         self.end = max(lengths) + count
         positions = torch.tensor(lengths)[:, None] + torch.arange(count)
         self.positions = positions.to(self.kv.device)
@@ -551,11 +555,11 @@ class RaggedKVCache:
 
         Return all of the layer as far as the longest row, (B, Hkv, S, 2D). The rows' lengths stay.
         """
-        batch = len(kv)
-        rows = torch.arange(batch, device=kv.device)[:, None]  # (B, 1)
+        last = self.first + len(kv)
+        rows = torch.arange(self.first, last, device=kv.device)[:, None]  # (B, 1)
         by_slot = self.kv[layer].transpose(1, 2)  # (rows, capacity, Hkv, 2D), a view
         by_slot[rows, self.positions] = kv.transpose(1, 2)  # (B, T, Hkv, 2D)
-        return self.kv[layer, :batch, :, :self.end]
+        return self.kv[layer, self.first:last, :, :self.end]
 
     def move_row(self, source: int, to: int) -> None:
         length = self.rows[source].length
@@ -563,17 +567,60 @@ class RaggedKVCache:
         self.rows[to].kv[:, :, :, :length] = self.rows[source].kv[:, :, :, :length]
 
 
-def ragged_hidden(model: Llama, tokens: Tensor, cache: RaggedKVCache) -> Tensor:
-    """Run `Llama.hidden` on tokens (B, T) of rows of different lengths.
+def ragged_hidden(
+    model: Llama, tokens: Tensor, cache: RaggedKVCache, first: int = 0
+) -> Tensor:
+    """Run `Llama.hidden` on tokens (B, T) of rows of different lengths: B rows from `first` on.
 
     The rows' lengths stay as they are: only the caller knows how many of the tokens are kept.
     """
     batch, count = tokens.shape
-    rope, mask = cache.layout(batch, count, model.rotary)
+    rope, mask = cache.layout(batch, count, model.rotary, first)
     x = model.embed_tokens(tokens)  # (B, T, E)
     for i, layer in enumerate(model.layers):
         x = layer(x, rope, mask, cache, i)
     return model.norm(x)
+
+
+def sample_rows(logits: Tensor, samplings: list[Sampling]) -> list[int]:
+    """Choose the next token of each row, after logits (B, V), with its own random numbers: so what
+    is drawn depends on no neighbor."""
+    if logits.device.type == "cpu":
+        return [sample_next(row, sampling) for row, sampling in zip(logits, samplings)]
+    return sample_together(logits, samplings)
+
+
+def sample_together(logits: Tensor, samplings: list[Sampling]) -> list[int]:
+    """Do what `sample_next` does for all rows in a few operations. On a GPU each operation takes
+    time to launch, and to read a result means to wait for it. (The random numbers are used in
+    another way: the tokens are others, of the same distribution.)"""
+    rows_of = {}  # those that are sampled alike, by temperature and top-p
+    for row, sampling in enumerate(samplings):
+        rows_of.setdefault((sampling.temperature, sampling.top_p), []).append(row)
+    # Real numbers in float64, except on a Mac's GPU, which has none: in float32 the shares of tens
+    # of thousands of unlikely tokens (see `choose`) would be rounded too much.
+    exact = torch.float32 if logits.device.type == "mps" else torch.float64
+    tokens = logits.new_empty(len(samplings), dtype=torch.int64)
+    for (temperature, top_p), rows in rows_of.items():
+        if temperature == 0:
+            tokens[rows] = logits[rows].float().argmax(-1)
+            continue
+        u = []  # uniform in [0, 1)
+        for row in rows:
+            generator = samplings[row].generator
+            u.append(torch.rand(1, generator=generator, dtype=exact, device=logits.device))
+        tokens[rows] = choose(probabilities(logits[rows], temperature, top_p), torch.stack(u))
+    return tokens.tolist()
+
+
+def choose(p: Tensor, u: Tensor) -> Tensor:
+    """Return the token of each p (..., V) in whose share of the interval from 0 to 1 u lies.
+
+    u (..., 1). With p = (0.5, 0.3, 0.2) token 0 has the share from 0 to 0.5, token 1 that from 0.5
+    to 0.8, token 2 the rest. So if u is uniform, the tokens are distributed as p.
+    """
+    ends = p.cumsum(-1, dtype=u.dtype)  # of the shares. The last end is 1, but for rounding.
+    return torch.searchsorted(ends, u * ends[..., -1:], right=True).squeeze(-1)
 
 
 @dataclass
@@ -612,18 +659,55 @@ class Batch:
 
     def add(self, key: object, prompt: list[int], config: GenerationConfig) -> None:
         """Read a prompt and choose the first token after it."""
-        hidden = self.read_prompt(len(self.conversations), prompt)  # (1, T, E)
-        logits = self.model.lm_head(hidden[0, -1])
-        conversation = Conversation(key, config, config.new_sampling(self.model.device))
-        conversation.extend([sample_next(logits, conversation.sampling)])
-        self.conversations.append(conversation)
+        self.add_all([(key, prompt, config)])
 
-    def read_prompt(self, row: int, prompt: list[int]) -> Tensor:
-        """Begin a row with a prompt. Returns the prompt's hidden states (1, T, E)."""
+    def add_all(self, requests: list[tuple[object, list[int], GenerationConfig]]) -> None:
+        """Add several, of which each is (key, prompt, config)."""
+        if not requests:
+            return
+        first = len(self.conversations)  # the row of the first of them
+        prompts = []
+        for key, prompt, config in requests:
+            sampling = config.new_sampling(self.model.device)
+            self.conversations.append(Conversation(key, config, sampling))
+            prompts.append(prompt)
+        hidden = self.read_prompts(first, prompts)  # (R, E)
+        added = self.conversations[first:]
+        samplings = [conversation.sampling for conversation in added]
+        tokens = sample_rows(self.model.lm_head(hidden), samplings)
+        for conversation, token in zip(added, tokens):
+            conversation.extend([token])
+
+    def read_prompts(self, first: int, prompts: list[list[int]]) -> Tensor:
+        """Begin R rows, from `first` on, with a prompt each. Returns the hidden states of the
+        prompts' last tokens (R, E).
+
+        On a GPU one pass reads them all. On a CPU each has a pass of its own: there padding costs
+        more than the passes that it saves.
+        """
+        if self.model.device.type != "cpu":
+            return self.read_together(first, prompts)
+        return torch.cat([self.read_together(first + i, [p]) for i, p in enumerate(prompts)])
+
+    def read_together(self, first: int, prompts: list[list[int]]) -> Tensor:
+        """Do that in one pass."""
         for cache in self.caches:
-            cache.rows[row].length = 0
-        ids = torch.tensor([prompt], device=self.model.device)
-        return self.model.hidden(ids, self.cache.rows[row])
+            for row in cache.rows[first:first + len(prompts)]:
+                row.length = 0
+        longest = max(len(prompt) for prompt in prompts)
+        # What is added on the right is written beyond the row's length, where nobody looks.
+        ids = [prompt + [0] * (longest - len(prompt)) for prompt in prompts]
+        ids = torch.tensor(ids, device=self.model.device)  # (R, T)
+        hidden = ragged_hidden(self.model, ids, self.cache, first)  # (R, T, E)
+        last = []
+        for row, prompt in enumerate(prompts):
+            self.cache.rows[first + row].length = len(prompt)
+            self.remember_prompt(first + row, prompt, hidden[row:row + 1, :len(prompt)])
+            last.append(hidden[row, len(prompt) - 1])
+        return torch.stack(last)
+
+    def remember_prompt(self, row: int, prompt: list[int], hidden: Tensor) -> None:
+        """For a batch with a drafter, which makes its memory of a prompt here. hidden (1, T, E)."""
 
     def step(self) -> list[Conversation]:
         """Run one pass for all rows in use. Returns conversations that have ended and left their
@@ -640,11 +724,10 @@ class Batch:
         newest = [[conversation.tokens[-1]] for conversation in self.conversations]
         ids = torch.tensor(newest, device=self.model.device)  # (B, 1)
         logits = self.model.lm_head(ragged_hidden(self.model, ids, self.cache))[:, -1]  # (B, V)
-        new_tokens = []
-        for row, conversation in enumerate(self.conversations):
-            new_tokens.append([sample_next(logits[row], conversation.sampling)])
-            self.cache.rows[row].length += 1
-        return new_tokens
+        for row in self.cache.rows[:len(newest)]:
+            row.length += 1
+        samplings = [conversation.sampling for conversation in self.conversations]
+        return [[token] for token in sample_rows(logits, samplings)]
 
     def remove_ended(self) -> list[Conversation]:
         """Take ended conversations out. The last row moves into the gap that each leaves."""
@@ -659,14 +742,14 @@ class Batch:
         return ended
 
 
-# --- Packed weights: modules that are fast on a CPU for a few tokens ---
+# --- Packed weights: modules that are fast for a few tokens ---
 #
 # Most of a pass over one token is spent reading the weights. So verifying a few drafted tokens
 # should cost no more. But for 2 to 16 rows (tokens) nn.Linear on a CPU takes two to three times as
 # long as for one. oneDNN can store a weight in blocks, in the order in which its kernel reads them.
 # Then up to six rows cost what one does, and more cost less than with nn.Linear. And one wide
-# product is faster than several narrow ones of the same input. So a finished model has its modules
-# swapped for these.
+# product is faster than several narrow ones of the same input, on a GPU too. So a finished model
+# has its modules swapped for these.
 
 
 def pack(module: nn.Module) -> nn.Module:
@@ -676,11 +759,15 @@ def pack(module: nn.Module) -> nn.Module:
     weight = next(module.parameters(), None)
     if weight is None or not can_pack(weight):
         return module
+    # On a GPU PyTorch may let cuDNN attend. That plans anew for each length of the cache, for
+    # tens of milliseconds: fine in training, where lengths repeat, but not while generating.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if isinstance(module, Attention):
         return PackedAttention(module)
     if isinstance(module, MLP):
         return PackedMLP(module)
-    if isinstance(module, RMSNorm) and weight.dtype == torch.float32:
+    on_cpu = weight.device.type == "cpu"
+    if isinstance(module, RMSNorm) and on_cpu and weight.dtype == torch.float32:
         return PackedRMSNorm(module)
     if isinstance(module, nn.Linear) and module.bias is None:
         return PackedLinear(module)
@@ -690,7 +777,10 @@ def pack(module: nn.Module) -> nn.Module:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Tell whether packing helps: on a CPU, in a type that oneDNN's kernels multiply in."""
+    """Tell whether packing helps: on NVIDIA's GPUs, and on a CPU in a type that oneDNN's kernels
+    multiply in."""
+    if weight.device.type == "cuda":
+        return True
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -703,11 +793,15 @@ class PackedLinear(nn.Module):
 
     def __init__(self, *layers: nn.Linear):
         super().__init__()
-        weights = torch.cat([layer.weight for layer in layers]).detach()  # (out, in)
-        rows_expected = 16  # the layout is chosen for about so many, and serves any number
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weights, rows_expected)
+        self.weight = torch.cat([layer.weight for layer in layers]).detach()  # (out, in)
+        self.on_cpu = self.weight.device.type == "cpu"
+        if self.on_cpu:
+            rows_expected = 16  # the layout is chosen for about so many, and serves any number
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, rows_expected)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.on_cpu:
+            return F.linear(x, self.weight)
         # PyTorch has no public call for this. None: no bias. The rest: no activation after it.
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
 
@@ -758,9 +852,9 @@ class PackedAttention(Attention):
         return kv
 
     def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None = None) -> Tensor:
-        # On a CPU enable_gqa copies keys and values for every query head. Instead, put the queries
-        # of heads that share a kv head below each other: with 4 heads, 2 kv heads and T tokens, 2 T
-        # rows attend to the first kv head, and 2 T to the second.
+        # With a mask enable_gqa copies keys and values for every query head. Instead, put the
+        # queries of heads that share a kv head below each other: with 4 heads, 2 kv heads and T
+        # tokens, 2 T rows attend to the first kv head, and 2 T to the second.
         k, v = kv.chunk(2, dim=-1)
         rows = q.reshape(len(q), self.kv_heads, -1, self.head_dim)  # (B, Hkv, H T / Hkv, D)
         if mask is not None:

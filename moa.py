@@ -1202,7 +1202,8 @@ def to_bfloat16(drafter: Drafter) -> Drafter:
     Drafts need not be exact: a worse one costs time, never text.
     """
     weight = drafter.Ekv2E.weight
-    fast = can_pack(weight) and torch.cpu._is_avx512_bf16_supported()
+    on_cpu = weight.device.type == "cpu"
+    fast = on_cpu and can_pack(weight) and torch.cpu._is_avx512_bf16_supported()
     if fast and weight.dtype == torch.float32:
         for parameter in drafter.parameters():  # (drafter.bfloat16() would round the angles, too)
             parameter.data = parameter.data.bfloat16()

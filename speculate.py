@@ -481,10 +481,8 @@ class ChainBatch(Batch):
         self.state = BatchDraftState(drafter, rows, capacity + K)
         self.caches += self.state.caches
 
-    def read_prompt(self, row: int, prompt: list[int]) -> Tensor:
-        hidden = super().read_prompt(row, prompt)  # (1, T, E)
+    def remember_prompt(self, row: int, prompt: list[int], hidden: Tensor) -> None:
         self.state.append_verified(row, prompt, self.cache.rows[row], hidden)
-        return hidden
 
     def advance(self) -> list[list[int]]:
         """Draft, verify and accept once, for all rows. Returns the new tokens of each."""

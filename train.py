@@ -439,6 +439,7 @@ def train(
 # --- Less RAM, mixed precision, and a loss on memories ---
 
 KL_CHUNK = 256  # distributions q over V tokens that exist at once
+KL_CHUNK_ON_GPU = 4096  # more, as each piece costs time to launch
 
 
 def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
@@ -448,7 +449,8 @@ def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
     each position until the backward pass. `checkpoint` keeps none: the backward pass computes each
     piece again.
     """
-    count = max(1, KL_CHUNK // len(predicted))  # positions
+    chunk = KL_CHUNK if predicted.device.type == "cpu" else KL_CHUNK_ON_GPU
+    count = max(1, chunk // len(predicted))  # positions
     total = predicted.new_zeros(())
     for piece, true in zip(predicted.split(count, dim=1), final.split(count)):
         kl = checkpoint(
@@ -1131,10 +1133,13 @@ def converse(
         # 1. Begin as many conversations as fit in the batch, and as are still wanted.
         under_way = len(batch.conversations) + len(waiting)
         waiting += itertools.islice(openings, min(count, args.batch_size) - under_way)
-        # 2. Begin the next turn of each that waits.
-        for messages in waiting:
-            begin_turn(batch, tokenizer, messages, draws, args.seq_len)
-        waiting = []
+        # 2. Begin the next turn of each that waits. On a GPU, where one pass reads all their
+        # prompts, wait until there are some: until an eighth of the rows is free.
+        free = args.batch_size - len(batch.conversations)
+        if free >= args.batch_size / 8 or target.device.type == "cpu":
+            turns = [next_turn(tokenizer, messages, draws, args.seq_len) for messages in waiting]
+            batch.add_all(turns)
+            waiting = []
         if not batch.conversations:
             return
         # 3. Run one pass. Where it ends a turn, the conversation waits for its next one, or is
@@ -1158,10 +1163,10 @@ def converse(
                     )
 
 
-def begin_turn(
-    batch: Batch, tokenizer: Tokenizer, messages: list[dict], draws: random.Random, seq_len: int
-) -> None:
-    """Let the batch write a conversation's next turn."""
+def next_turn(
+    tokenizer: Tokenizer, messages: list[dict], draws: random.Random, seq_len: int
+) -> tuple[list[dict], list[int], GenerationConfig]:
+    """Return a conversation's next turn, which is to be written, as `Batch.add_all` takes it."""
     role = next_role(messages)
     text = tokenizer.chat(messages, add_generation_prompt=False)
     prompt = (text + tokenizer.opening(role))[:seq_len - 1]
@@ -1171,7 +1176,7 @@ def begin_turn(
         temperature = draws.choice(ANSWER_TEMPERATURES)
     seed = draws.getrandbits(63)
     stop_ids = frozenset(tokenizer.stop_ids)
-    batch.add(messages, prompt, GenerationConfig(room, temperature, TOP_P, seed, stop_ids))
+    return messages, prompt, GenerationConfig(room, temperature, TOP_P, seed, stop_ids)
 
 
 def end_turn(tokenizer: Tokenizer, turn: Conversation, draws: random.Random) -> bool:
@@ -1188,7 +1193,7 @@ def end_turn(tokenizer: Tokenizer, turn: Conversation, draws: random.Random) -> 
     if role == "user":
         is_usable = goes_on
     else:
-        is_usable = room > 1  # `begin_turn` cuts a prompt so that one token is left
+        is_usable = room > 1  # `next_turn` cuts a prompt so that one token is left
     if not text or not is_usable:
         return False
     messages.append({"role": role, "content": text})

@@ -316,10 +316,10 @@ def generate_batch(model: llama.Llama, requests: list, rows: int) -> list[llama.
     started = 0
     ended = []
     while len(ended) < len(requests):
-        while batch.has_room and started < len(requests):
-            prompt, config = requests[started]
-            batch.add(started, prompt, config)
-            started += 1
+        room = rows - len(batch.conversations)
+        new = list(enumerate(requests))[started:started + room]
+        batch.add_all([(key, prompt, config) for key, (prompt, config) in new])
+        started += len(new)
         ended += batch.step()
     assert batch.step() == []
     return sorted(ended, key=lambda conversation: conversation.key)
@@ -351,6 +351,44 @@ def test_a_conversation_in_a_batch_is_the_one_alone_whatever_its_neighbors_and_i
         for i, conversation in zip(order, answers, strict=True):
             assert conversation.tokens == expected[i]
             assert conversation.target_calls == len(expected[i]) - 1
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_tokens_drawn_together_are_of_their_rows_distributions(top_p):
+    logits = torch.tensor([[0.35, 0.0, 0.25, 0.2, 0.1, 0.06, 0.03, 0.01],
+                           [0.0, 0.1, 0.5, 0.0, 0.2, 0.2, 0.0, 0.0]]).log()
+    temperatures = [1.0, 0.5, 0.0]
+    samplings = [
+        llama.GenerationConfig(temperature=temperature, top_p=top_p).new_sampling("cpu")
+        for temperature in temperatures
+    ]
+    drawn = [llama.sample_together(logits[[0, 1, 1]], samplings) for _ in range(4000)]
+    drawn = torch.tensor(drawn).unbind(1)
+    for row in (0, 1):
+        p = llama.probabilities(logits[row], temperatures[row], top_p)
+        assert chi_square(drawn[row], p) < 22.5  # of 6 degrees of freedom or fewer
+    assert set(drawn[2].tolist()) == {2}
+
+
+def test_a_token_is_chosen_by_the_share_that_a_random_number_falls_into():
+    p = torch.tensor([0.0, 0.5, 0.0, 0.25, 0.25, 0.0])
+    u = torch.tensor([0.0, 0.49, 0.5, 0.74, 0.75, 1 - 2**-53], dtype=torch.float64)
+    assert llama.choose(p.expand(6, 6), u[:, None]).tolist() == [1, 1, 3, 3, 4, 4]
+
+
+@torch.inference_mode()
+def test_prompts_read_in_one_pass_leave_what_each_leaves_when_read_alone(tiny):
+    batch = llama.Batch(tiny, rows=5, capacity=101)
+    batch.add("before", [7, 8, 9], llama.GenerationConfig(9))
+    prompts = [TOKENS.flatten()[:count].tolist() for count in (4, 90, 1)]
+    hidden = batch.read_together(1, prompts)
+    for row, prompt in enumerate(prompts, 1):
+        cache = tiny.new_cache(101)
+        alone = tiny.hidden(torch.tensor([prompt]), cache)
+        close(hidden[row - 1], alone[0, -1])
+        assert batch.cache.rows[row].length == len(prompt)
+        close(batch.cache.rows[row].by_token(0, len(prompt)), cache.by_token(0, len(prompt)))
+    assert batch.cache.rows[0].length == 3
 
 
 def test_a_row_is_free_as_soon_as_its_conversation_has_ended(tiny):

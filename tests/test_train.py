@@ -1006,9 +1006,10 @@ class ScriptedBatch:
         self.asked = []
         self.conversations = []
 
-    def add(self, key, prompt, config) -> None:
-        self.asked.append((prompt, config))
-        self.conversations.append(llama.Conversation(key, config, None, next(self.turns)))
+    def add_all(self, requests) -> None:
+        for key, prompt, config in requests:
+            self.asked.append((prompt, config))
+            self.conversations.append(llama.Conversation(key, config, None, next(self.turns)))
 
     def step(self) -> list[llama.Conversation]:
         ended = self.conversations
