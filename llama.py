@@ -384,9 +384,9 @@ class GenerationConfig:
     """What a caller asks for: how to go on after a prompt. It holds no generator, so that it can be
     kept, compared, and sent to a server.
 
-    A target alone gives the same answer to the same prompt and config every time. Drafting, and a
-    batch, take the random numbers of the seed in another order. So above temperature 0 they give
-    another answer, which is drawn from the same distribution.
+    A target alone gives the same answer to the same prompt and config every time. Drafting and, on
+    a GPU, a batch use the random numbers of the seed in another way. So above temperature 0 they
+    give another answer, which is drawn from the same distribution.
     """
 
     max_new_tokens: int = 256
@@ -399,7 +399,7 @@ class GenerationConfig:
         """Start a sequence of random draws at the seed."""
         temperature = self.temperature
         if temperature < 1e-6:
-            temperature = 0.0  # logits divided by so little would overflow
+            temperature = 0.0  # as good as 0; and divided by 1e-40, say, logits would overflow
         return Sampling(temperature, self.top_p, torch.Generator(device).manual_seed(self.seed))
 
 
@@ -518,29 +518,26 @@ class RaggedKVCache:
     Then the caller adds to each `row.length` as many as it keeps: of a draft, perhaps not all.
     """
 
-    def __init__(self, rows: list[KVCache]):
-        """rows: empty caches of one conversation each, which become views of this one."""
-        self.rows = rows
-        shape = list(rows[0].kv.shape)
-        shape[1] = len(rows)
-        self.kv = rows[0].kv.new_zeros(shape)  # (L, rows, Hkv, capacity, 2D)
-        for i, row in enumerate(rows):
-            row.kv = self.kv[:, i:i + 1]
+    def __init__(self, kv: Tensor):
+        """kv: that of an empty cache, (L, rows, Hkv, capacity, 2D)."""
+        self.kv = kv
+        self.rows = [KVCache(row) for row in kv.split(1, dim=1)]  # views, one conversation each
         # `layout` sets these, and `append` reads them: the layers in between pass nothing on.
-        self.first = 0  # the first of the pass's B rows, which follow each other
+        self.pass_rows = slice(0)  # the B rows of the pass, one after the other
         self.positions = torch.empty(0)  # (B, T): of each new token, which is also its slot
         self.end = 0  # S: the slots of the longest row, with the new tokens
 
     def layout(
         self, batch: int, count: int, rotary: Tensor, first: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Lay out the next `count` tokens of B = `batch` rows, each row's after its own last one.
+        """Lay out the next `count` tokens of B = `batch` rows, from row `first` on, each row's
+        after its own last one.
 
         Returns their angles (2, B, 1, T, D/2), and a mask of which tokens each of them may see
         (B, 1, T, S). S reaches as far as the longest row.
         """
-        lengths = [row.length for row in self.rows[first:first + batch]]
-        self.first = first
+        self.pass_rows = slice(first, first + batch)
+        lengths = [row.length for row in self.rows[self.pass_rows]]
         self.end = max(lengths) + count
         positions = torch.tensor(lengths)[:, None] + torch.arange(count)
         self.positions = positions.to(self.kv.device)
@@ -555,11 +552,11 @@ class RaggedKVCache:
 
         Return all of the layer as far as the longest row, (B, Hkv, S, 2D). The rows' lengths stay.
         """
-        last = self.first + len(kv)
-        rows = torch.arange(self.first, last, device=kv.device)[:, None]  # (B, 1)
-        by_slot = self.kv[layer].transpose(1, 2)  # (rows, capacity, Hkv, 2D), a view
+        rows = torch.arange(len(kv), device=kv.device)[:, None]  # (B, 1)
+        of_pass = self.kv[layer, self.pass_rows]  # (B, Hkv, capacity, 2D), a view, as the next
+        by_slot = of_pass.transpose(1, 2)  # (B, capacity, Hkv, 2D)
         by_slot[rows, self.positions] = kv.transpose(1, 2)  # (B, T, Hkv, 2D)
-        return self.kv[layer, self.first:last, :, :self.end]
+        return of_pass[:, :, :self.end]
 
     def move_row(self, source: int, to: int) -> None:
         length = self.rows[source].length
@@ -583,17 +580,20 @@ def ragged_hidden(
 
 
 def sample_rows(logits: Tensor, samplings: list[Sampling]) -> list[int]:
-    """Choose the next token of each row, after logits (B, V), with its own random numbers: so what
-    is drawn depends on no neighbor."""
+    """Choose the next token of each row, after logits (B, V). Each row has a generator of its own,
+    so that no neighbor uses up its random numbers."""
     if logits.device.type == "cpu":
         return [sample_next(row, sampling) for row, sampling in zip(logits, samplings)]
     return sample_together(logits, samplings)
 
 
 def sample_together(logits: Tensor, samplings: list[Sampling]) -> list[int]:
-    """Do what `sample_next` does for all rows in a few operations. On a GPU each operation takes
-    time to launch, and to read a result means to wait for it. (The random numbers are used in
-    another way: the tokens are others, of the same distribution.)"""
+    """Choose the next token of each row, all rows of one temperature and top-p together.
+
+    On a GPU each operation takes time to launch, and to read a result means to wait for it. (Random
+    numbers are used in another way than by `sample_next`: the tokens are others, of the same
+    distribution.)
+    """
     rows_of = {}  # those that are sampled alike, by temperature and top-p
     for row, sampling in enumerate(samplings):
         rows_of.setdefault((sampling.temperature, sampling.top_p), []).append(row)
@@ -649,7 +649,7 @@ class Batch:
     def __init__(self, model: Llama, rows: int, capacity: int):
         """capacity: tokens of a row, its prompt included."""
         self.model = model
-        self.cache = RaggedKVCache([model.new_cache(capacity) for _ in range(rows)])
+        self.cache = RaggedKVCache(model.new_cache(capacity, rows).kv)
         self.caches = [self.cache]  # all in which a conversation has the same row
         self.conversations: list[Conversation] = []  # that of each row in use
 
@@ -690,7 +690,7 @@ class Batch:
         return torch.cat([self.read_together(first + i, [p]) for i, p in enumerate(prompts)])
 
     def read_together(self, first: int, prompts: list[list[int]]) -> Tensor:
-        """Do that in one pass."""
+        """Begin these rows in one pass, with prompts padded to the length of the longest."""
         for cache in self.caches:
             for row in cache.rows[first:first + len(prompts)]:
                 row.length = 0
@@ -732,6 +732,7 @@ class Batch:
     def remove_ended(self) -> list[Conversation]:
         """Take ended conversations out. The last row moves into the gap that each leaves."""
         ended = []
+        # From the end: so the last row, which moves, has not ended itself.
         for row in reversed(range(len(self.conversations))):
             if self.conversations[row].ended:
                 ended.append(self.conversations[row])
@@ -754,22 +755,24 @@ class Batch:
 
 def pack(module: nn.Module) -> nn.Module:
     """Return a packed module in place of this one. A module that has no packed form stays, and its
-    parts are replaced. What is packed can be neither trained nor saved.
+    parts are replaced. What is packed can be neither trained, nor saved, nor moved.
     """
     weight = next(module.parameters(), None)
     if weight is None or not can_pack(weight):
         return module
-    # On a GPU PyTorch may let cuDNN attend. That plans anew for each length of the cache, for
-    # tens of milliseconds: fine in training, where lengths repeat, but not while generating.
-    torch.backends.cuda.enable_cudnn_sdp(False)
     if isinstance(module, Attention):
         return PackedAttention(module)
     if isinstance(module, MLP):
         return PackedMLP(module)
+    if weight.device.type == "cuda":
+        # There PyTorch may let cuDNN attend, which plans anew for each shape not seen before, for
+        # tens of milliseconds (results/smollm2/README.md). In training shapes repeat. While
+        # generating, the cache is longer in each pass.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     on_cpu = weight.device.type == "cpu"
     if isinstance(module, RMSNorm) and on_cpu and weight.dtype == torch.float32:
         return PackedRMSNorm(module)
-    if isinstance(module, nn.Linear) and module.bias is None:
+    if isinstance(module, nn.Linear) and module.bias is None and on_cpu:
         return PackedLinear(module)
     for name, part in module.named_children():
         setattr(module, name, pack(part))
@@ -833,7 +836,7 @@ class PackedAttention(Attention):
         self.kv_heads = attention.kv_heads
         self.head_dim = attention.head_dim
         self.qkv_proj = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.o_proj = PackedLinear(attention.o_proj)
+        self.o_proj = pack(attention.o_proj)
 
     def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         heads = self.split_heads(self.qkv_proj(x))  # (B, H + 2 Hkv, T, D)
@@ -870,7 +873,7 @@ class PackedMLP(nn.Module):
     def __init__(self, mlp: MLP):
         super().__init__()
         self.gate_up_proj = PackedLinear(mlp.gate_proj, mlp.up_proj)
-        self.down_proj = PackedLinear(mlp.down_proj)
+        self.down_proj = pack(mlp.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
@@ -1177,7 +1180,7 @@ def llama3_rope_factors(raw: dict, head_dim: int, theta: float) -> tuple[float, 
 #     data
 #
 # A string is its length and its bytes. An array is the type id of its items, their number, and
-# they. Quantized types store weights in blocks of 32, with float16 scales:
+# the items. Quantized types store weights in blocks of 32, with float16 scales:
 #
 #     Q8_0    scale, 32 signed bytes           weight = byte * scale
 #     Q4_0    scale, 32 half bytes             weight = (half byte - 8) * scale
@@ -1344,7 +1347,7 @@ def parse_gguf(path: Path) -> GGUFFile:
     """Read a GGUF file's header. Raises InputError."""
     what = f"{path}: not a GGUF file, or a damaged one"
     with input_errors(what, Exception), open(path, "rb") as opened:  # damage shows in many ways
-        file = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        file = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants it writable
         magic, version, tensor_count, metadata_count = read_gguf_numbers(file, "4sIQQ")
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError("expected version 2 or 3")
@@ -1392,8 +1395,8 @@ def read_gguf_numbers(file: mmap.mmap, letters: str) -> tuple:
 #
 #     <|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n
 #
-# They are written by their ids. The same characters in a
-# message stay plain text, so that a message can neither end its turn nor open another.
+# Control tokens are written by their ids. The same characters in a message stay plain text, so that
+# a message can neither end its turn nor open another.
 
 CONTROL_TOKENS = (
     "<|im_start|>",
@@ -1690,20 +1693,18 @@ def read_prompt(text: str | None) -> str:
     return text
 
 
-def check_device(device: str) -> None:
-    """Raises InputError for one that this machine does not have."""
-    with input_errors(f"--device {device} cannot be used here", RuntimeError, AssertionError):
-        torch.zeros(1, device=device).item()
+def settle_device(args: argparse.Namespace) -> None:
+    """Check --device, and set args.dtype where --dtype is not given. Raises InputError for a device
+    that this machine does not have."""
+    with input_errors(f"--device {args.device} cannot be used here", RuntimeError, AssertionError):
+        torch.zeros(1, device=args.device).item()
+    if args.dtype is None:
+        args.dtype = "float32" if args.device.startswith("cpu") else "bfloat16"
 
 
 def load_target(args: argparse.Namespace, last: int | None = None) -> tuple[Llama, Tokenizer]:
-    """Load model (or its `last` layers) and tokenizer of a command line. Raises InputError.
-
-    Where --dtype is not given, this sets `args.dtype`.
-    """
-    check_device(args.device)
-    if args.dtype is None:
-        args.dtype = "float32" if args.device.startswith("cpu") else "bfloat16"
+    """Load model (or its `last` layers) and tokenizer of a command line. Raises InputError."""
+    settle_device(args)
     path = resolve_path(args.model)
     model = load_model(path, args.device, DTYPES[args.dtype], last)
     tokenizer = load_tokenizer(path)
@@ -1768,8 +1769,10 @@ def report(
         **statistics,
     }
     if args.json:
-        text = tokenizer.decode(tokens)
-        print(json.dumps({"text": text, "tokens": tokens, **statistics}))
+        result = {"text": tokenizer.decode(tokens), "tokens": tokens, **statistics}
+        if interrupted:
+            result["interrupted"] = True
+        print(json.dumps(result))
         return
     parts = []
     for name, value in statistics.items():

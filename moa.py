@@ -8,9 +8,9 @@ In the paper it is M_Small. It reads the target's KV cache, and drafts the token
     SA   Self-Attention, causal, over the embeddings of the text and the draft. Thanks to it a
          drafted token sees those before it.
     CA   Cross-Attention, from SA's output to the memory of the text. Drafted tokens have no memory
-         yet. Training imposes the same limit. There every position plays a drafted token (a *query*
-         of CA), and has a *horizon*: the last position whose memory it may read. So in training it
-         sees what it will see in drafting (on-policy).
+         yet. Training imposes the same limit. There every trained position plays the newest or a
+         drafted token (a *query* of CA), and has a *horizon*: the last position whose memory it may
+         read. So in training it sees what it will see in drafting (on-policy).
     TLI  Target Layer Inference. With N = 0, CA's output at a token predicts the target's final
          hidden state of that token, from which the target's LM head makes a distribution of the
          next one. With N > 0 it predicts the state that enters the target's last N layers, which
@@ -74,7 +74,7 @@ from llama import (
     sample,
 )
 
-LSA_TOKENS = 64  # that LSA reads at a time: a whole prompt, times L, may not fit in RAM
+LSA_TOKENS = 64  # LSA reads so many at a time: a whole prompt, times L layers, may not fit in RAM
 
 
 # --- The four layers, and training's pass over all positions ---
@@ -174,7 +174,7 @@ class Drafter(nn.Module):
 
     @property
     def target(self) -> Llama:
-        return self.head.target
+        return self.head.target  # which is there, because the head is no nn.Module: see DraftHead
 
     @property
     def N(self) -> int:
@@ -235,19 +235,20 @@ class Drafter(nn.Module):
         count = x.shape[1]
         rope = self.rotary[:, :count]
         positions = torch.arange(count, device=x.device)
-        may_read = positions <= horizon.unsqueeze(-1)  # (B, T, T): query i, memory j
+        within = positions <= horizon.unsqueeze(-1)  # (B, T, T): query i, memory j
         kv = self.cross_attention.keys_values(memory, rope)  # (B, Hkv, T, 2D)
         # With horizon -1 a query reads nothing: PyTorch's attention then returns zeros, and the
         # residual connection hands on SA's output alone.
-        return self.cross_attention.attend_to(kv, x, rope, may_read.unsqueeze(1))
+        return self.cross_attention.attend_to(kv, x, rope, within.unsqueeze(1))
 
     def infer_target_layers(self, x: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
         """Run TLI over all positions: the target's last N layers and final norm on x (B, T, E).
 
         Up to a query's horizon the tokens are verified, and the target's own keys and values of
         them, kv (B, T, L, 2 Ekv), are known. Those after it count as drafted, and have only what
-        the layers make of x: exactly what is in the caches while drafting. So each position has two
-        candidates, and the mask lets a query see one of them at most. Query 6 with horizon 3:
+        the layers make of x: exactly what is in the caches while drafting. So the layers get two
+        sets of keys and values side by side, and of each position the mask lets a query see one or,
+        after the query itself, none. Query 6 with horizon 3:
 
             position                         0 1 2 3 4 5 6 7
             the target's keys and values     + + + + . . . .
@@ -260,9 +261,9 @@ class Drafter(nn.Module):
         count = x.shape[1]
         rope = target.rotary[:, :count]
         positions = torch.arange(count, device=x.device)
-        verified = positions <= horizon.unsqueeze(-1)  # (B, T, T): query i, position j
-        drafted = ~verified & (positions <= positions.unsqueeze(-1))  # (B, T, T)
-        mask = torch.cat([verified, drafted], dim=-1).unsqueeze(1)  # (B, 1, T, 2T)
+        within = positions <= horizon.unsqueeze(-1)  # (B, T, T): query i, position j
+        after = ~within & (positions <= positions.unsqueeze(-1))  # (B, T, T)
+        mask = torch.cat([within, after], dim=-1).unsqueeze(1)  # (B, 1, T, 2T)
         kv_heads = target.config.num_key_value_heads
         layers = target.config.num_hidden_layers
         for i in range(layers - self.N, layers):
@@ -303,8 +304,8 @@ class Drafter(nn.Module):
     ) -> Tensor:
         """Run TLI on one step of drafting: x (B, T, E) -> (B, T, E).
 
-        The same as `infer_target_layers`, but here the cache, of N layers, holds for each position
-        the right candidate: the target's own keys and values of the text, then those of the draft.
+        The same as `infer_target_layers`, but here the cache, of N layers, holds what is right for
+        each position: the target's own keys and values of the text, then those of the draft.
         """
         if self.N == 0:
             return x
@@ -328,9 +329,9 @@ class MemoryUpdate:
 class DraftHead:
     """The target's LM head, frozen: features to logits, one for each token.
 
-    In what follows read *output* as *token*: above the bar they are the same number, V' = V, and
-    `token` and `over_all_tokens` do nothing. They differ only with `LimitedHead`, below the bar,
-    which has logits for V' < V chosen tokens: there output 5 may stand for token 873.
+    Above the bar V' is V: it has a logit for each token. `LimitedHead`, below the bar, has logits
+    for V' chosen tokens only. The index of a logit is called an *output*, and `token` says which
+    token it stands for: here the same number, there perhaps 873 for output 5.
 
     (This is not an nn.Module. Otherwise the target's weights would count as the drafter's, and be
     trained and saved with them.)
@@ -453,15 +454,16 @@ class TreeConfig:
     top_k: int = 1  # nodes of a frontier, at most; with 1 the draft is a chain
     total_tokens: int = 64  # drafted tokens of a tree, at most
     min_confidence: float = 0.0  # stop if the paths to the frontier sum to less
-    # Of a tree: a token is not chosen if its path is less likely than this. (In `sample_tree` that
-    # only lowers the number of draws. What is drawn may be less likely, and is kept.)
+    # Of a tree: leave out tokens whose path is less likely than this. (`sample_tree` only draws
+    # fewer tokens because of it. What is drawn may be less likely, and is kept.)
     min_probability: float = 0.0
 
 
 def draft_distributions(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return q, what drafts are chosen from: logits (..., V') -> (..., V')."""
     if sampling.temperature == 0:
-        # A greedy choice needs no probabilities, but TreeConfig's limits and --trace do.
+        # A greedy chain needs no probabilities, but trees rank paths by them, and TreeConfig's
+        # limits and --trace ask for them.
         return probabilities(logits, 1.0)
     return probabilities(logits, sampling.temperature, sampling.top_p)
 
@@ -651,8 +653,12 @@ class DraftState:
 
         The rule of acceptance compares p to the q that a token was drawn from. So it needs tokens
         that were drawn, and every token that was drawn has to be proposed: to drop one afterwards
-        would change what comes out (an example is below). Only how many tokens are drawn after each
-        node can be chosen, and that before the draws. At each level:
+        would change what comes out. Say p = q = (0.6, 0.4), and one token is drawn, and dropped if
+        it is the second, as unlikely. Then the target draws one itself, and the first token comes
+        out with probability 0.6 + 0.4 * 0.6 instead of 0.6.
+
+        Only how many tokens are drawn after each node can be chosen, and that before the draws. At
+        each level:
 
         1. Divide the tokens that are left by the levels that are left, rounded up: the `share`.
         2. Find the `share` likeliest tokens after the frontier, and count those after each node.
@@ -664,11 +670,9 @@ class DraftState:
         Level 2 gets the other two. If the two likeliest paths go through one child each, one token
         is drawn after each child.
 
-        What goes wrong if a drawn token is dropped: with p = q = (0.6, 0.4) one token is drawn, and
-        dropped if it is the second, as unlikely. Then the target draws one itself, and the first
-        token comes out with probability 0.6 + 0.4 * 0.6 instead of 0.6. For the same reason the
-        counts of a level must not depend on what it draws. They may depend on q and on earlier
-        levels. And step 4 is allowed: a token that is not expanded is proposed all the same.
+        The counts of a level must not depend on what it draws, for the same reason. They may depend
+        on q and on earlier levels. And step 4 is allowed: a token that is not expanded is proposed
+        all the same.
 
         (This is ours: a budget that follows likely paths, as in EAGLE-2, for children drawn without
         replacement, as by Jeon et al. 2024.)
@@ -786,11 +790,12 @@ def gumbel_topk(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
 #
 # Each part can be read by itself:
 #
-#     Sizes                        which sizes fit a target; a head of fewer tokens
-#     Ablations                    without LSA, without CA, without both
-#     Over a network               coarse q, and going on alone
-#     Many conversations           chains for all rows of a batch
-#     Fast on a CPU, checkpoints   bfloat16 and packing; the authors' names and shapes
+#     Sizes, and a head ...           which sizes fit a target; the class of a drafter
+#     Ablations                       without LSA, without CA, without both
+#     What ... a network needs        coarse q, and going on alone; the class of a state
+#     Chains for many conversations   all rows of a batch in one pass
+#     Fast                            bfloat16 and packing
+#     Checkpoints                     the authors' names and shapes
 
 
 # --- Sizes, and a head of fewer tokens ---
@@ -862,7 +867,8 @@ def check_sizes(config: DrafterConfig, sizes: Config) -> None:
 
 
 def check_heads(layer: str, width: int, heads: int, kv_heads: int) -> None:
-    """Raises InputError unless `width` divides into heads as attention and RoPE need it."""
+    """Raises InputError unless kv heads divide the heads, and a head's size, which is rounded down
+    to a whole number, is even, as RoPE needs it."""
     head_dim = width // max(1, heads)
     valid = heads >= 1 and kv_heads >= 1 and heads % kv_heads == 0
     if not valid or head_dim < 2 or head_dim % 2 != 0:
@@ -1141,11 +1147,17 @@ class BatchDraftState:
         self.drafter = drafter
         # (Sampling() is never used: `draft_chains` is given one for each row.)
         self.states = [DraftState(drafter, capacity, Sampling()) for _ in range(rows)]
-        # From here on the caches of each state are views of a row.
-        self.self_cache = RaggedKVCache([state.self_cache for state in self.states])
-        self.cross_cache = RaggedKVCache([state.cross_cache for state in self.states])
-        self.reused_cache = RaggedKVCache([state.reused_cache for state in self.states])
+        self.self_cache = self.join("self_cache")
+        self.cross_cache = self.join("cross_cache")
+        self.reused_cache = self.join("reused_cache")
         self.caches = [self.self_cache, self.cross_cache, self.reused_cache]
+
+    def join(self, name: str) -> RaggedKVCache:
+        """Join a cache of all states into one, of which each state's becomes a row."""
+        joined = RaggedKVCache(torch.cat([getattr(state, name).kv for state in self.states], 1))
+        for state, row in zip(self.states, joined.rows):
+            setattr(state, name, row)
+        return joined
 
     def append_verified(self, row: int, tokens: list[int], cache: KVCache, hidden: Tensor) -> None:
         """Grow a row's caches by newly verified tokens, the last ones in its target cache.
@@ -1193,7 +1205,7 @@ class BatchDraftState:
         return drafter.head.logits(x)[:, 0]
 
 
-# --- Fast on a CPU ---
+# --- Fast for a few tokens ---
 
 
 def to_bfloat16(drafter: Drafter) -> Drafter:
@@ -1272,7 +1284,7 @@ def parse_drafter_config(
     rows = {name: len(tensor) for name, tensor in tensors.items()}
     for layer in ("self_attention", "cross_attention", "layer_self_attention"):
         heads = values.get(f"{layer}_num_attention_heads", values["num_attention_heads"])
-        # 1 where a tensor is missing: if the drafter has such a layer, `load_weights` will say so.
+        # 1 where a tensor is missing. If the drafter has such a layer, that is an error later on.
         queries = rows.get(f"{layer}.self_attn.q_proj.weight", 1)
         keys = rows.get(f"{layer}.self_attn.k_proj.weight", 1)
         inner = rows.get(f"{layer}.mlp.gate_proj.weight", 1)

@@ -160,8 +160,9 @@ def speculate(
         if left == 0 or tokens[-1] in config.stop_ids:
             return
         state.append_verified(result.memory)  # grow the cross-attention memory
-        depth = min(tree.depth, left - 1)  # drafted tokens at most: the target adds one of its own
-        draft = state.draft(result.token, replace(tree, depth=depth))  # empty if depth is 0
+        # At most so many drafted tokens can be used: the target adds one of its own.
+        depth = min(tree.depth, left - 1)
+        draft = state.draft(result.token, replace(tree, depth=depth))  # if 0, nothing is drafted
         result = target.verify(draft)  # accepted tokens, next token, memory of what is verified
 
 
@@ -259,8 +260,8 @@ def accept_draft(logits: Tensor, draft: Draft, sampling: Sampling) -> Acceptance
         choices = logits.float().argmax(-1)  # in float32: on CPUs ten times as fast as bfloat16
         return accept_greedy(choices.tolist(), draft)
     p = probabilities(logits, sampling.temperature, sampling.top_p)
-    # All random numbers at once: on an accelerator, each one that Python looks at costs a wait.
-    # Those of tokens that are never tried are not used.
+    # All random numbers at once: on a GPU Python waits whenever it looks at one. Those of tokens
+    # that are never tried are not used.
     u = torch.rand(len(draft.tokens), generator=sampling.generator, device=p.device).tolist()
     if draft.is_chain:
         return rejection_sample(p, draft, u, sampling.generator)
@@ -327,8 +328,8 @@ def rejection_sample_tree(
     p. And the sibling was drawn from q without the rejected token. So it is tried with these two in
     place of p and q. If all are rejected, the token is drawn from what is left of p.
 
-    Why that is exact. Claim: whenever a child is about to be tried, the token that comes out in the
-    end is distributed as p_left.
+    Why that is exact. Claim: whenever a child is about to be tried, and given all that was drawn
+    and rejected so far, the token that comes out in the end is distributed as p_left.
 
         the last child     It was drawn from q_left. If it is rejected, the token is drawn from the
                            residual. That is the chain's rule, with p_left and q_left for p and q.
@@ -337,8 +338,8 @@ def rejection_sample_tree(
                            again it is the chain's rule.
 
     And so on to the first child, whose p_left is p. This needs that each child was drawn from its
-    q_left. So what is drawn may decide neither how many children there are nor which of them are
-    proposed: see `DraftState.sample_tree`.
+    q_left. So what is drawn after a node may decide neither how many children that node has nor
+    which of them are proposed: see `DraftState.sample_tree`.
 
     (An aside: EAGLE-2 does not draw. At any temperature its tree holds the likeliest tokens. Its
     rule for them: accept x with probability p(x). If it is rejected, drop x from p, scale the rest
@@ -376,7 +377,7 @@ def without(q: Tensor, x: int) -> Tensor:
 
 # --- The method ends here: what follows makes it fast and practical ---
 #
-# Each part can be read by itself:
+# Each part builds on those before it. (`Models`, which several ask for, is at the end.)
 #
 #     Lookup                       drafts without a drafter
 #     Many conversations at once   the loop, for all rows of a batch
@@ -392,7 +393,7 @@ def without(q: Tensor, x: int) -> Tensor:
 
 class Lookup:
     """Prompt lookup (Saxena 2023). Where the newest tokens occurred before, the draft is what
-    followed them there (tree.depth tokens). Elsewhere the drafter is asked, if there is one."""
+    followed them there. Elsewhere the drafter is asked, if there is one."""
 
     def __init__(self, state: DraftState | None, vocab_size: int, sampling: Sampling):
         self.state = state
@@ -420,7 +421,7 @@ class Lookup:
         for size in self.sizes:
             end = find_earlier(text, size)
             if end is not None:
-                return self.certain_draft(token, text[end:end + tree.depth])
+                return self.certain_draft(token, copy_from(text, end, tree.depth))
         if self.state is None:
             return Draft(token)
         return self.state.draft(token, tree)
@@ -450,6 +451,15 @@ def find_earlier(text: list[int], size: int) -> int | None:
         if text[start:start + size] == newest:
             return start + size
     return None
+
+
+def copy_from(text: list[int], place: int, count: int) -> list[int]:
+    """Return `count` tokens as they follow from a place of the text. Where the text ends, what was
+    copied goes on: from place 1, the text 5 7 8 is followed by 7 8 7 8 ..."""
+    longer = list(text)
+    for i in range(place, place + count):
+        longer.append(longer[i])
+    return longer[len(text):]
 
 
 class NoDrafter:
@@ -611,7 +621,7 @@ class RemoteTarget:
     """The target of one conversation, on a server, in one of three states:
 
     connected     a draft goes up, and the server's result comes down
-    reconnecting  over a new connection the server reads all text so far, with what was written
+    reconnected   over a new connection the server has read all text so far, with what was written
                   offline
     offline       as long as that fails, the drafter writes alone, and its text is unverified
     """
@@ -631,12 +641,12 @@ class RemoteTarget:
         a memory the drafter cannot begin."""
         self.text = list(prompt)
         self.full_length = len(prompt) + self.config.max_new_tokens
-        try:
-            return self.connect_and_read()
-        except ConnectionLost:
-            sleep(INITIAL_BACKOFF)
         with input_errors("no first token from the server", ConnectionLost):
-            return self.connect_and_read()
+            try:
+                return self.connect_and_read()
+            except ConnectionLost:
+                sleep(INITIAL_BACKOFF)
+                return self.connect_and_read()
 
     def verify(self, draft: Draft) -> VerifyResult:
         """Let the server verify a draft. If it does not answer, reconnect at once: it may only have
@@ -649,7 +659,7 @@ class RemoteTarget:
             reason = str(error)
         try:
             result = self.reconnect()  # the draft is lost: the server goes on after its root
-            self.link_state = "reconnecting"
+            self.link_state = "reconnected"
             return result
         except ConnectionLost as error:
             self.link_state = "offline"
@@ -918,7 +928,8 @@ def announce_on_terminal(bound: tuple[str, int]) -> None:
     print(f"{host}:{port}", flush=True)  # for scripts
     if host == "0.0.0.0":
         host = gethostname()
-    print(f"connect with: python speculate.py --remote {host}:{port}", file=sys.stderr)
+    command = f"python speculate.py --remote {host}:{port}"
+    print(f"connect with: {command} (and this side's --model and --drafter)", file=sys.stderr)
     if os.environ.get(SECRET):
         print(f"and the same {SECRET} on the other side", file=sys.stderr)
     else:
@@ -1351,7 +1362,10 @@ def reason(target: LocalTarget | RemoteTarget, judged: Judged, node: int) -> str
         return "not tried"  # a sibling before it was accepted
     trial = target.acceptance.trials[node]
     sign = "<" if accepted else ">="
-    return f"{verdict}: u {trial.u:.2f} {sign} p/q {trial.ratio:.2f}"
+    # After the rejection of a sibling, what was left of p and q: not those that are shown.
+    first, *_ = judged.draft.children(judged.draft.parents[node])
+    ratio = "p/q" if node == first else "p'/q'"
+    return f"{verdict}: u {trial.u:.2f} {sign} {ratio} {trial.ratio:.2f}"
 
 
 def source(target: LocalTarget | RemoteTarget, judged: Judged) -> str:
@@ -1733,7 +1747,7 @@ def print_table(rows: list[dict]) -> None:
     for name in columns:
         print(f"{name}: {COLUMNS[name]}")
     if any(row["method"].startswith("disconnected") for row in rows):
-        print("disconnected: the network goes down after a quarter of the tokens, for good")
+        print("disconnected: the network goes down for good after a quarter of --max-new-tokens")
 
 
 def table_cell(value: float | list[float] | None, width: int) -> str:
@@ -1741,6 +1755,8 @@ def table_cell(value: float | list[float] | None, width: int) -> str:
         return " " * width
     if isinstance(value, list):
         return f"{value[0]:.2f} to {value[1]:.2f}".rjust(width)
+    if isinstance(value, int):
+        return f"{value:{width}}"
     return f"{value:{width}.2f}"
 
 
@@ -1875,8 +1891,9 @@ def check_arguments(parser: Parser, args: Namespace) -> None:
         refuse(["remote"], "is one side and --serve the other")
         refuse([*DRAFT_FLAGS, *ANSWER_FLAGS], "has no effect with --serve: the client decides")
     if args.bench:
-        every = ("lookup", "no_speculation", "show", "trace", "disconnect_after")
-        refuse(every, "is not for --bench, which runs every method")
+        one_answers = ("lookup", "no_speculation", "show", "trace", "disconnect_after",
+                       "disconnect_for")
+        refuse(one_answers, "is not for --bench, which runs every method")
     else:
         refuse(["batch"], "needs --bench")
     if args.batch:
@@ -1889,7 +1906,8 @@ def check_arguments(parser: Parser, args: Namespace) -> None:
     if args.disconnect_after == math.inf:
         refuse(["disconnect_for"], "needs --disconnect-after")
     if args.no_speculation:
-        refuse([*DRAFT_FLAGS, "trace"], "is not for --no-speculation, which drafts nothing")
+        nothing_drafted = "is not for --no-speculation, which drafts nothing"
+        refuse([*DRAFT_FLAGS, "show", "trace"], nothing_drafted)
     if args.trace or args.json:
         refuse(["show"], "has no effect with --trace or --json")
     if drafts_chains_only(args):
@@ -2090,8 +2108,8 @@ def main() -> None:
     def new_channel(
         link: Link, prompt: list[int], outage_after: float = args.disconnect_after
     ) -> Channel:
-        """Return a channel for one answer. Each prompt has delays of its own, which in a benchmark
-        are the same for all methods."""
+        """Return a channel for one answer. Each prompt has a seed of its own for its delays, in a
+        benchmark the same seed for all methods."""
         network = Network(link, args.seed + sum(prompt), outage_after, args.disconnect_for)
         return Channel(server, os.environ.get(SECRET, ""), network, args.timeout)
 

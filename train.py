@@ -73,7 +73,6 @@ from llama import (
     add_model_arguments,
     atomic_write,
     causal_mask,
-    check_device,
     check_message,
     input_errors,
     load_target,
@@ -82,6 +81,7 @@ from llama import (
     pack,
     positive_int,
     run_command,
+    settle_device,
 )
 from moa import (
     Drafter,
@@ -118,7 +118,8 @@ CLIP = 1.0  # the gradient's norm, at most
 #
 # While drafting, tokens 5 to 7 would be the drafter's. If the text is the target's own, as after
 # --synthesize, that hardly matters: as long as they are right they are those of the text, and what
-# follows a wrong one is thrown away.
+# follows a wrong one is thrown away. (Other people's text, like UltraChat's, also trains the
+# drafter after tokens that the target would hardly write.)
 #
 # The length of the runs is drawn for each pass over a conversation, from 5 to 15. If runs always
 # began with the answer, the first positions would have one depth each. So the answer's first run is
@@ -145,7 +146,7 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     for position, in_answer in enumerate(answer.tolist()):
         if not in_answer:
             run_begins = None
-            horizons.append(position)  # any will do: only queries in answers are trained
+            horizons.append(position)  # of no consequence: only queries in answers are trained
             continue
         if run_begins is None:  # the answer's first run
             run_begins = position
@@ -274,7 +275,8 @@ def distill(drafter: Drafter, example: Example, args) -> Distillation:
         tli_outputs.append(tli_output[trained])
     predicted = torch.stack(tli_outputs).float()  # (R, n, E)
     final = states.final[trained].float()  # (n, E)
-    kl = chunked_kl(predicted, final, drafter.head.weight)  # `kl_divergence`, in pieces
+    # As `kl_divergence`, the same value, a few positions at a time to save RAM.
+    kl = chunked_kl(predicted, final, drafter.head.weight)
     smooth_l1 = hidden_loss(predicted, final)
     if drafter.N > 0:  # CA's output predicts the state that enters the reused layers
         smooth_l1_entering = hidden_loss(torch.stack(ca_outputs), states.entering[trained])
@@ -316,7 +318,8 @@ class Losses(NamedTuple):
 def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args) -> Losses:
     """Compute the gradients of one batch, a few sequences at a time.
 
-    With one process and enough RAM it would be this:
+    With one process and enough RAM it would be this, where `total` counts the trained positions
+    under all their horizons:
 
         example = collate(draw_examples(batch, update, args), device)
         (distill(drafter, example, args).loss / total).backward()
@@ -350,8 +353,8 @@ def learning_rate(update: int, args) -> float:
     updates.
 
     paper, as in the authors' code: up to 20 times --lr, then on a straight line down to --lr, which
-    is reached at the end of the first epoch and kept. cosine: up to --lr, then along half a cosine
-    to 0.
+    is reached at the end of the first epoch and kept. cosine: along half a cosine from --lr down to
+    0, of which the warm-up takes the beginning away.
     """
     warm = min(1.0, (update + 1) / args.warmup)  # rises to 1
     if args.schedule == "cosine":
@@ -426,7 +429,7 @@ def train(
 #
 # Each part can be read by itself:
 #
-#     Less RAM, and so on          what the loop above calls: KL in pieces, mixed precision
+#     Less RAM ...                 what the loop above calls: KL in pieces, mixed precision
 #     Several processes            torchrun
 #     Evaluation                   in one pass, or by really drafting
 #     Data                         conversations from files of several forms
@@ -502,7 +505,7 @@ def join_processes(args) -> None:
     """Give this process a GPU of its own, if there are any, and connect it to the others."""
     if args.device.startswith("cuda"):
         args.device = f"cuda:{dist.get_node_local_rank()}"
-        check_device(args.device)
+        settle_device(args)
         torch.cuda.set_device(args.device)
     dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
 
@@ -643,11 +646,11 @@ def evaluate_drafting(drafter: Drafter, sequences: list[Sequence]) -> dict:
 #
 # A first pass over the files notes where each usable record lies (file, offset, length). Training
 # reads a record again when its turn comes. (A file that is one JSON array is in RAM once, during
-# the first pass. One with a record a line never is.)
+# the first pass, twice for a moment. One with a record a line never is.)
 
 NO_ANSWER = "--data: no answer within --seq-len tokens; raise it"
-# So many conversations stay in RAM, as tokens: 0.4 GB at most if they have 2 048 tokens each. With a
-# target as small as the default, a GPU trains on a text faster than a tokenizer reads it again.
+# So many conversations stay in RAM, as tokens: 0.4 GB at most if they have 2 048 tokens each. With
+# a target as small as the default, a GPU trains on a text faster than a tokenizer reads it again.
 KEPT = 20_000
 MAX_NAMED = 5  # skipped records; the rest are counted
 
@@ -668,7 +671,7 @@ class Conversations:
         for file_number, path in enumerate(paths):
             for record in find_records(path):
                 try:
-                    usable_part(read_messages(record.text), counts)
+                    _, cuts = usable_part(read_messages(record.text))
                 except ValueError as error:
                     reason, _, _ = str(error).partition(": ")
                     counts[f"skipped: {reason}"] += 1
@@ -676,6 +679,7 @@ class Conversations:
                     if skipped <= MAX_NAMED:
                         say(f"skipped {path}, {record.place}: {error}")
                 else:
+                    counts.update(cuts)
                     places.append((file_number, record.offset, len(record.text)))
         self.places = np.array(places)  # file, offset and length of each
         self.read_or_recall = lru_cache(KEPT)(self.read)
@@ -695,8 +699,7 @@ class Conversations:
         file_number, offset, length = self.places[index]
         with open(self.paths[file_number], "rb") as file:
             file.seek(offset)
-            # Counter(): a new one, thrown away, since the first pass has counted.
-            messages = usable_part(read_messages(file.read(length)), Counter())
+            messages, _ = usable_part(read_messages(file.read(length)))
         tokens = []
         answer = []
         for piece, is_answer in self.tokenizer.turns(messages):
@@ -885,26 +888,27 @@ def next_role(messages: list[dict]) -> str:
     return "assistant" if len(messages) % 2 else "user"
 
 
-def usable_part(messages: list[dict], counts: Counter) -> list[dict]:
-    """Return a conversation from its first question to its first empty turn. Count what is cut.
+def usable_part(messages: list[dict]) -> tuple[list[dict], list[str]]:
+    """Return a conversation from its first question to its first empty turn, and what was cut.
 
     Raises ValueError if nothing is left that has an answer.
     """
     kept = []
+    cuts = []
     asked = False
     for message in messages:
         role = message["role"]
         if role != "system" and not message["content"].strip():
-            counts["cut at an empty turn"] += 1
+            cuts.append("cut at an empty turn")
             break
         asked = asked or role == "user"
         if role == "assistant" and not asked:
-            counts["answers before any question left out"] += 1
+            cuts.append("answers before any question left out")
         else:
             kept.append(message)
     if "assistant" not in [message["role"] for message in kept]:
         raise ValueError("no answer")
-    return kept
+    return kept, cuts
 
 
 def checksum(path: str) -> str:
@@ -922,10 +926,10 @@ def say(message: str) -> None:
         tqdm.write(message, file=sys.stderr)
 
 
-# Flags that may differ when a run is resumed: where it is, and how often it reports and saves. The
-# last two only round differently. All others would make it another run.
+# Flags that may differ when a run is resumed. All others would make it another run.
 MAY_DIFFER = {
-    "out", "pretrain", "resume", "json", "eval_every", "save_every", "device", "micro_batch_size",
+    "out", "pretrain", "resume", "json", "eval_every", "save_every",  # bookkeeping
+    "device", "micro_batch_size",  # the same sums, rounded differently
 }
 
 
@@ -943,8 +947,8 @@ class Journal:
         checkpoint.pt    of update 50: weights, optimizers, the stream's position, the log's length
         --resume         cuts the log back to update 50, and goes on with update 51
 
-    Updates 51 to 70 are done again, with the same batches and horizons, since both depend on the
-    seed and on the position only.
+    Updates 51 to 70 are done again, with the same batches and horizons: these depend on the seed,
+    the stream's position, and the update's number only.
     """
 
     def __init__(
@@ -989,9 +993,6 @@ class Journal:
         self.done = done
         self.position = position
         is_last = done == self.args.updates
-        device = next(self.model.parameters()).device
-        # Every process asks, at every update. (After the last one there is nothing to go on with.)
-        interrupted = any_process(self.interrupted, device) and not is_last
         if rank() == 0:
             speed = tokens / (time.perf_counter() - self.began)
             self.progress.update()
@@ -1001,9 +1002,12 @@ class Journal:
                 scores = self.evaluate()
                 self.log(scores)
                 show(scores, done)
-            if done % self.args.save_every == 0 or is_last or interrupted:
-                self.save_model()  # before the checkpoint, which says that it is there
-                self.save()
+        # Every process asks, at every update. (After the last one there is nothing to go on with.)
+        device = next(self.model.parameters()).device
+        interrupted = any_process(self.interrupted, device) and not is_last
+        if rank() == 0 and (done % self.args.save_every == 0 or is_last or interrupted):
+            self.save_model()  # before the checkpoint, which says that it is there
+            self.save()
         if interrupted:
             self.progress.close()  # which would overwrite the line
             say(f"saved at {done}; go on with --resume")
@@ -1051,8 +1055,10 @@ class Journal:
             log_bytes = state["log_bytes"]
             made_with = state["arguments"]
         free = MAY_DIFFER
-        if args.schedule == "paper" and not args.pretrain:
-            free = MAY_DIFFER | {"updates"}  # this schedule does not look at it, the others do
+        # The paper's schedule does not look at --updates. So a run may be made longer, but not by
+        # the default, which is taken where the flag was forgotten.
+        if args.schedule == "paper" and not args.pretrain and args.updates != args.epoch_updates:
+            free = MAY_DIFFER | {"updates"}
         for name, value in made_with.items():
             now = getattr(args, name, None)
             if name not in free and now != value:
@@ -1061,13 +1067,15 @@ class Journal:
                     f"{path} was made with {flag} {value}, not {now}; resume with that or choose "
                     "another folder"
                 )
-        with input_errors(f"{path}: does not fit {args.model}", RuntimeError):
+        with input_errors(f"{path}: does not fit {args.pretrain or args.model}", RuntimeError):
             self.model.load_state_dict(state["drafter"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
-        with open(self.log_path, "ab") as file:
-            # What came after is done again. (min: a log that was lost is not filled with zeros.)
-            file.truncate(min(file.tell(), log_bytes))
+        if rank() == 0:
+            with open(self.log_path, "ab") as file:
+                # What came after is done again. (min: a log that was lost is not filled with
+                # zeros.)
+                file.truncate(min(file.tell(), log_bytes))
         self.done = state["update"]
         self.position = state["position"]
 
@@ -1190,22 +1198,20 @@ def next_turn(
 def end_turn(tokenizer: Tokenizer, turn: Conversation, draws: random.Random) -> bool:
     """Add what was written to its conversation, if it is of use. Return whether that goes on.
 
-    An answer may be cut short, but no question, and a question that the prompt had to be cut for
-    is not answered.
+    An answer may be cut short, but no question. (A conversation that does not fit in --seq-len was
+    cut by `next_turn`, with room for one token. That token is thrown away.)
     """
     messages = turn.key
     role = next_role(messages)
     text = tokenizer.decode(turn.tokens).strip()
     room = turn.config.max_new_tokens
-    goes_on = turn.tokens[-1] in tokenizer.stop_ids and room - len(turn.tokens) >= MIN_ROOM
-    if role == "user":
-        is_usable = goes_on
-    else:
-        is_usable = room > 1  # `next_turn` cuts a prompt so that one token is left
+    is_finished = turn.tokens[-1] in tokenizer.stop_ids
+    may_go_on = is_finished and room - len(turn.tokens) >= MIN_ROOM
+    is_usable = may_go_on if role == "user" else room > 1
     if not text or not is_usable:
         return False
     messages.append({"role": role, "content": text})
-    return goes_on and (role == "user" or draws.random() < NEXT_TURN)
+    return may_go_on and (role == "user" or draws.random() < NEXT_TURN)
 
 
 def read_questions(path: str | Path) -> Iterator[str]:
@@ -1265,6 +1271,8 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
             file.write(line.encode())
             file.flush()
             written += 1
+    if not written:
+        raise InputError(f"no question of {args.questions} was answered: raise --seq-len")
     if args.json:
         print(json.dumps({"conversations": written}))
 
@@ -1301,8 +1309,8 @@ def library_functions() -> dict[str, str]:
 
 
 def find_functions(module: ast.Module) -> Iterator[ast.FunctionDef]:
-    """Yield a module's functions and all classes' methods. A function right within a function is a
-    part of that one."""
+    """Yield a module's functions and all classes' methods, but none that are asynchronous, or
+    within an `if` or another function."""
     for owner in ast.walk(module):
         if isinstance(owner, (ast.Module, ast.ClassDef)):
             for node in owner.body:
@@ -1389,9 +1397,8 @@ def save_target(folder: Path, model: Llama) -> None:
 
 def pretrain(args) -> None:
     """Make a toy target in the folder args.out, or go on with one. Raises InputError."""
-    check_device(args.device)
+    settle_device(args)
     folder = Path(args.out)
-    args.dtype = args.dtype or "float32"
     args.updates = args.updates or 2000
     if not args.resume:
         write_functions(folder, args)
@@ -1543,7 +1550,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--eval-every", type=positive_int, default=200, help="updates (default: %(default)s)")
     add("--save-every", type=positive_int, default=50, help="updates (default: %(default)s)")
     add("--resume", action="store_true", help="go on from the checkpoint in --out or --pretrain")
-    add("--json", action="store_true", help="end with the log's last record on stdout")
+    add("--json", action="store_true", help="end with the log's last record, or a count, on stdout")
     task = parser.add_mutually_exclusive_group().add_argument  # other tasks than training
     task("--evaluate", metavar="DIR", help="only score the drafter in DIR on --data, as JSON")
     add("--by-drafting", action="store_true",
@@ -1564,14 +1571,15 @@ def add_training_arguments(parser: Parser) -> None:
     as it or its code states them."""
     add = parser.add_argument
     add("--updates", type=positive_int,
-        help="default: one pass over the data, if all of it can be used; 2000 with --pretrain")
+        help="default: conversations / --batch-size, one pass over them; 2000 with --pretrain")
     add("--batch-size", type=positive_int, default=32,
         help="sequences an update (default: %(default)s)")
     add("--micro-batch-size", type=positive_int, default=1,
         help="sequences at once (default: %(default)s)")
     add("--seq-len", type=number(int, 16), default=2048, help="tokens (default: %(default)s)")
     weight = number(float, 0)
-    add("--lr", type=weight, default=3e-5, help="the paper's schedule peaks at 20 times it")
+    add("--lr", type=weight, default=3e-5,
+        help="the paper's schedule peaks at 20 times it (default: %(default)s)")
     add("--schedule", choices=("paper", "cosine"), default="paper",
         help="of the learning rate (default: %(default)s)")
     add("--warmup", type=positive_int, default=50, help="updates (default: %(default)s)")
@@ -1602,7 +1610,7 @@ def add_drafter_arguments(parser: Parser) -> None:
 
 
 def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
-    """Refuse what is missing, and flags of one task with another."""
+    """Refuse what is missing, and flags of one task with another that are easily mistaken."""
     if not args.evaluate:
         parser.refuse(args, ["by_drafting"], "needs --evaluate")
     if not args.synthesize:
@@ -1621,7 +1629,7 @@ def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
         parser.error("torchrun is for the training of drafters only")
     if args.width % 64 != 0:
         parser.error("--width must be a multiple of 64: two heads of 32 share a kv head")
-    if args.dtype == "float16":
+    if args.dtype == "float16" and not (args.synthesize or args.evaluate or args.plot):
         parser.error("--dtype float16 cannot be trained in; try bfloat16")
 
 

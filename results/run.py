@@ -2,7 +2,8 @@
 
     python results/run.py                       # all that compare drafters: hours on two cores
     python results/run.py parts on_policy       # these
-    python results/run.py cost network          # these two measure time: on an idle machine
+    python results/run.py cost network          # these two measure time: on an idle machine (cost
+                                                # first trains the drafters of parts, if need be)
 
 What an experiment compares are drafters. Each is trained and scored by itself, as many at a time as
 there are cores, with the flags of DRAFTERS and three seeds. An experiment is written to its
@@ -234,10 +235,9 @@ def training_flags(name: str, seed: int) -> list[str]:
 
 def change_of(name: str) -> Callable[[], None] | None:
     """Return what changes a drafter: for "eagle-quarter" that of "eagle". None for most."""
-    for changed, change in CHANGES.items():
-        if name.startswith(changed):
-            return change
-    return None
+    for share in SHORTER:
+        name = name.removesuffix(f"-{share}")
+    return CHANGES.get(name)
 
 
 def training_command(name: str, seed: int) -> str:
@@ -256,7 +256,7 @@ def train_and_score(name: str, seed: int) -> None:
     command = training_command(name, seed)
     done = folder / "command.txt"  # written at the end of training
     if not done.exists() or done.read_text() != command:
-        shutil.rmtree(folder, ignore_errors=True)  # what an interruption left
+        shutil.rmtree(folder, ignore_errors=True)  # what an interruption left, or other flags
         call(train, *training_flags(name, seed))
         done.write_text(command)
     scores = {"drafter": name, "seed": seed, "prompts": PROMPTS, "command": command}
@@ -546,6 +546,8 @@ def main() -> None:
         train_and_score(name, int(seed))
         return
     names = args.experiments or list(EXPERIMENTS)
+    if args.tables and not args.experiments:
+        names += TIMED
     for name in names:
         if name not in EXPERIMENTS and name not in TIMED:
             parser.error(f"no experiment {name}: {', '.join([*EXPERIMENTS, *TIMED])}")
@@ -558,11 +560,9 @@ def main() -> None:
     if any(jobs_of(name) for name in names):  # all but `network`
         prepare()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = {}  # of each drafter and seed: some are in several experiments
-        for experiment in names:
-            for job in jobs_of(experiment):
-                if job not in futures:
-                    futures[job] = pool.submit(finish, *job)
+        jobs = itertools.chain.from_iterable(jobs_of(experiment) for experiment in names)
+        # dict.fromkeys: each once, although some are in several experiments.
+        futures = {job: pool.submit(finish, *job) for job in dict.fromkeys(jobs)}
         # An experiment is written as soon as its own drafters are scored, while others still train.
         try:
             for experiment in names:

@@ -826,7 +826,7 @@ def test_a_draft_ends_where_the_drafter_is_no_longer_confident(target, top_k):
 
 
 def ragged_cache(target: Llama, rows: int) -> RaggedKVCache:
-    return RaggedKVCache([target.new_cache(64) for _ in range(rows)])
+    return RaggedKVCache(target.new_cache(64, rows).kv)
 
 
 def append_tokens(state: BatchDraftState, cache: RaggedKVCache, tokens: list[list[int]]) -> None:

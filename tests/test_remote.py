@@ -491,7 +491,7 @@ def test_a_server_that_is_lost_at_any_moment_costs_verification_until_it_is_back
     assert verified[:moment] == [True] * moment
     if deed == "restart":
         assert all(verified)
-        assert states.count("reconnecting") == 1 and "offline" not in states
+        assert states.count("reconnected") == 1 and "offline" not in states
     else:
         assert not verified[-1]
         assert verified == sorted(verified, reverse=True)  # what is gone stays so
@@ -1055,8 +1055,8 @@ def test_a_trace_shows_the_link_with_its_bytes_and_its_three_states(tiny, impati
     links = re.findall(r"^  link: (\w+), (\d+) bytes up, (\d+) down, \d+ ms$", out, re.MULTILINE)
     states = [state for state, _, _ in links]
     assert [state for state, _ in itertools.groupby(states)] == [
-        "connected", "offline", "reconnecting", "connected"]
-    assert states.count("reconnecting") == 1
+        "connected", "offline", "reconnected", "connected"]
+    assert states.count("reconnected") == 1
     assert sum(int(up) for _, up, _ in links) == generation.network["bytes_up"]
     assert sum(int(down) for _, _, down in links) == generation.network["bytes_down"]
     assert out.count("offline: the drafter alone wrote") == states.count("offline")

@@ -191,6 +191,13 @@ def test_lookup_drafts_nothing_as_long_as_nobody_would_verify_it():
     assert lookup.draft(3, TreeConfig(2)).tokens == [3]
 
 
+def test_lookup_goes_on_copying_what_it_has_copied():
+    lookup = speculate.Lookup(None, 16, Sampling())
+    lookup.append_verified(MemoryUpdate([5, 7, 8, 7], None, None))
+    assert lookup.draft(8, TreeConfig(5)).tokens == [8, 7, 8, 7, 8, 7]
+    assert speculate.copy_from([5, 7, 8], place=1, count=3) == [7, 8, 7]
+
+
 def test_with_lookup_the_drafter_is_asked_only_where_nothing_is_found(monkeypatch):
     target = new_target(16, sharpness=10.0)
     asked = []  # how long the text was
@@ -678,7 +685,7 @@ CYCLE = re.compile(
 )
 ROW = re.compile(r'([ │]*)[└├] (".*") +q (\d\.\d\d)  p (\d\.\d\d)  (.*)')
 OWN = re.compile(r"  the target's own: \".+\"(.*)")
-TRIAL = re.compile(r"(accepted|rejected): u (\d\.\d\d) (<|>=) p/q (\d+\.\d\d)")
+TRIAL = re.compile(r"(accepted|rejected): u (\d\.\d\d) (<|>=) p'?/q'? (\d+\.\d\d)")
 
 
 def rows_of_json(cycle: dict, parent: int = -1, depth: int = 1) -> list[tuple]:
@@ -1220,6 +1227,8 @@ HI = ["--prompt", "Hi"]
         (["--serve", "127.0.0.1:0", "--remote"], "--remote is one side"),
         (["--serve", "127.0.0.1:0", "--top-p", "0.5"], "--top-p has no effect with --serve"),
         ([*HI, "--show", "--trace"], "--show has no effect with --trace"),
+        (["--bench", "--remote", "--disconnect-for", "1s"], "--disconnect-for is not for --bench"),
+        ([*HI, "--show", "--no-speculation"], "--show is not for --no-speculation"),
         (["--bench", "--lookup"], "--lookup"),
         (["--bench", "--no-speculation"], "--no-speculation"),
         (["--bench", "--show"], "--show"),

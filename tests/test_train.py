@@ -435,7 +435,7 @@ def test_an_answer_before_any_question_goes_and_an_empty_turn_ends_a_conversatio
     assert lines[1:] == [
         "3 conversations, 1 records skipped",
         "  2 answers before any question left out",
-        "  2 cut at an empty turn",
+        "  1 cut at an empty turn",  # and another that is skipped
         "  1 skipped: no answer",
     ]
 
@@ -927,6 +927,13 @@ def test_a_finished_run_goes_on_without_its_log_where_it_had_ended(
     assert len(losses(out)) == 2
 
 
+def test_a_run_may_be_made_longer_but_not_by_forgetting_how_long_it_was(tmp_path, command, capsys):
+    command("--out", tmp_path, "--updates", 2)
+    assert "made with --updates 2, not" in error_of(command, capsys, "--out", tmp_path, "--resume")
+    command("--out", tmp_path, "--updates", 3, "--resume")
+    assert len(losses(tmp_path)) == 3
+
+
 def test_resume_sees_an_edit_that_changes_no_length(tmp_path, command, capsys):
     path = write(tmp_path / "data.jsonl", *counting(12))
     choices = ["--data", path, "--out", tmp_path / "out", "--updates", 2]
@@ -1091,6 +1098,12 @@ def test_the_target_writes_its_own_training_data_and_answers_questions(
     assert capsys.readouterr().out.endswith('{"conversations": 9}\n' * 2)
     command("--data", own, "--out", tmp_path, "--updates", 2, "--seq-len", 200)
     assert np.isfinite(losses(tmp_path)).all()
+
+
+def test_it_is_an_error_if_no_question_could_be_answered(tmp_path, command, capsys):
+    path = write(tmp_path / "questions.jsonl", {"data": ["long " * 300, "1"]})
+    choices = ["--synthesize", 3, "--data", tmp_path / "answers", "--questions", path]
+    assert "no question of" in error_of(command, capsys, *choices)
 
 
 def test_a_file_cut_anywhere_and_continued_repeats_and_loses_nothing(
