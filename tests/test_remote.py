@@ -1269,7 +1269,8 @@ def test_the_command_line_gives_the_same_tokens_with_the_target_on_a_server(
     assert "new tokens 1," in err and "Traceback" not in err
     server.terminate()
     assert server.wait(30) == 0
-    advice = f"connect with: python speculate.py --remote {address}\n"
+    advice = f"connect with: python speculate.py --remote {address}"
+    advice += " (and this side's --model and --drafter)\n"
     assert server.stderr.read() == advice + "and the same MOA_SECRET on the other side\n"
 
 
