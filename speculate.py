@@ -52,6 +52,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from socket import gethostname
@@ -759,7 +760,8 @@ def call_api(
         def parse(reply: dict, _: Tensors) -> int:
             return check_int(reply["token"], 0, vocab_size - 1)
 
-        yield from channel.request(fields, tensors, parse)
+        replies = channel.request(fields, tensors, parse)
+        yield from islice(replies, config.max_new_tokens)  # however many a faulty server sends
 
 
 # The server's side of one client.
@@ -1417,7 +1419,8 @@ def draw_branch(drafts: list[dict], parent: int, indent: str) -> list[str]:
         numbers = f"q {node['q']:.2f}"
         if node["p"] is not None:
             numbers += f"  p {node['p']:.2f}"
-        color = GREEN if node["accepted"] else RED
+        verdict, *_ = node["reason"].split(":")
+        color = {"accepted": GREEN, "rejected": RED}.get(verdict, "")
         lines.append(f"{label:<32} {numbers}  {paint(node['reason'], color)}")
         below = indent
         if not is_chain:
@@ -1436,19 +1439,6 @@ def quote(text: str) -> str:
 # `run_prompt` yields a dict {method: answer} for each turn of a prompt. `bench` collects these
 # dicts by category, and `summarize` makes a row of each category and method. A method on a network
 # is named kind:network, as "remote:4g". It is compared with "api:4g", all others with "target".
-
-
-@dataclass
-class Models:
-    """What the command line names, loaded."""
-
-    target: Llama
-    tokenizer: Tokenizer
-    drafters: dict[str, Drafter]
-
-    @property
-    def drafter(self) -> Drafter | None:
-        return next(iter(self.drafters.values()), None)
 
 
 class Prompt(NamedTuple):
@@ -1738,11 +1728,12 @@ def print_table(rows: list[dict]) -> None:
     """Print rows under their columns, then what each column means."""
     measured = set().union(*rows)  # the keys of all
     columns = [name for name in COLUMNS if name in measured]
-    width = max(len(row["method"]) for row in rows)
-    print(f"{'category':<14} {'method':<{width}}", *columns)
+    left = max(len(name) for name in ["category", *[row["category"] for row in rows]])
+    right = max(len(name) for name in ["method", *[row["method"] for row in rows]])
+    print(f"{'category':<{left}} {'method':<{right}}", *columns)
     for row in rows:
         cells = [table_cell(row.get(name), len(name)) for name in columns]
-        print(f"{row['category']:<14} {row['method']:<{width}}", *cells)
+        print(f"{row['category']:<{left}} {row['method']:<{right}}", *cells)
     print()
     for name in columns:
         print(f"{name}: {COLUMNS[name]}")
@@ -1908,10 +1899,25 @@ def check_arguments(parser: Parser, args: Namespace) -> None:
     if args.no_speculation:
         nothing_drafted = "is not for --no-speculation, which drafts nothing"
         refuse([*DRAFT_FLAGS, "show", "trace"], nothing_drafted)
+        if args.remote != OWN_SERVER:  # whose greeting names a drafter
+            refuse(["drafter"], nothing_drafted)
     if args.trace or args.json:
         refuse(["show"], "has no effect with --trace or --json")
     if drafts_chains_only(args):
         refuse(TREE_FLAGS, "is a size of a tree, and --draft-length makes chains")
+
+
+@dataclass
+class Models:
+    """What the command line names, loaded."""
+
+    target: Llama
+    tokenizer: Tokenizer
+    drafters: dict[str, Drafter]
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return next(iter(self.drafters.values()), None)
 
 
 def load_models(args: Namespace) -> Models:
@@ -2095,8 +2101,12 @@ def main() -> None:
         return
     on_terminal = sys.stdin is not None and sys.stdin.isatty()
     chatting = args.prompt is None and not args.bench and on_terminal
-    prompt = ""  # read before the models are loaded: if there is none, no time is lost
-    if not chatting and not args.bench:
+    # Read before the models are loaded: if there is nothing to read, no time is lost.
+    prompt = ""
+    bench_prompts = []
+    if args.bench:
+        bench_prompts = read_prompts(args.bench)
+    elif not chatting:
         prompt = read_prompt(args.prompt)
     models = load_models(args)
     stop_ids = frozenset(models.tokenizer.stop_ids)
@@ -2114,7 +2124,7 @@ def main() -> None:
         return Channel(server, os.environ.get(SECRET, ""), network, args.timeout)
 
     if args.bench:
-        run_bench(args, models, config, new_channel if server else None)
+        run_bench(args, models, bench_prompts, config, new_channel if server else None)
         return
     connect = None
     if server:
@@ -2135,11 +2145,11 @@ def main() -> None:
 def run_bench(
     args: Namespace,
     models: Models,
+    prompts: list[Prompt],
     config: GenerationConfig,
     new_channel: Callable[..., Channel] | None,
 ) -> None:
     """Measure what the command line asks for: batches, networks, or the methods on this machine."""
-    prompts = read_prompts(args.bench)
     if args.batch:
         K = args.draft_length or BATCH_DRAFT_LENGTH
         rows = bench_batch(models, prompts, config, args.batch, K)

@@ -46,7 +46,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Callable, Iterable, Iterator, NamedTuple
 
@@ -74,6 +74,7 @@ from llama import (
     atomic_write,
     causal_mask,
     check_message,
+    checksum,
     input_errors,
     load_target,
     load_tokenizer,
@@ -414,12 +415,13 @@ def train(
 ) -> None:
     """Train up to args.updates. Raises InputError.
 
-    stream: shuffled sequences without end. Each iteration over it goes on at stream.position.
+    stream: shuffled sequences without end, which go on at stream.position.
     journal: logs, evaluates and saves. journal.done: updates that an earlier run has done
     (--resume).
     """
+    sequences = iter(stream)
     for update in range(journal.done, args.updates):
-        batch = list(itertools.islice(stream, args.batch_size))
+        batch = list(itertools.islice(sequences, args.batch_size))
         measured = take_step(drafter, optimizers, batch, update, args)
         tokens = sum(len(sequence.tokens) for sequence in batch)
         journal.record(update + 1, measured, tokens, stream.position)
@@ -436,7 +438,7 @@ def train(
 #     A training run               `Journal`: the log, checkpoints, Ctrl-C
 #     Synthesis                    the target writes its own conversations
 #     A toy target                 from Python's own library
-#     Curves, command line         an SVG file; flags, `main`
+#     Curves, command line         an SVG file; flags; what a task does; `main`
 
 
 # --- Less RAM, mixed precision, and a loss on memories ---
@@ -580,10 +582,14 @@ def evaluate(drafter: Drafter, sequences: list[Sequence], args) -> dict:
 
 def right_drafts(drafter: Drafter, result: Distillation) -> Tensor:
     """Return where the drafter's first choice, under one horizon, is the target's: (n)."""
-    outputs = drafter.head.logits(result.predicted.squeeze(0)).argmax(-1)  # (n)
-    drafted = [drafter.head.token(output) for output in outputs.tolist()]
-    wanted = drafter.target.lm_head(result.final).argmax(-1)  # (n)
-    return torch.tensor(drafted) == wanted.cpu()
+    drafted = []
+    wanted = []
+    pieces = result.predicted.squeeze(0).split(KL_CHUNK)  # (n, V) logits would take much RAM
+    for predicted, final in zip(pieces, result.final.split(KL_CHUNK)):
+        outputs = drafter.head.logits(predicted).argmax(-1).tolist()
+        drafted += [drafter.head.token(output) for output in outputs]
+        wanted += drafter.target.lm_head(final).argmax(-1).tolist()
+    return torch.tensor(drafted) == torch.tensor(wanted)
 
 
 def split_runs(right: Tensor, depths: Tensor) -> list[list[bool]]:
@@ -649,9 +655,10 @@ def evaluate_drafting(drafter: Drafter, sequences: list[Sequence]) -> dict:
 # the first pass, twice for a moment. One with a record a line never is.)
 
 NO_ANSWER = "--data: no answer within --seq-len tokens; raise it"
-# So many conversations stay in RAM, as tokens: 0.4 GB at most if they have 2 048 tokens each. With
-# a target as small as the default, a GPU trains on a text faster than a tokenizer reads it again.
-KEPT = 20_000
+# The first so many conversations that are read stay in RAM, as tokens: 0.4 GB at most if they have
+# 2 048 tokens each. With a target as small as the default, a GPU trains on a text faster than a
+# tokenizer reads it again.
+MAX_KEPT = 20_000
 MAX_NAMED = 5  # skipped records; the rest are counted
 
 
@@ -682,7 +689,7 @@ class Conversations:
                     counts.update(cuts)
                     places.append((file_number, record.offset, len(record.text)))
         self.places = np.array(places)  # file, offset and length of each
-        self.read_or_recall = lru_cache(KEPT)(self.read)
+        self.kept = {}
         say(f"{len(places)} conversations, {skipped} records skipped")
         for reason, count in counts.items():
             say(f"  {count} {reason}")
@@ -692,7 +699,12 @@ class Conversations:
 
     def __getitem__(self, index: int) -> Sequence | None:
         """Return one conversation, cut at seq_len. None where nothing is left to train on."""
-        return self.read_or_recall(int(index))
+        if index in self.kept:
+            return self.kept[index]
+        sequence = self.read(index)
+        if len(self.kept) < MAX_KEPT:
+            self.kept[index] = sequence
+        return sequence
 
     def read(self, index: int) -> Sequence | None:
         """Read it from its file."""
@@ -911,12 +923,6 @@ def usable_part(messages: list[dict]) -> tuple[list[dict], list[str]]:
     return kept, cuts
 
 
-def checksum(path: str) -> str:
-    """Hash all bytes: an edit is seen even where no length changes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-
-
 # --- A training run: its log and its checkpoints ---
 
 
@@ -958,16 +964,19 @@ class Journal:
         evaluate: Callable[[], dict],
         save_model: Callable[[], None],
         args: argparse.Namespace,
+        may_differ: set[str] = frozenset(),
     ):
         """Begin a run or, with args.resume, go on with one. Raises InputError.
 
         evaluate returns what to log. save_model writes the model as other programs read it.
+        may_differ: flags that may, in a resumed run, besides MAY_DIFFER.
         """
         self.model = model
         self.optimizers = optimizers
         self.evaluate = evaluate
         self.save_model = save_model
         self.args = args
+        self.may_differ = MAY_DIFFER | may_differ
         self.out = Path(args.out)
         self.log_path = self.out / "log.jsonl"
         self.done = 0  # updates
@@ -979,11 +988,9 @@ class Journal:
                 part.touch()
             self.save()  # so that a run that is killed early can be resumed, too
         self.interrupted = False
-        signal.signal(signal.SIGINT, self.interrupt)
-        self.progress = tqdm(
-            initial=self.done, total=args.updates, unit=" updates", disable=rank() > 0
-        )
-        self.began = time.perf_counter()  # the update under way
+        self.progress = None  # this and the next two: while training
+        self.began = 0.0  # when the update under way began
+        self.on_interrupt = None  # what Ctrl-C did before
 
     def record(self, done: int, losses: dict, tokens: int, position: int = 0) -> None:
         """Record an update of `tokens` tokens, with its losses. position: of the stream, after it.
@@ -1016,11 +1023,16 @@ class Journal:
         self.began = time.perf_counter()
 
     def __enter__(self) -> Journal:
+        self.on_interrupt = signal.signal(signal.SIGINT, self.interrupt)
+        self.progress = tqdm(
+            initial=self.done, total=self.args.updates, unit=" updates", disable=rank() > 0
+        )
+        self.began = time.perf_counter()
         return self
 
     def __exit__(self, *_) -> None:
         self.progress.close()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, self.on_interrupt)
 
     def interrupt(self, *_) -> None:
         """What Ctrl-C does: let the update under way end. A second one ends the process."""
@@ -1054,14 +1066,9 @@ class Journal:
             state = torch.load(path, map_location="cpu")
             log_bytes = state["log_bytes"]
             made_with = state["arguments"]
-        free = MAY_DIFFER
-        # The paper's schedule does not look at --updates. So a run may be made longer, but not by
-        # the default, which is taken where the flag was forgotten.
-        if args.schedule == "paper" and not args.pretrain and args.updates != args.epoch_updates:
-            free = MAY_DIFFER | {"updates"}
         for name, value in made_with.items():
             now = getattr(args, name, None)
-            if name not in free and now != value:
+            if name not in self.may_differ and now != value:
                 flag = "--" + name.replace("_", "-")
                 raise InputError(
                     f"{path} was made with {flag} {value}, not {now}; resume with that or choose "
@@ -1131,7 +1138,12 @@ MAX_BARREN = 500  # conversations without an answer, in a row, after which --syn
 
 
 def converse(
-    target: Llama, tokenizer: Tokenizer, openings: Iterator[list[dict]], count: int, args
+    target: Llama,
+    tokenizer: Tokenizer,
+    openings: Iterator[list[dict]],
+    count: int,
+    seed: int,
+    args,
 ) -> Iterator[list[dict]]:
     """Let the target talk to itself: up to `count` conversations, each yielded when it ends. The
     last message may be cut short.
@@ -1141,7 +1153,7 @@ def converse(
     # A conversation is in one of three places: `openings` (not begun), `waiting` (between two
     # turns), or a row of the batch (a turn is being written). It leaves when it is yielded, or
     # dropped because it has no answer.
-    draws = random.Random(args.seed)
+    draws = random.Random(seed)
     batch = Batch(target, args.batch_size, args.seq_len)  # a row holds one turn, under way
     waiting = []  # conversations whose next turn is to be written
     barren = 0  # how many in a row had no answer
@@ -1262,10 +1274,11 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
         size = file.truncate(text.rfind(b"\n") + 1)
         # A seed that depends on what is there already, or the same conversations would come again.
         # (Shifted, so that it differs from any seed that a user is likely to give.)
-        args.seed += size << 32
+        seed = args.seed + (size << 32)
         written = text.count(b"\n")
         total = args.synthesize
-        conversations = converse(target, tokenizer, openings, max(0, total - written), args)
+        wanted = max(0, total - written)
+        conversations = converse(target, tokenizer, openings, wanted, seed, args)
         for messages in tqdm(conversations, initial=written, total=total, unit=" conversations"):
             line = json.dumps({"messages": messages}, ensure_ascii=False) + "\n"
             file.write(line.encode())
@@ -1359,7 +1372,10 @@ def next_token_loss(model: Llama, windows: Tensor, args) -> Tensor:
 
 @torch.no_grad()
 def evaluate_target(model: Llama, held_out: Tensor, args) -> dict:
-    return {"held_out_loss": next_token_loss(model, held_out, args).item()}
+    total = 0.0
+    for windows in held_out.split(4):
+        total += len(windows) * next_token_loss(model, windows, args).item()
+    return {"held_out_loss": total / len(held_out)}
 
 
 def make_target(vocab_size: int, args) -> Llama:
@@ -1418,6 +1434,8 @@ def pretrain(args) -> None:
             draws = np.random.default_rng((args.seed, update))
             windows = training[draws.integers(len(training), size=4)]  # (4, WINDOW + 1)
             loss = next_token_loss(model, windows, args)
+            if not loss.isfinite():
+                raise InputError(f"update {update + 1}: the loss is not finite; try another --seed")
             loss.backward()
             # From 0 up to 6e-3 in the first fiftieth, then on a straight line down to 0.
             lr = np.interp(update / args.updates, [0, 0.02, 1], [0, 6e-3, 0])
@@ -1617,7 +1635,8 @@ def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
         parser.refuse(args, ["questions"], "needs --synthesize")
     if args.pretrain:
         others = ["data", "out", "model", "batch_size", "seq_len"]
-        others += ["lr", "schedule", "warmup", "optimizer"]
+        others += ["lr", "schedule", "warmup", "optimizer", "kl_weight", "feature_weight"]
+        others += ["memory_weight", "run_length", "horizons", "tli", "draft_vocabulary"]
         parser.refuse(args, others, "has no effect with --pretrain")
     else:
         parser.refuse(args, ["layers", "width", "vocabulary"], "needs --pretrain")
@@ -1640,6 +1659,9 @@ def add_toy_arguments(parser: Parser) -> None:
     # At least all bytes and two control tokens.
     add("--vocabulary", type=number(int, 258), default=2048,
         help="its tokens (default: %(default)s)")
+
+
+# --- The tasks that train or evaluate ---
 
 
 def make_drafter(target: Llama, data: Conversations, training: np.ndarray, args) -> Drafter:
@@ -1668,12 +1690,18 @@ def make_drafter(target: Llama, data: Conversations, training: np.ndarray, args)
 def run_training(target: Llama, tokenizer: Tokenizer, args) -> None:
     """Prepare data and drafter, then run the loop. Raises InputError."""
     data = Conversations(args.data, tokenizer, args.seq_len)
-    # `Conversations` has the paths now. In the checkpoint args.data is to name contents, so that
-    # --resume refuses a file that was changed.
+    # `Conversations` has the paths now. In the checkpoint args.data is to name contents, too, so
+    # that --resume refuses a file that was changed, even where no length was.
     args.data = [f"{path} ({checksum(path)})" for path in args.data]
     training, held_out = split(data, args.seed)
     args.epoch_updates = math.ceil(len(training) / args.batch_size)
-    args.updates = args.updates or args.epoch_updates
+    may_differ = set()
+    if args.updates is None:
+        args.updates = args.epoch_updates
+    elif args.schedule == "paper":
+        # This schedule does not look at --updates. So a run may be made longer: but not by the
+        # default, which is taken where the flag was forgotten.
+        may_differ = {"updates"}
     drafter = make_drafter(target, data, training, args)
     optimizers = make_optimizers(drafter, args.optimizer)
     # A first sequence, only to measure with. The stream of the run begins where the journal says.
@@ -1681,7 +1709,7 @@ def run_training(target: Llama, tokenizer: Tokenizer, args) -> None:
     announce_cost(drafter, sequence, held_out, args)
     score = partial(evaluate, drafter, held_out, args)
     save = partial(save_drafter, drafter, Path(args.out))
-    journal = Journal(drafter, optimizers, score, save, args)
+    journal = Journal(drafter, optimizers, score, save, args, may_differ)
     stream = Stream(data, training, args.seed, journal.position)
     with journal:
         train(drafter, optimizers, stream, journal, args)
@@ -1711,13 +1739,11 @@ def check_folder(args) -> None:
     out = Path(args.out)
     has_checkpoint = (out / "checkpoint.pt").exists()
     has_model = any(out.glob("*.safetensors"))  # perhaps in shards
-    if args.resume and has_checkpoint:
-        return
-    if has_checkpoint:
+    if has_checkpoint and not args.resume:
         raise InputError(f"{out} holds work: --resume goes on, else choose another folder")
-    if has_model:
+    if has_model and not has_checkpoint:
         raise InputError(f"{out} holds work but no checkpoint: choose another folder")
-    args.resume = False  # nothing is there: begin
+    args.resume = has_checkpoint  # where nothing is there, a run begins
 
 
 def load_models(args) -> tuple[Llama, Tokenizer]:

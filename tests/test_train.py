@@ -998,7 +998,7 @@ def converse(target, tokenizer, *openings: list[dict], seq_len: int = 200) -> li
     """The conversations that begin like this, in the order in which they end."""
     args = Namespace(seq_len=seq_len, batch_size=4, seed=0)
     copies = iter([list(messages) for messages in openings])
-    return list(train.converse(target, tokenizer, copies, len(openings), args))
+    return list(train.converse(target, tokenizer, copies, len(openings), 0, args))
 
 
 def question(text: str) -> list[dict]:
@@ -1111,11 +1111,11 @@ def test_a_file_cut_anywhere_and_continued_repeats_and_loses_nothing(
 ):
     path = tmp_path / "own"
 
-    def answer_some(target, tokenizer, openings, count, args):
+    def answer_some(target, tokenizer, openings, count, seed, args):
         """Conversations that hold their question or seed; none for "b"."""
         answered = (messages for messages in openings if messages != question("b"))
         for i, messages in zip(range(count), answered):
-            messages = messages or question(f"{args.seed} {i}")
+            messages = messages or question(f"{seed} {i}")
             yield [*messages, {"role": "assistant", "content": "Ä"}]
             assert written(path)[-1][:1] == messages  # at once
 
