@@ -15,7 +15,7 @@ the same `DecoderLayer`.
     python llama.py --prompt "Why is the sky blue?"     # the default target, fetched on first use
 
 Read as far as the bar, the line that says where the method ends. What follows it makes the plain
-case practical: many conversations at once, weights packed for a CPU, checkpoints, the tokenizer
+case practical: many conversations at once, packed weights, checkpoints, the tokenizer
 and the command line. Most of the imports are for that.
 
 Shapes: B batch, T new tokens, S tokens in the cache with the new ones, L layers, E hidden size (or
@@ -527,7 +527,7 @@ class RaggedKVCache:
         # `layout` sets these, and `append` reads them: the layers in between pass nothing on.
         self.pass_rows = slice(0)  # the B rows of the pass, one after the other
         self.positions = torch.empty(0)  # (B, T): of each new token, which is also its slot
-        self.end = 0  # S: the slots of the longest row, with the new tokens
+        self.end = 0  # S: the slots of the longest of these rows, with the new tokens
 
     def layout(
         self, batch: int, count: int, rotary: Tensor, first: int = 0
@@ -536,7 +536,7 @@ class RaggedKVCache:
         after its own last one.
 
         Returns their angles (2, B, 1, T, D/2), and a mask of which tokens each of them may see
-        (B, 1, T, S). S reaches as far as the longest row.
+        (B, 1, T, S). S reaches as far as the longest of the rows.
         """
         self.pass_rows = slice(first, first + batch)
         lengths = [row.length for row in self.rows[self.pass_rows]]
@@ -552,7 +552,7 @@ class RaggedKVCache:
     def append(self, layer: int, kv: Tensor) -> Tensor:
         """Write a layer's kv (B, Hkv, T, 2D) where `layout` says.
 
-        Return all of the layer as far as the longest row, (B, Hkv, S, 2D). The rows' lengths stay.
+        Return all of the pass's rows in this layer, (B, Hkv, S, 2D). Their lengths stay.
         """
         rows = torch.arange(len(kv), device=kv.device)[:, None]  # (B, 1)
         of_pass = self.kv[layer, self.pass_rows]  # (B, Hkv, capacity, 2D), a view, as the next

@@ -1882,9 +1882,9 @@ def check_arguments(parser: Parser, args: Namespace) -> None:
         refuse(["remote"], "is one side and --serve the other")
         refuse([*DRAFT_FLAGS, *ANSWER_FLAGS], "has no effect with --serve: the client decides")
     if args.bench:
-        one_answers = ("lookup", "no_speculation", "show", "trace", "disconnect_after",
+        of_one_answer = ("lookup", "no_speculation", "show", "trace", "disconnect_after",
                        "disconnect_for")
-        refuse(one_answers, "is not for --bench, which runs every method")
+        refuse(of_one_answer, "is not for --bench, which runs every method")
     else:
         refuse(["batch"], "needs --bench")
     if args.batch:
@@ -1899,8 +1899,6 @@ def check_arguments(parser: Parser, args: Namespace) -> None:
     if args.no_speculation:
         nothing_drafted = "is not for --no-speculation, which drafts nothing"
         refuse([*DRAFT_FLAGS, "show", "trace"], nothing_drafted)
-        if args.remote != OWN_SERVER:  # whose greeting names a drafter
-            refuse(["drafter"], nothing_drafted)
     if args.trace or args.json:
         refuse(["show"], "has no effect with --trace or --json")
     if drafts_chains_only(args):

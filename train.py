@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import hashlib
 import html
 import itertools
 import json
@@ -444,7 +443,8 @@ def train(
 # --- Less RAM, mixed precision, and a loss on memories ---
 
 KL_CHUNK = 256  # distributions q over V tokens that exist at once
-KL_CHUNK_ON_GPU = 4096  # more, as each piece costs time to launch
+# On a GPU, where each piece costs time to launch, more of them if V is small: so many numbers.
+KL_NUMBERS_ON_GPU = 2**25
 
 
 def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
@@ -454,7 +454,9 @@ def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
     each position until the backward pass. `checkpoint` keeps none: the backward pass computes each
     piece again.
     """
-    chunk = KL_CHUNK if predicted.device.type == "cpu" else KL_CHUNK_ON_GPU
+    chunk = KL_CHUNK
+    if predicted.device.type != "cpu":
+        chunk = max(chunk, KL_NUMBERS_ON_GPU // len(head))
     count = max(1, chunk // len(predicted))  # positions
     total = predicted.new_zeros(())
     for piece, true in zip(predicted.split(count, dim=1), final.split(count)):
@@ -651,8 +653,8 @@ def evaluate_drafting(drafter: Drafter, sequences: list[Sequence]) -> dict:
 # --- Data: published conversations, shuffled without holding all of them in RAM ---
 #
 # A first pass over the files notes where each usable record lies (file, offset, length). Training
-# reads a record again when its turn comes. (A file that is one JSON array is in RAM once, during
-# the first pass, twice for a moment. One with a record a line never is.)
+# reads a record again when its turn comes, unless it is among the first 20 000. (A file that is one
+# JSON array is in RAM twice during the first pass. One with a record a line never is.)
 
 NO_ANSWER = "--data: no answer within --seq-len tokens; raise it"
 # The first so many conversations that are read stay in RAM, as tokens: 0.4 GB at most if they have
@@ -964,7 +966,7 @@ class Journal:
         evaluate: Callable[[], dict],
         save_model: Callable[[], None],
         args: argparse.Namespace,
-        may_differ: set[str] = frozenset(),
+        may_differ: Iterable[str] = (),
     ):
         """Begin a run or, with args.resume, go on with one. Raises InputError.
 
@@ -976,7 +978,7 @@ class Journal:
         self.evaluate = evaluate
         self.save_model = save_model
         self.args = args
-        self.may_differ = MAY_DIFFER | may_differ
+        self.may_differ = MAY_DIFFER | set(may_differ)
         self.out = Path(args.out)
         self.log_path = self.out / "log.jsonl"
         self.done = 0  # updates
@@ -1000,7 +1002,9 @@ class Journal:
         self.done = done
         self.position = position
         is_last = done == self.args.updates
+        device = next(self.model.parameters()).device
         if rank() == 0:
+            torch.zeros((), device=device).item()  # a GPU may still be at work on the update
             speed = tokens / (time.perf_counter() - self.began)
             self.progress.update()
             self.progress.set_postfix_str(f"loss {losses['loss']:.3f}, {speed:.0f} tokens/s")
@@ -1010,7 +1014,6 @@ class Journal:
                 self.log(scores)
                 show(scores, done)
         # Every process asks, at every update. (After the last one there is nothing to go on with.)
-        device = next(self.model.parameters()).device
         interrupted = any_process(self.interrupted, device) and not is_last
         if rank() == 0 and (done % self.args.save_every == 0 or is_last or interrupted):
             self.save_model()  # before the checkpoint, which says that it is there
@@ -1032,7 +1035,7 @@ class Journal:
 
     def __exit__(self, *_) -> None:
         self.progress.close()
-        signal.signal(signal.SIGINT, self.on_interrupt)
+        signal.signal(signal.SIGINT, self.on_interrupt or signal.default_int_handler)
 
     def interrupt(self, *_) -> None:
         """What Ctrl-C does: let the update under way end. A second one ends the process."""
@@ -1285,7 +1288,8 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
             file.flush()
             written += 1
     if not written:
-        raise InputError(f"no question of {args.questions} was answered: raise --seq-len")
+        what = f"no question of {args.questions} was answered"
+        raise InputError(f"{what}: run again, or raise --seq-len")
     if args.json:
         print(json.dumps({"conversations": written}))
 
@@ -1322,8 +1326,8 @@ def library_functions() -> dict[str, str]:
 
 
 def find_functions(module: ast.Module) -> Iterator[ast.FunctionDef]:
-    """Yield a module's functions and all classes' methods, but none that are asynchronous, or
-    within an `if` or another function."""
+    """Yield a module's functions and all classes' methods, but no asynchronous ones, and none that
+    are right within an `if` or another function."""
     for owner in ast.walk(module):
         if isinstance(owner, (ast.Module, ast.ClassDef)):
             for node in owner.body:
@@ -1435,7 +1439,10 @@ def pretrain(args) -> None:
             windows = training[draws.integers(len(training), size=4)]  # (4, WINDOW + 1)
             loss = next_token_loss(model, windows, args)
             if not loss.isfinite():
-                raise InputError(f"update {update + 1}: the loss is not finite; try another --seed")
+                raise InputError(
+                    f"update {update + 1}: the loss is not finite; begin again with another "
+                    "--seed, in another folder"
+                )
             loss.backward()
             # From 0 up to 6e-3 in the first fiftieth, then on a straight line down to 0.
             lr = np.interp(update / args.updates, [0, 0.02, 1], [0, 6e-3, 0])
@@ -1692,7 +1699,7 @@ def run_training(target: Llama, tokenizer: Tokenizer, args) -> None:
     data = Conversations(args.data, tokenizer, args.seq_len)
     # `Conversations` has the paths now. In the checkpoint args.data is to name contents, too, so
     # that --resume refuses a file that was changed, even where no length was.
-    args.data = [f"{path} ({checksum(path)})" for path in args.data]
+    args.data = [f"{path} ({checksum(path)[:16]})" for path in args.data]
     training, held_out = split(data, args.seed)
     args.epoch_updates = math.ceil(len(training) / args.batch_size)
     may_differ = set()

@@ -6,9 +6,10 @@
                                                 # first trains the drafters of parts, if need be)
 
 What an experiment compares are drafters. Each is trained and scored by itself, as many at a time as
-there are cores, with the flags of DRAFTERS and three seeds. An experiment is written to its
-results/NAME.json as soon as all of its drafters are scored. After an interruption the same command
-goes on: what is trained or scored is not done again. The weights and logs are in runs/.
+there are cores, with the flags of DRAFTERS and three seeds (in `one_seed`, one). An experiment is
+written to its results/NAME.json as soon as all of its drafters are scored. After an interruption
+the same command goes on: what is trained or scored is not done again. The weights and logs are in
+runs/.
 """
 from __future__ import annotations
 

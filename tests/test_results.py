@@ -29,7 +29,7 @@ def test_the_readme_shows_the_table_of_each_results_file(run, name, capsys):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_each_results_file_names_its_command_machine_and_date_and_has_three_seeds(run, name):
+def test_each_results_file_names_its_command_machine_and_date_and_has_the_seeds_it_says(run, name):
     result = json.loads((RESULTS / f"{name}.json").read_text())
     assert result["command"] == f"python results/run.py {name}"
     assert result["machine"] and result["date"]

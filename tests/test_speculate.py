@@ -1228,7 +1228,6 @@ HI = ["--prompt", "Hi"]
         (["--serve", "127.0.0.1:0", "--top-p", "0.5"], "--top-p has no effect with --serve"),
         ([*HI, "--show", "--trace"], "--show has no effect with --trace"),
         (["--bench", "--remote", "--disconnect-for", "1s"], "--disconnect-for is not for --bench"),
-        ([*HI, "--drafter", "x", "--no-speculation"], "--drafter is not for --no-speculation"),
         (["--bench", "nowhere.jsonl", "--model", "some/model"], "nowhere.jsonl: cannot be read"),
         ([*HI, "--show", "--no-speculation"], "--show is not for --no-speculation"),
         (["--bench", "--lookup"], "--lookup"),
