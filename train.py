@@ -20,8 +20,10 @@ The file shows how one pass puts every position into a situation that drafting m
     python train.py --data own.jsonl --synthesize 1000  # no data at hand? let the target write it
 
 Names: h is `final`, h' is `predicted`. Smooth L1 is `hidden` in the log, and its weight is
---feature-weight. args is the command line: `parse_arguments`, at the end, says what each is. To it
-`run_training` adds `epoch_updates`, the number of updates in one pass over the data.
+--feature-weight. args is the command line: `parse_arguments`, at the end, says what each is. Before
+the training begins, `run_training` and what it calls settle what was left open (dtype, updates, and
+whether there is anything to resume), and add `epoch_updates`, the number of updates in one pass
+over the data.
 
 Shapes: as in moa.py, and R horizons, n trained positions.
 """
@@ -434,7 +436,7 @@ def train(
 #     Several processes            torchrun
 #     Evaluation                   in one pass, or by really drafting
 #     Data                         conversations from files of several forms
-#     A training run               `Journal`: the log, checkpoints, Ctrl-C
+#     A training run               `Journal`: the log, checkpoints, Ctrl-C; what is printed
 #     Synthesis                    the target writes its own conversations
 #     A toy target                 from Python's own library
 #     Curves, command line         an SVG file; flags; what a task does; `main`
@@ -928,12 +930,6 @@ def usable_part(messages: list[dict]) -> tuple[list[dict], list[str]]:
 # --- A training run: its log and its checkpoints ---
 
 
-def say(message: str) -> None:
-    """Print to stderr, once for all processes, above any progress bar."""
-    if rank() == 0:
-        tqdm.write(message, file=sys.stderr)
-
-
 # Flags that may differ when a run is resumed. All others would make it another run.
 MAY_DIFFER = {
     "out", "pretrain", "resume", "json", "eval_every", "save_every",  # bookkeeping
@@ -1094,6 +1090,15 @@ def read_log(folder: str | Path) -> list[dict]:
     """Read what a run has logged."""
     lines = Path(folder, "log.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
+
+
+# --- What a run prints ---
+
+
+def say(message: str) -> None:
+    """Print to stderr, once for all processes, above any progress bar."""
+    if rank() == 0:
+        tqdm.write(message, file=sys.stderr)
 
 
 def show(scores: dict, update: int) -> None:

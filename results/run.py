@@ -111,7 +111,7 @@ EXPERIMENTS = {  # what each of them compares
     "text_early": ["full-quarter", "own-250-quarter", "others-text-quarter"],
     "reused_layers": ["full-quarter", "n-1-quarter", "n-2-quarter", "n-4-quarter"],
     "staircase": ["full-quarter", "staircase-quarter"],
-    "one_seed": ["full", "run-2-8", "n-1", "n-2", "n-4", "own-250", "others-text"],
+    "one_seed": ["full", "n-1", "n-2", "n-4", "own-250", "others-text"],
 }
 ONE_SEED = {"one_seed"}  # experiments for which three would take too long
 OFFLINE = {"full-quarter", "n-1-quarter", "n-2-quarter", "n-4-quarter"}  # also judged offline
