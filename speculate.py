@@ -1728,8 +1728,11 @@ def print_table(rows: list[dict]) -> None:
     """Print rows under their columns, then what each column means."""
     measured = set().union(*rows)  # the keys of all
     columns = [name for name in COLUMNS if name in measured]
-    left = max(len(name) for name in ["category", *[row["category"] for row in rows]])
-    right = max(len(name) for name in ["method", *[row["method"] for row in rows]])
+    left = len("category")
+    right = len("method")
+    for row in rows:
+        left = max(left, len(row["category"]))
+        right = max(right, len(row["method"]))
     print(f"{'category':<{left}} {'method':<{right}}", *columns)
     for row in rows:
         cells = [table_cell(row.get(name), len(name)) for name in columns]
