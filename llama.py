@@ -526,6 +526,7 @@ class RaggedKVCache:
         self.rows = [KVCache(row) for row in kv.split(1, dim=1)]  # views, one conversation each
         # `layout` sets these, and `append` reads them: the layers in between pass nothing on.
         self.pass_rows = slice(0)  # the B rows of the pass, one after the other
+        self.row_numbers = torch.empty(0)  # (B, 1): 0, 1, ... among these
         self.positions = torch.empty(0)  # (B, T): of each new token, which is also its slot
         self.end = 0  # S: the slots of the longest of these rows, with the new tokens
 
@@ -539,6 +540,7 @@ class RaggedKVCache:
         (B, 1, T, S). S reaches as far as the longest of the rows.
         """
         self.pass_rows = slice(first, first + batch)
+        self.row_numbers = torch.arange(batch, device=self.kv.device).unsqueeze(-1)
         lengths = [row.length for row in self.rows[self.pass_rows]]
         self.end = max(lengths) + count
         positions = torch.tensor(lengths)[:, None] + torch.arange(count)
@@ -554,10 +556,9 @@ class RaggedKVCache:
 
         Return all of the pass's rows in this layer, (B, Hkv, S, 2D). Their lengths stay.
         """
-        rows = torch.arange(len(kv), device=kv.device)[:, None]  # (B, 1)
         of_pass = self.kv[layer, self.pass_rows]  # (B, Hkv, capacity, 2D), a view, as the next
         by_slot = of_pass.transpose(1, 2)  # (B, capacity, Hkv, 2D)
-        by_slot[rows, self.positions] = kv.transpose(1, 2)  # (B, T, Hkv, 2D)
+        by_slot[self.row_numbers, self.positions] = kv.transpose(1, 2)  # (B, T, Hkv, 2D)
         return of_pass[:, :, :self.end]
 
     def move_row(self, source: int, to: int) -> None:

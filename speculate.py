@@ -1885,8 +1885,8 @@ def check_arguments(parser: Parser, args: Namespace) -> None:
         refuse(["remote"], "is one side and --serve the other")
         refuse([*DRAFT_FLAGS, *ANSWER_FLAGS], "has no effect with --serve: the client decides")
     if args.bench:
-        of_one_answer = ("lookup", "no_speculation", "show", "trace", "disconnect_after",
-                       "disconnect_for")
+        of_one_answer = ["lookup", "no_speculation", "show", "trace"]
+        of_one_answer += ["disconnect_after", "disconnect_for"]
         refuse(of_one_answer, "is not for --bench, which runs every method")
     else:
         refuse(["batch"], "needs --bench")
