@@ -64,7 +64,7 @@ class Config:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rms_norm_eps: float = 1e-5  # this and the next are Llama-3's
+    rms_norm_eps: float = 1e-5  # this and the next: Llama-3's, for models that no checkpoint states
     rope_theta: float = 500000.0
     rope_factors: tuple[float, ...] | None = None  # D/2 divisors of the rotary frequencies
     max_position_embeddings: int = 8192
@@ -105,7 +105,8 @@ def rotary_table(
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Turn each pair (x_i, x_{i+D/2}) by the angle of its position and frequency.
 
-    x (..., T, D), rope (2, T, D/2). (Su et al. pair neighbours, x_2i and x_{2i+1}. Hugging Face's
+    x (..., T, D), rope (2, T, D/2), or (2, B, 1, T, D/2) where each sequence of a batch has its own
+    positions. (Su et al. pair neighbours, x_2i and x_{2i+1}. Hugging Face's
     checkpoints have the rows of q_proj and k_proj in another order, so that pairs are half a head
     apart.)
     """
@@ -251,11 +252,12 @@ class KVCache:
         The 2 Ekv numbers are, for one kv head after the other, its key and then its value.
         """
         kv = self.kv[:, :, :, start:end]  # (L, B, Hkv, T, 2D)
-        return kv.permute(1, 3, 0, 2, 4).flatten(3)
+        kv = kv.permute(1, 3, 0, 2, 4)  # (B, T, L, Hkv, 2D)
+        return kv.flatten(3)
 
     def keep_path(self, start: int, path: list[int]) -> None:
-        """Of the slots from `start` on, keep start + i for each i of the path, and close the gaps.
-        The others hold drafted tokens that the target did not accept.
+        """Keep the slots start + i for each i of the path, and move them together from `start` on.
+        The other slots after `start` hold drafted tokens that were rejected: they are dropped.
 
         After 10 tokens of text the path [0, 2, 5] keeps slots 10, 12 and 15, and moves them to
         slots 10, 11 and 12. Their keys need no new rotation: they were rotated by position, not by
@@ -263,14 +265,15 @@ class KVCache:
         """
         kept = [start + i for i in path]  # slots
         end = start + len(path)
-        self.kv[:, :, :, start:end] = self.kv[:, :, :, kept]
+        self.kv[:, :, :, start:end] = self.kv[:, :, :, kept]  # (the right side is a copy)
         self.length = end
 
 
 def causal_mask(count: int, past: int, device) -> Tensor | None:
     """Let each of T = `count` new tokens, after `past` others, see itself and what is before it.
 
-    (T, past + T), or None for a single token, which sees everything.
+    (T, past + T), or None for a single token, which sees everything. (Not `is_causal` of PyTorch's
+    attention: with a past it would let the first new token see the first token only.)
     """
     if count == 1:
         return None
@@ -286,8 +289,8 @@ class Llama(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # Random, until a checkpoint replaces them. Made from a tensor, because nn.Embedding(V, E)
-        # takes two seconds on the meta device, where `load_model` (below the bar) makes the model.
+        # As nn.Embedding(V, E), random, which takes two seconds on the meta device, where
+        # `load_model` (below the bar) makes the model.
         embeddings = torch.randn(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
         self.layers = nn.ModuleList()
@@ -304,7 +307,7 @@ class Llama(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
-        self.requires_grad_(False)  # only the drafter is trained
+        self.requires_grad_(False)  # frozen: it is the drafter that is trained
         table = rotary_table(
             length=config.max_position_embeddings,
             head_dim=config.head_dim,
@@ -345,8 +348,8 @@ class Llama(nn.Module):
         """Return hidden states (B, T, E) after the final norm, which the LM head reads.
 
         tokens (B, T) come after those in the cache, one after the other. Those of a draft need not,
-        as it may branch. So for a draft the caller gives positions (T) and a mask (T, S), which
-        together say what each token comes after.
+        as it may branch. So for a draft the caller gives both positions (T) and a mask (T, S),
+        which together say what each token comes after.
         """
         count = tokens.shape[1]
         past = cache.length if cache is not None else 0
@@ -381,12 +384,12 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """What a caller asks for: how to go on after a prompt. It holds no generator, so that it can be
-    kept, compared, and sent to a server.
+    """What a caller asks for: how to go on after a prompt. `Sampling` is what becomes of it when it
+    begins, with a generator. Without one it can be kept, compared, and sent to a server.
 
-    A target alone gives the same answer to the same prompt and config every time. Drafting and, on
-    a GPU, a batch use the random numbers of the seed in another way. So above temperature 0 they
-    give another answer, which is drawn from the same distribution.
+    A target alone gives the same answer to the same prompt and config every time. Drafting uses the
+    random numbers of the seed in another way. So above temperature 0 it gives another answer, which
+    is drawn from the same distribution.
     """
 
     max_new_tokens: int = 256
@@ -419,7 +422,7 @@ def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Ten
 
 def sample(p: Tensor, generator: torch.Generator) -> int:
     """Draw a token from p (V)."""
-    possible = p.nonzero().squeeze(-1)  # faster: after top-p only a few of V are left
+    possible = p.nonzero().squeeze(-1)  # after top-p a few of V, from which to draw is faster
     choice = torch.multinomial(p[possible], 1, generator=generator)
     return int(possible[choice])
 
@@ -440,15 +443,15 @@ def generate(model: Llama, prompt: list[int], config: GenerationConfig) -> Itera
     """
     sampling = config.new_sampling(model.device)
     cache = model.new_cache(len(prompt) + config.max_new_tokens)
-    unread = prompt  # first the whole prompt, then the newest token
+    pending = prompt  # what the target has not read: the whole prompt, then the newest token
     for _ in range(config.max_new_tokens):
-        ids = torch.tensor([unread], device=model.device)  # (1, T)
+        ids = torch.tensor([pending], device=model.device)  # (1, T)
         hidden = model.hidden(ids, cache)  # (1, T, E)
         token = sample_next(model.lm_head(hidden[0, -1]), sampling)
         yield token
         if token in config.stop_ids:
             return
-        unread = [token]
+        pending = [token]
 
 
 # --- The method ends here: what follows makes it fast and practical ---
@@ -478,24 +481,15 @@ def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
     (Tokens as likely as the last one are in it too. Else the order in which a sort puts equal
     numbers would decide, and in bfloat16 many are equal.)
     """
-    descending = descending_until(p, top_p)  # p in order, as far as is needed
-    reached = descending.cumsum(-1)  # with each token and all before it
-    before = F.pad(reached[..., :-1], (1, 0))  # without the token itself
-    return descending.masked_fill(before >= top_p, math.inf).amin(-1, keepdim=True)
-
-
-def descending_until(p: Tensor, total: float) -> Tensor:
-    """Return the largest probabilities of each p (..., V) in order, at least as many as sum up to
-    `total`.
-
-    Sorting all of V would do. But mostly a few tokens are enough, and these are found much faster.
-    So look at 64, if they are not enough at 1024, then at all.
-    """
+    # Sorting all of V would do. But mostly a few tokens are enough, which are found much faster. So
+    # look at the likeliest 64, if they are not enough at 1024, then at all.
     for count in (64, 1024, p.shape[-1]):
         descending = p.topk(min(count, p.shape[-1])).values  # (..., count)
-        if (descending.cumsum(-1)[..., -1] >= total).all():  # summed as in `nucleus_threshold`
+        reached = descending.cumsum(-1)  # with each token and all before it
+        if (reached[..., -1] >= top_p).all():
             break
-    return descending
+    before = F.pad(reached[..., :-1], (1, 0))  # without the token itself
+    return descending.masked_fill(before >= top_p, math.inf).amin(-1, keepdim=True)
 
 
 # --- Many conversations at once ---
@@ -510,13 +504,19 @@ def descending_until(p: Tensor, total: float) -> Tensor:
 #      1               2                0 1 2 . . .      slots 3 to 5 hold nothing of this row
 #      2               3                0 1 2 3 . .
 #
-# Nothing branches here, so a token's position is also its slot.
+# Nothing branches here, so a token's position is also its slot. This is how a batch is used, where
+# `waiting` are requests, and `key` is the caller's name for one:
+#
+#     while waiting or batch.conversations:
+#         while waiting and batch.has_room:
+#             batch.add(key, prompt, config)
+#         ended += batch.step()
 
 
 class RaggedKVCache:
     """A cache whose rows are conversations of different lengths. The first rows are those in use.
 
-    A pass has three steps. `layout` says where the new tokens go. The layers `append` them there.
+    A pass has three steps. `layout` says where the new tokens go. The layers write them there.
     Then the caller adds to each `row.length` as many as it keeps: of a draft, perhaps not all.
     """
 
@@ -524,47 +524,51 @@ class RaggedKVCache:
         """kv: that of an empty cache, (L, rows, Hkv, capacity, 2D)."""
         self.kv = kv
         self.rows = [KVCache(row) for row in kv.split(1, dim=1)]  # views, one conversation each
-        # `layout` sets these, and `append` reads them: the layers in between pass nothing on.
-        self.pass_rows = slice(0)  # the B rows of the pass, one after the other
-        self.row_numbers = torch.empty(0)  # (B, 1): 0, 1, ... among these
-        self.positions = torch.empty(0)  # (B, T): of each new token, which is also its slot
-        self.end = 0  # S: the slots of the longest of these rows, with the new tokens
 
-    def layout(
-        self, batch: int, count: int, rotary: Tensor, first: int = 0
-    ) -> tuple[Tensor, Tensor]:
+    def layout(self, batch: int, count: int, rotary: Tensor, first: int = 0) -> RaggedPass:
         """Lay out the next `count` tokens of B = `batch` rows, from row `first` on, each row's
-        after its own last one.
-
-        Returns their angles (2, B, 1, T, D/2), and a mask of which tokens each of them may see
-        (B, 1, T, S). S reaches as far as the longest of the rows.
-        """
-        self.pass_rows = slice(first, first + batch)
-        self.row_numbers = torch.arange(batch, device=self.kv.device).unsqueeze(-1)
-        lengths = [row.length for row in self.rows[self.pass_rows]]
-        self.end = max(lengths) + count
+        after its own last one."""
+        device = self.kv.device
+        rows = slice(first, first + batch)
+        lengths = [row.length for row in self.rows[rows]]
+        end = max(lengths) + count
         positions = torch.tensor(lengths)[:, None] + torch.arange(count)
-        self.positions = positions.to(self.kv.device)
-        slots = torch.arange(self.end, device=self.kv.device)  # (S)
-        mask = slots <= self.positions[:, None, :, None]  # each token sees its row, up to itself
+        positions = positions.to(device)  # (B, T)
+        slots = torch.arange(end, device=device)  # (S)
         # A draft may reach beyond the context, where there are no angles. It is not accepted there.
-        within = self.positions.clamp(max=rotary.shape[1] - 1)
-        return rotary[:, within].unsqueeze(2), mask
-
-    def append(self, layer: int, kv: Tensor) -> Tensor:
-        """Write a layer's kv (B, Hkv, T, 2D) where `layout` says.
-
-        Return all of the pass's rows in this layer, (B, Hkv, S, 2D). Their lengths stay.
-        """
-        of_pass = self.kv[layer, self.pass_rows]  # (B, Hkv, capacity, 2D), a view, as the next
-        by_slot = of_pass.transpose(1, 2)  # (B, capacity, Hkv, 2D)
-        by_slot[self.row_numbers, self.positions] = kv.transpose(1, 2)  # (B, T, Hkv, 2D)
-        return of_pass[:, :, :self.end]
+        within = positions.clamp(max=rotary.shape[1] - 1)
+        return RaggedPass(
+            kv=self.kv[:, rows],
+            row_numbers=torch.arange(batch, device=device).unsqueeze(-1),
+            positions=positions,
+            end=end,
+            rope=rotary[:, within].unsqueeze(2),
+            mask=slots <= positions[:, None, :, None],  # each token sees its row, up to itself
+        )
 
     def move_row(self, source: int, to: int) -> None:
         length = self.rows[source].length
         self.rows[to].length = length
         self.rows[to].kv[:, :, :, :length] = self.rows[source].kv[:, :, :, :length]
+
+
+class RaggedPass(NamedTuple):
+    """Where the new tokens of one pass go. The layers take it for a cache, and call `append`."""
+
+    kv: Tensor  # of the B rows of the pass, a view (L, B, Hkv, capacity, 2D)
+    row_numbers: Tensor  # 0, 1, ... (B, 1)
+    positions: Tensor  # of each new token, which is also its slot, (B, T)
+    end: int  # S: the slots of the longest of these rows, with the new tokens
+    rope: Tensor  # the angles of the new tokens, (2, B, 1, T, D/2)
+    mask: Tensor  # which slots each of them may see, (B, 1, T, S)
+
+    def append(self, layer: int, kv: Tensor) -> Tensor:
+        """Write a layer's kv (B, Hkv, T, 2D). Return all of the rows in this layer,
+        (B, Hkv, S, 2D)."""
+        of_layer = self.kv[layer]  # (B, Hkv, capacity, 2D), a view, as the next
+        by_slot = of_layer.transpose(1, 2)  # (B, capacity, Hkv, 2D)
+        by_slot[self.row_numbers, self.positions] = kv.transpose(1, 2)  # (B, T, Hkv, 2D)
+        return of_layer[:, :, :self.end]
 
 
 def ragged_hidden(
@@ -575,16 +579,16 @@ def ragged_hidden(
     The rows' lengths stay as they are: only the caller knows how many of the tokens are kept.
     """
     batch, count = tokens.shape
-    rope, mask = cache.layout(batch, count, model.rotary, first)
+    new = cache.layout(batch, count, model.rotary, first)
     x = model.embed_tokens(tokens)  # (B, T, E)
     for i, layer in enumerate(model.layers):
-        x = layer(x, rope, mask, cache, i)
+        x = layer(x, new.rope, new.mask, new, i)
     return model.norm(x)
 
 
 def sample_rows(logits: Tensor, samplings: list[Sampling]) -> list[int]:
     """Choose the next token of each row, after logits (B, V). Each row has a generator of its own,
-    so that no neighbor uses up its random numbers."""
+    so that no other row uses up its random numbers."""
     if logits.device.type == "cpu":
         return [sample_next(row, sampling) for row, sampling in zip(logits, samplings)]
     return sample_together(logits, samplings)
@@ -601,7 +605,7 @@ def sample_together(logits: Tensor, samplings: list[Sampling]) -> list[int]:
     for row, sampling in enumerate(samplings):
         rows_of.setdefault((sampling.temperature, sampling.top_p), []).append(row)
     # Real numbers in float64, except on a Mac's GPU, which has none: in float32 the shares of tens
-    # of thousands of unlikely tokens (see `choose`) would be rounded too much.
+    # of thousands of unlikely tokens (see `inverse_cdf`) would be rounded too much.
     exact = torch.float32 if logits.device.type == "mps" else torch.float64
     tokens = logits.new_empty(len(samplings), dtype=torch.int64)
     for (temperature, top_p), rows in rows_of.items():
@@ -612,11 +616,11 @@ def sample_together(logits: Tensor, samplings: list[Sampling]) -> list[int]:
         for row in rows:
             generator = samplings[row].generator
             u.append(torch.rand(1, generator=generator, dtype=exact, device=logits.device))
-        tokens[rows] = choose(probabilities(logits[rows], temperature, top_p), torch.stack(u))
+        tokens[rows] = inverse_cdf(probabilities(logits[rows], temperature, top_p), torch.stack(u))
     return tokens.tolist()
 
 
-def choose(p: Tensor, u: Tensor) -> Tensor:
+def inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
     """Return the token of each p (..., V) in whose share of the interval from 0 to 1 u lies.
 
     u (..., 1). With p = (0.5, 0.3, 0.2) token 0 has the share from 0 to 0.5, token 1 that from 0.5
@@ -637,13 +641,17 @@ class Conversation:
     target_calls: int = 0  # after the one for the prompt
     ended: bool = False
 
+    @property
+    def left(self) -> int:
+        """How many tokens it may still get."""
+        return self.config.max_new_tokens - len(self.tokens)
+
     def extend(self, tokens: list[int]) -> None:
         """Add new tokens, up to the end of the answer."""
         for token in tokens:
             if not self.ended:
                 self.tokens.append(token)
-                is_full = len(self.tokens) == self.config.max_new_tokens
-                self.ended = is_full or token in self.config.stop_ids
+                self.ended = self.left == 0 or token in self.config.stop_ids
 
 
 class Batch:
@@ -653,7 +661,8 @@ class Batch:
         """capacity: tokens of a row, its prompt included."""
         self.model = model
         self.cache = RaggedKVCache(model.new_cache(capacity, rows).kv)
-        self.caches = [self.cache]  # all in which a conversation has the same row
+        # All caches in which a conversation has this row: `ChainBatch` adds its drafter's.
+        self.caches = [self.cache]
         self.conversations: list[Conversation] = []  # that of each row in use
 
     @property
@@ -674,14 +683,14 @@ class Batch:
             sampling = config.new_sampling(self.model.device)
             self.conversations.append(Conversation(key, config, sampling))
             prompts.append(prompt)
-        hidden = self.begin_rows(first, prompts)  # (R, E)
+        hidden = self.prefill_rows(first, prompts)  # (R, E)
         added = self.conversations[first:]
         samplings = [conversation.sampling for conversation in added]
         tokens = sample_rows(self.model.lm_head(hidden), samplings)
         for conversation, token in zip(added, tokens):
             conversation.extend([token])
 
-    def begin_rows(self, first: int, prompts: list[list[int]]) -> Tensor:
+    def prefill_rows(self, first: int, prompts: list[list[int]]) -> Tensor:
         """Begin R rows, from `first` on, with a prompt each. Returns the hidden states of the
         prompts' last tokens (R, E).
 
@@ -689,10 +698,10 @@ class Batch:
         more than the passes that it saves.
         """
         if self.model.device.type != "cpu":
-            return self.read_together(first, prompts)
-        return torch.cat([self.read_together(first + i, [p]) for i, p in enumerate(prompts)])
+            return self.prefill_padded(first, prompts)
+        return torch.cat([self.prefill_padded(first + i, [p]) for i, p in enumerate(prompts)])
 
-    def read_together(self, first: int, prompts: list[list[int]]) -> Tensor:
+    def prefill_padded(self, first: int, prompts: list[list[int]]) -> Tensor:
         """Begin these rows in one pass, with prompts padded to the length of the longest."""
         for cache in self.caches:
             for row in cache.rows[first:first + len(prompts)]:
@@ -705,12 +714,12 @@ class Batch:
         last = []
         for row, prompt in enumerate(prompts):
             self.cache.rows[first + row].length = len(prompt)
-            self.remember_prompt(first + row, prompt, hidden[row:row + 1, :len(prompt)])
+            self.on_prefill(first + row, prompt, hidden[row:row + 1, :len(prompt)])
             last.append(hidden[row, len(prompt) - 1])
         return torch.stack(last)
 
-    def remember_prompt(self, row: int, prompt: list[int], hidden: Tensor) -> None:
-        """For a batch with a drafter, which makes its memory of a prompt here. hidden (1, T, E)."""
+    def on_prefill(self, row: int, prompt: list[int], hidden: Tensor) -> None:
+        """Does nothing. `ChainBatch` makes its memory of a prompt here. hidden (1, T, E)."""
 
     def step(self) -> list[Conversation]:
         """Run one pass for all rows in use. Returns conversations that have ended and left their
@@ -750,15 +759,17 @@ class Batch:
 #
 # Most of a pass over one token is spent reading the weights. So verifying a few drafted tokens
 # should cost no more. But for 2 to 16 rows (tokens) nn.Linear on a CPU takes two to three times as
-# long as for one. oneDNN can store a weight in blocks, in the order in which its kernel reads them.
-# Then up to six rows cost what one does, and more cost less than with nn.Linear. And one wide
-# product is faster than several narrow ones of the same input, on a GPU too. So a finished model
-# has its modules swapped for these.
+# long as for one. oneDNN (in PyTorch: mkldnn) can store a weight in blocks, in the order in which
+# its kernel reads them. Then up to six rows cost what one does, and more cost less than with
+# nn.Linear. And one wide product is faster than several narrow ones of the same input, on a GPU
+# too. So a finished model has its modules swapped for these.
 
 
 def pack(module: nn.Module) -> nn.Module:
     """Return a packed module, to use in place of this one. A module that has no packed form stays,
     and its parts are replaced. What is packed can be neither trained, nor saved, nor moved.
+
+    (On a GPU it also turns off one of PyTorch's kernels for attention: see PackedAttention.)
     """
     weight = next(module.parameters(), None)
     if weight is None or not can_pack(weight):
@@ -835,8 +846,8 @@ class PackedAttention(Attention):
         self.head_dim = attention.head_dim
         self.qkv_proj = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
         self.o_proj = pack(attention.o_proj)
-        # On a GPU PyTorch may let cuDNN attend, which plans anew for each shape not seen before,
-        # for tens of milliseconds (results/smollm2/README.md). In training shapes repeat. While
+        # On a GPU PyTorch may let cuDNN attend, which plans again for each shape not seen before,
+        # for tens of milliseconds (results/README.md). In training shapes repeat. While
         # generating, the cache is longer in each pass: so turn it off, in the whole process.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -934,6 +945,7 @@ def checksum(path: str | Path) -> str:
 
 
 # --- Checkpoints: a `Config` and tensors from files ---
+#
 # A checkpoint holds named tensors, and the sizes of the model that they belong to. `load_model`
 # makes the model on PyTorch's meta device, where tensors have a shape but no data. Then it reads,
 # converts and moves one tensor at a time, so that the whole is never in RAM twice. A file may be
@@ -945,14 +957,16 @@ CHECKPOINT_DTYPES = (*DTYPES.values(), torch.float64)
 # What a checkpoint may hold without a place for it in the model: tables of rotary frequencies,
 # which we compute, and a copy of the embeddings where the LM head is tied to them.
 IGNORED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight", "lm_head.weight")
-LLAMA_SETTINGS = {
+LLAMA_SETTINGS = {  # what a config.json must say, unless it says nothing of it
     "model_type": "llama",
     "attention_bias": False,
     "mlp_bias": False,
     "hidden_act": "silu",
 }
-REAL = (int, float)  # types that JSON writes a real number in
-Readers = Iterator[tuple[str, Callable[[], Tensor]]]  # names of tensors, each with what reads it
+REAL = (int, float)  # the types of a real number in JSON, where 10000.0 may be written 10000
+# Names of tensors, each with a function that reads it: so that `load_model` can pass over layers,
+# and hold one tensor at a time.
+Readers = Iterator[tuple[str, Callable[[], Tensor]]]
 
 
 def load_model(
@@ -1000,7 +1014,8 @@ def load_weights(
             raise InputError(f"{what} occurs twice")
         elif not name.endswith(IGNORED_TENSORS):
             raise InputError(
-                f"{what} is unknown: only {type(module).__name__}'s architecture is supported"
+                f"{what} is unknown: only {type(module).__name__}'s architecture is supported, "
+                "not quantized"
             )
     if missing:
         raise InputError(f"{path}: tensor {next(iter(missing))} missing")
@@ -1044,27 +1059,28 @@ def parse_config(raw: dict, path: Path) -> Config:
         hidden_size = config_number(raw, "hidden_size")
         heads = config_number(raw, "num_attention_heads")
         kv_heads = config_number(raw, "num_key_value_heads", heads)
-        head_dim = config_number(raw, "head_dim", hidden_size // heads, most=2**12)
-        rotary_dim = config_number(raw, "rotary_dim", head_dim)
+        head_dim = config_number(raw, "head_dim", hidden_size // heads, maximum=2**12)
+        rotary_dim = config_number(raw, "rotary_dim", head_dim)  # only GGUF files state it
         if heads % kv_heads != 0 or head_dim % 2 != 0 or rotary_dim != head_dim:
             raise InputError(
                 f"invalid sizes: {heads} heads, {kv_heads} kv heads, "
                 f"head size {head_dim}, of which RoPE turns {rotary_dim}"
             )
         theta = config_number(raw, "rope_theta", 10000.0, kinds=REAL)
+        context = config_number(raw, "max_position_embeddings", 2048, maximum=2**22)
         factors = llama3_rope_factors(raw, head_dim, theta) if rope_type == "llama3" else None
         return Config(
             vocab_size=config_number(raw, "vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=config_number(raw, "intermediate_size"),
-            num_hidden_layers=config_number(raw, "num_hidden_layers", most=2**12),
+            num_hidden_layers=config_number(raw, "num_hidden_layers", maximum=2**12),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=config_number(raw, "rms_norm_eps", 1e-6, kinds=REAL),
             rope_theta=theta,
             rope_factors=factors,
-            max_position_embeddings=config_number(raw, "max_position_embeddings", 2048, most=2**22),
+            max_position_embeddings=context,
             tie_word_embeddings=raw.get("tie_word_embeddings") is True,
         )
 
@@ -1092,12 +1108,12 @@ def check_rope(rope: object) -> str:
     return rope_type
 
 
-def config_number(raw: dict, name: str, default=None, most: int = 2**62, kinds=(int,)):
+def config_number(raw: dict, name: str, default=None, maximum: int = 2**62, kinds=(int,)):
     """A positive number that a config states, or else its default. Raises InputError."""
     value = raw.get(name)
     if value is None:
         value = default
-    if type(value) not in kinds or not 0 < value <= most:
+    if type(value) not in kinds or not 0 < value <= maximum:
         raise InputError(f"{name} is missing or invalid: {value!r:.40}")
     return value
 
@@ -1135,6 +1151,9 @@ def llama3_rope_factors(raw: dict, head_dim: int, theta: float) -> tuple[float, 
 #     Q8_0    scale, 32 signed bytes           weight = byte * scale
 #     Q4_0    scale, 32 half bytes             weight = (half byte - 8) * scale
 #     Q4_1    scale, minimum, 32 half bytes    weight = half byte * scale + minimum
+#
+# (Q6_K has blocks of 256, with a scale for all and one for each 16. Llama.cpp writes the LM head of
+# Q4_0 files in it.)
 #
 # They are decoded here, once, since nothing in this repository multiplies quantized weights.
 
@@ -1218,7 +1237,18 @@ def decode_q4_1(blocks: Tensor) -> Tensor:
 
 def half_bytes(packed: Tensor) -> Tensor:
     """Numbers from 0 to 15: of 16 bytes the 16 low halves, then the 16 high ones."""
-    return torch.cat([packed & 15, packed >> 4], dim=1).float()
+    return torch.cat([packed & 15, packed >> 4], dim=-1).float()
+
+
+def decode_q6_k(blocks: Tensor) -> Tensor:
+    """Weights of 6 bits: 4 in one place, 2 in another, each for 128 weights at a time."""
+    packed4, packed2, scales, scale = blocks.split([128, 64, 16, 2], dim=1)
+    low = half_bytes(packed4.unflatten(1, (2, 64)))  # (n, 2, 128)
+    packed2 = packed2.unflatten(1, (2, 32))
+    high = torch.cat([packed2 >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)  # (n, 2, 128)
+    weights = (low + 16 * high - 32).view(-1, 16, 16)
+    scales = scales.view(torch.int8) * decode_float16(scale)  # (n, 16)
+    return (weights * scales.unsqueeze(-1)).flatten(1)
 
 
 # By type id: weights in a block, its bytes, and what turns blocks (n, bytes) into (n, weights).
@@ -1229,6 +1259,7 @@ GGUF_TYPES = {
     8: (32, 34, decode_q8_0),
     2: (32, 18, decode_q4_0),
     3: (32, 20, decode_q4_1),
+    14: (256, 210, decode_q6_k),
 }
 GGUF_UNSUPPORTED = {
     6: "Q5_0",
@@ -1237,7 +1268,6 @@ GGUF_UNSUPPORTED = {
     11: "Q3_K",
     12: "Q4_K",
     13: "Q5_K",
-    14: "Q6_K",
     20: "IQ4_NL",
 }
 
@@ -1353,7 +1383,8 @@ def resolve_path(path: str | Path) -> Path:
 
     Raises InputError.
     """
-    if path == DEFAULT_MODEL:  # a string: Path("toy") and "./toy" are folders of the user's own
+    # Only these very strings are names: "./toy" and Path("toy") stay folders of the user's own.
+    if path == DEFAULT_MODEL:
         return fetch_default()
     if path == TOY_MODEL:
         return Path(__file__).parent / "weights" / "toy" / "target"
@@ -1410,6 +1441,7 @@ def download_default(file: Path) -> None:
 
 
 # --- Tokenizer and chat formats ---
+#
 # A chat model has learned conversations in one format, in which control tokens such as <|im_end|>
 # mark who speaks and where a turn ends. In ChatML a question, and the opening of its answer:
 #
@@ -1494,7 +1526,7 @@ class Tokenizer:
         """Return the text of ids, without the control tokens."""
         return self.backend.decode(ids, skip_special_tokens=True)
 
-    def write(self, template: str, **fields: str) -> list[int]:
+    def encode_template(self, template: str, **fields: str) -> list[int]:
         """Return the ids of a part of the chat format: control tokens, and text with the fields
         filled in. Raises InputError."""
         ids = []
@@ -1511,7 +1543,7 @@ class Tokenizer:
 
     def opening(self, role: str) -> list[int]:
         """Return the ids that open a turn of `role`. Raises InputError."""
-        return self.write(self.format.open_turn, role=role)
+        return self.encode_template(self.format.open_turn, role=role)
 
     def turns(self, messages: list[dict]) -> Iterator[tuple[list[int], bool]]:
         """Yield a conversation in pieces (ids, whether they are the assistant's own).
@@ -1520,7 +1552,7 @@ class Tokenizer:
         """
         if not messages or messages[0].get("role") != "system":
             messages = [*self.default_messages, *messages]
-        yield self.write(self.format.begin), False
+        yield self.encode_template(self.format.begin), False
         for message in messages:
             check_message(message)
             role = message["role"]
@@ -1528,13 +1560,14 @@ class Tokenizer:
             if self.format is LLAMA3:  # as its template does
                 content = content.strip()
             if role == "assistant":  # encoded apart from its opening, as it was generated
-                end, *separator = self.write(self.format.end_turn)  # "<|im_end|>", "\n"
+                # "<|im_end|>", which is the assistant's own, and "\n", which is not.
+                end, *separator = self.encode_template(self.format.end_turn)
                 yield self.opening(role), False
                 yield [*self.encode(content), end], True
                 yield separator, False
             else:
                 turn = self.format.open_turn + "{content}" + self.format.end_turn
-                yield self.write(turn, role=role, content=content), False
+                yield self.encode_template(turn, role=role, content=content), False
 
     def chat(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
         """Return the ids of a conversation [{"role", "content"}, ...] and, by default, those that
@@ -1626,7 +1659,8 @@ class TextStream:
         """Return the text up to this token, or nothing as long as it ends inside a character."""
         self.pending.append(token)
         text = self.rest()
-        # A character has at most 4 bytes, and a token at least one: after 8 it is surely damaged.
+        # A character has at most 4 bytes. Tokens may split several in a row: but after 8 tokens
+        # without a whole one, take it for damaged, and wait no longer.
         if text.endswith("\ufffd") and len(self.pending) < 8:
             return ""
         self.before = self.pending
@@ -1641,6 +1675,7 @@ class TextStream:
 
 
 # --- Command line ---
+#
 # What all scripts share: arguments and how they are checked, the prompt, the models that a command
 # line names, how bad input ends in one line, and how results are printed.
 

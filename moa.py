@@ -7,9 +7,9 @@ In the paper it is M_Small. It reads the target's KV cache, and drafts the token
          layers at that token, where EAGLE, EAGLE-2 and Medusa see the last one only.
     SA   Self-Attention, causal, over the embeddings of the text and the draft. Thanks to it a
          drafted token sees those before it.
-    CA   Cross-Attention, from SA's output to the memory of the text. Drafted tokens have no memory
-         yet. Training imposes the same limit. There every trained position plays the newest or a
-         drafted token (a *query* of CA), and has a *horizon*: the last position whose memory it may
+    CA   Cross-Attention, from SA's output to the memory of all verified tokens. Drafted tokens have
+         none yet. Training imposes the same limit. There every trained position is a *query*, which
+         plays the newest or a drafted token. Its *horizon* is the last position whose memory it may
          read. So in training it sees what it will see in drafting (on-policy).
     TLI  Target Layer Inference. With N = 0, CA's output at a token predicts the target's final
          hidden state of that token, from which the target's LM head makes a distribution of the
@@ -40,7 +40,6 @@ are those of the layer at hand: each has its own.
 """
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections import Counter
@@ -64,6 +63,7 @@ from llama import (
     atomic_write,
     can_pack,
     causal_mask,
+    checksum,
     input_errors,
     load_weights,
     pack,
@@ -82,7 +82,8 @@ LSA_TOKENS = 64  # LSA reads so many at a time: a whole prompt, times L layers, 
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Sizes and choices of a drafter, named as in the authors' config.json where they are there."""
+    """Sizes and choices of a drafter, with the names of the authors' config.json where it has them.
+    """
 
     num_attention_heads: int  # of SA and CA
     layer_self_attention_num_attention_heads: int
@@ -174,7 +175,7 @@ class Drafter(nn.Module):
 
     @property
     def target(self) -> Llama:
-        return self.head.target  # which is there, because the head is no nn.Module: see DraftHead
+        return self.head.target  # not our own, or it would be trained and saved: see DraftHead
 
     @property
     def N(self) -> int:
@@ -246,9 +247,9 @@ class Drafter(nn.Module):
 
         Up to a query's horizon the tokens are verified, and the target's own keys and values of
         them, kv (B, T, L, 2 Ekv), are known. Those after it count as drafted, and have only what
-        the layers make of x: exactly what is in the caches while drafting. So the layers get two
-        sets of keys and values side by side, and of each position the mask lets a query see one or,
-        after the query itself, none. Query 6 with horizon 3:
+        the layers make of x: exactly what is in the caches while drafting. So the layers get both
+        sets of keys and values, side by side. Of each position up to its own a query sees one of
+        the two, of later ones none. Query 6 with horizon 3:
 
             position                         0 1 2 3 4 5 6 7
             the target's keys and values     + + + + . . . .
@@ -288,7 +289,7 @@ class Drafter(nn.Module):
         end = cache.length
         memory = self.build_memory(cache.by_token(start, end), hidden)  # (1, T, E)
         cross_kv = self.cross_keys_values(memory, self.rotary[:, start:end])  # (1, Hkv, T, 2D)
-        first_reused = len(cache.kv) - self.N  # a layer
+        first_reused = len(cache.kv) - self.N  # of the L layers
         reused_kv = cache.kv[first_reused:, :, :, start:end]  # (N, 1, Hkv, T, 2D)
         return MemoryUpdate(tokens, cross_kv, reused_kv)
 
@@ -321,8 +322,7 @@ class MemoryUpdate:
     it. Of the memory, drafting needs CA's keys and values only, so these are sent in its place."""
 
     tokens: list[int]
-    cross_kv: Tensor  # CA's keys and values of the memory, (1, Hkv, T, 2D). (Without CA, below the
-    #                   bar, the memory itself, (1, T, E).)
+    cross_kv: Tensor  # CA's keys and values of the memory, (1, Hkv, T, 2D)
     reused_kv: Tensor  # keys and values in the target's last N layers, (N, 1, Hkv, T, 2D)
 
 
@@ -416,8 +416,9 @@ class Draft:
         return len(self.paths[node]) - 1
 
     def mask(self, nodes: list[int], others: list[int], text_length: int) -> Tensor:
-        """Return which slots each of `nodes` may see, (nodes, text_length + others): the whole text
-        and, of `others`, its ancestors and itself. Not its siblings: they are alternatives.
+        """Return which slots each of `nodes` may see, (len(nodes), text_length + len(others)): the
+        whole text and, of `others`, its ancestors and itself. Not its siblings: they are
+        alternatives.
 
         others: the nodes whose keys and values lie in the cache after the text, in this order.
         """
@@ -454,8 +455,8 @@ class TreeConfig:
     top_k: int = 1  # nodes of a frontier, at most; with 1 the draft is a chain
     total_tokens: int = 64  # drafted tokens of a tree, at most
     min_confidence: float = 0.0  # stop if the paths to the frontier sum to less
-    # Of a tree: leave out tokens whose path is less likely than this. (`sample_tree` only draws
-    # fewer tokens because of it. What is drawn may be less likely, and is kept.)
+    # Of a tree: leave out tokens whose path is less likely than this. (In `sample_tree` it only
+    # lowers how many tokens are drawn, not which.)
     min_probability: float = 0.0
 
 
@@ -482,7 +483,7 @@ def extend_chain(draft: Draft, q: Tensor, head: DraftHead, sampling: Sampling) -
 class DraftState:
     """The drafter's side of one conversation: three caches, and the draft that is being made.
 
-        keys and values            of the text               of expanded nodes of the draft
+        keys and values            of verified tokens        of expanded nodes of the draft
         self_cache     SA          its own                   its own
         cross_cache    CA          made of the memory        none: they have no memory
         reused_cache   N layers    the target's own          what the layers make of CA's output
@@ -504,7 +505,8 @@ class DraftState:
     """
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
-        """capacity: tokens of text and draft together."""
+        """capacity: slots for the text, and for the draft's nodes that are expanded: in a tree at
+        most 1 + (depth - 1) * top_k."""
         self.drafter = drafter
         self.sampling = sampling
         self.self_cache = drafter_cache(drafter, drafter.self_attention.self_attn, capacity)
@@ -527,7 +529,7 @@ class DraftState:
         rope = self.next_rope(len(update.tokens))
         x = self.embed(update.tokens)  # (1, T, E)
         self.self_cache.append(0, self.drafter.self_attention.keys_values(x, rope))
-        self.append_memory(update)
+        self.append_memory(update)  # which also moves the lengths
 
     def append_memory(self, update: MemoryUpdate) -> None:
         """Append what the target's side has sent. Then move the lengths of all three caches."""
@@ -600,7 +602,7 @@ class DraftState:
         return None if mask.all() else mask.to(self.drafter.target.device)
 
     def cross_attend(self, x: Tensor, rope: Tensor, draft: Draft, frontier: list[int]) -> Tensor:
-        """Run CA. No mask: every node sees the memory of the whole text, and nothing else.
+        """Run CA. No mask: every node sees the memory of all verified tokens, and nothing else.
 
         (Only `OffPolicyDraftState`, below the bar, needs to know the draft and its frontier.)
         """
@@ -615,9 +617,9 @@ class DraftState:
     # Trees: several tokens that may follow the same one.
 
     def draft_tree(self, root: int, tree: TreeConfig) -> Draft:
-        """Draft a dynamic tree as EAGLE-2 does (Li et al. 2024b), without random draws.
+        """Draft a dynamic tree, after EAGLE-2 (Li et al. 2024b), without random draws.
 
-        How likely a token is always means its whole path from the root. At each level:
+        A token counts as likely as its whole path from the root. At each level:
 
         1. Run the drafter on the frontier.
         2. Of all tokens that may follow it, add the `total_tokens` likeliest. More can never be
@@ -806,10 +808,10 @@ def default_config(target: Llama) -> DrafterConfig:
     as near as its heads divide."""
     sizes = target.config
     heads = sizes.num_attention_heads
-    kv_heads = math.gcd(heads, max(1, heads // 8))  # about one for eight heads; it divides them
+    kv_heads = math.gcd(heads, max(1, heads // 8))  # at most one for eight heads, dividing them
     kv_width = 2 * sizes.num_key_value_heads * sizes.head_dim  # LSA's width
-    # LSA has as many heads as the target. But RoPE needs an even head size. Where it would be odd,
-    # take fewer, until it is even: at the latest with one head for each kv head, of size 2 D.
+    # LSA has as many heads as the target. Where RoPE could not pair the coordinates of a head, take
+    # fewer, at the least one for each kv head: then a head's size is 2 D.
     layer_heads = heads
     while kv_width // layer_heads % 2 != 0:
         layer_heads -= sizes.num_key_value_heads
@@ -851,7 +853,7 @@ def check_sizes(config: DrafterConfig, sizes: Config) -> None:
     if config.target_layer_inference > sizes.num_hidden_layers:
         raise InputError(
             f"target_layer_inference {config.target_layer_inference}: the target has only "
-            f"{sizes.num_hidden_layers} layers (--tli)"
+            f"{sizes.num_hidden_layers} layers (train.py: --tli)"
         )
     heads = config.num_attention_heads
     width = sizes.hidden_size
@@ -867,15 +869,15 @@ def check_sizes(config: DrafterConfig, sizes: Config) -> None:
 
 
 def check_heads(layer: str, width: int, heads: int, kv_heads: int) -> None:
-    """Raises InputError unless kv heads divide the heads, and a head's size, which is rounded down
-    to a whole number, is even, as RoPE needs it."""
+    """Raises InputError unless kv_heads divides heads, and a head's size, width // heads, is even,
+    for RoPE."""
     head_dim = width // max(1, heads)
     valid = heads >= 1 and kv_heads >= 1 and heads % kv_heads == 0
     if not valid or head_dim < 2 or head_dim % 2 != 0:
         raise InputError(
             f"{layer}: num_attention_heads {heads} of size {head_dim} with num_key_value_heads "
-            f"{kv_heads}: kv heads must divide the heads, whose size must be even (--lsa-heads, "
-            "--kv-heads)"
+            f"{kv_heads}: kv heads must divide the heads, whose size must be even (train.py: "
+            "--lsa-heads, --kv-heads)"
         )
 
 
@@ -963,7 +965,7 @@ class OffPolicyDrafter(Drafter):
         return self.cross_attention(x + previous, self.rotary[:, :count], mask)
 
     def cross_keys_values(self, memory: Tensor, rope: Tensor) -> Tensor:
-        """Here they cannot be had before SA has run. So what a MemoryUpdate holds in their place is
+        """Here they cannot be had before SA has run. So what a MemoryUpdate holds as `cross_kv` is
         the memory itself, (1, T, E), for `OffPolicyDraftState`."""
         return memory
 
@@ -971,7 +973,7 @@ class OffPolicyDrafter(Drafter):
         """Return what stands in for the memory of drafted tokens, given their features (T, E).
 
         A memory is made of keys and values, which a drafted token does not have. So a predicted
-        hidden state takes its place: a vector of another kind, which costs much (README, Results).
+        hidden state takes its place: a vector of another kind. That costs much: results/README.md.
         """
         return features.to(self.dtype)
 
@@ -1153,7 +1155,7 @@ class BatchDraftState:
         self.caches = [self.self_cache, self.cross_cache, self.reused_cache]
 
     def join(self, name: str) -> RaggedKVCache:
-        """Join a cache of all states into one, of which each state's becomes a row."""
+        """Join one cache of all states into one, of which each state's becomes a row."""
         joined = RaggedKVCache(torch.cat([getattr(state, name).kv for state in self.states], 1))
         for state, row in zip(self.states, joined.rows):
             setattr(state, name, row)
@@ -1189,16 +1191,16 @@ class BatchDraftState:
         target = drafter.target
         batch = len(tokens)
         ids = torch.tensor(tokens, device=target.device)[:, None]  # (B, 1)
-        rope, mask = self.self_cache.layout(batch, 1, drafter.rotary)
-        x = drafter.self_attention(drafter.embed(ids), rope, mask, self.self_cache, 0)
+        new = self.self_cache.layout(batch, 1, drafter.rotary)
+        x = drafter.self_attention(drafter.embed(ids), new.rope, new.mask, new, 0)
         # CA reads all of a row's memory, and no unused slots after it, up to the longest row.
         lengths = torch.tensor([row.length for row in self.cross_cache.rows[:batch]])
         memory = self.cross_cache.kv[0, :batch, :, :int(lengths.max())]  # (B, Hkv, S, 2D)
         slots = torch.arange(memory.shape[2])
         cross_mask = (slots < lengths[:, None, None, None]).to(target.device)  # (B, 1, 1, S)
-        x = drafter.cross_attention.attend_to(memory, x, rope, cross_mask)
-        rope, mask = self.reused_cache.layout(batch, 1, target.rotary)
-        x = drafter.step_target_layers(x, rope, mask, self.reused_cache)
+        x = drafter.cross_attention.attend_to(memory, x, new.rope, cross_mask)
+        new = self.reused_cache.layout(batch, 1, target.rotary)
+        x = drafter.step_target_layers(x, new.rope, new.mask, new)
         for row in range(batch):
             self.self_cache.rows[row].length += 1
             self.reused_cache.rows[row].length += 1
@@ -1238,7 +1240,7 @@ def pack_together(target: Llama, drafters: list[Drafter]) -> None:
 
 def load_drafter(path: str | Path, target: Llama) -> Drafter:
     """Load a drafter of `target`, on its device and in its dtype, from a folder of config.json and
-    model.safetensors. Sizes that the config leaves out are read off the tensors' shapes.
+    model.safetensors.
 
     Raises InputError for what is missing, damaged, or does not fit the target.
     """
@@ -1256,8 +1258,7 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
         with torch.device("meta"):
             drafter = new_drafter(target, config)
     load_weights(drafter, iter(tensors.items()), path, target.device, target.dtype)
-    files = (path / "config.json").read_bytes() + (path / "model.safetensors").read_bytes()
-    drafter.checkpoint_hash = hashlib.sha256(files).hexdigest()
+    drafter.checkpoint_hash = checksum(path / "config.json") + checksum(path / "model.safetensors")
     return drafter.requires_grad_(False).eval()
 
 
@@ -1284,13 +1285,13 @@ def parse_drafter_config(
     rows = {name: len(tensor) for name, tensor in tensors.items()}
     for layer in ("self_attention", "cross_attention", "layer_self_attention"):
         heads = values.get(f"{layer}_num_attention_heads", values["num_attention_heads"])
-        # 1 where a tensor is missing. If the drafter has such a layer, that is an error later on.
-        queries = rows.get(f"{layer}.self_attn.q_proj.weight", 1)
-        keys = rows.get(f"{layer}.self_attn.k_proj.weight", 1)
-        inner = rows.get(f"{layer}.mlp.gate_proj.weight", 1)
-        # q_proj has heads * D rows, k_proj kv_heads * D: so kv_heads = heads * keys / queries.
-        values.setdefault(f"{layer}_num_key_value_heads", heads * keys // queries)
-        values.setdefault(f"{layer}_intermediate_size", inner)
+        # 1 where a tensor is missing, which `load_weights` will say.
+        q_rows = rows.get(f"{layer}.self_attn.q_proj.weight", 1)
+        k_rows = rows.get(f"{layer}.self_attn.k_proj.weight", 1)
+        mlp_width = rows.get(f"{layer}.mlp.gate_proj.weight", 1)
+        # q_proj has heads * D rows, k_proj kv_heads * D: so kv_heads = heads * k_rows / q_rows.
+        values.setdefault(f"{layer}_num_key_value_heads", heads * k_rows // q_rows)
+        values.setdefault(f"{layer}_intermediate_size", mlp_width)
     return DrafterConfig(**values)
 
 
@@ -1302,7 +1303,8 @@ def is_valid(value: object, kind: str, vocab_size: int) -> bool:
         return type(value) is int and value >= 0
     if kind == "float":
         return type(value) in (int, float) and 0 < value < math.inf
-    if not isinstance(value, list) or not value:  # the draft vocabulary
+    # The draft vocabulary, or nothing: distinct tokens.
+    if not isinstance(value, list) or not value:
         return False
     distinct = {token for token in value if type(token) is int and 0 <= token < vocab_size}
     return len(distinct) == len(value)
@@ -1312,6 +1314,7 @@ def save_drafter(drafter: Drafter, path: Path, dtype: torch.dtype = torch.bfloat
     """Write config.json and model.safetensors, each completely or not at all."""
     sizes = drafter.target.config
     config = {name: value for name, value in asdict(drafter.config).items() if value is not None}
+    # The authors' code reads these three.
     config["hidden_size"] = sizes.hidden_size
     config["vocab_size"] = sizes.vocab_size
     config["kv_hidden_size"] = 2 * sizes.num_key_value_heads * sizes.head_dim

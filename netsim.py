@@ -42,7 +42,7 @@ import socketserver
 import struct
 import sys
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic, sleep
 from typing import Callable, Iterator, NamedTuple, Protocol
@@ -57,7 +57,9 @@ Tensors = dict[str, Tensor]  # by name
 # --- The link ---
 #
 # A packet can be lost. TCP sends it again if the other side has not confirmed it within the
-# retransmission timeout (RTO), and doubles this timeout each time.
+# retransmission timeout (RTO), and doubles this timeout each time. (Real TCP often notices a loss
+# sooner, by later packets that are confirmed or by a probe. That is left out: so losses cost too
+# much here.)
 
 MSS = 1460  # bytes of a message in one packet: Ethernet's 1500, less the headers of IP and TCP
 INITIAL_RTO = 1.0  # seconds, as long as no round trip has been measured (RFC 6298)
@@ -79,7 +81,7 @@ class Link:
 
     def retransmission_timeout(self) -> float:
         """Return the RTO in seconds, once TCP has measured round trips: their mean, plus four times
-        their mean deviation but at least MIN_RTO_MARGIN (RFC 6298)."""
+        their mean deviation (RFC 6298), for which Linux takes at least MIN_RTO_MARGIN."""
         # A round trip is the sum of two draws, so its standard deviation is sqrt(2) jitter. The
         # mean deviation of a normal distribution is sqrt(2 / pi) of that.
         deviation = 2 * self.jitter / math.sqrt(math.pi)
@@ -94,56 +96,49 @@ PROFILES = {  # latency, jitter, bandwidth, loss
 }
 
 
-class Network:
-    """A link both ways, and at most one outage.
+@dataclass
+class Outage:
+    """The one outage that a network may have, both ways. It begins when `after` tokens have come,
+    and lasts `seconds`.
 
-    The outage begins when `outage_after` tokens have come, and lasts `outage_seconds`. It loses no
-    message for good, because TCP sends again until it gets through. So we let a message stand still
-    where the outage meets it, and go on one RTO after the outage has ended:
-
-        sent ---> stopped | outage | end ... RTO ... | resumed ---> arrived
+    It loses no message for good, because TCP sends again until it gets through. So it delays a
+    message by the part of the outage that the message sits through, and one RTO after its end.
 
     An example: an outage from 1.0 s to 1.3 s on a link of 20 ms, whose RTO is 0.24 s. A reply sent
-    at 0.99 s has 10 ms of its way left and arrives at 1.55 s, one sent at 1.1 s arrives at 1.56 s.
-    One sent at 1.4 s, after the outage, is not delayed, but it has to wait for those before it and
-    arrives at 1.56 s too. If the outage never ends, none of the three arrives: whoever waits for
-    them gives up at a deadline (see Channel.reply_timeout).
+    at 0.99 s sits through all of it, and arrives at 1.01 + 0.3 + 0.24 = 1.55 s. One sent at 1.1 s
+    sits through 0.2 s, and arrives at 1.12 + 0.2 + 0.24 = 1.56 s. One sent at 1.4 s, after the
+    outage, is not delayed, but it has to wait for those before it and arrives at 1.56 s too. If the
+    outage never ends, none of the three arrives: whoever waits for them gives up at a deadline (see
+    Channel.reply_timeout).
 
     Real TCP needs longer to notice the end of a long outage, as it doubles its timeout. By then
     the client will usually have given up.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        seed: int = 0,
-        outage_after: float = math.inf,
-        outage_seconds: float = math.inf,
-    ):
-        self.outage_after = outage_after
-        self.outage_seconds = outage_seconds
-        self.outage_begins = math.inf  # a moment, which `tokens_have_come` sets
-        self.up = Direction(self, link, 2 * seed)  # two seeds, so that the directions differ
-        self.down = Direction(self, link, 2 * seed + 1)
+    after: float = math.inf  # tokens
+    seconds: float = math.inf
+    begins: float = math.inf  # a moment, which `begin_if_due` sets
 
-    def tokens_have_come(self, count: int, now: float) -> None:
-        """Begin the outage at the moment `now`, if `count` tokens are enough and it has not begun
-        yet."""
-        if count >= self.outage_after:
-            self.outage_begins = min(self.outage_begins, now)
+    def begin_if_due(self, count: int, now: float) -> None:
+        """Begin at the moment `now`, if `count` tokens are enough and it has not begun yet."""
+        if count >= self.after:
+            self.begins = min(self.begins, now)
 
-    def is_down(self, sent: float, arrival: float) -> bool:
-        """Tell whether the outage and the flight of a message, from `sent` to `arrival`, overlap.
-        (With sent = arrival: whether the network is down at that moment.)"""
-        return sent < self.outage_begins + self.outage_seconds and self.outage_begins <= arrival
+    @property
+    def ends(self) -> float:
+        return self.begins + self.seconds
+
+    def overlaps(self, sent: float, arrival: float) -> bool:
+        """Tell whether it meets a message that is in flight from `sent` to `arrival`."""
+        return sent < self.ends and self.begins <= arrival
 
 
 class Direction:
     """One direction of a network, with random draws of its own."""
 
-    def __init__(self, network: Network, link: Link, seed: int):
-        self.network = network
+    def __init__(self, link: Link, outage: Outage, seed: int):
         self.link = link
+        self.outage = outage
         self.random = random.Random(seed)
         self.reset()
 
@@ -151,7 +146,7 @@ class Direction:
         """Begin a new connection: what is still in flight belongs to the old one."""
         self.busy_until = 0.0  # the moment when all bytes so far have left
         self.last_arrival = 0.0  # the moment when the last message so far arrives
-        self.retransmission_timeout = INITIAL_RTO  # for the next message
+        self.rto = INITIAL_RTO  # of the next message
 
     def send(self, sent: float, size: int) -> float:
         """Send a message of `size` bytes at the moment `sent`. Returns the moment when it arrives:
@@ -161,28 +156,33 @@ class Direction:
         propagation = max(0.0, self.random.gauss(self.link.latency, self.link.jitter))
         arrival = self.busy_until + propagation
 
-        # All packets are sent. Those that are lost are sent again after the timeout, which doubles
-        # each time, until none is missing. (TCP also has a faster way to notice a loss, but that
-        # takes three later packets: most messages here are too short.)
-        timeout = self.retransmission_timeout
-        self.retransmission_timeout = self.link.retransmission_timeout()
+        # All packets are sent. Those that are lost are sent again after the RTO, which doubles each
+        # time, until none is missing.
+        rto = self.rto
         missing = max(1, math.ceil(size / MSS))  # at least one: a handshake's has no bytes of ours
         while missing > 0:
             missing = sum(self.random.random() < self.link.loss for _ in range(missing))
             if missing > 0:
-                arrival += timeout
-                timeout *= 2
+                arrival += rto
+                rto *= 2
+        self.rto = self.link.retransmission_timeout()  # from the second message on
 
-        # An outage stops it: see Network.
-        network = self.network
-        if network.is_down(sent, arrival):
-            stopped = max(sent, network.outage_begins)
-            outage_ends = network.outage_begins + network.outage_seconds
-            arrival += outage_ends - stopped + self.retransmission_timeout
+        if self.outage.overlaps(sent, arrival):
+            stopped = max(sent, self.outage.begins)
+            arrival += self.outage.ends - stopped + self.rto
 
         # TCP delivers in order.
         self.last_arrival = max(self.last_arrival, arrival)
         return self.last_arrival
+
+
+class Network:
+    """A link both ways, and perhaps an outage."""
+
+    def __init__(self, link: Link, seed: int = 0, outage: Outage | None = None):
+        self.outage = outage or Outage()  # which never begins
+        self.up = Direction(link, self.outage, 2 * seed)  # two seeds, so that the two differ
+        self.down = Direction(link, self.outage, 2 * seed + 1)
 
 
 def wait(arrival: float, deadline: float) -> None:
@@ -210,18 +210,14 @@ MAGIC = b"MoAs"  # to notice at once a peer that speaks another protocol
 VERSION = 3  # of this format: a peer with another one would misread our messages
 MAX_FIELDS = 1 << 16  # bytes: the longest fields, a draft of 64 tokens, have less than a thousand
 MAX_REPLY = 1 << 30  # bytes: a prompt of 131 072 tokens may have a memory of 8000 bytes each
-MAX_PIECE = 1 << 16  # bytes in one call: a peer that announces much and sends little gets little
+MAX_PIECE = 1 << 16  # bytes in one call: what is only announced takes no memory
 NONCE = 32  # bytes: 256 random bits never come twice
 DIGEST = 32  # bytes of an HMAC with SHA-256
-CONNECT_SECONDS = 10.0  # to connect, or to transfer one message: a stalled peer must not hold us
+CONNECT_SECONDS = 10.0  # to connect, or to send a piece: a stalled peer must not hold us
 
 
 class ProtocolError(OSError):
     """The peer broke the rules."""
-
-
-class ConnectionClosed(ProtocolError, ConnectionError):
-    """The peer closed the connection between two messages. That breaks no rule."""
 
 
 class Message(NamedTuple):
@@ -235,7 +231,7 @@ class Message(NamedTuple):
 def send_message(sock: socket.socket, fields: dict, tensors: Tensors) -> int:
     """Send a message. Returns its size in bytes.
 
-    Raises OSError, for example TimeoutError if the peer takes nothing for CONNECT_SECONDS.
+    Raises OSError, for example TimeoutError if the peer does not take a piece in CONNECT_SECONDS.
     """
     text = json.dumps(fields, separators=(",", ":")).encode()
     data = safetensors.torch.save(tensors) if tensors else b""
@@ -249,10 +245,10 @@ def send_message(sock: socket.socket, fields: dict, tensors: Tensors) -> int:
 def receive_message(sock: socket.socket, limit: int, deadline: float) -> Message:
     """Receive the next message.
 
-    Raises OSError: ConnectionClosed if there is none because the peer has left, ProtocolError if it
-    is malformed, cut short or longer than `limit` bytes, TimeoutError at the moment `deadline`.
+    Raises OSError: ConnectionError if the peer leaves, ProtocolError if the message is malformed or
+    longer than `limit` bytes, TimeoutError at the moment `deadline`.
     """
-    header = receive_bytes(sock, HEADER.size, deadline, ConnectionClosed)
+    header = receive_bytes(sock, HEADER.size, deadline)
     magic, version, text_size, data_size = HEADER.unpack(header)
     if magic != MAGIC or version != VERSION:
         raise ProtocolError("malformed message: wrong magic bytes or version")
@@ -269,14 +265,9 @@ def receive_message(sock: socket.socket, limit: int, deadline: float) -> Message
     return Message(fields, tensors, size)
 
 
-def receive_bytes(
-    sock: socket.socket, size: int, deadline: float, closed: type = ProtocolError
-) -> bytes:
-    """Receive the next `size` bytes.
-
-    Raises OSError: TimeoutError at the moment `deadline`, `closed` if the peer closes the
-    connection before the first byte, and ProtocolError if it does so later.
-    """
+def receive_bytes(sock: socket.socket, size: int, deadline: float) -> bytes:
+    """Receive the next `size` bytes. Raises OSError: TimeoutError at the moment `deadline`,
+    ConnectionError if the peer closes the connection before."""
     received = bytearray()  # it grows with what comes, not with what is announced
     while len(received) < size:
         left = deadline - monotonic()
@@ -285,8 +276,7 @@ def receive_bytes(
         sock.settimeout(left)
         piece = sock.recv(min(size - len(received), MAX_PIECE))
         if not piece:
-            kind = ProtocolError if received else closed
-            raise kind("the peer closed the connection")
+            raise ConnectionError("the peer closed the connection")
         received += piece
     return bytes(received)
 
@@ -298,13 +288,26 @@ def answer_nonce(secret: str, nonce: bytes) -> bytes:
 
 
 # --- The client ---
+#
+# There are two kinds of timeouts. That of the simulated TCP, the RTO, only delays a message. After
+# that of the client, `reply_timeout`, the connection is given up.
 
-FIRST_REPLY_SECONDS = 60.0  # for the first reply of a connection: the server reads a text for it
+FIRST_REPLY_SECONDS = 60.0  # for a connection's first reply, for which the server reads a text
 MIN_TIMEOUT = 1.0  # seconds for any other: a packet that is lost twice mostly comes in time
 
 
 class ConnectionLost(Exception):
     """The server did not answer, not in time or not sensibly."""
+
+
+@dataclass
+class Traffic:
+    """What a client has sent, received and waited for, over all of its connections."""
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+    round_trips: int = 0  # requests
+    network_seconds: float = 0.0  # spent waiting for replies, less the server's work
 
 
 @dataclass(repr=False)  # it holds a secret
@@ -317,12 +320,9 @@ class Channel:
     network: Network
     timeout: float | None = None  # seconds to wait for a reply; None: see reply_timeout
     sock: socket.socket | None = None
-    bytes_up: int = 0  # over all connections, as all that follows
-    bytes_down: int = 0
-    round_trips: int = 0  # requests that have been answered to the end
-    network_seconds: float = 0.0  # spent waiting for replies, less the server's work
-    slowest: float = 0.0  # seconds waited for the slowest reply
     is_new: bool = True  # no reply has come over this connection yet
+    slowest: float = 0.0  # seconds waited for the slowest reply, over all connections
+    traffic: Traffic = field(default_factory=Traffic)
 
     def connect(self) -> dict:
         """Connect and authenticate. Returns the fields of the server's greeting. Raises
@@ -332,20 +332,17 @@ class Channel:
         network.up.reset()
         network.down.reset()
         start = monotonic()
-        if network.is_down(start, start):
+        if network.outage.overlaps(start, start):
             raise ConnectionLost("the network is down")
-        # The first packet may be lost and wait for INITIAL_RTO. The real connection, which nothing
-        # delays, has CONNECT_SECONDS at most.
-        timeout = self.reply_timeout(first=self.slowest == 0) + INITIAL_RTO
-        deadline = start + min(CONNECT_SECONDS, timeout)
+        deadline = start + CONNECT_SECONDS  # by the real clock; the simulated link may be slower
         try:
-            self.sock = socket.create_connection(self.address, deadline - start)
+            self.sock = socket.create_connection(self.address, CONNECT_SECONDS)
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send at once
             nonce = receive_bytes(self.sock, NONCE, deadline)
             self.sock.sendall(answer_nonce(self.secret, nonce))
             greeting = receive_message(self.sock, MAX_FIELDS, deadline)
-            self.bytes_up += DIGEST
-            self.bytes_down += NONCE + greeting.size
+            self.traffic.bytes_up += DIGEST
+            self.traffic.bytes_down += NONCE + greeting.size
 
             # Three round trips:   up             down
             #                      SYN            SYN-ACK
@@ -355,7 +352,7 @@ class Channel:
             for up_size, down_size in ((0, 0), (0, NONCE), (DIGEST, greeting.size)):
                 arrival = network.up.send(arrival, up_size)
                 arrival = network.down.send(arrival, down_size)
-            wait(arrival, start + timeout)
+            wait(arrival, start + FIRST_REPLY_SECONDS)
         except (OSError, UnicodeError) as error:  # the latter: a host name like a..b
             self.close()
             raise ConnectionLost(f"no server at {self.address[0]}:{self.address[1]}: {error}")
@@ -371,46 +368,38 @@ class Channel:
             self.sock.close()
         self.sock = None
 
-    def reply_timeout(self, first: bool = False) -> float:
+    def reply_timeout(self) -> float:
         """Return the seconds after which a reply counts as lost: `timeout`, or else ten times the
-        slowest so far, and at least MIN_TIMEOUT. first: of a connection, for which the server has
-        to read a text."""
+        slowest so far, and at least MIN_TIMEOUT."""
         if self.timeout is not None:
             return self.timeout
         seconds = max(MIN_TIMEOUT, 10 * self.slowest)  # even a busy server is faster
-        return max(FIRST_REPLY_SECONDS, seconds) if first else seconds
+        return max(FIRST_REPLY_SECONDS, seconds) if self.is_new else seconds
 
     def request(self, fields: dict, tensors: Tensors, parse: Callable) -> Iterator:
         """Send a request. Yields parse(fields, tensors) of every reply, as soon as it has arrived.
-        Raises ConnectionLost if a reply is late, or if `parse` raises an exception."""
+
+        `parse` is called in here, so that a malformed reply, too, closes the connection. Raises
+        ConnectionLost for one, and for a reply that is late.
+        """
         if self.sock is None:
             raise ConnectionLost("not connected")
         try:
-            sent = monotonic()
+            start = monotonic()
             size = send_message(self.sock, fields, tensors)
-            self.bytes_up += size
-            # The simulated server's clock: when it has the request, then, in the loop, when it has
-            # sent the reply at hand.
-            server_clock = self.network.up.send(sent, size)
-            start = sent
+            self.traffic.bytes_up += size
+            self.traffic.round_trips += 1
+            server_clock = self.network.up.send(start, size)  # simulated: it has the request
             more = True
             while more:  # one round for each reply; all but the last have a field "more"
-                deadline = start + self.reply_timeout(first=self.is_new)
+                deadline = start + self.reply_timeout()
                 reply = receive_message(self.sock, MAX_REPLY, deadline)
-                self.bytes_down += reply.size
                 elapsed = max(0.0, float(reply.fields["elapsed"]))  # NaN becomes 0
-                server_clock += elapsed
-                arrival = self.network.down.send(server_clock, reply.size)
-                wait(arrival, deadline)
-                waited = monotonic() - start
-                self.slowest = max(self.slowest, waited)
-                self.is_new = False
-                self.network_seconds += max(0.0, waited - elapsed)
-                parsed = parse(reply.fields, reply.tensors)
+                server_clock += elapsed  # simulated: it has sent this reply
+                wait(self.network.down.send(server_clock, reply.size), deadline)
+                self.count(reply, monotonic() - start, elapsed)
                 more = reply.fields.get("more")
-                if not more:
-                    self.round_trips += 1
-                yield parsed
+                yield parse(reply.fields, reply.tensors)
                 start = monotonic()  # the caller's own work does not count
         except OSError as error:
             self.close()
@@ -419,8 +408,18 @@ class Channel:
             self.close()
             raise ConnectionLost(f"no answer from the server: malformed reply: {error!r:.200}")
 
+    def count(self, reply: Message, waited: float, elapsed: float) -> None:
+        """Count a reply for which we waited so long, of which the server has worked `elapsed`."""
+        self.is_new = False
+        self.slowest = max(self.slowest, waited)
+        self.traffic.bytes_down += reply.size
+        self.traffic.network_seconds += max(0.0, waited - elapsed)
+
 
 # --- The server ---
+#
+# `MessageServer` accepts clients. Each has a `Connection`, which runs in a thread of its own. Once
+# the client has proved that it knows the secret, the connection asks a `Session` for its replies.
 
 MAX_REQUEST = 1 << 20  # bytes: a prompt of 131 072 tokens takes half of it
 
@@ -462,7 +461,7 @@ class MessageServer(socketserver.ThreadingTCPServer):
         super().__init__(address, Connection)
         host = self.server_address[0]  # as a number, which is known only now
         if not secret and not host.startswith("127."):
-            super().server_close()
+            self.server_close()
             raise ValueError("to serve beyond this machine, set a secret: MOA_SECRET on both sides")
 
     def process_request(self, request: socket.socket, client_address: Address) -> None:
@@ -517,7 +516,7 @@ class Connection(socketserver.StreamRequestHandler):
         nonce = os.urandom(NONCE)
         self.connection.sendall(nonce)
         deadline = monotonic() + CONNECT_SECONDS
-        digest = receive_bytes(self.connection, DIGEST, deadline, ConnectionClosed)
+        digest = receive_bytes(self.connection, DIGEST, deadline)
         # compare_digest takes the same time wherever the two differ, and so gives no hint.
         if not hmac.compare_digest(digest, answer_nonce(self.server.secret, nonce)):
             self.send({"refused": "wrong secret; both sides take it from MOA_SECRET"}, {})
@@ -541,12 +540,10 @@ class Connection(socketserver.StreamRequestHandler):
     def answer_request(self, session: Session) -> None:
         """Wait for the next request, and send the replies to it. Raises OSError."""
         idle_seconds = self.server.idle_seconds
-        self.connection.settimeout(idle_seconds)
         try:
-            self.connection.recv(1, socket.MSG_PEEK)  # wait for a byte, and leave it there
+            request = receive_message(self.connection, MAX_REQUEST, monotonic() + idle_seconds)
         except TimeoutError:
             raise ProtocolError(f"disconnected after {idle_seconds:g} s without a request")
-        request = receive_message(self.connection, MAX_REQUEST, monotonic() + CONNECT_SECONDS)
         since = monotonic()
         try:
             for reply, tensors in session.answer(request.fields, request.tensors):
@@ -578,16 +575,17 @@ def quantity(units: dict[str, float], low: float, high: float, expected: str, te
     return value
 
 
-# In seconds, in bits per second, and as a share. With all packets lost, TCP would never end.
-A_DURATION = "a duration like 21ms or 0.5s, an hour at most"
-A_BANDWIDTH = "a bandwidth like 300kbit, 20Mbit or 1Gbit, 1kbit at least"
-A_SHARE = "a share like 0.1%, 90% at most"
-BITS = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
 SECONDS = {"ms": 1e-3, "s": 1.0}
+BITS = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}  # a second
+SHARE = {"%": 1e-2}
+A_DURATION = "a duration like 21ms or 0.5s, an hour at most"
+A_TIME_LIMIT = "a duration from 1ms to an hour, like 5s"
+A_BANDWIDTH = "a bandwidth like 300kbit, 20Mbit or 1Gbit, 1kbit at least"
+A_LOSS = "a share like 0.1%, 90% at most"  # if all packets were lost, TCP would never end
 duration = partial(quantity, SECONDS, 0.0, 3600.0, A_DURATION)
-time_limit = partial(quantity, SECONDS, 1e-3, 3600.0, "a duration from 1ms to an hour, like 5s")
+time_limit = partial(quantity, SECONDS, 1e-3, 3600.0, A_TIME_LIMIT)
 bandwidth = partial(quantity, BITS, 1e3, 1e15, A_BANDWIDTH)
-loss_rate = partial(quantity, {"%": 1e-2}, 0.0, 0.9, A_SHARE)
+loss_rate = partial(quantity, SHARE, 0.0, 0.9, A_LOSS)
 
 
 def address(text: str) -> Address:
@@ -610,7 +608,8 @@ def add_link_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def links_of(args: argparse.Namespace) -> dict[str, Link]:
-    """Return the link that the command line describes, by its name. Empty if it describes none."""
+    """Return the link that the command line describes, by its name, or {} if it describes none."""
+    # The flags have the names of Link's fields.
     stated = {name: vars(args)[name] for name in vars(Link()) if vars(args)[name] is not None}
     if args.network is None and not stated:
         return {}

@@ -120,7 +120,9 @@ from netsim import (
     Link,
     MessageServer,
     Network,
+    Outage,
     Tensors,
+    Traffic,
     add_link_arguments,
     address,
     duration,
@@ -134,7 +136,8 @@ from netsim import (
 
 @dataclass
 class VerifyResult:
-    """What a pass of the target brings: over a draft, or over the prompt, with none drafted."""
+    """What one pass of the target brings. (Over the prompt: nothing was drafted, so nothing is
+    accepted.)"""
 
     accepted: list[int]  # the drafted tokens that it keeps
     token: int  # its own, which comes after them
@@ -261,8 +264,8 @@ def accept_draft(logits: Tensor, draft: Draft, sampling: Sampling) -> Acceptance
         choices = logits.float().argmax(-1)  # in float32: on CPUs ten times as fast as bfloat16
         return accept_greedy(choices.tolist(), draft)
     p = probabilities(logits, sampling.temperature, sampling.top_p)
-    # All random numbers at once: on a GPU Python waits whenever it looks at one. Those of tokens
-    # that are never tried are not used.
+    # A uniform number for each token, all in one call. Those of tokens that are never tried are not
+    # used.
     u = torch.rand(len(draft.tokens), generator=sampling.generator, device=p.device).tolist()
     if draft.is_chain:
         return rejection_sample(p, draft, u, sampling.generator)
@@ -325,9 +328,10 @@ def rejection_sample_tree(
     without replacement. (For independent draws it is the multi-step speculative sampling of Miao et
     al. 2024.) The children of the newest accepted token are tried in the order drawn.
 
-    A rejection changes two things for the next sibling. What is left to produce is the residual of
-    p. And the sibling was drawn from q without the rejected token. So it is tried with these two in
-    place of p and q. If all are rejected, the token is drawn from what is left of p.
+    A rejection changes two things for the next sibling. First, what is left to produce is the
+    residual of p. Second, the sibling was drawn from q without the rejected token. So it is tried
+    with these two in place of p and q. If all are rejected, the token is drawn from what is left of
+    p.
 
     Why that is exact. Claim: whenever a child is about to be tried, and given all that was drawn
     and rejected so far, the token that comes out in the end is distributed as p_left.
@@ -378,18 +382,19 @@ def without(q: Tensor, x: int) -> Tensor:
 
 # --- The method ends here: what follows makes it fast and practical ---
 #
-# Each part builds on those before it. (`Models`, which several ask for, is at the end.)
+# Each part builds on those before it.
 #
 #     Lookup                       drafts without a drafter
 #     Many conversations at once   the loop, for all rows of a batch
 #     Client and server            `RemoteTarget` here, `TargetSession` there
 #     One answer                   `Method.answer` runs the loop, and counts what it costs
 #     Watching                     the answer in colors; --trace
+#     The models                   what a command line names, loaded
 #     The benchmark                every prompt by every method
 #     Command line                 flags, the chat, `main`
 
 
-# --- Lookup: drafts without a drafter, or before it is asked ---
+# --- Lookup: copy what followed the same tokens before ---
 
 
 class Lookup:
@@ -401,28 +406,27 @@ class Lookup:
         self.vocab_size = vocab_size
         self.sampling = sampling
         self.history: list[int] = []
-        self.offline = False
         # Copy where the last 3 tokens occurred before, else where the last 2 did, else the last 1.
         # Beside a drafter only 3: after a shorter match the drafter is right more often than a
         # copy.
         self.sizes = (3, 2, 1) if state is None else (3,)
 
     def append_verified(self, update: MemoryUpdate | None) -> None:
-        """update: None while a remote target is out of reach (see `OfflineResult`)."""
-        self.offline = update is None
+        """update: None while a remote target is out of reach (see `RemoteResult`)."""
         if update is not None:
             self.history += update.tokens
         if self.state is not None:
             self.state.append_verified(update)
 
     def draft(self, token: int, tree: TreeConfig) -> Draft:
-        if self.offline:  # nobody would verify it
-            return Draft(token)
+        """Draft a chain that is copied from the text. Where there is nothing to copy, ask the
+        drafter."""
         text = self.history + [token]
+        count = min(tree.depth, tree.total_tokens)
         for size in self.sizes:
-            end = find_earlier(text, size)
-            if end is not None:
-                return self.certain_draft(token, copy_from(text, end, tree.depth))
+            place = find_earlier(text, size)
+            if place is not None:
+                return self.certain_draft(token, copy_from(text, place, count))
         if self.state is None:
             return Draft(token)
         return self.state.draft(token, tree)
@@ -455,8 +459,8 @@ def find_earlier(text: list[int], size: int) -> int | None:
 
 
 def copy_from(text: list[int], place: int, count: int) -> list[int]:
-    """Return `count` tokens as they follow from a place of the text. Where the text ends, what was
-    copied goes on: from place 1, the text 5 7 8 is followed by 7 8 7 8 ..."""
+    """Return `count` tokens as they follow from a place of the text. Beyond its end it goes on with
+    what is copied: from place 1, the text 5 7 8 is followed by 7 8 7 8 ..."""
     longer = list(text)
     for i in range(place, place + count):
         longer.append(longer[i])
@@ -472,13 +476,13 @@ class NoDrafter:
 
 # --- Many conversations at once ---
 #
-# One `advance` with K = 3. Row 0 has room for 20 more tokens, row 1 for 2:
+# One `advance` with K = 3. Row 0 has 20 tokens left to generate, row 1 has 2:
 #
 #     row   drafted   accepted   then the target's   new tokens   verified
 #      0     a b c      a b             x              a b x       root a b
 #      1     d e f     d e f            y              d e         root d
 #
-# Row 1 is cut to its room. Its e is the newest token then, and does not count as verified.
+# Row 1 is cut to its two. Its e is the newest token then, and does not count as verified.
 
 
 class ChainBatch(Batch):
@@ -490,9 +494,10 @@ class ChainBatch(Batch):
         super().__init__(model, rows, capacity + K)
         self.K = K
         self.state = BatchDraftState(drafter, rows, capacity + K)
-        self.caches += self.state.caches
+        self.caches += self.state.caches  # so that `Batch` moves their rows, too
 
-    def remember_prompt(self, row: int, prompt: list[int], hidden: Tensor) -> None:
+    def on_prefill(self, row: int, prompt: list[int], hidden: Tensor) -> None:
+        """`Batch` calls this when the target has read a prompt."""
         self.state.append_verified(row, prompt, self.cache.rows[row], hidden)
 
     def advance(self) -> list[list[int]]:
@@ -500,9 +505,9 @@ class ChainBatch(Batch):
         conversations = self.conversations
         samplings = [conversation.sampling for conversation in conversations]
         newest = [conversation.tokens[-1] for conversation in conversations]
-        room = [c.config.max_new_tokens - len(c.tokens) for c in conversations]
-        # As many as the row with the most room can use: the target adds a token of its own.
-        K = min(self.K, max(room) - 1)
+        left = [conversation.left for conversation in conversations]
+        # As many as the row with the most left can use: the target adds a token of its own.
+        K = min(self.K, max(left) - 1)
         drafts = self.state.draft_chains(newest, K, samplings)
         ids = torch.tensor([draft.tokens for draft in drafts])  # (B, 1 + K)
         hidden = ragged_hidden(self.model, ids.to(self.model.device), self.cache)  # (B, 1 + K, E)
@@ -511,9 +516,9 @@ class ChainBatch(Batch):
         for row, draft in enumerate(drafts):
             acceptance = accept_draft(logits[row], draft, samplings[row])
             kept = draft.tokens[:len(acceptance.path)]  # of a chain: the root, what is accepted
-            # All rows draft K tokens, even one that has room for fewer. It may accept some beyond
-            # the end of its answer, or of the context, where there are no positions: cut them off.
-            new = (kept[1:] + [acceptance.token])[:room[row]]
+            # All rows draft K tokens, even one that has fewer left. It may accept some beyond the
+            # end of its answer, or of the context, where there are no positions: cut them off.
+            new = (kept[1:] + [acceptance.token])[:left[row]]
             new_tokens.append(new)
             verified = kept[:len(new)]  # the tokens that the new ones follow
             cache = self.cache.rows[row]
@@ -525,28 +530,24 @@ class ChainBatch(Batch):
 
 # --- Client and server: the drafter here, the target there (paper, section 5) ---
 #
-# The server greets a client with the hash of its drafter. Then the client asks:
+# The server greets a client with the hash of its drafter. Then the client calls:
 #
-#     call      fields                     tensors         to
-#     read      GenerationConfig, known    tokens          read a text, and go on after it
-#     verify    drafts, parents            ids, weights    verify a draft after that
-#     generate  GenerationConfig           tokens          write alone, as a plain API
+#     call        sends                                gets back
+#     read        a text, GenerationConfig, known      no tokens, token, memory of the text
+#     verify      drafts, parents, q of each parent    accepted, token, memory of what is verified
+#     generate    a text, GenerationConfig             token, more: a reply for each token
 #
-# and the server replies:
-#
-#     to        fields                     tensors
-#     read      accepted, token            the memory of the text, in 8 bits
-#     verify    accepted, token            the memory of what is now verified
-#     generate  token, more                none; such a reply for each token
+# "read" and "verify" are the target's two calls in `speculate`, prefill and verify. "generate" is a
+# plain API. Small numbers are fields of a message; tokens, memory (in 8 bits) and q are tensors.
 #
 # known: for how many tokens the client has the memory already; the reply leaves it out for them.
-# ids and weights: q of each parent, quantized, if the tokens were drawn from it. An example, a
-# chain of two of which the target accepts one:
+# q goes up, quantized, if the tokens were drawn from it. An example, a chain of two of which the
+# target accepts one:
 #
 #     client                                     server
-#     read    tokens 5 9 2, known 0        ->    reads 5 9 2
+#     read     tokens 5 9 2, known 0       ->    reads 5 9 2
 #                                          <-    accepted [], token 7, memory of 5 9 2
-#     verify  drafts [4 8], parents [0 1]  ->    reads 7 4 8 in one pass
+#     verify   drafts [4 8], parents [0 1] ->    reads 7 4 8 in one pass
 #                                          <-    accepted [4], token 1, memory of 7 4
 #
 # With "verify" the root, 7, does not go up: the server chose it.
@@ -581,7 +582,7 @@ def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
 def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) -> MemoryUpdate:
     """Read the memory of these tokens off a reply. Raises LookupError, RuntimeError, ValueError."""
     count = len(tokens)
-    # Slices of our caches, only for the shape, dtype and device that the memory must have.
+    # Any `count` slots of our caches: the memory must have their shape, dtype and device.
     cross_like = state.cross_cache.kv[0, :, :, :count]  # (1, Hkv, T, 2D)
     reused_like = state.reused_cache.kv[:, :, :, :count]  # (N, 1, Hkv, T, 2D)
     cross_kv = dequantize(tensors["cross"], tensors["cross_scale"], cross_like)
@@ -608,30 +609,31 @@ def text_request(call: str, text: list[int], config: GenerationConfig) -> tuple[
 
 
 @dataclass
-class OfflineResult(VerifyResult):
-    """Stands in for a result while the target is out of reach. The tokens are the drafter's: all
-    but the last in `accepted`, the last in `token`, as it is the next root. Nobody has a memory of
-    them.
+class RemoteResult(VerifyResult):
+    """What a cycle with a target on a server brings.
+
+    Offline the tokens are the drafter's: all but the last in `accepted`, the last in `token`, as it
+    is the next root. Nobody has a memory of them: `memory` is None.
     """
 
-    memory: None = None
-    reason: str = ""
+    link: str = "connected"  # "reconnected": the draft was lost; or "offline"
+    reason: str = ""  # why it is offline
 
 
 class RemoteTarget:
-    """The target of one conversation, on a server, in one of three states:
+    """The target of one conversation, on a server.
 
-    connected     a draft goes up, and the server's result comes down
-    reconnected   over a new connection the server has read all text so far, with what was written
-                  offline
-    offline       as long as that fails, the drafter writes alone, and its text is unverified
+    Connected, it knows the text 5 9 2 7, and the drafter has a memory of 5 9 2: 7 is the next root.
+    When the server does not answer, a new connection is made, over which it reads the text again,
+    and only the draft is lost. As long as that fails, the target is offline: the drafter writes
+    alone, and its text is unverified. Then the text may be 5 9 2 7 4 8, still with a memory of
+    5 9 2. The first reply after the outage brings that of 7 4 8.
     """
 
     def __init__(self, channel: Channel, state: RemoteDraftState, config: GenerationConfig):
         self.channel = channel
         self.state = state
         self.config = config
-        self.link_state = "connected"  # or one of the other two, during the last cycle
         self.text: list[int] = []  # prompt and answer, with the newest token, the next root
         self.full_length = 0  # of the text with the longest answer that is allowed
         self.retry_at = 0.0  # when to reconnect at the earliest, by time.monotonic
@@ -649,31 +651,26 @@ class RemoteTarget:
                 sleep(INITIAL_BACKOFF)
                 return self.connect_and_read()
 
-    def verify(self, draft: Draft) -> VerifyResult:
+    def verify(self, draft: Draft) -> RemoteResult:
         """Let the server verify a draft. If it does not answer, reconnect at once: it may only have
         restarted, or closed an idle connection. If that fails too, let the drafter go on alone."""
         try:
-            result = self.verify_remote(draft)
-            self.link_state = "connected"
-            return result
+            return self.verify_remote(draft)
         except ConnectionLost as error:
             reason = str(error)
         try:
-            result = self.reconnect()  # the draft is lost: the server goes on after its root
-            self.link_state = "reconnected"
-            return result
+            return self.reconnect()  # the draft is lost: the server goes on after its root
         except ConnectionLost as error:
-            self.link_state = "offline"
             return self.draft_offline(draft.tokens[0], f"{reason}; then {error}")
 
-    def draft_offline(self, newest: int, reason: str) -> OfflineResult:
+    def draft_offline(self, newest: int, reason: str) -> RemoteResult:
         """Let the drafter go on alone."""
         count = min(OFFLINE_TOKENS, self.full_length - len(self.text))
         tokens = self.state.draft_unverified(newest, count)
         self.text += tokens
-        return OfflineResult(tokens[:-1], tokens[-1], reason=reason)
+        return RemoteResult(tokens[:-1], tokens[-1], memory=None, link="offline", reason=reason)
 
-    def verify_remote(self, draft: Draft) -> VerifyResult:
+    def verify_remote(self, draft: Draft) -> RemoteResult:
         """Let the server verify a draft. Raises ConnectionLost."""
         drafted = draft.tokens[1:]  # the server knows the root
         fields = {"call": "verify", "drafts": drafted, "parents": draft.parents[1:]}
@@ -686,7 +683,7 @@ class RemoteTarget:
             tensors = {"ids": ids.cpu(), "weights": weights.cpu()}
         return self.request(fields, tensors, draft)
 
-    def reconnect(self) -> VerifyResult:
+    def reconnect(self) -> RemoteResult:
         """`connect_and_read`, unless the last attempt has failed a moment ago. Raises
         ConnectionLost."""
         if monotonic() < self.retry_at:
@@ -698,9 +695,9 @@ class RemoteTarget:
             self.backoff = min(2 * self.backoff, MAX_BACKOFF)
             raise
         self.backoff = INITIAL_BACKOFF
-        return result
+        return replace(result, link="reconnected")
 
-    def connect_and_read(self) -> VerifyResult:
+    def connect_and_read(self) -> RemoteResult:
         """Make a new connection, over which the server reads all text so far. Returns its token
         after that, and the memory that the drafter lacks. Raises ConnectionLost."""
         greeting = self.channel.connect()
@@ -719,19 +716,19 @@ class RemoteTarget:
         fields["known"] = self.state.verified
         return self.request(fields, tensors, Draft(self.text[-1]))  # nothing is drafted
 
-    def request(self, fields: dict, tensors: Tensors, draft: Draft) -> VerifyResult:
+    def request(self, fields: dict, tensors: Tensors, draft: Draft) -> RemoteResult:
         """Send a request, and read the result off the reply. Raises ConnectionLost."""
 
-        def parse(reply: dict, memory: Tensors) -> VerifyResult:
+        def parse(reply: dict, memory: Tensors) -> RemoteResult:
             # What is wrong with a reply raises one of many exceptions, which the channel turns into
             # ConnectionLost.
             path = match_path(draft, reply["accepted"])
-            accepted = [draft.tokens[node] for node in path[1:]]  # (the reply may say 9.0 for 9)
+            accepted = [draft.tokens[node] for node in path[1:]]  # our ints: a reply may say 9.0
             token = check_int(reply["token"], 0, self.state.drafter.target.config.vocab_size - 1)
             # What has a memory from now on: the text that had none yet (the root and, after an
             # outage, what was written offline), then what is accepted.
             verified = self.text[self.state.verified:] + accepted
-            return VerifyResult(accepted, token, dequantize_memory(memory, verified, self.state))
+            return RemoteResult(accepted, token, dequantize_memory(memory, verified, self.state))
 
         result = next(self.channel.request(fields, tensors, parse))
         self.text += result.accepted + [result.token]
@@ -785,12 +782,21 @@ class TargetSession:
     def answer(self, fields: dict, tensors: Tensors) -> Replies:
         """Reply to a request. Raises ValueError, LookupError, TypeError or ArithmeticError if it is
         malformed."""
-        calls = {"read": self.read, "verify": self.verify, "generate": self.write_alone}
+        calls = {"read": self.read, "verify": self.verify, "generate": self.generate}
         return calls[fields["call"]](fields, tensors)
 
-    def work(self, function: Callable, *arguments):
-        """Run a function of the models in the worker's thread."""
-        return self.worker.submit(run_models, function, *arguments).result()
+    def run_models(self, function: Callable, *arguments):
+        """Call a function of the models in the worker's thread. What fails in there is our bug, no
+        malformed request."""
+
+        def run():
+            with torch.inference_mode():
+                return function(*arguments)
+
+        try:
+            return self.worker.submit(run).result()
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            raise RuntimeError("the models failed") from error
 
     def parse_text(self, fields: dict, tensors: Tensors) -> tuple[list[int], GenerationConfig]:
         """Read a text off a request, and how to go on after it within the context."""
@@ -813,23 +819,15 @@ class TargetSession:
     def read(self, fields: dict, tensors: Tensors) -> Replies:
         tokens, config = self.parse_text(fields, tensors)
         known = check_int(fields.get("known", 0), 0, len(tokens) - 1)
-        yield self.work(self.read_text, tokens, config, known)
-
-    def read_text(
-        self, tokens: list[int], config: GenerationConfig, known: int
-    ) -> tuple[dict, Tensors]:
         # The whole text, and after it a draft that may yet be rejected: its root and its tokens.
         capacity = len(tokens) + config.max_new_tokens + 1 + MAX_DRAFT_TOKENS
         sampling = config.new_sampling(self.model.device)
         self.target = LocalTarget(self.model, self.drafter, capacity, sampling)
-        return self.reply(self.target.prefill(tokens), known)
+        yield self.run_models(lambda: self.reply(self.target.prefill(tokens), known))
 
     def verify(self, fields: dict, tensors: Tensors) -> Replies:
         draft = self.parse_draft(fields, tensors)
-        yield self.work(self.verify_draft, draft)
-
-    def verify_draft(self, draft: Draft) -> tuple[dict, Tensors]:
-        return self.reply(self.target.verify(draft))
+        yield self.run_models(lambda: self.reply(self.target.verify(draft)))
 
     def reply(self, result: VerifyResult, known: int = 0) -> tuple[dict, Tensors]:
         self.token = result.token
@@ -857,6 +855,8 @@ class TargetSession:
         check_int(cache.length + len(draft.tokens), 0, cache.kv.shape[3])
         if self.target.sampling.temperature > 0 and tokens:
             draft.q = self.parse_distributions(sorted(set(parents)), tensors)
+            if not all(draft.q[parent][token] > 0 for token, parent in zip(tokens, parents)):
+                raise ValueError("q does not fit the drafts: one cannot have been drawn from it")
         return draft
 
     def parse_distributions(self, parents: list[int], tensors: Tensors) -> dict[int, Tensor]:
@@ -873,25 +873,15 @@ class TargetSession:
         q = dequantize_probabilities(ids, weights, vocab_size).to(self.model.device)
         return dict(zip(parents, q))
 
-    def write_alone(self, fields: dict, tensors: Tensors) -> Replies:
+    def generate(self, fields: dict, tensors: Tensors) -> Replies:
         tokens, config = self.parse_text(fields, tensors)
         stream = generate(self.model, tokens, config)
         for count in range(1, config.max_new_tokens + 1):
-            token = self.work(next, stream)
+            token = self.run_models(next, stream)
             more = count < config.max_new_tokens and token not in config.stop_ids
             yield {"token": token, "more": more}, {}
             if not more:
                 return
-
-
-def run_models(function: Callable, *arguments):
-    """Call a function of the models without gradients. What fails in the models is our bug, no
-    malformed request."""
-    try:
-        with torch.inference_mode():
-            return function(*arguments)
-    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-        raise RuntimeError("the models failed") from error
 
 
 def check_int(value: object, low: int, high: int) -> int:
@@ -952,7 +942,7 @@ def serve_parent(args: Namespace, pipe) -> None:
 def start_server(args: Namespace) -> tuple[str, int]:
     """Start a server in a process of its own. Returns its address."""
     os.environ.setdefault(SECRET, os.urandom(16).hex())
-    # A drafter does little with more threads, and the server needs the cores.
+    # More threads hardly speed a drafter up, and the server needs the cores.
     torch.set_num_threads(max(1, torch.get_num_threads() // 4))
     context = get_context("spawn")
     pipe, server_pipe = context.Pipe()
@@ -1007,18 +997,14 @@ class Cycle:
     verify_seconds: float = 0.0
 
     @property
-    def is_offline(self) -> bool:
-        return isinstance(self.result, OfflineResult)
-
-    @property
-    def arrived(self) -> bool:
-        """Whether the draft reached the target."""
-        return not isinstance(self.target, RemoteTarget) or self.target.link_state == "connected"
+    def link(self) -> str:
+        """The state of the link to a server. A target on this machine counts as connected."""
+        return getattr(self.result, "link", "connected")
 
     @property
     def origins(self) -> list[Origin]:
         """Who wrote each token."""
-        if self.is_offline:
+        if self.link == "offline":
             return [Origin.UNVERIFIED] * len(self.tokens)
         origins = [Origin.DRAFT] * len(self.result.accepted) + [Origin.TARGET]
         return origins[:len(self.tokens)]
@@ -1077,22 +1063,22 @@ class Generation:
     drafted: int = 0  # tokens, in cycles that the target answered
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
-    network: dict = field(default_factory=dict)  # of a channel: bytes_up, bytes_down, ...
+    network: dict = field(default_factory=dict)  # the fields of a channel's Traffic
     outage: str = ""  # why the server was out of reach the first time; empty if it was not
     interrupted: bool = False  # by Ctrl-C
 
     def add(self, cycle: Cycle) -> None:
         """Add a cycle. Of the first, the prompt's, only the token: acceptance lengths and times are
         of what follows the prompt."""
-        if self.tokens:
+        if self.tokens:  # not the first cycle, the prompt's
             self.draft_seconds += cycle.draft_seconds
             self.verify_seconds += cycle.verify_seconds
-            if cycle.is_offline:
+            if cycle.link == "offline":
                 self.outage = self.outage or cycle.result.reason
             else:
                 self.target_calls += 1
-                if cycle.draft is not None and cycle.arrived:
-                    self.drafted += len(cycle.draft.tokens) - 1  # without the root
+            if cycle.link == "connected" and cycle.draft is not None:  # the draft has arrived
+                self.drafted += len(cycle.draft.tokens) - 1  # without the root
         self.tokens += cycle.tokens
         self.origins += cycle.origins
 
@@ -1151,6 +1137,7 @@ class Method:
     tree: TreeConfig | None = None  # None: the target alone
     lookup: bool = False
     new_channel: Callable[[list[int]], Channel] | None = None  # to a server, for a prompt
+    base: str = "target"  # the method that a benchmark compares it with
 
     @torch.inference_mode()
     def answer(
@@ -1172,7 +1159,7 @@ class Method:
             for cycle in cycles:
                 generation.add(cycle)
                 if channel is not None:  # the simulated outage begins after so many tokens
-                    channel.network.tokens_have_come(len(generation.tokens), monotonic())
+                    channel.network.outage.begin_if_due(len(generation.tokens), monotonic())
                 emit(cycle)
         except KeyboardInterrupt:
             generation.interrupted = True
@@ -1180,8 +1167,7 @@ class Method:
             generation.seconds = perf_counter() - start
             if channel is not None:
                 channel.close()
-                for name in ("bytes_up", "bytes_down", "round_trips", "network_seconds"):
-                    generation.network[name] = getattr(channel, name)
+                generation.network = vars(channel.traffic)
         return generation
 
     def cycles_alone(
@@ -1249,7 +1235,7 @@ class Printer:
             print(paint(text, origin.value) if self.show else text, end="", flush=True)
 
     def announce_link(self, cycle: Cycle) -> None:
-        offline = cycle.is_offline
+        offline = cycle.link == "offline"
         if offline and not self.offline:
             note = "the link is lost: what follows is the drafter's own text, unverified"
             print(f"\n[{note}]", file=sys.stderr)
@@ -1260,12 +1246,19 @@ class Printer:
 
 @dataclass
 class Trace:
-    """Shows every cycle: what was drafted, what was kept, and why not more."""
+    """Shows every cycle: what was drafted, what was kept, and why not more.
+
+    `record` makes the object that --trace --json prints, and `draw_cycle` draws it. In it each
+    drafted token is described like this (p and the ratio are known on this machine only):
+
+        {"token": 2, "text": " in", "parent": -1, "q": 0.75, "p": 0.6, "accepted": true,
+         "reason": "accepted: u 0.31 < p/q 0.80"}
+    """
 
     tokenizer: Tokenizer
     as_json: bool
     cycles: int = 0
-    traffic: tuple[int, int, float] = (0, 0, 0.0)  # bytes up and down, seconds on the network
+    before: Traffic = field(default_factory=Traffic)  # until the last cycle
 
     def emit(self, cycle: Cycle) -> None:
         self.cycles += 1
@@ -1277,34 +1270,38 @@ class Trace:
 
     def record(self, cycle: Cycle) -> dict:
         """Return a line of --trace --json."""
-        target = cycle.target
-        judged = judge(cycle)
-        own = cycle.tokens if cycle.is_offline else [cycle.result.token]
-        drafts = self.drafted_nodes(target, judged)
+        local = cycle.target if isinstance(cycle.target, LocalTarget) else None
+        outcome = find_outcome(cycle)
+        offline = cycle.link == "offline"
+        own = cycle.tokens if offline else [cycle.result.token]
+        drafts = self.drafted_nodes(local, outcome)
         record = {
             "cycle": self.cycles,
             "drafts": drafts,
             "token": cycle.result.token,
             "text": self.tokenizer.decode(own),
-            "source": "" if judged.ended else source(target, judged),
+            "source": "" if outcome.ended else source(local, outcome),
             "tokens": cycle.tokens,
-            "offline": cycle.is_offline,
+            "offline": offline,
             "draft_seconds": cycle.draft_seconds,
             "verify_seconds": cycle.verify_seconds,
         }
         if drafts:
-            record["root"] = self.tokenizer.decode([judged.draft.tokens[0]])
-        if isinstance(target, RemoteTarget):
-            record["link"] = self.link(target)
+            record["root"] = self.tokenizer.decode([outcome.draft.tokens[0]])
+        if isinstance(cycle.target, RemoteTarget):
+            record["link"] = {"state": cycle.link, **self.new_traffic(cycle.target.channel)}
         return record
 
-    def drafted_nodes(self, target: LocalTarget | RemoteTarget, judged: Judged) -> list[dict]:
-        """Describe each drafted token. Its parent is an index of this list, or -1 for the root."""
-        draft = judged.draft
+    def drafted_nodes(self, local: LocalTarget | None, outcome: Outcome) -> list[dict]:
+        """Describe each drafted token. Its parent is an index of this list, or -1 for the root.
+
+        local: the target if it is on this machine. A server sends neither p nor reasons.
+        """
+        draft = outcome.draft
         drafted = range(1, len(draft.tokens))
-        p = None  # the target's distributions, which a server does not send
-        if isinstance(target, LocalTarget) and drafted:
-            p = draft_distributions(target.logits, target.sampling)  # by the rule of q, (1 + K, V)
+        p = None
+        if local is not None and drafted:
+            p = draft_distributions(local.logits, local.sampling)  # by the rule of q, (1 + K, V)
         nodes = []
         for i in drafted:
             token = draft.tokens[i]
@@ -1315,74 +1312,75 @@ class Trace:
                 "parent": parent - 1,
                 "q": draft.probabilities[i],
                 "p": None if p is None else float(p[parent, token]),
-                "accepted": i in judged.path,
-                "reason": reason(target, judged, i),
+                "accepted": i in outcome.path,
+                "reason": reason(local, outcome, i),
             }
             nodes.append(node)
         return nodes
 
-    def link(self, target: RemoteTarget) -> dict:
+    def new_traffic(self, channel: Channel) -> dict:
         """Return what the network did since the last cycle."""
-        channel = target.channel
-        traffic = (channel.bytes_up, channel.bytes_down, channel.network_seconds)
-        up, down, seconds = [new - old for new, old in zip(traffic, self.traffic)]
-        self.traffic = traffic
-        return {"state": target.link_state, "bytes_up": up, "bytes_down": down, "seconds": seconds}
+        now = replace(channel.traffic)  # a copy
+        before = self.before
+        self.before = now
+        return {
+            "bytes_up": now.bytes_up - before.bytes_up,
+            "bytes_down": now.bytes_down - before.bytes_down,
+            "seconds": now.network_seconds - before.network_seconds,
+        }
 
 
-class Judged(NamedTuple):
-    """What came of a draft, as far as the answer goes."""
+class Outcome(NamedTuple):
+    """Which nodes of a draft are in the answer."""
 
     draft: Draft  # a root alone after the prompt's pass, or if the draft was lost with the link
-    path: list[int]  # the nodes that are kept: the root, then accepted ones
-    ended: bool  # by an accepted stop token: what comes after it is not shown
-
-    def reached(self, node: int) -> bool:
-        """Whether the target judged a node: its parent is kept, and the answer went on there."""
-        parent = self.draft.parents[node]
-        return parent in self.path and not (self.ended and parent == self.path[-1])
+    path: list[int]  # the root, then accepted nodes
+    ended: bool  # by an accepted stop token: those after it are not shown
 
 
-def judge(cycle: Cycle) -> Judged:
-    if not cycle.arrived:  # what counts as accepted offline is the drafter's own
-        return Judged(Draft(cycle.draft.tokens[0]), [0], ended=False)
+def find_outcome(cycle: Cycle) -> Outcome:
+    if cycle.link != "connected":  # what counts as accepted offline is the drafter's own
+        return Outcome(Draft(cycle.draft.tokens[0]), [0], ended=False)
     draft = cycle.draft or Draft(cycle.result.token)
     accepted = cycle.result.accepted
     path = match_path(draft, accepted[:len(cycle.tokens)])
-    return Judged(draft, path, ended=len(cycle.tokens) <= len(accepted))
+    return Outcome(draft, path, ended=len(cycle.tokens) <= len(accepted))
 
 
-def reason(target: LocalTarget | RemoteTarget, judged: Judged, node: int) -> str:
+def reason(local: LocalTarget | None, outcome: Outcome, node: int) -> str:
     """Say why a drafted token was accepted or not."""
-    if not judged.reached(node):
+    draft = outcome.draft
+    parent = draft.parents[node]
+    answer_ends_there = outcome.ended and parent == outcome.path[-1]
+    if parent not in outcome.path or answer_ends_there:
         return "not reached"
-    accepted = node in judged.path
+    accepted = node in outcome.path
     verdict = "accepted" if accepted else "rejected"
-    if not isinstance(target, LocalTarget) or not judged.draft.q:
+    if local is None or not draft.q:
         return verdict  # a server does not say why, and at temperature 0 there is no more to say
-    if node not in target.acceptance.trials:
+    if node not in local.acceptance.trials:
         return "not tried"  # a sibling before it was accepted
-    trial = target.acceptance.trials[node]
+    trial = local.acceptance.trials[node]
     sign = "<" if accepted else ">="
     # After the rejection of a sibling, what was left of p and q: not those that are shown.
-    first, *_ = judged.draft.children(judged.draft.parents[node])
+    first, *_ = draft.children(parent)
     ratio = "p/q" if node == first else "p'/q'"
     return f"{verdict}: u {trial.u:.2f} {sign} {ratio} {trial.ratio:.2f}"
 
 
-def source(target: LocalTarget | RemoteTarget, judged: Judged) -> str:
+def source(local: LocalTarget | None, outcome: Outcome) -> str:
     """Say what the target's own token comes from."""
-    if not isinstance(target, LocalTarget):
+    if local is None:
         return ""
-    if target.sampling.temperature == 0:
+    if local.sampling.temperature == 0:
         return "its likeliest"
-    if judged.draft.children(judged.path[-1]):  # and all of them were rejected
+    if outcome.draft.children(outcome.path[-1]):  # and all of them were rejected
         return "drawn from what p - q leaves"
     return "drawn from p"
 
 
 def draw_cycle(record: dict) -> list[str]:
-    """Draw a cycle for a person, on 80 columns."""
+    """Draw a cycle for a person: on 80 columns, if the draft is of the default size."""
     drafts = record["drafts"]
     accepted = sum(node["accepted"] for node in drafts)
     times = f"draft {1e3 * record['draft_seconds']:.1f} ms"
@@ -1434,11 +1432,73 @@ def quote(text: str) -> str:
     return json.dumps(text[:16] or "<end>", ensure_ascii=False)
 
 
+# --- The models: what a command line names, loaded ---
+
+WEIGHTS = Path(__file__).parent / "weights"
+SHIPPED = {DEFAULT_MODEL: WEIGHTS / DEFAULT_MODEL, TOY_MODEL: WEIGHTS / "toy" / "drafter"}
+
+
+@dataclass
+class Models:
+    target: Llama
+    tokenizer: Tokenizer
+    drafters: dict[str, Drafter]
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return next(iter(self.drafters.values()), None)
+
+
+def load_models(args: Namespace) -> Models:
+    """Load target, drafters and tokenizer of the command line, packed.
+
+    A client's target has only the layers that its drafter reuses, unless --bench is to evaluate
+    text that was written offline.
+    """
+    if args.no_speculation:
+        folders = []
+    elif args.drafter:
+        folders = args.drafter
+    elif args.model in SHIPPED:
+        folders = [SHIPPED[args.model]]
+    else:
+        advice = (
+            f"no drafter is shipped for {args.model}: train one (python train.py --model "
+            f"{args.model} --data FILE) and name it with --drafter"
+        )
+        if not (args.remote or args.serve or args.bench):
+            advice += "; --no-speculation needs none"
+        raise InputError(advice)
+    last = None
+    if args.remote and not args.bench:
+        last = reused_layers(folders)
+    target, tokenizer = load_target(args, last)
+    drafters = {}
+    for folder in folders:
+        drafter = load_drafter(folder, target)
+        if (args.remote or args.serve) and not drafter.config.use_cross_attention:
+            raise InputError(f"{folder}: a drafter without CA needs its target on this machine")
+        drafters[str(folder)] = to_bfloat16(drafter)
+    pack_together(target, list(drafters.values()))
+    return Models(target, tokenizer, drafters)
+
+
+def reused_layers(folders: list) -> int:
+    """Return N of the drafter in a folder. A wrong value counts as 0: `load_drafter` refuses it."""
+    if not folders or not Path(folders[0]).is_dir():
+        return 0
+    N = read_json(Path(folders[0]) / "config.json").get("target_layer_inference", 0)
+    return N if type(N) is int and N >= 0 else 0
+
+
 # --- The benchmark: every prompt by every method, in turn ---
 #
-# `run_prompt` yields a dict {method: answer} for each turn of a prompt. `bench` collects these
-# dicts by category, and `summarize` makes a row of each category and method. A method on a network
-# is named kind:network, as "remote:4g". It is compared with "api:4g", all others with "target".
+# `run_prompt` yields a `Turn` for each turn of a prompt, `bench` collects these by category, and
+# `summarize` makes a row of each category and method. A method is compared with its `base`: the
+# target alone or, for one on a network, such as "remote:4g", plain use of an API there, "api:4g".
+
+Methods = dict[str, Method]  # by name
+Turn = dict[str, Generation]  # each method's answer to one question
 
 
 class Prompt(NamedTuple):
@@ -1477,10 +1537,6 @@ def parse_prompt(record: dict) -> Prompt:
     return Prompt(category, turns)
 
 
-Methods = dict[str, Method]
-Runs = dict[str, list[dict[str, Generation]]]  # {category: [{method: its answer}, ...]}
-
-
 def local_methods(alone: Llama, models: Models, chain: TreeConfig, tree: TreeConfig) -> Methods:
     """List what is measured on one machine: for several drafters, chains and trees of each.
 
@@ -1510,88 +1566,97 @@ def remote_methods(
     tokens."""
     methods = {}
     for name, link in links.items():
+        api = f"api:{name}"
         connect = partial(new_channel, link)
-        ours = Method(models.target, models.drafter, tree, new_channel=connect)
         lose = partial(new_channel, link, outage_after=max_new_tokens // 4)
-        methods[f"api:{name}"] = Method(models.target, new_channel=connect)
+        ours = Method(models.target, models.drafter, tree, new_channel=connect, base=api)
+        methods[api] = Method(models.target, new_channel=connect, base=api)
         methods[f"remote:{name}"] = ours
         methods[f"remote+lookup:{name}"] = replace(ours, lookup=True)
         methods[f"disconnected:{name}"] = replace(ours, new_channel=lose)
     return methods
 
 
+class Benchmark(NamedTuple):
+    rows: list[dict]
+    stopped_by: BaseException | None  # Ctrl-C, or an error: then of the prompts that were done
+
+
 def bench(
     models: Models, methods: Methods, prompts: list[Prompt], config: GenerationConfig
-) -> list[dict]:
+) -> Benchmark:
     """Answer every prompt by every method, in turn, after a warm-up. Returns rows by category, then
     rows of all prompts.
 
-    Ctrl-C ends it early, with the rows of the prompts that are done.
+    Ctrl-C, or a server that is lost, ends it early.
     """
-    runs: Runs = {}
+    categories: dict[str, list[Turn]] = {}
+    stopped_by = None
     try:
-        for results in run_prompt(models, methods, prompts[0], config, seed=0):
-            pass  # the warm-up
+        warm_up = Prompt("", ["Hello"])
+        for _ in run_prompt(models, methods, warm_up, config, seed=0):
+            pass
         for seed, prompt in enumerate(tqdm(prompts, unit=" prompts"), 1):
-            for results in run_prompt(models, methods, prompt, config, seed):
-                runs.setdefault(prompt.category, []).append(results)
-                speeds = [f"{name} {rate([results[name]]):.1f}" for name in methods]
+            for turn in run_prompt(models, methods, prompt, config, seed):
+                categories.setdefault(prompt.category, []).append(turn)
+                speeds = [f"{name} {rate([turn[name]]):.1f}" for name in methods]
                 line = f"{prompt.category}: tokens/s {', '.join(speeds)}"
                 tqdm.write(line, file=sys.stderr)
-    except (KeyboardInterrupt, InputError) as error:  # the latter: a server is lost
-        if not runs:
+    except (KeyboardInterrupt, InputError) as error:
+        if not categories:
             raise
+        stopped_by = error
         why = str(error) or "interrupted"
         print(f"{why}: these are the prompts that were done", file=sys.stderr)
-    if not runs:
+    if not categories:
         raise InputError("no prompt fits the model's context")
-    runs["overall"] = sum(runs.values(), [])
+    categories["overall"] = sum(categories.values(), [])
     rows = []
-    for category, results in runs.items():
-        for name in methods:
-            rows.append(summarize(models.target, category, name, results))
-    return rows
+    for category, turns in categories.items():
+        for name, method in methods.items():
+            row = summarize(models.target, turns, name, method.base, config)
+            rows.append({"category": category, "method": name, **row})
+    return Benchmark(rows, stopped_by)
 
 
 def run_prompt(
     models: Models, methods: Methods, prompt: Prompt, config: GenerationConfig, seed: int
-) -> Iterator[dict[str, Generation]]:
-    """Yield each method's answer to each turn. All methods get the same conversation, in which the
-    answers to earlier turns are the first method's."""
+) -> Iterator[Turn]:
+    """Answer each turn of a prompt by all methods, which get the same conversation: its earlier
+    answers are the first method's."""
     messages = []
-    base = next(iter(methods))
-    for turn in prompt.turns:
-        messages.append({"role": "user", "content": turn})
+    first = next(iter(methods))
+    for question in prompt.turns:
+        messages.append({"role": "user", "content": question})
         ids = models.tokenizer.chat(messages)
         try:
             count = answer_length(models.target, ids, config.max_new_tokens)
         except InputError as error:
-            tqdm.write(f"{turn[:40]!r} is left out: {error}", file=sys.stderr)
+            tqdm.write(f"{question[:40]!r} is left out: {error}", file=sys.stderr)
             return
-        results = {}
+        turn = {}
         # In a random order, so that a machine that slows down hurts all methods alike.
         for name in random.Random(seed).sample(list(methods), len(methods)):
-            results[name] = methods[name].answer(ids, replace(config, max_new_tokens=count))
-            if results[name].interrupted:
+            turn[name] = methods[name].answer(ids, replace(config, max_new_tokens=count))
+            if turn[name].interrupted:
                 raise KeyboardInterrupt
-        answer = models.tokenizer.decode(results[base].tokens)
+        answer = models.tokenizer.decode(turn[first].tokens)
         messages.append({"role": "assistant", "content": answer})
-        yield results
+        yield turn
 
 
-def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Generation]]) -> dict:
-    """Return a method's totals over a category, and quartiles over its turns."""
-    base = baseline(name, list(runs[0]))
-    ours = [results[name] for results in runs]
-    bases = [results[base] for results in runs]
+def summarize(
+    model: Llama, turns: list[Turn], name: str, base: str, config: GenerationConfig
+) -> dict:
+    """Return a method's totals over some turns, and quartiles over them. base: the method that it
+    is compared with."""
+    ours = [turn[name] for turn in turns]
+    bases = [turn[base] for turn in turns]
     tokens = sum(len(g.tokens) for g in ours)
     unverified = sum(g.unverified for g in ours)
     calls = sum(g.target_calls for g in ours)
     speedups = torch.tensor([rate([g]) / rate([b]) for g, b in zip(ours, bases)])  # a turn each
-    same = sum(g.tokens == b.tokens for g, b in zip(ours, bases))
     row = {
-        "category": category,
-        "method": name,
         "tokens_per_second": rate(ours),
         "speedup": rate(ours) / rate(bases),
         "speedup_quartiles": speedups.quantile(torch.tensor([0.25, 0.75])).tolist(),
@@ -1600,27 +1665,22 @@ def summarize(model: Llama, category: str, name: str, runs: list[dict[str, Gener
         "new_tokens": tokens,
         "drafted_per_call": sum(g.drafted for g in ours) / max(1, calls),
         "draft_share": sum(g.draft_seconds for g in ours) / sum(g.seconds for g in ours),
-        "identical": same / len(runs),
     }
+    is_greedy = config.temperature == 0  # only then the tokens have to be the same
+    if is_greedy:
+        row["identical"] = sum(g.tokens == b.tokens for g, b in zip(ours, bases)) / len(turns)
     if base != "target":
         for key in ("round_trips", "bytes_up", "bytes_down"):
             row[f"{key}_per_token"] = sum(g.network[key] for g in ours) / (tokens - unverified)
-    if unverified > 0:
+    if unverified > 0 and is_greedy:
         row |= offline_quality(model, ours, bases)
     return row
 
 
-def baseline(name: str, methods: list[str]) -> str:
-    """Return the method that another is compared with: the target alone or, for those that
-    `remote_methods` names kind:network, plain API use on the same network."""
-    _, _, network = name.partition(":")
-    api = f"api:{network}"
-    return api if api in methods else "target"
-
-
 @torch.inference_mode()
 def offline_quality(model: Llama, ours: list[Generation], bases: list[Generation]) -> dict:
-    """Judge text written offline: the share that the target has there too, and its perplexity."""
+    """Judge text written offline, greedily: the share that the target has at the same place, and
+    the target's perplexity of it."""
     agreed = []
     nll = []
     for g, base in zip(ours, bases):
@@ -1774,8 +1834,6 @@ def faster_alone(args: Namespace, packed: Llama) -> Llama:
 
 # --- Command line ---
 
-WEIGHTS = Path(__file__).parent / "weights"
-SHIPPED = {DEFAULT_MODEL: WEIGHTS / DEFAULT_MODEL, TOY_MODEL: WEIGHTS / "toy" / "drafter"}
 PROMPTS = Path(__file__).parent / "tests" / "prompts.jsonl"
 # Tuned on 48 prompts of Spec-Bench, not on PROMPTS. A size on the command line switches the limits
 # of confidence off.
@@ -1909,61 +1967,6 @@ def check_arguments(parser: Parser, args: Namespace) -> None:
 
 
 @dataclass
-class Models:
-    """What the command line names, loaded."""
-
-    target: Llama
-    tokenizer: Tokenizer
-    drafters: dict[str, Drafter]
-
-    @property
-    def drafter(self) -> Drafter | None:
-        return next(iter(self.drafters.values()), None)
-
-
-def load_models(args: Namespace) -> Models:
-    """Load target, drafters and tokenizer of the command line, packed.
-
-    A client's target has only the layers that its drafter reuses, unless --bench is to evaluate
-    text that was written offline.
-    """
-    if args.no_speculation:
-        folders = []
-    elif args.drafter:
-        folders = args.drafter
-    elif args.model in SHIPPED:
-        folders = [SHIPPED[args.model]]
-    else:
-        advice = (
-            f"no drafter is shipped for {args.model}: train one (python train.py --model "
-            f"{args.model} --data FILE) and name it with --drafter"
-        )
-        if not (args.remote or args.serve or args.bench):
-            advice += "; --no-speculation needs none"
-        raise InputError(advice)
-    last = None
-    if args.remote and not args.bench:
-        last = reused_layers(folders)
-    target, tokenizer = load_target(args, last)
-    drafters = {}
-    for folder in folders:
-        drafter = load_drafter(folder, target)
-        if (args.remote or args.serve) and not drafter.config.use_cross_attention:
-            raise InputError(f"{folder}: a drafter without CA needs its target on this machine")
-        drafters[str(folder)] = to_bfloat16(drafter)
-    pack_together(target, list(drafters.values()))
-    return Models(target, tokenizer, drafters)
-
-
-def reused_layers(folders: list) -> int:
-    """Return N of the drafter in a folder. A wrong value counts as 0: `load_drafter` refuses it."""
-    if not folders or not Path(folders[0]).is_dir():
-        return 0
-    N = read_json(Path(folders[0]) / "config.json").get("target_layer_inference", 0)
-    return N if type(N) is int and N >= 0 else 0
-
-
-@dataclass
 class Terminal:
     """Answers the prompts of one command line: one prompt, or a chat."""
 
@@ -2076,10 +2079,12 @@ class Terminal:
         """Return as many of the newest turns as leave room for an answer in the context."""
         room = self.models.target.config.max_position_embeddings - MIN_ANSWER
         kept = messages
-        while len(kept) > 1 and len(self.models.tokenizer.chat(kept)) > room:
+        length = len(self.models.tokenizer.chat(kept))
+        while len(kept) > 1 and length > room:
             kept = kept[2:]  # without the oldest turn: a question and its answer
+            length = len(self.models.tokenizer.chat(kept))
         dropped = (len(messages) - len(kept)) // 2
-        if dropped:
+        if dropped and length <= room:  # else the question itself is too long
             print(f"the context is full: the oldest {dropped} turns are dropped", file=sys.stderr)
         return kept
 
@@ -2120,8 +2125,10 @@ def main() -> None:
         link: Link, prompt: list[int], outage_after: float = args.disconnect_after
     ) -> Channel:
         """Return a channel for one answer. Each prompt has a seed of its own for its delays, in a
-        benchmark the same seed for all methods."""
-        network = Network(link, args.seed + sum(prompt), outage_after, args.disconnect_for)
+        benchmark the same seed for all methods. (`partial` binds the link, and in a benchmark the
+        beginning of an outage.)"""
+        outage = Outage(outage_after, args.disconnect_for)
+        network = Network(link, args.seed + sum(prompt), outage)
         return Channel(server, os.environ.get(SECRET, ""), network, args.timeout)
 
     if args.bench:
@@ -2150,22 +2157,26 @@ def run_bench(
     config: GenerationConfig,
     new_channel: Callable[..., Channel] | None,
 ) -> None:
-    """Measure what the command line asks for: batches, networks, or the methods on this machine."""
+    """Measure what the command line asks for: batches, networks, or the methods on this machine.
+    Raises what has stopped it, after the rows are printed."""
+    stopped_by = None
     if args.batch:
         K = args.draft_length or BATCH_DRAFT_LENGTH
         rows = bench_batch(models, prompts, config, args.batch, K)
     elif new_channel is not None:
         links = links_of(args) or PROFILES
         methods = remote_methods(models, args.tree, links, new_channel, config.max_new_tokens)
-        rows = bench(models, methods, prompts, config)
+        rows, stopped_by = bench(models, methods, prompts, config)
     else:
         alone = faster_alone(args, models.target)
         methods = local_methods(alone, models, args.chain, args.tree)
-        rows = bench(models, methods, prompts, config)
+        rows, stopped_by = bench(models, methods, prompts, config)
     if args.json:
         print(json.dumps({"rows": rows}))
     else:
         print_table(rows)
+    if stopped_by is not None:
+        raise stopped_by  # the exit status tells that this is not all
 
 
 if __name__ == "__main__":

@@ -20,12 +20,11 @@ The file shows how one pass puts every position into a situation that drafting m
     python train.py --data own.jsonl --synthesize 1000  # no data at hand? let the target write it
 
 Names: h is `final`, h' is `predicted`. Smooth L1 is `hidden` in the log, and its weight is
---feature-weight. args is the command line: `parse_arguments`, at the end, says what each is. Before
-the training begins, `run_training` and what it calls settle what was left open (dtype, updates, and
-whether there is anything to resume), and add `epoch_updates`, the number of updates in one pass
-over the data.
+--feature-weight. args is the command line: `parse_arguments`, at the end, says what each is. Where
+no flag was given, dtype and updates are settled before training begins; `epoch_updates` is added,
+the number of updates in one pass over the data.
 
-Shapes: as in moa.py, and R horizons, n trained positions.
+Shapes: as in moa.py, and R horizons (R ways to cut the answers into runs), n trained positions.
 """
 from __future__ import annotations
 
@@ -120,13 +119,14 @@ CLIP = 1.0  # the gradient's norm, at most
 #
 # While drafting, tokens 5 to 7 would be the drafter's. If the text is the target's own, as after
 # --synthesize, that hardly matters: as long as they are right they are those of the text, and what
-# follows a wrong one is thrown away. (Other people's text, like UltraChat's, also trains the
-# drafter after tokens that the target would hardly write.)
+# follows a wrong one is thrown away. (Text that somebody else wrote, like UltraChat's, also trains
+# the drafter after tokens that the target would hardly write.)
 #
-# The length of the runs is drawn for each pass over a conversation, from 5 to 15. If runs always
-# began with the answer, the first positions would have one depth each. So the answer's first run is
-# made shorter by a number of tokens, the phase, which is drawn as well, from 0 to length - 1 (an
-# addition of ours). Over time every position is trained at every depth that it can have in a draft.
+# The length of the runs is drawn for each pass over a conversation, from 5 to 15. If an answer's
+# first run always had its full length, its first token would always be trained at depth 1, its
+# second at depth 2, and so on. So the first run is made shorter by a number of tokens, the phase,
+# which is drawn as well, from 0 to length - 1 (an addition of ours). Over time every position is
+# trained at every depth that it can have in a draft.
 
 
 class Sequence(NamedTuple):
@@ -137,7 +137,7 @@ class Sequence(NamedTuple):
 
 
 def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
-    """Return the last position whose memory each query may read, (T). answer: as in Sequence.
+    """Return the horizon of each query, (T). answer: as in Sequence.
 
     Runs have `length` tokens, the first of an answer has `phase` fewer. An answer that begins at
     position 4, with length 4 and phase 1, has the runs 4 5 6 | 7 8 9 10 | 11 .. and the horizons
@@ -161,13 +161,12 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
 
 
 class Example(NamedTuple):
-    """A sequence with its horizons for one update. `collate` pads B of them to one length and
-    stacks them. That is an Example too, with fields (B, T), (B, T) and (B, T, R): what `distill`
-    takes."""
+    """A sequence with its horizons for one update, or B of them, which `collate` has padded to one
+    length and stacked."""
 
-    tokens: Tensor  # (T)
-    answer: Tensor  # (T)
-    horizons: Tensor  # (T, R)
+    tokens: Tensor  # (T) or (B, T)
+    answer: Tensor  # (T) or (B, T)
+    horizons: Tensor  # (T, R) or (B, T, R)
 
 
 def draw_examples(batch: list[Sequence], update: int, args) -> list[Example]:
@@ -206,7 +205,7 @@ class TargetStates(NamedTuple):
     """What the target makes of a text."""
 
     kv: Tensor  # its KV cache, (B, T, L, 2 Ekv)
-    entering: Tensor  # the hidden states that enter its last N layers, (B, T, E), if N > 0
+    entering: Tensor | None  # the hidden states that enter its last N layers, (B, T, E), if N > 0
     final: Tensor  # those after its final norm, (B, T, E)
 
 
@@ -219,7 +218,7 @@ def target_pass(target: Llama, tokens: Tensor, N: int) -> TargetStates:
     mask = causal_mask(count, past=0, device=tokens.device)
     cache = target.new_cache(count, batch)
     x = target.embed_tokens(tokens)
-    entering = x  # of no use if N = 0
+    entering = None
     for i, layer in enumerate(target.layers):
         if i == first_reused:
             entering = x
@@ -241,11 +240,8 @@ def kl_divergence(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum()
 
 
-def hidden_loss(predicted: Tensor, true: Tensor) -> Tensor:
-    """Return Smooth L1, mean over E, summed over positions and horizons: (R, n, E), (n, E).
-
-    Its weight in the loss is --feature-weight.
-    """
+def smooth_l1_loss(predicted: Tensor, true: Tensor) -> Tensor:
+    """Return Smooth L1, mean over E, summed over positions and horizons: (R, n, E), (n, E)."""
     true = true.float().expand_as(predicted)
     return F.smooth_l1_loss(predicted.float(), true, reduction="none").mean(-1).sum()
 
@@ -261,7 +257,7 @@ class Distillation(NamedTuple):
 
 
 def distill(drafter: Drafter, example: Example, args) -> Distillation:
-    """Run the target once, and the drafter under each of R horizons, over B sequences."""
+    """Run the target once, and the drafter under each of R horizons, over B sequences, collated."""
     tokens = example.tokens  # (B, T)
     states = target_pass(drafter.target, tokens, drafter.N)
     memory = drafter.build_memory(states.kv, states.final)  # (B, T, E)
@@ -279,9 +275,9 @@ def distill(drafter: Drafter, example: Example, args) -> Distillation:
     final = states.final[trained].float()  # (n, E)
     # As `kl_divergence`, the same value, a few positions at a time to save RAM.
     kl = chunked_kl(predicted, final, drafter.head.weight)
-    smooth_l1 = hidden_loss(predicted, final)
+    smooth_l1 = smooth_l1_loss(predicted, final)
     if drafter.N > 0:  # CA's output predicts the state that enters the reused layers
-        smooth_l1_entering = hidden_loss(torch.stack(ca_outputs), states.entering[trained])
+        smooth_l1_entering = smooth_l1_loss(torch.stack(ca_outputs), states.entering[trained])
         smooth_l1 = (smooth_l1 + smooth_l1_entering) / 2
     loss = args.kl_weight * kl + args.feature_weight * smooth_l1
     if args.memory_weight > 0:  # not the paper's: see below the bar
@@ -356,7 +352,7 @@ def learning_rate(update: int, args) -> float:
 
     paper, as in the authors' code: up to 20 times --lr, then on a straight line down to --lr, which
     is reached at the end of the first epoch and kept. cosine: along half a cosine from --lr down to
-    0, of which the warm-up takes the beginning away.
+    0, times the rise of the warm-up.
     """
     warm = min(1.0, (update + 1) / args.warmup)  # rises to 1
     if args.schedule == "cosine":
@@ -435,17 +431,19 @@ def train(
 #     Less RAM ...                 what the loop above calls: KL in pieces, mixed precision
 #     Several processes            torchrun
 #     Evaluation                   in one pass, or by really drafting
-#     Data                         conversations from files of several forms
-#     A training run               `Journal`: the log, checkpoints, Ctrl-C; what is printed
+#     Data, and its files          conversations from files of several forms, shuffled
+#     A training run               `Journal`: the log, checkpoints, Ctrl-C
+#     What a run prints            evaluations, and what it will cost
 #     Synthesis                    the target writes its own conversations
 #     A toy target                 from Python's own library
-#     Curves, command line         an SVG file; flags; what a task does; `main`
+#     The curves of runs           an SVG file
+#     Command line, the tasks      flags; what each task does; `main`
 
 
 # --- Less RAM, mixed precision, and a loss on memories ---
 
 KL_CHUNK = 256  # distributions q over V tokens that exist at once
-# On a GPU, where each piece costs time to launch, more of them if V is small: so many numbers.
+# On a GPU, where each piece costs time to launch: as many as have so many numbers, if V is small.
 KL_NUMBERS_ON_GPU = 2**25
 
 
@@ -475,14 +473,14 @@ def autocast(device: torch.device, args) -> torch.autocast:
 
 
 def memory_loss(drafter: Drafter, memory: Tensor, final: Tensor, R: int, args) -> Tensor:
-    """Return the loss of a memory (n, E) that is to predict h and p itself: --memory-weight.
+    """Return the loss of memories (n, E), read as if they were predictions of h: --memory-weight.
 
     LSA learns slowly from the drafter's loss alone, which reaches it through CA: see
     weights/README.md.
     """
     memory = memory.float().unsqueeze(0)  # (1, n, E)
     kl = chunked_kl(memory, final, drafter.head.weight)
-    loss = args.kl_weight * kl + args.feature_weight * hidden_loss(memory, final)
+    loss = args.kl_weight * kl + args.feature_weight * smooth_l1_loss(memory, final)
     # The caller divides all losses by R n, because the others are sums over R horizons. This one is
     # not: so it counts R times.
     return R * args.memory_weight * loss
@@ -604,7 +602,7 @@ def split_runs(right: Tensor, depths: Tensor) -> list[list[bool]]:
     return [run.tolist() for run in right.tensor_split(begins)]
 
 
-def depth_scores(runs: list[list[bool]], depths: int) -> dict:
+def depth_scores(runs: list[list[bool]], max_depth: int) -> dict:
     """Return how often a token drafted at each depth is the target's first choice, if all before it
     in its run were.
 
@@ -615,7 +613,7 @@ def depth_scores(runs: list[list[bool]], depths: int) -> dict:
     (`evaluate_drafting` goes on with the drafted one.)
     """
     accuracies = []
-    for depth in range(depths):
+    for depth in range(max_depth):
         drafted = [run[depth] for run in runs if len(run) > depth and all(run[:depth])]
         accuracies.append(sum(drafted) / max(1, len(drafted)))
     length = 1 + np.cumprod(accuracies).sum()
@@ -676,28 +674,9 @@ class Conversations:
         self.paths = paths
         self.tokenizer = tokenizer
         self.seq_len = seq_len
-        places = []
-        skipped = 0
-        counts = Counter()
-        for file_number, path in enumerate(paths):
-            for record in find_records(path):
-                try:
-                    _, cuts = usable_part(read_messages(record.text))
-                except ValueError as error:
-                    reason, _, _ = str(error).partition(": ")
-                    counts[f"skipped: {reason}"] += 1
-                    skipped += 1
-                    if skipped <= MAX_NAMED:
-                        say(f"skipped {path}, {record.place}: {error}")
-                else:
-                    counts.update(cuts)
-                    places.append((file_number, record.offset, len(record.text)))
-        self.places = np.array(places)  # file, offset and length of each
+        self.places = np.array(index_records(paths))
         self.kept = {}
-        say(f"{len(places)} conversations, {skipped} records skipped")
-        for reason, count in counts.items():
-            say(f"  {count} {reason}")
-        if not places:
+        if len(self.places) == 0:
             names = " ".join(paths)
             raise InputError(f"{names}: no usable conversation (UltraChat, ShareGPT, Alpaca)")
 
@@ -711,7 +690,7 @@ class Conversations:
         return sequence
 
     def read(self, index: int) -> Sequence | None:
-        """Read it from its file."""
+        """Read it from its file again, now for its tokens."""
         file_number, offset, length = self.places[index]
         with open(self.paths[file_number], "rb") as file:
             file.seek(offset)
@@ -729,6 +708,31 @@ class Conversations:
         """Return those that leave something to train on."""
         sequences = [self[index] for index in indices]
         return [sequence for sequence in sequences if sequence is not None]
+
+
+def index_records(paths: list[str]) -> list[tuple[int, int, int]]:
+    """Return where each usable record lies: the file's number, offset and length in bytes. Tell how
+    many were skipped or cut, and why. Raises InputError for a file that cannot be read."""
+    places = []
+    skipped = 0
+    counts = Counter()
+    for file_number, path in enumerate(paths):
+        for record in find_records(path):
+            try:
+                _, cuts = usable_part(read_messages(record.text))
+            except ValueError as error:
+                reason, _, _ = str(error).partition(": ")
+                counts[f"skipped: {reason}"] += 1
+                skipped += 1
+                if skipped <= MAX_NAMED:
+                    say(f"skipped {path}, {record.place}: {error}")
+                continue
+            counts.update(cuts)
+            places.append((file_number, record.offset, len(record.text)))
+    say(f"{len(places)} conversations, {skipped} records skipped")
+    for reason, count in counts.items():
+        say(f"  {count} {reason}")
+    return places
 
 
 @dataclass
@@ -794,7 +798,7 @@ def frequent_tokens(
     return tuple(sorted(order[:count].tolist()))
 
 
-# How a file is read.
+# --- The files of data: records, and the conversations in them ---
 
 NO_FILE = (
     "no such file. To fetch UltraChat: pip install datasets && python -c \"from datasets import "
@@ -979,19 +983,20 @@ class Journal:
         self.log_path = self.out / "log.jsonl"
         self.done = 0  # updates
         self.position = 0  # where the stream of conversations stood then
+        self.interrupted = False
+        self.progress = None  # this and the next two: while training
+        self.began = 0.0  # when the update under way began
+        self.on_interrupt = None  # what Ctrl-C did before
         if args.resume:
             self.load()
         elif rank() == 0:
             with atomic_write(self.log_path) as part:
                 part.touch()
             self.save()  # so that a run that is killed early can be resumed, too
-        self.interrupted = False
-        self.progress = None  # this and the next two: while training
-        self.began = 0.0  # when the update under way began
-        self.on_interrupt = None  # what Ctrl-C did before
 
-    def record(self, done: int, losses: dict, tokens: int, position: int = 0) -> None:
-        """Record an update of `tokens` tokens, with its losses. position: of the stream, after it.
+    def record(self, done: int, measured: dict, tokens: int, position: int = 0) -> None:
+        """Record an update of `tokens` tokens, and what was measured. position: of the stream,
+        after it.
 
         Raises KeyboardInterrupt after Ctrl-C.
         """
@@ -1003,8 +1008,8 @@ class Journal:
             torch.zeros((), device=device).item()  # a GPU may still be at work on the update
             speed = tokens / (time.perf_counter() - self.began)
             self.progress.update()
-            self.progress.set_postfix_str(f"loss {losses['loss']:.3f}, {speed:.0f} tokens/s")
-            self.log(losses | {"tokens_per_second": speed})
+            self.progress.set_postfix_str(f"loss {measured['loss']:.3f}, {speed:.0f} tokens/s")
+            self.log(measured | {"tokens_per_second": speed})
             if done % self.args.eval_every == 0 or is_last:
                 scores = self.evaluate()
                 self.log(scores)
@@ -1037,7 +1042,8 @@ class Journal:
         """What Ctrl-C does: let the update under way end. A second one ends the process."""
         self.interrupted = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.write(2, b"\nstopping after this update (Ctrl-C again: at once)\n")  # safe at any moment
+        # (os.write is safe at any moment.)
+        os.write(2, b"\nstopping after this update, or evaluation (Ctrl-C again: at once)\n")
 
     def log(self, record: dict) -> None:
         with open(self.log_path, "a") as file:
@@ -1115,8 +1121,8 @@ def show(scores: dict, update: int) -> None:
 
 
 def announce_cost(drafter: Drafter, sequence: Sequence, held_out: list[Sequence], args) -> None:
-    """Print how long an update takes here, and how long all take, those of an earlier run included.
-    It is estimated from one sequence, by its tokens."""
+    """Print how long an update takes here, and all of them from the first. It is estimated from one
+    sequence, by its tokens."""
     compute_gradients(drafter, [sequence], 0, args)  # the first pass is slow
     began = time.perf_counter()
     compute_gradients(drafter, [sequence], 0, args)
@@ -1192,7 +1198,7 @@ def converse(
                 yield messages
             else:
                 barren += 1
-                if barren == MAX_BARREN:
+                if barren == MAX_BARREN and args.questions is None:  # questions come to an end
                     raise InputError(
                         f"{barren} conversations in a row had no answer: raise --seq-len above "
                         f"{args.seq_len}, or the target does not end its turns"
@@ -1205,7 +1211,7 @@ def next_turn(
     """Return a conversation's next turn, which is to be written, as `Batch.add_all` takes it."""
     role = next_role(messages)
     text = tokenizer.chat(messages, add_generation_prompt=False)
-    prompt = (text + tokenizer.opening(role))[:seq_len - 1]
+    prompt = (text + tokenizer.opening(role))[:seq_len - 1]  # room for one token, at least
     room = seq_len - len(prompt)
     temperature = QUESTION_TEMPERATURE
     if role == "assistant":
@@ -1218,17 +1224,17 @@ def next_turn(
 def end_turn(tokenizer: Tokenizer, turn: Conversation, draws: random.Random) -> bool:
     """Add what was written to its conversation, if it is of use. Return whether that goes on.
 
-    An answer may be cut short, but no question. (A conversation that does not fit in --seq-len was
-    cut by `next_turn`, with room for one token. That token is thrown away.)
+    An answer may be cut short, but no question.
     """
     messages = turn.key
     role = next_role(messages)
     text = tokenizer.decode(turn.tokens).strip()
-    room = turn.config.max_new_tokens
+    room = turn.config.max_new_tokens  # 1 where `next_turn` has cut the text
     is_finished = turn.tokens[-1] in tokenizer.stop_ids
     may_go_on = is_finished and room - len(turn.tokens) >= MIN_ROOM
-    is_usable = may_go_on if role == "user" else room > 1
-    if not text or not is_usable:
+    if not text or room == 1:
+        return False
+    if role == "user" and not may_go_on:  # cut short, or no room for its answer
         return False
     messages.append({"role": role, "content": text})
     return may_go_on and (role == "user" or draws.random() < NEXT_TURN)
@@ -1239,8 +1245,8 @@ def read_questions(path: str | Path) -> Iterator[str]:
     for record in find_records(path):
         with suppress(ValueError):
             messages = read_messages(record.text)
-            asked = [m["content"] for m in messages if m["role"] == "user" and m["content"]]
-            yield from asked[:1]
+            asked = [m["content"] for m in messages if m["role"] == "user"]
+            yield from (question for question in asked[:1] if question.strip())
 
 
 def find_openings(path: Path, args) -> Iterator[list[dict]]:
@@ -1332,7 +1338,7 @@ def library_functions() -> dict[str, str]:
 
 def find_functions(module: ast.Module) -> Iterator[ast.FunctionDef]:
     """Yield a module's functions and all classes' methods, but no asynchronous ones, and none that
-    are right within an `if` or another function."""
+    are directly inside an `if` or another function."""
     for owner in ast.walk(module):
         if isinstance(owner, (ast.Module, ast.ClassDef)):
             for node in owner.body:
@@ -1388,7 +1394,7 @@ def evaluate_target(model: Llama, held_out: Tensor, args) -> dict:
 
 
 def make_target(vocab_size: int, args) -> Llama:
-    """Return fresh weights, in the sizes that the command line asks for."""
+    """Return a model with random weights, in the sizes that the command line asks for."""
     kv_heads = args.width // 64
     config = Config(
         vocab_size=vocab_size,
@@ -1583,14 +1589,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--json", action="store_true", help="end with the log's last record, or a count, on stdout")
     task = parser.add_mutually_exclusive_group().add_argument  # other tasks than training
     task("--evaluate", metavar="DIR", help="only score the drafter in DIR on --data, as JSON")
-    add("--by-drafting", action="store_true",
-        help="with --evaluate: really draft, instead of one pass over the text")
     task("--synthesize", type=positive_int, metavar="COUNT",
          help="only let the target write so many conversations into --data")
-    add("--questions", metavar="FILE", help="let --synthesize answer this file's questions")
     task("--pretrain", metavar="DIR", help="only make a toy target in DIR: see README.md, Train")
-    add_toy_arguments(parser)
     task("--plot", nargs="+", metavar="DIR", help="only draw the curves of runs: curves.svg")
+    add("--by-drafting", action="store_true",
+        help="with --evaluate: really draft, instead of one pass over the text")
+    add("--questions", metavar="FILE", help="with --synthesize: answer this file's questions")
+    add_toy_arguments(parser)
     args = parser.parse_args()
     check_arguments(parser, args)
     return args
@@ -1639,6 +1645,15 @@ def add_drafter_arguments(parser: Parser) -> None:
         help="draft only the most frequent tokens")
 
 
+def add_toy_arguments(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--layers", type=positive_int, default=8, help="of the toy target (default: %(default)s)")
+    add("--width", type=positive_int, default=128, help="its width (default: %(default)s)")
+    # At least all bytes and two control tokens.
+    add("--vocabulary", type=number(int, 258), default=2048,
+        help="its tokens (default: %(default)s)")
+
+
 def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
     """Refuse what is missing, and flags of one task with another that are easily mistaken."""
     if not args.evaluate:
@@ -1646,9 +1661,10 @@ def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
     if not args.synthesize:
         parser.refuse(args, ["questions"], "needs --synthesize")
     if args.pretrain:
-        others = ["data", "out", "model", "batch_size", "seq_len"]
+        others = ["data", "out", "model", "batch_size", "micro_batch_size", "seq_len"]
         others += ["lr", "schedule", "warmup", "optimizer", "kl_weight", "feature_weight"]
-        others += ["memory_weight", "run_length", "horizons", "tli", "draft_vocabulary"]
+        others += ["memory_weight", "run_length", "horizons", "tli", "no_lsa", "no_ca"]
+        others += ["lsa_heads", "lsa_mlp", "mlp", "kv_heads", "draft_vocabulary"]
         parser.refuse(args, others, "has no effect with --pretrain")
     else:
         parser.refuse(args, ["layers", "width", "vocabulary"], "needs --pretrain")
@@ -1664,16 +1680,10 @@ def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
         parser.error("--dtype float16 cannot be trained in; try bfloat16")
 
 
-def add_toy_arguments(parser: Parser) -> None:
-    add = parser.add_argument
-    add("--layers", type=positive_int, default=8, help="of the toy target (default: %(default)s)")
-    add("--width", type=positive_int, default=128, help="its width (default: %(default)s)")
-    # At least all bytes and two control tokens.
-    add("--vocabulary", type=number(int, 258), default=2048,
-        help="its tokens (default: %(default)s)")
-
-
 # --- The tasks that train or evaluate ---
+#
+# They complete args: the folder, whether there is anything to resume, device, dtype, updates. The
+# checkpoint holds args, and --resume compares the two.
 
 
 def make_drafter(target: Llama, data: Conversations, training: np.ndarray, args) -> Drafter:
@@ -1702,8 +1712,7 @@ def make_drafter(target: Llama, data: Conversations, training: np.ndarray, args)
 def run_training(target: Llama, tokenizer: Tokenizer, args) -> None:
     """Prepare data and drafter, then run the loop. Raises InputError."""
     data = Conversations(args.data, tokenizer, args.seq_len)
-    # `Conversations` has the paths now. In the checkpoint args.data is to name contents, too, so
-    # that --resume refuses a file that was changed, even where no length was.
+    # From here on paths and contents, so that --resume refuses a file that was changed.
     args.data = [f"{path} ({checksum(path)[:16]})" for path in args.data]
     training, held_out = split(data, args.seed)
     args.epoch_updates = math.ceil(len(training) / args.batch_size)
@@ -1781,7 +1790,9 @@ def make_model(args) -> None:
     if args.json and rank() == 0:
         print(json.dumps(read_log(args.out)[-1]))
     if dist.is_initialized():
-        wait_for_all()  # until process 0 has saved, and gloo's threads have let go of our tensors
+        # Until process 0 has saved, and gloo's threads have let go of our tensors: they may crash
+        # where these go first.
+        wait_for_all()
         dist.destroy_process_group()
 
 

@@ -6,13 +6,11 @@
                                                 # first trains the drafters of parts, if need be)
 
 What an experiment compares are drafters. Each is trained and scored by itself, as many at a time as
-there are cores, with the flags of DRAFTERS and three seeds (in `one_seed`, one). An experiment is
-written to its results/NAME.json as soon as all of its drafters are scored. After an interruption
-the same command goes on: what is trained or scored is not done again. The weights and logs are in
-runs/.
+there are cores, with the flags of DRAFTERS and three seeds (in `text`, one). An experiment is
+written to its results/NAME.json, with a figure, as soon as all of its drafters are scored. After an
+interruption the same command goes on. In runs/DRAFTER-SEED, command.txt says with which flags the
+drafter was trained, and scores.json holds its scores: delete them to train or score it again.
 """
-from __future__ import annotations
-
 import argparse
 import io
 import itertools
@@ -62,58 +60,56 @@ OWN = "runs/own.jsonl"  # written by this target, to train on
 TEST = "runs/test.jsonl"
 SEEDS = (0, 1, 2)
 UPDATES = 6400  # ten minutes on a fast core, twenty on a slow one
-TRAINING = [  # what all drafters have in common; the losses are the paper's
-    "--model", TOY, "--seq-len", "512", "--batch-size", "2", "--micro-batch-size", "2",
+TRAINING = [  # what all drafters have in common (the losses are train.py's defaults, the paper's)
+    "--data", OWN, "--model", TOY, "--device", "cpu", "--seq-len", "512",
+    "--batch-size", "2", "--micro-batch-size", "2", "--eval-every", "400", "--save-every", "1000",
     "--optimizer", "muon", "--lr", "4e-3", "--schedule", "cosine", "--warmup", "20",
-    "--eval-every", "400", "--save-every", "1000", "--device", "cpu",
 ]
 WIDER = "--mlp", "352"  # SA and CA get the parameters of the LSA that is missing
 EAGLE_MLP = 768  # its one layer gets those of SA as well
-DRAFTERS: dict[str, list[str]] = {  # the flags of each, besides those in common
+DRAFTERS = {  # the flags of each, besides those in common
     "full": [],
     "no-lsa": ["--no-lsa", *WIDER],
     "no-ca": ["--no-ca"],
     "neither": ["--no-lsa", "--no-ca", *WIDER],
+    "eagle": ["--no-lsa", "--no-ca", "--mlp", str(EAGLE_MLP)],  # and CHANGES, below
+    "last-layer": [],  # and CHANGES
+    "staircase": [],  # and CHANGES
     "run-1": ["--run-length", "1", "1"],
     "run-2-8": ["--run-length", "2", "8"],
     "run-unbounded": ["--run-length", "100000", "100000"],
     "n-1": ["--tli", "1"],
     "n-2": ["--tli", "2"],
     "n-4": ["--tli", "4"],
-    "last-layer": [],
     "kl-only": ["--feature-weight", "0"],
     "smooth-l1-only": ["--kl-weight", "0"],
-    "others-text": ["--data", "runs/others.jsonl"],
+    "others-text": ["--data", "runs/others.jsonl"],  # (of two --data the second counts)
     "own-250": ["--data", "runs/own-250.jsonl"],
-    "eagle": ["--no-lsa", "--no-ca", "--mlp", str(EAGLE_MLP)],
 }
 SHORTER = {"eighth": UPDATES // 8, "quarter": UPDATES // 4, "half": UPDATES // 2}
-for name, flags in list(DRAFTERS.items()):  # each also as "full-quarter", and so on
-    for share, updates in SHORTER.items():
-        DRAFTERS[f"{name}-{share}"] = [*flags, "--updates", str(updates)]
-DRAFTERS["staircase-quarter"] = ["--updates", str(SHORTER["quarter"])]
 EXPERIMENTS = {  # what each of them compares
-    "parts": ["full", "no-lsa", "no-ca", "neither", "eagle"],
-    "parts_early": [
-        "full-quarter", "no-lsa-quarter", "no-ca-quarter", "neither-quarter", "eagle-quarter",
-    ],
     "on_policy": ["full", "run-1", "run-unbounded"],
-    "on_policy_early": [
-        "full-quarter", "run-2-8-quarter", "run-1-quarter", "run-unbounded-quarter",
-    ],
+    "parts": ["full", "no-lsa", "no-ca", "neither", "eagle"],
+    "memory": ["full", "last-layer", "no-lsa"],
+    "reused_layers": ["full", "n-1", "n-2", "n-4"],
+    "losses": ["full", "kl-only", "smooth-l1-only"],
+    "text": ["full", "others-text", "own-250"],
     "longer": [
         "full-eighth", "full-quarter", "full-half", "full",
         "neither-eighth", "neither-quarter", "neither-half", "neither",
     ],
-    "losses": ["full", "kl-only", "smooth-l1-only"],
+    "on_policy_early": [
+        "full-quarter", "run-2-8-quarter", "run-1-quarter", "run-unbounded-quarter",
+    ],
+    "parts_early": [
+        "full-quarter", "no-lsa-quarter", "no-ca-quarter", "neither-quarter", "eagle-quarter",
+    ],
+    "reused_layers_early": ["full-quarter", "n-1-quarter", "n-2-quarter", "n-4-quarter"],
     "losses_early": ["full-quarter", "kl-only-quarter", "smooth-l1-only-quarter"],
-    "memory": ["full", "last-layer", "no-lsa"],
-    "text_early": ["full-quarter", "own-250-quarter", "others-text-quarter"],
-    "reused_layers": ["full-quarter", "n-1-quarter", "n-2-quarter", "n-4-quarter"],
+    "text_early": ["full-quarter", "others-text-quarter", "own-250-quarter"],
     "staircase": ["full-quarter", "staircase-quarter"],
-    "one_seed": ["full", "n-1", "n-2", "n-4", "own-250", "others-text"],
 }
-ONE_SEED = {"one_seed"}  # experiments for which three would take too long
+ONE_SEED = {"text"}  # experiments for which three would take too long
 OFFLINE = {"full-quarter", "n-1-quarter", "n-2-quarter", "n-4-quarter"}  # also judged offline
 TIMED = {  # experiments that need an idle machine, and the drafters that these time
     "cost": EXPERIMENTS["parts"],
@@ -127,11 +123,24 @@ ANSWER = 96  # tokens, at most
 COST_RATIOS = (0.02, 0.05, 0.1, 0.2)  # one step of the drafter / one pass of the target
 LATENCIES = ("5ms", "21ms", "50ms")  # one way
 LOSSES = ("0%", "1%", "5%")  # of the packets
-MACHINE = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}; " \
-          f"CPython {platform.python_version()}, torch {torch.__version__}"
+MACHINE = (
+    f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}; "
+    f"CPython {platform.python_version()}, torch {torch.__version__}"
+)
+
+
+def split_name(name: str) -> tuple[str, int]:
+    """Return drafter and updates: "eagle-quarter" is "eagle", trained for a quarter of UPDATES."""
+    for share, updates in SHORTER.items():
+        if name.endswith(f"-{share}"):
+            return name.removesuffix(f"-{share}"), updates
+    return name, UPDATES
 
 
 # --- Drafters that no flag makes ---
+#
+# Each of these functions changes a class of moa.py, for good: so it is called once in a process,
+# which trains and scores one drafter.
 
 
 def remember_last_layer() -> None:
@@ -158,18 +167,17 @@ class LinearMap(nn.Module):
 
 
 def become_eagle() -> None:
-    """Make EAGLE's drafter (Li et al. 2024a) of the one without LSA and CA: one decoder layer, over
-    a linear map of a token's embedding and the hidden state of the token before.
+    """Make EAGLE's drafter (Li et al. 2024a) of `neither`, the one without LSA and CA.
 
-    The one without both adds SA's output and the projected hidden state, and runs a layer over the
-    sum. With a linear map in SA's place the sum is a linear map of the two. The width of the MLP
-    says which drafters are meant: `neither` is of the same class, `measure_cost` loads both in one
-    process, and nothing else in a drafter's config.json tells them apart.
+    With e the embedding of a token, and h the hidden state of the one before it, `neither` computes
+    layer(SA(e) + W h), EAGLE's drafter layer(U e + W h). So a linear map U takes SA's place.
     """
     make = LastStateOffPolicyDrafter.__init__
 
     def make_eagle(self, target, config):
         make(self, target, config)
+        # `neither` is of this class, too, and `measure_cost` loads both. In a drafter's config.json
+        # only the width of the MLP tells them apart.
         if config.self_attention_intermediate_size == EAGLE_MLP:
             self.self_attention = LinearMap(target.config.hidden_size)
 
@@ -178,11 +186,15 @@ def become_eagle() -> None:
 
 def add_staircase() -> None:
     """Train as the authors' code does: in a share of sequences SA sees its own run only. The share
-    falls from one to none over the first half of training."""
+    falls from one to none over the first half of training.
+
+    `distill` calls self_attend, then cross_attend. Only the latter knows the horizon, and with it
+    the runs. So there SA runs again, under the narrower mask.
+    """
     cross_attend = Drafter.cross_attend
     self_attend = Drafter.self_attend
     updates = SHORTER["quarter"]  # in all: it is trained for so long only
-    done = 0  # passes: one for each update, after two of `announce_cost`
+    done = 0  # updates (two too many: `announce_cost` counts, too)
     draws = random.Random(0)
 
     def remember_tokens(self, tokens):
@@ -204,7 +216,6 @@ def add_staircase() -> None:
             x = self.self_attention(embedded, self.rotary[:, :count], seen.unsqueeze(1))
         return cross_attend(self, x, memory, horizon)
 
-    # `distill` calls self_attend, then cross_attend, which knows the horizon: there SA runs again.
     Drafter.self_attend = remember_tokens
     Drafter.cross_attend = attend_to_run
 
@@ -227,40 +238,42 @@ def call(script, *flags: str) -> str:
     return printed.getvalue()
 
 
+def write_json(path: Path, content: dict) -> None:
+    with atomic_write(path) as part:
+        part.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def overall_rows(printed: str) -> list[dict]:
+    """Return a benchmark's rows of all prompts together."""
+    return [row for row in json.loads(printed)["rows"] if row["category"] == "overall"]
+
+
 def training_flags(name: str, seed: int) -> list[str]:
     """Return the command line of train.py that makes a drafter."""
-    flags = [*TRAINING, *DRAFTERS[name], "--seed", str(seed), "--out", f"runs/{name}-{seed}"]
-    if "--data" not in flags:
-        flags += ["--data", OWN]
-    if "--updates" not in flags:
-        flags += ["--updates", str(UPDATES)]
-    return flags
-
-
-def change_of(name: str) -> Callable[[], None] | None:
-    """Return what changes a drafter: for "eagle-quarter" that of "eagle". None for most."""
-    for share in SHORTER:
-        name = name.removesuffix(f"-{share}")
-    return CHANGES.get(name)
+    drafter, updates = split_name(name)
+    run = ["--updates", str(updates), "--seed", str(seed), "--out", f"runs/{name}-{seed}"]
+    return [*TRAINING, *DRAFTERS[drafter], *run]
 
 
 def training_command(name: str, seed: int) -> str:
     text = " ".join(["python train.py", *training_flags(name, seed)])
-    if change_of(name) is not None:
+    drafter, _ = split_name(name)
+    if drafter in CHANGES:
         text += f", changed as by: python results/run.py --one {name} {seed}"
     return text
 
 
 def train_and_score(name: str, seed: int) -> None:
     """Train one drafter, unless that is done, and score it."""
-    change = change_of(name)
-    if change is not None:
-        change()
+    drafter, _ = split_name(name)
+    if drafter in CHANGES:
+        CHANGES[drafter]()
     folder = Path(f"runs/{name}-{seed}")
     command = training_command(name, seed)
     done = folder / "command.txt"  # written at the end of training
     if not done.exists() or done.read_text() != command:
-        shutil.rmtree(folder, ignore_errors=True)  # what an interruption left, or other flags
+        # What an interruption left, or other flags. (Not --resume: a change counts from 0.)
+        shutil.rmtree(folder, ignore_errors=True)
         call(train, *training_flags(name, seed))
         done.write_text(command)
     scores = {"drafter": name, "seed": seed, "prompts": PROMPTS, "command": command}
@@ -273,7 +286,8 @@ def score(name: str, folder: Path) -> dict:
     scores = {"parameters": sum(tensor.numel() for tensor in weights.values())}
     evaluation = ["--evaluate", str(folder), "--data", TEST, "--seq-len", "512", *ON_TOY]
     # Without CA one pass over a text would read true states, which drafting does not have.
-    if "--no-ca" not in DRAFTERS[name]:
+    drafter, _ = split_name(name)
+    if "--no-ca" not in DRAFTERS[drafter]:
         scores |= json.loads(call(train, *evaluation))
     scores["drafting"] = json.loads(call(train, *evaluation, "--by-drafting"))
     chain = measure_acceptance(folder, TreeConfig(depth=CHAIN), temperature=0.0)
@@ -308,11 +322,12 @@ def score_offline(folder: Path) -> dict:
     """Judge what a drafter writes alone, after the network has gone down."""
     bench = ["--bench", "runs/few.jsonl", "--drafter", str(folder), "--json", *ON_TOY]
     bench += ["--max-new-tokens", str(ANSWER), "--remote", "--latency", "0ms"]
-    scores = {}
-    for row in json.loads(call(speculate, *bench))["rows"]:
-        if row["category"] == "overall" and row["method"].startswith("disconnected"):
-            scores["offline_agreement"] = row["agreement"]
-            scores["offline_perplexity"] = row["perplexity"]
+    for row in overall_rows(call(speculate, *bench)):
+        if row["method"].startswith("disconnected"):
+            scores = {
+                "offline_agreement": row["agreement"],
+                "offline_perplexity": row["perplexity"],
+            }
     return scores
 
 
@@ -320,15 +335,13 @@ def score_offline(folder: Path) -> dict:
 
 # Of each column: its heading, and where in a row its value stands.
 COLUMNS = {
-    "KL": ["held_out_kl"],
     "depth 1": ["drafting", "depth_accuracy", 0],
     "2": ["drafting", "depth_accuracy", 1],
     "4": ["drafting", "depth_accuracy", 3],
     "8": ["drafting", "depth_accuracy", 7],
-    "chains of 8": ["drafting", "implied_acceptance_length"],
-    "of 4": ["chain"],
+    "chains": ["chain"],
     "trees": ["tree"],
-    "sampled": ["sampled_tree"],
+    "sampled trees": ["sampled_tree"],
 }
 SPEEDUP_COLUMNS = {str(ratio): ["chain_speedup_at_cost_ratio", str(ratio)] for ratio in COST_RATIOS}
 OFFLINE_COLUMNS = {
@@ -348,7 +361,7 @@ COST_COLUMNS = {
 }
 TABLES = {
     "parts": [COLUMNS, SPEEDUP_COLUMNS],
-    "reused_layers": [COLUMNS, OFFLINE_COLUMNS],
+    "reused_layers_early": [COLUMNS, OFFLINE_COLUMNS],
     "cost": [COST_COLUMNS],
     "network": [NETWORK_COLUMNS],
 }
@@ -356,7 +369,8 @@ RARE = 0.05  # a depth that fewer of the chains come to is left out
 
 
 def value_at(row: dict, place: list) -> float | None:
-    """Return a value of a row, or None where it says nothing."""
+    """Return a value of a row. None if it has none, or one that says nothing: the accuracy at a
+    depth that few chains come to (see RARE)."""
     if place[0] not in row:
         return None
     if place[:2] == ["drafting", "depth_accuracy"]:
@@ -370,31 +384,38 @@ def value_at(row: dict, place: list) -> float | None:
     return value
 
 
-def cell(values: list[float | None], form: str = "{:.2f}", unit: str = "") -> str:
+def cell(values: list[float | None], sign: str = "", unit: str = "") -> str:
     """Return the mean over seeds and, if there are several, half of their range."""
     if None in values:
         return "–"
-    text = form.format(np.mean(values))
+    digits = 1 if unit else 2
+    text = f"{np.mean(values):{sign}.{digits}f}"
     if len(values) > 1:
-        spread = (max(values) - min(values)) / 2
-        text += " ± " + form.replace("+", "").format(spread)
+        text += f" ± {(max(values) - min(values)) / 2:.{digits}f}"
     return text + unit
+
+
+def compare_trees(rows: list[dict], first: list[dict]) -> str:
+    """Return by how much greedy trees are longer than those of the first line's drafters: seed by
+    seed, as both are in the order of seeds."""
+    if rows is first:
+        return ""
+    changes = [100 * (row["tree"] / one["tree"] - 1) for row, one in zip(rows, first)]
+    return cell(changes, sign="+", unit=" %")
 
 
 def print_table(columns: dict[str, list], groups: dict[str, list[dict]]) -> None:
     """Print a line for each group of rows, which differ in their seeds."""
     headings = list(columns)
-    compares_trees = "trees" in columns  # in one more column, to the first line
-    if compares_trees:
+    if columns is COLUMNS:
         headings.append("trees, relative")
     print("| |", " | ".join(headings), "|")
     print("|---" * (1 + len(headings)) + "|")
     first = next(iter(groups.values()))
     for name, rows in groups.items():
         cells = [cell([value_at(row, place) for row in rows]) for place in columns.values()]
-        if compares_trees:  # seed by seed
-            changes = [100 * (row["tree"] / one["tree"] - 1) for row, one in zip(rows, first)]
-            cells.append("" if rows is first else cell(changes, "{:+.1f}", " %"))
+        if columns is COLUMNS:
+            cells.append(compare_trees(rows, first))
         print(f"| {name} |", " | ".join(cells), "|")
 
 
@@ -416,18 +437,13 @@ def print_result(experiment: str) -> None:
         print_table(columns, groups)
 
 
-# --- All of them ---
+# --- Texts, drafters and results ---
 
 
-def python(*arguments: str, **options) -> None:
+def python(*arguments: str, **options) -> subprocess.CompletedProcess:
     """Run a script in a process of its own. options: those of `subprocess.run`."""
     print("python", *arguments, flush=True)
-    subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, **options)
-
-
-def write_json(path: Path, content: dict) -> None:
-    with atomic_write(path) as part:
-        part.write_text(json.dumps(content, indent=1) + "\n")
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, **options)
 
 
 def copy_lines(source: Path, count: int, target: Path) -> None:
@@ -436,7 +452,8 @@ def copy_lines(source: Path, count: int, target: Path) -> None:
 
 
 def prepare() -> None:
-    """Make the target and the texts, with what weights/README.md says of the shipped ones."""
+    """Make the target and the texts, with the commands of weights/README.md. Where one is done, its
+    command ends at once."""
     python("train.py", "--pretrain", TOY, "--dtype", "bfloat16", "--resume")
     synthesize = ["train.py", "--model", TOY, "--seq-len", "512", "--dtype", "bfloat16",
                   "--batch-size", "64"]
@@ -453,11 +470,8 @@ def prepare() -> None:
 def finish(name: str, seed: int) -> None:
     """Train and score a drafter in a process of its own, unless that is done."""
     path = RUNS / f"{name}-{seed}/scores.json"
-    if path.exists():
-        scores = json.loads(path.read_text())
-        same_flags = scores["command"] == training_command(name, seed)
-        if same_flags and scores["prompts"] == PROMPTS:
-            return
+    if path.exists() and json.loads(path.read_text())["command"] == training_command(name, seed):
+        return
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # as several run at a time
     log = RUNS / f"{name}-{seed}.log"
     try:
@@ -479,17 +493,23 @@ def collect(experiment: str) -> None:
     for name, seed in jobs_of(experiment):
         rows.append(json.loads((RUNS / f"{name}-{seed}/scores.json").read_text()))
     write_result(experiment, rows)
-    names = EXPERIMENTS[experiment]
-    accuracies = []  # by depth, as drafting meets it, means over seeds
-    logs = []  # of the first seed
+    draw_figure(experiment, rows)
+
+
+def draw_figure(experiment: str, rows: list[dict]) -> None:
+    """Draw accuracies by depth, means over seeds, and how many chains are right up to a depth."""
+    names = list(dict.fromkeys(row["drafter"] for row in rows))
+    accuracies = []
+    shares = []
     for name in names:
         curves = [row["drafting"]["depth_accuracy"] for row in rows if row["drafter"] == name]
-        accuracies.append(list(enumerate(np.mean(curves, axis=0), 1)))
-        log = train.read_log(RUNS / f"{name}-{SEEDS[0]}")
-        logs.append(train.update_curve(log, "loss"))
+        share = np.mean(np.cumprod(curves, axis=1), axis=0)  # of the chains
+        common = 1 + np.sum(share[:-1] >= RARE)  # depths that enough chains come to
+        accuracies.append(list(enumerate(np.mean(curves, axis=0)[:common], 1)))
+        shares.append(list(enumerate([1.0, *share])))
     panels = [
         train.draw_panel("accuracy, as drafting meets it", "depth of the draft", accuracies),
-        train.draw_panel("training loss", "updates", logs),
+        train.draw_panel("chains right up to here", "depth of the draft", shares),
     ]
     train.save_panels(RESULTS / f"{experiment}.svg", panels, names)
 
@@ -498,6 +518,9 @@ def write_result(experiment: str, rows: list[dict]) -> None:
     command = f"python results/run.py {experiment}"
     header = {"command": command, "machine": MACHINE, "date": date.today().isoformat()}
     write_json(RESULTS / f"{experiment}.json", header | {"rows": rows})
+
+
+# --- What is timed: on an idle machine ---
 
 
 def measure_cost() -> None:
@@ -511,42 +534,37 @@ def measure_cost() -> None:
         flags += ["--max-new-tokens", str(ANSWER), "--draft-length", str(CHAIN)]
         flags += ["--depth", str(TREE.depth), "--top-k", str(TREE.top_k)]
         flags += ["--total-tokens", str(TREE.total_tokens)]
-        for row in json.loads(call(speculate, *flags))["rows"]:
-            if row["category"] == "overall":
-                milliseconds = 1000 * row["new_tokens"] / row["tokens_per_second"]
-                row["ms_a_cycle"] = milliseconds / row["target_calls"]
-                row["ms_a_draft"] = row["draft_share"] * row["ms_a_cycle"]
-                rows.append({"seed": seed} | row)
+        for row in overall_rows(call(speculate, *flags)):
+            milliseconds = 1000 * row["new_tokens"] / row["tokens_per_second"]
+            row["ms_a_cycle"] = milliseconds / row["target_calls"]
+            row["ms_a_draft"] = row["draft_share"] * row["ms_a_cycle"]
+            rows.append({"seed": seed} | row)
     write_result("cost", rows)
 
 
 def measure_network() -> None:
-    """Measure the default target three times over all networks, in turn. What is measured is kept
-    in runs/, and not measured again after an interruption."""
+    """Measure the default target three times over all networks, in turn."""
     lines = (ROOT / "tests/prompts.jsonl").read_text().splitlines(keepends=True)
     (RUNS / "three.jsonl").write_text("".join(lines[::4]))
     rows = []
     for run, latency, loss in itertools.product(SEEDS, LATENCIES, LOSSES):
-        path = RUNS / f"network-{latency}-{loss}-{run}.json"
-        if not path.exists():
-            flags = ["--bench", "runs/three.jsonl", "--max-new-tokens", "24", "--json", "--remote",
-                     "--latency", latency, "--loss", loss, "--seed", str(run)]
-            # A process of its own, with which its server ends.
-            command = [sys.executable, "speculate.py", *flags]
-            printed = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
-            methods = {}
-            for row in json.loads(printed)["rows"]:
-                if row["category"] == "overall":
-                    methods[row["method"]] = row
-            write_json(path, {"seed": run, "latency": latency, "loss": loss} | methods)
-        rows.append(json.loads(path.read_text()))
+        flags = ["--bench", "runs/three.jsonl", "--max-new-tokens", "24", "--json", "--remote"]
+        flags += ["--latency", latency, "--loss", loss, "--seed", str(run)]
+        # A process of its own, with which its server ends.
+        printed = python("speculate.py", *flags, stdout=subprocess.PIPE).stdout
+        methods = {row["method"]: row for row in overall_rows(printed)}
+        rows.append({"seed": run, "latency": latency, "loss": loss} | methods)
     write_result("network", rows)
+
+
+# --- The command line ---
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("experiments", nargs="*", help="default: all that do not measure time")
-    parser.add_argument("--one", nargs=2, metavar=("DRAFTER", "SEED"), help="only this drafter")
+    parser.add_argument("--one", nargs=2, metavar=("DRAFTER", "SEED"),
+                        help="only train and score this drafter: what this script runs in turn")
     parser.add_argument("--tables", action="store_true", help="only print what is written")
     args = parser.parse_args()
     os.chdir(ROOT)

@@ -373,7 +373,7 @@ def test_tokens_drawn_together_are_of_their_rows_distributions(top_p):
 def test_a_token_is_chosen_by_the_share_that_a_random_number_falls_into():
     p = torch.tensor([0.0, 0.5, 0.0, 0.25, 0.25, 0.0])
     u = torch.tensor([0.0, 0.49, 0.5, 0.74, 0.75, 1 - 2**-53], dtype=torch.float64)
-    assert llama.choose(p.expand(6, 6), u[:, None]).tolist() == [1, 1, 3, 3, 4, 4]
+    assert llama.inverse_cdf(p.expand(6, 6), u[:, None]).tolist() == [1, 1, 3, 3, 4, 4]
 
 
 @torch.inference_mode()
@@ -381,7 +381,7 @@ def test_prompts_read_in_one_pass_leave_what_each_leaves_when_read_alone(tiny):
     batch = llama.Batch(tiny, rows=5, capacity=101)
     batch.add("before", [7, 8, 9], llama.GenerationConfig(9))
     prompts = [TOKENS.flatten()[:count].tolist() for count in (4, 90, 1)]
-    hidden = batch.read_together(1, prompts)
+    hidden = batch.prefill_padded(1, prompts)
     for row, prompt in enumerate(prompts, 1):
         cache = tiny.new_cache(101)
         alone = tiny.hidden(torch.tensor([prompt]), cache)
@@ -657,6 +657,24 @@ def test_a_gguf_file_means_exactly_the_values_it_stores(tmp_path, folder, kind):
     if kind == "F32":
         golden = load_file(folder / "expected.safetensors")
         close(loaded(golden["input_ids"]), golden["logits"])
+
+
+def test_a_weight_of_q6_k_is_put_together_from_its_four_and_its_two_bits():
+    generator = random.Random(0)
+    blocks = []
+    expected = []
+    for _ in range(3):
+        low = generator.randbytes(128)
+        high = generator.randbytes(64)
+        scales = [generator.randrange(-128, 128) for _ in range(16)]
+        blocks.append(low + high + struct.pack("<16be", *scales, 0.25))
+        for i in range(256):
+            half, within = divmod(i, 128)  # each half has 64 bytes of `low` and 32 of `high`
+            four = low[64 * half + within % 64] >> 4 * (within // 64) & 15
+            two = high[32 * half + within % 32] >> 2 * (within // 32) & 3
+            expected.append((four + 16 * two - 32) * scales[i // 16] * 0.25)
+    stored = torch.frombuffer(bytearray(b"".join(blocks)), dtype=torch.uint8).view(3, 210)
+    assert llama.decode_q6_k(stored).flatten().tolist() == expected
 
 
 @pytest.mark.parametrize("changes, culprit", [
