@@ -110,7 +110,7 @@ EXPERIMENTS = {  # what each of them compares
     "staircase": ["full-quarter", "staircase-quarter"],
 }
 ONE_SEED = {"text"}  # experiments for which three would take too long
-OFFLINE = {"full-quarter", "n-1-quarter", "n-2-quarter", "n-4-quarter"}  # also judged offline
+OFFLINE = {"full", "n-1", "n-2", "n-4"}  # also judged offline
 TIMED = {  # experiments that need an idle machine, and the drafters that these time
     "cost": EXPERIMENTS["parts"],
     "network": [],  # with the default target and its drafter
@@ -297,7 +297,7 @@ def score(name: str, folder: Path) -> dict:
     scores["chain_speedup_at_cost_ratio"] = {
         str(ratio): chain / (1 + CHAIN * ratio) for ratio in COST_RATIOS
     }
-    if name in OFFLINE:
+    if drafter in OFFLINE:
         scores |= score_offline(folder)
     return scores
 
@@ -361,6 +361,7 @@ COST_COLUMNS = {
 }
 TABLES = {
     "parts": [COLUMNS, SPEEDUP_COLUMNS],
+    "reused_layers": [COLUMNS, OFFLINE_COLUMNS],
     "reused_layers_early": [COLUMNS, OFFLINE_COLUMNS],
     "cost": [COST_COLUMNS],
     "network": [NETWORK_COLUMNS],

@@ -9,6 +9,8 @@ from conftest import ROOT
 
 RESULTS = ROOT / "results"
 FILES = sorted(path.stem for path in RESULTS.glob("*.json"))
+# Comparisons early in training, of which the README only tells what came out.
+TOLD = {name for name in FILES if name.endswith("_early")} | {"staircase"}
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +22,19 @@ def run():
     return module
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [name for name in FILES if name not in TOLD])
 def test_the_readme_shows_the_table_of_each_results_file(run, name, capsys):
     run.print_result(name)
     title, *tables = capsys.readouterr().out.strip().split("\n\n")
     assert title == name and tables
     for table in tables:
         assert table in (RESULTS / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", sorted(TOLD))
+def test_the_readme_names_each_results_file_that_it_does_not_show(name):
+    text = (RESULTS / "README.md").read_text()
+    assert f"{name}.json" in text or "files that end in `_early`" in text and name.endswith("_early")
 
 
 @pytest.mark.parametrize("name", FILES)
