@@ -249,7 +249,7 @@ class KVCache:
     def by_token(self, start: int, end: int) -> Tensor:
         """Return what the drafter reads of the tokens in slots `start` to `end`: (B, T, L, 2 Ekv).
 
-        The 2 Ekv numbers are, for one kv head after the other, its key and then its value.
+        The 2 Ekv numbers: for each kv head, its key, then its value.
         """
         kv = self.kv[:, :, :, start:end]  # (L, B, Hkv, T, 2D)
         kv = kv.permute(1, 3, 0, 2, 4)  # (B, T, L, Hkv, 2D)
@@ -289,8 +289,8 @@ class Llama(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # As nn.Embedding(V, E), random, which takes two seconds on the meta device, where
-        # `load_model` (below the bar) makes the model.
+        # As nn.Embedding(V, E), whose own initialization takes two seconds on the meta device,
+        # where `load_model` (below the bar) makes the model.
         embeddings = torch.randn(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
         self.layers = nn.ModuleList()
@@ -384,8 +384,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """What a caller asks for: how to go on after a prompt. `Sampling` is what becomes of it when it
-    begins, with a generator. Without one it can be kept, compared, and sent to a server.
+    """What a caller asks for: how to go on after a prompt. It has no generator, so that it can be
+    kept, compared, and sent to a server; `new_sampling` makes the `Sampling` that has one.
 
     A target alone gives the same answer to the same prompt and config every time. Drafting uses the
     random numbers of the seed in another way. So above temperature 0 it gives another answer, which
@@ -402,7 +402,7 @@ class GenerationConfig:
         """Start a sequence of random draws at the seed."""
         temperature = self.temperature
         if temperature < 1e-6:
-            temperature = 0.0  # as good as 0; and divided by 1e-40, say, logits would overflow
+            temperature = 0.0  # greedy: divided by 1e-40, say, logits would overflow
         return Sampling(temperature, self.top_p, torch.Generator(device).manual_seed(self.seed))
 
 
@@ -422,7 +422,7 @@ def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Ten
 
 def sample(p: Tensor, generator: torch.Generator) -> int:
     """Draw a token from p (V)."""
-    possible = p.nonzero().squeeze(-1)  # after top-p a few of V, from which to draw is faster
+    possible = p.nonzero().squeeze(-1)  # after top-p only a few of V: faster to draw from
     choice = torch.multinomial(p[possible], 1, generator=generator)
     return int(possible[choice])
 
@@ -507,17 +507,37 @@ def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
 # Nothing branches here, so a token's position is also its slot. This is how a batch is used, where
 # `waiting` are requests, and `key` is the caller's name for one:
 #
-#     while waiting or batch.conversations:
+#     while waiting or batch.requests:
 #         while waiting and batch.has_room:
 #             batch.add(key, prompt, config)
 #         ended += batch.step()
 
 
+class RaggedPass(NamedTuple):
+    """Where the new tokens of one pass go. The layers take it for a cache, and call `append`."""
+
+    kv: Tensor  # of the B rows of the pass, a view (L, B, Hkv, capacity, 2D)
+    row_numbers: Tensor  # 0, 1, ... (B, 1)
+    positions: Tensor  # of each new token, which is also its slot, (B, T)
+    end: int  # S: the slots of the longest of these rows, with the new tokens
+    rope: Tensor  # the angles of the new tokens, (2, B, 1, T, D/2)
+    mask: Tensor  # which slots each of them may see, (B, 1, T, S)
+
+    def append(self, layer: int, kv: Tensor) -> Tensor:
+        """Write a layer's kv (B, Hkv, T, 2D). Return all of the rows in this layer,
+        (B, Hkv, S, 2D)."""
+        of_layer = self.kv[layer]  # (B, Hkv, capacity, 2D), a view, as the next
+        by_slot = of_layer.transpose(1, 2)  # (B, capacity, Hkv, 2D)
+        by_slot[self.row_numbers, self.positions] = kv.transpose(1, 2)  # (B, T, Hkv, 2D)
+        return of_layer[:, :, :self.end]
+
+
 class RaggedKVCache:
     """A cache whose rows are conversations of different lengths. The first rows are those in use.
 
-    A pass has three steps. `layout` says where the new tokens go. The layers write them there.
-    Then the caller adds to each `row.length` as many as it keeps: of a draft, perhaps not all.
+    A pass has three steps. `layout` says where the new tokens go: a RaggedPass. The layers write
+    them there. Then the caller adds to each `row.length` as many as it keeps: of a draft, perhaps
+    not all.
     """
 
     def __init__(self, kv: Tensor):
@@ -550,25 +570,6 @@ class RaggedKVCache:
         length = self.rows[source].length
         self.rows[to].length = length
         self.rows[to].kv[:, :, :, :length] = self.rows[source].kv[:, :, :, :length]
-
-
-class RaggedPass(NamedTuple):
-    """Where the new tokens of one pass go. The layers take it for a cache, and call `append`."""
-
-    kv: Tensor  # of the B rows of the pass, a view (L, B, Hkv, capacity, 2D)
-    row_numbers: Tensor  # 0, 1, ... (B, 1)
-    positions: Tensor  # of each new token, which is also its slot, (B, T)
-    end: int  # S: the slots of the longest of these rows, with the new tokens
-    rope: Tensor  # the angles of the new tokens, (2, B, 1, T, D/2)
-    mask: Tensor  # which slots each of them may see, (B, 1, T, S)
-
-    def append(self, layer: int, kv: Tensor) -> Tensor:
-        """Write a layer's kv (B, Hkv, T, 2D). Return all of the rows in this layer,
-        (B, Hkv, S, 2D)."""
-        of_layer = self.kv[layer]  # (B, Hkv, capacity, 2D), a view, as the next
-        by_slot = of_layer.transpose(1, 2)  # (B, capacity, Hkv, 2D)
-        by_slot[self.row_numbers, self.positions] = kv.transpose(1, 2)  # (B, T, Hkv, 2D)
-        return of_layer[:, :, :self.end]
 
 
 def ragged_hidden(
@@ -604,8 +605,8 @@ def sample_together(logits: Tensor, samplings: list[Sampling]) -> list[int]:
     rows_of = {}  # those that are sampled alike, by temperature and top-p
     for row, sampling in enumerate(samplings):
         rows_of.setdefault((sampling.temperature, sampling.top_p), []).append(row)
-    # Real numbers in float64, except on a Mac's GPU, which has none: in float32 the shares of tens
-    # of thousands of unlikely tokens (see `inverse_cdf`) would be rounded too much.
+    # float64, which only a Mac's GPU lacks: in float32 the cumulative sum of tens of thousands of
+    # unlikely tokens (see `inverse_cdf`) is rounded too much.
     exact = torch.float32 if logits.device.type == "mps" else torch.float64
     tokens = logits.new_empty(len(samplings), dtype=torch.int64)
     for (temperature, top_p), rows in rows_of.items():
@@ -621,9 +622,9 @@ def sample_together(logits: Tensor, samplings: list[Sampling]) -> list[int]:
 
 
 def inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
-    """Return the token of each p (..., V) in whose share of the interval from 0 to 1 u lies.
+    """Return for each p (..., V) the token whose share of the interval [0, 1) contains u (..., 1).
 
-    u (..., 1). With p = (0.5, 0.3, 0.2) token 0 has the share from 0 to 0.5, token 1 that from 0.5
+    With p = (0.5, 0.3, 0.2) token 0 has the share from 0 to 0.5, token 1 that from 0.5
     to 0.8, token 2 the rest. So if u is uniform, the tokens are distributed as p.
     """
     ends = p.cumsum(-1, dtype=u.dtype)  # of the shares. The last end is 1, but for rounding.
@@ -631,8 +632,8 @@ def inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
 
 
 @dataclass
-class Conversation:
-    """One answer, which is being generated in a row of a batch."""
+class Request:
+    """A prompt that is being answered in a row of a batch."""
 
     key: object  # the caller's label for it
     config: GenerationConfig
@@ -655,54 +656,49 @@ class Conversation:
 
 
 class Batch:
-    """Conversations that are generated together: `add` some while it `has_room`, then `step`."""
+    """Requests that are answered together: `add` some while it `has_room`, then `step`."""
 
     def __init__(self, model: Llama, rows: int, capacity: int):
         """capacity: tokens of a row, its prompt included."""
         self.model = model
         self.cache = RaggedKVCache(model.new_cache(capacity, rows).kv)
-        # All caches in which a conversation has this row: `ChainBatch` adds its drafter's.
+        # All caches in which a request has its row: `ChainBatch` adds its drafter's.
         self.caches = [self.cache]
-        self.conversations: list[Conversation] = []  # that of each row in use
+        self.requests: list[Request] = []  # that of each row in use
 
     @property
     def has_room(self) -> bool:
-        return len(self.conversations) < len(self.cache.rows)
+        return len(self.requests) < len(self.cache.rows)
 
     def add(self, key: object, prompt: list[int], config: GenerationConfig) -> None:
         """Read a prompt and choose the first token after it."""
         self.add_all([(key, prompt, config)])
 
-    def add_all(self, requests: list[tuple[object, list[int], GenerationConfig]]) -> None:
+    def add_all(self, new: list[tuple[object, list[int], GenerationConfig]]) -> None:
         """Add several, of which each is (key, prompt, config)."""
-        if not requests:
+        if not new:
             return
-        first = len(self.conversations)  # the row of the first of them
+        first = len(self.requests)  # the row of the first of them
         prompts = []
-        for key, prompt, config in requests:
+        samplings = []
+        for key, prompt, config in new:
             sampling = config.new_sampling(self.model.device)
-            self.conversations.append(Conversation(key, config, sampling))
+            self.requests.append(Request(key, config, sampling))
             prompts.append(prompt)
-        hidden = self.prefill_rows(first, prompts)  # (R, E)
-        added = self.conversations[first:]
-        samplings = [conversation.sampling for conversation in added]
+            samplings.append(sampling)
+        if self.model.device.type == "cpu":
+            # A pass for each: on a CPU padding costs more than the passes that it saves.
+            last = [self.prefill(first + i, [prompt]) for i, prompt in enumerate(prompts)]
+            hidden = torch.cat(last)  # (R, E)
+        else:
+            hidden = self.prefill(first, prompts)  # (R, E)
         tokens = sample_rows(self.model.lm_head(hidden), samplings)
-        for conversation, token in zip(added, tokens):
-            conversation.extend([token])
+        for request, token in zip(self.requests[first:], tokens):
+            request.extend([token])
 
-    def prefill_rows(self, first: int, prompts: list[list[int]]) -> Tensor:
-        """Begin R rows, from `first` on, with a prompt each. Returns the hidden states of the
-        prompts' last tokens (R, E).
-
-        On a GPU one pass reads them all. On a CPU each has a pass of its own: there padding costs
-        more than the passes that it saves.
-        """
-        if self.model.device.type != "cpu":
-            return self.prefill_padded(first, prompts)
-        return torch.cat([self.prefill_padded(first + i, [p]) for i, p in enumerate(prompts)])
-
-    def prefill_padded(self, first: int, prompts: list[list[int]]) -> Tensor:
-        """Begin these rows in one pass, with prompts padded to the length of the longest."""
+    def prefill(self, first: int, prompts: list[list[int]]) -> Tensor:
+        """Begin R rows, from `first` on, with a prompt each, in one pass, shorter prompts padded.
+        Returns the hidden states of the prompts' last tokens (R, E)."""
         for cache in self.caches:
             for row in cache.rows[first:first + len(prompts)]:
                 row.length = 0
@@ -721,38 +717,38 @@ class Batch:
     def on_prefill(self, row: int, prompt: list[int], hidden: Tensor) -> None:
         """Does nothing. `ChainBatch` makes its memory of a prompt here. hidden (1, T, E)."""
 
-    def step(self) -> list[Conversation]:
-        """Run one pass for all rows in use. Returns conversations that have ended and left their
+    def step(self) -> list[Request]:
+        """Run one pass for all rows in use. Returns requests that have ended and left their
         rows."""
         ended = self.remove_ended()  # those that were complete with their first token
-        if self.conversations:
-            for conversation, tokens in zip(self.conversations, self.advance()):
-                conversation.extend(tokens)
-                conversation.target_calls += 1
+        if self.requests:
+            for request, tokens in zip(self.requests, self.advance()):
+                request.extend(tokens)
+                request.target_calls += 1
         return ended + self.remove_ended()
 
     def advance(self) -> list[list[int]]:
         """Run one pass. Returns the new tokens of each row: here, without drafts, one."""
-        newest = [[conversation.tokens[-1]] for conversation in self.conversations]
+        newest = [[request.tokens[-1]] for request in self.requests]
         ids = torch.tensor(newest, device=self.model.device)  # (B, 1)
         logits = self.model.lm_head(ragged_hidden(self.model, ids, self.cache))[:, -1]  # (B, V)
         for row in self.cache.rows[:len(newest)]:
             row.length += 1
-        samplings = [conversation.sampling for conversation in self.conversations]
+        samplings = [request.sampling for request in self.requests]
         return [[token] for token in sample_rows(logits, samplings)]
 
-    def remove_ended(self) -> list[Conversation]:
-        """Take ended conversations out. The last row moves into the gap that each leaves."""
+    def remove_ended(self) -> list[Request]:
+        """Take requests that have ended out. The last row moves into the gap that each leaves."""
         ended = []
         # From the end: so the last row, which moves, has not ended itself.
-        for row in reversed(range(len(self.conversations))):
-            if self.conversations[row].ended:
-                ended.append(self.conversations[row])
+        for row in reversed(range(len(self.requests))):
+            if self.requests[row].ended:
+                ended.append(self.requests[row])
                 for cache in self.caches:
-                    cache.move_row(len(self.conversations) - 1, row)
-                self.conversations[row] = self.conversations[-1]
-                self.conversations.pop()
-        return ended
+                    cache.move_row(len(self.requests) - 1, row)
+                self.requests[row] = self.requests[-1]
+                self.requests.pop()
+        return ended[::-1]  # in the order of rows
 
 
 # --- Packed weights: modules that are fast for a few tokens ---
@@ -1236,7 +1232,7 @@ def decode_q4_1(blocks: Tensor) -> Tensor:
 
 
 def half_bytes(packed: Tensor) -> Tensor:
-    """Numbers from 0 to 15: of 16 bytes the 16 low halves, then the 16 high ones."""
+    """Numbers from 0 to 15: the low halves of all bytes, then the high ones."""
     return torch.cat([packed & 15, packed >> 4], dim=-1).float()
 
 
@@ -1247,7 +1243,7 @@ def decode_q6_k(blocks: Tensor) -> Tensor:
     packed2 = packed2.unflatten(1, (2, 32))
     high = torch.cat([packed2 >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)  # (n, 2, 128)
     weights = (low + 16 * high - 32).view(-1, 16, 16)
-    scales = scales.view(torch.int8) * decode_float16(scale)  # (n, 16)
+    scales = scales.view(torch.int8).float() * decode_float16(scale)  # (n, 16)
     return (weights * scales.unsqueeze(-1)).flatten(1)
 
 
@@ -1872,7 +1868,8 @@ def main() -> None:
         tokens,
         end - start,
         args,
-        target_calls=len(tokens) - 1,  # the prompt's pass left out, here and below
+        # The fields that speculate.py reports. The prompt's pass is left out.
+        target_calls=len(tokens) - 1,
         acceptance_length=1.0 if len(tokens) > 1 else 0.0,
         draft_seconds=0.0,
         verify_seconds=end - prompt_read,

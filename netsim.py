@@ -23,6 +23,8 @@ The client has the reply after 30 ms, sleeps for another 43.1 ms, and then uses 
 nothing of the simulation: it only states in each reply for how long it has worked ("elapsed"), and
 all else is the client's arithmetic.
 
+    python speculate.py --remote --network 4g --prompt "Why is the sky blue?" --trace
+
 The file has five parts: the link and its outage; messages; the client's channel; the server; and
 the quantities of the command line. It does not simulate congestion control, slow start or other
 people's traffic, and it encrypts nothing.
@@ -209,8 +211,8 @@ HEADER = struct.Struct("!4sBIQ")  # "!": big-endian, as is usual in networks, an
 MAGIC = b"MoAs"  # to notice at once a peer that speaks another protocol
 VERSION = 3  # of this format: a peer with another one would misread our messages
 MAX_FIELDS = 1 << 16  # bytes: the longest fields, a draft of 64 tokens, have less than a thousand
-MAX_REPLY = 1 << 30  # bytes: a prompt of 131 072 tokens may have a memory of 8000 bytes each
-MAX_PIECE = 1 << 16  # bytes in one call: what is only announced takes no memory
+MAX_REPLY = 1 << 30  # bytes: enough for the memory of a prompt of 131 072 tokens, 8000 bytes each
+MAX_PIECE = 1 << 16  # bytes in one call: so memory grows with what comes, not what is announced
 NONCE = 32  # bytes: 256 random bits never come twice
 DIGEST = 32  # bytes of an HMAC with SHA-256
 CONNECT_SECONDS = 10.0  # to connect, or to send a piece: a stalled peer must not hold us
@@ -307,7 +309,7 @@ class Traffic:
     bytes_up: int = 0
     bytes_down: int = 0
     round_trips: int = 0  # requests
-    network_seconds: float = 0.0  # spent waiting for replies, less the server's work
+    network_seconds: float = 0.0  # spent waiting for replies, less the server's work on them
 
 
 @dataclass(repr=False)  # it holds a secret
@@ -332,7 +334,7 @@ class Channel:
         network.up.reset()
         network.down.reset()
         start = monotonic()
-        if network.outage.overlaps(start, start):
+        if network.outage.overlaps(start, start):  # now, that is
             raise ConnectionLost("the network is down")
         deadline = start + CONNECT_SECONDS  # by the real clock; the simulated link may be slower
         try:
@@ -370,10 +372,11 @@ class Channel:
 
     def reply_timeout(self) -> float:
         """Return the seconds after which a reply counts as lost: `timeout`, or else ten times the
-        slowest so far, and at least MIN_TIMEOUT."""
+        slowest so far, and at least MIN_TIMEOUT. (That to a long prompt may be the slowest.)"""
         if self.timeout is not None:
             return self.timeout
-        seconds = max(MIN_TIMEOUT, 10 * self.slowest)  # even a busy server is faster
+        # Tenfold leaves room for a server that is busy with others.
+        seconds = max(MIN_TIMEOUT, 10 * self.slowest)
         return max(FIRST_REPLY_SECONDS, seconds) if self.is_new else seconds
 
     def request(self, fields: dict, tensors: Tensors, parse: Callable) -> Iterator:
@@ -390,6 +393,8 @@ class Channel:
             self.traffic.bytes_up += size
             self.traffic.round_trips += 1
             server_clock = self.network.up.send(start, size)  # simulated: it has the request
+            before = self.traffic.network_seconds
+            on_network = 0.0  # seconds, of this request
             more = True
             while more:  # one round for each reply; all but the last have a field "more"
                 deadline = start + self.reply_timeout()
@@ -397,7 +402,12 @@ class Channel:
                 elapsed = max(0.0, float(reply.fields["elapsed"]))  # NaN becomes 0
                 server_clock += elapsed  # simulated: it has sent this reply
                 wait(self.network.down.send(server_clock, reply.size), deadline)
-                self.count(reply, monotonic() - start, elapsed)
+                waited = monotonic() - start
+                on_network += waited - elapsed
+                self.traffic.network_seconds = before + max(0.0, on_network)
+                self.traffic.bytes_down += reply.size
+                self.slowest = max(self.slowest, waited)
+                self.is_new = False
                 more = reply.fields.get("more")
                 yield parse(reply.fields, reply.tensors)
                 start = monotonic()  # the caller's own work does not count
@@ -407,13 +417,6 @@ class Channel:
         except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             self.close()
             raise ConnectionLost(f"no answer from the server: malformed reply: {error!r:.200}")
-
-    def count(self, reply: Message, waited: float, elapsed: float) -> None:
-        """Count a reply for which we waited so long, of which the server has worked `elapsed`."""
-        self.is_new = False
-        self.slowest = max(self.slowest, waited)
-        self.traffic.bytes_down += reply.size
-        self.traffic.network_seconds += max(0.0, waited - elapsed)
 
 
 # --- The server ---
@@ -456,7 +459,7 @@ class MessageServer(socketserver.ThreadingTCPServer):
         self.max_clients = max_clients
         self.idle_seconds = idle_seconds
         self.slots = threading.Semaphore(max_clients)
-        self.connections = set()  # sockets
+        self.sockets = set()  # of all clients
         self.unauthenticated = {}  # those of them that have not proved anything, the oldest first
         super().__init__(address, Connection)
         host = self.server_address[0]  # as a number, which is known only now
@@ -466,23 +469,23 @@ class MessageServer(socketserver.ThreadingTCPServer):
 
     def process_request(self, request: socket.socket, client_address: Address) -> None:
         """socketserver calls this for a new connection, whose socket it calls a request."""
-        # Anyone can open connections and say nothing. At most four for each client, with the new
-        # one, may be unauthenticated: beyond that the oldest are disconnected.
+        # Anyone can open connections and say nothing. Keep at most four unauthenticated ones for
+        # each place, the new one included: disconnect the oldest.
         most = 4 * self.max_clients - 1
         self.disconnect(list(self.unauthenticated)[:-most])
-        self.connections.add(request)
+        self.sockets.add(request)
         self.unauthenticated[request] = None
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: socket.socket) -> None:
         """socketserver calls this at the end of a connection."""
-        self.connections.discard(request)
+        self.sockets.discard(request)
         self.unauthenticated.pop(request, None)
         super().shutdown_request(request)
 
     def server_close(self) -> None:
         """Disconnect all clients, and wait for their threads to end."""
-        self.disconnect(list(self.connections))
+        self.disconnect(list(self.sockets))
         super().server_close()
 
     def disconnect(self, connections: list[socket.socket]) -> None:
@@ -524,8 +527,8 @@ class Connection(socketserver.StreamRequestHandler):
         self.server.unauthenticated.pop(self.connection, None)
 
     def serve(self) -> None:
-        """Answer one request after the other. Raises OSError at the end, at the latest when the
-        client leaves."""
+        """Answer one request after the other, until an OSError ends it, at the latest when the
+        client leaves. If no place is free, refuse."""
         if not self.server.slots.acquire(blocking=False):
             self.send({"refused": f"it has {self.server.max_clients} clients, its limit"}, {})
             return
@@ -589,8 +592,8 @@ loss_rate = partial(quantity, SHARE, 0.0, 0.9, A_LOSS)
 
 
 def address(text: str) -> Address:
-    """Return the host and the port of "HOST:PORT". Raises ArgumentTypeError."""
-    match = re.fullmatch("(.+):([0-9]{1,5})", text)
+    """Return host (no IPv6 address) and port of "HOST:PORT". Raises ArgumentTypeError."""
+    match = re.fullmatch("([^:]+):([0-9]{1,5})", text)
     if not match or int(match[2]) > 65535:
         raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected HOST:PORT")
     return match[1], int(match[2])
@@ -608,7 +611,7 @@ def add_link_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def links_of(args: argparse.Namespace) -> dict[str, Link]:
-    """Return the link that the command line describes, by its name, or {} if it describes none."""
+    """Return {name: link}, the one that the command line describes, or {} if it describes none."""
     # The flags have the names of Link's fields.
     stated = {name: vars(args)[name] for name in vars(Link()) if vars(args)[name] is not None}
     if args.network is None and not stated:

@@ -69,13 +69,13 @@ from llama import (
     DEFAULT_MODEL,
     TOY_MODEL,
     Batch,
-    Conversation,
     GenerationConfig,
     InputError,
     KVCache,
     Llama,
     PackedLinear,
     Parser,
+    Request,
     Sampling,
     TextStream,
     Tokenizer,
@@ -346,9 +346,9 @@ def rejection_sample_tree(
     q_left. So what is drawn after a node may decide neither how many children that node has nor
     which of them are proposed: see `DraftState.sample_tree`.
 
-    (An aside: EAGLE-2 does not draw. At any temperature its tree holds the likeliest tokens. Its
-    rule for them: accept x with probability p(x). If it is rejected, drop x from p, scale the rest
-    to sum to 1, and try the next sibling. That is exact, too. `Lookup`, below the bar, follows it.)
+    An example with the p and q above, and the children 2 and 1, drawn in this order (tokens 1, 2
+    and 3). Token 2 is accepted with probability 0.3 / 0.5 = 0.6. If it is rejected, p_left is
+    (1, 0, 0) and q_left (0.8, 0, 0.2): so token 1 is accepted.
     """
     path = [0]
     trials = {}
@@ -418,25 +418,26 @@ class Lookup:
         if self.state is not None:
             self.state.append_verified(update)
 
-    def draft(self, token: int, tree: TreeConfig) -> Draft:
+    def draft(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a chain that is copied from the text. Where there is nothing to copy, ask the
-        drafter."""
-        text = self.history + [token]
+        drafter. (While a remote target is out of reach, the draft is thrown away.)"""
+        text = self.history + [root]
         count = min(tree.depth, tree.total_tokens)
         for size in self.sizes:
             place = find_earlier(text, size)
             if place is not None:
-                return self.certain_draft(token, copy_from(text, place, count))
+                return self.certain_draft(root, copy_from(text, place, count))
         if self.state is None:
-            return Draft(token)
-        return self.state.draft(token, tree)
+            return Draft(root)
+        return self.state.draft(root, tree)
 
     def certain_draft(self, root: int, tokens: list[int]) -> Draft:
         """Make a chain of tokens that were not drawn.
 
         Above temperature 0 the rule of acceptance asks for q. It gets the one from which only this
         token is drawn, q(x) = 1. So x is accepted with probability p(x), and if it is rejected, the
-        residual is p without x, scaled to sum to 1.
+        residual is p without x, scaled to sum to 1. (EAGLE-2 treats its trees so, whose tokens are
+        the likeliest and not drawn, at any temperature.)
         """
         draft = Draft(root)
         for parent, token in enumerate(tokens):  # in a chain each follows the one before it
@@ -460,7 +461,7 @@ def find_earlier(text: list[int], size: int) -> int | None:
 
 def copy_from(text: list[int], place: int, count: int) -> list[int]:
     """Return `count` tokens as they follow from a place of the text. Beyond its end it goes on with
-    what is copied: from place 1, the text 5 7 8 is followed by 7 8 7 8 ..."""
+    what is copied: from place 1, the text 8 7 8 is followed by 7 8 7 8 ..."""
     longer = list(text)
     for i in range(place, place + count):
         longer.append(longer[i])
@@ -502,10 +503,9 @@ class ChainBatch(Batch):
 
     def advance(self) -> list[list[int]]:
         """Draft, verify and accept once, for all rows. Returns the new tokens of each."""
-        conversations = self.conversations
-        samplings = [conversation.sampling for conversation in conversations]
-        newest = [conversation.tokens[-1] for conversation in conversations]
-        left = [conversation.left for conversation in conversations]
+        samplings = [request.sampling for request in self.requests]
+        newest = [request.tokens[-1] for request in self.requests]
+        left = [request.left for request in self.requests]
         # As many as the row with the most left can use: the target adds a token of its own.
         K = min(self.K, max(left) - 1)
         drafts = self.state.draft_chains(newest, K, samplings)
@@ -625,9 +625,10 @@ class RemoteTarget:
 
     Connected, it knows the text 5 9 2 7, and the drafter has a memory of 5 9 2: 7 is the next root.
     When the server does not answer, a new connection is made, over which it reads the text again,
-    and only the draft is lost. As long as that fails, the target is offline: the drafter writes
-    alone, and its text is unverified. Then the text may be 5 9 2 7 4 8, still with a memory of
-    5 9 2. The first reply after the outage brings that of 7 4 8.
+    and only the draft is lost. As long as that fails, the target is offline: `state.draft` drafts
+    nothing (see RemoteDraftState in moa.py), `draft_offline` lets the drafter write alone, and its
+    text is unverified. Then the text may be 5 9 2 7 4 8, still with a memory of 5 9 2. The first
+    reply after the outage brings that of 7 4 8.
     """
 
     def __init__(self, channel: Channel, state: RemoteDraftState, config: GenerationConfig):
@@ -817,6 +818,7 @@ class TargetSession:
         return tokens, config
 
     def read(self, fields: dict, tensors: Tensors) -> Replies:
+        """Begin a text, or begin it again after a lost connection."""
         tokens, config = self.parse_text(fields, tensors)
         known = check_int(fields.get("known", 0), 0, len(tokens) - 1)
         # The whole text, and after it a draft that may yet be rejected: its root and its tokens.
@@ -826,11 +828,13 @@ class TargetSession:
         yield self.run_models(lambda: self.reply(self.target.prefill(tokens), known))
 
     def verify(self, fields: dict, tensors: Tensors) -> Replies:
+        """Verify a draft that follows the newest token."""
         draft = self.parse_draft(fields, tensors)
         yield self.run_models(lambda: self.reply(self.target.verify(draft)))
 
     def reply(self, result: VerifyResult, known: int = 0) -> tuple[dict, Tensors]:
-        self.token = result.token
+        """Return a result as it is sent, without the memory of the first `known` tokens."""
+        self.token = result.token  # the root of the next draft
         fields = {"accepted": result.accepted, "token": result.token}
         return fields, quantize_memory(result.memory, known)
 
@@ -874,6 +878,7 @@ class TargetSession:
         return dict(zip(parents, q))
 
     def generate(self, fields: dict, tensors: Tensors) -> Replies:
+        """Write alone, as a plain API does: a reply for each token."""
         tokens, config = self.parse_text(fields, tensors)
         stream = generate(self.model, tokens, config)
         for count in range(1, config.max_new_tokens + 1):
@@ -1037,9 +1042,9 @@ class Recorder:
         self.state.append_verified(memory)
         self.cycle.draft_seconds = perf_counter() - start
 
-    def draft(self, token: int, tree: TreeConfig) -> Draft:
+    def draft(self, root: int, tree: TreeConfig) -> Draft:
         start = perf_counter()
-        self.cycle.draft = self.state.draft(token, tree)
+        self.cycle.draft = self.state.draft(root, tree)
         self.cycle.draft_seconds += perf_counter() - start
         return self.cycle.draft
 
@@ -1248,17 +1253,22 @@ class Printer:
 class Trace:
     """Shows every cycle: what was drafted, what was kept, and why not more.
 
-    `record` makes the object that --trace --json prints, and `draw_cycle` draws it. In it each
-    drafted token is described like this (p and the ratio are known on this machine only):
+    `record` makes the object that --trace --json prints, and `draw_cycle` draws it. A drafted token
+    in the object, and part of a drawing (p and u are known on this machine only):
 
         {"token": 2, "text": " in", "parent": -1, "q": 0.75, "p": 0.6, "accepted": true,
          "reason": "accepted: u 0.31 < p/q 0.80"}
+
+          " lies"
+          ├ " in"                      q 0.75  p 0.60  accepted: u 0.31 < p/q 0.80
+          │ └ " the"                   q 0.80  p 0.40  rejected: u 0.66 >= p/q 0.50
+          └ " within"                  q 0.08  p 0.11  not tried
     """
 
     tokenizer: Tokenizer
     as_json: bool
     cycles: int = 0
-    before: Traffic = field(default_factory=Traffic)  # until the last cycle
+    before: Traffic = field(default_factory=Traffic)  # at the end of the last cycle
 
     def emit(self, cycle: Cycle) -> None:
         self.cycles += 1
@@ -1335,11 +1345,12 @@ class Outcome(NamedTuple):
 
     draft: Draft  # a root alone after the prompt's pass, or if the draft was lost with the link
     path: list[int]  # the root, then accepted nodes
-    ended: bool  # by an accepted stop token: those after it are not shown
+    ended: bool  # an accepted stop token ended the answer: the target's own token is not part of it
 
 
 def find_outcome(cycle: Cycle) -> Outcome:
-    if cycle.link != "connected":  # what counts as accepted offline is the drafter's own
+    """Compare a draft with the tokens that its cycle brought."""
+    if cycle.link != "connected":  # no server has seen the draft: show its root alone
         return Outcome(Draft(cycle.draft.tokens[0]), [0], ended=False)
     draft = cycle.draft or Draft(cycle.result.token)
     accepted = cycle.result.accepted
@@ -1356,8 +1367,10 @@ def reason(local: LocalTarget | None, outcome: Outcome, node: int) -> str:
         return "not reached"
     accepted = node in outcome.path
     verdict = "accepted" if accepted else "rejected"
-    if local is None or not draft.q:
-        return verdict  # a server does not say why, and at temperature 0 there is no more to say
+    if not draft.q:
+        return verdict  # at temperature 0 there is no more to say
+    if local is None:  # a server does not say why, nor which siblings it tried
+        return "accepted" if accepted else "not kept"
     if node not in local.acceptance.trials:
         return "not tried"  # a sibling before it was accepted
     trial = local.acceptance.trials[node]
@@ -1391,8 +1404,10 @@ def draw_cycle(record: dict) -> list[str]:
         traffic = f"{link['bytes_up']} bytes up, {link['bytes_down']} down"
         lines.append(f"  link: {link['state']}, {traffic}, {1e3 * link['seconds']:.0f} ms")
     if drafts:
+        # A chain goes straight down, however long it is: an indent for each level would not fit.
+        is_chain = all(node["parent"] == i - 1 for i, node in enumerate(drafts))
         lines.append(f"  {quote(record['root'])}")
-        lines += draw_branch(drafts, parent=-1, indent="  ")
+        lines += draw_branch(drafts, parent=-1, indent="  ", is_chain=is_chain)
     if record["offline"]:
         lines.append(paint("  offline: the drafter alone wrote, unverified,", YELLOW))
         lines.append(paint(f"  {json.dumps(record['text'], ensure_ascii=False)}", YELLOW))
@@ -1404,12 +1419,10 @@ def draw_cycle(record: dict) -> list[str]:
     return lines
 
 
-def draw_branch(drafts: list[dict], parent: int, indent: str) -> list[str]:
+def draw_branch(drafts: list[dict], parent: int, indent: str, is_chain: bool) -> list[str]:
     """Draw the tokens after a parent, and what follows each."""
     lines = []
     children = [i for i, node in enumerate(drafts) if node["parent"] == parent]
-    # A chain goes straight down, however long it is: an indent for each level would not fit.
-    is_chain = all(node["parent"] == i - 1 for i, node in enumerate(drafts))
     for i in children:
         node = drafts[i]
         last = i == children[-1]
@@ -1423,7 +1436,7 @@ def draw_branch(drafts: list[dict], parent: int, indent: str) -> list[str]:
         below = indent
         if not is_chain:
             below += "  " if last else "│ "
-        lines += draw_branch(drafts, i, below)
+        lines += draw_branch(drafts, i, below, is_chain)
     return lines
 
 
@@ -1555,6 +1568,22 @@ def local_methods(alone: Llama, models: Models, chain: TreeConfig, tree: TreeCon
     return methods
 
 
+def open_channel(
+    args: Namespace,
+    server: tuple[str, int],
+    link: Link,
+    prompt: list[int],
+    outage_after: float | None = None,
+) -> Channel:
+    """Return a channel for one answer. Its delays are seeded by the prompt, so that all methods of
+    a benchmark meet the same ones. outage_after: tokens, by default --disconnect-after."""
+    if outage_after is None:
+        outage_after = args.disconnect_after
+    outage = Outage(outage_after, args.disconnect_for)
+    network = Network(link, args.seed + sum(prompt), outage)
+    return Channel(server, os.environ.get(SECRET, ""), network, args.timeout)
+
+
 def remote_methods(
     models: Models,
     tree: TreeConfig,
@@ -1563,7 +1592,10 @@ def remote_methods(
     max_new_tokens: int,
 ) -> Methods:
     """List what is measured on each network. "disconnected" goes down after a quarter of the
-    tokens."""
+    tokens.
+
+    new_channel: `open_channel`, from the link on.
+    """
     methods = {}
     for name, link in links.items():
         api = f"api:{name}"
@@ -1578,8 +1610,8 @@ def remote_methods(
 
 
 class Benchmark(NamedTuple):
-    rows: list[dict]
-    stopped_by: BaseException | None  # Ctrl-C, or an error: then of the prompts that were done
+    rows: list[dict]  # of the prompts that were done
+    stopped_by: BaseException | None  # Ctrl-C or an InputError, if one has ended it early
 
 
 def bench(
@@ -1685,7 +1717,8 @@ def offline_quality(model: Llama, ours: list[Generation], bases: list[Generation
     nll = []
     for g, base in zip(ours, bases):
         ids = torch.tensor([g.prompt + g.tokens[:-1]], device=model.device)
-        log_p = model(ids)[0, len(g.prompt) - 1:].float().log_softmax(-1)  # (T, V)
+        hidden = model.hidden(ids)[0, len(g.prompt) - 1:]  # (T, E)
+        log_p = model.lm_head(hidden).float().log_softmax(-1)  # (T, V)
         for i, origin in enumerate(g.origins):
             if origin == Origin.UNVERIFIED:
                 # Slices, as the base's answer may have ended before.
@@ -1707,24 +1740,24 @@ def bench_batch(
     if not models.drafter.config.use_cross_attention:
         raise InputError("--batch needs a drafter with CA")
     messages = [[{"role": "user", "content": prompt.turns[0]}] for prompt in prompts]
-    requests = [models.tokenizer.chat(turns) for turns in messages]
-    capacity = max(len(prompt) for prompt in requests) + config.max_new_tokens
+    texts = [models.tokenizer.chat(turns) for turns in messages]
+    capacity = max(len(text) for text in texts) + config.max_new_tokens
     if capacity > target.config.max_position_embeddings:
         context = target.config.max_position_embeddings
         raise InputError(
             f"a prompt with its answer needs {capacity} tokens and the context is {context}: lower "
             "--max-new-tokens, or leave the prompt out"
         )
-    alone = [list(generate(target, prompt, config)) for prompt in requests]
+    alone = [list(generate(target, text, config)) for text in texts]
     warm_up = ChainBatch(target, models.drafter, 1, capacity, K)  # the target is warm
-    run_batch(warm_up, requests[:1], config)
+    run_batch(warm_up, texts[:1], config)
     rows = []
     for size in tqdm(batches):
-        count = min(size, len(requests))  # more rows would stay empty
+        count = min(size, len(texts))  # more rows would stay empty
         batch = Batch(target, count, capacity)
-        base = measure_batch("target", batch, requests, config, alone)
+        base = measure_batch("target", batch, texts, config, alone)
         batch = ChainBatch(target, models.drafter, count, capacity, K)
-        chain = measure_batch("chain", batch, requests, config, alone)
+        chain = measure_batch("chain", batch, texts, config, alone)
         for row in (base, chain):
             speedup = row["tokens_per_second"] / base["tokens_per_second"]
             rows.append({**row, "batch": size, "speedup": speedup})
@@ -1742,20 +1775,23 @@ def measure_batch(
     start = perf_counter()
     ended = run_batch(batch, prompts, config)
     seconds = perf_counter() - start
-    tokens = sum(len(c.tokens) for c in ended)
-    calls = sum(c.target_calls for c in ended)
-    return {
+    tokens = sum(len(request.tokens) for request in ended)
+    calls = sum(request.target_calls for request in ended)
+    row = {
         "category": "overall",
         "method": method,
         "tokens_per_second": tokens / seconds,
         "acceptance_length": (tokens - len(ended)) / max(1, calls),
-        "identical": sum(c.tokens == alone[c.key] for c in ended) / len(ended),
     }
+    if config.temperature == 0:
+        same = sum(request.tokens == alone[request.key] for request in ended)
+        row["identical"] = same / len(ended)
+    return row
 
 
 def run_batch(
     batch: Batch, prompts: list[list[int]], config: GenerationConfig
-) -> list[Conversation]:
+) -> list[Request]:
     """Answer all prompts, as many at a time as the batch has rows."""
     waiting = list(enumerate(prompts))
     ended = []
@@ -1890,14 +1926,15 @@ def add_remote_arguments(parser: Parser) -> None:
     add("--remote", nargs="?", const=OWN_SERVER, type=address, metavar="HOST:PORT",
         help="there or, without an address, in a process of our own")
     add_link_arguments(remote)
-    add("--timeout", type=time_limit, help="for a reply (default: ten times the slowest)")
+    add("--timeout", type=time_limit,
+        help="for a reply, that to the prompt included (default: ten times the slowest)")
     add("--disconnect-after", type=positive_int, default=math.inf, metavar="N",
         help="the network goes down when N tokens have come")
     add("--disconnect-for", type=duration, default=math.inf, metavar="TIME",
         help="and is back after so long (default: never)")
 
 
-# Flags that go together, where they have no effect or contradict others.
+# Groups of flags, which `check_arguments` refuses together.
 TREE_FLAGS = "depth", "top_k", "total_tokens"
 DRAFT_FLAGS = "lookup", "draft_length", *TREE_FLAGS
 ANSWER_FLAGS = (
@@ -2120,24 +2157,13 @@ def main() -> None:
         args.max_new_tokens, args.temperature, args.top_p, args.seed, stop_ids
     )
     server = start_server(args) if args.remote == OWN_SERVER else args.remote
-
-    def new_channel(
-        link: Link, prompt: list[int], outage_after: float = args.disconnect_after
-    ) -> Channel:
-        """Return a channel for one answer. Each prompt has a seed of its own for its delays, in a
-        benchmark the same seed for all methods. (`partial` binds the link, and in a benchmark the
-        beginning of an outage.)"""
-        outage = Outage(outage_after, args.disconnect_for)
-        network = Network(link, args.seed + sum(prompt), outage)
-        return Channel(server, os.environ.get(SECRET, ""), network, args.timeout)
-
+    new_channel = partial(open_channel, args, server) if server else None
     if args.bench:
-        run_bench(args, models, bench_prompts, config, new_channel if server else None)
+        run_bench(args, models, bench_prompts, config, new_channel)
         return
     connect = None
-    if server:
-        links = list(links_of(args).values())  # at most one
-        link = links[0] if links else Link()  # which simulates nothing
+    if new_channel is not None:
+        link = next(iter(links_of(args).values()), Link())  # Link() simulates nothing
         connect = partial(new_channel, link)
     tree = None if args.no_speculation else args.tree
     method = Method(models.target, models.drafter, tree, args.lookup, connect)

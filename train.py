@@ -9,13 +9,13 @@ predictions h' and q, the loss of one position is
 
 KL makes q like p, and that is what acceptance needs: a drafted token is rejected with probability
 sum max(p - q, 0), which is at most sqrt(KL / 2). Smooth L1 gives E numbers to learn from at each
-position. (With N > 0 there are two, as in the authors' code: half of the weight is on h', half on
-the state that CA predicts for the entry of the reused layers.)
+position. (With N > 0 there are two Smooth L1 terms, as in the authors' code: half of the weight is
+on h', half on the state that CA predicts for the entry of the reused layers.)
 
 The file shows how one pass puts every position into a situation that drafting meets (its
 *horizon*), then the losses, one update, and the loop.
 
-    python train.py --data ultrachat.jsonl              # the authors' settings, once over the data
+    python train.py --data ultrachat.jsonl              # the paper's settings, once over the data
     python train.py --data ultrachat.jsonl --resume     # goes on after any interruption
     python train.py --data own.jsonl --synthesize 1000  # no data at hand? let the target write it
 
@@ -57,18 +57,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 
 from llama import (
     DTYPES,
     Batch,
     Config,
-    Conversation,
     GenerationConfig,
     InputError,
     Llama,
     Parser,
+    Request,
     Tokenizer,
     add_model_arguments,
     atomic_write,
@@ -123,10 +123,10 @@ CLIP = 1.0  # the gradient's norm, at most
 # the drafter after tokens that the target would hardly write.)
 #
 # The length of the runs is drawn for each pass over a conversation, from 5 to 15. If an answer's
-# first run always had its full length, its first token would always be trained at depth 1, its
-# second at depth 2, and so on. So the first run is made shorter by a number of tokens, the phase,
-# which is drawn as well, from 0 to length - 1 (an addition of ours). Over time every position is
-# trained at every depth that it can have in a draft.
+# first run always had its full length, its second query would always be at depth 2, its third at
+# depth 3, and so on. So the first run is made shorter by a number of tokens, the phase, which is
+# drawn as well, from 0 to length - 1 (an addition of ours). Over time every position is trained at
+# every depth that it can have in a draft.
 
 
 class Sequence(NamedTuple):
@@ -257,7 +257,10 @@ class Distillation(NamedTuple):
 
 
 def distill(drafter: Drafter, example: Example, args) -> Distillation:
-    """Run the target once, and the drafter under each of R horizons, over B sequences, collated."""
+    """Run the target once, and the drafter under each of R horizons, over B sequences, collated.
+
+    args: the weights of the losses.
+    """
     tokens = example.tokens  # (B, T)
     states = target_pass(drafter.target, tokens, drafter.N)
     memory = drafter.build_memory(states.kv, states.final)  # (B, T, E)
@@ -351,13 +354,16 @@ def learning_rate(update: int, args) -> float:
     updates.
 
     paper, as in the authors' code: up to 20 times --lr, then on a straight line down to --lr, which
-    is reached at the end of the first epoch and kept. cosine: along half a cosine from --lr down to
+    is reached at the end of the first epoch and kept. (In an epoch shorter than two warm-ups half
+    of it is the warm-up.) cosine: along half a cosine from --lr down to
     0, times the rise of the warm-up.
     """
-    warm = min(1.0, (update + 1) / args.warmup)  # rises to 1
     if args.schedule == "cosine":
+        warm = min(1.0, (update + 1) / args.warmup)  # rises to 1
         return warm * args.lr * (1 + math.cos(math.pi * update / args.updates)) / 2
-    way_down = (update - args.warmup) / max(1, args.epoch_updates - args.warmup)
+    warmup = min(args.warmup, max(1, args.epoch_updates // 2))
+    warm = min(1.0, (update + 1) / warmup)
+    way_down = (update - warmup) / max(1, args.epoch_updates - warmup)
     way_down = min(1.0, max(0.0, way_down))  # 0 while warming up, 1 from the epoch's end on
     return warm * args.lr * (20 - 19 * way_down)
 
@@ -443,24 +449,24 @@ def train(
 # --- Less RAM, mixed precision, and a loss on memories ---
 
 KL_CHUNK = 256  # distributions q over V tokens that exist at once
-# On a GPU, where each piece costs time to launch: as many as have so many numbers, if V is small.
-KL_NUMBERS_ON_GPU = 2**25
+# On a GPU, where each piece costs time to launch, it may be larger: up to so many logits.
+KL_LOGITS_ON_GPU = 2**25
 
 
 def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
     """Return `kl_divergence` of the same arguments, a few positions at a time.
 
     A distribution has V numbers (Llama-3: 128 256), and autograd would keep several of them for
-    each position until the backward pass. `checkpoint` keeps none: the backward pass computes each
+    each position until the backward pass. `recompute` keeps none: the backward pass computes each
     piece again.
     """
     chunk = KL_CHUNK
     if predicted.device.type != "cpu":
-        chunk = max(chunk, KL_NUMBERS_ON_GPU // len(head))
+        chunk = max(chunk, KL_LOGITS_ON_GPU // len(head))
     count = max(1, chunk // len(predicted))  # positions
     total = predicted.new_zeros(())
     for piece, true in zip(predicted.split(count, dim=1), final.split(count)):
-        kl = checkpoint(
+        kl = recompute(
             kl_divergence, piece, true, head, use_reentrant=False, preserve_rng_state=False
         )
         total = total + kl
@@ -511,7 +517,9 @@ def join_processes(args) -> None:
         args.device = f"cuda:{dist.get_node_local_rank()}"
         settle_device(args)
         torch.cuda.set_device(args.device)
-    dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
+    backend = "nccl" if args.device.startswith("cuda") else "gloo"
+    # While process 0 evaluates, the others wait: longer than the ten minutes that are usual.
+    dist.init_process_group(backend, timeout=timedelta(hours=2))
 
 
 def all_reduce(tensor: Tensor) -> None:
@@ -604,7 +612,7 @@ def split_runs(right: Tensor, depths: Tensor) -> list[list[bool]]:
 
 def depth_scores(runs: list[list[bool]], max_depth: int) -> dict:
     """Return how often a token drafted at each depth is the target's first choice, if all before it
-    in its run were.
+    in its run were. As far as there are any.
 
     With a_d that share at depth d, a cycle brings 1 + a_1 + a_1 a_2 + ... tokens: the acceptance
     length implied. It is optimistic: these runs begin anywhere, but a cycle mostly begins after a
@@ -615,7 +623,9 @@ def depth_scores(runs: list[list[bool]], max_depth: int) -> dict:
     accuracies = []
     for depth in range(max_depth):
         drafted = [run[depth] for run in runs if len(run) > depth and all(run[:depth])]
-        accuracies.append(sum(drafted) / max(1, len(drafted)))
+        if not drafted:
+            break
+        accuracies.append(sum(drafted) / len(drafted))
     length = 1 + np.cumprod(accuracies).sum()
     return {"depth_accuracy": accuracies, "implied_acceptance_length": float(length)}
 
@@ -828,8 +838,6 @@ class Record(NamedTuple):
 
 def find_records(path: str | Path) -> Iterator[Record]:
     """Find the records of a file, one a line or all in one JSON array. Raises InputError."""
-    if not Path(path).exists():
-        raise InputError(f"{path}: {NO_FILE}")
     if Path(path).is_dir():
         raise InputError(f"{path} is a folder: name the files in it, as in {path}/*.jsonl")
     with input_errors(f"{path}: cannot be read", OSError), open(path, "rb") as file:
@@ -1050,7 +1058,7 @@ class Journal:
             file.write(json.dumps({"update": self.done} | record) + "\n")
 
     def save(self) -> None:
-        """Save all that is needed to go on as if nothing had happened, or nothing at all."""
+        """Write all that --resume needs to one file, completely or not at all."""
         state = {
             "update": self.done,
             "position": self.position,
@@ -1138,7 +1146,7 @@ def announce_cost(drafter: Drafter, sequence: Sequence, held_out: list[Sequence]
 
 # --- Synthesis: training data from the target alone (the idea of Magpie, Xu et al. 2024) ---
 
-ANSWER_TEMPERATURES = (0.0, 0.0, 0.6, 1.0)  # half of the answers greedy, as most use of a drafter
+ANSWER_TEMPERATURES = (0.0, 0.0, 0.6, 1.0)  # half greedy, as drafters are mostly used
 QUESTION_TEMPERATURE = 1.0
 TOP_P = 0.95
 NEXT_TURN = 0.3  # the probability that a conversation goes on after an answer
@@ -1147,8 +1155,8 @@ BEGIN = b'{"messages": '  # of each line
 MAX_BARREN = 500  # conversations without an answer, in a row, after which --synthesize gives up
 
 
-# A conversation here is a list of messages. The batch writes one turn of it at a time: that is what
-# llama.py calls a `Conversation`, whose `key` is our list. Each turn reads the text so far again.
+# A conversation is a list of messages, of which the batch writes one turn at a time: a `Request`,
+# whose `key` is that list. Each turn reads the text so far again.
 
 
 def converse(
@@ -1173,25 +1181,23 @@ def converse(
     barren = 0  # how many in a row had no answer
     while True:
         # 1. Begin as many conversations as fit in the batch, and as are still wanted.
-        under_way = len(batch.conversations) + len(waiting)
+        under_way = len(batch.requests) + len(waiting)
         waiting += itertools.islice(openings, min(count, args.batch_size) - under_way)
         # 2. Begin the next turn of each that waits. On a GPU, where one pass reads all their
         # prompts, wait until there are some: until an eighth of the rows is free.
-        free = args.batch_size - len(batch.conversations)
+        free = args.batch_size - len(batch.requests)
         if free >= args.batch_size / 8 or target.device.type == "cpu":
             turns = [next_turn(tokenizer, messages, draws, args.seq_len) for messages in waiting]
             batch.add_all(turns)
             waiting = []
-        if not batch.conversations:
+        if not batch.requests:
             return
         # 3. Run one pass. Where it ends a turn, the conversation waits for its next one, or is
         # complete, or is dropped, as it has no answer.
         for turn in batch.step():
             messages = turn.key
             if end_turn(tokenizer, turn, draws):
-                # `step` returns the last row first. Inserted in front, turns begin in the order of
-                # rows. (Any fixed order would do, but each draws other conversations.)
-                waiting.insert(0, messages)
+                waiting.append(messages)
             elif len(messages) >= 2:  # it has an answer
                 barren = 0
                 count -= 1
@@ -1221,7 +1227,7 @@ def next_turn(
     return messages, prompt, GenerationConfig(room, temperature, TOP_P, seed, stop_ids)
 
 
-def end_turn(tokenizer: Tokenizer, turn: Conversation, draws: random.Random) -> bool:
+def end_turn(tokenizer: Tokenizer, turn: Request, draws: random.Random) -> bool:
     """Add what was written to its conversation, if it is of use. Return whether that goes on.
 
     An answer may be cut short, but no question.
@@ -1229,10 +1235,10 @@ def end_turn(tokenizer: Tokenizer, turn: Conversation, draws: random.Random) -> 
     messages = turn.key
     role = next_role(messages)
     text = tokenizer.decode(turn.tokens).strip()
-    room = turn.config.max_new_tokens  # 1 where `next_turn` has cut the text
+    was_cut = turn.config.max_new_tokens == 1  # see `next_turn`
     is_finished = turn.tokens[-1] in tokenizer.stop_ids
-    may_go_on = is_finished and room - len(turn.tokens) >= MIN_ROOM
-    if not text or room == 1:
+    may_go_on = is_finished and turn.left >= MIN_ROOM
+    if not text or was_cut:
         return False
     if role == "user" and not may_go_on:  # cut short, or no room for its answer
         return False
@@ -1254,14 +1260,20 @@ def find_openings(path: Path, args) -> Iterator[list[dict]]:
     `path` does not answer yet. Raises InputError."""
     if args.questions is None:
         return ([] for _ in itertools.count())
-    if not Path(args.questions).exists():
-        raise InputError(f"{args.questions}: no such file")
     questions = dict.fromkeys(read_questions(args.questions))
     if not questions:
         raise InputError(f"{args.questions}: no conversation with a question")
     answered = set(read_questions(path)) if path.exists() else set()
     openings = [[{"role": "user", "content": q}] for q in questions if q not in answered]
     return iter(openings)
+
+
+def is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+        return True
+    except ValueError:
+        return False
 
 
 @torch.inference_mode()
@@ -1278,11 +1290,10 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
         # was cut short, is ours too.)
         if not BEGIN.startswith(text[:len(BEGIN)]):
             raise InputError(f"{path}: was not written by --synthesize; choose another --data")
-        # An earlier run may have been killed while it wrote its last line. If that is whole JSON,
-        # and only its line end is missing, add the line end. Otherwise cut the line off.
+        # An earlier run may have been killed while it wrote its last line. If only the line end is
+        # missing, add it. Otherwise cut the line off.
         _, _, last_line = text.rpartition(b"\n")
-        with suppress(ValueError):
-            json.loads(last_line)
+        if is_json(last_line):
             text += b"\n"
             file.write(b"\n")
         size = file.truncate(text.rfind(b"\n") + 1)
@@ -1613,18 +1624,18 @@ def add_training_arguments(parser: Parser) -> None:
     add("--micro-batch-size", type=positive_int, default=1,
         help="sequences at once (default: %(default)s)")
     add("--seq-len", type=number(int, 16), default=2048, help="tokens (default: %(default)s)")
-    weight = number(float, 0)
-    add("--lr", type=weight, default=3e-5,
+    non_negative = number(float, 0)
+    add("--lr", type=non_negative, default=3e-5,
         help="the paper's schedule peaks at 20 times it (default: %(default)s)")
     add("--schedule", choices=("paper", "cosine"), default="paper",
         help="of the learning rate (default: %(default)s)")
     add("--warmup", type=positive_int, default=50, help="updates (default: %(default)s)")
     add("--optimizer", choices=("adamw", "muon"), default="adamw",
         help="muon: for matrices, with adamw for the rest (default: %(default)s)")
-    add("--kl-weight", type=weight, default=0.1, help="of KL(p || q) (default: %(default)s)")
-    add("--feature-weight", type=weight, default=1.0,
+    add("--kl-weight", type=non_negative, default=0.1, help="of KL(p || q) (default: %(default)s)")
+    add("--feature-weight", type=non_negative, default=1.0,
         help="of Smooth L1 on hidden states (default: %(default)s)")
-    add("--memory-weight", type=weight, default=0.0,
+    add("--memory-weight", type=non_negative, default=0.0,
         help="of the same loss on memories; not the paper's")
     add("--run-length", type=positive_int, nargs=2, default=[5, 15], metavar=("LOW", "HIGH"),
         help="tokens a run (default: 5 15)")
@@ -1682,8 +1693,15 @@ def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
 
 # --- The tasks that train or evaluate ---
 #
-# They complete args: the folder, whether there is anything to resume, device, dtype, updates. The
-# checkpoint holds args, and --resume compares the two.
+# They complete args:
+#
+#     begin_or_resume     out
+#     check_folder        resume: whether there is anything to resume
+#     join_processes      device
+#     settle_device       dtype
+#     run_training        updates, epoch_updates; data: of each file name and contents
+#
+# The checkpoint holds args, and --resume compares.
 
 
 def make_drafter(target: Llama, data: Conversations, training: np.ndarray, args) -> Drafter:
@@ -1712,8 +1730,8 @@ def make_drafter(target: Llama, data: Conversations, training: np.ndarray, args)
 def run_training(target: Llama, tokenizer: Tokenizer, args) -> None:
     """Prepare data and drafter, then run the loop. Raises InputError."""
     data = Conversations(args.data, tokenizer, args.seq_len)
-    # From here on paths and contents, so that --resume refuses a file that was changed.
-    args.data = [f"{path} ({checksum(path)[:16]})" for path in args.data]
+    # So that --resume refuses a file that was changed, and takes one that was moved.
+    args.data = [f"{Path(path).name} ({checksum(path)[:16]})" for path in args.data]
     training, held_out = split(data, args.seed)
     args.epoch_updates = math.ceil(len(training) / args.batch_size)
     may_differ = set()
@@ -1768,7 +1786,12 @@ def check_folder(args) -> None:
 
 
 def load_models(args) -> tuple[Llama, Tokenizer]:
-    """Load the target and its tokenizer. Raises InputError."""
+    """Load the target and its tokenizer, after a look for the files. Raises InputError."""
+    for path in [] if args.synthesize else args.data:
+        if not Path(path).exists():
+            raise InputError(f"{path}: {NO_FILE}")
+    if args.questions and not Path(args.questions).exists():
+        raise InputError(f"{args.questions}: no such file")
     target, tokenizer = load_target(args)
     context = target.config.max_position_embeddings
     if args.seq_len > context:
@@ -1776,7 +1799,7 @@ def load_models(args) -> tuple[Llama, Tokenizer]:
     return target, tokenizer
 
 
-def make_model(args) -> None:
+def begin_or_resume(args) -> None:
     """Train a drafter or, with --pretrain, a toy target. Raises InputError."""
     args.out = args.pretrain or args.out
     check_folder(args)
@@ -1788,7 +1811,8 @@ def make_model(args) -> None:
         target, tokenizer = load_models(args)
         run_training(target, tokenizer, args)
     if args.json and rank() == 0:
-        print(json.dumps(read_log(args.out)[-1]))
+        log = read_log(args.out)
+        print(json.dumps(log[-1] if log else {}))  # a finished run's log may be deleted
     if dist.is_initialized():
         # Until process 0 has saved, and gloo's threads have let go of our tensors: they may crash
         # where these go first.
@@ -1808,7 +1832,7 @@ def main() -> None:
         target, tokenizer = load_models(args)
         run_evaluation(target, tokenizer, args)
     else:
-        make_model(args)
+        begin_or_resume(args)
 
 
 if __name__ == "__main__":

@@ -233,7 +233,7 @@ def target_batch_on(device) -> list[list[int]]:
         ("third", PROMPT[2:], GenerationConfig(4)),
     ])
     ended = {}
-    while batch.conversations:
+    while batch.requests:
         ended |= {conversation.key: conversation.tokens for conversation in batch.step()}
     return [ended[key] for key in ("first", "second", "third")]
 

@@ -310,13 +310,13 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(tiny):
 
 
 @torch.inference_mode()
-def generate_batch(model: llama.Llama, requests: list, rows: int) -> list[llama.Conversation]:
+def generate_batch(model: llama.Llama, requests: list, rows: int) -> list[llama.Request]:
     """All requests, (prompt, config), by their place in the list, each as soon as a row is free."""
     batch = llama.Batch(model, rows, capacity=101)
     started = 0
     ended = []
     while len(ended) < len(requests):
-        room = rows - len(batch.conversations)
+        room = rows - len(batch.requests)
         new = list(enumerate(requests))[started:started + room]
         batch.add_all([(key, prompt, config) for key, (prompt, config) in new])
         started += len(new)
@@ -381,7 +381,7 @@ def test_prompts_read_in_one_pass_leave_what_each_leaves_when_read_alone(tiny):
     batch = llama.Batch(tiny, rows=5, capacity=101)
     batch.add("before", [7, 8, 9], llama.GenerationConfig(9))
     prompts = [TOKENS.flatten()[:count].tolist() for count in (4, 90, 1)]
-    hidden = batch.prefill_padded(1, prompts)
+    hidden = batch.prefill(1, prompts)
     for row, prompt in enumerate(prompts, 1):
         cache = tiny.new_cache(101)
         alone = tiny.hidden(torch.tensor([prompt]), cache)
@@ -399,12 +399,12 @@ def test_a_row_is_free_as_soon_as_its_conversation_has_ended(tiny):
         while batch.has_room:
             batch.add(started, [started], llama.GenerationConfig(2 + started % 3))
             started += 1
-        assert len(batch.conversations) == 3
+        assert len(batch.requests) == 3
         for conversation in batch.step():
             first = conversation.key
             assert conversation.tokens == generate(tiny, [first], 2 + first % 3)
             ended += 1
-        assert len(batch.conversations) == started - ended
+        assert len(batch.requests) == started - ended
 
 
 # --- Checkpoints ---

@@ -654,7 +654,7 @@ def batch_row(chance: Chance, row: int, top_p: float, **choices) -> Comparison:
         for key, prompt in enumerate(BATCH_PROMPTS):
             batch.add(key, prompt, replace(config, seed=key))
         batch.step()
-        return batch.conversations[row].tokens
+        return batch.requests[row].tokens
 
     return compare(chance.branches(run), exact_texts(target, config, BATCH_PROMPTS[row]))
 

@@ -384,7 +384,7 @@ def serving(new_session=Session, secret: str = "", **choices):
             server.shutdown()
             thread.join()
     assert threading.active_count() == before
-    assert not server.connections and not server.unauthenticated
+    assert not server.sockets and not server.unauthenticated
 
 
 def channel_to(server: MessageServer, link: Link = Link(), timeout: float | None = None,

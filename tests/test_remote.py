@@ -435,7 +435,7 @@ def test_an_outage_at_any_moment_costs_verification_only_for_as_long_as_it_lasts
         channel = Channel(server.server_address, "", network)
         method = over(channel, pair, tree, lookup)
         result = method.answer(PROMPT, GenerationConfig(100), cycles.append)
-        wait_for(lambda: not server.connections)
+        wait_for(lambda: not server.sockets)
     assert len(os.listdir("/proc/self/fd")) == open_files
     verified = check(target, result, cycles, 100)
     first_lost = (verified + [False]).index(False)
@@ -734,7 +734,7 @@ def test_neither_unauthenticated_clients_nor_ones_beyond_the_limit_keep_others_o
                 greetings.append(fields)
         accepted = {"drafter": "test"}
         assert greetings == [accepted, accepted, {"refused": "it has 2 clients, its limit"}]
-        wait_for(lambda: set(server.connections) == set(server.unauthenticated))
+        wait_for(lambda: set(server.sockets) == set(server.unauthenticated))
         assert over(channel_to(server), models).answer(PROMPT, CONFIG).tokens == alone
 
 
@@ -919,7 +919,7 @@ def test_thousands_of_malformed_frames_leave_the_server_serving(capsys):
                 sock.shutdown(socket.SHUT_WR)
                 while sock.recv(1 << 16):
                     pass
-        wait_for(lambda: not server.connections)
+        wait_for(lambda: not server.sockets)
         result = over(channel_to(server), pair).answer(PROMPT, CONFIG)
         assert result.tokens == target_alone(target, 24)
     lines = capsys.readouterr().err.splitlines()
