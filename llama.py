@@ -387,9 +387,9 @@ class GenerationConfig:
     """What a caller asks for: how to go on after a prompt. It has no generator, so that it can be
     kept, compared, and sent to a server; `new_sampling` makes the `Sampling` that has one.
 
-    A target alone gives the same answer to the same prompt and config every time. Drafting uses the
-    random numbers of the seed in another way. So above temperature 0 it gives another answer, which
-    is drawn from the same distribution.
+    A target alone gives the same answer to the same prompt and config every time. Drafting and, on
+    a GPU, a batch use the random numbers of the seed in another way. So above temperature 0 they
+    give another answer, which is drawn from the same distribution.
     """
 
     max_new_tokens: int = 256
@@ -1010,8 +1010,8 @@ def load_weights(
             raise InputError(f"{what} occurs twice")
         elif not name.endswith(IGNORED_TENSORS):
             raise InputError(
-                f"{what} is unknown: only {type(module).__name__}'s architecture is supported, "
-                "not quantized"
+                f"{what} is unknown: only {type(module).__name__}'s own tensors are supported, and "
+                "no quantized ones in .safetensors"
             )
     if missing:
         raise InputError(f"{path}: tensor {next(iter(missing))} missing")

@@ -808,7 +808,7 @@ def default_config(target: Llama) -> DrafterConfig:
     as near as its heads divide."""
     sizes = target.config
     heads = sizes.num_attention_heads
-    kv_heads = math.gcd(heads, max(1, heads // 8))  # at most one for eight heads, dividing them
+    kv_heads = math.gcd(heads, max(1, heads // 8))  # one for eight heads, if that divides them
     kv_width = 2 * sizes.num_key_value_heads * sizes.head_dim  # LSA's width
     # LSA has as many heads as the target. Where RoPE could not pair the coordinates of a head, take
     # fewer, at the least one for each kv head: then a head's size is 2 D.
@@ -1285,7 +1285,7 @@ def parse_drafter_config(
     rows = {name: len(tensor) for name, tensor in tensors.items()}
     for layer in ("self_attention", "cross_attention", "layer_self_attention"):
         heads = values.get(f"{layer}_num_attention_heads", values["num_attention_heads"])
-        # 1 where a tensor is missing, which `load_weights` will say.
+        # 1 where a tensor is missing: `load_weights` says so, unless an ablation lacks the layer.
         q_rows = rows.get(f"{layer}.self_attn.q_proj.weight", 1)
         k_rows = rows.get(f"{layer}.self_attn.k_proj.weight", 1)
         mlp_width = rows.get(f"{layer}.mlp.gate_proj.weight", 1)

@@ -309,7 +309,7 @@ class Traffic:
     bytes_up: int = 0
     bytes_down: int = 0
     round_trips: int = 0  # requests
-    network_seconds: float = 0.0  # spent waiting for replies, less the server's work on them
+    network_seconds: float = 0.0  # until each request's first reply, less the server's work on it
 
 
 @dataclass(repr=False)  # it holds a secret
@@ -336,9 +336,10 @@ class Channel:
         start = monotonic()
         if network.outage.overlaps(start, start):  # now, that is
             raise ConnectionLost("the network is down")
-        deadline = start + CONNECT_SECONDS  # by the real clock; the simulated link may be slower
+        timeout = INITIAL_RTO + self.reply_timeout()  # one packet may be lost; simulated
+        deadline = start + min(CONNECT_SECONDS, timeout)  # real
         try:
-            self.sock = socket.create_connection(self.address, CONNECT_SECONDS)
+            self.sock = socket.create_connection(self.address, deadline - start)
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send at once
             nonce = receive_bytes(self.sock, NONCE, deadline)
             self.sock.sendall(answer_nonce(self.secret, nonce))
@@ -354,7 +355,7 @@ class Channel:
             for up_size, down_size in ((0, 0), (0, NONCE), (DIGEST, greeting.size)):
                 arrival = network.up.send(arrival, up_size)
                 arrival = network.down.send(arrival, down_size)
-            wait(arrival, start + FIRST_REPLY_SECONDS)
+            wait(arrival, start + timeout)
         except (OSError, UnicodeError) as error:  # the latter: a host name like a..b
             self.close()
             raise ConnectionLost(f"no server at {self.address[0]}:{self.address[1]}: {error}")
@@ -388,13 +389,12 @@ class Channel:
         if self.sock is None:
             raise ConnectionLost("not connected")
         try:
-            start = monotonic()
+            sent = monotonic()
             size = send_message(self.sock, fields, tensors)
             self.traffic.bytes_up += size
             self.traffic.round_trips += 1
-            server_clock = self.network.up.send(start, size)  # simulated: it has the request
-            before = self.traffic.network_seconds
-            on_network = 0.0  # seconds, of this request
+            server_clock = self.network.up.send(sent, size)  # simulated: it has the request
+            start = sent
             more = True
             while more:  # one round for each reply; all but the last have a field "more"
                 deadline = start + self.reply_timeout()
@@ -403,8 +403,8 @@ class Channel:
                 server_clock += elapsed  # simulated: it has sent this reply
                 wait(self.network.down.send(server_clock, reply.size), deadline)
                 waited = monotonic() - start
-                on_network += waited - elapsed
-                self.traffic.network_seconds = before + max(0.0, on_network)
+                if start == sent:  # the first of them
+                    self.traffic.network_seconds += max(0.0, waited - elapsed)
                 self.traffic.bytes_down += reply.size
                 self.slowest = max(self.slowest, waited)
                 self.is_new = False
@@ -546,7 +546,7 @@ class Connection(socketserver.StreamRequestHandler):
         try:
             request = receive_message(self.connection, MAX_REQUEST, monotonic() + idle_seconds)
         except TimeoutError:
-            raise ProtocolError(f"disconnected after {idle_seconds:g} s without a request")
+            raise ProtocolError(f"disconnected after {idle_seconds:g} s without a whole request")
         since = monotonic()
         try:
             for reply, tensors in session.answer(request.fields, request.tensors):
@@ -592,8 +592,8 @@ loss_rate = partial(quantity, SHARE, 0.0, 0.9, A_LOSS)
 
 
 def address(text: str) -> Address:
-    """Return host (no IPv6 address) and port of "HOST:PORT". Raises ArgumentTypeError."""
-    match = re.fullmatch("([^:]+):([0-9]{1,5})", text)
+    """Return the host and the port of "HOST:PORT". Raises ArgumentTypeError."""
+    match = re.fullmatch("(.+):([0-9]{1,5})", text)
     if not match or int(match[2]) > 65535:
         raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected HOST:PORT")
     return match[1], int(match[2])

@@ -382,7 +382,7 @@ def without(q: Tensor, x: int) -> Tensor:
 
 # --- The method ends here: what follows makes it fast and practical ---
 #
-# Each part builds on those before it.
+# Each part builds on those before it. (Only the server's process asks for the models early.)
 #
 #     Lookup                       drafts without a drafter
 #     Many conversations at once   the loop, for all rows of a batch
@@ -625,10 +625,10 @@ class RemoteTarget:
 
     Connected, it knows the text 5 9 2 7, and the drafter has a memory of 5 9 2: 7 is the next root.
     When the server does not answer, a new connection is made, over which it reads the text again,
-    and only the draft is lost. As long as that fails, the target is offline: `state.draft` drafts
-    nothing (see RemoteDraftState in moa.py), `draft_offline` lets the drafter write alone, and its
-    text is unverified. Then the text may be 5 9 2 7 4 8, still with a memory of 5 9 2. The first
-    reply after the outage brings that of 7 4 8.
+    and only the draft is lost. As long as that fails, the target is offline: what `state.draft`
+    drafts (with a RemoteDraftState nothing) is thrown away, `draft_offline` lets the drafter write
+    alone, and its text is unverified. Then the text may be 5 9 2 7 4 8, still with a memory of
+    5 9 2. The first reply after the outage brings that of 7 4 8.
     """
 
     def __init__(self, channel: Channel, state: RemoteDraftState, config: GenerationConfig):
@@ -858,9 +858,10 @@ class TargetSession:
         check_int(cache.length + longest, 0, sizes.max_position_embeddings)
         check_int(cache.length + len(draft.tokens), 0, cache.kv.shape[3])
         if self.target.sampling.temperature > 0 and tokens:
-            draft.q = self.parse_distributions(sorted(set(parents)), tensors)
-            if not all(draft.q[parent][token] > 0 for token, parent in zip(tokens, parents)):
+            q = self.parse_distributions(sorted(set(parents)), tensors)
+            if not all(q[parent][token] > 0 for token, parent in zip(tokens, parents)):
                 raise ValueError("q does not fit the drafts: one cannot have been drawn from it")
+            draft.q = {parent: row.to(self.model.device) for parent, row in q.items()}
         return draft
 
     def parse_distributions(self, parents: list[int], tensors: Tensors) -> dict[int, Tensor]:
@@ -874,8 +875,7 @@ class TargetSession:
             raise ValueError("q does not fit the drafts")
         if not weights.sum(-1).all():
             raise ValueError("q has no tokens")
-        q = dequantize_probabilities(ids, weights, vocab_size).to(self.model.device)
-        return dict(zip(parents, q))
+        return dict(zip(parents, dequantize_probabilities(ids, weights, vocab_size)))
 
     def generate(self, fields: dict, tensors: Tensors) -> Replies:
         """Write alone, as a plain API does: a reply for each token."""
@@ -1704,8 +1704,10 @@ def summarize(
     if base != "target":
         for key in ("round_trips", "bytes_up", "bytes_down"):
             row[f"{key}_per_token"] = sum(g.network[key] for g in ours) / (tokens - unverified)
-    if unverified > 0 and is_greedy:
-        row |= offline_quality(model, ours, bases)
+    if unverified > 0:
+        row["unverified_tokens"] = unverified
+        if is_greedy:
+            row |= offline_quality(model, ours, bases)
     return row
 
 
@@ -1724,11 +1726,7 @@ def offline_quality(model: Llama, ours: list[Generation], bases: list[Generation
                 # Slices, as the base's answer may have ended before.
                 agreed.append(g.tokens[i:i + 1] == base.tokens[i:i + 1])
                 nll.append(-log_p[i, g.tokens[i]].item())
-    return {
-        "unverified_tokens": len(nll),
-        "agreement": fmean(agreed),
-        "perplexity": math.exp(fmean(nll)),
-    }
+    return {"agreement": fmean(agreed), "perplexity": math.exp(fmean(nll))}
 
 
 @torch.inference_mode()
@@ -1748,7 +1746,9 @@ def bench_batch(
             f"a prompt with its answer needs {capacity} tokens and the context is {context}: lower "
             "--max-new-tokens, or leave the prompt out"
         )
-    alone = [list(generate(target, text, config)) for text in texts]
+    # What `identical` compares with, and the target's warm-up, for which one will do.
+    of_these = texts if config.temperature == 0 else texts[:1]
+    alone = [list(generate(target, text, config)) for text in of_these]
     warm_up = ChainBatch(target, models.drafter, 1, capacity, K)  # the target is warm
     run_batch(warm_up, texts[:1], config)
     rows = []
@@ -2114,14 +2114,15 @@ class Terminal:
 
     def newest_turns(self, messages: list[dict]) -> list[dict]:
         """Return as many of the newest turns as leave room for an answer in the context."""
-        room = self.models.target.config.max_position_embeddings - MIN_ANSWER
+        context = self.models.target.config.max_position_embeddings
+        room = context - MIN_ANSWER
         kept = messages
         length = len(self.models.tokenizer.chat(kept))
         while len(kept) > 1 and length > room:
             kept = kept[2:]  # without the oldest turn: a question and its answer
             length = len(self.models.tokenizer.chat(kept))
         dropped = (len(messages) - len(kept)) // 2
-        if dropped and length <= room:  # else the question itself is too long
+        if dropped and length < context:  # else the question itself is too long, and refused
             print(f"the context is full: the oldest {dropped} turns are dropped", file=sys.stderr)
         return kept
 

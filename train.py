@@ -350,13 +350,13 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
 
 
 def learning_rate(update: int, args) -> float:
-    """Return the learning rate of an update, counted from 0. Both schedules rise for --warmup
-    updates.
+    """Return the learning rate of an update, counted from 0. Both schedules rise at first, for
+    --warmup updates.
 
     paper, as in the authors' code: up to 20 times --lr, then on a straight line down to --lr, which
-    is reached at the end of the first epoch and kept. (In an epoch shorter than two warm-ups half
-    of it is the warm-up.) cosine: along half a cosine from --lr down to
-    0, times the rise of the warm-up.
+    is reached at the end of the first epoch and kept. (It rises for half of the epoch at most.)
+
+    cosine: along half a cosine from --lr down to 0, times the rise.
     """
     if args.schedule == "cosine":
         warm = min(1.0, (update + 1) / args.warmup)  # rises to 1

@@ -7,9 +7,10 @@
 
 What an experiment compares are drafters. Each is trained and scored by itself, as many at a time as
 there are cores, with the flags of DRAFTERS and three seeds (in `text`, one). An experiment is
-written to its results/NAME.json, with a figure, as soon as all of its drafters are scored. After an
-interruption the same command goes on. In runs/DRAFTER-SEED, command.txt says with which flags the
-drafter was trained, and scores.json holds its scores: delete them to train or score it again.
+written to its results/NAME.json as soon as all of its drafters are scored, some with a figure.
+After an interruption the same command goes on (`cost` and `network` begin again): in
+runs/DRAFTER-SEED, command.txt says with which flags the drafter was trained, and scores.json holds
+its scores. Delete them to train or score it again.
 """
 import argparse
 import io
@@ -26,7 +27,6 @@ from contextlib import redirect_stdout
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable
 
 import numpy as np
 import torch
@@ -109,6 +109,7 @@ EXPERIMENTS = {  # what each of them compares
     "text_early": ["full-quarter", "others-text-quarter", "own-250-quarter"],
     "staircase": ["full-quarter", "staircase-quarter"],
 }
+FIGURES = {"on_policy", "parts", "reused_layers"}
 ONE_SEED = {"text"}  # experiments for which three would take too long
 OFFLINE = {"full", "n-1", "n-2", "n-4"}  # also judged offline
 TIMED = {  # experiments that need an idle machine, and the drafters that these time
@@ -139,8 +140,8 @@ def split_name(name: str) -> tuple[str, int]:
 
 # --- Drafters that no flag makes ---
 #
-# Each of these functions changes a class of moa.py, for good: so it is called once in a process,
-# which trains and scores one drafter.
+# Each of these functions changes a class of moa.py for as long as the process runs, in which one
+# drafter is trained and scored. (`measure_cost` needs EAGLE's beside others: see there.)
 
 
 def remember_last_layer() -> None:
@@ -243,7 +244,7 @@ def write_json(path: Path, content: dict) -> None:
         part.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def overall_rows(printed: str) -> list[dict]:
+def overall_rows(printed: str | bytes) -> list[dict]:
     """Return a benchmark's rows of all prompts together."""
     return [row for row in json.loads(printed)["rows"] if row["category"] == "overall"]
 
@@ -494,7 +495,8 @@ def collect(experiment: str) -> None:
     for name, seed in jobs_of(experiment):
         rows.append(json.loads((RUNS / f"{name}-{seed}/scores.json").read_text()))
     write_result(experiment, rows)
-    draw_figure(experiment, rows)
+    if experiment in FIGURES:
+        draw_figure(experiment, rows)
 
 
 def draw_figure(experiment: str, rows: list[dict]) -> None:

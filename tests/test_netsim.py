@@ -18,9 +18,9 @@ import torch
 
 import netsim
 from netsim import (DIGEST, HEADER, INITIAL_RTO, MAGIC, MSS, NONCE, PROFILES, VERSION, Channel,
-                    Connection, ConnectionLost, Direction, Link, MessageServer,
-                    Network, Outage, ProtocolError, add_link_arguments, bandwidth, duration, links_of,
-                    loss_rate, receive_message, send_message)
+                    Connection, ConnectionLost, Direction, Link, MessageServer, Network, Outage,
+                    ProtocolError, add_link_arguments, bandwidth, duration, links_of, loss_rate,
+                    receive_message, send_message)
 
 LIMIT = 1 << 20  # bytes of a message
 SAMPLES = 20000
@@ -524,7 +524,7 @@ def test_an_outage_that_outlasts_the_reply_timeout_ends_a_stream_at_its_deadline
         lost = time.monotonic()
         assert len(moments) == 3
         assert moments[-1] + 0.3 <= lost < moments[-1] + 0.8
-        assert channel.sock is None
+        assert channel.sock is None and channel.traffic.round_trips == 1
 
 
 def test_nothing_that_an_outage_without_end_has_stopped_holds_up_a_new_connection():

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import pytest
 import torch
@@ -369,14 +369,17 @@ def test_the_server_rejects_by_the_very_q_that_the_drafts_were_drawn_from(tree, 
 
 
 def test_eight_clients_at_once_get_their_own_answers_also_to_long_prompts(monkeypatch):
-    verify = LocalTarget.verify
     threads = set()
 
-    def note_thread(*call) -> object:
-        threads.add(threading.get_ident())
-        return verify(*call)
+    def noting_threads(method: Callable) -> Callable:
+        def note_thread(*call) -> object:
+            threads.add(threading.get_ident())
+            return method(*call)
 
-    monkeypatch.setattr(LocalTarget, "verify", note_thread)
+        return note_thread
+
+    for name in ("prefill", "verify"):
+        monkeypatch.setattr(LocalTarget, name, noting_threads(getattr(LocalTarget, name)))
     target = new_target(16, context=2048)
     pair = (target, new_drafter(target, target_layer_inference=2))
     long = [i * i % 13 for i in range(562)]
@@ -662,7 +665,6 @@ def test_the_benchmark_judges_what_was_written_offline_wherever_it_stands():
     log_p = target(torch.tensor([PROMPT + ours.tokens]))[0, len(PROMPT) - 1:].log_softmax(-1)
     nll = [-log_p[i, ours.tokens[i]].item() for i in offline]
     assert offline_quality(target, [ours], [base]) == {
-        "unverified_tokens": 3,
         "agreement": 2 / 3,
         "perplexity": pytest.approx(math.exp(sum(nll) / 3), rel=1e-4),
     }
@@ -745,7 +747,7 @@ def test_a_client_that_sends_nothing_more_is_disconnected(models, part, capsys):
         with sock:
             sock.sendall(part)
             assert sock.recv(1) == b""
-    reason = "disconnected after 0.1 s without a request"
+    reason = "disconnected after 0.1 s without a whole request"
     assert capsys.readouterr().err == f"127.0.0.1: {reason}\n"
 
 
@@ -812,6 +814,7 @@ WRONG_DRAFTS = [
     {"weights": WEIGHTS.int()},
     {"weights": WEIGHTS[:, :15]},
     {"weights": WEIGHTS * torch.tensor([[1], [0]], dtype=torch.uint8)},
+    {"weights": WEIGHTS * (IDS != 2)},  # a token that cannot have been drawn
 ]
 
 
@@ -989,7 +992,8 @@ def terminal_over(
 
     args = parse(["--remote", "--max-new-tokens", "48", *flags])
     method = Method(tiny.target, tiny.drafter, CHAIN, False, new_channel)
-    return Terminal(args, tiny, method, GenerationConfig(args.max_new_tokens))
+    config = GenerationConfig(args.max_new_tokens, args.temperature)
+    return Terminal(args, tiny, method, config)
 
 
 def ask(text: str) -> list[dict]:
@@ -1062,6 +1066,15 @@ def test_a_trace_shows_the_link_with_its_bytes_and_its_three_states(tiny, impati
     assert sum(int(up) for _, up, _ in links) == generation.network["bytes_up"]
     assert sum(int(down) for _, _, down in links) == generation.network["bytes_down"]
     assert out.count("offline: the drafter alone wrote") == states.count("offline")
+
+
+def test_a_sampled_trace_says_no_more_of_a_draft_than_the_server_does(tiny, capsys):
+    flags = "--trace", "--json", "--temperature", "1"
+    with serving_models(tiny.target, tiny.drafter) as server:
+        terminal_over([Network(Link())], server, tiny, *flags).respond(ask("Hi"))
+    *cycles, _ = map(json.loads, capsys.readouterr().out.splitlines())
+    reasons = {draft["reason"] for cycle in cycles for draft in cycle["drafts"]}
+    assert reasons == {"accepted", "not kept", "not reached"}
 
 
 def test_a_trace_as_json_has_all_tokens_also_those_written_offline(tiny, impatient, capsys):

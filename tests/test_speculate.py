@@ -183,6 +183,12 @@ def test_lookup_alone_costs_fewer_calls():
         assert result.target_calls < 39
 
 
+def test_lookup_copies_no_more_than_the_tokens_of_a_tree():
+    lookup = speculate.Lookup(None, 16, Sampling())
+    lookup.append_verified(MemoryUpdate([1, 2, 3, 4, 5, 6, 1, 2], None, None))
+    assert lookup.draft(3, TreeConfig(5, total_tokens=2)).tokens == [3, 4, 5]
+
+
 def test_lookup_goes_on_copying_what_it_has_copied():
     lookup = speculate.Lookup(None, 16, Sampling())
     lookup.append_verified(MemoryUpdate([5, 7, 8, 7], None, None))
@@ -1075,6 +1081,9 @@ def test_the_benchmark_reports_what_it_measured(capsys):
     assert row["identical"] == 1
     tree = by_name["overall", "tree"]
     assert tree["speedup"] == 2 and tree["identical"] == 0
+    models = Models(new_target(16), WORDS, {})
+    sampled, _ = bench(models, methods, prompts, GenerationConfig(4, temperature=1.0))
+    assert all("identical" not in row for row in sampled)  # it need not be
     # A second turn follows the target's own answer to the first.
     turns = [{"content": "one"}, {"content": "1 2 3 4"}, {"content": "two"}]
     assert WORDS.chat(turns) in chain.asked

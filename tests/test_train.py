@@ -606,6 +606,14 @@ def test_the_papers_rate_rises_falls_over_the_first_epoch_and_stays():
     assert rate[1050:] == pytest.approx([1] * 950)
 
 
+def test_the_papers_rate_rises_for_half_of_an_epoch_that_is_shorter_than_two_warm_ups():
+    args = Namespace(lr=1.0, schedule="paper", warmup=50, epoch_updates=10)
+    rate = [train.learning_rate(update, args) for update in range(20)]
+    assert rate[:5] == pytest.approx([4, 8, 12, 16, 20])
+    assert rate[5:11] == pytest.approx(np.linspace(20, 1, 6))
+    assert rate[10:] == pytest.approx([1] * 10)
+
+
 def test_a_cosine_falls_to_nothing():
     args = Namespace(lr=1.0, schedule="cosine", warmup=1, updates=100)
     rates = [train.learning_rate(update, args) for update in (0, 50, 100)]
@@ -760,7 +768,7 @@ def test_evaluation_by_drafting_is_what_draft_and_verify_bring(target, choices):
             if token != choice:
                 break
     scores = train.evaluate_drafting(drafter, [sequence])
-    expected = [right[depth] / max(1, tried[depth]) for depth in range(8)]
+    expected = [right[depth] / tried[depth] for depth in range(8) if tried[depth]]
     assert scores["depth_accuracy"] == expected
     assert tried[0] == 7
 
@@ -797,7 +805,7 @@ def test_a_finished_drafter_is_evaluated_as_while_it_was_trained(
     for name in ("held_out_kl", "held_out_hidden", "depth_accuracy"):
         assert scores[name] == pytest.approx(logged[name], rel=0.01)  # saved in bfloat16
     command("--evaluate", undisturbed, "--data", path, "--by-drafting")
-    assert len(json.loads(capsys.readouterr().out)["depth_accuracy"]) == 8
+    assert 1 <= len(json.loads(capsys.readouterr().out)["depth_accuracy"]) <= 8
 
 
 def test_a_run_tells_its_cost_its_progress_and_what_to_do_next(tmp_path, tiny, command, capsys):
@@ -941,6 +949,15 @@ def test_resume_sees_an_edit_that_changes_no_length(tmp_path, command, capsys):
     command(*choices, "--resume")
     path.write_text(path.read_text().replace("Thanks", "Thanke", 1))
     assert "was made with --data" in error_of(command, capsys, *choices, "--resume")
+
+
+def test_resume_takes_a_file_that_was_moved(tmp_path, command):
+    path = write(tmp_path / "data.jsonl", *counting(12))
+    command("--data", path, "--out", tmp_path / "out", "--updates", 2)
+    (tmp_path / "elsewhere").mkdir()
+    moved = path.rename(tmp_path / "elsewhere" / "data.jsonl")
+    command("--data", moved, "--out", tmp_path / "out", "--updates", 3, "--resume")
+    assert len(losses(tmp_path / "out")) == 3
 
 
 @pytest.mark.parametrize("limit, why", [
