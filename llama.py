@@ -64,7 +64,7 @@ class Config:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rms_norm_eps: float = 1e-5  # this and the next: Llama-3's, for models that no checkpoint states
+    rms_norm_eps: float = 1e-5  # this and the next: Llama-3's, for models without a checkpoint
     rope_theta: float = 500000.0
     rope_factors: tuple[float, ...] | None = None  # D/2 divisors of the rotary frequencies
     max_position_embeddings: int = 8192
@@ -289,8 +289,7 @@ class Llama(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # As nn.Embedding(V, E), whose own initialization takes two seconds on the meta device,
-        # where `load_model` (below the bar) makes the model.
+        # (Faster to make than nn.Embedding(V, E), which matters to `load_model`, below the bar.)
         embeddings = torch.randn(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
         self.layers = nn.ModuleList()
@@ -388,8 +387,8 @@ class GenerationConfig:
     kept, compared, and sent to a server; `new_sampling` makes the `Sampling` that has one.
 
     A target alone gives the same answer to the same prompt and config every time. Drafting and, on
-    a GPU, a batch use the random numbers of the seed in another way. So above temperature 0 they
-    give another answer, which is drawn from the same distribution.
+    a GPU, a batch draw random numbers in another order. So above temperature 0 their answer
+    differs, but not its distribution.
     """
 
     max_new_tokens: int = 256

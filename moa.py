@@ -330,8 +330,8 @@ class DraftHead:
     """The target's LM head, frozen: features to logits, one for each token.
 
     Above the bar V' is V: it has a logit for each token. `LimitedHead`, below the bar, has logits
-    for V' chosen tokens only. The index of a logit is called an *output*, and `token` says which
-    token it stands for: here the same number, there perhaps 873 for output 5.
+    for V' chosen tokens only. So the index of a logit is called an *output*, and `token` says which
+    token it stands for: here the same number.
 
     (This is not an nn.Module. Otherwise the target's weights would count as the drafter's, and be
     trained and saved with them.)
@@ -551,7 +551,7 @@ class DraftState:
 
     def draft(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a chain or a tree of tokens that may follow the target's newest token, `root`."""
-        self.discard_draft()  # one that an earlier call has left, if nothing was verified since
+        self.discard_draft()  # the last one, where nothing was verified since (as offline)
         if tree.top_k == 1:
             return self.draft_chain(root, tree)
         if self.sampling.temperature == 0:
@@ -619,11 +619,12 @@ class DraftState:
     def draft_tree(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a dynamic tree, after EAGLE-2 (Li et al. 2024b), without random draws.
 
-        A token counts as likely as its whole path from the root. At each level:
+        A token is as likely as its whole path from the root: the product of q along it. At each
+        level:
 
         1. Run the drafter on the frontier.
-        2. Of all tokens that may follow it, add the `total_tokens` likeliest. More can never be
-           kept.
+        2. Of all tokens that may follow the frontier, add the `total_tokens` likeliest. More can
+           never be kept.
         3. The `top_k` likeliest of these are the next frontier.
 
         At the end keep the `total_tokens` likeliest of all levels. An example with depth 2, top_k 2
@@ -651,7 +652,8 @@ class DraftState:
         return draft.keep([0] + likeliest_paths(draft, drafted, tree.total_tokens))
 
     def sample_tree(self, root: int, tree: TreeConfig) -> Draft:
-        """Draft a tree of tokens that are drawn from q: for temperatures above 0.
+        """Draft a tree of tokens that are drawn from q: for temperatures above 0. (This rests on
+        `rejection_sample_tree` in speculate.py. A first reading can skip it.)
 
         The rule of acceptance compares p to the q that a token was drawn from. So it needs tokens
         that were drawn, and every token that was drawn has to be proposed: to drop one afterwards
@@ -664,7 +666,7 @@ class DraftState:
 
         1. Divide the tokens that are left by the levels that are left, rounded up: the `share`.
         2. Find the `share` likeliest tokens after the frontier, and count those after each node.
-           So a node gets the more children, the more of the likely paths go through it.
+           So a node that more of the likely paths go through gets more children.
         3. After each node draw that many from its q, without replacement, whichever they are.
         4. Of the drawn tokens, those with the `top_k` likeliest paths are the next frontier.
 

@@ -165,8 +165,8 @@ def speculate(
             return
         state.append_verified(result.memory)  # grow the cross-attention memory
         # At most so many drafted tokens can be used: the target adds one of its own.
-        depth = min(tree.depth, left - 1)
-        draft = state.draft(result.token, replace(tree, depth=depth))  # if 0, nothing is drafted
+        depth = min(tree.depth, left - 1)  # if 0, nothing is drafted
+        draft = state.draft(result.token, replace(tree, depth=depth))
         result = target.verify(draft)  # accepted tokens, next token, memory of what is verified
 
 
@@ -333,8 +333,9 @@ def rejection_sample_tree(
     with these two in place of p and q. If all are rejected, the token is drawn from what is left of
     p.
 
-    Why that is exact. Claim: whenever a child is about to be tried, and given all that was drawn
-    and rejected so far, the token that comes out in the end is distributed as p_left.
+    Why that is exact. Claim: whenever a child is about to be tried, given the siblings rejected so
+    far, but not yet which child comes next, the token that comes out in the end is distributed as
+    p_left.
 
         the last child     It was drawn from q_left. If it is rejected, the token is drawn from the
                            residual. That is the chain's rule, with p_left and q_left for p and q.

@@ -8,9 +8,9 @@ predictions h' and q, the loss of one position is
     0.1 KL(p || q) + 1.0 SmoothL1(h, h')
 
 KL makes q like p, and that is what acceptance needs: a drafted token is rejected with probability
-sum max(p - q, 0), which is at most sqrt(KL / 2). Smooth L1 gives E numbers to learn from at each
-position. (With N > 0 there are two Smooth L1 terms, as in the authors' code: half of the weight is
-on h', half on the state that CA predicts for the entry of the reused layers.)
+sum max(p - q, 0), which is at most sqrt(KL / 2) (Pinsker's inequality). Smooth L1 gives E numbers
+to learn from at each position. (With N > 0 there are two Smooth L1 terms, as in the authors' code:
+half of the weight is on h', half on the state that CA predicts for the entry of the reused layers.)
 
 The file shows how one pass puts every position into a situation that drafting meets (its
 *horizon*), then the losses, one update, and the loop.
@@ -20,8 +20,7 @@ The file shows how one pass puts every position into a situation that drafting m
     python train.py --data own.jsonl --synthesize 1000  # no data at hand? let the target write it
 
 Names: h is `final`, h' is `predicted`. Smooth L1 is `hidden` in the log, and its weight is
---feature-weight. args is the command line: `parse_arguments`, at the end, says what each is. Where
-no flag was given, dtype and updates are settled before training begins; `epoch_updates` is added,
+--feature-weight. args is the command line (`parse_arguments`, at the end); args.epoch_updates is
 the number of updates in one pass over the data.
 
 Shapes: as in moa.py, and R horizons (R ways to cut the answers into runs), n trained positions.
@@ -353,10 +352,10 @@ def learning_rate(update: int, args) -> float:
     """Return the learning rate of an update, counted from 0. Both schedules rise at first, for
     --warmup updates.
 
-    paper, as in the authors' code: up to 20 times --lr, then on a straight line down to --lr, which
-    is reached at the end of the first epoch and kept. (It rises for half of the epoch at most.)
+    "paper", as in the authors' code: up to 20 times --lr, then on a straight line to --lr, which is
+    reached at the end of the first epoch and kept. (It rises for half of the epoch at most.)
 
-    cosine: along half a cosine from --lr down to 0, times the rise.
+    "cosine": along half a cosine from --lr down to 0, times the rise.
     """
     if args.schedule == "cosine":
         warm = min(1.0, (update + 1) / args.warmup)  # rises to 1
