@@ -504,11 +504,11 @@ def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
 #      2               3                0 1 2 3 . .
 #
 # Nothing branches here, so a token's position is also its slot. This is how a batch is used, where
-# `waiting` are requests, and `key` is the caller's name for one:
+# `waiting` holds (key, prompt, config) tuples, and `key` is the caller's name for one:
 #
 #     while waiting or batch.requests:
 #         while waiting and batch.has_room:
-#             batch.add(key, prompt, config)
+#             batch.add(*waiting.pop(0))
 #         ended += batch.step()
 
 
@@ -661,7 +661,7 @@ class Batch:
         """capacity: tokens of a row, its prompt included."""
         self.model = model
         self.cache = RaggedKVCache(model.new_cache(capacity, rows).kv)
-        # All caches in which a request has its row: `ChainBatch` adds its drafter's.
+        # All caches in which a request has its row: `ChainBatch` of speculate.py adds some.
         self.caches = [self.cache]
         self.requests: list[Request] = []  # that of each row in use
 
@@ -761,8 +761,8 @@ class Batch:
 
 
 def pack(module: nn.Module) -> nn.Module:
-    """Return a packed module, to use in place of this one. A module that has no packed form stays,
-    and its parts are replaced. What is packed can be neither trained, nor saved, nor moved.
+    """Return the packed form of a module or, where it has none (a `Llama`, a `Drafter`), the same
+    module with its parts replaced. What is packed can be neither trained, nor saved, nor moved.
 
     (On a GPU it also turns off one of PyTorch's kernels for attention: see PackedAttention.)
     """
@@ -913,7 +913,7 @@ def input_errors(what: object, *kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A file to write, which replaces `path` once complete. Makes its folder. Raises InputError."""
+    """Yield a file to write, which then replaces `path`. Makes its folder. Raises InputError."""
     part = Path(f"{path}.part")
     with input_errors(f"{path} cannot be written", OSError, RuntimeError, SafetensorError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -925,7 +925,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def read_json(path: Path) -> dict:
-    """The object that a JSON file holds. Raises InputError."""
+    """Return the object that a JSON file holds. Raises InputError."""
     with input_errors(f"{path}: cannot be read as JSON", OSError, ValueError, RecursionError):
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
@@ -1032,7 +1032,7 @@ def read_tensors(*paths: Path) -> Readers:
 
 
 def read_hugging_face(path: Path) -> tuple[Config, Readers]:
-    """Sizes and tensors of a folder as `save_pretrained` writes it. Raises InputError."""
+    """Read a folder as `save_pretrained` writes it: sizes and tensors. Raises InputError."""
     config = parse_config(read_json(path / "config.json"), path)
     files = sorted(path.glob("model-*-of-*.safetensors"))  # shards
     if (path / "model.safetensors").exists():  # others beside it are copies
@@ -1045,7 +1045,7 @@ def read_hugging_face(path: Path) -> tuple[Config, Readers]:
 
 
 def parse_config(raw: dict, path: Path) -> Config:
-    """The sizes in a Hugging Face config.json, with its defaults. Raises InputError."""
+    """Return the sizes in a Hugging Face config.json, with its defaults. Raises InputError."""
     with input_errors(path, InputError):  # puts the path before each message
         check_architecture(raw)
         rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
@@ -1092,7 +1092,7 @@ def check_architecture(raw: dict) -> None:
 
 
 def check_rope(rope: object) -> str:
-    """The type of a config's rope_scaling. Raises InputError for one that is not supported."""
+    """Return the type of a config's rope_scaling. Raises InputError if it is not supported."""
     rope_type = None
     if isinstance(rope, dict):
         rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -1104,7 +1104,7 @@ def check_rope(rope: object) -> str:
 
 
 def config_number(raw: dict, name: str, default=None, maximum: int = 2**62, kinds=(int,)):
-    """A positive number that a config states, or else its default. Raises InputError."""
+    """Return a positive number that a config states, or its default. Raises InputError."""
     value = raw.get(name)
     if value is None:
         value = default
@@ -1152,11 +1152,11 @@ def llama3_rope_factors(raw: dict, head_dim: int, theta: float) -> tuple[float, 
 #
 # They are decoded here, once, since nothing in this repository multiplies quantized weights.
 
-GGUF_NUMBERS = "BbHhIif?__Qqd"  # `struct`'s letters for type ids 0, 1, ... The two _ are these:
+GGUF_NUMBERS = "BbHhIif?__Qqd"  # `struct`'s letters for type ids 0 to 12, but for these two:
 GGUF_STRING = 8
 GGUF_ARRAY = 9
-GGUF_CONTROL = 3  # a kind of token: see CONTROL_TOKENS
-GGUF_USER_DEFINED = 4  # another: text, but never split
+GGUF_CONTROL = 3  # no type id, but a kind of token: see `build_gguf_tokenizer`
+GGUF_USER_DEFINED = 4  # another kind: text, but never split
 GGUF_SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -1236,7 +1236,7 @@ def half_bytes(packed: Tensor) -> Tensor:
 
 
 def decode_q6_k(blocks: Tensor) -> Tensor:
-    """Weights of 6 bits: 4 in one place, 2 in another, each for 128 weights at a time."""
+    """Weights of 6 bits, 128 at a time: 64 bytes hold their low 4 bits, 32 bytes their high 2."""
     packed4, packed2, scales, scale = blocks.split([128, 64, 16, 2], dim=1)
     low = half_bytes(packed4.unflatten(1, (2, 64)))  # (n, 2, 128)
     packed2 = packed2.unflatten(1, (2, 32))
@@ -1268,7 +1268,7 @@ GGUF_UNSUPPORTED = {
 
 
 def read_gguf(path: Path) -> tuple[Config, Readers]:
-    """Sizes and tensors of a GGUF file. Raises InputError.
+    """Read the sizes and tensors of a GGUF file. Raises InputError.
 
     The sizes are first put as a Hugging Face config.json has them: `parse_config` checks both.
     """
@@ -1296,7 +1296,7 @@ def read_gguf_tensors(file: GGUFFile, head_dim: int) -> Readers:
 
 
 def read_gguf_tensor(file: GGUFFile, name: str, head_dim: int) -> Tensor:
-    """A tensor, decoded to floats. Raises InputError."""
+    """Read a tensor, decoded to floats. Raises InputError."""
     shape, type_id, start = file.tensors[name]
     if type_id not in GGUF_TYPES:
         type_name = GGUF_UNSUPPORTED.get(type_id, type_id)
@@ -1359,7 +1359,7 @@ def read_gguf_string(file: mmap.mmap) -> str:
 
 
 def read_gguf_numbers(file: mmap.mmap, letters: str) -> tuple:
-    """The file's next numbers, little-endian, of the types that these letters name in `struct`."""
+    """Read the next numbers, little-endian, of the types that these letters name in `struct`."""
     size = struct.calcsize("<" + letters)
     return struct.unpack("<" + letters, file.read(size))
 
@@ -1576,7 +1576,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """A model's tokenizer, with the stop ids its checkpoint states. Raises InputError."""
+    """Load a model's tokenizer, with the stop ids its checkpoint states. Raises InputError."""
     path = resolve_path(path)
     if path.suffix == ".gguf":
         return read_gguf_tokenizer(path)
@@ -1593,7 +1593,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def read_stop_ids(path: Path) -> list[int]:
-    """What generation_config.json states or, if it states nothing, config.json."""
+    """Return what generation_config.json states or, if it states nothing, config.json."""
     for name in ("generation_config.json", "config.json"):
         if (path / name).exists():
             stated = read_json(path / name).get("eos_token_id")
@@ -1605,7 +1605,7 @@ def read_stop_ids(path: Path) -> list[int]:
 
 
 def read_gguf_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a GGUF file. Raises InputError."""
+    """Read the tokenizer of a GGUF file. Raises InputError."""
     metadata = parse_gguf(path).metadata
     with input_errors(f"{path}: not a tokenizer of type smollm or llama-bpe", Exception):
         backend = build_gguf_tokenizer(metadata)
@@ -1691,7 +1691,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
-    """An argparse type: an int or a float within [low, high]."""
+    """Return an argparse type: an int or a float within [low, high]."""
     expected = f"at least {low}" if high == math.inf else f"{low} to {high}"
 
     def parse(text: str) -> float:
@@ -1731,7 +1731,7 @@ def add_generation_arguments(parser: Parser) -> None:
 
 
 def read_prompt(text: str | None) -> str:
-    """The prompt given or, if None, the one piped into standard input. Raises InputError."""
+    """Return the prompt given or, if None, the one piped in. Raises InputError."""
     if text is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise InputError("no prompt: give one with --prompt TEXT, or pipe one in")

@@ -342,7 +342,8 @@ class DraftHead:
 
     @property
     def weight(self) -> Tensor:
-        """The rows that features are multiplied with, (V', E): the loss in train.py needs them."""
+        """Return the rows that features are multiplied with, (V', E). The loss in train.py needs
+        them."""
         return self.target.lm_head.weight
 
     def logits(self, features: Tensor) -> Tensor:
@@ -397,7 +398,7 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each node follows the one before it."""
+        """Tell whether each node follows the one before it."""
         return self.parents == list(range(-1, len(self.parents) - 1))
 
     def children(self, parent: int) -> list[int]:
@@ -794,11 +795,12 @@ def gumbel_topk(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
 #
 # Each part can be read by itself:
 #
-#     Sizes, and a head ...           which sizes fit a target; the class of a drafter
+#     Sizes, and a head ...           which sizes fit a target; fewer tokens
 #     Ablations                       without LSA, without CA, without both
-#     What ... a network needs        coarse q, and going on alone; the class of a state
+#     What ... a network needs        coarse q, and going on alone
 #     Chains for many conversations   all rows of a batch in one pass
 #     Fast                            bfloat16 and packing
+#     Which drafter ...               the class that a config, or a target on a server, asks for
 #     Checkpoints                     the authors' names and shapes
 
 
@@ -812,8 +814,8 @@ def default_config(target: Llama) -> DrafterConfig:
     heads = sizes.num_attention_heads
     kv_heads = math.gcd(heads, max(1, heads // 8))  # one for eight heads, if that divides them
     kv_width = 2 * sizes.num_key_value_heads * sizes.head_dim  # LSA's width
-    # LSA has as many heads as the target. Where RoPE could not pair the coordinates of a head, take
-    # fewer, at the least one for each kv head: then a head's size is 2 D.
+    # LSA has the target's number of heads, which need not divide kv_width (SmolLM2: 9 of 42 in
+    # 384). RoPE needs an even size: else take fewer, at the least the kv heads, of size 2 D.
     layer_heads = heads
     while kv_width // layer_heads % 2 != 0:
         layer_heads -= sizes.num_key_value_heads
@@ -829,25 +831,6 @@ def default_config(target: Llama) -> DrafterConfig:
         rms_norm_eps=sizes.rms_norm_eps,
         rope_theta=sizes.rope_theta,
     )
-
-
-def new_drafter(target: Llama, config: DrafterConfig) -> Drafter:
-    """Make a drafter with random weights, of the kind that the config asks for.
-
-    Raises InputError for sizes that do not fit the target or each other.
-    """
-    check_sizes(config, target.config)
-    if not config.use_layer_self_attention and not config.use_cross_attention:
-        drafter = LastStateOffPolicyDrafter(target, config)
-    elif not config.use_layer_self_attention:
-        drafter = LastStateDrafter(target, config)
-    elif not config.use_cross_attention:
-        drafter = OffPolicyDrafter(target, config)
-    else:
-        drafter = Drafter(target, config)
-    if config.draft_vocabulary is not None:
-        drafter.head = LimitedHead(target, config.draft_vocabulary)
-    return drafter
 
 
 def check_sizes(config: DrafterConfig, sizes: Config) -> None:
@@ -967,8 +950,8 @@ class OffPolicyDrafter(Drafter):
         return self.cross_attention(x + previous, self.rotary[:, :count], mask)
 
     def cross_keys_values(self, memory: Tensor, rope: Tensor) -> Tensor:
-        """Here they cannot be had before SA has run. So what a MemoryUpdate holds as `cross_kv` is
-        the memory itself, (1, T, E), for `OffPolicyDraftState`."""
+        """Return the memory itself, (1, T, E): without CA `MemoryUpdate.cross_kv` carries that.
+        Keys and values need SA's output, which `OffPolicyDraftState.append_verified` computes."""
         return memory
 
     def predicted_memory(self, features: Tensor) -> Tensor:
@@ -1017,8 +1000,8 @@ class OffPolicyDraftState(DraftState):
         rope = self.next_rope(count)
         mask = causal_mask(count, self.text_length, drafter.target.device)
         x = drafter.self_attention(self.embed(update.tokens), rope, mask, self.self_cache, 0)
-        # The update holds the memory itself (see `cross_keys_values`). Each token reads that of the
-        # token before it: so put the last one in front, and leave out the newest.
+        # cross_kv is the memory (see `cross_keys_values`). Each token reads that of the token
+        # before it: so put the last one in front, and leave out the newest.
         memory = torch.cat([self.last_memory[None], update.cross_kv[0]])  # (1 + T, E)
         self.last_memory = memory[-1]
         cross_kv = drafter.cross_attention.keys_values(x + memory[:-1], rope)
@@ -1081,7 +1064,8 @@ class RemoteDraftState(DraftState):
         draft_unverified(root, 4)                                   18   10   18         8
         append_verified of 9 tokens: the server is back             19   19   19         0
 
-    Each call caches its root and all of its tokens but the last, the next root.
+    Each call caches its root and its tokens but the last, the next root. The 9 are the first root
+    and all 8.
     """
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
@@ -1123,18 +1107,6 @@ class RemoteDraftState(DraftState):
             return q
         ids, weights = quantize_probabilities(q)
         return dequantize_probabilities(ids, weights, q.shape[-1])
-
-
-def start_drafting(
-    drafter: Drafter, capacity: int, sampling: Sampling = Sampling(), remote: bool = False
-) -> DraftState:
-    """Return the drafter's side of one conversation. remote: the target is on a server, which needs
-    a drafter with CA (speculate.py refuses others)."""
-    if remote:
-        return RemoteDraftState(drafter, capacity, sampling)
-    if not drafter.config.use_cross_attention:
-        return OffPolicyDraftState(drafter, capacity, sampling)
-    return DraftState(drafter, capacity, sampling)
 
 
 # --- Chains for many conversations at once ---
@@ -1237,6 +1209,40 @@ def pack_together(target: Llama, drafters: list[Drafter]) -> None:
             drafter.head.linear = pack(drafter.head.linear)
 
 
+# --- Which drafter, which draft state ---
+
+
+def new_drafter(target: Llama, config: DrafterConfig) -> Drafter:
+    """Make a drafter with random weights, of the kind that the config asks for.
+
+    Raises InputError for sizes that do not fit the target or each other.
+    """
+    check_sizes(config, target.config)
+    if not config.use_layer_self_attention and not config.use_cross_attention:
+        drafter = LastStateOffPolicyDrafter(target, config)
+    elif not config.use_layer_self_attention:
+        drafter = LastStateDrafter(target, config)
+    elif not config.use_cross_attention:
+        drafter = OffPolicyDrafter(target, config)
+    else:
+        drafter = Drafter(target, config)
+    if config.draft_vocabulary is not None:
+        drafter.head = LimitedHead(target, config.draft_vocabulary)
+    return drafter
+
+
+def start_drafting(
+    drafter: Drafter, capacity: int, sampling: Sampling = Sampling(), remote: bool = False
+) -> DraftState:
+    """Return the drafter's side of one conversation. remote: the target is on a server, which needs
+    a drafter with CA (speculate.py refuses others)."""
+    if remote:
+        return RemoteDraftState(drafter, capacity, sampling)
+    if not drafter.config.use_cross_attention:
+        return OffPolicyDraftState(drafter, capacity, sampling)
+    return DraftState(drafter, capacity, sampling)
+
+
 # --- Checkpoints, in the authors' names and shapes ---
 
 
@@ -1267,9 +1273,8 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
 def parse_drafter_config(
     stated: dict, tensors: dict[str, Tensor], sizes: Config
 ) -> DrafterConfig:
-    """Return a complete config. A size is what config.json states. If it does not, it is the
-    target's or, for kv heads and MLP widths, read off the tensors' shapes. (The authors'
-    config.json leaves some sizes out.)"""
+    """Return a complete config: what config.json states; else the target's value or, for kv heads
+    and MLP widths, what the tensors' shapes say. (The authors' config.json leaves some out.)"""
     values = {
         "num_attention_heads": sizes.num_attention_heads,
         "layer_self_attention_num_attention_heads": sizes.num_attention_heads,
@@ -1298,7 +1303,7 @@ def parse_drafter_config(
 
 
 def is_valid(value: object, kind: str, vocab_size: int) -> bool:
-    """Whether a value of config.json is one that its field, annotated with `kind`, may have."""
+    """Tell whether a field of config.json, annotated with `kind`, may have this value."""
     if kind == "bool":
         return isinstance(value, bool)
     if kind == "int":

@@ -103,8 +103,8 @@ class Outage:
     """The one outage that a network may have, both ways. It begins when `after` tokens have come,
     and lasts `seconds`.
 
-    It loses no message for good, because TCP sends again until it gets through. So it delays a
-    message by the part of the outage that the message sits through, and one RTO after its end.
+    It loses no message for good, because TCP sends again until it gets through. So a message is
+    delayed by what is left of the outage once both have begun, plus one RTO.
 
     An example: an outage from 1.0 s to 1.3 s on a link of 20 ms, whose RTO is 0.24 s. A reply sent
     at 0.99 s sits through all of it, and arrives at 1.01 + 0.3 + 0.24 = 1.55 s. One sent at 1.1 s
@@ -336,7 +336,7 @@ class Channel:
         start = monotonic()
         if network.outage.overlaps(start, start):  # now, that is
             raise ConnectionLost("the network is down")
-        timeout = INITIAL_RTO + self.reply_timeout()  # one packet may be lost; simulated
+        timeout = INITIAL_RTO + self.reply_timeout()  # simulated: one packet may be lost
         deadline = start + min(CONNECT_SECONDS, timeout)  # real
         try:
             self.sock = socket.create_connection(self.address, deadline - start)
@@ -394,23 +394,24 @@ class Channel:
             self.traffic.bytes_up += size
             self.traffic.round_trips += 1
             server_clock = self.network.up.send(sent, size)  # simulated: it has the request
-            start = sent
+            asked = sent
             more = True
             while more:  # one round for each reply; all but the last have a field "more"
-                deadline = start + self.reply_timeout()
+                deadline = asked + self.reply_timeout()
                 reply = receive_message(self.sock, MAX_REPLY, deadline)
                 elapsed = max(0.0, float(reply.fields["elapsed"]))  # NaN becomes 0
-                server_clock += elapsed  # simulated: it has sent this reply
-                wait(self.network.down.send(server_clock, reply.size), deadline)
-                waited = monotonic() - start
-                if start == sent:  # the first of them
+                server_clock += elapsed  # it has sent this reply
+                arrival = self.network.down.send(server_clock, reply.size)
+                wait(arrival, deadline)
+                waited = monotonic() - asked
+                if asked == sent:  # the first reply
                     self.traffic.network_seconds += max(0.0, waited - elapsed)
                 self.traffic.bytes_down += reply.size
                 self.slowest = max(self.slowest, waited)
                 self.is_new = False
                 more = reply.fields.get("more")
                 yield parse(reply.fields, reply.tensors)
-                start = monotonic()  # the caller's own work does not count
+                asked = monotonic()  # the caller's own work does not count
         except OSError as error:
             self.close()
             raise ConnectionLost(f"no answer from the server: {error}")

@@ -383,7 +383,7 @@ def without(q: Tensor, x: int) -> Tensor:
 
 # --- The method ends here: what follows makes it fast and practical ---
 #
-# Each part builds on those before it. (Only the server's process asks for the models early.)
+# Each part builds on those before it, but for `serve`, which calls `load_models`.
 #
 #     Lookup                       drafts without a drafter
 #     Many conversations at once   the loop, for all rows of a batch
@@ -489,8 +489,8 @@ class NoDrafter:
 
 class ChainBatch(Batch):
     """The loop for many conversations: a chain of K drafted tokens for each row of the caches, and
-    one pass that verifies them all. Each row accepts a length of its own. (No trees: with them each
-    row would need a mask and a path of its own.)"""
+    one pass that verifies them all. Each row accepts a length of its own. (Chains only: what a row
+    keeps of one lies first, and to move its length is all.)"""
 
     def __init__(self, model: Llama, drafter: Drafter, rows: int, capacity: int, K: int):
         super().__init__(model, rows, capacity + K)
@@ -534,7 +534,7 @@ class ChainBatch(Batch):
 # The server greets a client with the hash of its drafter. Then the client calls:
 #
 #     call        sends                                gets back
-#     read        a text, GenerationConfig, known      no tokens, token, memory of the text
+#     read        a text, GenerationConfig, known      accepted [], token, memory of the text
 #     verify      drafts, parents, q of each parent    accepted, token, memory of what is verified
 #     generate    a text, GenerationConfig             token, more: a reply for each token
 #
@@ -626,10 +626,10 @@ class RemoteTarget:
 
     Connected, it knows the text 5 9 2 7, and the drafter has a memory of 5 9 2: 7 is the next root.
     When the server does not answer, a new connection is made, over which it reads the text again,
-    and only the draft is lost. As long as that fails, the target is offline: what `state.draft`
-    drafts (with a RemoteDraftState nothing) is thrown away, `draft_offline` lets the drafter write
-    alone, and its text is unverified. Then the text may be 5 9 2 7 4 8, still with a memory of
-    5 9 2. The first reply after the outage brings that of 7 4 8.
+    and only the draft is lost. As long as that fails, the target is offline: the loop's draft (only
+    `Lookup` still makes one) is thrown away, `draft_offline` lets the drafter write alone, and its
+    text is unverified. Then the text may be 5 9 2 7 4 8, still with a memory of 5 9 2. The first
+    reply after the outage brings that of 7 4 8.
     """
 
     def __init__(self, channel: Channel, state: RemoteDraftState, config: GenerationConfig):
@@ -778,7 +778,7 @@ class TargetSession:
         self.drafter = drafter
         self.worker = worker
         self.target: LocalTarget | None = None
-        self.token = 0  # the newest: the root of the next draft
+        self.root = 0  # of the next draft: the newest token
         self.greeting = {"drafter": drafter.checkpoint_hash}
 
     def answer(self, fields: dict, tensors: Tensors) -> Replies:
@@ -835,7 +835,7 @@ class TargetSession:
 
     def reply(self, result: VerifyResult, known: int = 0) -> tuple[dict, Tensors]:
         """Return a result as it is sent, without the memory of the first `known` tokens."""
-        self.token = result.token  # the root of the next draft
+        self.root = result.token
         fields = {"accepted": result.accepted, "token": result.token}
         return fields, quantize_memory(result.memory, known)
 
@@ -849,15 +849,15 @@ class TargetSession:
         count = check_int(len(tokens), 0, MAX_DRAFT_TOKENS)
         if len(parents) != count:
             raise ValueError("each drafted token needs a parent")
-        draft = Draft(self.token)
+        draft = Draft(self.root)
         for i, (token, parent) in enumerate(zip(tokens, parents)):
             check_int(token, 0, sizes.vocab_size - 1)
             check_int(parent, 0, i)  # the root, or a token before this one
             draft.add(token, parent, probability=1.0)  # which nobody reads on this side
         cache = self.target.cache
-        longest = max(len(path) for path in draft.paths)  # tokens of a path, the root included
-        check_int(cache.length + longest, 0, sizes.max_position_embeddings)
-        check_int(cache.length + len(draft.tokens), 0, cache.kv.shape[3])
+        longest = max(len(path) for path in draft.paths)
+        check_int(cache.length + longest, 0, sizes.max_position_embeddings)  # positions
+        check_int(cache.length + len(draft.tokens), 0, cache.kv.shape[3])  # slots
         if self.target.sampling.temperature > 0 and tokens:
             q = self.parse_distributions(sorted(set(parents)), tensors)
             if not all(q[parent][token] > 0 for token, parent in zip(tokens, parents)):
@@ -968,13 +968,10 @@ def start_server(args: Namespace) -> tuple[str, int]:
 
 # --- One answer, and what it cost ---
 #
-#     speculate  <->  Recorder  <->  the real target, and the real state
-#         | tokens       | what was called, and for how long
-#         +------+-------+
-#              Cycle  ->  Generation.add, which sums up
-#                     ->  emit: `Printer` or `Trace`
-#
-# `Method.answer` joins them. `speculate` itself knows nothing of clocks, colors or networks.
+# `Method.answer` runs `speculate` on a `Recorder`, which stands in for both target and state. It
+# passes their calls on, and times them. Each round becomes a `Cycle`. `Generation.add` sums these
+# up, and `emit`, of a `Printer` or a `Trace`, shows them. `speculate` itself knows nothing of
+# clocks, colors or networks.
 
 GREEN = "\033[32m"
 YELLOW = "\033[33m"
@@ -1004,7 +1001,7 @@ class Cycle:
 
     @property
     def link(self) -> str:
-        """The state of the link to a server. A target on this machine counts as connected."""
+        """Return the state of the link to a server. A target on this machine is "connected"."""
         return getattr(self.result, "link", "connected")
 
     @property
@@ -1284,13 +1281,13 @@ class Trace:
         local = cycle.target if isinstance(cycle.target, LocalTarget) else None
         outcome = find_outcome(cycle)
         offline = cycle.link == "offline"
-        own = cycle.tokens if offline else [cycle.result.token]
+        shown = cycle.tokens if offline else [cycle.result.token]
         drafts = self.drafted_nodes(local, outcome)
         record = {
             "cycle": self.cycles,
             "drafts": drafts,
             "token": cycle.result.token,
-            "text": self.tokenizer.decode(own),
+            "text": self.tokenizer.decode(shown),
             "source": "" if outcome.ended else source(local, outcome),
             "tokens": cycle.tokens,
             "offline": offline,
@@ -1304,7 +1301,7 @@ class Trace:
         return record
 
     def drafted_nodes(self, local: LocalTarget | None, outcome: Outcome) -> list[dict]:
-        """Describe each drafted token. Its parent is an index of this list, or -1 for the root.
+        """Describe each drafted token. parent: an index of this list, -1 for the root.
 
         local: the target if it is on this machine. A server sends neither p nor reasons.
         """
@@ -1320,7 +1317,7 @@ class Trace:
             node = {
                 "token": token,
                 "text": self.tokenizer.decode([token]),
-                "parent": parent - 1,
+                "parent": parent - 1,  # node 1 has index 0
                 "q": draft.probabilities[i],
                 "p": None if p is None else float(p[parent, token]),
                 "accepted": i in outcome.path,
@@ -1351,7 +1348,7 @@ class Outcome(NamedTuple):
 
 def find_outcome(cycle: Cycle) -> Outcome:
     """Compare a draft with the tokens that its cycle brought."""
-    if cycle.link != "connected":  # no server has seen the draft: show its root alone
+    if cycle.link != "connected":  # the draft was lost: show its root alone
         return Outcome(Draft(cycle.draft.tokens[0]), [0], ended=False)
     draft = cycle.draft or Draft(cycle.result.token)
     accepted = cycle.result.accepted
@@ -1586,23 +1583,16 @@ def open_channel(
 
 
 def remote_methods(
-    models: Models,
-    tree: TreeConfig,
-    links: dict[str, Link],
-    new_channel: Callable[..., Channel],
-    max_new_tokens: int,
+    models: Models, args: Namespace, server: tuple[str, int], links: dict[str, Link]
 ) -> Methods:
     """List what is measured on each network. "disconnected" goes down after a quarter of the
-    tokens.
-
-    new_channel: `open_channel`, from the link on.
-    """
+    tokens."""
     methods = {}
     for name, link in links.items():
         api = f"api:{name}"
-        connect = partial(new_channel, link)
-        lose = partial(new_channel, link, outage_after=max_new_tokens // 4)
-        ours = Method(models.target, models.drafter, tree, new_channel=connect, base=api)
+        connect = partial(open_channel, args, server, link)
+        lose = partial(connect, outage_after=args.max_new_tokens // 4)
+        ours = Method(models.target, models.drafter, args.tree, new_channel=connect, base=api)
         methods[api] = Method(models.target, new_channel=connect, base=api)
         methods[f"remote:{name}"] = ours
         methods[f"remote+lookup:{name}"] = replace(ours, lookup=True)
@@ -1747,7 +1737,7 @@ def bench_batch(
             f"a prompt with its answer needs {capacity} tokens and the context is {context}: lower "
             "--max-new-tokens, or leave the prompt out"
         )
-    # What `identical` compares with, and the target's warm-up, for which one will do.
+    # For `identical`, at temperature 0. Above it, only to warm the target up.
     of_these = texts if config.temperature == 0 else texts[:1]
     alone = [list(generate(target, text, config)) for text in of_these]
     warm_up = ChainBatch(target, models.drafter, 1, capacity, K)  # the target is warm
@@ -1971,7 +1961,7 @@ def draft_limits(args: Namespace) -> tuple[TreeConfig, TreeConfig]:
 def drafts_chains_only(args: Namespace) -> bool:
     """Tell whether --draft-length puts chains in the place of trees. It does, except in a benchmark
     on one machine, which measures both."""
-    return args.draft_length is not None and bool(args.remote or not args.bench)
+    return args.draft_length is not None and not (args.bench and not args.remote)
 
 
 def check_arguments(parser: Parser, args: Namespace) -> None:
@@ -2159,14 +2149,13 @@ def main() -> None:
         args.max_new_tokens, args.temperature, args.top_p, args.seed, stop_ids
     )
     server = start_server(args) if args.remote == OWN_SERVER else args.remote
-    new_channel = partial(open_channel, args, server) if server else None
     if args.bench:
-        run_bench(args, models, bench_prompts, config, new_channel)
+        run_bench(args, models, bench_prompts, config, server)
         return
     connect = None
-    if new_channel is not None:
+    if server:
         link = next(iter(links_of(args).values()), Link())  # Link() simulates nothing
-        connect = partial(new_channel, link)
+        connect = partial(open_channel, args, server, link)
     tree = None if args.no_speculation else args.tree
     method = Method(models.target, models.drafter, tree, args.lookup, connect)
     terminal = Terminal(args, models, method, config)
@@ -2183,7 +2172,7 @@ def run_bench(
     models: Models,
     prompts: list[Prompt],
     config: GenerationConfig,
-    new_channel: Callable[..., Channel] | None,
+    server: tuple[str, int] | None,
 ) -> None:
     """Measure what the command line asks for: batches, networks, or the methods on this machine.
     Raises what has stopped it, after the rows are printed."""
@@ -2191,9 +2180,8 @@ def run_bench(
     if args.batch:
         K = args.draft_length or BATCH_DRAFT_LENGTH
         rows = bench_batch(models, prompts, config, args.batch, K)
-    elif new_channel is not None:
-        links = links_of(args) or PROFILES
-        methods = remote_methods(models, args.tree, links, new_channel, config.max_new_tokens)
+    elif server:
+        methods = remote_methods(models, args, server, links_of(args) or PROFILES)
         rows, stopped_by = bench(models, methods, prompts, config)
     else:
         alone = faster_alone(args, models.target)

@@ -447,8 +447,8 @@ def train(
 
 # --- Less RAM, mixed precision, and a loss on memories ---
 
-KL_CHUNK = 256  # distributions q over V tokens that exist at once
-# On a GPU, where each piece costs time to launch, it may be larger: up to so many logits.
+KL_CHUNK = 256  # distributions q that exist at once, those of all R horizons together
+# On a GPU each piece costs time to launch: there as many as have so many logits, if that is more.
 KL_LOGITS_ON_GPU = 2**25
 
 
@@ -611,7 +611,7 @@ def split_runs(right: Tensor, depths: Tensor) -> list[list[bool]]:
 
 def depth_scores(runs: list[list[bool]], max_depth: int) -> dict:
     """Return how often a token drafted at each depth is the target's first choice, if all before it
-    in its run were. As far as there are any.
+    in its run were. The list ends at the first depth that no run reaches so.
 
     With a_d that share at depth d, a cycle brings 1 + a_1 + a_1 a_2 + ... tokens: the acceptance
     length implied. It is optimistic: these runs begin anywhere, but a cycle mostly begins after a
@@ -662,8 +662,9 @@ def evaluate_drafting(drafter: Drafter, sequences: list[Sequence]) -> dict:
 # --- Data: published conversations, shuffled without holding all of them in RAM ---
 #
 # A first pass over the files notes where each usable record lies (file, offset, length). Training
-# reads a record again when its turn comes, unless it is among the first 20 000. (A file that is one
-# JSON array is in RAM twice during the first pass. One with a record a line never is.)
+# reads a record again when its turn comes, unless it is among the first 20 000 that were read. (A
+# file that is one JSON array is in RAM twice during the first pass. One with a record a line never
+# is.)
 
 NO_ANSWER = "--data: no answer within --seq-len tokens; raise it"
 # The first so many conversations that are read stay in RAM, as tokens: 0.4 GB at most if they have
@@ -683,8 +684,8 @@ class Conversations:
         self.paths = paths
         self.tokenizer = tokenizer
         self.seq_len = seq_len
-        self.places = np.array(index_records(paths))
-        self.kept = {}
+        self.places = np.array(index_records(paths))  # (records, 3): file, offset, length
+        self.kept: dict[int, Sequence | None] = {}  # by index
         if len(self.places) == 0:
             names = " ".join(paths)
             raise InputError(f"{names}: no usable conversation (UltraChat, ShareGPT, Alpaca)")
@@ -817,13 +818,13 @@ NO_FILE = (
 NOT_JSON = {  # how a file begins, what it is, how to convert it
     b"PAR1": (
         "Parquet",
-        "python -c \"import pandas; pandas.read_parquet('{}').to_json('data.jsonl', "
+        "python -c \"import pandas; pandas.read_parquet('{0}').to_json('{0}.jsonl', "
         "orient='records', lines=True)\"",
     ),
     b"\x1f\x8b": ("gzip", "gunzip {}"),
     b"PK\x03\x04": ("a zip archive", "unzip {}"),
-    b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8 {} > data.jsonl"),
-    b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8 {} > data.jsonl"),
+    b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8 {0} > {0}.utf8"),
+    b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8 {0} > {0}.utf8"),
 }
 
 
@@ -864,6 +865,8 @@ def array_records(path: str | Path, document: bytes) -> Iterator[Record]:
     for count in itertools.count(1):
         index = between.match(text, index).end()
         if text.startswith("]", index):
+            if text[index + 1:].strip():
+                raise InputError(f"{path}: text after the JSON array; use one file for each array")
             return
         broken = f"{path}: the JSON array is damaged or cut short at its record {count}"
         with input_errors(broken, ValueError, RecursionError):
@@ -993,7 +996,7 @@ class Journal:
         self.interrupted = False
         self.progress = None  # this and the next two: while training
         self.began = 0.0  # when the update under way began
-        self.on_interrupt = None  # what Ctrl-C did before
+        self.previous_handler = None  # of Ctrl-C
         if args.resume:
             self.load()
         elif rank() == 0:
@@ -1034,7 +1037,7 @@ class Journal:
         self.began = time.perf_counter()
 
     def __enter__(self) -> Journal:
-        self.on_interrupt = signal.signal(signal.SIGINT, self.interrupt)
+        self.previous_handler = signal.signal(signal.SIGINT, self.interrupt)
         self.progress = tqdm(
             initial=self.done, total=self.args.updates, unit=" updates", disable=rank() > 0
         )
@@ -1043,10 +1046,10 @@ class Journal:
 
     def __exit__(self, *_) -> None:
         self.progress.close()
-        signal.signal(signal.SIGINT, self.on_interrupt or signal.default_int_handler)
+        signal.signal(signal.SIGINT, self.previous_handler or signal.default_int_handler)
 
     def interrupt(self, *_) -> None:
-        """What Ctrl-C does: let the update under way end. A second one ends the process."""
+        """Let the update under way end: Ctrl-C calls this. A second one ends the process."""
         self.interrupted = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
         # (os.write is safe at any moment.)
@@ -1144,29 +1147,28 @@ def announce_cost(drafter: Drafter, sequence: Sequence, held_out: list[Sequence]
 
 
 # --- Synthesis: training data from the target alone (the idea of Magpie, Xu et al. 2024) ---
+#
+# A conversation is a list of messages, of which the batch writes one turn at a time: a `Request`,
+# whose `key` is that list. Each turn reads the text so far again.
 
 ANSWER_TEMPERATURES = (0.0, 0.0, 0.6, 1.0)  # half greedy, as drafters are mostly used
 QUESTION_TEMPERATURE = 1.0
 TOP_P = 0.95
 NEXT_TURN = 0.3  # the probability that a conversation goes on after an answer
 MIN_ROOM = 32  # tokens that must be left for a turn
-BEGIN = b'{"messages": '  # of each line
+BEGIN = b'{"synthetic": true, "messages": '  # of each line: so no other file is written to
 MAX_BARREN = 500  # conversations without an answer, in a row, after which --synthesize gives up
-
-
-# A conversation is a list of messages, of which the batch writes one turn at a time: a `Request`,
-# whose `key` is that list. Each turn reads the text so far again.
 
 
 def converse(
     target: Llama,
     tokenizer: Tokenizer,
     openings: Iterator[list[dict]],
-    count: int,
+    wanted: int,
     seed: int,
     args,
 ) -> Iterator[list[dict]]:
-    """Let the target talk to itself: up to `count` conversations, each yielded when it ends. The
+    """Let the target talk to itself: up to `wanted` conversations, each yielded when it ends. The
     last message may be cut short.
 
     openings: the messages that they begin with, a question or none. Raises InputError.
@@ -1181,7 +1183,7 @@ def converse(
     while True:
         # 1. Begin as many conversations as fit in the batch, and as are still wanted.
         under_way = len(batch.requests) + len(waiting)
-        waiting += itertools.islice(openings, min(count, args.batch_size) - under_way)
+        waiting += itertools.islice(openings, min(wanted, args.batch_size) - under_way)
         # 2. Begin the next turn of each that waits. On a GPU, where one pass reads all their
         # prompts, wait until there are some: until an eighth of the rows is free.
         free = args.batch_size - len(batch.requests)
@@ -1195,11 +1197,11 @@ def converse(
         # complete, or is dropped, as it has no answer.
         for turn in batch.step():
             messages = turn.key
-            if end_turn(tokenizer, turn, draws):
+            if append_turn(tokenizer, turn, draws):
                 waiting.append(messages)
             elif len(messages) >= 2:  # it has an answer
                 barren = 0
-                count -= 1
+                wanted -= 1
                 yield messages
             else:
                 barren += 1
@@ -1226,18 +1228,16 @@ def next_turn(
     return messages, prompt, GenerationConfig(room, temperature, TOP_P, seed, stop_ids)
 
 
-def end_turn(tokenizer: Tokenizer, turn: Request, draws: random.Random) -> bool:
-    """Add what was written to its conversation, if it is of use. Return whether that goes on.
-
-    An answer may be cut short, but no question.
-    """
+def append_turn(tokenizer: Tokenizer, turn: Request, draws: random.Random) -> bool:
+    """Append the text of a turn to its conversation, `turn.key`, if it is of use: an answer may be
+    cut short, but no question. Return whether another turn follows."""
     messages = turn.key
     role = next_role(messages)
     text = tokenizer.decode(turn.tokens).strip()
-    was_cut = turn.config.max_new_tokens == 1  # see `next_turn`
+    prompt_was_cut = turn.config.max_new_tokens == 1  # see `next_turn`
     is_finished = turn.tokens[-1] in tokenizer.stop_ids
     may_go_on = is_finished and turn.left >= MIN_ROOM
-    if not text or was_cut:
+    if not text or prompt_was_cut:
         return False
     if role == "user" and not may_go_on:  # cut short, or no room for its answer
         return False
@@ -1304,7 +1304,8 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
         wanted = max(0, total - written)
         conversations = converse(target, tokenizer, openings, wanted, seed, args)
         for messages in tqdm(conversations, initial=written, total=total, unit=" conversations"):
-            line = json.dumps({"messages": messages}, ensure_ascii=False) + "\n"
+            record = {"synthetic": True, "messages": messages}
+            line = json.dumps(record, ensure_ascii=False) + "\n"
             file.write(line.encode())
             file.flush()
             written += 1
@@ -1405,11 +1406,11 @@ def evaluate_target(model: Llama, held_out: Tensor, args) -> dict:
 
 def make_target(vocab_size: int, args) -> Llama:
     """Return a model with random weights, in the sizes that the command line asks for."""
-    kv_heads = args.width // 64
+    kv_heads = args.width // 64  # two heads of 32 share one
     config = Config(
         vocab_size=vocab_size,
         hidden_size=args.width,
-        intermediate_size=8 * args.width // 3,
+        intermediate_size=8 * args.width // 3,  # three matrices: as large as two of 4 * width
         num_hidden_layers=args.layers,
         num_attention_heads=2 * kv_heads,
         num_key_value_heads=kv_heads,
@@ -1513,12 +1514,13 @@ def save_panels(path: Path, panels: list[str], names: list[str]) -> None:
         '<rect width="100%" height="100%" fill="white"/>',
     ]
     for i, panel in enumerate(panels):
-        x = 60 + 400 * (i % 2)
-        y = 40 + 290 * (i // 2)
+        x = 60 + 400 * (i % 2)  # left or right
+        y = 40 + 290 * (i // 2)  # upper or lower row
         elements.append(f'<g transform="translate({x} {y})">{panel}</g>')
     for i, name in enumerate(names):
         y = bottom + 20 * i
-        elements.append(f'<path d="M60 {y - 4}h24" stroke="{COLORS[i % 8]}" stroke-width="2"/>')
+        color = COLORS[i % len(COLORS)]
+        elements.append(f'<path d="M60 {y - 4}h24" stroke="{color}" stroke-width="2"/>')
         elements.append(f'<text x="92" y="{y}">{html.escape(name)}</text>')
     with atomic_write(path) as part:
         part.write_text("\n".join([*elements, "</svg>\n"]))
@@ -1569,7 +1571,8 @@ def draw_panel(title: str, x_label: str, curves: list[Curve]) -> str:
     for i, curve in enumerate(curves):
         places = [f"{300 * x / right:.1f},{200 - 200 * y / top:.1f}" for x, y in curve]
         line = " ".join(places[:1] + places)  # a single point, too, is seen: as a dot
-        style = f'fill="none" stroke="{COLORS[i % 8]}" stroke-width="2" stroke-linecap="round"'
+        color = COLORS[i % len(COLORS)]
+        style = f'fill="none" stroke="{color}" stroke-width="2" stroke-linecap="round"'
         elements.append(f'<polyline points="{line}" {style}/>')
     return "\n".join(elements)
 
@@ -1578,11 +1581,11 @@ def draw_panel(title: str, x_label: str, curves: list[Curve]) -> str:
 #
 # One script, five tasks:
 #
-#     no flag         run_training      train a drafter on --data, into --out
-#     --evaluate      run_evaluation    score a drafter
-#     --synthesize    synthesize        let the target write --data
-#     --pretrain      pretrain          make a toy target
-#     --plot          plot              draw the logs of runs
+#     no flag         begin_or_resume, run_training    train a drafter on --data, into --out
+#     --evaluate      run_evaluation                   score a drafter
+#     --synthesize    synthesize                       let the target write --data
+#     --pretrain      begin_or_resume, pretrain        make a toy target
+#     --plot          plot                             draw the logs of runs
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -1698,7 +1701,7 @@ def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
 #     check_folder        resume: whether there is anything to resume
 #     join_processes      device
 #     settle_device       dtype
-#     run_training        updates, epoch_updates; data: of each file name and contents
+#     run_training        updates, epoch_updates; data: no longer paths, but "name (checksum)"
 #
 # The checkpoint holds args, and --resume compares.
 
@@ -1729,7 +1732,8 @@ def make_drafter(target: Llama, data: Conversations, training: np.ndarray, args)
 def run_training(target: Llama, tokenizer: Tokenizer, args) -> None:
     """Prepare data and drafter, then run the loop. Raises InputError."""
     data = Conversations(args.data, tokenizer, args.seq_len)
-    # So that --resume refuses a file that was changed, and takes one that was moved.
+    # (`Conversations` keeps the paths.) So --resume refuses a file that was changed, and takes one
+    # that was moved.
     args.data = [f"{Path(path).name} ({checksum(path)[:16]})" for path in args.data]
     training, held_out = split(data, args.seed)
     args.epoch_updates = math.ceil(len(training) / args.batch_size)
@@ -1786,7 +1790,7 @@ def check_folder(args) -> None:
 
 def load_models(args) -> tuple[Llama, Tokenizer]:
     """Load the target and its tokenizer, after a look for the files. Raises InputError."""
-    for path in [] if args.synthesize else args.data:
+    for path in args.data if not args.synthesize else []:  # which that one writes
         if not Path(path).exists():
             raise InputError(f"{path}: {NO_FILE}")
     if args.questions and not Path(args.questions).exists():

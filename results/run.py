@@ -72,9 +72,9 @@ DRAFTERS = {  # the flags of each, besides those in common
     "no-lsa": ["--no-lsa", *WIDER],
     "no-ca": ["--no-ca"],
     "neither": ["--no-lsa", "--no-ca", *WIDER],
-    "eagle": ["--no-lsa", "--no-ca", "--mlp", str(EAGLE_MLP)],  # and CHANGES, below
-    "last-layer": [],  # and CHANGES
-    "staircase": [],  # and CHANGES
+    "eagle": ["--no-lsa", "--no-ca", "--mlp", str(EAGLE_MLP)],  # + become_eagle, below
+    "last-layer": [],  # + remember_last_layer
+    "staircase": [],  # + add_staircase
     "run-1": ["--run-length", "1", "1"],
     "run-2-8": ["--run-length", "2", "8"],
     "run-unbounded": ["--run-length", "100000", "100000"],
@@ -195,7 +195,7 @@ def add_staircase() -> None:
     cross_attend = Drafter.cross_attend
     self_attend = Drafter.self_attend
     updates = SHORTER["quarter"]  # in all: it is trained for so long only
-    done = 0  # updates (two too many: `announce_cost` counts, too)
+    done = 0  # updates, and two passes of `train.announce_cost`
     draws = random.Random(0)
 
     def remember_tokens(self, tokens):
@@ -232,7 +232,7 @@ CHANGES = {
 
 
 def call(script, *flags: str) -> str:
-    """Run a script of this repository with these flags. Returns what it prints."""
+    """Run a script in this process, where CHANGES hold. Returns what it prints."""
     sys.argv = [script.__name__ + ".py", *flags]
     with redirect_stdout(io.StringIO()) as printed:
         script.main()
@@ -335,7 +335,7 @@ def score_offline(folder: Path) -> dict:
 # --- Tables ---
 
 # Of each column: its heading, and where in a row its value stands.
-COLUMNS = {
+ACCEPTANCE_COLUMNS = {
     "depth 1": ["drafting", "depth_accuracy", 0],
     "2": ["drafting", "depth_accuracy", 1],
     "4": ["drafting", "depth_accuracy", 3],
@@ -361,9 +361,9 @@ COST_COLUMNS = {
     "acceptance length": ["acceptance_length"],
 }
 TABLES = {
-    "parts": [COLUMNS, SPEEDUP_COLUMNS],
-    "reused_layers": [COLUMNS, OFFLINE_COLUMNS],
-    "reused_layers_early": [COLUMNS, OFFLINE_COLUMNS],
+    "parts": [ACCEPTANCE_COLUMNS, SPEEDUP_COLUMNS],
+    "reused_layers": [ACCEPTANCE_COLUMNS, OFFLINE_COLUMNS],
+    "reused_layers_early": [ACCEPTANCE_COLUMNS, OFFLINE_COLUMNS],
     "cost": [COST_COLUMNS],
     "network": [NETWORK_COLUMNS],
 }
@@ -376,8 +376,8 @@ def value_at(row: dict, place: list) -> float | None:
     if place[0] not in row:
         return None
     if place[:2] == ["drafting", "depth_accuracy"]:
-        # An accuracy counts chains that were right so far, and their share is the product of those
-        # before it.
+        # Only chains that were right so far are counted. Their share is the product of the
+        # accuracies before.
         if np.prod(row["drafting"]["depth_accuracy"][:place[2]]) < RARE:
             return None
     value = row
@@ -409,14 +409,14 @@ def compare_trees(rows: list[dict], first: list[dict]) -> str:
 def print_table(columns: dict[str, list], groups: dict[str, list[dict]]) -> None:
     """Print a line for each group of rows, which differ in their seeds."""
     headings = list(columns)
-    if columns is COLUMNS:
+    if columns is ACCEPTANCE_COLUMNS:
         headings.append("trees, relative")
     print("| |", " | ".join(headings), "|")
     print("|---" * (1 + len(headings)) + "|")
     first = next(iter(groups.values()))
     for name, rows in groups.items():
         cells = [cell([value_at(row, place) for row in rows]) for place in columns.values()]
-        if columns is COLUMNS:
+        if columns is ACCEPTANCE_COLUMNS:
             cells.append(compare_trees(rows, first))
         print(f"| {name} |", " | ".join(cells), "|")
 
@@ -434,7 +434,7 @@ def print_result(experiment: str) -> None:
             name = row["drafter"]
         groups.setdefault(name, []).append(row)
     print(f"\n{experiment}")
-    for columns in TABLES.get(experiment, [COLUMNS]):
+    for columns in TABLES.get(experiment, [ACCEPTANCE_COLUMNS]):
         print()
         print_table(columns, groups)
 
@@ -449,8 +449,8 @@ def python(*arguments: str, **options) -> subprocess.CompletedProcess:
 
 
 def copy_lines(source: Path, count: int, target: Path) -> None:
-    lines = source.read_text().splitlines(keepends=True)
-    target.write_text("".join(lines[:count]))
+    with source.open(encoding="utf-8") as lines:
+        target.write_text("".join(itertools.islice(lines, count)), encoding="utf-8")
 
 
 def prepare() -> None:

@@ -631,12 +631,10 @@ def test_the_benchmark_takes_every_network_and_cuts_each_once(
     target, drafter = models
     links = {"wan": Link(), "4g": Link(0.001)}
 
-    def new_channel(link: Link, prompt: list[int], outage_after: float = math.inf) -> Channel:
-        return channel_to(server, link, after=outage_after)
-
+    args = parse(["--bench", "--remote", "--max-new-tokens", "8", "--draft-length", "4"])
     with serving_models(target, drafter) as server:
         loaded = Models(target, WORDS, {"": drafter})
-        methods = remote_methods(loaded, CHAIN, links, new_channel, max_new_tokens=8)
+        methods = remote_methods(loaded, args, server.server_address, links)
         prompts = [Prompt("a", ["one", "two"])]
         rows, _ = bench(loaded, methods, prompts, GenerationConfig(8))
     overall = {row["method"]: row for row in rows if row["category"] == "overall"}

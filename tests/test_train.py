@@ -1254,7 +1254,7 @@ def files(tmp_path_factory, tiny, undisturbed) -> Path:
     write(path / "empty")
     write(path / "broken", *BROKEN)
     write(path / "long", *[{"data": ["long" * 99, "b"]}] * 12)
-    write(path / "own", {"messages": CHAT})
+    write(path / "own", {"synthetic": True, "messages": CHAT})
     text = json.dumps(counting(2))
     write(path / "deep", "[" * 100_000)
     write(path / "cut.json", text[:-5])
