@@ -1258,6 +1258,8 @@ def files(tmp_path_factory, tiny, undisturbed) -> Path:
     text = json.dumps(counting(2))
     write(path / "deep", "[" * 100_000)
     write(path / "cut.json", text[:-5])
+    write(path / "twice.json", text + text)
+    write(path / "messages", {"messages": CHAT})
     write(path / "questionless", {"data": [""]})
     (path / "a.parquet").write_bytes(b"PAR1" + bytes(20))
     (path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode()))
@@ -1304,6 +1306,8 @@ def files(tmp_path_factory, tiny, undisturbed) -> Path:
     ("--out shards", "shards holds work"),
     ("--out damaged --resume", "not a readable checkpoint"),
     ("--synthesize 2 --data long", "was not written by --synthesize"),
+    ("--synthesize 2 --data messages", "was not written by --synthesize"),
+    ("--data twice.json", "text after the JSON array"),
     ("--synthesize 2 --data run", "Is a directory: 'run'"),
     ("--synthesize 2 --data own --questions nowhere", "nowhere: no such file"),
     ("--synthesize 2 --data own --questions empty", "no conversation with a question"),
