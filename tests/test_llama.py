@@ -470,7 +470,7 @@ def test_a_config_that_cannot_be_used_is_an_input_error_that_names_the_value(
     (K, torch.zeros(32, 64, dtype=torch.int8), "int8"),
     (K, torch.zeros(32, 64).to(torch.float8_e4m3fn), "float8_e4m3fn"),
     ("extra.weight", torch.zeros(1), "extra.weight is unknown"),
-    ("layers.0.self_attn.q_proj.bias", torch.zeros(64), "only Llama's architecture"),
+    ("layers.0.self_attn.q_proj.bias", torch.zeros(64), "only Llama's own tensors"),
     (NORM, torch.full((64,), math.nan), NORM),
     (NORM, torch.full((64,), 1e6), "float16"),
 ], ids=name)
