@@ -106,9 +106,8 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Turn each pair (x_i, x_{i+D/2}) by the angle of its position and frequency.
 
     x (..., T, D), rope (2, T, D/2), or (2, B, 1, T, D/2) where each sequence of a batch has its own
-    positions. (Su et al. pair neighbours, x_2i and x_{2i+1}. Hugging Face's
-    checkpoints have the rows of q_proj and k_proj in another order, so that pairs are half a head
-    apart.)
+    positions. (Su et al. pair neighbours, x_2i and x_{2i+1}. Hugging Face's checkpoints have the
+    rows of q_proj and k_proj in another order, so that pairs are half a head apart.)
     """
     cos, sin = rope  # (T, D/2)
     first, second = x.chunk(2, dim=-1)  # the two coordinates of each pair, (..., T, D/2)
@@ -623,8 +622,8 @@ def sample_together(logits: Tensor, samplings: list[Sampling]) -> list[int]:
 def inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
     """Return for each p (..., V) the token whose share of the interval [0, 1) contains u (..., 1).
 
-    With p = (0.5, 0.3, 0.2) token 0 has the share from 0 to 0.5, token 1 that from 0.5
-    to 0.8, token 2 the rest. So if u is uniform, the tokens are distributed as p.
+    With p = (0.5, 0.3, 0.2) token 0 has the share from 0 to 0.5, token 1 that from 0.5 to 0.8,
+    token 2 the rest. So if u is uniform, the tokens are distributed as p.
     """
     ends = p.cumsum(-1, dtype=u.dtype)  # of the shares. The last end is 1, but for rounding.
     return torch.searchsorted(ends, u * ends[..., -1:], right=True).squeeze(-1)

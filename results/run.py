@@ -505,11 +505,10 @@ def draw_figure(experiment: str, rows: list[dict]) -> None:
     accuracies = []
     shares = []
     for name in names:
-        curves = np.zeros((len(SEEDS), train.DEPTHS))  # as far as there are chains
         own = [row["drafting"]["depth_accuracy"] for row in rows if row["drafter"] == name]
+        curves = np.zeros((len(own), train.DEPTHS))  # 0 where no chain comes so deep
         for curve, accuracy in zip(curves, own):
             curve[:len(accuracy)] = accuracy
-        curves = curves[:len(own)]
         share = np.mean(np.cumprod(curves, axis=1), axis=0)  # of the chains
         common = 1 + np.sum(share[:-1] >= RARE)  # depths that enough chains come to
         accuracies.append(list(enumerate(np.mean(curves, axis=0)[:common], 1)))
