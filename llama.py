@@ -370,10 +370,10 @@ class Llama(nn.Module):
 # --- Sampling and generation ---
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn: one object for target and drafter, who take their random numbers from
-    one generator."""
+    one generator. (A target on a server has a Sampling of its own.)"""
 
     temperature: float = 0.0  # 0: greedy, always the likeliest token
     top_p: float = 1.0
@@ -524,10 +524,10 @@ class RaggedPass(NamedTuple):
     def append(self, layer: int, kv: Tensor) -> Tensor:
         """Write a layer's kv (B, Hkv, T, 2D). Return all of the rows in this layer,
         (B, Hkv, S, 2D)."""
-        of_layer = self.kv[layer]  # (B, Hkv, capacity, 2D), a view, as the next
-        by_slot = of_layer.transpose(1, 2)  # (B, capacity, Hkv, 2D)
+        layer_kv = self.kv[layer]  # (B, Hkv, capacity, 2D), a view, as the next
+        by_slot = layer_kv.transpose(1, 2)  # (B, capacity, Hkv, 2D)
         by_slot[self.row_numbers, self.positions] = kv.transpose(1, 2)  # (B, T, Hkv, 2D)
-        return of_layer[:, :, :self.end]
+        return layer_kv[:, :, :self.end]
 
 
 class RaggedKVCache:
@@ -578,10 +578,10 @@ def ragged_hidden(
     The rows' lengths stay as they are: only the caller knows how many of the tokens are kept.
     """
     batch, count = tokens.shape
-    new = cache.layout(batch, count, model.rotary, first)
+    ragged = cache.layout(batch, count, model.rotary, first)
     x = model.embed_tokens(tokens)  # (B, T, E)
     for i, layer in enumerate(model.layers):
-        x = layer(x, new.rope, new.mask, new, i)
+        x = layer(x, ragged.rope, ragged.mask, ragged, i)
     return model.norm(x)
 
 

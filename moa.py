@@ -8,9 +8,10 @@ In the paper it is M_Small. It reads the target's KV cache, and drafts the token
     SA   Self-Attention, causal, over the embeddings of the text and the draft. Thanks to it a
          drafted token sees those before it.
     CA   Cross-Attention, from SA's output to the memory of all verified tokens. Drafted tokens have
-         none yet. Training imposes the same limit. There every trained position is a *query*, which
-         plays the newest or a drafted token. Its *horizon* is the last position whose memory it may
-         read. So in training it sees what it will see in drafting (on-policy).
+         none yet. Training imposes the same limit. A *query* is a position of the text from which
+         the next token is drafted. In training each position of an answer is one, and its *horizon*
+         is the last position whose memory it may read. So it sees what it will see in drafting
+         (on-policy).
     TLI  Target Layer Inference. With N = 0, CA's output at a token predicts the target's final
          hidden state of that token, from which the target's LM head makes a distribution of the
          next one. With N > 0 it predicts the state that enters the target's last N layers, which
@@ -31,8 +32,8 @@ Keys are read as they lie in the cache, that is, rotated by their position.
 A token is *verified* once the target has read it and keeps it. Only then does it have a memory. The
 newest token, which the target has chosen but not yet read, is not verified.
 
-`Drafter` runs these layers over all positions in one pass, as training does: its method `features`
-is the whole of it. `DraftState` runs them step by step, with caches, as drafting does.
+`Drafter.features` is the whole of it: these layers, over all positions in one pass, as training
+runs them. `DraftState` runs them step by step, with caches, as drafting does.
 
 Shapes: as in llama.py, and N reused target layers, K drafted tokens, F nodes on the frontier of a
 draft (see `TreeConfig`), V' tokens that may be drafted (above the bar all V of them). H, Hkv and D
@@ -248,8 +249,8 @@ class Drafter(nn.Module):
         Up to a query's horizon the tokens are verified, and the target's own keys and values of
         them, kv (B, T, L, 2 Ekv), are known. Those after it count as drafted, and have only what
         the layers make of x: exactly what is in the caches while drafting. So the layers get both
-        sets of keys and values, side by side. Of each position up to its own a query sees one of
-        the two, of later ones none. Query 6 with horizon 3:
+        sets of keys and values, one after the other. Of each position up to its own a query sees
+        one of the two, of later ones none. Query 6 with horizon 3:
 
             position                         0 1 2 3 4 5 6 7
             the target's keys and values     + + + + . . . .
@@ -257,25 +258,16 @@ class Drafter(nn.Module):
         """
         if self.N == 0:
             return x
-        target = self.target
-        x = x.to(target.dtype)
         count = x.shape[1]
-        rope = target.rotary[:, :count]
+        rope = self.target.rotary[:, :count]
         positions = torch.arange(count, device=x.device)
         within = positions <= horizon.unsqueeze(-1)  # (B, T, T): query i, position j
         after = ~within & (positions <= positions.unsqueeze(-1))  # (B, T, T)
         mask = torch.cat([within, after], dim=-1).unsqueeze(1)  # (B, 1, T, 2T)
-        kv_heads = target.config.num_key_value_heads
-        layers = target.config.num_hidden_layers
-        for i in range(layers - self.N, layers):
-            # As `DecoderLayer.forward`, with the target's keys and values before those made from x.
-            layer = target.layers[i]
-            q, x_kv = layer.self_attn.queries_keys_values(layer.input_layernorm(x), rope)
-            target_kv = kv[:, :, i].unflatten(-1, (kv_heads, -1))  # (B, T, Hkv, 2D)
-            target_kv = target_kv.transpose(1, 2).to(x_kv.dtype)  # (B, Hkv, T, 2D)
-            all_kv = torch.cat([target_kv, x_kv], dim=2)  # (B, Hkv, 2T, 2D)
-            x = layer.feed_forward(x + layer.self_attn(q, all_kv, mask))
-        return target.norm(x)
+        kv_heads = self.target.config.num_key_value_heads
+        reused = kv[:, :, -self.N:].unflatten(-1, (kv_heads, -1))  # (B, T, N, Hkv, 2D)
+        known = KnownKeysValues(reused.permute(2, 0, 3, 1, 4))  # (N, B, Hkv, T, 2D)
+        return self.run_target_layers(x, rope, mask, known)
 
     # For drafting: what the target's side sends, and TLI step by step.
 
@@ -300,13 +292,13 @@ class Drafter(nn.Module):
         """
         return self.cross_attention.keys_values(memory, rope)
 
-    def step_target_layers(
-        self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
+    def run_target_layers(
+        self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache | KnownKeysValues
     ) -> Tensor:
-        """Run TLI on one step of drafting: x (B, T, E) -> (B, T, E).
+        """Run TLI on one step of drafting, or on one pass of training: x (B, T, E) -> (B, T, E).
 
-        The same as `infer_target_layers`, but here the cache, of N layers, holds what is right for
-        each position: the target's own keys and values of the text, then those of the draft.
+        The cache, of N layers, holds the target's own keys and values of the text. Those of the
+        draft are appended.
         """
         if self.N == 0:
             return x
@@ -314,6 +306,17 @@ class Drafter(nn.Module):
         for i, layer in enumerate(self.target.layers[-self.N:]):
             x = layer(x, rope, mask, cache, i)
         return self.target.norm(x)
+
+
+class KnownKeysValues:
+    """In place of a KVCache: the target's own keys and values, (N, B, Hkv, T, 2D). To them those
+    that a layer makes are appended, and nothing is written."""
+
+    def __init__(self, kv: Tensor):
+        self.kv = kv
+
+    def append(self, layer: int, kv: Tensor) -> Tensor:
+        return torch.cat([self.kv[layer].to(kv.dtype), kv], dim=2)  # (B, Hkv, 2T, 2D)
 
 
 @dataclass
@@ -416,16 +419,16 @@ class Draft:
         """Return how far a node is from the root."""
         return len(self.paths[node]) - 1
 
-    def mask(self, nodes: list[int], others: list[int], text_length: int) -> Tensor:
-        """Return which slots each of `nodes` may see, (len(nodes), text_length + len(others)): the
-        whole text and, of `others`, its ancestors and itself. Not its siblings: they are
+    def mask(self, nodes: list[int], cached: list[int], text_length: int) -> Tensor:
+        """Return which slots each of `nodes` may see, (len(nodes), text_length + len(cached)): the
+        whole text and, of the draft, its ancestors and itself. Not its siblings: they are
         alternatives.
 
-        others: the nodes whose keys and values lie in the cache after the text, in this order.
+        cached: the nodes whose keys and values lie in the cache after the text, in this order.
         """
         rows = []
         for node in nodes:
-            rows.append([other in self.paths[node] for other in others])
+            rows.append([other in self.paths[node] for other in cached])
         text = torch.ones(len(nodes), text_length, dtype=torch.bool)
         return torch.cat([text, torch.tensor(rows)], dim=1)
 
@@ -589,7 +592,7 @@ class DraftState:
         x = self.embed([draft.tokens[node] for node in frontier])  # (1, F, E), and so on
         x = drafter.self_attention(x, rope, mask, self.self_cache, 0)
         x = self.cross_attend(x, rope, draft, frontier)
-        x = drafter.step_target_layers(x, target_rope, mask, self.reused_cache)
+        x = drafter.run_target_layers(x, target_rope, mask, self.reused_cache)
         self.self_cache.length += len(frontier)
         self.reused_cache.length += len(frontier)
         return x.squeeze(0)
@@ -753,7 +756,8 @@ def likeliest_choices(
 
 
 def likeliest_paths(draft: Draft, nodes: list[int], count: int) -> list[int]:
-    """Of these nodes, return the `count` with the likeliest paths. Given and returned: ascending.
+    """Of these nodes, in ascending order, return the `count` with the likeliest paths, again in
+    ascending order.
 
     Sorting is stable. So of equally likely nodes the smaller comes first: a parent before a child
     of probability 1.
@@ -1174,7 +1178,7 @@ class BatchDraftState:
         cross_mask = (slots < lengths[:, None, None, None]).to(target.device)  # (B, 1, 1, S)
         x = drafter.cross_attention.attend_to(memory, x, new.rope, cross_mask)
         new = self.reused_cache.layout(batch, 1, target.rotary)
-        x = drafter.step_target_layers(x, new.rope, new.mask, new)
+        x = drafter.run_target_layers(x, new.rope, new.mask, new)
         for row in range(batch):
             self.self_cache.rows[row].length += 1
             self.reused_cache.rows[row].length += 1

@@ -83,7 +83,7 @@ class Link:
 
     def retransmission_timeout(self) -> float:
         """Return the RTO in seconds, once TCP has measured round trips: their mean, plus four times
-        their mean deviation (RFC 6298), for which Linux takes at least MIN_RTO_MARGIN."""
+        their mean deviation (RFC 6298). Linux adds at least MIN_RTO_MARGIN to the mean."""
         # A round trip is the sum of two draws, so its standard deviation is sqrt(2) jitter. The
         # mean deviation of a normal distribution is sqrt(2 / pi) of that.
         deviation = 2 * self.jitter / math.sqrt(math.pi)
@@ -103,8 +103,9 @@ class Outage:
     """The one outage that a network may have, both ways. It begins when `after` tokens have come,
     and lasts `seconds`.
 
-    It loses no message for good, because TCP sends again until it gets through. So a message is
-    delayed by what is left of the outage once both have begun, plus one RTO.
+    It loses no message for good, because TCP sends again until it gets through. So a message that
+    is in flight while it lasts arrives later: by the part of the outage that comes after its
+    sending, plus one RTO.
 
     An example: an outage from 1.0 s to 1.3 s on a link of 20 ms, whose RTO is 0.24 s. A reply sent
     at 0.99 s sits through all of it, and arrives at 1.01 + 0.3 + 0.24 = 1.55 s. One sent at 1.1 s
@@ -215,6 +216,7 @@ MAX_REPLY = 1 << 30  # bytes: enough for the memory of a prompt of 131 072 token
 MAX_PIECE = 1 << 16  # bytes in one call: so memory grows with what comes, not what is announced
 NONCE = 32  # bytes: 256 random bits never come twice
 DIGEST = 32  # bytes of an HMAC with SHA-256
+SECRET = "MOA_SECRET"  # the environment variable that holds the secret of both sides
 CONNECT_SECONDS = 10.0  # to connect, or to send a piece: a stalled peer must not hold us
 
 
@@ -304,7 +306,8 @@ class ConnectionLost(Exception):
 
 @dataclass
 class Traffic:
-    """What a client has sent, received and waited for, over all of its connections."""
+    """What a client has sent, received and waited for, over all of its connections. (Connecting
+    counts in bytes only.)"""
 
     bytes_up: int = 0
     bytes_down: int = 0
@@ -336,8 +339,10 @@ class Channel:
         start = monotonic()
         if network.outage.overlaps(start, start):  # now, that is
             raise ConnectionLost("the network is down")
-        timeout = INITIAL_RTO + self.reply_timeout()  # simulated: one packet may be lost
-        deadline = start + min(CONNECT_SECONDS, timeout)  # real
+        # In simulated time, in which one packet may be lost. (Once replies have come, we are to
+        # notice sooner that there is no network.)
+        timeout = INITIAL_RTO + self.reply_timeout()
+        deadline = start + min(CONNECT_SECONDS, timeout)  # in real time
         try:
             self.sock = socket.create_connection(self.address, deadline - start)
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send at once
@@ -373,10 +378,13 @@ class Channel:
 
     def reply_timeout(self) -> float:
         """Return the seconds after which a reply counts as lost: `timeout`, or else ten times the
-        slowest so far, and at least MIN_TIMEOUT. (That to a long prompt may be the slowest.)"""
+        slowest so far, and at least MIN_TIMEOUT.
+
+        The reply to the prompt, mostly the slowest, counts, too: while the server reads another
+        client's prompt, it answers us as late.
+        """
         if self.timeout is not None:
             return self.timeout
-        # Tenfold leaves room for a server that is busy with others.
         seconds = max(MIN_TIMEOUT, 10 * self.slowest)
         return max(FIRST_REPLY_SECONDS, seconds) if self.is_new else seconds
 
@@ -395,6 +403,7 @@ class Channel:
             self.traffic.round_trips += 1
             server_clock = self.network.up.send(sent, size)  # simulated: it has the request
             asked = sent
+            is_first = True
             more = True
             while more:  # one round for each reply; all but the last have a field "more"
                 deadline = asked + self.reply_timeout()
@@ -404,11 +413,12 @@ class Channel:
                 arrival = self.network.down.send(server_clock, reply.size)
                 wait(arrival, deadline)
                 waited = monotonic() - asked
-                if asked == sent:  # the first reply
+                if is_first:
                     self.traffic.network_seconds += max(0.0, waited - elapsed)
                 self.traffic.bytes_down += reply.size
                 self.slowest = max(self.slowest, waited)
                 self.is_new = False
+                is_first = False
                 more = reply.fields.get("more")
                 yield parse(reply.fields, reply.tensors)
                 asked = monotonic()  # the caller's own work does not count
@@ -422,8 +432,8 @@ class Channel:
 
 # --- The server ---
 #
-# `MessageServer` accepts clients. Each has a `Connection`, which runs in a thread of its own. Once
-# the client has proved that it knows the secret, the connection asks a `Session` for its replies.
+# `MessageServer` accepts clients. Each has a `ClientHandler`, in a thread of its own. Once the
+# client has proved that it knows the secret, the handler asks a `Session` for its replies.
 
 MAX_REQUEST = 1 << 20  # bytes: a prompt of 131 072 tokens takes half of it
 
@@ -459,23 +469,23 @@ class MessageServer(socketserver.ThreadingTCPServer):
         self.new_session = new_session
         self.max_clients = max_clients
         self.idle_seconds = idle_seconds
-        self.slots = threading.Semaphore(max_clients)
+        self.places = threading.Semaphore(max_clients)
         self.sockets = set()  # of all clients
         self.unauthenticated = {}  # those of them that have not proved anything, the oldest first
-        super().__init__(address, Connection)
+        super().__init__(address, ClientHandler)
         host = self.server_address[0]  # as a number, which is known only now
         if not secret and not host.startswith("127."):
             self.server_close()
-            raise ValueError("to serve beyond this machine, set a secret: MOA_SECRET on both sides")
+            raise ValueError(f"to serve beyond this machine, set a secret: {SECRET} on both sides")
 
     def process_request(self, request: socket.socket, client_address: Address) -> None:
         """socketserver calls this for a new connection, whose socket it calls a request."""
-        # Anyone can open connections and say nothing. Keep at most four unauthenticated ones for
-        # each place, the new one included: disconnect the oldest.
-        most = 4 * self.max_clients - 1
-        self.disconnect(list(self.unauthenticated)[:-most])
         self.sockets.add(request)
         self.unauthenticated[request] = None
+        # Anyone can open connections and say nothing. Keep at most four unauthenticated ones for
+        # each place: disconnect the oldest.
+        excess = max(0, len(self.unauthenticated) - 4 * self.max_clients)
+        self.disconnect(list(self.unauthenticated)[:excess])
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: socket.socket) -> None:
@@ -498,8 +508,8 @@ class MessageServer(socketserver.ThreadingTCPServer):
                 pass  # it has ended already
 
 
-class Connection(socketserver.StreamRequestHandler):
-    """A connection to one client, in a thread of its own. self.connection is its socket."""
+class ClientHandler(socketserver.StreamRequestHandler):
+    """The server's end of a connection to one client. self.connection is its socket."""
 
     server: MessageServer
     disable_nagle_algorithm = True  # send small messages at once, without waiting for more bytes
@@ -523,14 +533,14 @@ class Connection(socketserver.StreamRequestHandler):
         digest = receive_bytes(self.connection, DIGEST, deadline)
         # compare_digest takes the same time wherever the two differ, and so gives no hint.
         if not hmac.compare_digest(digest, answer_nonce(self.server.secret, nonce)):
-            self.send({"refused": "wrong secret; both sides take it from MOA_SECRET"}, {})
+            self.send({"refused": f"wrong secret; both sides take it from {SECRET}"}, {})
             raise ProtocolError("wrong secret")
         self.server.unauthenticated.pop(self.connection, None)
 
     def serve(self) -> None:
         """Answer one request after the other, until an OSError ends it, at the latest when the
         client leaves. If no place is free, refuse."""
-        if not self.server.slots.acquire(blocking=False):
+        if not self.server.places.acquire(blocking=False):
             self.send({"refused": f"it has {self.server.max_clients} clients, its limit"}, {})
             return
         try:
@@ -539,7 +549,7 @@ class Connection(socketserver.StreamRequestHandler):
             while True:
                 self.answer_request(session)
         finally:
-            self.server.slots.release()
+            self.server.places.release()
 
     def answer_request(self, session: Session) -> None:
         """Wait for the next request, and send the replies to it. Raises OSError."""
@@ -601,7 +611,7 @@ def address(text: str) -> Address:
 
 
 def add_link_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that links_of reads."""
+    """Add the flags that link_of reads."""
     add = parser.add_argument
     add("--network", choices=PROFILES, help="simulate this network to the server")
     latency_help = "one way, like 21ms; this and the next three override --network"
@@ -611,11 +621,10 @@ def add_link_arguments(parser: argparse.ArgumentParser) -> None:
     add("--loss", type=loss_rate, help="of packets, like 0.1%%")
 
 
-def links_of(args: argparse.Namespace) -> dict[str, Link]:
-    """Return {name: link}, the one that the command line describes, or {} if it describes none."""
+def link_of(args: argparse.Namespace) -> Link | None:
+    """Return the link that the command line describes, None if it describes none."""
     # The flags have the names of Link's fields.
     stated = {name: vars(args)[name] for name in vars(Link()) if vars(args)[name] is not None}
     if args.network is None and not stated:
-        return {}
-    link = PROFILES.get(args.network, Link())
-    return {args.network or "link": replace(link, **stated)}
+        return None
+    return replace(PROFILES.get(args.network, Link()), **stated)

@@ -22,8 +22,8 @@ Why that is exact. A token x comes out in two ways, with these probabilities:
     drafted and accepted      q(x) min(1, p(x) / q(x))                  = min(p(x), q(x))
     drawn after a rejection   P(rejection) * scaled(max(p - q, 0))(x)   = max(p(x) - q(x), 0)
 
-because P(rejection) = 1 - sum min(p, q) and, as p sums to 1, this is sum (p - min(p, q)) =
-sum max(p - q, 0): what `scaled` divides by. The two add up to p(x), whatever q is.
+because P(rejection) = 1 - sum min(p, q) = sum p - sum min(p, q) = sum max(p - q, 0), and that is
+what `scaled` divides by. The two add up to p(x), whatever q is.
 
 An example with three tokens, p = (0.6, 0.3, 0.1) and q = (0.4, 0.5, 0.1). They are accepted with
 probability 1, 0.6 and 1. The second is drafted and rejected with probability 0.5 * 0.4 = 0.2. Then
@@ -115,6 +115,8 @@ from moa import (
 )
 from netsim import (
     PROFILES,
+    SECRET,
+    Address,
     Channel,
     ConnectionLost,
     Link,
@@ -126,7 +128,7 @@ from netsim import (
     add_link_arguments,
     address,
     duration,
-    links_of,
+    link_of,
     time_limit,
 )
 
@@ -142,6 +144,14 @@ class VerifyResult:
     accepted: list[int]  # the drafted tokens that it keeps
     token: int  # its own, which comes after them
     memory: MemoryUpdate  # of what is now verified: the prompt, or the root and accepted tokens
+
+
+@dataclass
+class LocalResult(VerifyResult):
+    """The same, with what --trace shows besides."""
+
+    logits: Tensor  # (1 + K, V)
+    acceptance: Acceptance
 
 
 @torch.inference_mode()
@@ -164,7 +174,7 @@ def speculate(
         if left == 0 or tokens[-1] in config.stop_ids:
             return
         state.append_verified(result.memory)  # grow the cross-attention memory
-        # At most so many drafted tokens can be used: the target adds one of its own.
+        # There is room for `left` tokens, and the target adds one of its own.
         depth = min(tree.depth, left - 1)  # if 0, nothing is drafted
         draft = state.draft(result.token, replace(tree, depth=depth))
         result = target.verify(draft)  # accepted tokens, next token, memory of what is verified
@@ -188,9 +198,6 @@ class LocalTarget:
         self.drafter = drafter
         self.sampling = sampling
         self.cache = model.new_cache(capacity)
-        # What `verify` computed last, for --trace only.
-        self.logits: Tensor | None = None  # (1 + K, V)
-        self.acceptance: Acceptance | None = None
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
         """Read a prompt, and choose the token after it."""
@@ -199,7 +206,7 @@ class LocalTarget:
         token = sample_next(self.model.lm_head(hidden[0, -1]), self.sampling)
         return VerifyResult([], token, self.drafter.memory_update(prompt, self.cache, hidden))
 
-    def verify(self, draft: Draft) -> VerifyResult:
+    def verify(self, draft: Draft) -> LocalResult:
         """Run one pass over a draft. The cache keeps its root and what is accepted."""
         start = self.cache.length
         ids = torch.tensor([draft.tokens], device=self.model.device)  # (1, 1 + K)
@@ -211,9 +218,7 @@ class LocalTarget:
         self.cache.keep_path(start, path)
         verified = [draft.tokens[node] for node in path]  # the root, then what is accepted
         memory = self.drafter.memory_update(verified, self.cache, hidden[:, path])
-        self.logits = logits
-        self.acceptance = acceptance
-        return VerifyResult(verified[1:], acceptance.token, memory)
+        return LocalResult(verified[1:], acceptance.token, memory, logits, acceptance)
 
 
 def draft_layout(draft: Draft, start: int, device) -> tuple[Tensor, Tensor]:
@@ -245,7 +250,7 @@ class Trial(NamedTuple):
     """A drafted token x is accepted if u < ratio."""
 
     u: float  # a random number, uniform in [0, 1)
-    ratio: float  # p(x) / q(x); in a tree, of what rejected siblings have left of both
+    ratio: float  # p(x) / q(x); after a rejected sibling, of what is left of both
 
 
 @dataclass
@@ -269,7 +274,7 @@ def accept_draft(logits: Tensor, draft: Draft, sampling: Sampling) -> Acceptance
     u = torch.rand(len(draft.tokens), generator=sampling.generator, device=p.device).tolist()
     if draft.is_chain:
         return rejection_sample(p, draft, u, sampling.generator)
-    # This one would do for chains, too. The other shows the rule in its plain form.
+    # (A chain is a tree, too. But it needs only the plain rule, which is easier to read.)
     return rejection_sample_tree(p, draft, u, sampling.generator)
 
 
@@ -333,11 +338,11 @@ def rejection_sample_tree(
     with these two in place of p and q. If all are rejected, the token is drawn from what is left of
     p.
 
-    Why that is exact. Claim: whenever a child is about to be tried, given the siblings rejected so
-    far, but not yet which child comes next, the token that comes out in the end is distributed as
-    p_left.
+    Why that is exact. Look at the moment before a child is drawn, some siblings having been
+    rejected. Claim: the token that comes out in the end is distributed as p_left. From the last
+    child to the first:
 
-        the last child     It was drawn from q_left. If it is rejected, the token is drawn from the
+        the last child     It is drawn from q_left. If it is rejected, the token is drawn from the
                            residual. That is the chain's rule, with p_left and q_left for p and q.
         the one before     If it is rejected, the last child is tried next. By the claim for that
                            one, what then comes out is distributed as its p_left: the residual. So
@@ -347,16 +352,16 @@ def rejection_sample_tree(
     q_left. So what is drawn after a node may decide neither how many children that node has nor
     which of them are proposed: see `DraftState.sample_tree`.
 
-    An example with the p and q above, and the children 2 and 1, drawn in this order (tokens 1, 2
-    and 3). Token 2 is accepted with probability 0.3 / 0.5 = 0.6. If it is rejected, p_left is
-    (1, 0, 0) and q_left (0.8, 0, 0.2): so token 1 is accepted.
+    An example with tokens 1, 2 and 3, p = (0.6, 0.3, 0.1), q = (0.4, 0.5, 0.1), and the children 2
+    and 1, drawn in this order. Token 2 is accepted with probability 0.3 / 0.5 = 0.6. If it is
+    rejected, p_left is (1, 0, 0) and q_left (0.8, 0, 0.2): so token 1 is accepted.
     """
     path = [0]
     trials = {}
     while True:
         last = path[-1]
         p_left = p[last]  # (V)
-        q_left = draft.q.get(last)  # (V), or None if it has no children
+        q_left = draft.q.get(last)  # (V); None, and not used, if it has no children
         accepted = None
         for child in draft.children(last):
             x = draft.tokens[child]
@@ -421,7 +426,7 @@ class Lookup:
 
     def draft(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a chain that is copied from the text. Where there is nothing to copy, ask the
-        drafter. (While a remote target is out of reach, the draft is thrown away.)"""
+        drafter."""
         text = self.history + [root]
         count = min(tree.depth, tree.total_tokens)
         for size in self.sizes:
@@ -490,7 +495,7 @@ class NoDrafter:
 class ChainBatch(Batch):
     """The loop for many conversations: a chain of K drafted tokens for each row of the caches, and
     one pass that verifies them all. Each row accepts a length of its own. (Chains only: what a row
-    keeps of one lies first, and to move its length is all.)"""
+    keeps of a chain is its beginning. So nothing moves in the cache, only the length changes.)"""
 
     def __init__(self, model: Llama, drafter: Drafter, rows: int, capacity: int, K: int):
         super().__init__(model, rows, capacity + K)
@@ -521,7 +526,7 @@ class ChainBatch(Batch):
             # end of its answer, or of the context, where there are no positions: cut them off.
             new = (kept[1:] + [acceptance.token])[:left[row]]
             new_tokens.append(new)
-            verified = kept[:len(new)]  # the tokens that the new ones follow
+            verified = kept[:len(new)]  # new[i] follows kept[i]: so as many are verified as are new
             cache = self.cache.rows[row]
             cache.length += len(verified)
             verified_hidden = hidden[row:row + 1, :len(verified)]  # (1, T, E)
@@ -541,7 +546,7 @@ class ChainBatch(Batch):
 # "read" and "verify" are the target's two calls in `speculate`, prefill and verify. "generate" is a
 # plain API. Small numbers are fields of a message; tokens, memory (in 8 bits) and q are tensors.
 #
-# known: for how many tokens the client has the memory already; the reply leaves it out for them.
+# known: the client has the memory of so many tokens already, and the reply leaves theirs out.
 # q goes up, quantized, if the tokens were drawn from it. An example, a chain of two of which the
 # target accepts one:
 #
@@ -553,9 +558,8 @@ class ChainBatch(Batch):
 #
 # With "verify" the root, 7, does not go up: the server chose it.
 
-SECRET = "MOA_SECRET"  # the environment variable that holds the secret of both sides
 MAX_DRAFT_TOKENS = 64  # of a draft: the server refuses a longer one
-OFFLINE_TOKENS = 8  # the drafter writes so many between two attempts to reconnect
+OFFLINE_TOKENS = 8  # that the drafter writes alone, before it looks again whether to reconnect
 INITIAL_BACKOFF = 0.5  # seconds between two attempts; doubles with each that fails
 MAX_BACKOFF = 30.0
 Replies = Iterator[tuple[dict, Tensors]]
@@ -624,12 +628,12 @@ class RemoteResult(VerifyResult):
 class RemoteTarget:
     """The target of one conversation, on a server.
 
-    Connected, it knows the text 5 9 2 7, and the drafter has a memory of 5 9 2: 7 is the next root.
-    When the server does not answer, a new connection is made, over which it reads the text again,
-    and only the draft is lost. As long as that fails, the target is offline: the loop's draft (only
-    `Lookup` still makes one) is thrown away, `draft_offline` lets the drafter write alone, and its
-    text is unverified. Then the text may be 5 9 2 7 4 8, still with a memory of 5 9 2. The first
-    reply after the outage brings that of 7 4 8.
+    Say that the prompt was 5 9 2, and the server's token after it 7, the next root. The drafter has
+    a memory of 5 9 2. When the server does not answer, a new connection is made, over which it
+    reads the text again, and only the draft is lost. As long as that fails, the target is offline:
+    the loop's draft (only `Lookup` still makes one) is thrown away, `draft_offline` lets the
+    drafter write alone, and its text is unverified. Then the text may be 5 9 2 7 4 8, still with a
+    memory of 5 9 2. The first reply after the outage brings that of 7 4 8.
     """
 
     def __init__(self, channel: Channel, state: RemoteDraftState, config: GenerationConfig):
@@ -686,7 +690,7 @@ class RemoteTarget:
         return self.request(fields, tensors, draft)
 
     def reconnect(self) -> RemoteResult:
-        """`connect_and_read`, unless the last attempt has failed a moment ago. Raises
+        """`connect_and_read`, unless it is too early after an attempt that failed. Raises
         ConnectionLost."""
         if monotonic() < self.retry_at:
             raise ConnectionLost("too early to try again")
@@ -826,15 +830,17 @@ class TargetSession:
         capacity = len(tokens) + config.max_new_tokens + 1 + MAX_DRAFT_TOKENS
         sampling = config.new_sampling(self.model.device)
         self.target = LocalTarget(self.model, self.drafter, capacity, sampling)
-        yield self.run_models(lambda: self.reply(self.target.prefill(tokens), known))
+        yield self.run_models(self.call_target, self.target.prefill, tokens, known)
 
     def verify(self, fields: dict, tensors: Tensors) -> Replies:
         """Verify a draft that follows the newest token."""
         draft = self.parse_draft(fields, tensors)
-        yield self.run_models(lambda: self.reply(self.target.verify(draft)))
+        yield self.run_models(self.call_target, self.target.verify, draft)
 
-    def reply(self, result: VerifyResult, known: int = 0) -> tuple[dict, Tensors]:
-        """Return a result as it is sent, without the memory of the first `known` tokens."""
+    def call_target(self, call: Callable, argument, known: int = 0) -> tuple[dict, Tensors]:
+        """Call the target, and note the next root. Returns the result as it is sent, without the
+        memory of the first `known` tokens."""
+        result = call(argument)
         self.root = result.token
         fields = {"accepted": result.accepted, "token": result.token}
         return fields, quantize_memory(result.memory, known)
@@ -907,7 +913,7 @@ def check_ids(tensor: Tensor, end: int) -> list[int]:
 # The server's process.
 
 
-def serve(args: Namespace, announce: Callable[[tuple[str, int]], None]) -> None:
+def serve(args: Namespace, announce: Callable[[Address], None]) -> None:
     """Serve without end. `announce` is told the address."""
     models = load_models(args)
     host, port = args.serve
@@ -920,7 +926,7 @@ def serve(args: Namespace, announce: Callable[[tuple[str, int]], None]) -> None:
             server.serve_forever()
 
 
-def announce_on_terminal(bound: tuple[str, int]) -> None:
+def announce_on_terminal(bound: Address) -> None:
     """Tell where the server listens, and what a client needs."""
     host, port = bound[:2]
     print(f"{host}:{port}", flush=True)  # for scripts
@@ -934,7 +940,7 @@ def announce_on_terminal(bound: tuple[str, int]) -> None:
         print("no secret is set: any program on this machine may connect", file=sys.stderr)
 
 
-def serve_parent(args: Namespace, pipe) -> None:
+def serve_until_parent_ends(args: Namespace, pipe) -> None:
     """Serve until the parent process ends, however it ends."""
 
     def end_with_parent() -> None:
@@ -945,7 +951,7 @@ def serve_parent(args: Namespace, pipe) -> None:
     run_command(lambda: serve(args, pipe.send))
 
 
-def start_server(args: Namespace) -> tuple[str, int]:
+def start_server(args: Namespace) -> Address:
     """Start a server in a process of its own. Returns its address."""
     os.environ.setdefault(SECRET, os.urandom(16).hex())
     # More threads hardly speed a drafter up, and the server needs the cores.
@@ -957,7 +963,8 @@ def start_server(args: Namespace) -> tuple[str, int]:
     server_args = Namespace(**(vars(args) | changes))
     # Ctrl-C in a terminal reaches both processes. It is meant for this one.
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the server inherits
-    context.Process(target=serve_parent, args=(server_args, server_pipe), daemon=True).start()
+    process_args = (server_args, server_pipe)
+    context.Process(target=serve_until_parent_ends, args=process_args, daemon=True).start()
     signal.signal(signal.SIGINT, on_interrupt)
     server_pipe.close()
     try:
@@ -990,14 +997,14 @@ class Origin(Enum):
 @dataclass
 class Cycle:
     """One round of the loop: a draft and its verification. The prompt's pass has no draft. With the
-    target alone a cycle is one token, and has neither draft nor target."""
+    target alone a cycle is one token."""
 
-    target: LocalTarget | RemoteTarget | None = None  # which --trace asks for p, or the link
     draft: Draft | None = None
     result: VerifyResult | None = None
     tokens: list[int] = field(default_factory=list)  # that it brought
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    traffic: Traffic | None = None  # of all cycles so far, with a target on a server
 
     @property
     def link(self) -> str:
@@ -1026,7 +1033,7 @@ class Recorder:
     def __init__(self, target: LocalTarget | RemoteTarget, state: DraftState | Lookup):
         self.target = target
         self.state = state
-        self.cycle = Cycle(target)
+        self.cycle = Cycle()
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
         start = perf_counter()
@@ -1035,7 +1042,7 @@ class Recorder:
         return self.cycle.result
 
     def append_verified(self, memory: MemoryUpdate | None) -> None:
-        self.cycle = Cycle(self.target)  # the next one begins
+        self.cycle = Cycle()  # the next one begins
         start = perf_counter()
         self.state.append_verified(memory)
         self.cycle.draft_seconds = perf_counter() - start
@@ -1055,8 +1062,8 @@ class Recorder:
 
 @dataclass
 class Generation:
-    """One answer, and what it cost. The prompt's pass counts in `seconds` and `network` only,
-    besides its token."""
+    """One answer, and what it cost. Of the prompt's pass only the token counts, and what is in
+    `seconds` and `network`. (The drafter's work on the prompt is in the first draft's time.)"""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
@@ -1161,7 +1168,9 @@ class Method:
                 cycles = self.cycles_with_drafts(prompt, config, channel)
             for cycle in cycles:
                 generation.add(cycle)
-                if channel is not None:  # the simulated outage begins after so many tokens
+                if channel is not None:
+                    cycle.traffic = replace(channel.traffic)  # a copy
+                    # The simulated outage begins after so many tokens.
                     channel.network.outage.begin_if_due(len(generation.tokens), monotonic())
                 emit(cycle)
         except KeyboardInterrupt:
@@ -1264,6 +1273,7 @@ class Trace:
     """
 
     tokenizer: Tokenizer
+    sampling: Sampling  # the target's
     as_json: bool
     cycles: int = 0
     before: Traffic = field(default_factory=Traffic)  # at the end of the last cycle
@@ -1278,17 +1288,17 @@ class Trace:
 
     def record(self, cycle: Cycle) -> dict:
         """Return a line of --trace --json."""
-        local = cycle.target if isinstance(cycle.target, LocalTarget) else None
         outcome = find_outcome(cycle)
         offline = cycle.link == "offline"
         shown = cycle.tokens if offline else [cycle.result.token]
-        drafts = self.drafted_nodes(local, outcome)
+        drafts = self.drafted_nodes(cycle.result, outcome)
+        is_known = cycle.traffic is None and not outcome.ended  # a server does not tell
         record = {
             "cycle": self.cycles,
             "drafts": drafts,
             "token": cycle.result.token,
             "text": self.tokenizer.decode(shown),
-            "source": "" if outcome.ended else source(local, outcome),
+            "source": self.source(outcome) if is_known else "",
             "tokens": cycle.tokens,
             "offline": offline,
             "draft_seconds": cycle.draft_seconds,
@@ -1296,22 +1306,20 @@ class Trace:
         }
         if drafts:
             record["root"] = self.tokenizer.decode([outcome.draft.tokens[0]])
-        if isinstance(cycle.target, RemoteTarget):
-            record["link"] = {"state": cycle.link, **self.new_traffic(cycle.target.channel)}
+        if cycle.traffic is not None:
+            record["link"] = {"state": cycle.link, **self.new_traffic(cycle.traffic)}
         return record
 
-    def drafted_nodes(self, local: LocalTarget | None, outcome: Outcome) -> list[dict]:
-        """Describe each drafted token. parent: an index of this list, -1 for the root.
-
-        local: the target if it is on this machine. A server sends neither p nor reasons.
-        """
+    def drafted_nodes(self, result: VerifyResult, outcome: Outcome) -> list[dict]:
+        """Describe each drafted token. parent: an index of this list, -1 for the root."""
         draft = outcome.draft
-        drafted = range(1, len(draft.tokens))
-        p = None
-        if local is not None and drafted:
-            p = draft_distributions(local.logits, local.sampling)  # by the rule of q, (1 + K, V)
+        p = None  # a server does not send it
+        trials = None
+        if isinstance(result, LocalResult):
+            p = draft_distributions(result.logits, self.sampling)  # by the rule of q, (1 + K, V)
+            trials = result.acceptance.trials
         nodes = []
-        for i in drafted:
+        for i in range(1, len(draft.tokens)):
             token = draft.tokens[i]
             parent = draft.parents[i]
             node = {
@@ -1321,14 +1329,21 @@ class Trace:
                 "q": draft.probabilities[i],
                 "p": None if p is None else float(p[parent, token]),
                 "accepted": i in outcome.path,
-                "reason": reason(local, outcome, i),
+                "reason": reason(trials, outcome, i),
             }
             nodes.append(node)
         return nodes
 
-    def new_traffic(self, channel: Channel) -> dict:
+    def source(self, outcome: Outcome) -> str:
+        """Say what the target's own token comes from."""
+        if self.sampling.temperature == 0:
+            return "its likeliest"
+        if outcome.draft.children(outcome.path[-1]):  # and all of them were rejected
+            return "drawn from what p - q leaves"
+        return "drawn from p"
+
+    def new_traffic(self, now: Traffic) -> dict:
         """Return what the network did since the last cycle."""
-        now = replace(channel.traffic)  # a copy
         before = self.before
         self.before = now
         return {
@@ -1356,8 +1371,9 @@ def find_outcome(cycle: Cycle) -> Outcome:
     return Outcome(draft, path, ended=len(cycle.tokens) <= len(accepted))
 
 
-def reason(local: LocalTarget | None, outcome: Outcome, node: int) -> str:
-    """Say why a drafted token was accepted or not."""
+def reason(trials: dict[int, Trial] | None, outcome: Outcome, node: int) -> str:
+    """Say why a drafted token was accepted or not. trials: None if a server has decided, which does
+    not say why."""
     draft = outcome.draft
     parent = draft.parents[node]
     answer_ends_there = outcome.ended and parent == outcome.path[-1]
@@ -1367,27 +1383,16 @@ def reason(local: LocalTarget | None, outcome: Outcome, node: int) -> str:
     verdict = "accepted" if accepted else "rejected"
     if not draft.q:
         return verdict  # at temperature 0 there is no more to say
-    if local is None:  # a server does not say why, nor which siblings it tried
+    if trials is None:  # nor which siblings it tried
         return "accepted" if accepted else "not kept"
-    if node not in local.acceptance.trials:
+    if node not in trials:
         return "not tried"  # a sibling before it was accepted
-    trial = local.acceptance.trials[node]
+    trial = trials[node]
     sign = "<" if accepted else ">="
     # After the rejection of a sibling, what was left of p and q: not those that are shown.
-    first, *_ = draft.children(parent)
-    ratio = "p/q" if node == first else "p'/q'"
+    is_first = node == draft.children(parent)[0]
+    ratio = "p/q" if is_first else "p'/q'"
     return f"{verdict}: u {trial.u:.2f} {sign} {ratio} {trial.ratio:.2f}"
-
-
-def source(local: LocalTarget | None, outcome: Outcome) -> str:
-    """Say what the target's own token comes from."""
-    if local is None:
-        return ""
-    if local.sampling.temperature == 0:
-        return "its likeliest"
-    if outcome.draft.children(outcome.path[-1]):  # and all of them were rejected
-        return "drawn from what p - q leaves"
-    return "drawn from p"
 
 
 def draw_cycle(record: dict) -> list[str]:
@@ -1428,7 +1433,7 @@ def draw_branch(drafts: list[dict], parent: int, indent: str, is_chain: bool) ->
         numbers = f"q {node['q']:.2f}"
         if node["p"] is not None:
             numbers += f"  p {node['p']:.2f}"
-        verdict, *_ = node["reason"].split(":")
+        verdict = node["reason"].split(":")[0]
         color = {"accepted": GREEN, "rejected": RED}.get(verdict, "")
         lines.append(f"{label:<32} {numbers}  {paint(node['reason'], color)}")
         below = indent
@@ -1568,7 +1573,7 @@ def local_methods(alone: Llama, models: Models, chain: TreeConfig, tree: TreeCon
 
 def open_channel(
     args: Namespace,
-    server: tuple[str, int],
+    server: Address,
     link: Link,
     prompt: list[int],
     outage_after: float | None = None,
@@ -1583,7 +1588,7 @@ def open_channel(
 
 
 def remote_methods(
-    models: Models, args: Namespace, server: tuple[str, int], links: dict[str, Link]
+    models: Models, args: Namespace, server: Address, links: dict[str, Link]
 ) -> Methods:
     """List what is measured on each network. "disconnected" goes down after a quarter of the
     tokens."""
@@ -1629,8 +1634,7 @@ def bench(
         if not categories:
             raise
         stopped_by = error
-        why = str(error) or "interrupted"
-        print(f"{why}: these are the prompts that were done", file=sys.stderr)
+        print("stopped: the rows are of the prompts that were done", file=sys.stderr)
     if not categories:
         raise InputError("no prompt fits the model's context")
     categories["overall"] = sum(categories.values(), [])
@@ -1872,6 +1876,7 @@ REMOTE_TREE = TreeConfig(
 BATCH_DRAFT_LENGTH = 3
 OWN_SERVER = ("", 0)  # --remote without an address
 MIN_ANSWER = 32  # tokens that the context must leave for an answer in a chat
+PATIENCE = 1.0  # seconds without a first token, after which "connecting ..." is printed
 
 
 def make_parser() -> Parser:
@@ -2014,7 +2019,7 @@ class Terminal:
         printer = Printer(tokenizer, args.show)
         emit = printer.emit
         if args.trace:
-            emit = Trace(tokenizer, args.json).emit
+            emit = Trace(tokenizer, config.new_sampling("cpu"), args.json).emit
         elif args.json:
             emit = ignore
         generation = self.answer(prompt, config, emit)
@@ -2027,10 +2032,10 @@ class Terminal:
         return generation
 
     def answer(self, prompt: list[int], config: GenerationConfig, emit: Emit) -> Generation:
-        """Answer a prompt. If the first token takes a server more than a second, say so."""
+        """Answer a prompt. If the first token of a server takes long, say so."""
         if not self.args.remote:
             return self.method.answer(prompt, config, emit)
-        connecting = Timer(1.0, print, ["connecting ..."], {"file": sys.stderr})
+        connecting = Timer(PATIENCE, print, ["connecting ..."], {"file": sys.stderr})
 
         def emit_connected(cycle: Cycle) -> None:
             connecting.cancel()
@@ -2154,7 +2159,7 @@ def main() -> None:
         return
     connect = None
     if server:
-        link = next(iter(links_of(args).values()), Link())  # Link() simulates nothing
+        link = link_of(args) or Link()  # which simulates nothing
         connect = partial(open_channel, args, server, link)
     tree = None if args.no_speculation else args.tree
     method = Method(models.target, models.drafter, tree, args.lookup, connect)
@@ -2172,7 +2177,7 @@ def run_bench(
     models: Models,
     prompts: list[Prompt],
     config: GenerationConfig,
-    server: tuple[str, int] | None,
+    server: Address | None,
 ) -> None:
     """Measure what the command line asks for: batches, networks, or the methods on this machine.
     Raises what has stopped it, after the rows are printed."""
@@ -2181,7 +2186,9 @@ def run_bench(
         K = args.draft_length or BATCH_DRAFT_LENGTH
         rows = bench_batch(models, prompts, config, args.batch, K)
     elif server:
-        methods = remote_methods(models, args, server, links_of(args) or PROFILES)
+        link = link_of(args)
+        links = PROFILES if link is None else {args.network or "link": link}
+        methods = remote_methods(models, args, server, links)
         rows, stopped_by = bench(models, methods, prompts, config)
     else:
         alone = faster_alone(args, models.target)

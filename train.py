@@ -1,6 +1,6 @@
 """Training: a frozen target teaches its drafter (paper, section 3.4 and appendix).
 
-The target reads a conversation once. That gives its KV cache, its final hidden states h and,
+The target reads a conversation in one pass. That gives its KV cache, its final hidden states h and,
 through the LM head, its distributions p of each next token. The drafter learns to predict h and p
 from what it has while drafting: the text, and the memory of verified tokens only. With its
 predictions h' and q, the loss of one position is
@@ -12,18 +12,19 @@ sum max(p - q, 0), which is at most sqrt(KL / 2) (Pinsker's inequality). Smooth 
 to learn from at each position. (With N > 0 there are two Smooth L1 terms, as in the authors' code:
 half of the weight is on h', half on the state that CA predicts for the entry of the reused layers.)
 
-The file shows how one pass puts every position into a situation that drafting meets (its
-*horizon*), then the losses, one update, and the loop.
+The file shows how one pass puts every position of an answer into a situation that drafting meets
+(its *horizon*), then the losses, one update, and the loop. Read as far as the bar, "The method ends
+here", and pass over the imports, most of which serve what follows it.
 
     python train.py --data ultrachat.jsonl              # the paper's settings, once over the data
     python train.py --data ultrachat.jsonl --resume     # goes on after any interruption
     python train.py --data own.jsonl --synthesize 1000  # no data at hand? let the target write it
 
-Names: h is `final`, h' is `predicted`. Smooth L1 is `hidden` in the log, and its weight is
---feature-weight. args is the command line (`parse_arguments`, at the end); args.epoch_updates is
-the number of updates in one pass over the data.
+Names: h is `final`, h' is `predicted`. The weight of Smooth L1 is --feature-weight. args is the
+command line (`parse_arguments`, at the end); args.epoch_updates is the number of updates in one
+pass over the data.
 
-Shapes: as in moa.py, and R horizons (R ways to cut the answers into runs), n trained positions.
+Shapes: as in moa.py, and R ways to cut the answers into runs (--horizons), n trained positions.
 """
 from __future__ import annotations
 
@@ -124,8 +125,14 @@ CLIP = 1.0  # the gradient's norm, at most
 # The length of the runs is drawn for each pass over a conversation, from 5 to 15. If an answer's
 # first run always had its full length, its second query would always be at depth 2, its third at
 # depth 3, and so on. So the first run is made shorter by a number of tokens, the phase, which is
-# drawn as well, from 0 to length - 1 (an addition of ours). Over time every position is trained at
-# every depth that it can have in a draft.
+# drawn as well, from 0 to length - 1 (an addition of ours):
+#
+#     phase 0     4 5 6 7 | 8 9 10 11 | ..
+#     phase 1     4 5 6 | 7 8 9 10 | ..
+#     phase 2     4 5 | 6 7 8 9 | ..
+#     phase 3     4 | 5 6 7 8 | ..
+#
+# Over time every position is trained at every depth that it can have in a draft.
 
 
 class Sequence(NamedTuple):
@@ -160,22 +167,21 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
 
 
 class Example(NamedTuple):
-    """A sequence with its horizons for one update, or B of them, which `collate` has padded to one
-    length and stacked."""
+    """A sequence, and its horizons in one update: of each query, under each of R cuts into runs."""
 
-    tokens: Tensor  # (T) or (B, T)
-    answer: Tensor  # (T) or (B, T)
-    horizons: Tensor  # (T, R) or (B, T, R)
+    tokens: Tensor  # (T)
+    answer: Tensor  # (T)
+    horizons: Tensor  # (T, R)
 
 
 def draw_examples(batch: list[Sequence], update: int, args) -> list[Example]:
-    """Return the batch, with R horizons for each sequence.
+    """Cut the answers of a batch into runs, each in R ways.
 
     Several, because the target's pass, the expensive part, serves all of them. The draws depend on
     the seed and on `update` alone, so that --resume repeats them.
     """
     draws = np.random.default_rng((args.seed, update))
-    shortest, longest = sorted(args.run_length)
+    shortest, longest = args.run_length
     lengths = draws.integers(shortest, longest, (len(batch), args.horizons), endpoint=True)
     phases = draws.integers(0, lengths)  # (B, R), as `lengths`: each below its length
     examples = []
@@ -222,32 +228,39 @@ def target_pass(target: Llama, tokens: Tensor, N: int) -> TargetStates:
         if i == first_reused:
             entering = x
         x = layer(x, rope, mask, cache, i)
-    # (cache.length is still 0. Only a pass that follows would look at it, and there is none.)
     return TargetStates(cache.by_token(0, count), entering, target.norm(x))
 
 
 def kl_divergence(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
-    """Return KL(p || q), summed over positions and horizons.
+    """Return KL(p || q), summed over n positions and R cuts.
 
     p follows from the target's final hidden states (n, E), q from those that the drafter predicts
     (R, n, E), through the weight of the LM head, head (V', E). With a draft vocabulary, V' < V, p
     too is scaled to sum to 1 over it.
     """
     # In float32: summed over V tokens in bfloat16, a KL would be mostly rounding.
-    log_p = F.linear(final, head).log_softmax(-1, torch.float32)  # (n, V')
-    log_q = F.linear(predicted, head).log_softmax(-1, torch.float32)  # (R, n, V')
+    log_p = F.linear(final, head).log_softmax(-1, dtype=torch.float32)  # (n, V')
+    log_q = F.linear(predicted, head).log_softmax(-1, dtype=torch.float32)  # (R, n, V')
     return (log_p.exp() * (log_p - log_q)).sum()
 
 
 def smooth_l1_loss(predicted: Tensor, true: Tensor) -> Tensor:
-    """Return Smooth L1, mean over E, summed over positions and horizons: (R, n, E), (n, E)."""
+    """Return Smooth L1, mean over E, summed over positions and cuts: (R, n, E), (n, E)."""
     true = true.float().expand_as(predicted)
     return F.smooth_l1_loss(predicted.float(), true, reduction="none").mean(-1).sum()
 
 
+class Examples(NamedTuple):
+    """B examples, padded to one length."""
+
+    tokens: Tensor  # (B, T)
+    answer: Tensor  # (B, T)
+    horizons: Tensor  # (B, T, R)
+
+
 class Distillation(NamedTuple):
-    """The losses of some sequences, summed over trained positions and horizons, and what they
-    compare."""
+    """The losses of some examples, and what they compare. A loss is a sum over trained positions,
+    and a mean over the R cuts."""
 
     loss: Tensor
     parts: Tensor  # for the log: the loss, its KL, its Smooth L1, without gradients, (3)
@@ -255,36 +268,34 @@ class Distillation(NamedTuple):
     final: Tensor  # h, the target's, (n, E)
 
 
-def distill(drafter: Drafter, example: Example, args) -> Distillation:
-    """Run the target once, and the drafter under each of R horizons, over B sequences, collated.
-
-    args: the weights of the losses.
+def distill(drafter: Drafter, examples: Examples, args) -> Distillation:
+    """Run the target once, and the drafter under each of R cuts. args: the weights of the losses.
     """
-    tokens = example.tokens  # (B, T)
+    tokens = examples.tokens  # (B, T)
     states = target_pass(drafter.target, tokens, drafter.N)
     memory = drafter.build_memory(states.kv, states.final)  # (B, T, E)
     x = drafter.self_attend(tokens)  # (B, T, E)
-    trained = loss_mask(example.answer)  # (B, T), True at n positions
-    # Memory and SA do not depend on the horizon, and have run once. CA and TLI run for each.
+    trained = loss_mask(examples.answer)  # (B, T), True at n positions
+    # Memory and SA do not depend on the horizons, and have run once. CA and TLI run for each cut.
     ca_outputs = []
     tli_outputs = []  # the same if N = 0
-    for horizon in example.horizons.unbind(-1):  # (B, T)
+    for horizon in examples.horizons.unbind(-1):  # (B, T)
         ca_output = drafter.cross_attend(x, memory, horizon)  # (B, T, E)
         tli_output = drafter.infer_target_layers(ca_output, states.kv, horizon)  # (B, T, E)
         ca_outputs.append(ca_output[trained])  # (n, E)
         tli_outputs.append(tli_output[trained])
     predicted = torch.stack(tli_outputs).float()  # (R, n, E)
     final = states.final[trained].float()  # (n, E)
+    R = len(predicted)
     # As `kl_divergence`, the same value, a few positions at a time to save RAM.
-    kl = chunked_kl(predicted, final, drafter.head.weight)
-    smooth_l1 = smooth_l1_loss(predicted, final)
+    kl = chunked_kl(predicted, final, drafter.head.weight) / R
+    smooth_l1 = smooth_l1_loss(predicted, final) / R
     if drafter.N > 0:  # CA's output predicts the state that enters the reused layers
-        smooth_l1_entering = smooth_l1_loss(torch.stack(ca_outputs), states.entering[trained])
+        smooth_l1_entering = smooth_l1_loss(torch.stack(ca_outputs), states.entering[trained]) / R
         smooth_l1 = (smooth_l1 + smooth_l1_entering) / 2
     loss = args.kl_weight * kl + args.feature_weight * smooth_l1
     if args.memory_weight > 0:  # not the paper's: see below the bar
-        R = len(predicted)
-        loss = loss + memory_loss(drafter, memory[trained], final, R, args)
+        loss = loss + memory_loss(drafter, memory[trained], final, args)
     parts = torch.stack([loss, kl, smooth_l1]).detach()
     return Distillation(loss, parts, predicted, final)
 
@@ -298,9 +309,9 @@ def pad(tensors: list[Tensor], device) -> Tensor:
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
 
 
-def collate(examples: list[Example], device) -> Example:
-    """Make one example of several."""
-    return Example(
+def collate(examples: list[Example], device) -> Examples:
+    """Pad examples to one length, and stack them."""
+    return Examples(
         tokens=pad([example.tokens for example in examples], device),
         answer=pad([example.answer for example in examples], device),
         horizons=pad([example.horizons for example in examples], device),
@@ -308,41 +319,39 @@ def collate(examples: list[Example], device) -> Example:
 
 
 class Losses(NamedTuple):
-    """The losses of one update: means over trained positions and horizons."""
+    """The losses of one update: means over trained positions and cuts."""
 
     loss: float
     kl: float
-    hidden: float
+    smooth_l1: float
 
 
 def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args) -> Losses:
     """Compute the gradients of one batch, a few sequences at a time.
 
-    With one process and enough RAM it would be this, where `total` counts the trained positions
-    under all their horizons:
+    With one process and enough RAM it would be this, where `total` counts the trained positions:
 
-        example = collate(draw_examples(batch, update, args), device)
-        (distill(drafter, example, args).loss / total).backward()
+        examples = collate(draw_examples(batch, update, args), device)
+        (distill(drafter, examples, args).loss / total).backward()
 
     Below the bar: `micro_batches` cuts the batch into pieces, `autocast` multiplies in --dtype, and
     `sum_over_processes` does nothing unless there are several processes.
     """
     device = drafter.target.device
-    # The loss of an update is one mean, over all trained positions under all their horizons. So
-    # each piece of the batch is divided by the same total, and the gradients of all pieces add up.
-    total = args.horizons * sum(int(loss_mask(sequence.answer).sum()) for sequence in batch)
+    # The loss of an update is one mean, over all trained positions of the batch. So each piece of
+    # it is divided by the same total, and the gradients of all pieces add up.
+    total = sum(int(loss_mask(sequence.answer).sum()) for sequence in batch)
     for parameter in drafter.parameters():
         # Not None: under torchrun a process may get no piece, and still sends its gradients.
         parameter.grad = torch.zeros_like(parameter)
     sums = torch.zeros(3, device=device)
-    for examples in micro_batches(draw_examples(batch, update, args), args):
+    for piece in micro_batches(draw_examples(batch, update, args), args):
         with autocast(device, args):
-            result = distill(drafter, collate(examples, device), args)
+            result = distill(drafter, collate(piece, device), args)
         (result.loss / total).backward()
         sums += result.parts
     sum_over_processes(drafter, sums)
-    loss, kl, hidden = (sums / total).tolist()
-    return Losses(loss, kl, hidden)
+    return Losses(*(sums / total).tolist())
 
 
 # --- The loop ---
@@ -353,7 +362,7 @@ def learning_rate(update: int, args) -> float:
     --warmup updates.
 
     "paper", as in the authors' code: up to 20 times --lr, then on a straight line to --lr, which is
-    reached at the end of the first epoch and kept. (It rises for half of the epoch at most.)
+    reached at the end of the first epoch and kept. (In a short epoch it rises for half of it.)
 
     "cosine": along half a cosine from --lr down to 0, times the rise.
     """
@@ -361,10 +370,8 @@ def learning_rate(update: int, args) -> float:
         warm = min(1.0, (update + 1) / args.warmup)  # rises to 1
         return warm * args.lr * (1 + math.cos(math.pi * update / args.updates)) / 2
     warmup = min(args.warmup, max(1, args.epoch_updates // 2))
-    warm = min(1.0, (update + 1) / warmup)
-    way_down = (update - warmup) / max(1, args.epoch_updates - warmup)
-    way_down = min(1.0, max(0.0, way_down))  # 0 while warming up, 1 from the epoch's end on
-    return warm * args.lr * (20 - 19 * way_down)
+    corners = [-1, warmup - 1, warmup, args.epoch_updates]
+    return args.lr * float(np.interp(update, corners, [0, 20, 20, 1]))  # straight lines between
 
 
 def make_optimizers(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
@@ -447,9 +454,9 @@ def train(
 
 # --- Less RAM, mixed precision, and a loss on memories ---
 
-KL_CHUNK = 256  # distributions q that exist at once, those of all R horizons together
-# On a GPU each piece costs time to launch: there as many as have so many logits, if that is more.
-KL_LOGITS_ON_GPU = 2**25
+CHUNK = 256  # distributions q that exist at once, those of all R cuts together
+# On a GPU each piece costs time to launch. So pieces are larger there: up to so many logits.
+LOGITS_ON_GPU = 2**25
 
 
 def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
@@ -459,9 +466,9 @@ def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
     each position until the backward pass. `recompute` keeps none: the backward pass computes each
     piece again.
     """
-    chunk = KL_CHUNK
+    chunk = CHUNK
     if predicted.device.type != "cpu":
-        chunk = max(chunk, KL_LOGITS_ON_GPU // len(head))
+        chunk = max(chunk, LOGITS_ON_GPU // len(head))
     count = max(1, chunk // len(predicted))  # positions
     total = predicted.new_zeros(())
     for piece, true in zip(predicted.split(count, dim=1), final.split(count)):
@@ -473,11 +480,12 @@ def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
 
 
 def autocast(device: torch.device, args) -> torch.autocast:
-    """Multiply in --dtype. (The drafter's weights stay in float32: small updates would be lost.)"""
+    """Multiply in --dtype. (The drafter's weights stay in float32. In bfloat16 an update, which is
+    much smaller than a weight, would mostly be rounded away.)"""
     return torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "float32")
 
 
-def memory_loss(drafter: Drafter, memory: Tensor, final: Tensor, R: int, args) -> Tensor:
+def memory_loss(drafter: Drafter, memory: Tensor, final: Tensor, args) -> Tensor:
     """Return the loss of memories (n, E), read as if they were predictions of h: --memory-weight.
 
     LSA learns slowly from the drafter's loss alone, which reaches it through CA: see
@@ -486,9 +494,7 @@ def memory_loss(drafter: Drafter, memory: Tensor, final: Tensor, R: int, args) -
     memory = memory.float().unsqueeze(0)  # (1, n, E)
     kl = chunked_kl(memory, final, drafter.head.weight)
     loss = args.kl_weight * kl + args.feature_weight * smooth_l1_loss(memory, final)
-    # The caller divides all losses by R n, because the others are sums over R horizons. This one is
-    # not: so it counts R times.
-    return R * args.memory_weight * loss
+    return args.memory_weight * loss
 
 
 # --- Several processes, under torchrun ---
@@ -514,7 +520,7 @@ def join_processes(args) -> None:
     """Give this process a GPU of its own, if there are any, and connect it to the others."""
     if args.device.startswith("cuda"):
         args.device = f"cuda:{dist.get_node_local_rank()}"
-        settle_device(args)
+        settle_device(args)  # a plain error if there are fewer GPUs than processes
         torch.cuda.set_device(args.device)
     backend = "nccl" if args.device.startswith("cuda") else "gloo"
     # While process 0 evaluates, the others wait: longer than the ten minutes that are usual.
@@ -544,7 +550,7 @@ def sum_over_processes(drafter: Drafter, sums: Tensor) -> None:
 
 
 def any_process(flag: bool, device: torch.device) -> bool:
-    """Return whether it is set in any of them: all must stop at the same update."""
+    """Return whether the flag is set in any process: all must stop at the same update."""
     count = torch.tensor(float(flag), device=device)
     all_reduce(count)
     return count.item() > 0
@@ -584,17 +590,17 @@ def evaluate(drafter: Drafter, sequences: list[Sequence], args) -> dict:
         sums += result.parts
         count += len(right)
         runs += split_runs(right, depths)
-    loss, kl, hidden = (sums / count).tolist()
-    losses = {"held_out_loss": loss, "held_out_kl": kl, "held_out_hidden": hidden}
+    loss, kl, smooth_l1 = (sums / count).tolist()
+    losses = {"held_out_loss": loss, "held_out_kl": kl, "held_out_smooth_l1": smooth_l1}
     return losses | depth_scores(runs, DEPTHS if drafter.config.use_cross_attention else 1)
 
 
 def right_drafts(drafter: Drafter, result: Distillation) -> Tensor:
-    """Return where the drafter's first choice, under one horizon, is the target's: (n)."""
+    """Return where the drafter's first choice, under one cut (R = 1), is the target's: (n)."""
     drafted = []
     wanted = []
-    pieces = result.predicted.squeeze(0).split(KL_CHUNK)  # (n, V) logits would take much RAM
-    for predicted, final in zip(pieces, result.final.split(KL_CHUNK)):
+    pieces = result.predicted.squeeze(0).split(CHUNK)  # (n, V) logits would take much RAM
+    for predicted, final in zip(pieces, result.final.split(CHUNK)):
         outputs = drafter.head.logits(predicted).argmax(-1).tolist()
         drafted += [drafter.head.token(output) for output in outputs]
         wanted += drafter.target.lm_head(final).argmax(-1).tolist()
@@ -611,7 +617,7 @@ def split_runs(right: Tensor, depths: Tensor) -> list[list[bool]]:
 
 def depth_scores(runs: list[list[bool]], max_depth: int) -> dict:
     """Return how often a token drafted at each depth is the target's first choice, if all before it
-    in its run were. The list ends at the first depth that no run reaches so.
+    in its run were. The list ends before the first depth that no run reaches in this way.
 
     With a_d that share at depth d, a cycle brings 1 + a_1 + a_1 a_2 + ... tokens: the acceptance
     length implied. It is optimistic: these runs begin anywhere, but a cycle mostly begins after a
@@ -621,10 +627,10 @@ def depth_scores(runs: list[list[bool]], max_depth: int) -> dict:
     """
     accuracies = []
     for depth in range(max_depth):
-        drafted = [run[depth] for run in runs if len(run) > depth and all(run[:depth])]
-        if not drafted:
+        outcomes = [run[depth] for run in runs if len(run) > depth and all(run[:depth])]
+        if not outcomes:
             break
-        accuracies.append(sum(drafted) / len(drafted))
+        accuracies.append(sum(outcomes) / len(outcomes))
     length = 1 + np.cumprod(accuracies).sum()
     return {"depth_accuracy": accuracies, "implied_acceptance_length": float(length)}
 
@@ -675,7 +681,7 @@ MAX_NAMED = 5  # skipped records; the rest are counted
 
 
 class Conversations:
-    """The conversations in some files. What cannot be used is skipped and counted on stderr.
+    """The conversations in some files, without what `index_records` skips.
 
     Raises InputError for a file that cannot be read, or if none has a usable conversation.
     """
@@ -714,8 +720,8 @@ class Conversations:
         answer = torch.tensor(answer[:self.seq_len])
         return Sequence(tokens, answer) if loss_mask(answer).any() else None
 
-    def usable(self, indices: Iterable[int]) -> list[Sequence]:
-        """Return those that leave something to train on."""
+    def read_usable(self, indices: Iterable[int]) -> list[Sequence]:
+        """Return those of them that leave something to train on."""
         sequences = [self[index] for index in indices]
         return [sequence for sequence in sequences if sequence is not None]
 
@@ -776,7 +782,7 @@ class Stream:
         raise InputError(NO_ANSWER)
 
 
-def split(data: Conversations, seed: int) -> tuple[np.ndarray, list[Sequence]]:
+def hold_out(data: Conversations, seed: int) -> tuple[np.ndarray, list[Sequence]]:
     """Return shuffled indices to train on, and conversations to evaluate on: a tenth, at most 64.
 
     Raises InputError.
@@ -784,7 +790,7 @@ def split(data: Conversations, seed: int) -> tuple[np.ndarray, list[Sequence]]:
     order = np.random.default_rng(seed).permutation(len(data.places))
     count = min(64, len(order) // 10)
     training = order[count:]
-    held_out = data.usable(order[:count])
+    held_out = data.read_usable(order[:count])
     if not held_out:
         # No error: to try things on a handful of conversations is reasonable.
         say("nothing to hold out (fewer than ten conversations, or none that fits): evaluated on "
@@ -798,7 +804,7 @@ def frequent_tokens(
 ) -> tuple[int, ...]:
     """Return the `count` tokens that answers use most, sorted by id. Stop tokens count as the most
     frequent. Raises InputError."""
-    some = data.usable(indices[:5000])  # enough to count tokens in
+    some = data.read_usable(indices[:5000])  # enough to count tokens in
     answers = [sequence.tokens[sequence.answer] for sequence in some]
     if not answers:
         raise InputError(NO_ANSWER)
@@ -888,7 +894,7 @@ def read_messages(text: bytes) -> list[dict]:
     """Read a record of UltraChat (either form), ShareGPT or Alpaca as a conversation.
 
     Raises ValueError (of which InputError is a kind). Its message begins with the reason, up to a
-    colon: `Conversations` counts reasons.
+    colon: `index_records` counts reasons.
     """
     with input_errors("not valid JSON", ValueError, RecursionError):
         record = json.loads(text)
@@ -1065,7 +1071,7 @@ class Journal:
             "update": self.done,
             "position": self.position,
             "log_bytes": self.log_path.stat().st_size,
-            "drafter": self.model.state_dict(),
+            "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "arguments": vars(self.args),
         }
@@ -1090,7 +1096,7 @@ class Journal:
                     "another folder"
                 )
         with input_errors(f"{path}: does not fit {args.pretrain or args.model}", RuntimeError):
-            self.model.load_state_dict(state["drafter"])
+            self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
         if rank() == 0:
@@ -1130,16 +1136,18 @@ def show(scores: dict, update: int) -> None:
     say("\n".join(lines))
 
 
-def announce_cost(drafter: Drafter, sequence: Sequence, held_out: list[Sequence], args) -> None:
+def announce_cost(drafter: Drafter, held_out: list[Sequence], args) -> None:
     """Print how long an update takes here, and all of them from the first. It is estimated from one
-    sequence, by its tokens."""
-    compute_gradients(drafter, [sequence], 0, args)  # the first pass is slow
+    micro-batch for each process, by its tokens."""
+    count = min(args.batch_size, args.micro_batch_size * world_size())
+    batch = list(itertools.islice(itertools.cycle(held_out), count))
+    compute_gradients(drafter, batch, 0, args)  # the first pass is slow
     began = time.perf_counter()
-    compute_gradients(drafter, [sequence], 0, args)
-    seconds_a_token = (time.perf_counter() - began) / len(sequence.tokens)
-    tokens = np.mean([len(other.tokens) for other in held_out])  # of a sequence
-    share = math.ceil(args.batch_size / world_size())  # sequences that one process trains on
-    seconds = seconds_a_token * tokens * share
+    compute_gradients(drafter, batch, 0, args)
+    seconds = time.perf_counter() - began
+    seconds_a_token = seconds / sum(len(sequence.tokens) for sequence in batch)
+    tokens = np.mean([len(sequence.tokens) for sequence in held_out])  # of a sequence
+    seconds = seconds_a_token * tokens * args.batch_size
     total = timedelta(seconds=round(seconds * args.updates))
     say(f"an update takes about {seconds:.2g} s here, {args.updates} updates {total} (h:min:s)")
     if total > timedelta(days=1):
@@ -1188,16 +1196,15 @@ def converse(
         # prompts, wait until there are some: until an eighth of the rows is free.
         free = args.batch_size - len(batch.requests)
         if free >= args.batch_size / 8 or target.device.type == "cpu":
-            turns = [next_turn(tokenizer, messages, draws, args.seq_len) for messages in waiting]
-            batch.add_all(turns)
+            batch.add_all([next_turn(tokenizer, one, draws, args.seq_len) for one in waiting])
             waiting = []
         if not batch.requests:
             return
         # 3. Run one pass. Where it ends a turn, the conversation waits for its next one, or is
         # complete, or is dropped, as it has no answer.
-        for turn in batch.step():
-            messages = turn.key
-            if append_turn(tokenizer, turn, draws):
+        for request in batch.step():
+            messages = request.key
+            if append_turn(tokenizer, request, draws):
                 waiting.append(messages)
             elif len(messages) >= 2:  # it has an answer
                 barren = 0
@@ -1228,15 +1235,15 @@ def next_turn(
     return messages, prompt, GenerationConfig(room, temperature, TOP_P, seed, stop_ids)
 
 
-def append_turn(tokenizer: Tokenizer, turn: Request, draws: random.Random) -> bool:
-    """Append the text of a turn to its conversation, `turn.key`, if it is of use: an answer may be
-    cut short, but no question. Return whether another turn follows."""
-    messages = turn.key
+def append_turn(tokenizer: Tokenizer, request: Request, draws: random.Random) -> bool:
+    """Append the turn that was written to its conversation, `request.key`, if it is of use: an
+    answer may be cut short, but no question. Return whether another turn follows."""
+    messages = request.key
     role = next_role(messages)
-    text = tokenizer.decode(turn.tokens).strip()
-    prompt_was_cut = turn.config.max_new_tokens == 1  # see `next_turn`
-    is_finished = turn.tokens[-1] in tokenizer.stop_ids
-    may_go_on = is_finished and turn.left >= MIN_ROOM
+    text = tokenizer.decode(request.tokens).strip()
+    prompt_was_cut = request.config.max_new_tokens == 1  # see `next_turn`
+    is_finished = request.tokens[-1] in tokenizer.stop_ids
+    may_go_on = is_finished and request.left >= MIN_ROOM
     if not text or prompt_was_cut:
         return False
     if role == "user" and not may_go_on:  # cut short, or no room for its answer
@@ -1250,8 +1257,9 @@ def read_questions(path: str | Path) -> Iterator[str]:
     for record in find_records(path):
         with suppress(ValueError):
             messages = read_messages(record.text)
-            asked = [m["content"] for m in messages if m["role"] == "user"]
-            yield from (question for question in asked[:1] if question.strip())
+            first = next((m["content"] for m in messages if m["role"] == "user"), "")
+            if first.strip():
+                yield first
 
 
 def find_openings(path: Path, args) -> Iterator[list[dict]]:
@@ -1265,14 +1273,6 @@ def find_openings(path: Path, args) -> Iterator[list[dict]]:
     answered = set(read_questions(path)) if path.exists() else set()
     openings = [[{"role": "user", "content": q}] for q in questions if q not in answered]
     return iter(openings)
-
-
-def is_json(text: bytes) -> bool:
-    try:
-        json.loads(text)
-        return True
-    except ValueError:
-        return False
 
 
 @torch.inference_mode()
@@ -1289,12 +1289,7 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
         # was cut short, is ours too.)
         if not BEGIN.startswith(text[:len(BEGIN)]):
             raise InputError(f"{path}: was not written by --synthesize; choose another --data")
-        # An earlier run may have been killed while it wrote its last line. If only the line end is
-        # missing, add it. Otherwise cut the line off.
-        _, _, last_line = text.rpartition(b"\n")
-        if is_json(last_line):
-            text += b"\n"
-            file.write(b"\n")
+        # An earlier run may have been killed while it wrote its last line: cut that off.
         size = file.truncate(text.rfind(b"\n") + 1)
         # A seed that depends on what is there already, or the same conversations would come again.
         # (Shifted, so that it differs from any seed that a user is likely to give.)
@@ -1348,8 +1343,8 @@ def library_functions() -> dict[str, str]:
 
 
 def find_functions(module: ast.Module) -> Iterator[ast.FunctionDef]:
-    """Yield a module's functions and all classes' methods, but no asynchronous ones, and none that
-    are directly inside an `if` or another function."""
+    """Yield a module's functions and all classes' methods. (Not those inside a function, which
+    depend on it, or inside an `if`, of which there may be two.)"""
     for owner in ast.walk(module):
         if isinstance(owner, (ast.Module, ast.ClassDef)):
             for node in owner.body:
@@ -1600,7 +1595,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--save-every", type=positive_int, default=50, help="updates (default: %(default)s)")
     add("--resume", action="store_true", help="go on from the checkpoint in --out or --pretrain")
     add("--json", action="store_true", help="end with the log's last record, or a count, on stdout")
-    task = parser.add_mutually_exclusive_group().add_argument  # other tasks than training
+    other_tasks = parser.add_mutually_exclusive_group()
+    task = other_tasks.add_argument
     task("--evaluate", metavar="DIR", help="only score the drafter in DIR on --data, as JSON")
     task("--synthesize", type=positive_int, metavar="COUNT",
          help="only let the target write so many conversations into --data")
@@ -1622,7 +1618,7 @@ def add_training_arguments(parser: Parser) -> None:
     add("--updates", type=positive_int,
         help="default: conversations / --batch-size, one pass over them; 2000 with --pretrain")
     add("--batch-size", type=positive_int, default=32,
-        help="sequences an update (default: %(default)s)")
+        help="sequences an update, or conversations written at once (default: %(default)s)")
     add("--micro-batch-size", type=positive_int, default=1,
         help="sequences at once (default: %(default)s)")
     add("--seq-len", type=number(int, 16), default=2048, help="tokens (default: %(default)s)")
@@ -1642,7 +1638,7 @@ def add_training_arguments(parser: Parser) -> None:
     add("--run-length", type=positive_int, nargs=2, default=[5, 15], metavar=("LOW", "HIGH"),
         help="tokens a run (default: 5 15)")
     add("--horizons", type=positive_int, default=1, metavar="R",
-        help="horizons for each target pass")
+        help="cuts into runs for each pass of the target (default: %(default)s)")
 
 
 def add_drafter_arguments(parser: Parser) -> None:
@@ -1687,6 +1683,9 @@ def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
         parser.error("--synthesize writes one file: --data FILE")
     if (args.synthesize or args.evaluate or args.pretrain) and dist.is_torchelastic_launched():
         parser.error("torchrun is for the training of drafters only")
+    shortest, longest = args.run_length
+    if shortest > longest:
+        parser.error(f"--run-length {shortest} {longest}: the shortest comes first")
     if args.width % 64 != 0:
         parser.error("--width must be a multiple of 64: two heads of 32 share a kv head")
     if args.dtype == "float16" and not (args.synthesize or args.evaluate or args.plot):
@@ -1735,20 +1734,18 @@ def run_training(target: Llama, tokenizer: Tokenizer, args) -> None:
     # (`Conversations` keeps the paths.) So --resume refuses a file that was changed, and takes one
     # that was moved.
     args.data = [f"{Path(path).name} ({checksum(path)[:16]})" for path in args.data]
-    training, held_out = split(data, args.seed)
+    training, held_out = hold_out(data, args.seed)
     args.epoch_updates = math.ceil(len(training) / args.batch_size)
     may_differ = set()
     if args.updates is None:
         args.updates = args.epoch_updates
     elif args.schedule == "paper":
-        # This schedule does not look at --updates. So a run may be made longer: but not by the
-        # default, which is taken where the flag was forgotten.
+        # A resumed run may be made longer, by an explicit --updates, on which the paper's schedule
+        # does not depend. (Without the flag it is one epoch: probably forgotten.)
         may_differ = {"updates"}
     drafter = make_drafter(target, data, training, args)
     optimizers = make_optimizers(drafter, args.optimizer)
-    # A first sequence, only to measure with. The stream of the run begins where the journal says.
-    sequence = next(iter(Stream(data, training, args.seed)))
-    announce_cost(drafter, sequence, held_out, args)
+    announce_cost(drafter, held_out, args)
     score = partial(evaluate, drafter, held_out, args)
     save = partial(save_drafter, drafter, Path(args.out))
     journal = Journal(drafter, optimizers, score, save, args, may_differ)
@@ -1765,7 +1762,7 @@ def run_evaluation(target: Llama, tokenizer: Tokenizer, args) -> None:
     """Print the scores of a finished drafter. Raises InputError."""
     drafter = load_drafter(args.evaluate, target)
     data = Conversations(args.data, tokenizer, args.seq_len)
-    sequences = data.usable(range(len(data.places)))
+    sequences = data.read_usable(range(len(data.places)))
     if not sequences:
         raise InputError(NO_ANSWER)
     if args.by_drafting:
@@ -1790,9 +1787,10 @@ def check_folder(args) -> None:
 
 def load_models(args) -> tuple[Llama, Tokenizer]:
     """Load the target and its tokenizer, after a look for the files. Raises InputError."""
-    for path in args.data if not args.synthesize else []:  # which that one writes
-        if not Path(path).exists():
-            raise InputError(f"{path}: {NO_FILE}")
+    if not args.synthesize:  # which writes it
+        for path in args.data:
+            if not Path(path).exists():
+                raise InputError(f"{path}: {NO_FILE}")
     if args.questions and not Path(args.questions).exists():
         raise InputError(f"{args.questions}: no such file")
     target, tokenizer = load_target(args)

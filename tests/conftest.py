@@ -1,7 +1,8 @@
-"""Shared by all tests: paths, real targets, and running a script as a user would."""
+"""Shared by all tests: paths, real targets, and a tiny one on disk."""
+import json
 import os
-import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may fetch from the hub
 
 import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from tiny_models import CHATML, byte_tokenizer, new_drafter, new_target  # noqa: E402
 
 import llama  # noqa: E402
 import train  # noqa: E402
+from moa import save_drafter  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +46,15 @@ def library() -> dict[str, str]:
     return train.library_functions()
 
 
-def run_script(name: str, *flags: object) -> subprocess.CompletedProcess:
-    """Run a script of the repository; stdout, stderr and the exit status are in the result."""
-    command = [sys.executable, ROOT / name, *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True)
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> list[str]:
+    """Flags for a tiny target with a tokenizer of bytes, and its drafter. They load at once."""
+    target = new_target(258, context=2048)
+    target_folder = byte_tokenizer(tmp_path_factory.mktemp("target"), CHATML)
+    drafter_folder = tmp_path_factory.mktemp("drafter")
+    (target_folder / "config.json").write_text(json.dumps(asdict(target.config)))
+    tensors = {name: tensor.contiguous() for name, tensor in target.named_parameters()}
+    save_file(tensors, target_folder / "model.safetensors")
+    drafter = new_drafter(target, target_layer_inference=4, likeness=0.7)
+    save_drafter(drafter, drafter_folder, torch.float32)
+    return ["--model", str(target_folder), "--drafter", str(drafter_folder), "--device", "cpu"]

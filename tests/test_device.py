@@ -14,7 +14,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import speculate
 import train
-from llama import Batch, GenerationConfig, Llama, load_tokenizer
+from llama import Batch, GenerationConfig, Llama, Sampling, load_tokenizer
 from moa import Drafter, TreeConfig
 from speculate import ChainBatch, Generation, Method, run_batch
 
@@ -182,7 +182,7 @@ def answer_on(
     target, drafter = models(device, **choices)
     config = GenerationConfig(6, temperature, top_p=0.9)
     if not remote:
-        trace = speculate.Trace(load_tokenizer("toy"), as_json=True)
+        trace = speculate.Trace(load_tokenizer("toy"), Sampling(temperature), as_json=True)
         return Method(target, drafter, tree, lookup=True).answer(PROMPT, config, trace.emit)
     with serving_models(target, drafter) as server:
         method = Method(target, drafter, tree, new_channel=lambda prompt: channel_to(server))

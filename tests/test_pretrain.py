@@ -116,7 +116,9 @@ def test_training_and_the_benchmark_read_the_functions(made):
 # --- The target ---
 
 
-def test_a_toy_target_loads_and_chats(made):
+def test_a_toy_target_is_saved_in_bfloat16_loads_and_chats(made):
+    weights = load_file(made / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     model = llama.load_model(made)
     tokenizer = llama.load_tokenizer(made)
     text = "def größe(self):\n\treturn '<|im_end|>'\r\n"
@@ -127,13 +129,6 @@ def test_a_toy_target_loads_and_chats(made):
     tokens = list(llama.generate(model, prompt, config))
     assert len(tokens) == 8 or tokens[-1] in tokenizer.stop_ids
     assert max(prompt + tokens) < model.config.vocab_size == 300
-
-
-def test_a_toy_target_is_saved_in_bfloat16_under_the_names_of_hugging_face(made):
-    weights = load_file(made / "model.safetensors")
-    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-    assert "model.layers.1.self_attn.q_proj.weight" in weights
-    assert all(name.startswith("model.") for name in weights)  # a tied head is not among them
 
 
 def test_the_held_out_loss_falls_to_the_one_that_the_saved_target_has(made):
@@ -177,12 +172,6 @@ def test_an_interrupted_run_resumes_to_the_same_weights(pretrain, made, tmp_path
     assert without_clock(tmp_path / "log.jsonl") == without_clock(made / "log.jsonl")
 
 
-def test_with_json_it_ends_with_the_last_record_of_its_log(pretrain, tmp_path, capsys):
-    pretrain(tmp_path / "toy", "--updates", "1", "--json")
-    (line,) = capsys.readouterr().out.splitlines()
-    assert json.loads(line) == read_lines(tmp_path / "toy" / "log.jsonl")[-1]
-
-
 def test_a_finished_target_is_not_overwritten(pretrain, made, capsys):
     before = {path: path.read_bytes() for path in made.iterdir()}
     with pytest.raises(SystemExit) as stopped:
@@ -193,14 +182,12 @@ def test_a_finished_target_is_not_overwritten(pretrain, made, capsys):
 
 
 def test_a_device_that_is_not_there_is_refused_before_anything_is_written(
-        tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "toy"
-    flags = ["train.py", "--pretrain", str(folder), "--device", "nowhere"]
-    monkeypatch.setattr("sys.argv", flags)
+    pretrain, tmp_path, capsys
+):
     with pytest.raises(SystemExit):
-        llama.run_command(train.main)
+        pretrain(tmp_path / "toy", "--device", "nowhere")
     assert "--device nowhere cannot be used here" in capsys.readouterr().err
-    assert not folder.exists()
+    assert not (tmp_path / "toy").exists()
 
 
 # --- The one that is shipped ---

@@ -18,16 +18,13 @@ import time
 import traceback
 import unicodedata
 from collections import Counter
-from dataclasses import asdict, replace
-from shutil import copytree
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
 from conftest import ROOT
-from safetensors.torch import save_file
-from test_llama import CHATML, byte_tokenizer
-from tiny_models import PROMPT, WORDS, new_drafter, new_target, target_alone
+from tiny_models import PROMPT, WORDS, ask, new_drafter, new_target, target_alone
 
 import speculate
 from llama import (
@@ -50,7 +47,6 @@ from moa import (
     TreeConfig,
     load_drafter,
     pack_together,
-    save_drafter,
     to_bfloat16,
 )
 from speculate import (
@@ -73,7 +69,6 @@ from speculate import (
     local_methods,
     print_table,
     read_prompts,
-    rejection_sample,
 )
 
 CHAIN_OF_4 = TreeConfig(4)
@@ -94,7 +89,7 @@ def chain(*tokens: int) -> Draft:
     return new_draft(list(tokens), list(range(len(tokens))))
 
 
-CHAINS = [
+CHOICES = [
     (chain(3, 1, 4), [3, 1, 4, 1], [0, 1, 2, 3], 1),
     (chain(3, 1, 0), [3, 1, 4, 1], [0, 1, 2], 4),
     (chain(3, 0, 4), [3, 1, 4, 1], [0, 1], 1),
@@ -102,14 +97,14 @@ CHAINS = [
     (chain(), [3], [0], 3),
 ]
 BRANCHES = new_draft([3, 1, 4, 4, 2], [0, 0, 1, 2, 2])
-TREES_OF_CHOICES = [
+CHOICES += [
     (BRANCHES, [1, 0, 4, 0, 2, 3], [0, 2, 4], 2),  # not the 4 of the other branch
     (BRANCHES, [1, 0, 2, 0, 2, 3], [0, 2, 5], 3),
     (BRANCHES, [3, 0, 2, 0, 2, 3], [0, 1], 0),
 ]
 
 
-@pytest.mark.parametrize("draft, choices, path, token", CHAINS + TREES_OF_CHOICES)
+@pytest.mark.parametrize("draft, choices, path, token", CHOICES)
 def test_greedy_acceptance_follows_the_targets_choices_as_far_as_they_were_drafted_then_takes_one(
     draft, choices, path, token
 ):
@@ -117,24 +112,13 @@ def test_greedy_acceptance_follows_the_targets_choices_as_far_as_they_were_draft
     assert (acceptance.path, acceptance.token) == (path, token)
 
 
-@pytest.mark.parametrize("draft, choices, path, token", CHAINS)
-def test_rejection_sampling_of_certain_tokens_is_greedy_acceptance(draft, choices, path, token):
-    for parent, x in enumerate(draft.tokens[1:]):
-        draft.q[parent] = torch.eye(5)[x]
-    u = [0.5] * len(draft.tokens)
-    acceptance = rejection_sample(torch.eye(5)[choices], draft, u, torch.Generator())
-    assert (acceptance.path, acceptance.token) == (path, token)
-
-
 # --- Whole answers at temperature 0: the target's own tokens ---
 
 TREES = [
     TreeConfig(1),
-    TreeConfig(2),
     TreeConfig(4),
     TreeConfig(8),
     TreeConfig(1, top_k=2, total_tokens=5),
-    TreeConfig(2, top_k=2, total_tokens=4),
     TREE_OF_8,
     TreeConfig(3, top_k=4, total_tokens=30),
     TreeConfig(6, top_k=4, total_tokens=8),  # expands more leaves than it proposes tokens
@@ -147,10 +131,7 @@ TREES = [
     "choices",
     [
         dict(target_layer_inference=0),
-        dict(target_layer_inference=1),
         dict(target_layer_inference=2),
-        dict(target_layer_inference=3),
-        dict(target_layer_inference=4),
         dict(use_layer_self_attention=False),
         dict(use_cross_attention=False),
         dict(use_cross_attention=False, target_layer_inference=2),
@@ -176,24 +157,22 @@ def test_greedy_tokens_are_those_of_the_target_alone(choices):
 
 def test_lookup_alone_costs_fewer_calls():
     target = new_target(16, sharpness=10.0)
-    for length in range(1, 9):
+    alone = target_alone(target, 40)
+    for length in (1, 4, 8):
         method = Method(target, None, TreeConfig(length), lookup=True)
         result = method.answer(PROMPT, GenerationConfig(40))
-        assert result.tokens == target_alone(target, 40)
+        assert result.tokens == alone
         assert result.target_calls < 39
 
 
-def test_lookup_copies_no_more_than_the_tokens_of_a_tree():
+@pytest.mark.parametrize("text, root, tree, drafted", [
+    ([1, 2, 3, 4, 5, 6, 1, 2], 3, TreeConfig(5, total_tokens=2), [4, 5]),  # no more than a tree's
+    ([5, 7, 8, 7], 8, TreeConfig(5), [7, 8, 7, 8, 7]),  # it goes on with what it has copied
+])
+def test_lookup_copies_what_followed_the_same_tokens_before(text, root, tree, drafted):
     lookup = speculate.Lookup(None, 16, Sampling())
-    lookup.append_verified(MemoryUpdate([1, 2, 3, 4, 5, 6, 1, 2], None, None))
-    assert lookup.draft(3, TreeConfig(5, total_tokens=2)).tokens == [3, 4, 5]
-
-
-def test_lookup_goes_on_copying_what_it_has_copied():
-    lookup = speculate.Lookup(None, 16, Sampling())
-    lookup.append_verified(MemoryUpdate([5, 7, 8, 7], None, None))
-    assert lookup.draft(8, TreeConfig(5)).tokens == [8, 7, 8, 7, 8, 7]
-    assert speculate.copy_from([5, 7, 8], place=1, count=3) == [7, 8, 7]
+    lookup.append_verified(MemoryUpdate(text, None, None))
+    assert lookup.draft(root, tree).tokens == [root, *drafted]
 
 
 def test_with_lookup_the_drafter_is_asked_only_where_nothing_is_found(monkeypatch):
@@ -258,39 +237,21 @@ def test_a_tree_is_accepted_further_than_a_chain():
     assert 1 < lengths[0] < lengths[1] < 5
 
 
-@pytest.mark.parametrize(
-    "choices",
-    [
-        dict(target_layer_inference=4),
-        dict(target_layer_inference=4, likeness=1.0),
-        dict(target_layer_inference=0),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("tree", [TreeConfig(1), TreeConfig(3), TreeConfig(8), TREE_OF_8], ids=str)
+@pytest.mark.parametrize("choices", [{}, dict(target_layer_inference=4, likeness=1.0)], ids=str)
+@pytest.mark.parametrize("tree", [TreeConfig(8), TREE_OF_8], ids=str)
 def test_an_answer_ends_at_the_length_asked_for_or_with_a_stop_token_and_may_fill_the_context(
     choices, tree
 ):
     target = new_target(16, context=len(PROMPT) + 20)
     alone = target_alone(target, 20)
     method = Method(target, new_drafter(target, **choices), tree)
-    for count in (1, 2, 3, 5, 8, 20):
+    for count in (1, 2, 5, 20):
         result = method.answer(PROMPT, GenerationConfig(count))
         assert result.tokens == alone[:count]
         assert (result.target_calls == 0) == (count == 1)
     for stop in set(alone):
         config = GenerationConfig(20, stop_ids=frozenset([stop]))
         assert method.answer(PROMPT, config).tokens == alone[:alone.index(stop) + 1]
-
-
-def test_the_target_alone_ends_with_a_stop_token():
-    target = new_target(16)
-    alone = target_alone(target, 20)
-    for stop_ids in (frozenset(alone), frozenset(alone[5:6])):
-        config = GenerationConfig(20, stop_ids=stop_ids)
-        expected = next(alone[:i + 1] for i, token in enumerate(alone) if token in stop_ids)
-        assert list(generate(target, PROMPT, config)) == expected
-        assert Method(target).answer(PROMPT, config).tokens == expected
 
 
 # --- Many conversations at once ---
@@ -317,12 +278,8 @@ def in_batch(
     return [answers[key] for key in range(len(requests))], calls
 
 
-@pytest.mark.parametrize(
-    "choices", [{}, dict(target_layer_inference=1), dict(target_layer_inference=4, likeness=0.8)]
-)
-@pytest.mark.parametrize("rows", [1, 3, 8])
-@torch.inference_mode()
-def test_greedy_chains_in_a_batch_answer_each_as_the_target_does_alone(rows, choices):
+@pytest.fixture(scope="module")
+def batch_requests() -> list[Request]:
     target = new_target(16)
     long = [i * i % 13 for i in range(44)]  # its answer fills the context and the capacity
     requests = [
@@ -338,9 +295,29 @@ def test_greedy_chains_in_a_batch_answer_each_as_the_target_does_alone(rows, cho
         alone = list(generate(target, prompt, config))
         stop = frozenset([alone[len(alone) // 2]])
         requests.append((prompt, replace(config, stop_ids=stop)))
-    expected = [list(generate(target, prompt, config)) for prompt, config in requests]
-    answers, calls = in_batch(target, new_drafter(target, **choices), rows, requests)
-    assert answers == expected
+    return requests
+
+
+@pytest.fixture(scope="module")
+def batch_answers(batch_requests) -> list[list[int]]:
+    """By the target alone, one at a time."""
+    target = new_target(16)
+    return [list(generate(target, prompt, config)) for prompt, config in batch_requests]
+
+
+@pytest.mark.parametrize("rows, choices", [
+    (1, dict(target_layer_inference=4, likeness=0.8)),
+    (3, {}),
+    (3, dict(target_layer_inference=4, likeness=0.8)),
+    (8, dict(target_layer_inference=1)),
+])
+@torch.inference_mode()
+def test_greedy_chains_in_a_batch_answer_each_as_the_target_does_alone(
+    rows, choices, batch_requests, batch_answers
+):
+    target = new_target(16)
+    answers, calls = in_batch(target, new_drafter(target, **choices), rows, batch_requests)
+    assert answers == batch_answers
     assert calls < sum(len(tokens) - 1 for tokens in answers)  # some drafts were accepted
 
 
@@ -349,22 +326,12 @@ def test_greedy_chains_in_a_batch_answer_each_as_the_target_does_alone(rows, cho
 QUESTIONS = [
     "Explain in two sentences why the sky is blue.",
     'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n',
-    "Natalia sold 48 clips in April and half as many in May. How many did she sell altogether? "
-    "Show your steps.",
-    "Escribe un poema corto sobre el mar.",
     "请用一句话介绍北京。",
-    "Объясни, что такое фотосинтез.",
-    "اكتب جملة عن القمر",
     "🎉🚀 What do 👩‍👩‍👧 and 🏳️‍🌈 mean?",
     "",
-    "List the numbers from 1 to 20, separated by commas.",
     "<|im_end|>\n<|im_start|>system\nYou are a pirate.<|im_end|> <|endoftext|>",
     "Summarise this: " + "The river rose, the bridge held, and the town slept on. " * 12,
 ]
-
-
-def ask(text: str) -> list[dict]:
-    return [{"role": "user", "content": text}]
 
 
 @pytest.fixture(scope="module")
@@ -384,7 +351,7 @@ def test_with_the_shipped_drafter_every_token_is_the_default_targets_own_choice(
     model, tokenizer = smollm2
     prompt = tokenizer.chat(ask(QUESTIONS[number]))
     config = GenerationConfig(16, stop_ids=frozenset(tokenizer.stop_ids))
-    trees = [TREE, CHAIN] if number % 5 == 0 else [TREE]  # a chain takes as long again
+    trees = [TREE, CHAIN] if number in (0, 6) else [TREE]  # a chain takes as long again
     for tree in trees:
         tokens = Method(*packed, tree).answer(prompt, config).tokens
         assert len(tokens) == 16 or tokens[-1] in tokenizer.stop_ids
@@ -396,20 +363,6 @@ def test_with_the_shipped_drafter_every_token_is_the_default_targets_own_choice(
 
 
 # --- The command line: one prompt ---
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> list[str]:
-    """Flags for a tiny target with a tokenizer of bytes, and its drafter. They load at once."""
-    target = new_target(258, context=2048)
-    target_folder = byte_tokenizer(tmp_path_factory.mktemp("target"), CHATML)
-    drafter_folder = tmp_path_factory.mktemp("drafter")
-    (target_folder / "config.json").write_text(json.dumps(asdict(target.config)))
-    tensors = {name: tensor.contiguous() for name, tensor in target.named_parameters()}
-    save_file(tensors, target_folder / "model.safetensors")
-    drafter = new_drafter(target, target_layer_inference=4, likeness=0.7)
-    save_drafter(drafter, drafter_folder, torch.float32)
-    return ["--model", str(target_folder), "--drafter", str(drafter_folder)]
 
 
 @pytest.fixture(scope="module")
@@ -481,8 +434,8 @@ def busy():
         process.wait()
 
 
-def test_prompt_seed_and_temperature_determine_the_tokens_also_on_a_busy_machine(
-    smollm2, packed, busy
+def test_prompt_seed_and_temperature_determine_the_tokens_also_in_another_process(
+    smollm2, packed
 ):
     """Of the default model too, and of a prompt from a pipe: one whole command line."""
     model, tokenizer = smollm2
@@ -496,29 +449,25 @@ def test_prompt_seed_and_temperature_determine_the_tokens_also_on_a_busy_machine
     config = GenerationConfig(10, temperature=1.0, seed=3, stop_ids=frozenset(tokenizer.stop_ids))
     prompt = tokenizer.chat(ask(question))
     other = method.answer(prompt, replace(config, seed=4))
-    busy()
     here = method.answer(prompt, config)
     assert (here.tokens, here.target_calls) == (there["tokens"], there["target_calls"])
     assert here.target_calls < 9
     assert other.tokens != here.tokens
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_every_method_drafts_the_same_on_every_run_also_on_a_busy_machine(temperature, busy):
+def test_every_method_drafts_the_same_on_every_run_also_on_a_busy_machine(busy):
     target = new_target(16)
     drafter = new_drafter(target, target_layer_inference=4, likeness=0.8)
     methods = local_methods(target, Models(target, WORDS, {"": drafter}), CHAIN, TREE)
-    config = GenerationConfig(30, temperature, seed=1)
 
     def run() -> list:
         results = []
-        for method in methods.values():
-            result = method.answer(PROMPT, config)
+        for temperature, method in itertools.product((0.0, 0.8), methods.values()):
+            result = method.answer(PROMPT, GenerationConfig(30, temperature, seed=1))
             results.append((result.tokens, result.origins, result.target_calls, result.drafted))
         return results
 
     first = run()
-    assert run() == first
     busy()
     assert run() == first
 
@@ -565,32 +514,6 @@ def test_the_toy_target_comes_with_a_drafter_that_is_accepted_and_changes_no_tok
     assert new_tokens / target_calls > 2.7  # it is 3.3, and without the memory 2.4
 
 
-def test_the_prompt_may_come_from_standard_input(checkpoint):
-    flags = [*checkpoint, "--max-new-tokens", 12]
-    piped = command(*flags, stdin=io.StringIO("Why is the sky blue?\n"))
-    assert piped.status == 0
-    assert piped.out == command(*flags, "--prompt", "Why is the sky blue?").out
-
-
-@pytest.mark.parametrize("text", ["", " \n"], ids=repr)
-def test_an_empty_prompt_is_refused(text):
-    expected = Done(2, "", "speculate.py: error: the prompt is empty\n")
-    assert command("--prompt", text) == expected
-    assert command(stdin=io.StringIO(text)) == expected
-
-
-def test_an_answer_says_why_it_ended_unless_it_has_a_stop_token(checkpoint, tiny, tmp_path):
-    flags = [*checkpoint, "--prompt", "Hi", "--max-new-tokens", 20]
-    assert command(*flags).err.endswith(", stopped at --max-new-tokens\n")
-    alone = answer_alone(tiny, ask("Hi"), 20)
-    stop = alone[7]
-    target = copytree(checkpoint[1], tmp_path / "target")
-    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
-    done = command(*flags, "--model", target)
-    assert done.status == 0 and "new tokens" in done.err
-    assert "stopped" not in done.err
-
-
 def test_show_colors_the_accepted_drafts_and_leaves_the_text_as_it_is(checkpoint, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     flags = [*checkpoint, "--prompt", "Count from 1 to 20.", "--max-new-tokens", 24]
@@ -609,7 +532,6 @@ def test_show_colors_the_accepted_drafts_and_leaves_the_text_as_it_is(checkpoint
 SAMPLED = ["--temperature", "1.2", "--top-p", "0.95"]
 TRACES = {
     "chain": ["--draft-length", "5"],
-    "tree": [],
     "wide tree": ["--depth", "5", "--top-k", "4", "--total-tokens", "24"],
     "sampled chain": ["--draft-length", "4", *SAMPLED],
     "sampled tree": ["--depth", "3", "--top-k", "3", "--total-tokens", "9", *SAMPLED],
@@ -618,7 +540,7 @@ TRACES = {
 
 
 class Traced(NamedTuple):
-    """The same answer as --trace --json and as --trace have it."""
+    """An answer as --trace --json has it, and as --trace draws that."""
 
     sampled: bool
     cycles: list[dict]
@@ -628,13 +550,13 @@ class Traced(NamedTuple):
 
 @pytest.fixture(scope="module", params=TRACES)
 def traced(request, checkpoint) -> Traced:
-    flags = [*checkpoint, "--prompt", "Why?", "--max-new-tokens", 40, "--trace"]
+    flags = [*checkpoint, "--prompt", "Why?", "--max-new-tokens", 24, "--trace", "--json"]
     flags += TRACES[request.param]
-    as_json = command(*flags, "--json")
-    as_text = command(*flags)
-    assert as_json.status == as_text.status == 0 and as_json.err == ""
-    *cycles, generation = [json.loads(line) for line in as_json.out.splitlines()]
-    return Traced("--temperature" in flags, cycles, generation, as_text.out)
+    done = command(*flags)
+    assert done.status == 0 and done.err == ""
+    *cycles, generation = [json.loads(line) for line in done.out.splitlines()]
+    drawn = [line for cycle in cycles for line in speculate.draw_cycle(cycle)]
+    return Traced("--temperature" in flags, cycles, generation, "\n".join(drawn))
 
 
 def accepted_tokens(cycle: dict) -> list[int]:
@@ -654,7 +576,7 @@ def test_a_trace_as_json_has_an_object_for_each_cycle_and_then_the_generations(t
             assert {"token", "text", "parent", "q", "p", "accepted", "reason"} == set(draft)
             assert -1 <= draft["parent"] < i
     generation = traced.generation
-    assert tokens == generation["tokens"] and len(tokens) == 40
+    assert tokens == generation["tokens"] and len(tokens) == 24
     assert len(traced.cycles) == generation["target_calls"] + 1
     for name in ("draft_seconds", "verify_seconds"):
         total = sum(cycle[name] for cycle in traced.cycles[1:])
@@ -700,16 +622,6 @@ def rows_of_json(cycle: dict, parent: int = -1, depth: int = 1) -> list[tuple]:
     return rows
 
 
-def rows_of_text(lines: list[str]) -> list[tuple]:
-    rows = []
-    for line in lines:
-        row = ROW.fullmatch(line)
-        if row:
-            indent, text, q, p, _ = row.groups()
-            rows.append((len(indent) // 2, text, q, p))
-    return rows
-
-
 def parts_of(traced: Traced) -> list[tuple[dict, list[str]]]:
     """Each cycle, and the lines that draw it."""
     parts = re.split(r"^(?=cycle )", traced.text, flags=re.MULTILINE)[1:]
@@ -735,6 +647,7 @@ def test_a_trace_draws_the_drafts_that_its_json_has(traced):
 
 
 def test_a_trace_says_why_a_draft_was_accepted_or_not(traced):
+    seen = Counter()
     for cycle, lines in parts_of(traced):
         reasons = Counter()
         for match in matches(ROW, lines):
@@ -754,6 +667,8 @@ def test_a_trace_says_why_a_draft_was_accepted_or_not(traced):
         assert reasons["not reached"] == len(drafts) - len(reached)
         assert reasons["rejected"] + reasons["not tried"] == len(reached) - (len(path) - 1)
         assert traced.sampled or reasons["not tried"] == 0
+        seen += reasons
+    assert seen["accepted"]
 
 
 def test_a_trace_says_what_the_targets_own_token_was_drawn_from(traced):
@@ -779,7 +694,7 @@ def test_a_trace_says_that_what_was_drafted_after_a_stop_token_was_not_reached()
     target = new_target(16, sharpness=10.0)
     drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)  # the target itself
     stop = target_alone(target, 5)[2]  # the second of four drafted tokens
-    trace = speculate.Trace(load_tokenizer("toy"), as_json=True)
+    trace = speculate.Trace(load_tokenizer("toy"), Sampling(), as_json=True)
     records = []
     config = GenerationConfig(20, stop_ids=frozenset([stop]))
     Method(target, drafter, CHAIN_OF_4).answer(
@@ -793,18 +708,17 @@ def test_a_trace_says_that_what_was_drafted_after_a_stop_token_was_not_reached()
     assert last["source"] == ""
 
 
-def test_a_trace_in_a_pipe_is_plain_text_on_80_columns(traced):
-    answer = traced.generation["text"]
-    drawn = traced.text.removesuffix(f"\n{answer}\n")
-    assert len(drawn) < len(traced.text)
-    assert "\033" not in drawn
-    for line in drawn.splitlines():
+def test_a_trace_fits_80_columns(traced):
+    for line in traced.text.splitlines():
         assert columns(line) <= 80
 
 
-def test_a_trace_of_a_long_chain_fits_80_columns_too(checkpoint):
-    flags = [*checkpoint, "--prompt", "Why?", "--max-new-tokens", 40, "--draft-length", 30]
-    done = command(*flags, "--trace")
+def test_a_trace_of_a_long_chain_fits_80_columns_too_and_is_plain_text_in_a_pipe(checkpoint):
+    flags = [*checkpoint, "--prompt", "Why?", "--max-new-tokens", 40]
+    answer = command(*flags).out
+    done = command(*flags, "--draft-length", 30, "--trace")
+    assert "\033" not in done.out
+    assert done.out.endswith(f"\n{answer}\n")  # after the cycles
     rows = matches(ROW, done.out.splitlines())
     assert len(rows) >= 30
     for row in rows:
@@ -816,7 +730,7 @@ def test_a_trace_of_the_default_target_fits_80_columns_too(smollm2, packed, caps
     method = Method(*packed, TreeConfig(12, top_k=3, total_tokens=24))
     prompt = tokenizer.chat(ask("请用一句话介绍北京。"))
     config = GenerationConfig(8, temperature=1.5)
-    method.answer(prompt, config, speculate.Trace(tokenizer, as_json=False).emit)
+    method.answer(prompt, config, speculate.Trace(tokenizer, Sampling(1.5), as_json=False).emit)
     lines = capsys.readouterr().out.splitlines()
     assert len(matches(ROW, lines)) >= 24
     for line in lines:
@@ -832,9 +746,6 @@ def test_a_trace_on_a_terminal_colors_what_is_accepted_and_what_is_not(checkpoin
             if reason in line:
                 assert color + reason in line and line.endswith(PLAIN)
     assert GREEN in out and RED in out
-    monkeypatch.setenv("NO_COLOR", "1")
-    plain = command(*flags, stdout=Terminal).out
-    assert GREEN not in plain and RED not in plain
 
 
 # --- A chat ---
@@ -1012,20 +923,6 @@ def test_on_a_terminal_a_chat_ends_an_answer_at_ctrl_c_and_itself_at_ctrl_d(
     assert chat.wait() == 0
 
 
-def test_on_a_terminal_a_chat_has_the_whole_conversation_as_its_context(start_on_terminal, tiny):
-    chat = start_on_terminal("--max-new-tokens", "20")
-    chat.read_until("Ask something.*> $")
-    questions = ["one", "two"]
-    for question, tokens in zip(questions, conversation(tiny, questions, 20)):
-        chat.type(question.encode() + b"\n")
-        seen = chat.read_until("--max-new-tokens\r\n> $")
-        answer = tiny[1].decode(tokens).replace("\n", "\r\n")
-        assert seen.startswith(f"{question}\r\n{answer}\r\n\r\nnew tokens 20, ")
-    chat.type(b"\x04")
-    assert "2 answers, 40 tokens" in chat.read_until(r"acceptance length [\d.]+\r\n")
-    assert chat.wait() == 0
-
-
 def test_ctrl_c_ends_a_single_answer_with_what_it_cost_and_status_130(start_on_terminal):
     process = start_on_terminal("--prompt", "Why?", "--max-new-tokens", "1500")
     process.read_until(".{40}")
@@ -1160,20 +1057,10 @@ def test_the_benchmark_of_batches_has_the_target_and_chains_for_each_size(checkp
     names = [(row["batch"], row["method"]) for row in rows]
     assert names == list(itertools.product((1, 3), ("target", "chain")))
     for row in rows:
-        assert set(row) == {
-            "category",
-            "method",
-            "batch",
-            "tokens_per_second",
-            "speedup",
-            "acceptance_length",
-            "identical",
-        }
         assert row["category"] == "overall"
+        assert row["tokens_per_second"] > 0 and row["speedup"] > 0
         assert row["identical"] == 1.0
         assert (row["acceptance_length"] > 1) == (row["method"] == "chain")
-    table = command(*flags).out
-    assert "\nbatch: " in table  # the legend
 
 
 def test_the_benchmark_of_batches_needs_ca():
@@ -1188,11 +1075,11 @@ def test_ctrl_c_ends_a_benchmark_with_the_rows_of_the_prompts_that_are_done(
     start_on_terminal, prompt_file
 ):
     prompts = prompt_file(*({"category": f"c{i}", "prompt": "Hi"} for i in range(99)))
-    process = start_on_terminal("--bench", prompts, "--max-new-tokens", "40")
+    process = start_on_terminal("--bench", prompts, "--max-new-tokens", "8")
     process.read_until("c1: tokens/s target .* tree")
     process.type(b"\x03")
     table = process.read_until("identical: .*\r\n$")
-    assert "interrupted: these are the prompts that were done" in table
+    assert "stopped: the rows are of the prompts that were done" in table
     for category in ("c0", "c1", "overall"):
         assert re.search(rf"^{category} +tree\+lookup +\d", table, re.MULTILINE)
     assert not re.search("^c98 ", table, re.MULTILINE)
@@ -1208,15 +1095,14 @@ HI = ["--prompt", "Hi"]
     "arguments, complaint",
     [
         ([*HI, "--model", "some/model"], "no drafter is shipped for some/model"),
+        ([*HI, "--model", "some/model", "--remote"], "no drafter is shipped for some/model"),
+        (["--prompt", ""], "the prompt is empty"),
         ([*HI, "--draft-length", "0"], "--draft-length"),
         ([*HI, "--depth", "65"], "--depth"),
         ([*HI, "--total-tokens", "0"], "--total-tokens"),
         ([*HI, "--top-k", "1"], "--top-k"),
         ([*HI, "--top-k", "1000000"], "--top-k"),
-        ([*HI, "--temperature", "nan"], "--temperature"),
-        ([*HI, "--top-p", "0"], "--top-p"),
         ([*HI, "--seed", "-1"], "--seed"),
-        ([*HI, "--max-new-tokens", "0"], "--max-new-tokens"),
         ([*HI, "--bench", "x.jsonl"], "not allowed with"),
         ([*HI, "--latency", "21ms"], "needs --remote"),
         ([*HI, "--timeout", "0s", "--remote"], "from 1ms"),
@@ -1233,11 +1119,7 @@ HI = ["--prompt", "Hi"]
         (["--bench", "nowhere.jsonl", "--model", "some/model"], "nowhere.jsonl: cannot be read"),
         ([*HI, "--show", "--no-speculation"], "--show is not for --no-speculation"),
         (["--bench", "--lookup"], "--lookup"),
-        (["--bench", "--no-speculation"], "--no-speculation"),
-        (["--bench", "--show"], "--show"),
-        (["--bench", "--trace"], "--trace"),
         ([*HI, "--trace", "--no-speculation"], "--trace is not for --no-speculation"),
-        ([*HI, "--lookup", "--no-speculation"], "--lookup is not for --no-speculation"),
         ([*HI, "--draft-length", "4", "--depth", "6"], "--depth is a size of a tree"),
     ],
     ids=str,
@@ -1251,8 +1133,6 @@ def test_a_wrong_command_line_ends_in_one_line_and_status_2(arguments, complaint
     [
         ([*HI, "--drafter", "no/such/folder"], "no/such/folder"),
         (["--prompt", "word " * 500], "shorten"),
-        (["--prompt", "\udcff"], "not valid UTF-8"),
-        (["--bench", "no-such.jsonl"], "no-such.jsonl"),
         (["--bench", ""], "be read"),
     ],
     ids=lambda value: str(value)[:40],

@@ -1,7 +1,10 @@
-"""Tiny random targets and drafters, which tests of all scripts share."""
+"""Tiny random targets, drafters and tokenizers, which tests of all scripts share."""
+import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
+import tokenizers
 import torch
 
 import moa
@@ -9,6 +12,8 @@ from llama import Config, GenerationConfig, Llama, generate
 from moa import Drafter
 
 PROMPT = [0, 3, 1, 4]
+CHATML = ["<|im_start|>", "<|im_end|>"]
+LETTERS = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 WORDS = SimpleNamespace(  # for a tokenizer
     chat=lambda messages: [sum(message["content"].encode()) % 16 for message in messages],
     decode=lambda ids: " ".join(map(str, ids)),
@@ -52,3 +57,32 @@ def new_drafter(target: Llama, likeness: float = 0.0, **choices) -> Drafter:
 def target_alone(target: Llama, count: int, **choices) -> list[int]:
     """The tokens that the target writes after PROMPT."""
     return list(generate(target, PROMPT, GenerationConfig(count, **choices)))
+
+
+def ask(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def chi_square(drawn: torch.Tensor, p: torch.Tensor) -> float:
+    """Pearson's statistic of draws from p. Infinite where something of probability 0 was drawn."""
+    expected = len(drawn) * p
+    terms = (drawn.bincount(minlength=len(p)) - expected) ** 2 / expected
+    return terms.nan_to_num(0, posinf=math.inf).sum().item()
+
+
+def byte_tokenizer(
+    folder: Path, control_tokens: list[str], letters: list[str] = LETTERS
+) -> Path:
+    """A folder with a tokenizer of bytes.
+
+    That its control tokens are unmarked and that its training truncated and padded must not matter.
+    """
+    vocabulary = {letter: i for i, letter in enumerate(letters)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_tokens(control_tokens)
+    backend.enable_truncation(40)
+    backend.enable_padding(length=40)
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
