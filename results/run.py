@@ -1,16 +1,20 @@
 """The experiments of results/README.md that can be made again from nothing.
 
-    python results/run.py                       # all that compare drafters: hours on two cores
+    python results/run.py                       # all that compare drafters: a day on two cores
     python results/run.py parts on_policy       # these
     python results/run.py cost network          # these two measure time: on an idle machine (cost
                                                 # first trains the drafters of parts, if need be)
+    python results/run.py --tables parts        # only prints the tables of what is written
 
-What an experiment compares are drafters. Each is trained and scored by itself, as many at a time as
-there are cores, with the flags of DRAFTERS and three seeds (in `text`, one). An experiment is
-written to its results/NAME.json as soon as all of its drafters are scored, some with a figure.
-After an interruption the same command goes on (`cost` and `network` begin again): in
+An experiment compares drafters. Each is trained and scored by itself, as many at a time as there
+are cores, with the flags of DRAFTERS and three seeds (in `text`, one). An experiment is written to
+its results/NAME.json as soon as all of its drafters are scored, some with a figure. Each row of it
+says when, where, and with which commit it was scored.
+
+After an interruption the same command goes on (`cost` and `network` begin again). In
 runs/DRAFTER-SEED, command.txt says with which flags the drafter was trained, and scores.json holds
-its scores. Delete them to train or score it again.
+its scores. They are used again as long as the flags are the same: delete them after a change of the
+code.
 """
 import argparse
 import io
@@ -19,6 +23,7 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -86,7 +91,12 @@ DRAFTERS = {  # the flags of each, besides those in common
     "others-text": ["--data", "runs/others.jsonl"],  # (of two --data the second counts)
     "own-250": ["--data", "runs/own-250.jsonl"],
 }
-SHORTER = {"eighth": UPDATES // 8, "quarter": UPDATES // 4, "half": UPDATES // 2}
+LENGTHS = {  # "full-quarter" is "full", trained for so many updates
+    "eighth": UPDATES // 8,
+    "quarter": UPDATES // 4,
+    "half": UPDATES // 2,
+    "double": UPDATES * 2,
+}
 EXPERIMENTS = {  # what each of them compares
     "on_policy": ["full", "run-1", "run-unbounded"],
     "parts": ["full", "no-lsa", "no-ca", "neither", "eagle"],
@@ -98,6 +108,7 @@ EXPERIMENTS = {  # what each of them compares
         "full-eighth", "full-quarter", "full-half", "full",
         "neither-eighth", "neither-quarter", "neither-half", "neither",
     ],
+    "longest": ["full", "full-double", "neither-double"],
     "on_policy_early": [
         "full-quarter", "run-2-8-quarter", "run-1-quarter", "run-unbounded-quarter",
     ],
@@ -123,16 +134,33 @@ TREE = TreeConfig(depth=6, top_k=3, total_tokens=16)
 ANSWER = 96  # tokens, at most
 COST_RATIOS = (0.02, 0.05, 0.1, 0.2)  # one step of the drafter / one pass of the target
 LATENCIES = ("5ms", "21ms", "50ms")  # one way
-LOSSES = ("0%", "1%", "5%")  # of the packets
-MACHINE = (
-    f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}; "
-    f"CPython {platform.python_version()}, torch {torch.__version__}"
-)
+PACKET_LOSSES = ("0%", "1%", "5%")
+
+
+def machine() -> str:
+    processor = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():  # Linux: it knows the model
+        models = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
+        processor = models[0] if models else processor
+    return (
+        f"{os.cpu_count()} cores, {processor}, {platform.system()}; "
+        f"CPython {platform.python_version()}, torch {torch.__version__}"
+    )
+
+
+def circumstances() -> dict:
+    """Return where, when and with which code something is measured."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True)
+    return {
+        "machine": machine(),
+        "date": date.today().isoformat(),
+        "commit": commit.stdout.decode().strip(),  # empty outside a clone
+    }
 
 
 def split_name(name: str) -> tuple[str, int]:
-    """Return drafter and updates: "eagle-quarter" is "eagle", trained for a quarter of UPDATES."""
-    for share, updates in SHORTER.items():
+    """Return drafter and updates: of "eagle-quarter", "eagle" and a quarter of UPDATES."""
+    for share, updates in LENGTHS.items():
         if name.endswith(f"-{share}"):
             return name.removesuffix(f"-{share}"), updates
     return name, UPDATES
@@ -194,8 +222,8 @@ def add_staircase() -> None:
     """
     cross_attend = Drafter.cross_attend
     self_attend = Drafter.self_attend
-    updates = SHORTER["quarter"]  # in all: it is trained for so long only
-    done = 0  # updates, and two passes of `train.announce_cost`
+    updates = LENGTHS["quarter"]  # in all: EXPERIMENTS trains it for so long only
+    passes = 0  # one for each update, and two of `train.announce_cost`
     draws = random.Random(0)
 
     def remember_tokens(self, tokens):
@@ -203,10 +231,10 @@ def add_staircase() -> None:
         return self_attend(self, tokens)
 
     def attend_to_run(self, x, memory, horizon):
-        nonlocal done
+        nonlocal passes
         if torch.is_grad_enabled():
-            share = 1 - 2 * done / updates
-            done += 1
+            share = 1 - 2 * passes / updates
+            passes += 1
             alone = torch.tensor([draws.random() < share for _ in horizon])  # (B)
             count = x.shape[1]
             positions = torch.arange(count)
@@ -231,7 +259,7 @@ CHANGES = {
 # --- One drafter ---
 
 
-def call(script, *flags: str) -> str:
+def run_here(script, *flags: str) -> str:
     """Run a script in this process, where CHANGES hold. Returns what it prints."""
     sys.argv = [script.__name__ + ".py", *flags]
     with redirect_stdout(io.StringIO()) as printed:
@@ -260,7 +288,7 @@ def training_command(name: str, seed: int) -> str:
     text = " ".join(["python train.py", *training_flags(name, seed)])
     drafter, _ = split_name(name)
     if drafter in CHANGES:
-        text += f", changed as by: python results/run.py --one {name} {seed}"
+        text += f", changed as by: python results/run.py --one {name} {seed}"  # no flag does it
     return text
 
 
@@ -271,26 +299,27 @@ def train_and_score(name: str, seed: int) -> None:
         CHANGES[drafter]()
     folder = Path(f"runs/{name}-{seed}")
     command = training_command(name, seed)
-    done = folder / "command.txt"  # written at the end of training
-    if not done.exists() or done.read_text() != command:
-        # What an interruption left, or other flags. (Not --resume: a change counts from 0.)
+    trained_by = folder / "command.txt"  # written at the end of training
+    if not trained_by.exists() or trained_by.read_text() != command:
+        # It has other flags, or was interrupted. (Not --resume: add_staircase counts from 0.)
         shutil.rmtree(folder, ignore_errors=True)
-        call(train, *training_flags(name, seed))
-        done.write_text(command)
+        run_here(train, *training_flags(name, seed))
+        trained_by.write_text(command)
     scores = {"drafter": name, "seed": seed, "prompts": PROMPTS, "command": command}
+    scores |= circumstances()
     write_json(folder / "scores.json", scores | score(name, folder))
 
 
 def score(name: str, folder: Path) -> dict:
-    """Measure a drafter in all ways that the tables show."""
+    """Measure a drafter in all ways that the tables show, and its losses."""
     weights = load_file(folder / "model.safetensors")
     scores = {"parameters": sum(tensor.numel() for tensor in weights.values())}
     evaluation = ["--evaluate", str(folder), "--data", TEST, "--seq-len", "512", *ON_TOY]
     # Without CA one pass over a text would read true states, which drafting does not have.
     drafter, _ = split_name(name)
     if "--no-ca" not in DRAFTERS[drafter]:
-        scores |= json.loads(call(train, *evaluation))
-    scores["drafting"] = json.loads(call(train, *evaluation, "--by-drafting"))
+        scores |= json.loads(run_here(train, *evaluation))
+    scores["drafting"] = json.loads(run_here(train, *evaluation, "--by-drafting"))
     chain = measure_acceptance(folder, TreeConfig(depth=CHAIN), temperature=0.0)
     scores["chain"] = chain
     scores["tree"] = measure_acceptance(folder, TREE, temperature=0.0)
@@ -314,7 +343,7 @@ def measure_acceptance(folder: Path, tree: TreeConfig, temperature: float) -> fl
         ids = tokenizer.chat([{"role": "user", "content": prompt.turns[0]}])
         config = GenerationConfig(ANSWER, temperature, seed=seed, stop_ids=stop_ids)
         answers.append(method.answer(ids, config))
-        if answers[-1].interrupted:
+        if answers[-1].interrupted:  # by Ctrl-C, which `answer` takes for the end of an answer
             raise KeyboardInterrupt
     return speculate.acceptance_length(answers)
 
@@ -323,7 +352,7 @@ def score_offline(folder: Path) -> dict:
     """Judge what a drafter writes alone, after the network has gone down."""
     bench = ["--bench", "runs/few.jsonl", "--drafter", str(folder), "--json", *ON_TOY]
     bench += ["--max-new-tokens", str(ANSWER), "--remote", "--latency", "0ms"]
-    for row in overall_rows(call(speculate, *bench)):
+    for row in overall_rows(run_here(speculate, *bench)):
         if row["method"].startswith("disconnected"):
             scores = {
                 "offline_agreement": row["agreement"],
@@ -442,34 +471,34 @@ def print_result(experiment: str) -> None:
 # --- Texts, drafters and results ---
 
 
-def python(*arguments: str, **options) -> subprocess.CompletedProcess:
+def run_script(*arguments: str, **options) -> subprocess.CompletedProcess:
     """Run a script in a process of its own. options: those of `subprocess.run`."""
     print("python", *arguments, flush=True)
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, **options)
 
 
-def copy_lines(source: Path, count: int, target: Path) -> None:
+def copy_lines(source: Path, count: int, destination: Path) -> None:
     with source.open(encoding="utf-8") as lines:
-        target.write_text("".join(itertools.islice(lines, count)), encoding="utf-8")
+        destination.write_text("".join(itertools.islice(lines, count)), encoding="utf-8")
 
 
-def prepare() -> None:
+def make_target_and_texts() -> None:
     """Make the target and the texts, with the commands of weights/README.md. Where one is done, its
     command ends at once."""
-    python("train.py", "--pretrain", TOY, "--dtype", "bfloat16", "--resume")
+    run_script("train.py", "--pretrain", TOY, "--dtype", "bfloat16", "--resume")
     synthesize = ["train.py", "--model", TOY, "--seq-len", "512", "--dtype", "bfloat16",
                   "--batch-size", "64"]
     functions = f"{TOY}/functions.jsonl"
     held_out = f"{TOY}/held_out.jsonl"
-    python(*synthesize, "--data", OWN, "--synthesize", "4000", "--questions", functions)
-    python(*synthesize, "--data", TEST, "--synthesize", "32", "--questions", held_out)
+    run_script(*synthesize, "--data", OWN, "--synthesize", "4000", "--questions", functions)
+    run_script(*synthesize, "--data", TEST, "--synthesize", "32", "--questions", held_out)
     copy_lines(ROOT / functions, 4000, RUNS / "others.jsonl")
     copy_lines(ROOT / OWN, 250, RUNS / "own-250.jsonl")
     copy_lines(ROOT / held_out, PROMPTS, RUNS / "prompts.jsonl")
     copy_lines(ROOT / held_out, FEW, RUNS / "few.jsonl")
 
 
-def finish(name: str, seed: int) -> None:
+def ensure_scored(name: str, seed: int) -> None:
     """Train and score a drafter in a process of its own, unless that is done."""
     path = RUNS / f"{name}-{seed}/scores.json"
     if path.exists() and json.loads(path.read_text())["command"] == training_command(name, seed):
@@ -478,7 +507,7 @@ def finish(name: str, seed: int) -> None:
     log = RUNS / f"{name}-{seed}.log"
     try:
         with open(log, "w") as file:
-            python("results/run.py", "--one", name, str(seed), env=one_thread, stderr=file)
+            run_script("results/run.py", "--one", name, str(seed), env=one_thread, stderr=file)
     except subprocess.CalledProcessError:
         raise SystemExit(f"{name}-{seed} failed: {log} says why") from None
 
@@ -489,7 +518,7 @@ def jobs_of(experiment: str) -> list[tuple[str, int]]:
     return list(itertools.product((EXPERIMENTS | TIMED)[experiment], seeds))
 
 
-def collect(experiment: str) -> None:
+def write_experiment(experiment: str) -> None:
     """Write the results of an experiment whose drafters are all scored, and a figure."""
     rows = []
     for name, seed in jobs_of(experiment):
@@ -521,9 +550,13 @@ def draw_figure(experiment: str, rows: list[dict]) -> None:
 
 
 def write_result(experiment: str, rows: list[dict]) -> None:
-    command = f"python results/run.py {experiment}"
-    header = {"command": command, "machine": MACHINE, "date": date.today().isoformat()}
-    write_json(RESULTS / f"{experiment}.json", header | {"rows": rows})
+    result = {
+        "command": f"python results/run.py {experiment}",
+        "machine": " and ".join(sorted({row["machine"] for row in rows})),
+        "date": max(row["date"] for row in rows),
+        "rows": rows,
+    }
+    write_json(RESULTS / f"{experiment}.json", result)
 
 
 # --- What is timed: on an idle machine ---
@@ -540,11 +573,11 @@ def measure_cost() -> None:
         flags += ["--max-new-tokens", str(ANSWER), "--draft-length", str(CHAIN)]
         flags += ["--depth", str(TREE.depth), "--top-k", str(TREE.top_k)]
         flags += ["--total-tokens", str(TREE.total_tokens)]
-        for row in overall_rows(call(speculate, *flags)):
+        for row in overall_rows(run_here(speculate, *flags)):
             milliseconds = 1000 * row["new_tokens"] / row["tokens_per_second"]
             row["ms_a_cycle"] = milliseconds / row["target_calls"]
             row["ms_a_draft"] = row["draft_share"] * row["ms_a_cycle"]
-            rows.append({"seed": seed} | row)
+            rows.append({"seed": seed} | row | circumstances())
     write_result("cost", rows)
 
 
@@ -553,13 +586,14 @@ def measure_network() -> None:
     lines = (ROOT / "tests/prompts.jsonl").read_text().splitlines(keepends=True)
     (RUNS / "three.jsonl").write_text("".join(lines[::4]))
     rows = []
-    for run, latency, loss in itertools.product(SEEDS, LATENCIES, LOSSES):
+    for run, latency, loss in itertools.product(SEEDS, LATENCIES, PACKET_LOSSES):
         flags = ["--bench", "runs/three.jsonl", "--max-new-tokens", "24", "--json", "--remote"]
         flags += ["--latency", latency, "--loss", loss, "--seed", str(run)]
         # A process of its own, with which its server ends.
-        printed = python("speculate.py", *flags, stdout=subprocess.PIPE).stdout
+        printed = run_script("speculate.py", *flags, stdout=subprocess.PIPE).stdout
         methods = {row["method"]: row for row in overall_rows(printed)}
-        rows.append({"seed": run, "latency": latency, "loss": loss} | methods)
+        # "seed", as in the other files: it is the run's number.
+        rows.append({"seed": run, "latency": latency, "loss": loss} | methods | circumstances())
     write_result("network", rows)
 
 
@@ -580,7 +614,7 @@ def main() -> None:
         return
     names = args.experiments or list(EXPERIMENTS)
     if args.tables and not args.experiments:
-        names += TIMED
+        names += list(TIMED)
     for name in names:
         if name not in EXPERIMENTS and name not in TIMED:
             parser.error(f"no experiment {name}: {', '.join([*EXPERIMENTS, *TIMED])}")
@@ -591,18 +625,18 @@ def main() -> None:
         return
     RUNS.mkdir(exist_ok=True)
     if any(jobs_of(name) for name in names):  # all but `network`
-        prepare()
+        make_target_and_texts()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = itertools.chain.from_iterable(jobs_of(experiment) for experiment in names)
         # dict.fromkeys: each once, although some are in several experiments.
-        futures = {job: pool.submit(finish, *job) for job in dict.fromkeys(jobs)}
+        futures = {job: pool.submit(ensure_scored, *job) for job in dict.fromkeys(jobs)}
         # An experiment is written as soon as its own drafters are scored, while others still train.
         try:
             for experiment in names:
                 for job in jobs_of(experiment):
                     futures[job].result()
                 if experiment in EXPERIMENTS:
-                    collect(experiment)
+                    write_experiment(experiment)
         except BaseException as error:  # a drafter failed, or Ctrl-C
             print(f"{error!r}: ending as soon as those under way have ended", file=sys.stderr)
             pool.shutdown(cancel_futures=True)
