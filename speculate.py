@@ -1485,9 +1485,9 @@ def load_models(args: Namespace) -> Models:
         if not (args.remote or args.serve or args.bench):
             advice += "; --no-speculation needs none"
         raise InputError(advice)
-    last = None
+    last = None  # all
     if args.remote and not args.bench:
-        last = reused_layers(folders)
+        last = reused_layers(folders[0]) if folders else 0
     target, tokenizer = load_target(args, last)
     drafters = {}
     for folder in folders:
@@ -1499,11 +1499,11 @@ def load_models(args: Namespace) -> Models:
     return Models(target, tokenizer, drafters)
 
 
-def reused_layers(folders: list) -> int:
+def reused_layers(folder: str | Path) -> int:
     """Return N of the drafter in a folder. A wrong value counts as 0: `load_drafter` refuses it."""
-    if not folders or not Path(folders[0]).is_dir():
+    if not Path(folder).is_dir():
         return 0
-    N = read_json(Path(folders[0]) / "config.json").get("target_layer_inference", 0)
+    N = read_json(Path(folder) / "config.json").get("target_layer_inference", 0)
     return N if type(N) is int and N >= 0 else 0
 
 
@@ -1742,8 +1742,8 @@ def bench_batch(
             "--max-new-tokens, or leave the prompt out"
         )
     # For `identical`, at temperature 0. Above it, only to warm the target up.
-    of_these = texts if config.temperature == 0 else texts[:1]
-    alone = [list(generate(target, text, config)) for text in of_these]
+    compared = texts if config.temperature == 0 else texts[:1]
+    alone = [list(generate(target, text, config)) for text in compared]
     warm_up = ChainBatch(target, models.drafter, 1, capacity, K)  # the target is warm
     run_batch(warm_up, texts[:1], config)
     rows = []
@@ -1819,15 +1819,12 @@ def print_table(rows: list[dict]) -> None:
     """Print rows under their columns, then what each column means."""
     measured = set().union(*rows)  # the keys of all
     columns = [name for name in COLUMNS if name in measured]
-    left = len("category")
-    right = len("method")
-    for row in rows:
-        left = max(left, len(row["category"]))
-        right = max(right, len(row["method"]))
-    print(f"{'category':<{left}} {'method':<{right}}", *columns)
+    category_width = max(len(text) for text in ["category", *(row["category"] for row in rows)])
+    method_width = max(len(text) for text in ["method", *(row["method"] for row in rows)])
+    print("category".ljust(category_width), "method".ljust(method_width), *columns)
     for row in rows:
         cells = [table_cell(row.get(name), len(name)) for name in columns]
-        print(f"{row['category']:<{left}} {row['method']:<{right}}", *cells)
+        print(row["category"].ljust(category_width), row["method"].ljust(method_width), *cells)
     print()
     for name in columns:
         print(f"{name}: {COLUMNS[name]}")
@@ -1856,7 +1853,7 @@ def faster_alone(args: Namespace, packed: Llama) -> Llama:
         times = []
         for _ in range(3):
             start = perf_counter()
-            list(generate(model, [0], GenerationConfig(max_new_tokens=17)))
+            list(generate(model, [0], GenerationConfig(max_new_tokens=16)))
             times.append(perf_counter() - start)
         return min(times)
 
