@@ -1390,7 +1390,7 @@ def reason(trials: dict[int, Trial] | None, outcome: Outcome, node: int) -> str:
     trial = trials[node]
     sign = "<" if accepted else ">="
     # After the rejection of a sibling, what was left of p and q: not those that are shown.
-    is_first = node == draft.children(parent)[0]
+    is_first = node == min(draft.children(parent))
     ratio = "p/q" if is_first else "p'/q'"
     return f"{verdict}: u {trial.u:.2f} {sign} {ratio} {trial.ratio:.2f}"
 
@@ -1433,7 +1433,7 @@ def draw_branch(drafts: list[dict], parent: int, indent: str, is_chain: bool) ->
         numbers = f"q {node['q']:.2f}"
         if node["p"] is not None:
             numbers += f"  p {node['p']:.2f}"
-        verdict = node["reason"].split(":")[0]
+        verdict, _, _ = node["reason"].partition(":")
         color = {"accepted": GREEN, "rejected": RED}.get(verdict, "")
         lines.append(f"{label:<32} {numbers}  {paint(node['reason'], color)}")
         below = indent
@@ -1819,8 +1819,10 @@ def print_table(rows: list[dict]) -> None:
     """Print rows under their columns, then what each column means."""
     measured = set().union(*rows)  # the keys of all
     columns = [name for name in COLUMNS if name in measured]
-    category_width = max(len(text) for text in ["category", *(row["category"] for row in rows)])
-    method_width = max(len(text) for text in ["method", *(row["method"] for row in rows)])
+    categories = ["category"] + [row["category"] for row in rows]
+    methods = ["method"] + [row["method"] for row in rows]
+    category_width = max(map(len, categories))
+    method_width = max(map(len, methods))
     print("category".ljust(category_width), "method".ljust(method_width), *columns)
     for row in rows:
         cells = [table_cell(row.get(name), len(name)) for name in columns]
