@@ -969,7 +969,7 @@ def load_model(
     """Load a frozen Llama from a Hugging Face folder, a .gguf file, a hub id, "smollm2" or "toy".
 
     last: load only so many layers, the last ones, and leave None in place of the others. (A client
-    runs no more than these, in `step_target_layers` of moa.py.) Raises InputError.
+    runs no more than these, in `run_target_layers` of moa.py.) Raises InputError.
     """
     path = resolve_path(path)
     read_checkpoint = read_gguf if path.suffix == ".gguf" else read_hugging_face

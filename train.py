@@ -8,9 +8,10 @@ predictions h' and q, the loss of one position is
     0.1 KL(p || q) + 1.0 SmoothL1(h, h')
 
 KL makes q like p, and that is what acceptance needs: a drafted token is rejected with probability
-sum max(p - q, 0), which is at most sqrt(KL / 2) (Pinsker's inequality). Smooth L1 gives E numbers
-to learn from at each position. (With N > 0 there are two Smooth L1 terms, as in the authors' code:
-half of the weight is on h', half on the state that CA predicts for the entry of the reused layers.)
+sum max(p - q, 0), which is at most sqrt(KL / 2) (Pinsker's inequality). Smooth L1 gives a whole
+vector to learn from at each position. (With N > 0 there are two Smooth L1 terms, as in the authors'
+code: half of the weight is on h', half on the state that CA predicts for the entry of the reused
+layers.)
 
 The file shows how one pass puts every position of an answer into a situation that drafting meets
 (its *horizon*), then the losses, one update, and the loop. Read as far as the bar, "The method ends
@@ -24,7 +25,9 @@ Names: h is `final`, h' is `predicted`. The weight of Smooth L1 is --feature-wei
 command line (`parse_arguments`, at the end); args.epoch_updates is the number of updates in one
 pass over the data.
 
-Shapes: as in moa.py, and R ways to cut the answers into runs (--horizons), n trained positions.
+Shapes: B sequences, T tokens, L layers of the target, 2 Ekv numbers for a token's keys and values
+in a layer, E hidden size, V tokens (V' of them may be drafted), N reused layers, R ways to cut the
+answers into runs (--horizons), n trained positions.
 """
 from __future__ import annotations
 
@@ -150,19 +153,19 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     3, 6, 10.
     """
     horizons = []
-    run_begins = None  # outside an answer
+    next_run = None  # where the next run begins; None outside an answer
     for position, in_answer in enumerate(answer.tolist()):
         if not in_answer:
-            run_begins = None
+            next_run = None
             horizons.append(position)  # of no consequence: only queries in answers are trained
             continue
-        if run_begins is None:  # the answer's first run
-            run_begins = position
-            run_ends = position + length - phase
-        elif position == run_ends:
-            run_begins = position
-            run_ends = position + length
-        horizons.append(run_begins - 1)
+        if next_run is None:  # the answer's first run
+            horizon = position - 1
+            next_run = position + length - phase
+        elif position == next_run:
+            horizon = position - 1
+            next_run = position + length
+        horizons.append(horizon)
     return torch.tensor(horizons)
 
 
@@ -244,10 +247,10 @@ def kl_divergence(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum()
 
 
-def smooth_l1_loss(predicted: Tensor, true: Tensor) -> Tensor:
+def smooth_l1_loss(predicted: Tensor, wanted: Tensor) -> Tensor:
     """Return Smooth L1, mean over E, summed over positions and cuts: (R, n, E), (n, E)."""
-    true = true.float().expand_as(predicted)
-    return F.smooth_l1_loss(predicted.float(), true, reduction="none").mean(-1).sum()
+    wanted = wanted.float().expand_as(predicted)
+    return F.smooth_l1_loss(predicted.float(), wanted, reduction="none").mean(-1).sum()
 
 
 class Examples(NamedTuple):
@@ -273,7 +276,7 @@ def distill(drafter: Drafter, examples: Examples, args) -> Distillation:
     """
     tokens = examples.tokens  # (B, T)
     states = target_pass(drafter.target, tokens, drafter.N)
-    memory = drafter.build_memory(states.kv, states.final)  # (B, T, E)
+    memory = drafter.build_memory(states.kv, states.final)  # (B, T, E); only --no-lsa reads `final`
     x = drafter.self_attend(tokens)  # (B, T, E)
     trained = loss_mask(examples.answer)  # (B, T), True at n positions
     # Memory and SA do not depend on the horizons, and have run once. CA and TLI run for each cut.
@@ -370,8 +373,10 @@ def learning_rate(update: int, args) -> float:
         warm = min(1.0, (update + 1) / args.warmup)  # rises to 1
         return warm * args.lr * (1 + math.cos(math.pi * update / args.updates)) / 2
     warmup = min(args.warmup, max(1, args.epoch_updates // 2))
-    corners = [-1, warmup - 1, warmup, args.epoch_updates]
-    return args.lr * float(np.interp(update, corners, [0, 20, 20, 1]))  # straight lines between
+    # Straight lines between these. Update 0 is one step up already, and update `warmup` the first
+    # from which it falls.
+    corners = {-1: 0, warmup - 1: 20, warmup: 20, args.epoch_updates: 1}
+    return args.lr * float(np.interp(update, list(corners), list(corners.values())))
 
 
 def make_optimizers(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
@@ -422,7 +427,8 @@ def train(
     journal: Journal,
     args,
 ) -> None:
-    """Train up to args.updates. Raises InputError.
+    """Train up to args.updates. Raises InputError if a gradient is not finite, or if no
+    conversation has an answer.
 
     stream: shuffled sequences without end, which go on at stream.position.
     journal: logs, evaluates and saves. journal.done: updates that an earlier run has done
@@ -471,9 +477,9 @@ def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
         chunk = max(chunk, LOGITS_ON_GPU // len(head))
     count = max(1, chunk // len(predicted))  # positions
     total = predicted.new_zeros(())
-    for piece, true in zip(predicted.split(count, dim=1), final.split(count)):
+    for piece, wanted in zip(predicted.split(count, dim=1), final.split(count)):
         kl = recompute(
-            kl_divergence, piece, true, head, use_reentrant=False, preserve_rng_state=False
+            kl_divergence, piece, wanted, head, use_reentrant=False, preserve_rng_state=False
         )
         total = total + kl
     return total
@@ -668,14 +674,13 @@ def evaluate_drafting(drafter: Drafter, sequences: list[Sequence]) -> dict:
 # --- Data: published conversations, shuffled without holding all of them in RAM ---
 #
 # A first pass over the files notes where each usable record lies (file, offset, length). Training
-# reads a record again when its turn comes, unless it is among the first 20 000 that were read. (A
-# file that is one JSON array is in RAM twice during the first pass. One with a record a line never
-# is.)
+# reads a record again when its turn comes. (A file that is one JSON array is in RAM twice during
+# the first pass. One with a record a line never is.)
 
 NO_ANSWER = "--data: no answer within --seq-len tokens; raise it"
-# The first so many conversations that are read stay in RAM, as tokens: 0.4 GB at most if they have
-# 2 048 tokens each. With a target as small as the default, a GPU trains on a text faster than a
-# tokenizer reads it again.
+# But the first so many conversations that are read stay in RAM, as tokens: 0.4 GB at most if they
+# have 2 048 tokens each. With a target as small as the default, a GPU trains on a text faster than
+# a tokenizer reads it again.
 MAX_KEPT = 20_000
 MAX_NAMED = 5  # skipped records; the rest are counted
 
@@ -1021,7 +1026,8 @@ class Journal:
         is_last = done == self.args.updates
         device = next(self.model.parameters()).device
         if rank() == 0:
-            torch.zeros((), device=device).item()  # a GPU may still be at work on the update
+            # A GPU may still be at work on the update: .item() returns after that.
+            torch.zeros((), device=device).item()
             speed = tokens / (time.perf_counter() - self.began)
             self.progress.update()
             self.progress.set_postfix_str(f"loss {measured['loss']:.3f}, {speed:.0f} tokens/s")
@@ -1030,7 +1036,7 @@ class Journal:
                 scores = self.evaluate()
                 self.log(scores)
                 show(scores, done)
-        # Every process asks, at every update. (After the last one there is nothing to go on with.)
+        # Every process asks, at every update. (After the last one there is nothing to stop.)
         interrupted = any_process(self.interrupted, device) and not is_last
         if rank() == 0 and (done % self.args.save_every == 0 or is_last or interrupted):
             self.save_model()  # before the checkpoint, which says that it is there
@@ -1052,7 +1058,8 @@ class Journal:
 
     def __exit__(self, *_) -> None:
         self.progress.close()
-        signal.signal(signal.SIGINT, self.previous_handler or signal.default_int_handler)
+        handler = self.previous_handler
+        signal.signal(signal.SIGINT, signal.default_int_handler if handler is None else handler)
 
     def interrupt(self, *_) -> None:
         """Let the update under way end: Ctrl-C calls this. A second one ends the process."""
@@ -1085,6 +1092,7 @@ class Journal:
         path = self.out / "checkpoint.pt"
         with input_errors(f"{path}: not a readable checkpoint", Exception):  # of many kinds
             state = torch.load(path, map_location="cpu")
+            weights = state["model"]
             log_bytes = state["log_bytes"]
             made_with = state["arguments"]
         for name, value in made_with.items():
@@ -1096,7 +1104,7 @@ class Journal:
                     "another folder"
                 )
         with input_errors(f"{path}: does not fit {args.pretrain or args.model}", RuntimeError):
-            self.model.load_state_dict(state["model"])
+            self.model.load_state_dict(weights)
         for optimizer, saved in zip(self.optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
         if rank() == 0:
@@ -1137,17 +1145,16 @@ def show(scores: dict, update: int) -> None:
 
 
 def announce_cost(drafter: Drafter, held_out: list[Sequence], args) -> None:
-    """Print how long an update takes here, and all of them from the first. It is estimated from one
-    micro-batch for each process, by its tokens."""
+    """Print how long an update takes here, and the whole run. It is estimated from one micro-batch
+    for each process, by its tokens. (The gradients are overwritten by the first update.)"""
     count = min(args.batch_size, args.micro_batch_size * world_size())
     batch = list(itertools.islice(itertools.cycle(held_out), count))
     compute_gradients(drafter, batch, 0, args)  # the first pass is slow
     began = time.perf_counter()
     compute_gradients(drafter, batch, 0, args)
-    seconds = time.perf_counter() - began
-    seconds_a_token = seconds / sum(len(sequence.tokens) for sequence in batch)
-    tokens = np.mean([len(sequence.tokens) for sequence in held_out])  # of a sequence
-    seconds = seconds_a_token * tokens * args.batch_size
+    seconds_a_token = (time.perf_counter() - began) / sum(len(one.tokens) for one in batch)
+    mean_tokens = np.mean([len(one.tokens) for one in held_out])  # of a sequence
+    seconds = seconds_a_token * mean_tokens * args.batch_size  # an update
     total = timedelta(seconds=round(seconds * args.updates))
     say(f"an update takes about {seconds:.2g} s here, {args.updates} updates {total} (h:min:s)")
     if total > timedelta(days=1):
@@ -1224,8 +1231,8 @@ def next_turn(
 ) -> tuple[list[dict], list[int], GenerationConfig]:
     """Return a conversation's next turn, which is to be written, as `Batch.add_all` takes it."""
     role = next_role(messages)
-    text = tokenizer.chat(messages, add_generation_prompt=False)
-    prompt = (text + tokenizer.opening(role))[:seq_len - 1]  # room for one token, at least
+    ids = tokenizer.chat(messages, add_generation_prompt=False)
+    prompt = (ids + tokenizer.opening(role))[:seq_len - 1]  # room for one token, at least
     room = seq_len - len(prompt)
     temperature = QUESTION_TEMPERATURE
     if role == "assistant":
@@ -1241,10 +1248,10 @@ def append_turn(tokenizer: Tokenizer, request: Request, draws: random.Random) ->
     messages = request.key
     role = next_role(messages)
     text = tokenizer.decode(request.tokens).strip()
-    prompt_was_cut = request.config.max_new_tokens == 1  # see `next_turn`
+    is_full = request.config.max_new_tokens == 1  # `next_turn` may have cut the prompt
     is_finished = request.tokens[-1] in tokenizer.stop_ids
     may_go_on = is_finished and request.left >= MIN_ROOM
-    if not text or prompt_was_cut:
+    if not text or is_full:
         return False
     if role == "user" and not may_go_on:  # cut short, or no room for its answer
         return False
@@ -1262,15 +1269,12 @@ def read_questions(path: str | Path) -> Iterator[str]:
                 yield first
 
 
-def find_openings(path: Path, args) -> Iterator[list[dict]]:
+def find_openings(questions: list[str] | None, path: Path) -> Iterator[list[dict]]:
     """Return what conversations begin with: nothing, without end, or each question that the file at
-    `path` does not answer yet. Raises InputError."""
-    if args.questions is None:
+    `path` does not answer yet."""
+    if questions is None:
         return ([] for _ in itertools.count())
-    questions = dict.fromkeys(read_questions(args.questions))
-    if not questions:
-        raise InputError(f"{args.questions}: no conversation with a question")
-    answered = set(read_questions(path)) if path.exists() else set()
+    answered = set(read_questions(path))
     openings = [[{"role": "user", "content": q}] for q in questions if q not in answered]
     return iter(openings)
 
@@ -1280,21 +1284,26 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
     """Write conversations to a file, each when it ends, until it has args.synthesize or all
     questions are answered. Raises InputError."""
     path = Path(args.data[0])
-    openings = find_openings(path, args)
+    questions = None
+    if args.questions:
+        questions = list(dict.fromkeys(read_questions(args.questions)))  # each once
+        if not questions:
+            raise InputError(f"{args.questions}: no conversation with a question")
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
         file.seek(0)
-        text = file.read()
+        content = file.read()
         # It must begin as ours do. (This way round, because an empty file, or one whose first line
         # was cut short, is ours too.)
-        if not BEGIN.startswith(text[:len(BEGIN)]):
+        if not BEGIN.startswith(content[:len(BEGIN)]):
             raise InputError(f"{path}: was not written by --synthesize; choose another --data")
         # An earlier run may have been killed while it wrote its last line: cut that off.
-        size = file.truncate(text.rfind(b"\n") + 1)
+        size = file.truncate(content.rfind(b"\n") + 1)
         # A seed that depends on what is there already, or the same conversations would come again.
         # (Shifted, so that it differs from any seed that a user is likely to give.)
         seed = args.seed + (size << 32)
-        written = text.count(b"\n")
+        openings = find_openings(questions, path)
+        written = content.count(b"\n")
         total = args.synthesize
         wanted = max(0, total - written)
         conversations = converse(target, tokenizer, openings, wanted, seed, args)
@@ -1307,6 +1316,8 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
     if not written:
         what = f"no question of {args.questions} was answered"
         raise InputError(f"{what}: run again, or raise --seq-len")
+    if written < total:
+        say(f"{written} of {total}: there are no more questions, or they had no answer")
     if args.json:
         print(json.dumps({"conversations": written}))
 
@@ -1343,8 +1354,8 @@ def library_functions() -> dict[str, str]:
 
 
 def find_functions(module: ast.Module) -> Iterator[ast.FunctionDef]:
-    """Yield a module's functions and all classes' methods. (Not those inside a function, which
-    depend on it, or inside an `if`, of which there may be two.)"""
+    """Yield a module's functions, and the methods of all classes in it. (Not functions inside a
+    function, which depend on it, or directly inside an `if`, of which there may be two.)"""
     for owner in ast.walk(module):
         if isinstance(owner, (ast.Module, ast.ClassDef)):
             for node in owner.body:
@@ -1376,11 +1387,11 @@ def write_functions(folder: Path, args) -> None:
 def read_windows(path: Path, tokenizer: Tokenizer, step: int) -> Tensor:
     """Join a file's conversations into one text, and cut a window out of it every `step` tokens:
     (windows, WINDOW + 1), a view."""
-    text = []
+    ids = []
     for line in path.read_text().splitlines():
         messages = json.loads(line)["messages"]
-        text += tokenizer.chat(messages, add_generation_prompt=False)[:WINDOW]
-    return torch.tensor(text).unfold(0, WINDOW + 1, step)
+        ids += tokenizer.chat(messages, add_generation_prompt=False)[:WINDOW]
+    return torch.tensor(ids).unfold(0, WINDOW + 1, step)
 
 
 def next_token_loss(model: Llama, windows: Tensor, args) -> Tensor:
@@ -1664,7 +1675,8 @@ def add_toy_arguments(parser: Parser) -> None:
 
 
 def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
-    """Refuse what is missing, and flags of one task with another that are easily mistaken."""
+    """Refuse what is missing, and flags that have no effect on the task, where that is easily
+    overlooked."""
     if not args.evaluate:
         parser.refuse(args, ["by_drafting"], "needs --evaluate")
     if not args.synthesize:
@@ -1743,13 +1755,15 @@ def run_training(target: Llama, tokenizer: Tokenizer, args) -> None:
         # A resumed run may be made longer, by an explicit --updates, on which the paper's schedule
         # does not depend. (Without the flag it is one epoch: probably forgotten.)
         may_differ = {"updates"}
+    stream = Stream(data, training, args.seed)
+    next(iter(stream))  # an InputError if there is nothing to train on, before anything is written
     drafter = make_drafter(target, data, training, args)
     optimizers = make_optimizers(drafter, args.optimizer)
     announce_cost(drafter, held_out, args)
     score = partial(evaluate, drafter, held_out, args)
     save = partial(save_drafter, drafter, Path(args.out))
     journal = Journal(drafter, optimizers, score, save, args, may_differ)
-    stream = Stream(data, training, args.seed, journal.position)
+    stream.position = journal.position
     with journal:
         train(drafter, optimizers, stream, journal, args)
     say(
@@ -1786,7 +1800,8 @@ def check_folder(args) -> None:
 
 
 def load_models(args) -> tuple[Llama, Tokenizer]:
-    """Load the target and its tokenizer, after a look for the files. Raises InputError."""
+    """Load the target and its tokenizer. First see whether the files are there: that takes less
+    time. Raises InputError."""
     if not args.synthesize:  # which writes it
         for path in args.data:
             if not Path(path).exists():
@@ -1813,11 +1828,11 @@ def begin_or_resume(args) -> None:
         run_training(target, tokenizer, args)
     if args.json and rank() == 0:
         log = read_log(args.out)
-        print(json.dumps(log[-1] if log else {}))  # a finished run's log may be deleted
+        # (Empty if the log of a finished run was deleted.)
+        print(json.dumps(log[-1] if log else {}))
     if dist.is_initialized():
-        # Until process 0 has saved, and gloo's threads have let go of our tensors: they may crash
-        # where these go first.
-        wait_for_all()
+        wait_for_all()  # until process 0 has saved
+        # End gloo's threads before Python frees tensors that they may still hold: or they crash.
         dist.destroy_process_group()
 
 

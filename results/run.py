@@ -1,6 +1,6 @@
 """The experiments of results/README.md that can be made again from nothing.
 
-    python results/run.py                       # all that compare drafters: a day on two cores
+    python results/run.py                       # all that compare drafters: half a day on two cores
     python results/run.py parts on_policy       # these
     python results/run.py cost network          # these two measure time: on an idle machine (cost
                                                 # first trains the drafters of parts, if need be)
@@ -11,10 +11,10 @@ are cores, with the flags of DRAFTERS and three seeds (in `text`, one). An exper
 its results/NAME.json as soon as all of its drafters are scored, some with a figure. Each row of it
 says when, where, and with which commit it was scored.
 
-After an interruption the same command goes on (`cost` and `network` begin again). In
-runs/DRAFTER-SEED, command.txt says with which flags the drafter was trained, and scores.json holds
-its scores. They are used again as long as the flags are the same: delete them after a change of the
-code.
+After an interruption the same command goes on (`cost`, `network`, and drafters whose training was
+under way begin again). In runs/DRAFTER-SEED, command.txt says with which flags the drafter was
+trained, and scores.json holds its scores. They are used again as long as the flags are the same:
+delete them after a change of the code.
 """
 import argparse
 import io
@@ -30,12 +30,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from datetime import date
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 RESULTS = Path(__file__).parent
@@ -46,6 +46,7 @@ import speculate  # noqa: E402
 import train  # noqa: E402
 from llama import (  # noqa: E402
     GenerationConfig,
+    Llama,
     atomic_write,
     causal_mask,
     load_model,
@@ -66,12 +67,12 @@ TEST = "runs/test.jsonl"
 SEEDS = (0, 1, 2)
 UPDATES = 6400  # ten minutes on a fast core, twenty on a slow one
 TRAINING = [  # what all drafters have in common (the losses are train.py's defaults, the paper's)
-    "--data", OWN, "--model", TOY, "--device", "cpu", "--seq-len", "512",
+    "--data", OWN, *ON_TOY, "--seq-len", "512",
     "--batch-size", "2", "--micro-batch-size", "2", "--eval-every", "400", "--save-every", "1000",
     "--optimizer", "muon", "--lr", "4e-3", "--schedule", "cosine", "--warmup", "20",
 ]
-WIDER = "--mlp", "352"  # SA and CA get the parameters of the LSA that is missing
-EAGLE_MLP = 768  # its one layer gets those of SA as well
+WIDER = "--mlp", "352"  # without LSA: the MLPs of SA and CA are wider by its parameters
+EAGLE_MLP = 768  # EAGLE's drafter has no SA either: the MLP of its one layer is wider still
 DRAFTERS = {  # the flags of each, besides those in common
     "full": [],
     "no-lsa": ["--no-lsa", *WIDER],
@@ -91,7 +92,9 @@ DRAFTERS = {  # the flags of each, besides those in common
     "others-text": ["--data", "runs/others.jsonl"],  # (of two --data the second counts)
     "own-250": ["--data", "runs/own-250.jsonl"],
 }
-LENGTHS = {  # "full-quarter" is "full", trained for so many updates
+# "full-quarter" is "full" in a run of its own, of so many updates: at its end the learning rate
+# is 0.
+LENGTHS = {
     "eighth": UPDATES // 8,
     "quarter": UPDATES // 4,
     "half": UPDATES // 2,
@@ -122,16 +125,16 @@ EXPERIMENTS = {  # what each of them compares
 }
 FIGURES = {"on_policy", "parts", "reused_layers"}
 ONE_SEED = {"text"}  # experiments for which three would take too long
-OFFLINE = {"full", "n-1", "n-2", "n-4"}  # also judged offline
-TIMED = {  # experiments that need an idle machine, and the drafters that these time
+OFFLINE = {"full", "n-1", "n-2", "n-4"}  # also judged by what they write alone: `score_offline`
+TIMED = {  # experiments that measure time, on an idle machine, and the drafters that they need
     "cost": EXPERIMENTS["parts"],
-    "network": [],  # with the default target and its drafter
+    "network": [],  # the default target, and its drafter
 }
-PROMPTS = 64  # to measure acceptance on
-FEW = 16  # of them, for what takes longer
-CHAIN = 4  # tokens a chain
+PROMPT_COUNT = 64  # to measure acceptance on
+FEW_PROMPTS = 16  # of them, for what takes longer
+CHAIN_LENGTH = 4
 TREE = TreeConfig(depth=6, top_k=3, total_tokens=16)
-ANSWER = 96  # tokens, at most
+ANSWER_TOKENS = 96  # at most
 COST_RATIOS = (0.02, 0.05, 0.1, 0.2)  # one step of the drafter / one pass of the target
 LATENCIES = ("5ms", "21ms", "50ms")  # one way
 PACKET_LOSSES = ("0%", "1%", "5%")
@@ -148,14 +151,24 @@ def machine() -> str:
     )
 
 
+@cache  # `main` asks first: what is committed later is not what runs here
+def commit() -> str:
+    """Return the commit of the code, with "-dirty" if a script was changed since. (Results, which
+    are written meanwhile, do not count.) Empty outside a clone, or without git."""
+    if shutil.which("git") is None:
+        return ""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True)
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "*.py")
+    return git("describe", "--always") + ("-dirty" if changed else "")
+
+
 def circumstances() -> dict:
     """Return where, when and with which code something is measured."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True)
-    return {
-        "machine": machine(),
-        "date": date.today().isoformat(),
-        "commit": commit.stdout.decode().strip(),  # empty outside a clone
-    }
+    return {"machine": machine(), "date": date.today().isoformat(), "commit": commit()}
 
 
 def split_name(name: str) -> tuple[str, int]:
@@ -205,8 +218,8 @@ def become_eagle() -> None:
 
     def make_eagle(self, target, config):
         make(self, target, config)
-        # `neither` is of this class, too, and `measure_cost` loads both. In a drafter's config.json
-        # only the width of the MLP tells them apart.
+        # `neither` is of this class, too, made by the same flags, and `measure_cost` loads both.
+        # In a drafter's config.json only the width of the MLP tells them apart.
         if config.self_attention_intermediate_size == EAGLE_MLP:
             self.self_attention = LinearMap(target.config.hidden_size)
 
@@ -223,7 +236,9 @@ def add_staircase() -> None:
     cross_attend = Drafter.cross_attend
     self_attend = Drafter.self_attend
     updates = LENGTHS["quarter"]  # in all: EXPERIMENTS trains it for so long only
-    passes = 0  # one for each update, and two of `train.announce_cost`
+    # Passes so far: one for each update, as --micro-batch-size is --batch-size. (And two that
+    # `train.announce_cost` makes first: of 1600, no matter.)
+    passes = 0
     draws = random.Random(0)
 
     def remember_tokens(self, tokens):
@@ -232,7 +247,7 @@ def add_staircase() -> None:
 
     def attend_to_run(self, x, memory, horizon):
         nonlocal passes
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # in training; in an evaluation SA sees the whole text
             share = 1 - 2 * passes / updates
             passes += 1
             alone = torch.tensor([draws.random() < share for _ in horizon])  # (B)
@@ -241,7 +256,7 @@ def add_staircase() -> None:
             own_run = positions > horizon.unsqueeze(-1)  # (B, T, T)
             itself = torch.eye(count, dtype=torch.bool)
             seen = causal_mask(count, 0, "cpu") & (own_run | itself | ~alone[:, None, None])
-            embedded = self.embed(self.tokens)  # SA again, under the narrower mask
+            embedded = self.embed(self.tokens)
             x = self.self_attention(embedded, self.rotary[:, :count], seen.unsqueeze(1))
         return cross_attend(self, x, memory, horizon)
 
@@ -305,43 +320,47 @@ def train_and_score(name: str, seed: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         run_here(train, *training_flags(name, seed))
         trained_by.write_text(command)
-    scores = {"drafter": name, "seed": seed, "prompts": PROMPTS, "command": command}
+    scores = {"drafter": name, "seed": seed, "prompts": PROMPT_COUNT, "command": command}
     scores |= circumstances()
     write_json(folder / "scores.json", scores | score(name, folder))
 
 
 def score(name: str, folder: Path) -> dict:
     """Measure a drafter in all ways that the tables show, and its losses."""
-    weights = load_file(folder / "model.safetensors")
-    scores = {"parameters": sum(tensor.numel() for tensor in weights.values())}
-    evaluation = ["--evaluate", str(folder), "--data", TEST, "--seq-len", "512", *ON_TOY]
-    # Without CA one pass over a text would read true states, which drafting does not have.
     drafter, _ = split_name(name)
+    target = load_model(TOY)
+    trained = load_drafter(folder, target)
+    scores = {"parameters": sum(parameter.numel() for parameter in trained.parameters())}
+    evaluation = ["--evaluate", str(folder), "--data", TEST, "--seq-len", "512", *ON_TOY]
+    # One pass over the text: the losses, and accuracies if all tokens before are the text's. Not
+    # without CA, where it would read true memories of what drafting has only predicted.
     if "--no-ca" not in DRAFTERS[drafter]:
         scores |= json.loads(run_here(train, *evaluation))
     scores["drafting"] = json.loads(run_here(train, *evaluation, "--by-drafting"))
-    chain = measure_acceptance(folder, TreeConfig(depth=CHAIN), temperature=0.0)
+    chain = measure_acceptance(target, trained, TreeConfig(depth=CHAIN_LENGTH), temperature=0.0)
     scores["chain"] = chain
-    scores["tree"] = measure_acceptance(folder, TREE, temperature=0.0)
-    scores["sampled_tree"] = measure_acceptance(folder, TREE, temperature=1.0)
+    scores["tree"] = measure_acceptance(target, trained, TREE, temperature=0.0)
+    scores["sampled_tree"] = measure_acceptance(target, trained, TREE, temperature=1.0)
+    # If a step of the drafter costs this share of a pass of the target, a cycle costs 1 + 4 shares.
     scores["chain_speedup_at_cost_ratio"] = {
-        str(ratio): chain / (1 + CHAIN * ratio) for ratio in COST_RATIOS
+        str(ratio): chain / (1 + CHAIN_LENGTH * ratio) for ratio in COST_RATIOS
     }
     if drafter in OFFLINE:
         scores |= score_offline(folder)
     return scores
 
 
-def measure_acceptance(folder: Path, tree: TreeConfig, temperature: float) -> float:
+def measure_acceptance(
+    target: Llama, drafter: Drafter, tree: TreeConfig, temperature: float
+) -> float:
     """Answer the prompts with drafts. Returns new tokens for each pass of the target."""
-    target = load_model(TOY)
     tokenizer = load_tokenizer(TOY)
-    method = speculate.Method(target, load_drafter(folder, target), tree)
+    method = speculate.Method(target, drafter, tree)
     stop_ids = frozenset(tokenizer.stop_ids)
     answers = []
     for seed, prompt in enumerate(speculate.read_prompts(RUNS / "prompts.jsonl")):
         ids = tokenizer.chat([{"role": "user", "content": prompt.turns[0]}])
-        config = GenerationConfig(ANSWER, temperature, seed=seed, stop_ids=stop_ids)
+        config = GenerationConfig(ANSWER_TOKENS, temperature, seed=seed, stop_ids=stop_ids)
         answers.append(method.answer(ids, config))
         if answers[-1].interrupted:  # by Ctrl-C, which `answer` takes for the end of an answer
             raise KeyboardInterrupt
@@ -351,14 +370,14 @@ def measure_acceptance(folder: Path, tree: TreeConfig, temperature: float) -> fl
 def score_offline(folder: Path) -> dict:
     """Judge what a drafter writes alone, after the network has gone down."""
     bench = ["--bench", "runs/few.jsonl", "--drafter", str(folder), "--json", *ON_TOY]
-    bench += ["--max-new-tokens", str(ANSWER), "--remote", "--latency", "0ms"]
-    for row in overall_rows(run_here(speculate, *bench)):
-        if row["method"].startswith("disconnected"):
-            scores = {
-                "offline_agreement": row["agreement"],
-                "offline_perplexity": row["perplexity"],
-            }
-    return scores
+    bench += ["--max-new-tokens", str(ANSWER_TOKENS), "--remote", "--latency", "0ms"]
+    # (Not for a drafter of CHANGES: the server is another process, in which they do not hold.)
+    rows = {row["method"]: row for row in overall_rows(run_here(speculate, *bench))}
+    offline = rows["disconnected:link"]
+    return {
+        "offline_agreement": offline["agreement"],
+        "offline_perplexity": offline["perplexity"],
+    }
 
 
 # --- Tables ---
@@ -378,7 +397,7 @@ OFFLINE_COLUMNS = {
     "agreement": ["offline_agreement"],
     "perplexity": ["offline_perplexity"],
 }
-NETWORK_COLUMNS = {
+NETWORK_COLUMNS = {  # "link" is a network that --latency and --loss describe
     "api, tokens/s": ["api:link", "tokens_per_second"],
     "remote": ["remote:link", "speedup"],
     "remote+lookup": ["remote+lookup:link", "speedup"],
@@ -406,7 +425,7 @@ def value_at(row: dict, place: list) -> float | None:
         return None
     if place[:2] == ["drafting", "depth_accuracy"]:
         # Only chains that were right so far are counted. Their share is the product of the
-        # accuracies before.
+        # accuracies before. (A list that ends before this depth ends with 0, and so it is 0.)
         if np.prod(row["drafting"]["depth_accuracy"][:place[2]]) < RARE:
             return None
     value = row
@@ -493,15 +512,16 @@ def make_target_and_texts() -> None:
     run_script(*synthesize, "--data", OWN, "--synthesize", "4000", "--questions", functions)
     run_script(*synthesize, "--data", TEST, "--synthesize", "32", "--questions", held_out)
     copy_lines(ROOT / functions, 4000, RUNS / "others.jsonl")
-    copy_lines(ROOT / OWN, 250, RUNS / "own-250.jsonl")
-    copy_lines(ROOT / held_out, PROMPTS, RUNS / "prompts.jsonl")
-    copy_lines(ROOT / held_out, FEW, RUNS / "few.jsonl")
+    copy_lines(ROOT / OWN, 250, RUNS / "own-250.jsonl")  # those that ended first: shorter ones
+    copy_lines(ROOT / held_out, PROMPT_COUNT, RUNS / "prompts.jsonl")
+    copy_lines(ROOT / held_out, FEW_PROMPTS, RUNS / "few.jsonl")
 
 
 def ensure_scored(name: str, seed: int) -> None:
     """Train and score a drafter in a process of its own, unless that is done."""
     path = RUNS / f"{name}-{seed}/scores.json"
-    if path.exists() and json.loads(path.read_text())["command"] == training_command(name, seed):
+    scores = json.loads(path.read_text()) if path.exists() else {}
+    if scores.get("command") == training_command(name, seed) and "commit" in scores:
         return
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # as several run at a time
     log = RUNS / f"{name}-{seed}.log"
@@ -570,7 +590,7 @@ def measure_cost() -> None:
         flags = ["--bench", "runs/few.jsonl", "--json", *ON_TOY]
         for name in TIMED["cost"]:
             flags += ["--drafter", f"runs/{name}-{seed}"]
-        flags += ["--max-new-tokens", str(ANSWER), "--draft-length", str(CHAIN)]
+        flags += ["--max-new-tokens", str(ANSWER_TOKENS), "--draft-length", str(CHAIN_LENGTH)]
         flags += ["--depth", str(TREE.depth), "--top-k", str(TREE.top_k)]
         flags += ["--total-tokens", str(TREE.total_tokens)]
         for row in overall_rows(run_here(speculate, *flags)):
@@ -608,6 +628,7 @@ def main() -> None:
     parser.add_argument("--tables", action="store_true", help="only print what is written")
     args = parser.parse_args()
     os.chdir(ROOT)
+    commit()
     if args.one:
         name, seed = args.one
         train_and_score(name, int(seed))
@@ -622,6 +643,8 @@ def main() -> None:
         for name in names:
             if (RESULTS / f"{name}.json").exists():
                 print_result(name)
+            else:
+                print(f"{name}: not written yet", file=sys.stderr)
         return
     RUNS.mkdir(exist_ok=True)
     if any(jobs_of(name) for name in names):  # all but `network`

@@ -743,7 +743,8 @@ def test_the_default_target_is_fetched_once_checked_each_time_and_kept_only_if_c
         Path(name).mkdir()
         assert llama.resolve_path(f"./{name}") == llama.resolve_path(Path(name)) == Path(name)
     target.write_bytes(b"the modem")
-    raises("damaged", llama.load_model, "smollm2")
+    raises("damaged (wrong SHA-256)", llama.load_model, "smollm2")
+    assert not target.exists()
 
 
 # --- Tokenizer and chat formats ---

@@ -119,6 +119,7 @@ def test_training_and_the_benchmark_read_the_functions(made):
 def test_a_toy_target_is_saved_in_bfloat16_loads_and_chats(made):
     weights = load_file(made / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert all(name.startswith("model.") for name in weights)  # Hugging Face's; the head is tied
     model = llama.load_model(made)
     tokenizer = llama.load_tokenizer(made)
     text = "def größe(self):\n\treturn '<|im_end|>'\r\n"

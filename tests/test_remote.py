@@ -23,7 +23,7 @@ from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import pytest
 import torch
@@ -306,8 +306,8 @@ def test_an_outage_shorter_than_the_timeout_delays_tokens_and_loses_none(models,
 
 def test_sampled_tokens_are_distributed_as_the_targets_own():
     """The second and the third of an answer: every pair as often as its probability says, within
-    four and a half deviations. So client and server draw from seeds that have nothing in common.
-    """
+    four and a half deviations. (Enumeration, in test_losslessness.py, takes draws for independent;
+    here client and server really draw.)"""
     target = new_target(5, layers=1)
     drafter = new_drafter(target)
     counts = torch.zeros(5, 5)
@@ -351,7 +351,16 @@ def test_the_server_rejects_by_the_very_q_that_the_drafts_were_drawn_from(tree, 
             assert ours.q[parent].equal(theirs.q[parent])
 
 
-def test_eight_clients_at_once_get_their_own_answers_also_to_long_prompts():
+def test_eight_clients_at_once_get_their_own_answers_from_one_thread(monkeypatch):
+    threads = set()
+    prefill = LocalTarget.prefill
+    verify = LocalTarget.verify
+
+    def noting_thread(method: Callable) -> Callable:
+        return lambda *call: threads.add(threading.get_ident()) or method(*call)
+
+    monkeypatch.setattr(LocalTarget, "prefill", noting_thread(prefill))
+    monkeypatch.setattr(LocalTarget, "verify", noting_thread(verify))
     target = new_target(16, context=2048)
     pair = (target, new_drafter(target, target_layer_inference=2))
     long = [i * i % 13 for i in range(562)]
@@ -365,6 +374,7 @@ def test_eight_clients_at_once_get_their_own_answers_also_to_long_prompts():
     for prompt, result in zip(prompts, results):
         assert result.tokens == list(generate(target, prompt, CONFIG))
         assert result.network["round_trips"] == 1 + result.target_calls
+    assert len(threads) == 1
 
 
 # --- Without the server ---
@@ -394,7 +404,7 @@ def check(target: Llama, result: Generation, cycles: list[Cycle], count: int) ->
 @pytest.mark.parametrize("choices, tree, lookup, after, until", [
     ({}, CHAIN, False, 1, 30),
     ({}, TREE, True, 20, math.inf),
-    (dict(target_layer_inference=2), CHAIN, False, 10, 12),  # over before a draft meets it
+    (dict(target_layer_inference=2), CHAIN, False, 10, 12),
     (dict(target_layer_inference=2), TREE, False, 39, 70),
     (dict(use_layer_self_attention=False), CHAIN, False, 5, math.inf),
     (dict(use_layer_self_attention=False), TREE, True, 15, 50)], ids=str)
@@ -429,7 +439,7 @@ def test_an_outage_costs_verification_only_for_as_long_as_it_lasts(
     ("kill", 1, 0),
     ("kill", 20, 2),
     ("kill", 50, 0),
-    ("kill", 79, 2),
+    ("kill", 70, 2),
     ("restart", 30, 0),
     ("restart", 60, 2),
     ("stop", 30, 2)])
@@ -438,7 +448,7 @@ def test_a_server_that_is_lost_costs_verification_until_it_is_back(
     """When `moment` tokens have come. A kill happens up to 10 ms later, at any point of a cycle."""
     target = new_target(16, context=128)
     drafter = new_drafter(target, target_layer_inference=N)
-    delay = random.uniform(0, 0.01)
+    delay = random.Random(moment).uniform(0, 0.01)
     threads = threading.active_count()
     cycles = []
     states = []
@@ -990,17 +1000,17 @@ def test_show_colors_what_was_written_without_the_target_on_a_terminal(
 
 
 @pytest.mark.parametrize("latency, count, said", [
-    (0.05, "1", "connecting ...\n"),  # eight ways to the first token
-    (0.01, "48", "")])
+    (0.1, "1", "connecting ...\n"),  # eight ways to the first token
+    (0.02, "48", "")])
 def test_a_link_that_takes_long_to_the_first_token_says_that_it_is_connecting(
         tiny, capsys, monkeypatch, latency, count, said):
-    monkeypatch.setattr(speculate, "PATIENCE", 0.2)
+    monkeypatch.setattr(speculate, "PATIENCE", 0.5)
     with serving_models(tiny.target, tiny.drafter) as server:
         network = Network(Link(latency))
         terminal = terminal_over([network], server, tiny, "--json", "--max-new-tokens", count)
         generation = terminal.respond(ask("Hi"))
     out, err = capsys.readouterr()
-    assert generation.seconds > 0.2
+    assert generation.seconds > 0.5
     assert err == said
     assert json.loads(out)["new_tokens"] == int(count)
 
@@ -1036,19 +1046,6 @@ def test_a_sampled_trace_says_no_more_of_a_draft_than_the_server_does(tiny, caps
     *cycles, _ = map(json.loads, capsys.readouterr().out.splitlines())
     reasons = {draft["reason"] for cycle in cycles for draft in cycle["drafts"]}
     assert reasons == {"accepted", "not kept", "not reached"}
-
-
-def test_a_trace_as_json_has_all_tokens_also_those_written_offline(tiny, impatient, capsys):
-    with serving_models(tiny.target, tiny.drafter) as server:
-        terminal = terminal_over([CountedOutage(10, 30)], server, tiny, "--trace", "--json")
-        terminal.respond(ask("Hi"))
-    *cycles, generation = map(json.loads, capsys.readouterr().out.splitlines())
-    assert sum([cycle["tokens"] for cycle in cycles], []) == generation["tokens"]
-    offline = [cycle for cycle in cycles if cycle["offline"]]
-    assert sum(len(cycle["tokens"]) for cycle in offline) == generation["unverified_tokens"] > 0
-    assert {cycle["link"]["state"] for cycle in offline} == {"offline"}
-    for name in ("bytes_up", "bytes_down"):
-        assert sum(cycle["link"][name] for cycle in cycles) == generation[name]
 
 
 def test_a_chat_goes_on_after_an_outage_and_after_a_server_that_is_not_there(

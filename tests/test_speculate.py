@@ -555,7 +555,11 @@ def traced(request, checkpoint) -> Traced:
     done = command(*flags)
     assert done.status == 0 and done.err == ""
     *cycles, generation = [json.loads(line) for line in done.out.splitlines()]
-    drawn = [line for cycle in cycles for line in speculate.draw_cycle(cycle)]
+    drawn = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_COLOR", "1")
+        for cycle in cycles:
+            drawn += speculate.draw_cycle(cycle)
     return Traced("--temperature" in flags, cycles, generation, "\n".join(drawn))
 
 
@@ -1048,7 +1052,9 @@ def test_the_benchmark_measures_several_drafters(checkpoint, prompt_file):
     assert methods == expected
 
 
-def test_the_benchmark_of_batches_has_the_target_and_chains_for_each_size(checkpoint, prompt_file):
+def test_the_benchmark_of_batches_has_the_target_and_chains_for_each_size(
+    checkpoint, prompt_file, capsys
+):
     prompts = prompt_file(
         {"prompt": "Say hello."}, {"prompt": "Count to five."}, {"turns": ["What is 2 + 2?"]}
     )
@@ -1061,6 +1067,8 @@ def test_the_benchmark_of_batches_has_the_target_and_chains_for_each_size(checkp
         assert row["tokens_per_second"] > 0 and row["speedup"] > 0
         assert row["identical"] == 1.0
         assert (row["acceptance_length"] > 1) == (row["method"] == "chain")
+    print_table(rows)
+    assert "\nbatch: " in capsys.readouterr().out  # the legend
 
 
 def test_the_benchmark_of_batches_needs_ca():
@@ -1119,6 +1127,10 @@ HI = ["--prompt", "Hi"]
         (["--bench", "nowhere.jsonl", "--model", "some/model"], "nowhere.jsonl: cannot be read"),
         ([*HI, "--show", "--no-speculation"], "--show is not for --no-speculation"),
         (["--bench", "--lookup"], "--lookup"),
+        (["--bench", "--no-speculation"], "--no-speculation"),
+        (["--bench", "--show"], "--show"),
+        (["--bench", "--trace"], "--trace"),
+        ([*HI, "--lookup", "--no-speculation"], "--lookup is not for --no-speculation"),
         ([*HI, "--trace", "--no-speculation"], "--trace is not for --no-speculation"),
         ([*HI, "--draft-length", "4", "--depth", "6"], "--depth is a size of a tree"),
     ],

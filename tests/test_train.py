@@ -1137,6 +1137,8 @@ def test_a_file_cut_anywhere_and_continued_repeats_and_loses_nothing(
     for count in (1, 2, 9):
         choices = ["--questions", questions, "--batch-size", 1]
         command("--synthesize", count, "--data", path, *choices)
+        path.write_bytes(path.read_bytes()[:-1])  # the last line is not complete
+    command("--synthesize", 9, "--data", path, *choices)
     assert [messages[0]["content"] for messages in written(path)] == ["a", "c", "d"]
 
 
@@ -1185,7 +1187,10 @@ def test_the_curves_of_runs_are_one_svg_file(tmp_path, command, undisturbed, mon
     legend = [text.text for text in svg.findall("svg:text", space)]
     assert legend == [str(undisturbed), str(short)]
     panels = svg.findall("svg:g", space)
-    assert panels[0].find("svg:text", space).text == "training loss"
+    titles = [panel.find("svg:text", space).text for panel in panels]
+    assert titles == [
+        "training loss", "held-out KL", "implied acceptance length", "accuracy, last evaluation"
+    ]
     labels = [text.text for text in panels[0].findall("svg:text", space)]
     assert labels[2::2] == ["0", "2", "4", "6", "8"]
     top = float(labels[-1])
@@ -1261,6 +1266,7 @@ def files(tmp_path_factory, tiny, undisturbed) -> Path:
     ("--data cut.json", "cut.json: the JSON array is damaged or cut short at its record 2"),
     ("--data deep", "deep: the JSON array is damaged or cut short at its record 1"),
     ("--data empty broken", "empty broken: no usable conversation"),
+    ("--data long", "no answer within"),
     ("--data long --evaluate run", "no answer within"),
     ("--evaluate nowhere", "nowhere: no such folder"),
     ("--kv-heads 3", "num_key_value_heads 3"),
