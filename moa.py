@@ -126,6 +126,8 @@ class Drafter(nn.Module):
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__()
         self.config = config
+        # Not `self.target = target`: that would make its weights ours, to be trained and saved.
+        self.__dict__["target"] = target
         self.head = DraftHead(target)
         sizes = target.config
         hidden_size = sizes.hidden_size
@@ -173,10 +175,6 @@ class Drafter(nn.Module):
         )
         self.register_buffer("layer_rotary", layer_rotary, persistent=False)  # (2, L, D/2)
         self.register_buffer("rotary", rotary, persistent=False)  # (2, context, D/2)
-
-    @property
-    def target(self) -> Llama:
-        return self.head.target  # not our own, or it would be trained and saved: see DraftHead
 
     @property
     def N(self) -> int:
@@ -280,17 +278,11 @@ class Drafter(nn.Module):
         start = cache.length - len(tokens)
         end = cache.length
         memory = self.build_memory(cache.by_token(start, end), hidden)  # (1, T, E)
-        cross_kv = self.cross_keys_values(memory, self.rotary[:, start:end])  # (1, Hkv, T, 2D)
+        rope = self.rotary[:, start:end]
+        cross_kv = self.cross_attention.keys_values(memory, rope)  # (1, Hkv, T, 2D)
         first_reused = len(cache.kv) - self.N  # of the L layers
         reused_kv = cache.kv[first_reused:, :, :, start:end]  # (N, 1, Hkv, T, 2D)
         return MemoryUpdate(tokens, cross_kv, reused_kv)
-
-    def cross_keys_values(self, memory: Tensor, rope: Tensor) -> Tensor:
-        """Return CA's keys and values of memory (1, T, E): (1, Hkv, T, 2D).
-
-        (`OffPolicyDrafter`, below the bar, overrides this.)
-        """
-        return self.cross_attention.keys_values(memory, rope)
 
     def run_target_layers(
         self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache | KnownKeysValues
@@ -336,8 +328,7 @@ class DraftHead:
     for V' chosen tokens only. So the index of a logit is called an *output*, and `token` says which
     token it stands for: here the same number.
 
-    (This is not an nn.Module. Otherwise the target's weights would count as the drafter's, and be
-    trained and saved with them.)
+    (This is not an nn.Module, so that the target's weights do not become the drafter's.)
     """
 
     def __init__(self, target: Llama):
@@ -560,7 +551,7 @@ class DraftState:
             return self.draft_chain(root, tree)
         if self.sampling.temperature == 0:
             return self.draft_tree(root, tree)
-        return self.sample_tree(root, tree)
+        return sample_tree(self, root, tree)  # below the bar
 
     def draft_chain(self, root: int, tree: TreeConfig) -> Draft:
         """Draft up to K tokens, each chosen from q after those before it (algorithm 1)."""
@@ -621,7 +612,7 @@ class DraftState:
     # Trees: several tokens that may follow the same one.
 
     def draft_tree(self, root: int, tree: TreeConfig) -> Draft:
-        """Draft a dynamic tree, after EAGLE-2 (Li et al. 2024b), without random draws.
+        """Draft a dynamic tree at temperature 0, after EAGLE-2 (Li et al. 2024b).
 
         A token is as likely as its whole path from the root: the product of q along it. At each
         level:
@@ -654,52 +645,6 @@ class DraftState:
             frontier = likeliest_paths(draft, children, tree.top_k)
         drafted = list(range(1, len(draft.tokens)))  # all nodes but the root
         return draft.keep([0] + likeliest_paths(draft, drafted, tree.total_tokens))
-
-    def sample_tree(self, root: int, tree: TreeConfig) -> Draft:
-        """Draft a tree of tokens that are drawn from q: for temperatures above 0. (This rests on
-        `rejection_sample_tree` in speculate.py. A first reading can skip it.)
-
-        The rule of acceptance compares p to the q that a token was drawn from. So it needs tokens
-        that were drawn, and every token that was drawn has to be proposed: to drop one afterwards
-        would change what comes out. Say p = q = (0.6, 0.4), and one token is drawn, and dropped if
-        it is the second, as unlikely. Then the target draws one itself, and the first token comes
-        out with probability 0.6 + 0.4 * 0.6 instead of 0.6.
-
-        Only how many tokens are drawn after each node can be chosen, and that before the draws. At
-        each level:
-
-        1. Divide the tokens that are left by the levels that are left, rounded up: the `share`.
-        2. Find the `share` likeliest tokens after the frontier, and count those after each node.
-           So a node that more of the likely paths go through gets more children.
-        3. After each node draw that many from its q, without replacement, whichever they are.
-        4. Of the drawn tokens, those with the `top_k` likeliest paths are the next frontier.
-
-        With depth 2 and total_tokens 4, level 1 gets two: two tokens are drawn after the root.
-        Level 2 gets the other two. If the two likeliest paths go through one child each, one token
-        is drawn after each child.
-
-        The counts of a level must not depend on what it draws, for the same reason. They may depend
-        on q and on earlier levels. And step 4 is allowed: a token that is not expanded is proposed
-        all the same.
-
-        (This is ours: a budget that follows likely paths, as in EAGLE-2, for children drawn without
-        replacement, as by Jeon et al. 2024.)
-        """
-        draft = Draft(root)
-        frontier = [0]
-        for level in range(tree.depth):
-            left = tree.total_tokens - (len(draft.tokens) - 1)
-            share = math.ceil(left / (tree.depth - level))
-            if share == 0 or not worth_expanding(draft, frontier, tree):
-                break
-            q = self.next_distributions(draft, frontier)  # (F, V')
-            choices = likeliest_choices(draft, frontier, q, share, tree.min_probability)
-            drawn = draw_choices(choices, q, self.sampling.generator)  # as many after each node
-            children = self.add_choices(draft, frontier, drawn)
-            for row in {choice.row for choice in drawn}:  # the nodes that got children
-                draft.q[frontier[row]] = self.drafter.head.over_all_tokens(q[row])  # (V)
-            frontier = likeliest_paths(draft, children, tree.top_k)
-        return draft
 
     def add_choices(self, draft: Draft, frontier: list[int], choices: list[Choice]) -> list[int]:
         """Add the chosen tokens after their nodes of the frontier. Returns the new nodes."""
@@ -766,6 +711,70 @@ def likeliest_paths(draft: Draft, nodes: list[int], count: int) -> list[int]:
     return sorted(best)
 
 
+# --- The method ends here: what follows makes it fast and practical ---
+#
+# Each part can be read by itself:
+#
+#     Sampled trees                   for temperatures above 0
+#     Sizes, and a head ...           which sizes fit a target; fewer tokens
+#     Ablations                       without LSA, without CA, without both
+#     What ... a network needs        coarse q, and going on alone
+#     Chains for many conversations   all rows of a batch in one pass
+#     Fast                            bfloat16 and packing
+#     Which drafter ...               the class that a config, or a target on a server, asks for
+#     Checkpoints                     the authors' names and shapes
+
+
+# --- Sampled trees: for temperatures above 0 ---
+
+
+def sample_tree(state: DraftState, root: int, tree: TreeConfig) -> Draft:
+    """Draft a tree of tokens that are drawn from q. (Read `rejection_sample_tree` of speculate.py
+    first.)
+
+    The rule of acceptance compares p to the q that a token was drawn from. So it needs tokens
+    that were drawn, and every token that was drawn has to be proposed: to drop one afterwards
+    would change what comes out. Say p = q = (0.6, 0.4), and one token is drawn, and dropped if
+    it is the second, as unlikely. Then the target draws one itself, and the first token comes
+    out with probability 0.6 + 0.4 * 0.6 instead of 0.6.
+
+    Only how many tokens are drawn after each node can be chosen, and that before the draws. At
+    each level:
+
+    1. Divide the tokens that are left by the levels that are left, rounded up: the `share`.
+    2. Find the `share` likeliest tokens after the frontier, and count those after each node.
+       So a node that more of the likely paths go through gets more children.
+    3. After each node draw that many from its q, without replacement, whichever they are.
+    4. Of the drawn tokens, those with the `top_k` likeliest paths are the next frontier.
+
+    With depth 2 and total_tokens 4, level 1 gets two: two tokens are drawn after the root.
+    Level 2 gets the other two. If the two likeliest paths go through one child each, one token
+    is drawn after each child.
+
+    The counts of a level must not depend on what it draws, for the same reason. They may depend
+    on q and on earlier levels. And step 4 is allowed: a token that is not expanded is proposed
+    all the same.
+
+    (This is ours: a budget that follows likely paths, as in EAGLE-2, for children drawn without
+    replacement, as by Jeon et al. 2024.)
+    """
+    draft = Draft(root)
+    frontier = [0]
+    for level in range(tree.depth):
+        left = tree.total_tokens - (len(draft.tokens) - 1)
+        share = math.ceil(left / (tree.depth - level))
+        if share == 0 or not worth_expanding(draft, frontier, tree):
+            break
+        q = state.next_distributions(draft, frontier)  # (F, V')
+        choices = likeliest_choices(draft, frontier, q, share, tree.min_probability)
+        drawn = draw_choices(choices, q, state.sampling.generator)  # as many after each node
+        children = state.add_choices(draft, frontier, drawn)
+        for row in {choice.row for choice in drawn}:  # the nodes that got children
+            draft.q[frontier[row]] = state.drafter.head.over_all_tokens(q[row])  # (V)
+        frontier = likeliest_paths(draft, children, tree.top_k)
+    return draft
+
+
 def draw_choices(choices: list[Choice], q: Tensor, generator: torch.Generator) -> list[Choice]:
     """Draw as many tokens after each node as these choices have there. q (F, V')"""
     counts = Counter(choice.row for choice in choices)  # 0 for a row without a choice
@@ -793,19 +802,6 @@ def gumbel_topk(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
     # Some devices draw 0. Where p = 0 that makes 0 / 0 = NaN, which topk takes for the largest.
     e = e.clamp(min=torch.finfo(p.dtype).tiny)
     return (p / e).topk(k).indices
-
-
-# --- The method ends here: what follows makes it fast and practical ---
-#
-# Each part can be read by itself:
-#
-#     Sizes, and a head ...           which sizes fit a target; fewer tokens
-#     Ablations                       without LSA, without CA, without both
-#     What ... a network needs        coarse q, and going on alone
-#     Chains for many conversations   all rows of a batch in one pass
-#     Fast                            bfloat16 and packing
-#     Which drafter ...               the class that a config, or a target on a server, asks for
-#     Checkpoints                     the authors' names and shapes
 
 
 # --- Sizes, and a head of fewer tokens ---
@@ -953,10 +949,14 @@ class OffPolicyDrafter(Drafter):
         mask = causal_mask(count, past=0, device=x.device)
         return self.cross_attention(x + previous, self.rotary[:, :count], mask)
 
-    def cross_keys_values(self, memory: Tensor, rope: Tensor) -> Tensor:
-        """Return the memory itself, (1, T, E): without CA `MemoryUpdate.cross_kv` carries that.
-        Keys and values need SA's output, which `OffPolicyDraftState.append_verified` computes."""
-        return memory
+    def memory_update(self, tokens: list[int], cache: KVCache, hidden: Tensor) -> MemoryUpdate:
+        """As `Drafter.memory_update`, but cross_kv is the memory itself, (1, T, E). Keys and values
+        need SA's output, which `OffPolicyDraftState.append_verified` computes."""
+        start = cache.length - len(tokens)
+        memory = self.build_memory(cache.by_token(start, cache.length), hidden)
+        first_reused = len(cache.kv) - self.N
+        reused_kv = cache.kv[first_reused:, :, :, start:cache.length]
+        return MemoryUpdate(tokens, memory, reused_kv)
 
     def predicted_memory(self, features: Tensor) -> Tensor:
         """Return what stands in for the memory of drafted tokens, given their features (T, E).
@@ -971,7 +971,7 @@ class LastStateOffPolicyDrafter(LastStateDrafter, OffPolicyDrafter):
     """Without both: as near to EAGLE as these layers come.
 
     From LastStateDrafter: how a memory is made (`build_memory`, and `features`). From
-    OffPolicyDrafter: what reads it (`cross_attend`, `cross_keys_values`). Only what stands in for
+    OffPolicyDrafter: what reads it (`cross_attend`, `memory_update`). Only what stands in for
     the memory of a drafted token is new: a predicted hidden state, projected like a true one.
     """
 
@@ -1004,7 +1004,7 @@ class OffPolicyDraftState(DraftState):
         rope = self.next_rope(count)
         mask = causal_mask(count, self.text_length, drafter.target.device)
         x = drafter.self_attention(self.embed(update.tokens), rope, mask, self.self_cache, 0)
-        # cross_kv is the memory (see `cross_keys_values`). Each token reads that of the token
+        # cross_kv is the memory (see `memory_update`). Each token reads that of the token
         # before it: so put the last one in front, and leave out the newest.
         memory = torch.cat([self.last_memory[None], update.cross_kv[0]])  # (1 + T, E)
         self.last_memory = memory[-1]

@@ -350,7 +350,7 @@ def rejection_sample_tree(
 
     And so on to the first child, whose p_left is p. This needs that each child was drawn from its
     q_left. So what is drawn after a node may decide neither how many children that node has nor
-    which of them are proposed: see `DraftState.sample_tree`.
+    which of them are proposed: see `sample_tree` of moa.py, below its bar.
 
     An example with tokens 1, 2 and 3, p = (0.6, 0.3, 0.1), q = (0.4, 0.5, 0.1), and the children 2
     and 1, drawn in this order. Token 2 is accepted with probability 0.3 / 0.5 = 0.6. If it is
