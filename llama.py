@@ -288,7 +288,8 @@ class Llama(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # (Faster to make than nn.Embedding(V, E), which matters to `load_model`, below the bar.)
+        # (nn.Embedding(V, E) would do. But on the meta device, where `load_model` makes the model,
+        # its initial values take most of a second.)
         embeddings = torch.randn(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
         self.layers = nn.ModuleList()
