@@ -238,8 +238,8 @@ class KVCache:
     def append(self, layer: int, kv: Tensor) -> Tensor:
         """Write a layer's new keys and values (B, Hkv, T, 2D). Return all it has (B, Hkv, S, 2D).
 
-        All layers of a pass write to the same slots. So `length` stays here, and whoever runs the
-        layers moves it once, after the last one, as `Llama.hidden` does.
+        All layers of a pass write to the same slots. So `length` is left alone here. Whoever runs
+        the layers moves it once, after the last one, as `Llama.hidden` does.
         """
         end = self.length + kv.shape[2]
         self.kv[layer, :, :, self.length:end] = kv
@@ -347,8 +347,8 @@ class Llama(nn.Module):
         """Return hidden states (B, T, E) after the final norm, which the LM head reads.
 
         tokens (B, T) come after those in the cache, one after the other. Those of a draft need not,
-        as it may branch. So for a draft the caller gives both positions (T) and a mask (T, S),
-        which together say what each token comes after.
+        as it may branch. So for a draft the caller gives positions (T) and a mask (T, S), which
+        together say what each token comes after. Give both or neither.
         """
         count = tokens.shape[1]
         past = cache.length if cache is not None else 0
@@ -383,8 +383,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """What a caller asks for: how to go on after a prompt. It has no generator, so that it can be
-    kept, compared, and sent to a server; `new_sampling` makes the `Sampling` that has one.
+    """What a caller asks for: how to go on after a prompt. `new_sampling` adds what changes while
+    tokens are drawn: a random generator, started at the seed.
 
     A target alone gives the same answer to the same prompt and config every time. Drafting and, on
     a GPU, a batch draw random numbers in another order. So above temperature 0 their answer
@@ -513,7 +513,8 @@ def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
 
 
 class RaggedPass(NamedTuple):
-    """Where the new tokens of one pass go. The layers take it for a cache, and call `append`."""
+    """Where the new tokens of one pass go. It has KVCache's `append`, and stands in for it in the
+    layers."""
 
     kv: Tensor  # of the B rows of the pass, a view (L, B, Hkv, capacity, 2D)
     row_numbers: Tensor  # 0, 1, ... (B, 1)
@@ -1155,8 +1156,9 @@ def llama3_rope_factors(raw: dict, head_dim: int, theta: float) -> tuple[float, 
 GGUF_NUMBERS = "BbHhIif?__Qqd"  # `struct`'s letters for type ids 0 to 12, but for these two:
 GGUF_STRING = 8
 GGUF_ARRAY = 9
-GGUF_CONTROL = 3  # no type id, but a kind of token: see `build_gguf_tokenizer`
-GGUF_USER_DEFINED = 4  # another kind: text, but never split
+# Kinds of tokens, for `build_gguf_tokenizer`:
+GGUF_CONTROL = 3
+GGUF_USER_DEFINED = 4  # text, but never split
 GGUF_SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",

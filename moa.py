@@ -253,6 +253,9 @@ class Drafter(nn.Module):
             position                         0 1 2 3 4 5 6 7
             the target's keys and values     + + + + . . . .
             those made from x                . . . . + + + .
+
+        (Positions 4 and 5 are of the same run as 6, and so have the same horizon. What the layers
+        make of them here is what they make of them in a draft that begins at 4.)
         """
         if self.N == 0:
             return x
@@ -301,8 +304,8 @@ class Drafter(nn.Module):
 
 
 class KnownKeysValues:
-    """In place of a KVCache: the target's own keys and values, (N, B, Hkv, T, 2D). To them those
-    that a layer makes are appended, and nothing is written."""
+    """Stands in for a KVCache in training. `append` returns the target's own keys and values,
+    (N, B, Hkv, T, 2D), followed by those that a layer has just made. It stores nothing."""
 
     def __init__(self, kv: Tensor):
         self.kv = kv
@@ -324,9 +327,9 @@ class MemoryUpdate:
 class DraftHead:
     """The target's LM head, frozen: features to logits, one for each token.
 
-    Above the bar V' is V: it has a logit for each token. `LimitedHead`, below the bar, has logits
-    for V' chosen tokens only. So the index of a logit is called an *output*, and `token` says which
-    token it stands for: here the same number.
+    On a first reading V' is V, an output is a token, and `token` and `over_all_tokens` change
+    nothing. But `LimitedHead`, below the bar, has logits for V' chosen tokens only. So the index of
+    a logit is called an *output*, and `token` says which token it stands for.
 
     (This is not an nn.Module, so that the target's weights do not become the drafter's.)
     """
@@ -449,7 +452,7 @@ class TreeConfig:
     depth: int  # levels below the root: in a chain the number of drafted tokens, K
     top_k: int = 1  # nodes of a frontier, at most; with 1 the draft is a chain
     total_tokens: int = 64  # drafted tokens of a tree, at most
-    min_confidence: float = 0.0  # stop if the paths to the frontier sum to less
+    min_confidence: float = 0.0  # stop if the paths to the frontier are together less likely
     # Of a tree: leave out tokens whose path is less likely than this. (In `sample_tree` it only
     # lowers how many tokens are drawn, not which.)
     min_probability: float = 0.0
@@ -582,7 +585,7 @@ class DraftState:
         target_rope = drafter.target.rotary[:, position:position + 1]
         x = self.embed([draft.tokens[node] for node in frontier])  # (1, F, E), and so on
         x = drafter.self_attention(x, rope, mask, self.self_cache, 0)
-        x = self.cross_attend(x, rope, draft, frontier)
+        x = self.cross_attend(x, rope)
         x = drafter.run_target_layers(x, target_rope, mask, self.reused_cache)
         self.self_cache.length += len(frontier)
         self.reused_cache.length += len(frontier)
@@ -596,11 +599,8 @@ class DraftState:
         mask = draft.mask(frontier, self.expanded, self.text_length)
         return None if mask.all() else mask.to(self.drafter.target.device)
 
-    def cross_attend(self, x: Tensor, rope: Tensor, draft: Draft, frontier: list[int]) -> Tensor:
-        """Run CA. No mask: every node sees the memory of all verified tokens, and nothing else.
-
-        (Only `OffPolicyDraftState`, below the bar, needs to know the draft and its frontier.)
-        """
+    def cross_attend(self, x: Tensor, rope: Tensor) -> Tensor:
+        """Run CA. No mask: every node sees the memory of all verified tokens, and nothing else."""
         verified = self.cross_cache.length
         kv = self.cross_cache.kv[0, :, :, :verified]  # (1, Hkv, verified, 2D)
         return self.drafter.cross_attention.attend_to(kv, x, rope)
@@ -738,8 +738,8 @@ def sample_tree(state: DraftState, root: int, tree: TreeConfig) -> Draft:
     it is the second, as unlikely. Then the target draws one itself, and the first token comes
     out with probability 0.6 + 0.4 * 0.6 instead of 0.6.
 
-    Only how many tokens are drawn after each node can be chosen, and that before the draws. At
-    each level:
+    What may be chosen is how many tokens are drawn after each node, and only before they are
+    drawn. At each level:
 
     1. Divide the tokens that are left by the levels that are left, rounded up: the `share`.
     2. Find the `share` likeliest tokens after the frontier, and count those after each node.
@@ -994,6 +994,7 @@ class OffPolicyDraftState(DraftState):
         # By node: what stands in for the memory of an expanded node, (E). Entries of an earlier
         # draft are overwritten in time: a node is expanded before its children ask for it.
         self.predicted: dict[int, Tensor] = {}
+        self.stepping: tuple[Draft, list[int]] | None = None  # what `step` was called with
 
     def append_verified(self, update: MemoryUpdate) -> None:
         """Grow the caches by newly verified tokens. Here SA has to run: the causal layer's keys and
@@ -1011,7 +1012,8 @@ class OffPolicyDraftState(DraftState):
         cross_kv = drafter.cross_attention.keys_values(x + memory[:-1], rope)
         self.append_memory(replace(update, cross_kv=cross_kv))
 
-    def cross_attend(self, x: Tensor, rope: Tensor, draft: Draft, frontier: list[int]) -> Tensor:
+    def cross_attend(self, x: Tensor, rope: Tensor) -> Tensor:
+        draft, frontier = self.stepping
         mask = self.tree_mask(draft, frontier)
         previous = []  # for each node the memory of the token before it, (E)
         for node in frontier:
@@ -1023,6 +1025,7 @@ class OffPolicyDraftState(DraftState):
         return self.drafter.cross_attention(x, rope, mask, self.causal_cache, 0)
 
     def step(self, draft: Draft, frontier: list[int]) -> Tensor:
+        self.stepping = draft, frontier  # for `cross_attend`
         features = super().step(draft, frontier)  # (F, E)
         for node, memory in zip(frontier, self.drafter.predicted_memory(features)):
             self.predicted[node] = memory

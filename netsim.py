@@ -26,8 +26,10 @@ all else is the client's arithmetic.
     python speculate.py --remote --network 4g --prompt "Why is the sky blue?" --trace
 
 The file has five parts: the link and its outage; messages; the client's channel; the server; and
-the quantities of the command line. It does not simulate congestion control, slow start or other
-people's traffic, and it encrypts nothing.
+the quantities of the command line. Only the first simulates, and the channel's arithmetic. The rest
+is a real protocol, which would work without. So to understand the simulation read as far as
+"Messages", then `Channel.request`. The file does not simulate congestion control, slow start or
+other people's traffic, and it encrypts nothing.
 
 Everywhere, durations are in seconds, sizes in bytes and bandwidths in bits per second. A moment is
 a value of time.monotonic().
@@ -339,8 +341,9 @@ class Channel:
         start = monotonic()
         if network.outage.overlaps(start, start):  # now, that is
             raise ConnectionLost("the network is down")
-        # In simulated time, in which one packet may be lost. (Once replies have come, we are to
-        # notice sooner that there is no network.)
+        # How long the simulated handshake may take: one lost packet, and as long as a reply. On the
+        # first connection that is a minute. On a later one, as is_new is still False here, it is
+        # ten times the slowest reply so far: so a dead network is noticed soon.
         timeout = INITIAL_RTO + self.reply_timeout()
         deadline = start + min(CONNECT_SECONDS, timeout)  # in real time
         try:
@@ -356,6 +359,8 @@ class Channel:
             #                      SYN            SYN-ACK
             #                      ACK            the nonce
             #                      the digest     the greeting
+            #
+            # (The server sends the nonce as soon as it has the ACK.)
             arrival = start
             for up_size, down_size in ((0, 0), (0, NONCE), (DIGEST, greeting.size)):
                 arrival = network.up.send(arrival, up_size)
@@ -390,6 +395,10 @@ class Channel:
 
     def request(self, fields: dict, tensors: Tensors, parse: Callable) -> Iterator:
         """Send a request. Yields parse(fields, tensors) of every reply, as soon as it has arrived.
+
+        A reply's `elapsed` is how long the server has worked since the request or, for a further
+        reply, since the one before. So server_clock, which begins when the simulated request
+        arrives, moves by it from reply to reply.
 
         `parse` is called in here, so that a malformed reply, too, closes the connection. Raises
         ConnectionLost for one, and for a reply that is late.

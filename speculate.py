@@ -25,6 +25,11 @@ Why that is exact. A token x comes out in two ways, with these probabilities:
 because P(rejection) = 1 - sum min(p, q) = sum p - sum min(p, q) = sum max(p - q, 0), and that is
 what `scaled` divides by. The two add up to p(x), whatever q is.
 
+That is for one token, after a given text. The next drafted token is tried only if this one was
+accepted. Then p and q are the distributions after just the text that stands there, and the same
+holds again. After a rejection the rest of the draft is thrown away: it follows a token that is not
+in the text. So the whole text is distributed as the target's own.
+
 An example with three tokens, p = (0.6, 0.3, 0.1) and q = (0.4, 0.5, 0.1). They are accepted with
 probability 1, 0.6 and 1. The second is drafted and rejected with probability 0.5 * 0.4 = 0.2. Then
 scaled(max(p - q, 0)) = (1, 0, 0) puts the first in its place. So they come out with probabilities
@@ -146,14 +151,6 @@ class VerifyResult:
     memory: MemoryUpdate  # of what is now verified: the prompt, or the root and accepted tokens
 
 
-@dataclass
-class LocalResult(VerifyResult):
-    """The same, with what --trace shows besides."""
-
-    logits: Tensor  # (1 + K, V)
-    acceptance: Acceptance
-
-
 @torch.inference_mode()
 def speculate(
     target: LocalTarget,  # or RemoteTarget, or another that answers `prefill` and `verify`
@@ -262,6 +259,14 @@ class Acceptance:
     trials: dict[int, Trial] = field(default_factory=dict)  # by node, for --trace
 
 
+@dataclass
+class LocalResult(VerifyResult):
+    """What `LocalTarget.verify` returns, with what --trace shows besides."""
+
+    logits: Tensor  # (1 + K, V)
+    acceptance: Acceptance
+
+
 def accept_draft(logits: Tensor, draft: Draft, sampling: Sampling) -> Acceptance:
     """Decide which drafted tokens to keep. Row i of logits (1 + K, V) is what the target predicts
     after node i of the draft."""
@@ -299,7 +304,7 @@ def rejection_sample(
     [0, 1), one for each token. The root's is not used.
     """
     path = [0]
-    trials = {}
+    trials = {}  # for --trace
     for i in range(1, len(draft.tokens)):
         x = draft.tokens[i]
         # In a chain node i follows node i - 1: so both distributions are those after i - 1.
@@ -335,12 +340,12 @@ def rejection_sample_tree(
 
     A rejection changes two things for the next sibling. First, what is left to produce is the
     residual of p. Second, the sibling was drawn from q without the rejected token. So it is tried
-    with these two in place of p and q. If all are rejected, the token is drawn from what is left of
-    p.
+    with these two in place of p and q: p_left and q_left in the code. If all are rejected, the
+    token is drawn from what is left of p.
 
     Why that is exact. Look at the moment before a child is drawn, some siblings having been
-    rejected. Claim: the token that comes out in the end is distributed as p_left. From the last
-    child to the first:
+    rejected. Claim: the token that in the end follows this node is distributed as the p_left of
+    that moment. From the last child to the first:
 
         the last child     It is drawn from q_left. If it is rejected, the token is drawn from the
                            residual. That is the chain's rule, with p_left and q_left for p and q.
@@ -1062,8 +1067,8 @@ class Recorder:
 
 @dataclass
 class Generation:
-    """One answer, and what it cost. Of the prompt's pass only the token counts, and what is in
-    `seconds` and `network`. (The drafter's work on the prompt is in the first draft's time.)"""
+    """One answer, and what it cost. The prompt's pass is left out of target_calls, draft_seconds
+    and verify_seconds. (But the drafter's work on the prompt is in the first draft's time.)"""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
@@ -1113,8 +1118,8 @@ class Generation:
 
 def acceptance_length(answers: list[Generation]) -> float:
     """Return new tokens per target call, both without the prompts'."""
-    verified = sum(len(g.tokens) - 1 - g.unverified for g in answers)
-    return verified / max(1, sum(g.target_calls for g in answers))
+    new_tokens = sum(len(g.tokens) - 1 - g.unverified for g in answers)
+    return new_tokens / max(1, sum(g.target_calls for g in answers))
 
 
 def rate(answers: list[Generation]) -> float:
@@ -1134,8 +1139,8 @@ class Method:
     """A way to answer a prompt, by its fields:
 
         tree     drafter   lookup   new_channel
-        None                        None           the target alone
-        None                        given          a server, used as a plain API
+        None     any       any      None           the target alone
+        None     any       any      given          a server, used as a plain API
         given    given     False    None           drafts, verified here
         given    given     True     None           copies where it can, else drafts
         given    None      True     None           copies only
@@ -1216,7 +1221,7 @@ class Method:
             target = LocalTarget(self.model, self.drafter or NoDrafter(), capacity, sampling)
         if self.lookup:
             state = Lookup(state, self.model.config.vocab_size, sampling)
-        recorder = Recorder(target, state)  # in place of both: it passes each call on
+        recorder = Recorder(target, state)  # in place of both: it answers the calls of both
         for tokens in speculate(recorder, recorder, prompt, config, tree):
             recorder.cycle.tokens = tokens
             yield recorder.cycle

@@ -157,7 +157,7 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     for position, in_answer in enumerate(answer.tolist()):
         if not in_answer:
             next_run = None
-            horizons.append(position)  # of no consequence: only queries in answers are trained
+            horizons.append(position)  # never used: outside answers nothing is trained
             continue
         if next_run is None:  # the answer's first run
             horizon = position - 1
@@ -181,7 +181,7 @@ def draw_examples(batch: list[Sequence], update: int, args) -> list[Example]:
     """Cut the answers of a batch into runs, each in R ways.
 
     Several, because the target's pass, the expensive part, serves all of them. The draws depend on
-    the seed and on `update` alone, so that --resume repeats them.
+    the seed and on `update` alone, so that --resume repeats them. args: seed, run_length, horizons.
     """
     draws = np.random.default_rng((args.seed, update))
     shortest, longest = args.run_length
@@ -253,8 +253,8 @@ def smooth_l1_loss(predicted: Tensor, wanted: Tensor) -> Tensor:
     return F.smooth_l1_loss(predicted.float(), wanted, reduction="none").mean(-1).sum()
 
 
-class Examples(NamedTuple):
-    """B examples, padded to one length."""
+class PaddedExamples(NamedTuple):
+    """B examples, padded to one length: what `distill` reads."""
 
     tokens: Tensor  # (B, T)
     answer: Tensor  # (B, T)
@@ -271,7 +271,7 @@ class Distillation(NamedTuple):
     final: Tensor  # h, the target's, (n, E)
 
 
-def distill(drafter: Drafter, examples: Examples, args) -> Distillation:
+def distill(drafter: Drafter, examples: PaddedExamples, args) -> Distillation:
     """Run the target once, and the drafter under each of R cuts. args: the weights of the losses.
     """
     tokens = examples.tokens  # (B, T)
@@ -290,7 +290,7 @@ def distill(drafter: Drafter, examples: Examples, args) -> Distillation:
     predicted = torch.stack(tli_outputs).float()  # (R, n, E)
     final = states.final[trained].float()  # (n, E)
     R = len(predicted)
-    # As `kl_divergence`, the same value, a few positions at a time to save RAM.
+    # The same value as that of `kl_divergence`: a few positions at a time, to save RAM.
     kl = chunked_kl(predicted, final, drafter.head.weight) / R
     smooth_l1 = smooth_l1_loss(predicted, final) / R
     if drafter.N > 0:  # CA's output predicts the state that enters the reused layers
@@ -312,9 +312,9 @@ def pad(tensors: list[Tensor], device) -> Tensor:
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
 
 
-def collate(examples: list[Example], device) -> Examples:
+def collate(examples: list[Example], device) -> PaddedExamples:
     """Pad examples to one length, and stack them."""
-    return Examples(
+    return PaddedExamples(
         tokens=pad([example.tokens for example in examples], device),
         answer=pad([example.answer for example in examples], device),
         horizons=pad([example.horizons for example in examples], device),
@@ -373,15 +373,19 @@ def learning_rate(update: int, args) -> float:
         warm = min(1.0, (update + 1) / args.warmup)  # rises to 1
         return warm * args.lr * (1 + math.cos(math.pi * update / args.updates)) / 2
     warmup = min(args.warmup, max(1, args.epoch_updates // 2))
-    # Straight lines between these. Update 0 is one step up already, and update `warmup` the first
-    # from which it falls.
-    corners = {-1: 0, warmup - 1: 20, warmup: 20, args.epoch_updates: 1}
+    corners = {  # update: learning rate, as a multiple of --lr; straight lines between
+        -1: 0,  # so that update 0 is one step up already
+        warmup - 1: 20,
+        warmup: 20,
+        args.epoch_updates: 1,  # and from there on
+    }
     return args.lr * float(np.interp(update, list(corners), list(corners.values())))
 
 
 def make_optimizers(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
     """Return AdamW, as in the paper; or Muon (Jordan et al. 2024) for matrices and AdamW for the
-    rest. Their learning rates are set at each update, by `apply_gradients`."""
+    rest. (Muon steps along the orthogonal matrix nearest to a matrix's momentum, so that it learns
+    in all directions at the same rate.) `apply_gradients` sets their learning rates."""
     adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0)
     if kind == "adamw":
         return [adamw(model.parameters())]
@@ -655,8 +659,9 @@ def evaluate_drafting(drafter: Drafter, sequences: list[Sequence]) -> dict:
         cache = target.new_cache(len(tokens))
         state = start_drafting(drafter, len(tokens))
         read = 0  # tokens of the text that target and drafter have read
-        starts = loss_mask(sequence.answer)[:-DEPTHS].nonzero()[::DEPTHS, 0]  # a chain must fit
-        for start in starts.tolist():
+        trained = loss_mask(sequence.answer)[:-DEPTHS]  # before the last few: a chain must fit
+        starts = trained.nonzero()[:, 0].tolist()
+        for start in starts[::DEPTHS]:
             unread = tokens[read:start]
             hidden = target.hidden(torch.tensor([unread], device=target.device), cache)
             state.append_verified(drafter.memory_update(unread, cache, hidden))

@@ -71,6 +71,7 @@ TRAINING = [  # what all drafters have in common (the losses are train.py's defa
     "--batch-size", "2", "--micro-batch-size", "2", "--eval-every", "400", "--save-every", "1000",
     "--optimizer", "muon", "--lr", "4e-3", "--schedule", "cosine", "--warmup", "20",
 ]
+# All have 0.37 million parameters, within a hundredth. So:
 WIDER = "--mlp", "352"  # without LSA: the MLPs of SA and CA are wider by its parameters
 EAGLE_MLP = 768  # EAGLE's drafter has no SA either: the MLP of its one layer is wider still
 DRAFTERS = {  # the flags of each, besides those in common
@@ -231,7 +232,8 @@ def add_staircase() -> None:
     falls from one to none over the first half of training.
 
     `distill` calls self_attend, then cross_attend. Only the latter knows the horizon, and with it
-    the runs. So there SA runs again, under the narrower mask.
+    the runs. So there SA runs again, under the narrower mask. (`distill` has no option for this, as
+    it brings nothing: results/README.md.)
     """
     cross_attend = Drafter.cross_attend
     self_attend = Drafter.self_attend
@@ -448,7 +450,7 @@ def cell(values: list[float | None], sign: str = "", unit: str = "") -> str:
 def compare_trees(rows: list[dict], first: list[dict]) -> str:
     """Return by how much greedy trees are longer than those of the first line's drafters: seed by
     seed, as both are in the order of seeds."""
-    if rows is first:
+    if rows is first:  # the first line's own
         return ""
     changes = [100 * (row["tree"] / one["tree"] - 1) for row, one in zip(rows, first)]
     return cell(changes, sign="+", unit=" %")
@@ -628,7 +630,7 @@ def main() -> None:
     parser.add_argument("--tables", action="store_true", help="only print what is written")
     args = parser.parse_args()
     os.chdir(ROOT)
-    commit()
+    commit()  # which remembers it
     if args.one:
         name, seed = args.one
         train_and_score(name, int(seed))
