@@ -105,9 +105,10 @@ def rotary_table(
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Turn each pair (x_i, x_{i+D/2}) by the angle of its position and frequency.
 
-    x (..., T, D), rope (2, T, D/2), or (2, B, 1, T, D/2) where each sequence of a batch has its own
-    positions. (Su et al. pair neighbours, x_2i and x_{2i+1}. Hugging Face's checkpoints have the
-    rows of q_proj and k_proj in another order, so that pairs are half a head apart.)
+    x (..., T, D), rope (2, T, D/2). (Below the bar also (2, B, 1, T, D/2), where each sequence of a
+    batch has its own positions.) (Su et al. pair neighbours, x_2i and x_{2i+1}. Hugging Face's
+    checkpoints have the rows of q_proj and k_proj in another order, so that pairs are half a head
+    apart.)
     """
     cos, sin = rope  # (T, D/2)
     first, second = x.chunk(2, dim=-1)  # the two coordinates of each pair, (..., T, D/2)

@@ -15,7 +15,8 @@ In the paper it is M_Small. It reads the target's KV cache, and drafts the token
     TLI  Target Layer Inference. With N = 0, CA's output at a token predicts the target's final
          hidden state of that token, from which the target's LM head makes a distribution of the
          next one. With N > 0 it predicts the state that enters the target's last N layers, which
-         then run on it: often better drafts, at a higher cost.
+         then run on it: often better drafts, at a higher cost. They attend, of verified tokens, to
+         the target's own keys and values; of drafted ones, to those they make of CA's output.
 
 In formulas. Number the tokens of the text and of the draft after it 1, 2, 3, ... Tokens 1 to t are
 verified. Token i, with i > t, is the newest one or a drafted one. e_j is the embedding of token j,
@@ -276,7 +277,7 @@ class Drafter(nn.Module):
         """Return what drafting needs of newly verified tokens, the last ones in the target's cache.
 
         Called on the target's side, where that cache is. hidden (1, T, E): the target's final
-        states of these tokens.
+        states of these tokens, which only `LastStateDrafter`, below the bar, reads.
         """
         start = cache.length - len(tokens)
         end = cache.length
@@ -453,8 +454,8 @@ class TreeConfig:
     top_k: int = 1  # nodes of a frontier, at most; with 1 the draft is a chain
     total_tokens: int = 64  # drafted tokens of a tree, at most
     min_confidence: float = 0.0  # stop if the paths to the frontier are together less likely
-    # Of a tree: leave out tokens whose path is less likely than this. (In `sample_tree` it only
-    # lowers how many tokens are drawn, not which.)
+    # Of a greedy tree: leave out tokens whose path is less likely than this. (`sample_tree`, below
+    # the bar, uses it otherwise.)
     min_probability: float = 0.0
 
 
@@ -557,7 +558,11 @@ class DraftState:
         return sample_tree(self, root, tree)  # below the bar
 
     def draft_chain(self, root: int, tree: TreeConfig) -> Draft:
-        """Draft up to K tokens, each chosen from q after those before it (algorithm 1)."""
+        """Draft up to K tokens, each chosen from q after those before it (algorithm 1).
+
+        It may stop early, and the text stays the target's: whether to go on depends only on tokens
+        that are proposed anyway.
+        """
         draft = Draft(root)
         for last in range(tree.depth):  # the last node so far: those of a chain are 0, 1, 2, ...
             if not worth_expanding(draft, [last], tree):
@@ -938,7 +943,8 @@ class OffPolicyDrafter(Drafter):
 
     In training that is always a true memory, and no horizon hides it. While drafting, the tokens of
     the draft have none, and the drafter's own prediction stands in for it, `predicted_memory`. It
-    was never trained on that: off-policy. (EAGLE joins the two by a linear map instead of a sum.)
+    was never trained on that: off-policy. (EAGLE joins the two by a linear map instead of a sum:
+    see `become_eagle` of results/run.py.)
     """
 
     def cross_attend(self, x: Tensor, memory: Tensor, horizon: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ what `scaled` divides by. The two add up to p(x), whatever q is.
 That is for one token, after a given text. The next drafted token is tried only if this one was
 accepted. Then p and q are the distributions after just the text that stands there, and the same
 holds again. After a rejection the rest of the draft is thrown away: it follows a token that is not
-in the text. So the whole text is distributed as the target's own.
+in the text. So the whole text is distributed as the target's own. (At temperature 0 nothing is
+drawn: a drafted token is accepted if it is the target's likeliest.)
 
 An example with three tokens, p = (0.6, 0.3, 0.1) and q = (0.4, 0.5, 0.1). They are accepted with
 probability 1, 0.6 and 1. The second is drafted and rejected with probability 0.5 * 0.4 = 0.2. Then
@@ -354,8 +355,8 @@ def rejection_sample_tree(
                            again it is the chain's rule.
 
     And so on to the first child, whose p_left is p. This needs that each child was drawn from its
-    q_left. So what is drawn after a node may decide neither how many children that node has nor
-    which of them are proposed: see `sample_tree` of moa.py, below its bar.
+    q_left. So after a node the number of children has to be fixed first; then they are drawn; then
+    all that were drawn are proposed. See `sample_tree` of moa.py, below its bar.
 
     An example with tokens 1, 2 and 3, p = (0.6, 0.3, 0.1), q = (0.4, 0.5, 0.1), and the children 2
     and 1, drawn in this order. Token 2 is accepted with probability 0.3 / 0.5 = 0.6. If it is

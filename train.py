@@ -22,8 +22,9 @@ here", and pass over the imports, most of which serve what follows it.
     python train.py --data own.jsonl --synthesize 1000  # no data at hand? let the target write it
 
 Names: h is `final`, h' is `predicted`. The weight of Smooth L1 is --feature-weight. args is the
-command line (`parse_arguments`, at the end); args.epoch_updates is the number of updates in one
-pass over the data.
+command line (`parse_arguments`, at the end). Of it the method reads seed, run_length, horizons,
+kl_weight, feature_weight, memory_weight, lr, schedule, warmup, updates, batch_size, and
+epoch_updates, the number of updates in one pass over the data.
 
 Shapes: B sequences, T tokens, L layers of the target, 2 Ekv numbers for a token's keys and values
 in a layer, E hidden size, V tokens (V' of them may be drafted), N reused layers, R ways to cut the
@@ -180,7 +181,8 @@ class Example(NamedTuple):
 def draw_examples(batch: list[Sequence], update: int, args) -> list[Example]:
     """Cut the answers of a batch into runs, each in R ways.
 
-    Several, because the target's pass, the expensive part, serves all of them. The draws depend on
+    The paper's way is R = 1, the default. More are ours: the target's pass, the expensive part,
+    serves all of them. The draws depend on
     the seed and on `update` alone, so that --resume repeats them. args: seed, run_length, horizons.
     """
     draws = np.random.default_rng((args.seed, update))
@@ -297,7 +299,7 @@ def distill(drafter: Drafter, examples: PaddedExamples, args) -> Distillation:
         smooth_l1_entering = smooth_l1_loss(torch.stack(ca_outputs), states.entering[trained]) / R
         smooth_l1 = (smooth_l1 + smooth_l1_entering) / 2
     loss = args.kl_weight * kl + args.feature_weight * smooth_l1
-    if args.memory_weight > 0:  # not the paper's: see below the bar
+    if args.memory_weight > 0:  # 0 in the paper, and by default: see below the bar
         loss = loss + memory_loss(drafter, memory[trained], final, args)
     parts = torch.stack([loss, kl, smooth_l1]).detach()
     return Distillation(loss, parts, predicted, final)

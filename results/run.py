@@ -134,7 +134,7 @@ TIMED = {  # experiments that measure time, on an idle machine, and the drafters
 PROMPT_COUNT = 64  # to measure acceptance on
 FEW_PROMPTS = 16  # of them, for what takes longer
 CHAIN_LENGTH = 4
-TREE = TreeConfig(depth=6, top_k=3, total_tokens=16)
+TREE = TreeConfig(depth=6, top_k=3, total_tokens=16)  # of EAGLE-2's kind; the paper has 60 tokens
 ANSWER_TOKENS = 96  # at most
 COST_RATIOS = (0.02, 0.05, 0.1, 0.2)  # one step of the drafter / one pass of the target
 LATENCIES = ("5ms", "21ms", "50ms")  # one way
