@@ -154,7 +154,7 @@ class Attention(nn.Module):
     def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries, and keys and values, of the same x.
 
-        (`PackedAttention`, below the bar, computes the three projections as one product.)
+        (It exists so that `PackedAttention`, below the bar, can compute all as one product.)
         """
         return self.queries(x, rope), self.keys_values(x, rope)
 
@@ -225,11 +225,10 @@ class DecoderLayer(nn.Module):
 class KVCache:
     """The keys and values of all tokens so far, in every layer, so that no token is read twice.
 
-    kv (L, B, Hkv, capacity, 2D). A place along `capacity` is a *slot*, and the first `length` slots
-    are in use. The token at position i of a text is in slot i. A draft may branch: where two of its
-    tokens are alternatives for the same place in the text, they have the same position, but each
-    has a slot of its own. B is 1, one conversation, or in training a batch of sequences of one
-    length.
+    kv (L, B, Hkv, capacity, 2D). A place along `capacity` is a *slot*; the first `length` are in
+    use. In a text, slot and position are the same number. In a draft they are not: two tokens that
+    are alternatives for the same place have the same position, but each has a slot of its own. B is
+    1 while generating, and in training the batch, whose sequences are padded to one length.
     """
 
     def __init__(self, kv: Tensor):
@@ -249,7 +248,8 @@ class KVCache:
     def by_token(self, start: int, end: int) -> Tensor:
         """Return what the drafter reads of the tokens in slots `start` to `end`: (B, T, L, 2 Ekv).
 
-        The 2 Ekv numbers: for each kv head, its key, then its value.
+        The 2 Ekv numbers are in this order: key of head 1, value of head 1, key of head 2, ... The
+        authors' weights expect it.
         """
         kv = self.kv[:, :, :, start:end]  # (L, B, Hkv, T, 2D)
         kv = kv.permute(1, 3, 0, 2, 4)  # (B, T, L, Hkv, 2D)
@@ -347,9 +347,8 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Return hidden states (B, T, E) after the final norm, which the LM head reads.
 
-        tokens (B, T) come after those in the cache, one after the other. Those of a draft need not,
-        as it may branch. So for a draft the caller gives positions (T) and a mask (T, S), which
-        together say what each token comes after. Give both or neither.
+        tokens (B, T) go on after those in the cache. But a draft may branch: for it the caller
+        gives positions (T), and a mask (T, S) of what each token sees. Give both or neither.
         """
         count = tokens.shape[1]
         past = cache.length if cache is not None else 0
@@ -374,8 +373,8 @@ class Llama(nn.Module):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: one object for target and drafter, who take their random numbers from
-    one generator. (A target on a server has a Sampling of its own.)"""
+    """A GenerationConfig (below) at work: its temperature and top-p, and the generator that random
+    numbers come from. Target and drafter share one. (A target on a server has its own.)"""
 
     temperature: float = 0.0  # 0: greedy, always the likeliest token
     top_p: float = 1.0

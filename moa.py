@@ -33,8 +33,9 @@ Keys are read as they lie in the cache, that is, rotated by their position.
 A token is *verified* once the target has read it and keeps it. Only then does it have a memory. The
 newest token, which the target has chosen but not yet read, is not verified.
 
-`Drafter.features` is the whole of it: these layers, over all positions in one pass, as training
-runs them. `DraftState` runs them step by step, with caches, as drafting does.
+`Drafter.features` states the whole of it: these layers, over all positions in one pass. (It is what
+the tests compare with. `train.distill` takes the same four steps, and keeps what is between them.)
+`DraftState` runs the layers step by step, with caches, as drafting does.
 
 Shapes: as in llama.py, and N reused target layers, K drafted tokens, F nodes on the frontier of a
 draft (see `TreeConfig`), V' tokens that may be drafted (above the bar all V of them). H, Hkv and D
@@ -127,8 +128,7 @@ class Drafter(nn.Module):
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__()
         self.config = config
-        # Not `self.target = target`: that would make its weights ours, to be trained and saved.
-        self.__dict__["target"] = target
+        self.__dict__["target"] = target  # no submodule: its weights are not to be trained or saved
         self.head = DraftHead(target)
         sizes = target.config
         hidden_size = sizes.hidden_size
@@ -160,8 +160,7 @@ class Drafter(nn.Module):
             head_dim=hidden_size // heads,
             eps=config.rms_norm_eps,
         )
-        # LSA's sequence is the L layers of one token, so here a position is a layer's number. The
-        # rotation tells LSA how far apart two layers are.
+        # LSA's sequence is the L layers of one token: so here a position is a layer's number.
         layer_rotary = rotary_table(
             length=sizes.num_hidden_layers,
             head_dim=kv_width // layer_heads,
@@ -187,8 +186,7 @@ class Drafter(nn.Module):
 
     def features(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
         """Run the whole drafter over all positions. Returns predicted final hidden states
-        (B, T, E), which the LM head reads. (Training takes the same steps in `train.distill`, as
-        its losses need what is between them.)
+        (B, T, E), which the LM head reads.
 
         tokens (B, T); kv (B, T, L, 2 Ekv) from the target's cache; horizon (B, T): the last
         position whose memory query i may read, -1 for none.
@@ -317,8 +315,8 @@ class KnownKeysValues:
 
 @dataclass
 class MemoryUpdate:
-    """What the target's side sends when T tokens have been verified: the drafter's caches grow by
-    it. Of the memory, drafting needs CA's keys and values only, so these are sent in its place."""
+    """What the drafter's caches grow by when T tokens have been verified. (Not the memory itself:
+    CA reads only keys and values made of it, so these are sent.)"""
 
     tokens: list[int]
     cross_kv: Tensor  # CA's keys and values of the memory, (1, Hkv, T, 2D)
@@ -550,7 +548,7 @@ class DraftState:
 
     def draft(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a chain or a tree of tokens that may follow the target's newest token, `root`."""
-        self.discard_draft()  # the last one, where nothing was verified since (as offline)
+        self.discard_draft()  # one that was not followed by append_verified, as offline
         if tree.top_k == 1:
             return self.draft_chain(root, tree)
         if self.sampling.temperature == 0:
@@ -739,9 +737,9 @@ def sample_tree(state: DraftState, root: int, tree: TreeConfig) -> Draft:
 
     The rule of acceptance compares p to the q that a token was drawn from. So it needs tokens
     that were drawn, and every token that was drawn has to be proposed: to drop one afterwards
-    would change what comes out. Say p = q = (0.6, 0.4), and one token is drawn, and dropped if
-    it is the second, as unlikely. Then the target draws one itself, and the first token comes
-    out with probability 0.6 + 0.4 * 0.6 instead of 0.6.
+    would change what comes out. Say p = q = (0.6, 0.4). One token is drawn; if it is the second, it
+    is thrown away as too unlikely. The target then draws one itself, and the first token comes out
+    with probability 0.6 + 0.4 * 0.6 = 0.84 instead of 0.6.
 
     What may be chosen is how many tokens are drawn after each node, and only before they are
     drawn. At each level:
@@ -997,8 +995,7 @@ class OffPolicyDraftState(DraftState):
         super().__init__(drafter, capacity, sampling)
         self.causal_cache = KVCache(self.cross_cache.kv)
         self.last_memory = torch.zeros_like(drafter.Ekv2E.bias)  # of the last verified token, (E)
-        # By node: what stands in for the memory of an expanded node, (E). Entries of an earlier
-        # draft are overwritten in time: a node is expanded before its children ask for it.
+        # By node of the draft: what stands in for the memory of an expanded node, (E).
         self.predicted: dict[int, Tensor] = {}
         self.stepping: tuple[Draft, list[int]] | None = None  # what `step` was called with
 

@@ -109,12 +109,15 @@ class Outage:
     is in flight while it lasts arrives later: by the part of the outage that comes after its
     sending, plus one RTO.
 
-    An example: an outage from 1.0 s to 1.3 s on a link of 20 ms, whose RTO is 0.24 s. A reply sent
-    at 0.99 s sits through all of it, and arrives at 1.01 + 0.3 + 0.24 = 1.55 s. One sent at 1.1 s
-    sits through 0.2 s, and arrives at 1.12 + 0.2 + 0.24 = 1.56 s. One sent at 1.4 s, after the
-    outage, is not delayed, but it has to wait for those before it and arrives at 1.56 s too. If the
-    outage never ends, none of the three arrives: whoever waits for them gives up at a deadline (see
-    Channel.reply_timeout).
+    An example: an outage from 1.0 s to 1.3 s on a link of 20 ms, whose RTO is 0.24 s.
+
+        sent      would arrive    meets of it    arrives
+        0.99 s       1.01 s          0.3 s       1.01 + 0.3 + 0.24 = 1.55 s
+        1.10 s       1.12 s          0.2 s       1.12 + 0.2 + 0.24 = 1.56 s
+        1.40 s       1.42 s          nothing     1.56 s: in order, after the one before
+
+    If the outage never ends, none of the three arrives: whoever waits for them gives up at a
+    deadline (see Channel.reply_timeout).
 
     Real TCP needs longer to notice the end of a long outage, as it doubles its timeout. By then
     the client will usually have given up.
@@ -131,7 +134,7 @@ class Outage:
 
     @property
     def ends(self) -> float:
-        return self.begins + self.seconds
+        return self.begins + self.seconds  # infinity if it never begins, or never ends
 
     def overlaps(self, sent: float, arrival: float) -> bool:
         """Tell whether it meets a message that is in flight from `sent` to `arrival`."""
@@ -407,6 +410,8 @@ class Channel:
         """
         if self.sock is None:
             raise ConnectionLost("not connected")
+        # By the real clock: sent, asked, deadline, waited. By the simulated one: server_clock and
+        # arrival. Both begin at `sent`.
         try:
             sent = monotonic()
             size = send_message(self.sock, fields, tensors)

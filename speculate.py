@@ -40,13 +40,23 @@ scaled(max(p - q, 0)) = (1, 0, 0) puts the first in its place. So they come out 
     python speculate.py                                                  # a chat
     python speculate.py --remote --latency 21ms                          # the target on a server
 
-Read as far as the bar, the line that says where the method ends. Most of the imports are for what
-follows it.
+Read as far as the bar, the line that says where the method ends.
 
 Shapes: T tokens, K drafted tokens, S tokens in the cache, E hidden size, V vocabulary.
 """
 from __future__ import annotations
 
+# What the method uses:
+from dataclasses import dataclass, field, replace
+from typing import Iterator, NamedTuple
+
+import torch
+from torch import Tensor
+
+from llama import GenerationConfig, Llama, Sampling, probabilities, sample, sample_next
+from moa import Draft, Drafter, DraftState, MemoryUpdate, TreeConfig
+
+# What only the code below the bar uses:
 import json
 import math
 import os
@@ -55,7 +65,6 @@ import signal
 import sys
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import islice
@@ -65,24 +74,19 @@ from socket import gethostname
 from statistics import fmean
 from threading import Thread, Timer
 from time import monotonic, perf_counter, sleep
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable
 
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from llama import (
     DEFAULT_MODEL,
     TOY_MODEL,
     Batch,
-    GenerationConfig,
     InputError,
     KVCache,
-    Llama,
     PackedLinear,
     Parser,
     Request,
-    Sampling,
     TextStream,
     Tokenizer,
     add_generation_arguments,
@@ -93,24 +97,16 @@ from llama import (
     load_target,
     number,
     positive_int,
-    probabilities,
     ragged_hidden,
     read_json,
     read_prompt,
     report,
     run_command,
-    sample,
-    sample_next,
 )
 from moa import (
     Q_TOKENS,
     BatchDraftState,
-    Draft,
-    Drafter,
-    DraftState,
-    MemoryUpdate,
     RemoteDraftState,
-    TreeConfig,
     dequantize_probabilities,
     draft_distributions,
     load_drafter,
@@ -172,7 +168,7 @@ def speculate(
         if left == 0 or tokens[-1] in config.stop_ids:
             return
         state.append_verified(result.memory)  # grow the cross-attention memory
-        # There is room for `left` tokens, and the target adds one of its own.
+        # The target adds a token of its own: so at most left - 1 drafted ones can be used.
         depth = min(tree.depth, left - 1)  # if 0, nothing is drafted
         draft = state.draft(result.token, replace(tree, depth=depth))
         result = target.verify(draft)  # accepted tokens, next token, memory of what is verified
@@ -349,10 +345,12 @@ def rejection_sample_tree(
     that moment. From the last child to the first:
 
         the last child     It is drawn from q_left. If it is rejected, the token is drawn from the
-                           residual. That is the chain's rule, with p_left and q_left for p and q.
+                           residual. That is the chain's rule, with p_left and q_left for p and q:
+                           so p_left comes out.
         the one before     If it is rejected, the last child is tried next. By the claim for that
-                           one, what then comes out is distributed as its p_left: the residual. So
-                           again it is the chain's rule.
+                           one, what comes out is distributed as its p_left, which is this one's
+                           residual. So a rejection again brings a draw from the residual: it is the
+                           chain's rule, and p_left comes out.
 
     And so on to the first child, whose p_left is p. This needs that each child was drawn from its
     q_left. So after a node the number of children has to be fixed first; then they are drawn; then
@@ -1222,8 +1220,9 @@ class Method:
             target = LocalTarget(self.model, self.drafter or NoDrafter(), capacity, sampling)
         if self.lookup:
             state = Lookup(state, self.model.config.vocab_size, sampling)
-        recorder = Recorder(target, state)  # in place of both: it answers the calls of both
-        for tokens in speculate(recorder, recorder, prompt, config, tree):
+        recorder = Recorder(target, state)
+        target = state = recorder  # it stands in for both, as a cycle has calls of both
+        for tokens in speculate(target, state, prompt, config, tree):
             recorder.cycle.tokens = tokens
             yield recorder.cycle
 

@@ -15,7 +15,7 @@ layers.)
 
 The file shows how one pass puts every position of an answer into a situation that drafting meets
 (its *horizon*), then the losses, one update, and the loop. Read as far as the bar, "The method ends
-here", and pass over the imports, most of which serve what follows it.
+here".
 
     python train.py --data ultrachat.jsonl              # the paper's settings, once over the data
     python train.py --data ultrachat.jsonl --resume     # goes on after any interruption
@@ -32,12 +32,25 @@ answers into runs (--horizons), n trained positions.
 """
 from __future__ import annotations
 
+# What the method uses:
+import itertools
+import math
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llama import InputError, Llama, causal_mask
+from moa import Drafter
+
+# What only the code below the bar uses:
 import argparse
 import ast
 import html
-import itertools
 import json
-import math
 import os
 import random
 import re
@@ -50,17 +63,12 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, NamedTuple
+from typing import Callable, Iterable, Iterator
 
-import numpy as np
 import tokenizers
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 
@@ -69,14 +77,11 @@ from llama import (
     Batch,
     Config,
     GenerationConfig,
-    InputError,
-    Llama,
     Parser,
     Request,
     Tokenizer,
     add_model_arguments,
     atomic_write,
-    causal_mask,
     check_message,
     checksum,
     input_errors,
@@ -89,7 +94,6 @@ from llama import (
     settle_device,
 )
 from moa import (
-    Drafter,
     TreeConfig,
     default_config,
     load_drafter,
@@ -161,12 +165,12 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
             horizons.append(position)  # never used: outside answers nothing is trained
             continue
         if next_run is None:  # the answer's first run
-            horizon = position - 1
-            next_run = position + length - phase
+            run_begins = position
+            next_run = run_begins + length - phase
         elif position == next_run:
-            horizon = position - 1
-            next_run = position + length
-        horizons.append(horizon)
+            run_begins = position
+            next_run = run_begins + length
+        horizons.append(run_begins - 1)  # the token before the run
     return torch.tensor(horizons)
 
 
@@ -268,7 +272,7 @@ class Distillation(NamedTuple):
     and a mean over the R cuts."""
 
     loss: Tensor
-    parts: Tensor  # for the log: the loss, its KL, its Smooth L1, without gradients, (3)
+    parts: Tensor  # (3), without gradients: the loss, its KL, its Smooth L1, as in `Losses`
     predicted: Tensor  # h', the drafter's, (R, n, E)
     final: Tensor  # h, the target's, (n, E)
 
@@ -339,8 +343,6 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
         examples = collate(draw_examples(batch, update, args), device)
         (distill(drafter, examples, args).loss / total).backward()
 
-    Below the bar: `micro_batches` cuts the batch into pieces, `autocast` multiplies in --dtype, and
-    `sum_over_processes` does nothing unless there are several processes.
     """
     device = drafter.target.device
     # The loss of an update is one mean, over all trained positions of the batch. So each piece of
@@ -350,12 +352,13 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
         # Not None: under torchrun a process may get no piece, and still sends its gradients.
         parameter.grad = torch.zeros_like(parameter)
     sums = torch.zeros(3, device=device)
+    # (These three helpers are below the bar.) All of the batch at once, unless RAM is short:
     for piece in micro_batches(draw_examples(batch, update, args), args):
-        with autocast(device, args):
+        with autocast(device, args):  # in --dtype
             result = distill(drafter, collate(piece, device), args)
         (result.loss / total).backward()
         sums += result.parts
-    sum_over_processes(drafter, sums)
+    sum_over_processes(drafter, sums)  # nothing, with one process
     return Losses(*(sums / total).tolist())
 
 
@@ -375,13 +378,12 @@ def learning_rate(update: int, args) -> float:
         warm = min(1.0, (update + 1) / args.warmup)  # rises to 1
         return warm * args.lr * (1 + math.cos(math.pi * update / args.updates)) / 2
     warmup = min(args.warmup, max(1, args.epoch_updates // 2))
-    corners = {  # update: learning rate, as a multiple of --lr; straight lines between
-        -1: 0,  # so that update 0 is one step up already
-        warmup - 1: 20,
-        warmup: 20,
-        args.epoch_updates: 1,  # and from there on
-    }
-    return args.lr * float(np.interp(update, list(corners), list(corners.values())))
+    if update < warmup:
+        return args.lr * 20 * (update + 1) / warmup
+    if update >= args.epoch_updates:
+        return args.lr
+    way_down = (update - warmup) / (args.epoch_updates - warmup)  # from 0 to 1
+    return args.lr * (20 - 19 * way_down)
 
 
 def make_optimizers(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
@@ -1209,7 +1211,8 @@ def converse(
         # 2. Begin the next turn of each that waits. On a GPU, where one pass reads all their
         # prompts, wait until there are some: until an eighth of the rows is free.
         free = args.batch_size - len(batch.requests)
-        if free >= args.batch_size / 8 or target.device.type == "cpu":
+        worth_a_pass = free >= args.batch_size / 8 or target.device.type == "cpu"
+        if worth_a_pass:
             batch.add_all([next_turn(tokenizer, one, draws, args.seq_len) for one in waiting])
             waiting = []
         if not batch.requests:
@@ -1480,7 +1483,8 @@ def pretrain(args) -> None:
                 )
             loss.backward()
             # From 0 up to 6e-3 in the first fiftieth, then on a straight line down to 0.
-            lr = np.interp(update / args.updates, [0, 0.02, 1], [0, 6e-3, 0])
+            share = (update + 1) / (args.updates + 1)
+            lr = np.interp(share, [0, 0.02, 1], [0, 6e-3, 0])
             apply_gradients(optimizers, float(lr))
             model.zero_grad()
             journal.record(update + 1, {"loss": loss.item()}, windows.numel())

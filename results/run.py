@@ -8,13 +8,14 @@
 
 An experiment compares drafters. Each is trained and scored by itself, as many at a time as there
 are cores, with the flags of DRAFTERS and three seeds (in `text`, one). An experiment is written to
-its results/NAME.json as soon as all of its drafters are scored, some with a figure. Each row of it
-says when, where, and with which commit it was scored.
+its results/NAME.json as soon as all of its drafters are scored, some with a figure. Each row says
+when, where, and with which commit it was scored. (The files that are shipped are mostly of earlier
+code, which noted date and machine once.)
 
-After an interruption the same command goes on (`cost`, `network`, and drafters whose training was
-under way begin again). In runs/DRAFTER-SEED, command.txt says with which flags the drafter was
-trained, and scores.json holds its scores. They are used again as long as the flags are the same:
-delete them after a change of the code.
+After an interruption the same command goes on. In runs/DRAFTER-SEED, command.txt says with which
+flags the drafter was trained, and scores.json holds its scores. They are used again as long as the
+flags are the same: delete them after a change of the code. `cost`, `network`, and a drafter whose
+training was under way begin again.
 """
 import argparse
 import io
@@ -519,10 +520,11 @@ def make_target_and_texts() -> None:
     copy_lines(ROOT / held_out, FEW_PROMPTS, RUNS / "few.jsonl")
 
 
-def ensure_scored(name: str, seed: int) -> None:
+def run_job(name: str, seed: int) -> None:
     """Train and score a drafter in a process of its own, unless that is done."""
     path = RUNS / f"{name}-{seed}/scores.json"
     scores = json.loads(path.read_text()) if path.exists() else {}
+    # (Scores of earlier code have no commit.)
     if scores.get("command") == training_command(name, seed) and "commit" in scores:
         return
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # as several run at a time
@@ -654,7 +656,7 @@ def main() -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = itertools.chain.from_iterable(jobs_of(experiment) for experiment in names)
         # dict.fromkeys: each once, although some are in several experiments.
-        futures = {job: pool.submit(ensure_scored, *job) for job in dict.fromkeys(jobs)}
+        futures = {job: pool.submit(run_job, *job) for job in dict.fromkeys(jobs)}
         # An experiment is written as soon as its own drafters are scored, while others still train.
         try:
             for experiment in names:
