@@ -48,6 +48,7 @@ import math
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -99,8 +100,9 @@ class DrafterConfig:
     rms_norm_eps: float
     rope_theta: float
     target_layer_inference: int = 0  # N
-    use_layer_self_attention: bool = True  # this and the next: ablations, below the bar
+    use_layer_self_attention: bool = True  # this and the next two: ablations, below the bar
     use_cross_attention: bool = True
+    use_self_attention: bool = True
     draft_vocabulary: tuple[int, ...] | None = None  # of `LimitedHead`, below the bar
 
 
@@ -720,7 +722,7 @@ def likeliest_paths(draft: Draft, nodes: list[int], count: int) -> list[int]:
 #
 #     Sampled trees                   for temperatures above 0
 #     Sizes, and a head ...           which sizes fit a target; fewer tokens
-#     Ablations                       without LSA, without CA, without both
+#     Ablations                       without LSA, CA or SA; EAGLE's drafter
 #     What ... a network needs        coarse q, and going on alone
 #     Chains for many conversations   all rows of a batch in one pass
 #     Fast                            bfloat16 and packing
@@ -843,6 +845,8 @@ def check_sizes(config: DrafterConfig, sizes: Config) -> None:
             f"target_layer_inference {config.target_layer_inference}: the target has only "
             f"{sizes.num_hidden_layers} layers (train.py: --tli)"
         )
+    if config.use_cross_attention and not config.use_self_attention:
+        raise InputError("use_self_attention: CA needs SA (train.py: --no-sa needs --no-ca)")
     heads = config.num_attention_heads
     width = sizes.hidden_size
     check_heads("self_attention", width, heads, config.self_attention_num_key_value_heads)
@@ -901,7 +905,7 @@ class LimitedHead(DraftHead):
         return all_tokens.index_copy_(0, self.vocabulary, q)
 
 
-# --- Ablations: without LSA, without CA (the latter as EAGLE drafts, Li et al. 2024a) ---
+# --- Ablations: without LSA, without CA, without SA; without all three it is EAGLE's drafter ---
 #
 # After t verified tokens come the newest token r and drafted ones d1, d2. What the layer after SA
 # gets of the memory, at each of them:
@@ -913,6 +917,10 @@ class LimitedHead(DraftHead):
 #
 # Without CA each position adds the one memory before it to its own input, and attends to the
 # positions before it. The last two rows differ: that is the off-policy problem.
+#
+# EAGLE's drafter (Li et al. 2024a) is one decoder layer over U e + W h, with e the embedding of a
+# token and h the hidden state of the one before it. Without LSA and CA we have SA(e) + W h under
+# that layer. So without SA, a linear map U takes its place.
 
 
 class LastStateDrafter(Drafter):
@@ -941,8 +949,7 @@ class OffPolicyDrafter(Drafter):
 
     In training that is always a true memory, and no horizon hides it. While drafting, the tokens of
     the draft have none, and the drafter's own prediction stands in for it, `predicted_memory`. It
-    was never trained on that: off-policy. (EAGLE joins the two by a linear map instead of a sum:
-    see `become_eagle` of results/run.py.)
+    was never trained on that: off-policy.
     """
 
     def cross_attend(self, x: Tensor, memory: Tensor, horizon: Tensor) -> Tensor:
@@ -972,7 +979,7 @@ class OffPolicyDrafter(Drafter):
 
 
 class LastStateOffPolicyDrafter(LastStateDrafter, OffPolicyDrafter):
-    """Without both: as near to EAGLE as these layers come.
+    """Without both. With a `LinearMap` in SA's place it is EAGLE's drafter.
 
     From LastStateDrafter: how a memory is made (`build_memory`, and `features`). From
     OffPolicyDrafter: what reads it (`cross_attend`, `memory_update`). Only what stands in for
@@ -981,6 +988,19 @@ class LastStateOffPolicyDrafter(LastStateDrafter, OffPolicyDrafter):
 
     def predicted_memory(self, features: Tensor) -> Tensor:
         return self.Ekv2E(features.to(self.dtype))
+
+
+class LinearMap(nn.Module):
+    """Stands in for SA, and does not look at other tokens."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+        # `DraftState` makes a cache of these sizes. Nothing is written to it.
+        self.self_attn = SimpleNamespace(kv_heads=1, head_dim=1)
+
+    def forward(self, x: Tensor, *_) -> Tensor:
+        return self.linear(x)
 
 
 class OffPolicyDraftState(DraftState):
@@ -1236,6 +1256,8 @@ def new_drafter(target: Llama, config: DrafterConfig) -> Drafter:
         drafter = OffPolicyDrafter(target, config)
     else:
         drafter = Drafter(target, config)
+    if not config.use_self_attention:
+        drafter.self_attention = LinearMap(target.config.hidden_size)
     if config.draft_vocabulary is not None:
         drafter.head = LimitedHead(target, config.draft_vocabulary)
     return drafter

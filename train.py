@@ -1668,6 +1668,7 @@ def add_drafter_arguments(parser: Parser) -> None:
     add("--tli", type=number(int, 0), default=0, metavar="N", help="target layers to reuse")
     add("--no-lsa", action="store_true", help="ablation: memory from the last hidden state")
     add("--no-ca", action="store_true", help="ablation: the drafter reads its own predictions")
+    add("--no-sa", action="store_true", help="with both of these it is EAGLE's drafter")
     add("--lsa-heads", type=positive_int, help="default: the target's")
     add("--lsa-mlp", type=positive_int, help="LSA's MLP width")
     add("--mlp", type=positive_int, help="SA's and CA's MLP width")
@@ -1695,7 +1696,8 @@ def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
     if args.pretrain:
         others = ["data", "out", "model", "batch_size", "micro_batch_size", "seq_len"]
         others += ["lr", "schedule", "warmup", "optimizer", "kl_weight", "feature_weight"]
-        others += ["memory_weight", "run_length", "horizons", "tli", "no_lsa", "no_ca"]
+        others += ["memory_weight", "run_length", "horizons", "tli"]
+        others += ["no_lsa", "no_ca", "no_sa"]
         others += ["lsa_heads", "lsa_mlp", "mlp", "kv_heads", "draft_vocabulary"]
         parser.refuse(args, others, "has no effect with --pretrain")
     else:
@@ -1734,6 +1736,7 @@ def make_drafter(target: Llama, data: Conversations, training: np.ndarray, args)
         "target_layer_inference": args.tli,
         "use_layer_self_attention": not args.no_lsa,
         "use_cross_attention": not args.no_ca,
+        "use_self_attention": not args.no_sa,
         "layer_self_attention_num_attention_heads": args.lsa_heads,
         "layer_self_attention_intermediate_size": args.lsa_mlp,
         "self_attention_intermediate_size": args.mlp,

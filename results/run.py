@@ -33,11 +33,9 @@ from contextlib import redirect_stdout
 from datetime import date
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
-from torch import nn
 
 RESULTS = Path(__file__).parent
 ROOT = RESULTS.parent
@@ -55,7 +53,6 @@ from llama import (  # noqa: E402
 )
 from moa import (  # noqa: E402
     Drafter,
-    LastStateOffPolicyDrafter,
     TreeConfig,
     load_drafter,
 )
@@ -74,13 +71,13 @@ TRAINING = [  # what all drafters have in common (the losses are train.py's defa
 ]
 # All have 0.37 million parameters, within a hundredth. So:
 WIDER = "--mlp", "352"  # without LSA: the MLPs of SA and CA are wider by its parameters
-EAGLE_MLP = 768  # EAGLE's drafter has no SA either: the MLP of its one layer is wider still
+WIDEST = "--mlp", "768"  # without SA, too: the MLP of the one layer is wider still
 DRAFTERS = {  # the flags of each, besides those in common
     "full": [],
     "no-lsa": ["--no-lsa", *WIDER],
     "no-ca": ["--no-ca"],
     "neither": ["--no-lsa", "--no-ca", *WIDER],
-    "eagle": ["--no-lsa", "--no-ca", "--mlp", str(EAGLE_MLP)],  # + become_eagle, below
+    "eagle": ["--no-lsa", "--no-ca", "--no-sa", *WIDEST],
     "last-layer": [],  # + remember_last_layer
     "staircase": [],  # + add_staircase
     "run-1": ["--run-length", "1", "1"],
@@ -184,7 +181,7 @@ def split_name(name: str) -> tuple[str, int]:
 # --- Drafters that no flag makes ---
 #
 # Each of these functions changes a class of moa.py for as long as the process runs, in which one
-# drafter is trained and scored. (`measure_cost` needs EAGLE's beside others: see there.)
+# drafter is trained and scored.
 
 
 def remember_last_layer() -> None:
@@ -195,37 +192,6 @@ def remember_last_layer() -> None:
         return build_memory(self, kv[:, :, -1:].expand_as(kv), hidden)
 
     Drafter.build_memory = build_from_last_layer
-
-
-class LinearMap(nn.Module):
-    """Stands in for SA, and does not look at other tokens."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.linear = nn.Linear(width, width, bias=False)
-        # `DraftState` makes a cache of these sizes. Nothing is written to it.
-        self.self_attn = SimpleNamespace(kv_heads=1, head_dim=1)
-
-    def forward(self, x, *_):
-        return self.linear(x)
-
-
-def become_eagle() -> None:
-    """Make EAGLE's drafter (Li et al. 2024a) of `neither`, the one without LSA and CA.
-
-    With e the embedding of a token, and h the hidden state of the one before it, `neither` computes
-    layer(SA(e) + W h), EAGLE's drafter layer(U e + W h). So a linear map U takes SA's place.
-    """
-    make = LastStateOffPolicyDrafter.__init__
-
-    def make_eagle(self, target, config):
-        make(self, target, config)
-        # `neither` is of this class, too, made by the same flags, and `measure_cost` loads both.
-        # In a drafter's config.json only the width of the MLP tells them apart.
-        if config.self_attention_intermediate_size == EAGLE_MLP:
-            self.self_attention = LinearMap(target.config.hidden_size)
-
-    LastStateOffPolicyDrafter.__init__ = make_eagle
 
 
 def add_staircase() -> None:
@@ -269,7 +235,6 @@ def add_staircase() -> None:
 
 CHANGES = {
     "last-layer": remember_last_layer,
-    "eagle": become_eagle,
     "staircase": add_staircase,
 }
 
@@ -588,7 +553,6 @@ def write_result(experiment: str, rows: list[dict]) -> None:
 
 def measure_cost() -> None:
     """Time the drafters of three seeds, in turn within each run."""
-    become_eagle()
     rows = []
     for seed in SEEDS:
         flags = ["--bench", "runs/few.jsonl", "--json", *ON_TOY]

@@ -75,6 +75,7 @@ N2 = {"target_layer_inference": 2}
 N3 = {"target_layer_inference": 3}
 NO_LSA = {"use_layer_self_attention": False}
 NO_CA = {"use_cross_attention": False}
+EAGLE = NO_LSA | NO_CA | {"use_self_attention": False}
 
 
 def random_norms(module: nn.Module) -> None:
@@ -395,7 +396,7 @@ CYCLES = [
 
 @pytest.mark.parametrize("choices", [
     {}, N1, GROUPED | N2, {"target_layer_inference": LAYERS}, NO_LSA | N2, NO_CA, NO_CA | NO_LSA,
-    NO_CA | N2,
+    NO_CA | N2, EAGLE,
 ], ids=str)
 def test_drafting_step_by_step_gives_the_features_of_one_pass_under_its_horizon(
         target, choices, monkeypatch):
@@ -426,7 +427,7 @@ def test_drafting_step_by_step_gives_the_features_of_one_pass_under_its_horizon(
 TREE = given_draft([14, 15, 16, 17, 18, 19, 20], [-1, 0, 0, 0, 1, 3, 3])
 
 
-@pytest.mark.parametrize("choices", [NO_CA, NO_CA | NO_LSA | N2], ids=str)
+@pytest.mark.parametrize("choices", [NO_CA, NO_CA | NO_LSA | N2, EAGLE], ids=str)
 def test_without_ca_a_token_of_a_tree_has_the_features_that_it_has_in_a_chain(target, choices):
     state = state_after(random_drafter(target, **choices), random_tokens(7))
     features = step_through(state, TREE)
@@ -886,6 +887,19 @@ def test_without_ca_the_horizon_has_no_effect_and_a_draft_reads_what_was_predict
     torch.testing.assert_close(steps, expected, **CLOSE)
 
 
+def test_without_lsa_ca_and_sa_it_is_a_decoder_layer_over_embeddings_and_the_states_before(target):
+    """EAGLE's drafter: layer(U e + W h), with h of the token before e's."""
+    drafter = random_drafter(target, **EAGLE)
+    tokens = torch.tensor([random_tokens(9)])
+    kv, hidden = read(target, tokens[0].tolist())
+    states = nn.functional.pad(drafter.Ekv2E(hidden)[:, :-1], (0, 0, 1, 0))  # none before the first
+    x = target.embed_tokens(tokens) @ drafter.self_attention.linear.weight.T + states
+    mask = torch.ones(9, 9, dtype=torch.bool).tril()
+    expected = drafter.cross_attention(x, drafter.rotary[:, :9], mask)
+    features = drafter.features(tokens, kv, torch.zeros(1, 9))
+    torch.testing.assert_close(features, expected, **CLOSE)
+
+
 # --- Fast on a CPU ---
 
 
@@ -931,7 +945,7 @@ def test_packed_it_drafts_the_same_and_in_bfloat16_almost_the_same(
 # --- Checkpoints ---
 
 @pytest.mark.parametrize("choices", [
-    {}, N2, {"draft_vocabulary": (1, 2, 31)}, NO_LSA, NO_CA, NO_CA | NO_LSA,
+    {}, N2, {"draft_vocabulary": (1, 2, 31)}, NO_LSA, NO_CA, NO_CA | NO_LSA, EAGLE,
     {"layer_self_attention_num_attention_heads": 10},
 ], ids=str)
 def test_a_saved_drafter_comes_back_as_it_was(target, tmp_path, choices):

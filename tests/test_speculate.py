@@ -114,6 +114,9 @@ def test_greedy_acceptance_follows_the_targets_choices_as_far_as_they_were_draft
 
 # --- Whole answers at temperature 0: the target's own tokens ---
 
+EAGLE = dict.fromkeys(
+    ["use_layer_self_attention", "use_cross_attention", "use_self_attention"], False
+)
 TREES = [
     TreeConfig(1),
     TreeConfig(4),
@@ -136,6 +139,7 @@ TREES = [
         dict(use_cross_attention=False),
         dict(use_cross_attention=False, target_layer_inference=2),
         dict(use_layer_self_attention=False, use_cross_attention=False),
+        EAGLE,
         dict(draft_vocabulary=(0, 5, 7, 11)),
         dict(target_layer_inference=4, likeness=0.8),
         dict(target_layer_inference=4, likeness=1.0),

@@ -649,6 +649,7 @@ def test_training_lowers_the_loss(tmp_path, command):
     ("--no-lsa", {"use_layer_self_attention": False, "use_cross_attention": True}),
     ("--no-ca", {"use_layer_self_attention": True, "use_cross_attention": False}),
     ("--no-lsa --no-ca", {"use_layer_self_attention": False, "use_cross_attention": False}),
+    ("--no-lsa --no-ca --no-sa", {"use_cross_attention": False, "use_self_attention": False}),
     ("--draft-vocabulary 999", {"draft_vocabulary": tuple(range(258))}),
     ("--draft-vocabulary 3", {"draft_vocabulary": (11, 220, STOP)}),  # and comma and space
     ("--kv-heads 2 --lsa-heads 2 --horizons 2 --memory-weight 1", {
@@ -1271,6 +1272,7 @@ def files(tmp_path_factory, tiny, undisturbed) -> Path:
     ("--evaluate nowhere", "nowhere: no such folder"),
     ("--kv-heads 3", "num_key_value_heads 3"),
     ("--lsa-heads 500", "num_attention_heads 500"),
+    ("--no-sa", "--no-sa needs --no-ca"),
     ("--lr nan", "invalid"),
     ("--tli 99", "3 layers"),
     ("--seq-len 100000", "context is 256"),

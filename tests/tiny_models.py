@@ -48,9 +48,10 @@ def new_drafter(target: Llama, likeness: float = 0.0, **choices) -> Drafter:
     torch.manual_seed(1)
     drafter = moa.new_drafter(target, replace(moa.default_config(target), **choices))
     drafter.requires_grad_(False)
-    for layer in (drafter.self_attention, drafter.cross_attention):
-        layer.self_attn.o_proj.weight.mul_(1 - likeness)
-        layer.mlp.down_proj.weight.mul_(1 - likeness)
+    if likeness > 0:
+        for layer in (drafter.self_attention, drafter.cross_attention):
+            layer.self_attn.o_proj.weight.mul_(1 - likeness)
+            layer.mlp.down_proj.weight.mul_(1 - likeness)
     return drafter
 
 
