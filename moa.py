@@ -46,7 +46,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -528,11 +528,12 @@ class DraftState:
         rope = self.next_rope(len(update.tokens))
         x = self.embed(update.tokens)  # (1, T, E)
         self.self_cache.append(0, self.drafter.self_attention.keys_values(x, rope))
-        self.append_memory(update)  # which also moves the lengths
-
-    def append_memory(self, update: MemoryUpdate) -> None:
-        """Append what the target's side has sent. Then move the lengths of all three caches."""
         self.cross_cache.append(0, update.cross_kv)
+        self.append_reused(update)  # which also moves the lengths
+
+    def append_reused(self, update: MemoryUpdate) -> None:
+        """Append the target's own keys and values to TLI's cache. Then move the lengths of all
+        three."""
         for i in range(self.drafter.N):
             self.reused_cache.append(i, update.reused_kv[i])
         for cache in (self.self_cache, self.cross_cache, self.reused_cache):
@@ -1006,53 +1007,76 @@ class LinearMap(nn.Module):
 class OffPolicyDraftState(DraftState):
     """Drafts without CA.
 
-    The causal layer in its place needs keys and values of drafted tokens, too. They lie after those
-    of the text, in the same tensor. One tensor, two lengths: cross_cache ends where the text ends,
-    as everywhere, and causal_cache where the draft ends.
+    Here the layers have to run over verified tokens, too. They do so when the next draft begins,
+    together with its root, in one pass, as in EAGLE's code. Until then such tokens are `unread`:
+    the caches' lengths count them already, but nothing is in their slots.
+
+    The causal layer needs keys and values of drafted tokens, too. They lie after those of the text,
+    in the same tensor. One tensor, two lengths: cross_cache ends where the text ends, as
+    everywhere, and causal_cache where the draft ends.
     """
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
         super().__init__(drafter, capacity, sampling)
         self.causal_cache = KVCache(self.cross_cache.kv)
-        self.last_memory = torch.zeros_like(drafter.Ekv2E.bias)  # of the last verified token, (E)
+        self.unread: list[int] = []  # tokens
+        # What each of these reads, and the next root: the memory of the token before it,
+        # (1 + len(unread), E). Nothing is before the first token of a text.
+        self.memory_before = torch.zeros_like(drafter.Ekv2E.bias).unsqueeze(0)
         # By node of the draft: what stands in for the memory of an expanded node, (E).
         self.predicted: dict[int, Tensor] = {}
-        self.stepping: tuple[Draft, list[int]] | None = None  # what `step` was called with
 
     def append_verified(self, update: MemoryUpdate) -> None:
-        """Grow the caches by newly verified tokens. Here SA has to run: the causal layer's keys and
-        values follow from its output, plus the memory of the token before."""
-        drafter = self.drafter
+        """Take note of newly verified tokens, over which `step` will run."""
         self.discard_draft()
-        count = len(update.tokens)
-        rope = self.next_rope(count)
-        mask = causal_mask(count, self.text_length, drafter.target.device)
-        x = drafter.self_attention(self.embed(update.tokens), rope, mask, self.self_cache, 0)
-        # cross_kv is the memory (see `memory_update`). Each token reads that of the token
-        # before it: so put the last one in front, and leave out the newest.
-        memory = torch.cat([self.last_memory[None], update.cross_kv[0]])  # (1 + T, E)
-        self.last_memory = memory[-1]
-        cross_kv = drafter.cross_attention.keys_values(x + memory[:-1], rope)
-        self.append_memory(replace(update, cross_kv=cross_kv))
-
-    def cross_attend(self, x: Tensor, rope: Tensor) -> Tensor:
-        draft, frontier = self.stepping
-        mask = self.tree_mask(draft, frontier)
-        previous = []  # for each node the memory of the token before it, (E)
-        for node in frontier:
-            parent = draft.parents[node]
-            previous.append(self.last_memory if node == 0 else self.predicted[parent])
-        # These tokens go into the same slots as in SA's cache, so that the same mask fits both.
-        self.causal_cache.length = self.self_cache.length
-        x = x + torch.stack(previous)  # (1, F, E)
-        return self.drafter.cross_attention(x, rope, mask, self.causal_cache, 0)
+        self.unread = self.unread + update.tokens
+        memory = update.cross_kv[0]  # (T, E): see `memory_update`
+        self.memory_before = torch.cat([self.memory_before, memory])
+        self.append_reused(update)
 
     def step(self, draft: Draft, frontier: list[int]) -> Tensor:
-        self.stepping = draft, frontier  # for `cross_attend`
-        features = super().step(draft, frontier)  # (F, E)
-        for node, memory in zip(frontier, self.drafter.predicted_memory(features)):
+        drafter = self.drafter
+        self.expanded += frontier
+        mask = self.tree_mask(draft, frontier)  # (F, S)
+        position = self.text_length + draft.depth(frontier[0])
+        if frontier == [0]:
+            x = self.read_with_root(draft.tokens[0])  # (1, 1, E)
+        else:
+            tokens = [draft.tokens[node] for node in frontier]
+            predicted = [self.predicted[draft.parents[node]] for node in frontier]
+            rope = drafter.rotary[:, position:position + 1]
+            x = self.run_layers(tokens, torch.stack(predicted), rope, mask)  # (1, F, E)
+        target_rope = drafter.target.rotary[:, position:position + 1]
+        x = drafter.run_target_layers(x, target_rope, mask, self.reused_cache)
+        self.reused_cache.length += len(frontier)
+        features = x.squeeze(0)  # (F, E)
+        for node, memory in zip(frontier, drafter.predicted_memory(features)):
             self.predicted[node] = memory
         return features
+
+    def read_with_root(self, root: int) -> Tensor:
+        """Run the layers on the tokens that are unread and on the root. Returns the root's output,
+        (1, 1, E)."""
+        first = self.text_length - len(self.unread)  # the position of the first of them
+        rope = self.drafter.rotary[:, first:self.text_length + 1]
+        mask = causal_mask(1 + len(self.unread), first, self.drafter.target.device)
+        self.self_cache.length = first
+        x = self.run_layers(self.unread + [root], self.memory_before, rope, mask)
+        self.unread = []
+        self.memory_before = self.memory_before[-1:]
+        return x[:, -1:]
+
+    def run_layers(
+        self, tokens: list[int], memory_before: Tensor, rope: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Run SA and the causal layer on T tokens, each with the memory of the token before it,
+        (T, E). Returns (1, T, E)."""
+        x = self.drafter.self_attention(self.embed(tokens), rope, mask, self.self_cache, 0)
+        # These tokens go into the same slots as in SA's cache, so that the same mask fits both.
+        self.causal_cache.length = self.self_cache.length
+        x = self.drafter.cross_attention(x + memory_before, rope, mask, self.causal_cache, 0)
+        self.self_cache.length += len(tokens)
+        return x
 
 
 # --- What drafting over a network needs: coarse distributions, and going on alone ---
