@@ -2,7 +2,7 @@
 
     python results/run.py                       # all that compare drafters: half a day on two cores
     python results/run.py parts on_policy       # these
-    python results/run.py cost network          # these two measure time: on an idle machine (cost
+    python results/run.py cost network          # these measure time: on an idle machine (cost
                                                 # first trains the drafters of parts, if need be)
     python results/run.py --tables parts        # only prints the tables of what is written
 
@@ -14,8 +14,8 @@ code, which noted date and machine once.)
 
 After an interruption the same command goes on. In runs/DRAFTER-SEED, command.txt says with which
 flags the drafter was trained, and scores.json holds its scores. They are used again as long as the
-flags are the same: delete them after a change of the code. `cost`, `network`, and a drafter whose
-training was under way begin again.
+flags are the same: delete them after a change of the code. What measures time, and a drafter
+whose training was under way, begin again.
 """
 import argparse
 import io
@@ -127,6 +127,7 @@ ONE_SEED = {"text"}  # experiments for which three would take too long
 OFFLINE = {"full", "n-1", "n-2", "n-4"}  # also judged by what they write alone: `score_offline`
 TIMED = {  # experiments that measure time, on an idle machine, and the drafters that they need
     "cost": EXPERIMENTS["parts"],
+    "cost_longest": ["full-double", "neither-double"],
     "network": [],  # the default target, and its drafter
 }
 PROMPT_COUNT = 64  # to measure acceptance on
@@ -381,6 +382,7 @@ TABLES = {
     "reused_layers": [ACCEPTANCE_COLUMNS, OFFLINE_COLUMNS],
     "reused_layers_early": [ACCEPTANCE_COLUMNS, OFFLINE_COLUMNS],
     "cost": [COST_COLUMNS],
+    "cost_longest": [COST_COLUMNS],
     "network": [NETWORK_COLUMNS],
 }
 RARE = 0.05  # a depth that fewer of the chains come to is left out
@@ -444,7 +446,7 @@ def print_result(experiment: str) -> None:
     for row in rows:
         if experiment == "network":
             name = f"{row['latency']}, {row['loss']}"
-        elif experiment == "cost":
+        elif experiment.startswith("cost"):
             name = row["method"].replace("runs/", "").removesuffix(f"-{row['seed']}")
         else:
             name = row["drafter"]
@@ -551,12 +553,12 @@ def write_result(experiment: str, rows: list[dict]) -> None:
 # --- What is timed: on an idle machine ---
 
 
-def measure_cost() -> None:
+def measure_cost(experiment: str) -> None:
     """Time the drafters of three seeds, in turn within each run."""
     rows = []
     for seed in SEEDS:
         flags = ["--bench", "runs/few.jsonl", "--json", *ON_TOY]
-        for name in TIMED["cost"]:
+        for name in TIMED[experiment]:
             flags += ["--drafter", f"runs/{name}-{seed}"]
         flags += ["--max-new-tokens", str(ANSWER_TOKENS), "--draft-length", str(CHAIN_LENGTH)]
         flags += ["--depth", str(TREE.depth), "--top-k", str(TREE.top_k)]
@@ -566,7 +568,7 @@ def measure_cost() -> None:
             row["ms_a_cycle"] = milliseconds / row["target_calls"]
             row["ms_a_draft"] = row["draft_share"] * row["ms_a_cycle"]
             rows.append({"seed": seed} | row | circumstances())
-    write_result("cost", rows)
+    write_result(experiment, rows)
 
 
 def measure_network() -> None:
@@ -632,10 +634,11 @@ def main() -> None:
             print(f"{error!r}: ending as soon as those under way have ended", file=sys.stderr)
             pool.shutdown(cancel_futures=True)
             raise
-    if "cost" in names:
-        measure_cost()
-    if "network" in names:
-        measure_network()
+    for name in names:
+        if name.startswith("cost"):
+            measure_cost(name)
+        elif name == "network":
+            measure_network()
     for name in names:
         print_result(name)
 
