@@ -52,6 +52,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -1313,7 +1314,9 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
         raise InputError(
             f"{path}: no such folder; a drafter's has config.json and model.safetensors"
         )
-    tensors = {name: read() for name, read in read_tensors(path / "model.safetensors")}
+    weights = path / "model.safetensors"
+    with input_errors(weights, SafetensorError):  # a type that PyTorch lacks
+        tensors = {name: read() for name, read in read_tensors(weights)}
     stated = read_json(path / "config.json")
     # What sizes that do not fit may raise: our own checks, PyTorch, a division by no rows.
     kinds = (InputError, RuntimeError, TypeError, ZeroDivisionError)

@@ -23,7 +23,7 @@ import tokenizers
 import torch
 from conftest import GOLDEN, ROOT
 from safetensors.torch import load_file, save_file
-from tiny_models import CHATML, LETTERS, ask, byte_tokenizer, chi_square
+from tiny_models import CHATML, LETTERS, SIX_BITS, ask, byte_tokenizer, chi_square
 
 import llama
 
@@ -35,9 +35,6 @@ SCALING = json.loads((TIED / "config.json").read_text())["rope_scaling"]
 K = "layers.1.self_attn.k_proj.weight"
 NORM = "norm.weight"
 WEIGHTS = "model.safetensors"
-# A safetensors file of a type that PyTorch lacks.
-SIX_BITS_HEADER = b'{"norm.weight": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}'
-SIX_BITS = struct.pack("<Q", len(SIX_BITS_HEADER)) + SIX_BITS_HEADER + bytes(3)
 GGUF_TYPE_IDS = {"F32": 0, "F16": 1, "BF16": 30, "Q8_0": 8, "Q4_0": 2, "Q4_1": 3}
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LLAMA3 = [

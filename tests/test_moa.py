@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import GOLDEN
 from safetensors.torch import load_file, save_file
-from tiny_models import chi_square
+from tiny_models import SIX_BITS, chi_square
 from torch import Tensor, nn
 
 import llama
@@ -1001,6 +1001,7 @@ def refused(folder, target: Llama, complaint: str) -> None:
 @pytest.mark.parametrize("file, content, complaint", [
     ("config.json", None, "cannot be read as JSON"),
     ("model.safetensors", b"?", "not a safetensors file"),
+    ("model.safetensors", SIX_BITS, "F6_E2M3"),  # a type that PyTorch lacks
 ])
 def test_a_missing_or_damaged_file_is_refused_in_one_line(
         target, tmp_path, file, content, complaint):

@@ -1,5 +1,6 @@
 """Tiny random targets, drafters and tokenizers, which tests of all scripts share."""
 import math
+import struct
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,9 @@ from moa import Drafter
 PROMPT = [0, 3, 1, 4]
 CHATML = ["<|im_start|>", "<|im_end|>"]
 LETTERS = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+# A safetensors file of a type that PyTorch lacks.
+SIX_BITS_HEADER = b'{"norm.weight": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}'
+SIX_BITS = struct.pack("<Q", len(SIX_BITS_HEADER)) + SIX_BITS_HEADER + bytes(3)
 WORDS = SimpleNamespace(  # for a tokenizer
     chat=lambda messages: [sum(message["content"].encode()) % 16 for message in messages],
     decode=lambda ids: " ".join(map(str, ids)),
