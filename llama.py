@@ -15,8 +15,8 @@ the same `DecoderLayer`.
     python llama.py --prompt "Why is the sky blue?"     # the default target, fetched on first use
 
 Read as far as the bar, the line that says where the method ends. What follows it makes the plain
-case practical: many conversations at once, packed weights, checkpoints, the tokenizer
-and the command line. Most of the imports are for that.
+case practical: many conversations at once, packed weights, checkpoints, the tokenizer and the
+command line. Most of the imports are for that.
 
 Shapes: B batch, T new tokens, S tokens in the cache with the new ones, L layers, E hidden size (or
 the width of the layer at hand, where that is another: LSA's in moa.py), H heads, Hkv kv heads, D
@@ -106,9 +106,9 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Turn each pair (x_i, x_{i+D/2}) by the angle of its position and frequency.
 
     x (..., T, D), rope (2, T, D/2). (Below the bar also (2, B, 1, T, D/2), where each sequence of a
-    batch has its own positions.) (Su et al. pair neighbours, x_2i and x_{2i+1}. Hugging Face's
+    batch has its own positions.) Su et al. pair neighbours, x_2i and x_{2i+1}. Hugging Face's
     checkpoints have the rows of q_proj and k_proj in another order, so that pairs are half a head
-    apart.)
+    apart.
     """
     cos, sin = rope  # (T, D/2)
     first, second = x.chunk(2, dim=-1)  # the two coordinates of each pair, (..., T, D/2)

@@ -964,7 +964,7 @@ class OffPolicyDrafter(Drafter):
 
     def memory_update(self, tokens: list[int], cache: KVCache, hidden: Tensor) -> MemoryUpdate:
         """As `Drafter.memory_update`, but cross_kv is the memory itself, (1, T, E). Keys and values
-        need SA's output, which `OffPolicyDraftState.append_verified` computes."""
+        need SA's output, which `OffPolicyDraftState.step` computes."""
         start = cache.length - len(tokens)
         memory = self.build_memory(cache.by_token(start, cache.length), hidden)
         first_reused = len(cache.kv) - self.N
@@ -1008,21 +1008,34 @@ class LinearMap(nn.Module):
 class OffPolicyDraftState(DraftState):
     """Drafts without CA.
 
-    Here the layers have to run over verified tokens, too. They do so when the next draft begins,
-    together with its root, in one pass, as in EAGLE's code. Until then such tokens are `unread`:
-    the caches' lengths count them already, but nothing is in their slots.
+    Here the layers have to run over verified tokens, too, for their keys and values. They do so
+    when the next draft begins, together with its root, in one pass, as in EAGLE's code. Until then
+    such tokens are `unread`: SA's cache and cross_cache count them already, but their slots are not
+    written. (TLI's cache has the target's own.) A prompt of 10 tokens, then a draft of two, of
+    which the first is accepted:
+
+                                          length of:   SA   cross   unread   memory_before
+        append_verified of the prompt                  10     10      10          11
+        step on the root                               11     10       0           1
+        step on token 1                                12     10       0           1
+        append_verified of the root and token 1        12     12       2           3
+        step on the next root                          13     12       0           1
+
+    (The first root is run a second time, which gives the same keys and values. EAGLE's code keeps
+    them.)
 
     The causal layer needs keys and values of drafted tokens, too. They lie after those of the text,
-    in the same tensor. One tensor, two lengths: cross_cache ends where the text ends, as
-    everywhere, and causal_cache where the draft ends.
+    in the same tensor. One tensor, two lengths: that of cross_cache is the text's, as everywhere,
+    and that of causal_cache is set before each pass to where its tokens go.
     """
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
         super().__init__(drafter, capacity, sampling)
         self.causal_cache = KVCache(self.cross_cache.kv)
         self.unread: list[int] = []  # tokens
-        # What each of these reads, and the next root: the memory of the token before it,
-        # (1 + len(unread), E). Nothing is before the first token of a text.
+        # What these and the next root read: of each the memory of the token before it,
+        # (1 + len(unread), E). Before the first token of a text there is none: zeros. Once a draft
+        # has begun the root's row is left, for another draft of the same root.
         self.memory_before = torch.zeros_like(drafter.Ekv2E.bias).unsqueeze(0)
         # By node of the draft: what stands in for the memory of an expanded node, (E).
         self.predicted: dict[int, Tensor] = {}
@@ -1057,7 +1070,7 @@ class OffPolicyDraftState(DraftState):
 
     def read_with_root(self, root: int) -> Tensor:
         """Run the layers on the tokens that are unread and on the root. Returns the root's output,
-        (1, 1, E)."""
+        (1, 1, E). (Of the others only the keys and values are wanted.)"""
         first = self.text_length - len(self.unread)  # the position of the first of them
         rope = self.drafter.rotary[:, first:self.text_length + 1]
         mask = causal_mask(1 + len(self.unread), first, self.drafter.target.device)

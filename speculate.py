@@ -1733,7 +1733,8 @@ def offline_quality(model: Llama, ours: list[Generation], bases: list[Generation
 def bench_batch(
     models: Models, prompts: list[Prompt], config: GenerationConfig, batches: list[int], K: int
 ) -> list[dict]:
-    """Answer all first turns by the target alone and by chains of K, so many at a time."""
+    """Answer all first turns by the target alone and by chains of K. batches: how many at a
+    time."""
     target = models.target
     if not models.drafter.config.use_cross_attention:
         raise InputError("--batch needs a drafter with CA")

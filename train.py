@@ -186,8 +186,8 @@ def draw_examples(batch: list[Sequence], update: int, args) -> list[Example]:
     """Cut the answers of a batch into runs, each in R ways.
 
     The paper's way is R = 1, the default. More are ours: the target's pass, the expensive part,
-    serves all of them. The draws depend on
-    the seed and on `update` alone, so that --resume repeats them. args: seed, run_length, horizons.
+    serves all of them. The draws depend on the seed and on `update` alone, so that --resume repeats
+    them. args: seed, run_length, horizons.
     """
     draws = np.random.default_rng((args.seed, update))
     shortest, longest = args.run_length
@@ -1622,7 +1622,7 @@ def parse_arguments() -> argparse.Namespace:
     task("--evaluate", metavar="DIR", help="only score the drafter in DIR on --data, as JSON")
     task("--synthesize", type=positive_int, metavar="COUNT",
          help="only let the target write so many conversations into --data")
-    task("--pretrain", metavar="DIR", help="only make a toy target in DIR: see README.md, Train")
+    task("--pretrain", metavar="DIR", help="only make a toy target in DIR: see weights/README.md")
     task("--plot", nargs="+", metavar="DIR", help="only draw the curves of runs: curves.svg")
     add("--by-drafting", action="store_true",
         help="with --evaluate: really draft, instead of one pass over the text")
@@ -1722,6 +1722,7 @@ def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
 # They complete args:
 #
 #     begin_or_resume     out
+#     pretrain            updates
 #     check_folder        resume: whether there is anything to resume
 #     join_processes      device
 #     settle_device       dtype

@@ -3,7 +3,7 @@
     python results/run.py                       # all that compare drafters: half a day on two cores
     python results/run.py parts on_policy       # these
     python results/run.py cost network          # these measure time: on an idle machine (cost
-                                                # first trains the drafters of parts, if need be)
+                                                # and cost_longest first train their drafters)
     python results/run.py --tables parts        # only prints the tables of what is written
 
 An experiment compares drafters. Each is trained and scored by itself, as many at a time as there
@@ -14,8 +14,8 @@ code, which noted date and machine once.)
 
 After an interruption the same command goes on. In runs/DRAFTER-SEED, command.txt says with which
 flags the drafter was trained, and scores.json holds its scores. They are used again as long as the
-flags are the same: delete them after a change of the code. What measures time, and a drafter
-whose training was under way, begin again.
+flags are the same, and the scores name a commit: delete them after a change of the code. What
+measures time, and a drafter whose training was under way, begin again.
 """
 import argparse
 import io
