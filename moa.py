@@ -454,7 +454,7 @@ class TreeConfig:
     depth: int  # levels below the root: in a chain the number of drafted tokens, K
     top_k: int = 1  # nodes of a frontier, at most; with 1 the draft is a chain
     total_tokens: int = 64  # drafted tokens of a tree, at most
-    min_confidence: float = 0.0  # stop if the paths to the frontier are together less likely
+    min_confidence: float = 0.0  # stop if the frontier's paths are together less likely than this
     # Of a greedy tree: leave out tokens whose path is less likely than this. (`sample_tree`, below
     # the bar, uses it otherwise.)
     min_probability: float = 0.0
