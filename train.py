@@ -315,7 +315,13 @@ def distill(drafter: Drafter, examples: PaddedExamples, args) -> Distillation:
 def pad(tensors: list[Tensor], device) -> Tensor:
     """Stack tensors (T, ...) of several lengths: (B, T, ...). Zeros are added on the right, where
     no causal query looks. In an `answer` they are False, so that nothing is trained there."""
-    return nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
+    longest = max(len(tensor) for tensor in tensors)
+    # (On a CPU that is the length. On a GPU it is rounded up: see below the bar.)
+    shape = (len(tensors), padded_length(longest, device), *tensors[0].shape[1:])
+    padded = tensors[0].new_zeros(shape)
+    for row, tensor in zip(padded, tensors):
+        row[:len(tensor)] = tensor
+    return padded.to(device)
 
 
 def collate(examples: list[Example], device) -> PaddedExamples:
@@ -491,6 +497,16 @@ def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
         )
         total = total + kl
     return total
+
+
+def padded_length(longest: int, device) -> int:
+    """Return how long to make the sequences of a batch: on a GPU a multiple of 64. There PyTorch
+    plans its attention anew for each shape that it has not seen before, for tens of milliseconds,
+    so there should be few. (Without this an H100 trained at 35 000 tokens a second, instead of
+    83 000.)"""
+    if torch.device(device).type == "cpu":
+        return longest
+    return math.ceil(longest / 64) * 64
 
 
 def autocast(device: torch.device, args) -> torch.autocast:

@@ -1091,7 +1091,7 @@ def test_a_server_says_how_to_connect_and_that_no_secret_is_set(monkeypatch, cap
 class Processes(NamedTuple):
     """All are started at once, because most of their time is that of imports."""
 
-    piped: subprocess.Popen  # its prompt comes from a pipe, all else is the default
+    piped: subprocess.Popen  # its prompt comes from a pipe; all else, on a CPU, is the default
     server: subprocess.Popen  # with the secret "tulip"
     alone: subprocess.Popen  # without drafts, from a server of its own, for minutes
     chat: subprocess.Popen  # on a terminal, over a slow link: its answers take a minute
@@ -1131,7 +1131,7 @@ def processes(checkpoint):
     api = ["--no-speculation", "--bandwidth", "5kbit"]
     terminal, theirs = os.openpty()
     started = Processes(
-        piped=start("--remote", "--latency", "21ms", stdin=pipe, **outputs),
+        piped=start("--remote", "--latency", "21ms", "--device", "cpu", stdin=pipe, **outputs),
         server=start("--serve", "127.0.0.1:0", *checkpoint, secret="tulip", **outputs),
         alone=start("--prompt", "Why?", *api, *slow, **outputs),
         chat=start("--trace", "--latency", "30ms", *slow, **dict.fromkeys(STREAMS, theirs)),
