@@ -16,14 +16,23 @@ the same `DecoderLayer`.
 
 Read as far as the bar, the line that says where the method ends. What follows it makes the plain
 case practical: many conversations at once, packed weights, checkpoints, the tokenizer and the
-command line. Most of the imports are for that.
+command line.
 
-Shapes: B batch, T new tokens, S tokens in the cache with the new ones, L layers, E hidden size (or
-the width of the layer at hand, where that is another: LSA's in moa.py), H heads, Hkv kv heads, D
-head size, V vocabulary. Ekv = Hkv * D is the width of one layer's keys, and of its values.
+Shapes: B batch, T new tokens, S tokens in the cache with the new ones, L layers, E hidden size (in
+LSA's layer of moa.py: 2 Ekv), H heads, Hkv kv heads, D head size, V vocabulary. Ekv = Hkv * D is
+the width of one layer's keys, and of its values.
 """
 from __future__ import annotations
 
+# What the method uses:
+from dataclasses import dataclass
+from typing import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# What only the code below the bar uses:
 import argparse
 import hashlib
 import json
@@ -38,16 +47,13 @@ import tempfile
 import time
 import zipfile
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, NamedTuple
+from typing import Callable, Iterable, NamedTuple
 
 import tokenizers
-import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
 
 
 # --- The decoder layer ---
@@ -373,8 +379,8 @@ class Llama(nn.Module):
 
 @dataclass(frozen=True)
 class Sampling:
-    """A GenerationConfig (below) at work: its temperature and top-p, and the generator that random
-    numbers come from. Target and drafter share one. (A target on a server has its own.)"""
+    """How the tokens of one answer are drawn. Target and drafter share one, and so the generator
+    that random numbers come from. (A target on a server has its own.)"""
 
     temperature: float = 0.0  # 0: greedy, always the likeliest token
     top_p: float = 1.0
@@ -383,8 +389,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """What a caller asks for: how to go on after a prompt. `new_sampling` adds what changes while
-    tokens are drawn: a random generator, started at the seed.
+    """What a caller asks for: how to go on after a prompt. `new_sampling` makes a Sampling of it,
+    with a random generator that is started at the seed.
 
     A target alone gives the same answer to the same prompt and config every time. Drafting and, on
     a GPU, a batch draw random numbers in another order. So above temperature 0 their answer

@@ -18,14 +18,14 @@ In the paper it is M_Small. It reads the target's KV cache, and drafts the token
          then run on it: often better drafts, at a higher cost. They attend, of verified tokens, to
          the target's own keys and values; of drafted ones, to those they make of CA's output.
 
-In formulas. Number the tokens of the text and of the draft after it 1, 2, 3, ... Tokens 1 to t are
-verified. Token i, with i > t, is the newest one or a drafted one. e_j is the embedding of token j,
-[k_jl v_jl] its key and value in the target's layer l, and X(...)_i is X's output at the i-th of the
-vectors that it reads:
+In formulas. Number the tokens of the text, and of the draft after it, 0, 1, 2, ... The first t are
+verified: 0 to t - 1. Token i, with i >= t, is the newest one (i = t) or a drafted one. e_j is the
+embedding of token j, [k_jl v_jl] its key and value in the target's layer l, and X(...)_i is X's
+output at the i-th of the vectors that it reads:
 
-    m_j = W (mean over l of LSA([k_j1 v_j1], ..., [k_jL v_jL])_l) + b    memory, for all j <= t
-    s_i = SA(e_1, ..., e_i)_i
-    g_i = CA(query s_i; keys and values from m_1, ..., m_t)
+    m_j = W (mean over l of LSA([k_j1 v_j1], ..., [k_jL v_jL])_l) + b    memory, for all j < t
+    s_i = SA(e_0, ..., e_i)_i
+    g_i = CA(query s_i; keys and values from m_0, ..., m_{t-1})
     h'_i = g_i, or norm(the target's last N layers on g_i);    q_i = softmax(LM head h'_i)
 
 Keys are read as they lie in the cache, that is, rotated by their position.
@@ -43,40 +43,48 @@ are those of the layer at hand: each has its own.
 """
 from __future__ import annotations
 
-import json
-import math
-from collections import Counter
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from types import SimpleNamespace
+# What the method uses:
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from llama import (
     Attention,
     Config,
     DecoderLayer,
-    InputError,
     KVCache,
     Llama,
-    RaggedKVCache,
     Sampling,
+    causal_mask,
+    probabilities,
+    rotary_table,
+    sample,
+)
+
+# What only the code below the bar uses:
+import json
+import math
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from llama import (
+    InputError,
+    RaggedKVCache,
     atomic_write,
     can_pack,
-    causal_mask,
     checksum,
     input_errors,
     load_weights,
     pack,
-    probabilities,
     read_json,
     read_tensors,
-    rotary_table,
-    sample,
 )
 
 LSA_TOKENS = 64  # LSA reads so many at a time: a whole prompt, times L layers, may not fit in RAM
@@ -306,8 +314,9 @@ class Drafter(nn.Module):
 
 
 class KnownKeysValues:
-    """Stands in for a KVCache in training. `append` returns the target's own keys and values,
-    (N, B, Hkv, T, 2D), followed by those that a layer has just made. It stores nothing."""
+    """Stands in for a KVCache in training. `append` returns keys and values that are known from the
+    beginning, those of the target, followed by new ones, those that a layer has just made of x.
+    Nothing is stored."""
 
     def __init__(self, kv: Tensor):
         self.kv = kv
@@ -691,8 +700,8 @@ def likeliest_choices(
 
     There may be fewer, as paths below `min_probability` are left out.
     """
-    # Tokens of probability 0, of which top-p leaves many, are left out as well: `sample_tree` draws
-    # as many tokens as are chosen here, and these cannot be drawn.
+    # Tokens of probability 0, of which top-p leaves many, are left out as well: they cannot be
+    # drawn.
     least = max(min_probability, 1e-30)
     top = q.topk(min(count, q.shape[-1]))  # of each node: no more can be among the likeliest
     top_probabilities = top.values.tolist()  # F lists
@@ -739,7 +748,7 @@ def sample_tree(state: DraftState, root: int, tree: TreeConfig) -> Draft:
     """Draft a tree of tokens that are drawn from q. (Read `rejection_sample_tree` of speculate.py
     first.)
 
-    The rule of acceptance compares p to the q that a token was drawn from. So it needs tokens
+    Its rule of acceptance compares p to the q that a token was drawn from. So it needs tokens
     that were drawn, and every token that was drawn has to be proposed: to drop one afterwards
     would change what comes out. Say p = q = (0.6, 0.4). One token is drawn; if it is the second, it
     is thrown away as too unlikely. The target then draws one itself, and the first token comes out
@@ -763,7 +772,8 @@ def sample_tree(state: DraftState, root: int, tree: TreeConfig) -> Draft:
     all the same.
 
     (This is ours: a budget that follows likely paths, as in EAGLE-2, for children drawn without
-    replacement, as by Jeon et al. 2024.)
+    replacement, as by Jeon et al. 2024. EAGLE-2 proposes the likeliest tokens at any temperature.
+    That is exact, too: a token that is certain to be proposed is accepted with probability p.)
     """
     draft = Draft(root)
     frontier = [0]
@@ -913,16 +923,17 @@ class LimitedHead(DraftHead):
 # gets of the memory, at each of them:
 #
 #     at                          r              d1                 d2
-#     with CA                     m_1 .. m_t     m_1 .. m_t         m_1 .. m_t
-#     without, in training        m_t            r's memory         d1's memory
-#     without, while drafting     m_t            predicted at r     predicted at d1
+#     with CA                     m_0 .. m_t-1   m_0 .. m_t-1       m_0 .. m_t-1
+#     without, in training        m_t-1          r's memory         d1's memory
+#     without, while drafting     m_t-1          predicted at r     predicted at d1
 #
 # Without CA each position adds the one memory before it to its own input, and attends to the
 # positions before it. The last two rows differ: that is the off-policy problem.
 #
 # EAGLE's drafter (Li et al. 2024a) is one decoder layer over U e + W h, with e the embedding of a
 # token and h the hidden state of the one before it. Without LSA and CA we have SA(e) + W h under
-# that layer. So without SA, a linear map U takes its place.
+# that layer. So without SA, a linear map U takes its place. (EAGLE's layer has no norm before its
+# attention. Here it has one, as all layers have.)
 
 
 class LastStateDrafter(Drafter):
@@ -1024,9 +1035,9 @@ class OffPolicyDraftState(DraftState):
     (The first root is run a second time, which gives the same keys and values. EAGLE's code keeps
     them.)
 
-    The causal layer needs keys and values of drafted tokens, too. They lie after those of the text,
-    in the same tensor. One tensor, two lengths: that of cross_cache is the text's, as everywhere,
-    and that of causal_cache is set before each pass to where its tokens go.
+    The causal layer needs keys and values of drafted tokens, too. So causal_cache shares the tensor
+    of cross_cache, but has a length of its own: cross_cache.length is where the text ends, as
+    everywhere, and causal_cache.length is where the tokens of the next pass go.
     """
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):

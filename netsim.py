@@ -26,10 +26,10 @@ all else is the client's arithmetic.
     python speculate.py --remote --network 4g --prompt "Why is the sky blue?" --trace
 
 The file has five parts: the link and its outage; messages; the client's channel; the server; and
-the quantities of the command line. Only the first simulates, and the channel's arithmetic. The rest
-is a real protocol, which would work without. So to understand the simulation read as far as
-"Messages", then `Channel.request`. The file does not simulate congestion control, slow start or
-other people's traffic, and it encrypts nothing.
+the quantities of the command line. The simulation is the first part and the arithmetic of
+`Channel.request`. The rest is a real protocol, which would work without. So to understand the
+simulation read as far as "Messages", then `Channel.request`. The file does not simulate congestion
+control, slow start or other people's traffic, and it encrypts nothing.
 
 Everywhere, durations are in seconds, sizes in bytes and bandwidths in bits per second. A moment is
 a value of time.monotonic().
@@ -106,12 +106,12 @@ class Outage:
     and lasts `seconds`.
 
     It loses no message for good, because TCP sends again until it gets through. So a message that
-    is in flight while it lasts arrives later: by the part of the outage that comes after its
-    sending, plus one RTO.
+    is in flight while it lasts arrives later: by what is left of the outage when it is sent (all,
+    if the outage begins later), plus one RTO.
 
     An example: an outage from 1.0 s to 1.3 s on a link of 20 ms, whose RTO is 0.24 s.
 
-        sent      would arrive    meets of it    arrives
+        sent      would arrive    outage left    arrives
         0.99 s       1.01 s          0.3 s       1.01 + 0.3 + 0.24 = 1.55 s
         1.10 s       1.12 s          0.2 s       1.12 + 0.2 + 0.24 = 1.56 s
         1.40 s       1.42 s          nothing     1.56 s: in order, after the one before
@@ -173,7 +173,7 @@ class Direction:
             if missing > 0:
                 arrival += rto
                 rto *= 2
-        self.rto = self.link.retransmission_timeout()  # from the second message on
+        self.rto = self.link.retransmission_timeout()  # (that before was for the first message)
 
         # Nothing moves while an outage lasts. Then TCP sends again, one RTO later.
         if self.outage.overlaps(sent, arrival):
@@ -346,9 +346,9 @@ class Channel:
         start = monotonic()
         if network.outage.overlaps(start, start):  # now, that is
             raise ConnectionLost("the network is down")
-        # How long the simulated handshake may take: one lost packet, and as long as a reply. On the
-        # first connection that is a minute. On a later one, as is_new is still False here, it is
-        # ten times the slowest reply so far: so a dead network is noticed soon.
+        # How long the simulated handshake may take: one lost packet, and as long as a reply. Before
+        # any reply that is a minute. After a connection that brought some, is_new is still False
+        # here, and it is ten times the slowest of them: so a dead network is noticed soon.
         timeout = INITIAL_RTO + self.reply_timeout()
         deadline = start + min(CONNECT_SECONDS, timeout)  # in real time
         try:
@@ -388,7 +388,7 @@ class Channel:
 
     def reply_timeout(self) -> float:
         """Return the seconds after which a reply counts as lost: `timeout`, or else ten times the
-        slowest so far, and at least MIN_TIMEOUT.
+        slowest so far, and at least MIN_TIMEOUT (for a connection's first: FIRST_REPLY_SECONDS).
 
         The reply to the prompt, mostly the slowest, counts, too: while the server reads another
         client's prompt, it answers us as late.
@@ -410,8 +410,8 @@ class Channel:
         """
         if self.sock is None:
             raise ConnectionLost("not connected")
-        # By the real clock: sent, asked, deadline, waited. By the simulated one: server_clock and
-        # arrival. Both begin at `sent`.
+        # Moments of one clock: sent, asked and deadline are real; server_clock and arrival, which
+        # lie later, are simulated.
         try:
             sent = monotonic()
             size = send_message(self.sock, fields, tensors)

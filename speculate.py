@@ -143,7 +143,7 @@ class VerifyResult:
     """What one pass of the target brings. (Over the prompt: nothing was drafted, so nothing is
     accepted.)"""
 
-    accepted: list[int]  # the drafted tokens that it keeps
+    accepted: list[int]  # the drafted tokens that it keeps (offline, below the bar, all)
     token: int  # its own, which comes after them
     memory: MemoryUpdate  # of what is now verified: the prompt, or the root and accepted tokens
 
@@ -183,11 +183,12 @@ def cut(tokens: list[int], stop_ids: frozenset[int]) -> list[int]:
 
 
 class LocalTarget:
-    """The target of one conversation, on this machine. LSA runs on its side, where its cache is."""
+    """The target of one conversation, on this machine: the Llama that moa.py calls the target, and
+    its cache. LSA runs on its side, where that cache is."""
 
     def __init__(self, model: Llama, drafter: Drafter, capacity: int, sampling: Sampling):
-        """model: the Llama that moa.py calls the target. drafter: of it only `memory_update` is
-        used here. capacity: tokens of text and draft together."""
+        """drafter: of it only `memory_update` is used here. capacity: tokens of text and draft
+        together."""
         self.model = model
         self.drafter = drafter
         self.sampling = sampling
@@ -201,7 +202,8 @@ class LocalTarget:
         return VerifyResult([], token, self.drafter.memory_update(prompt, self.cache, hidden))
 
     def verify(self, draft: Draft) -> LocalResult:
-        """Run one pass over a draft. The cache keeps its root and what is accepted."""
+        """Run one pass over a draft. The cache keeps its root and what is accepted. (A LocalResult
+        is a VerifyResult, with more for --trace.)"""
         start = self.cache.length
         ids = torch.tensor([draft.tokens], device=self.model.device)  # (1, 1 + K)
         positions, mask = draft_layout(draft, start, self.model.device)
@@ -340,19 +342,14 @@ def rejection_sample_tree(
     with these two in place of p and q: p_left and q_left in the code. If all are rejected, the
     token is drawn from what is left of p.
 
-    Why that is exact. Look at the moment before a child is drawn, some siblings having been
-    rejected. Claim: the token that in the end follows this node is distributed as the p_left of
-    that moment. From the last child to the first:
+    Why that is exact. Claim: whichever child is tried next, the token that in the end follows this
+    node is distributed as the p_left of that moment. For the last child that is the chain's rule:
+    it was drawn from q_left, and if it is rejected, the token is drawn from the residual. Is it
+    true for a child, it is so for the one before: if that one is rejected, what comes out is, by
+    the claim, distributed as the next p_left, which is its residual. So again a rejection brings a
+    draw from the residual: the chain's rule.
 
-        the last child     It is drawn from q_left. If it is rejected, the token is drawn from the
-                           residual. That is the chain's rule, with p_left and q_left for p and q:
-                           so p_left comes out.
-        the one before     If it is rejected, the last child is tried next. By the claim for that
-                           one, what comes out is distributed as its p_left, which is this one's
-                           residual. So a rejection again brings a draw from the residual: it is the
-                           chain's rule, and p_left comes out.
-
-    And so on to the first child, whose p_left is p. This needs that each child was drawn from its
+    For the first child p_left is p: so p comes out. This needs that each child was drawn from its
     q_left. So after a node the number of children has to be fixed first; then they are drawn; then
     all that were drawn are proposed. See `sample_tree` of moa.py, below its bar.
 
@@ -548,7 +545,7 @@ class ChainBatch(Batch):
 #     generate    a text, GenerationConfig             token, more: a reply for each token
 #
 # "read" and "verify" are the target's two calls in `speculate`, prefill and verify. "generate" is a
-# plain API. Small numbers are fields of a message; tokens, memory (in 8 bits) and q are tensors.
+# plain API. The text's tokens, memory (in 8 bits) and q are tensors, all else are fields.
 #
 # known: the client has the memory of so many tokens already, and the reply leaves theirs out.
 # q goes up, quantized, if the tokens were drawn from it. An example, a chain of two of which the
@@ -1221,8 +1218,8 @@ class Method:
         if self.lookup:
             state = Lookup(state, self.model.config.vocab_size, sampling)
         recorder = Recorder(target, state)
-        target = state = recorder  # it stands in for both, as a cycle has calls of both
-        for tokens in speculate(target, state, prompt, config, tree):
+        # The recorder hands on the calls of both, so that it sees all of a cycle.
+        for tokens in speculate(recorder, recorder, prompt, config, tree):
             recorder.cycle.tokens = tokens
             yield recorder.cycle
 
@@ -1583,8 +1580,8 @@ def open_channel(
     prompt: list[int],
     outage_after: float | None = None,
 ) -> Channel:
-    """Return a channel for one answer. Its delays are seeded by the prompt, so that all methods of
-    a benchmark meet the same ones. outage_after: tokens, by default --disconnect-after."""
+    """Return a channel for one answer. Its delays are seeded by the prompt, so that they come again
+    when the answer is asked for again. outage_after: tokens, by default --disconnect-after."""
     if outage_after is None:
         outage_after = args.disconnect_after
     outage = Outage(outage_after, args.disconnect_for)
@@ -1750,7 +1747,7 @@ def bench_batch(
     # For `identical`, at temperature 0. Above it, only to warm the target up.
     compared = texts if config.temperature == 0 else texts[:1]
     alone = [list(generate(target, text, config)) for text in compared]
-    warm_up = ChainBatch(target, models.drafter, 1, capacity, K)  # the target is warm
+    warm_up = ChainBatch(target, models.drafter, 1, capacity, K)  # for the drafter's first pass
     run_batch(warm_up, texts[:1], config)
     rows = []
     for size in tqdm(batches):
@@ -1928,7 +1925,7 @@ def add_remote_arguments(parser: Parser) -> None:
         help="there or, without an address, in a process of our own")
     add_link_arguments(remote)
     add("--timeout", type=time_limit,
-        help="for a reply, that to the prompt included (default: ten times the slowest)")
+        help="for a reply (default: ten times the slowest; a minute for that to a text)")
     add("--disconnect-after", type=positive_int, default=math.inf, metavar="N",
         help="the network goes down when N tokens have come")
     add("--disconnect-for", type=duration, default=math.inf, metavar="TIME",

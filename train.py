@@ -22,9 +22,8 @@ here".
     python train.py --data own.jsonl --synthesize 1000  # no data at hand? let the target write it
 
 Names: h is `final`, h' is `predicted`. The weight of Smooth L1 is --feature-weight. args is the
-command line (`parse_arguments`, at the end). Of it the method reads seed, run_length, horizons,
-kl_weight, feature_weight, memory_weight, lr, schedule, warmup, updates, batch_size, and
-epoch_updates, the number of updates in one pass over the data.
+command line (`parse_arguments`, at the end); a docstring says which of its flags a function reads.
+args.epoch_updates is no flag: the number of updates in one pass over the data.
 
 Shapes: B sequences, T tokens, L layers of the target, 2 Ekv numbers for a token's keys and values
 in a layer, E hidden size, V tokens (V' of them may be drafted), N reused layers, R ways to cut the
@@ -175,7 +174,10 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
 
 
 class Example(NamedTuple):
-    """A sequence, and its horizons in one update: of each query, under each of R cuts into runs."""
+    """A sequence, and its horizons in one update: of each query, under each of R cuts into runs.
+
+    After `collate` it is a batch, with the dimension B before these.
+    """
 
     tokens: Tensor  # (T)
     answer: Tensor  # (T)
@@ -259,14 +261,6 @@ def smooth_l1_loss(predicted: Tensor, wanted: Tensor) -> Tensor:
     return F.smooth_l1_loss(predicted.float(), wanted, reduction="none").mean(-1).sum()
 
 
-class PaddedExamples(NamedTuple):
-    """B examples, padded to one length: what `distill` reads."""
-
-    tokens: Tensor  # (B, T)
-    answer: Tensor  # (B, T)
-    horizons: Tensor  # (B, T, R)
-
-
 class Distillation(NamedTuple):
     """The losses of some examples, and what they compare. A loss is a sum over trained positions,
     and a mean over the R cuts."""
@@ -277,9 +271,9 @@ class Distillation(NamedTuple):
     final: Tensor  # h, the target's, (n, E)
 
 
-def distill(drafter: Drafter, examples: PaddedExamples, args) -> Distillation:
-    """Run the target once, and the drafter under each of R cuts. args: the weights of the losses.
-    """
+def distill(drafter: Drafter, examples: Example, args) -> Distillation:
+    """Run the target once over a batch of examples, and the drafter under each of R cuts. args: the
+    weights of the losses."""
     tokens = examples.tokens  # (B, T)
     states = target_pass(drafter.target, tokens, drafter.N)
     memory = drafter.build_memory(states.kv, states.final)  # (B, T, E); only --no-lsa reads `final`
@@ -296,7 +290,7 @@ def distill(drafter: Drafter, examples: PaddedExamples, args) -> Distillation:
     predicted = torch.stack(tli_outputs).float()  # (R, n, E)
     final = states.final[trained].float()  # (n, E)
     R = len(predicted)
-    # The same value as that of `kl_divergence`: a few positions at a time, to save RAM.
+    # `kl_divergence` of all positions, computed a few at a time to save RAM (see below the bar):
     kl = chunked_kl(predicted, final, drafter.head.weight) / R
     smooth_l1 = smooth_l1_loss(predicted, final) / R
     if drafter.N > 0:  # CA's output predicts the state that enters the reused layers
@@ -324,9 +318,9 @@ def pad(tensors: list[Tensor], device) -> Tensor:
     return padded.to(device)
 
 
-def collate(examples: list[Example], device) -> PaddedExamples:
+def collate(examples: list[Example], device) -> Example:
     """Pad examples to one length, and stack them."""
-    return PaddedExamples(
+    return Example(
         tokens=pad([example.tokens for example in examples], device),
         answer=pad([example.answer for example in examples], device),
         horizons=pad([example.horizons for example in examples], device),
@@ -502,8 +496,8 @@ def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
 def padded_length(longest: int, device) -> int:
     """Return how long to make the sequences of a batch: on a GPU a multiple of 64. There PyTorch
     plans its attention anew for each shape that it has not seen before, for tens of milliseconds,
-    so there should be few. (Without this an H100 trained at 35 000 tokens a second, instead of
-    83 000.)"""
+    so there should be few. (Without this an H100 trained at less than half of its speed:
+    results/smollm2/gpu_h100.json.)"""
     if torch.device(device).type == "cpu":
         return longest
     return math.ceil(longest / 64) * 64
@@ -599,8 +593,8 @@ DEPTHS = 8  # tokens of a draft, or of a run, that are scored
 
 @torch.no_grad()
 def evaluate(drafter: Drafter, sequences: list[Sequence], args) -> dict:
-    """Return losses, and `depth_scores` of runs of 8 tokens: all positions in one pass, as in
-    training.
+    """Return losses, and `depth_scores` of runs of 8 tokens: one cut of each answer, all positions
+    in one pass, as in training.
 
     Without CA only depth 1 is scored. Deeper queries would read true memories, which drafting does
     not have: see `evaluate_drafting`.
@@ -1662,9 +1656,9 @@ def add_training_arguments(parser: Parser) -> None:
     add("--seq-len", type=number(int, 16), default=2048, help="tokens (default: %(default)s)")
     non_negative = number(float, 0)
     add("--lr", type=non_negative, default=3e-5,
-        help="the paper's schedule peaks at 20 times it (default: %(default)s)")
+        help="--schedule paper peaks at 20 times it (default: %(default)s)")
     add("--schedule", choices=("paper", "cosine"), default="paper",
-        help="of the learning rate (default: %(default)s)")
+        help="of the learning rate; paper: its authors' code's (default: %(default)s)")
     add("--warmup", type=positive_int, default=50, help="updates (default: %(default)s)")
     add("--optimizer", choices=("adamw", "muon"), default="adamw",
         help="muon: for matrices, with adamw for the rest (default: %(default)s)")

@@ -182,7 +182,7 @@ def sequences(*sizes: tuple[int, int]) -> list[train.Sequence]:
     return made
 
 
-def example(sequence: train.Sequence, *runs: tuple[int, int]) -> train.PaddedExamples:
+def example(sequence: train.Sequence, *runs: tuple[int, int]) -> train.Example:
     """A batch of one sequence, cut into runs by each (length, phase)."""
     horizons = [train.run_horizon(sequence.answer, length, phase) for length, phase in runs]
     stacked = torch.stack(horizons, dim=-1)
