@@ -12,10 +12,10 @@ its results/NAME.json as soon as all of its drafters are scored, some with a fig
 when, where, and with which commit it was scored. (The files that are shipped are mostly of earlier
 code, which noted date and machine once.)
 
-After an interruption the same command goes on. In runs/DRAFTER-SEED, command.txt says with which
-flags the drafter was trained, and scores.json holds its scores. They are used again as long as the
-flags are the same, and the scores name a commit: delete them after a change of the code. What
-measures time, and a drafter whose training was under way, begin again.
+After an interruption the same command goes on. runs/DRAFTER-SEED/scores.json holds the scores of a
+drafter, and the flags it was trained with. As long as these are the same, and a commit is named, it
+is not trained again: delete it after a change of the code. What measures time, and drafters that
+were under way, begin again.
 """
 import argparse
 import io
@@ -30,6 +30,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -91,45 +92,15 @@ DRAFTERS = {  # the flags of each, besides those in common
     "others-text": ["--data", "runs/others.jsonl"],  # (of two --data the second counts)
     "own-250": ["--data", "runs/own-250.jsonl"],
 }
-# "full-quarter" is "full" in a run of its own, of so many updates: at its end the learning rate
-# is 0.
+# A name that ends in "-quarter" is a drafter in a run of its own, of so many updates: at its end
+# the learning rate is 0.
 LENGTHS = {
     "eighth": UPDATES // 8,
     "quarter": UPDATES // 4,
     "half": UPDATES // 2,
     "double": UPDATES * 2,
 }
-EXPERIMENTS = {  # what each of them compares
-    "on_policy": ["full", "run-1", "run-unbounded"],
-    "parts": ["full", "no-lsa", "no-ca", "neither", "eagle"],
-    "memory": ["full", "last-layer", "no-lsa"],
-    "reused_layers": ["full", "n-1", "n-2", "n-4"],
-    "losses": ["full", "kl-only", "smooth-l1-only"],
-    "text": ["full", "others-text", "own-250"],
-    "longer": [
-        "full-eighth", "full-quarter", "full-half", "full",
-        "neither-eighth", "neither-quarter", "neither-half", "neither",
-    ],
-    "longest": ["full", "full-double", "neither-double"],
-    "on_policy_early": [
-        "full-quarter", "run-2-8-quarter", "run-1-quarter", "run-unbounded-quarter",
-    ],
-    "parts_early": [
-        "full-quarter", "no-lsa-quarter", "no-ca-quarter", "neither-quarter", "eagle-quarter",
-    ],
-    "reused_layers_early": ["full-quarter", "n-1-quarter", "n-2-quarter", "n-4-quarter"],
-    "losses_early": ["full-quarter", "kl-only-quarter", "smooth-l1-only-quarter"],
-    "text_early": ["full-quarter", "others-text-quarter", "own-250-quarter"],
-    "staircase": ["full-quarter", "staircase-quarter"],
-}
-FIGURES = {"on_policy", "parts", "reused_layers"}
-ONE_SEED = {"text"}  # experiments for which three would take too long
 OFFLINE = {"full", "n-1", "n-2", "n-4"}  # also judged by what they write alone: `score_offline`
-TIMED = {  # experiments that measure time, on an idle machine, and the drafters that they need
-    "cost": EXPERIMENTS["parts"],
-    "cost_longest": ["full-double", "neither-double"],
-    "network": [],  # the default target, and its drafter
-}
 PROMPT_COUNT = 64  # to measure acceptance on
 FEW_PROMPTS = 16  # of them, for what takes longer
 CHAIN_LENGTH = 4
@@ -138,6 +109,78 @@ ANSWER_TOKENS = 96  # at most
 COST_RATIOS = (0.02, 0.05, 0.1, 0.2)  # one step of the drafter / one pass of the target
 LATENCIES = ("5ms", "21ms", "50ms")  # one way
 PACKET_LOSSES = ("0%", "1%", "5%")
+
+# Of each column: its heading, and where in a row its value stands.
+ACCEPTANCE_COLUMNS = {
+    "depth 1": ["drafting", "depth_accuracy", 0],
+    "2": ["drafting", "depth_accuracy", 1],
+    "4": ["drafting", "depth_accuracy", 3],
+    "8": ["drafting", "depth_accuracy", 7],
+    "chains": ["chain"],
+    "trees": ["tree"],
+    "sampled trees": ["sampled_tree"],
+}
+SPEEDUP_COLUMNS = {str(ratio): ["chain_speedup_at_cost_ratio", str(ratio)] for ratio in COST_RATIOS}
+OFFLINE_COLUMNS = {
+    "agreement": ["offline_agreement"],
+    "perplexity": ["offline_perplexity"],
+}
+NETWORK_COLUMNS = {  # "link" is a network that --latency and --loss describe
+    "api, tokens/s": ["api:link", "tokens_per_second"],
+    "remote": ["remote:link", "speedup"],
+    "remote+lookup": ["remote+lookup:link", "speedup"],
+}
+COST_COLUMNS = {
+    "ms a draft": ["ms_a_draft"],
+    "ms a cycle": ["ms_a_cycle"],
+    "speed-up": ["speedup"],
+    "acceptance length": ["acceptance_length"],
+}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is compared, and how it is shown."""
+
+    drafters: list[str]
+    seeds: tuple[int, ...] = SEEDS
+    tables: tuple[dict, ...] = (ACCEPTANCE_COLUMNS,)
+    figure: bool = False
+    measures_time: bool = False  # then the machine has to be idle
+
+
+WITH_SPEEDUP = ACCEPTANCE_COLUMNS, SPEEDUP_COLUMNS
+WITH_OFFLINE = ACCEPTANCE_COLUMNS, OFFLINE_COLUMNS
+PARTS = ["full", "no-lsa", "no-ca", "neither", "eagle"]
+EXPERIMENTS = {
+    "on_policy": Experiment(["full", "run-1", "run-unbounded"], figure=True),
+    "parts": Experiment(PARTS, tables=WITH_SPEEDUP, figure=True),
+    "memory": Experiment(["full", "last-layer", "no-lsa"]),
+    "reused_layers": Experiment(["full", "n-1", "n-2", "n-4"], tables=WITH_OFFLINE, figure=True),
+    "losses": Experiment(["full", "kl-only", "smooth-l1-only"]),
+    "text": Experiment(["full", "others-text", "own-250"], seeds=SEEDS[:1]),  # three took too long
+    "longer": Experiment([
+        "full-eighth", "full-quarter", "full-half", "full",
+        "neither-eighth", "neither-quarter", "neither-half", "neither",
+    ]),
+    "longest": Experiment(["full", "full-double", "neither-double"]),
+    "on_policy_early": Experiment([
+        "full-quarter", "run-2-8-quarter", "run-1-quarter", "run-unbounded-quarter",
+    ]),
+    "parts_early": Experiment([f"{name}-quarter" for name in PARTS]),
+    "reused_layers_early": Experiment(
+        ["full-quarter", "n-1-quarter", "n-2-quarter", "n-4-quarter"], tables=WITH_OFFLINE,
+    ),
+    "losses_early": Experiment(["full-quarter", "kl-only-quarter", "smooth-l1-only-quarter"]),
+    "text_early": Experiment(["full-quarter", "others-text-quarter", "own-250-quarter"]),
+    "staircase": Experiment(["full-quarter", "staircase-quarter"]),
+    "cost": Experiment(PARTS, tables=(COST_COLUMNS,), measures_time=True),
+    "cost_longest": Experiment(
+        ["full-double", "neither-double"], tables=(COST_COLUMNS,), measures_time=True,
+    ),
+    # Of the default target and its drafter:
+    "network": Experiment([], tables=(NETWORK_COLUMNS,), measures_time=True),
+}
 
 
 def machine() -> str:
@@ -277,20 +320,17 @@ def training_command(name: str, seed: int) -> str:
 
 
 def train_and_score(name: str, seed: int) -> None:
-    """Train one drafter, unless that is done, and score it."""
+    """Train one drafter, and score it."""
     drafter, _ = split_name(name)
     if drafter in CHANGES:
         CHANGES[drafter]()
     folder = Path(f"runs/{name}-{seed}")
-    command = training_command(name, seed)
-    trained_by = folder / "command.txt"  # written at the end of training
-    if not trained_by.exists() or trained_by.read_text() != command:
-        # It has other flags, or was interrupted. (Not --resume: add_staircase counts from 0.)
-        shutil.rmtree(folder, ignore_errors=True)
-        run_here(train, *training_flags(name, seed))
-        trained_by.write_text(command)
-    scores = {"drafter": name, "seed": seed, "prompts": PROMPT_COUNT, "command": command}
-    scores |= circumstances()
+    # What is left of other flags, or of a run that was interrupted. (No --resume: `add_staircase`
+    # counts from 0.)
+    shutil.rmtree(folder, ignore_errors=True)
+    run_here(train, *training_flags(name, seed))
+    scores = {"drafter": name, "seed": seed, "prompts": PROMPT_COUNT}
+    scores |= {"command": training_command(name, seed)} | circumstances()
     write_json(folder / "scores.json", scores | score(name, folder))
 
 
@@ -351,40 +391,6 @@ def score_offline(folder: Path) -> dict:
 
 # --- Tables ---
 
-# Of each column: its heading, and where in a row its value stands.
-ACCEPTANCE_COLUMNS = {
-    "depth 1": ["drafting", "depth_accuracy", 0],
-    "2": ["drafting", "depth_accuracy", 1],
-    "4": ["drafting", "depth_accuracy", 3],
-    "8": ["drafting", "depth_accuracy", 7],
-    "chains": ["chain"],
-    "trees": ["tree"],
-    "sampled trees": ["sampled_tree"],
-}
-SPEEDUP_COLUMNS = {str(ratio): ["chain_speedup_at_cost_ratio", str(ratio)] for ratio in COST_RATIOS}
-OFFLINE_COLUMNS = {
-    "agreement": ["offline_agreement"],
-    "perplexity": ["offline_perplexity"],
-}
-NETWORK_COLUMNS = {  # "link" is a network that --latency and --loss describe
-    "api, tokens/s": ["api:link", "tokens_per_second"],
-    "remote": ["remote:link", "speedup"],
-    "remote+lookup": ["remote+lookup:link", "speedup"],
-}
-COST_COLUMNS = {
-    "ms a draft": ["ms_a_draft"],
-    "ms a cycle": ["ms_a_cycle"],
-    "speed-up": ["speedup"],
-    "acceptance length": ["acceptance_length"],
-}
-TABLES = {
-    "parts": [ACCEPTANCE_COLUMNS, SPEEDUP_COLUMNS],
-    "reused_layers": [ACCEPTANCE_COLUMNS, OFFLINE_COLUMNS],
-    "reused_layers_early": [ACCEPTANCE_COLUMNS, OFFLINE_COLUMNS],
-    "cost": [COST_COLUMNS],
-    "cost_longest": [COST_COLUMNS],
-    "network": [NETWORK_COLUMNS],
-}
 RARE = 0.05  # a depth that fewer of the chains come to is left out
 
 
@@ -452,7 +458,7 @@ def print_result(experiment: str) -> None:
             name = row["drafter"]
         groups.setdefault(name, []).append(row)
     print(f"\n{experiment}")
-    for columns in TABLES.get(experiment, [ACCEPTANCE_COLUMNS]):
+    for columns in EXPERIMENTS[experiment].tables:
         print()
         print_table(columns, groups)
 
@@ -505,8 +511,7 @@ def run_job(name: str, seed: int) -> None:
 
 def jobs_of(experiment: str) -> list[tuple[str, int]]:
     """Return the drafters that an experiment needs, each with a seed."""
-    seeds = SEEDS[:1] if experiment in ONE_SEED else SEEDS
-    return list(itertools.product((EXPERIMENTS | TIMED)[experiment], seeds))
+    return list(itertools.product(EXPERIMENTS[experiment].drafters, EXPERIMENTS[experiment].seeds))
 
 
 def write_experiment(experiment: str) -> None:
@@ -515,7 +520,7 @@ def write_experiment(experiment: str) -> None:
     for name, seed in jobs_of(experiment):
         rows.append(json.loads((RUNS / f"{name}-{seed}/scores.json").read_text()))
     write_result(experiment, rows)
-    if experiment in FIGURES:
+    if EXPERIMENTS[experiment].figure:
         draw_figure(experiment, rows)
 
 
@@ -558,7 +563,7 @@ def measure_cost(experiment: str) -> None:
     rows = []
     for seed in SEEDS:
         flags = ["--bench", "runs/few.jsonl", "--json", *ON_TOY]
-        for name in TIMED[experiment]:
+        for name in EXPERIMENTS[experiment].drafters:
             flags += ["--drafter", f"runs/{name}-{seed}"]
         flags += ["--max-new-tokens", str(ANSWER_TOKENS), "--draft-length", str(CHAIN_LENGTH)]
         flags += ["--depth", str(TREE.depth), "--top-k", str(TREE.top_k)]
@@ -603,12 +608,14 @@ def main() -> None:
         name, seed = args.one
         train_and_score(name, int(seed))
         return
-    names = args.experiments or list(EXPERIMENTS)
-    if args.tables and not args.experiments:
-        names += list(TIMED)
+    names = args.experiments
+    if not names:
+        for name, experiment in EXPERIMENTS.items():
+            if args.tables or not experiment.measures_time:
+                names.append(name)
     for name in names:
-        if name not in EXPERIMENTS and name not in TIMED:
-            parser.error(f"no experiment {name}: {', '.join([*EXPERIMENTS, *TIMED])}")
+        if name not in EXPERIMENTS:
+            parser.error(f"no experiment {name}: {', '.join(EXPERIMENTS)}")
     if args.tables:
         for name in names:
             if (RESULTS / f"{name}.json").exists():
@@ -628,7 +635,7 @@ def main() -> None:
             for experiment in names:
                 for job in jobs_of(experiment):
                     futures[job].result()
-                if experiment in EXPERIMENTS:
+                if not EXPERIMENTS[experiment].measures_time:
                     write_experiment(experiment)
         except BaseException as error:  # a drafter failed, or Ctrl-C
             print(f"{error!r}: ending as soon as those under way have ended", file=sys.stderr)
