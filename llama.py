@@ -318,7 +318,7 @@ class Llama(nn.Module):
             length=config.max_position_embeddings,
             head_dim=config.head_dim,
             theta=config.rope_theta,
-            device="cpu",
+            device="cpu",  # and not meta, as it is computed, not loaded
             factors=config.rope_factors,
         )
         self.register_buffer("rotary", table, persistent=False)  # (2, context, D/2)

@@ -256,13 +256,14 @@ class Drafter(nn.Module):
 
         Up to a query's horizon the tokens are verified, and the target's own keys and values of
         them, kv (B, T, L, 2 Ekv), are known. Those after it count as drafted, and have only what
-        the layers make of x: exactly what is in the caches while drafting. So the layers get both
-        sets of keys and values, one after the other. Of each position up to its own a query sees
-        one of the two, of later ones none. Query 6 with horizon 3:
+        the layers make of x: exactly what is in the caches while drafting. So the layers get 2 T
+        keys and values, first the target's of all positions, then those made of x. Query i sees the
+        target's of each position up to its horizon, and those made of x from there up to i. Query 6
+        with horizon 3:
 
             position                         0 1 2 3 4 5 6 7
             the target's keys and values     + + + + . . . .
-            those made from x                . . . . + + + .
+            those made of x                  . . . . + + + .
 
         (Positions 4 and 5 are of the same run as 6, and so have the same horizon. What the layers
         make of them here is what they make of them in a draft that begins at 4.)
@@ -601,7 +602,7 @@ class DraftState:
         target_rope = drafter.target.rotary[:, position:position + 1]
         x = self.embed([draft.tokens[node] for node in frontier])  # (1, F, E), and so on
         x = drafter.self_attention(x, rope, mask, self.self_cache, 0)
-        x = self.cross_attend(x, rope)
+        x = self.read_memory(x, rope)
         x = drafter.run_target_layers(x, target_rope, mask, self.reused_cache)
         self.self_cache.length += len(frontier)
         self.reused_cache.length += len(frontier)
@@ -615,7 +616,7 @@ class DraftState:
         mask = draft.mask(frontier, self.expanded, self.text_length)
         return None if mask.all() else mask.to(self.drafter.target.device)
 
-    def cross_attend(self, x: Tensor, rope: Tensor) -> Tensor:
+    def read_memory(self, x: Tensor, rope: Tensor) -> Tensor:
         """Run CA. No mask: every node sees the memory of all verified tokens, and nothing else."""
         verified = self.cross_cache.length
         kv = self.cross_cache.kv[0, :, :, :verified]  # (1, Hkv, verified, 2D)
