@@ -158,10 +158,8 @@ class Attention(nn.Module):
         return torch.cat([keys, values], dim=-1)
 
     def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries, and keys and values, of the same x.
-
-        (It exists so that `PackedAttention`, below the bar, can compute all as one product.)
-        """
+        """Return queries, and keys and values, of the same x: the two methods above.
+        `PackedAttention`, below the bar, computes them as one product."""
         return self.queries(x, rope), self.keys_values(x, rope)
 
     def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -8,10 +8,9 @@ In the paper it is M_Small. It reads the target's KV cache, and drafts the token
     SA   Self-Attention, causal, over the embeddings of the text and the draft. Thanks to it a
          drafted token sees those before it.
     CA   Cross-Attention, from SA's output to the memory of all verified tokens. Drafted tokens have
-         none yet. Training imposes the same limit. A *query* is a position of the text from which
-         the next token is drafted. In training each position of an answer is one, and its *horizon*
-         is the last position whose memory it may read. So it sees what it will see in drafting
-         (on-policy).
+         none yet. So training hides from each position that drafts, a *query*, all memory after its
+         *horizon*: what drafting would hide. (In training every position of an answer but its last
+         is a query.) The paper calls this on-policy.
     TLI  Target Layer Inference. With N = 0, CA's output at a token predicts the target's final
          hidden state of that token, from which the target's LM head makes a distribution of the
          next one. With N > 0 it predicts the state that enters the target's last N layers, which
@@ -301,10 +300,11 @@ class Drafter(nn.Module):
     def run_target_layers(
         self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache | KnownKeysValues
     ) -> Tensor:
-        """Run TLI on one step of drafting, or on one pass of training: x (B, T, E) -> (B, T, E).
+        """Run the target's last N layers and its final norm: x (B, T, E) -> (B, T, E).
 
-        The cache, of N layers, holds the target's own keys and values of the text. Those of the
-        draft are appended.
+        Training (`infer_target_layers`) and drafting (`DraftState.step`) call it with different
+        masks and caches. The cache, of N layers, brings the target's own keys and values of
+        verified tokens, followed by those that the layers make of x.
         """
         if self.N == 0:
             return x
@@ -328,8 +328,8 @@ class KnownKeysValues:
 
 @dataclass
 class MemoryUpdate:
-    """What the drafter's caches grow by when T tokens have been verified. (Not the memory itself:
-    CA reads only keys and values made of it, so these are sent.)"""
+    """What the drafter's caches grow by when T tokens have been verified. Of the memory CA reads
+    only the keys and values made of it, so these are sent."""
 
     tokens: list[int]
     cross_kv: Tensor  # CA's keys and values of the memory, (1, Hkv, T, 2D)
@@ -339,9 +339,9 @@ class MemoryUpdate:
 class DraftHead:
     """The target's LM head, frozen: features to logits, one for each token.
 
-    On a first reading V' is V, an output is a token, and `token` and `over_all_tokens` change
-    nothing. But `LimitedHead`, below the bar, has logits for V' chosen tokens only. So the index of
-    a logit is called an *output*, and `token` says which token it stands for.
+    Read *output* as token, V' as V, and `token` and `over_all_tokens` as functions that change
+    nothing. Only `LimitedHead`, below the bar, makes a difference: it has logits for V' chosen
+    tokens. So the index of a logit is called an output, and `token` says which token it stands for.
 
     (This is not an nn.Module, so that the target's weights do not become the drafter's.)
     """

@@ -173,7 +173,7 @@ class Direction:
             if missing > 0:
                 arrival += rto
                 rto *= 2
-        self.rto = self.link.retransmission_timeout()  # (that before was for the first message)
+        self.rto = self.link.retransmission_timeout()  # of later messages
 
         # Nothing moves while an outage lasts. Then TCP sends again, one RTO later.
         if self.outage.overlaps(sent, arrival):
@@ -346,9 +346,9 @@ class Channel:
         start = monotonic()
         if network.outage.overlaps(start, start):  # now, that is
             raise ConnectionLost("the network is down")
-        # How long the simulated handshake may take: one lost packet, and as long as a reply. Before
-        # any reply that is a minute. After a connection that brought some, is_new is still False
-        # here, and it is ten times the slowest of them: so a dead network is noticed soon.
+        # How long the simulated handshake may take: one lost packet, and as long as a reply. (Here
+        # is_new is that of the connection before. If there was none, or it brought no reply, that
+        # is a minute; else ten times the slowest reply: so a dead network is noticed soon.)
         timeout = INITIAL_RTO + self.reply_timeout()
         deadline = start + min(CONNECT_SECONDS, timeout)  # in real time
         try:

@@ -183,8 +183,9 @@ def cut(tokens: list[int], stop_ids: frozenset[int]) -> list[int]:
 
 
 class LocalTarget:
-    """The target of one conversation, on this machine: the Llama that moa.py calls the target, and
-    its cache. LSA runs on its side, where that cache is."""
+    """The target of one conversation, on this machine. (`target` is this object in this file, and
+    `model` the Llama that the other files call the target.) LSA runs on its side, where its cache
+    is."""
 
     def __init__(self, model: Llama, drafter: Drafter, capacity: int, sampling: Sampling):
         """drafter: of it only `memory_update` is used here. capacity: tokens of text and draft
@@ -344,14 +345,12 @@ def rejection_sample_tree(
 
     Why that is exact. Claim: whichever child is tried next, the token that in the end follows this
     node is distributed as the p_left of that moment. For the last child that is the chain's rule:
-    it was drawn from q_left, and if it is rejected, the token is drawn from the residual. Is it
-    true for a child, it is so for the one before: if that one is rejected, what comes out is, by
-    the claim, distributed as the next p_left, which is its residual. So again a rejection brings a
-    draw from the residual: the chain's rule.
-
-    For the first child p_left is p: so p comes out. This needs that each child was drawn from its
-    q_left. So after a node the number of children has to be fixed first; then they are drawn; then
-    all that were drawn are proposed. See `sample_tree` of moa.py, below its bar.
+    it was drawn from q_left, and if it is rejected, the token is drawn from the residual. Now an
+    earlier child. If it is rejected, the children after it produce the next p_left, and that is its
+    residual. So its rejection, too, is followed by a draw from the residual: the chain's rule
+    again. For the first child p_left is p: so p comes out. This needs that each child was drawn
+    from its q_left. So after a node the number of children has to be fixed first; then they are
+    drawn; then all that were drawn are proposed. See `sample_tree` of moa.py, below its bar.
 
     An example with tokens 1, 2 and 3, p = (0.6, 0.3, 0.1), q = (0.4, 0.5, 0.1), and the children 2
     and 1, drawn in this order. Token 2 is accepted with probability 0.3 / 0.5 = 0.6. If it is
@@ -1218,7 +1217,7 @@ class Method:
         if self.lookup:
             state = Lookup(state, self.model.config.vocab_size, sampling)
         recorder = Recorder(target, state)
-        # The recorder hands on the calls of both, so that it sees all of a cycle.
+        # `speculate` wants a target and a state. The recorder wraps both, to see all of a cycle.
         for tokens in speculate(recorder, recorder, prompt, config, tree):
             recorder.cycle.tokens = tokens
             yield recorder.cycle

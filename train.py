@@ -13,9 +13,9 @@ vector to learn from at each position. (With N > 0 there are two Smooth L1 terms
 code: half of the weight is on h', half on the state that CA predicts for the entry of the reused
 layers.)
 
-The file shows how one pass puts every position of an answer into a situation that drafting meets
-(its *horizon*), then the losses, one update, and the loop. Read as far as the bar, "The method ends
-here".
+The file shows how one pass lets every position of an answer see just the memory that it would see
+in drafting (up to its *horizon*), then the losses, one update, and the loop. Read as far as the
+bar, "The method ends here".
 
     python train.py --data ultrachat.jsonl              # the paper's settings, once over the data
     python train.py --data ultrachat.jsonl --resume     # goes on after any interruption
@@ -35,7 +35,7 @@ from __future__ import annotations
 import itertools
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import numpy as np
 import torch
@@ -63,7 +63,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Callable, Iterable, Iterator
+from typing import Iterable, Iterator
 
 import tokenizers
 import torch.distributed as dist
@@ -273,7 +273,14 @@ class Distillation(NamedTuple):
 
 def distill(drafter: Drafter, examples: Example, args) -> Distillation:
     """Run the target once over a batch of examples, and the drafter under each of R cuts. args: the
-    weights of the losses."""
+    weights of the losses.
+
+    The paper has one cut, and no loss on memories. Then, with N = 0, it is:
+
+        x = drafter.cross_attend(drafter.self_attend(tokens), memory, horizon)
+        predicted = x[trained]
+        loss = 0.1 * kl_divergence(predicted, final, head) + smooth_l1_loss(predicted, final)
+    """
     tokens = examples.tokens  # (B, T)
     states = target_pass(drafter.target, tokens, drafter.N)
     memory = drafter.build_memory(states.kv, states.final)  # (B, T, E); only --no-lsa reads `final`
@@ -336,30 +343,17 @@ class Losses(NamedTuple):
 
 
 def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args) -> Losses:
-    """Compute the gradients of one batch, a few sequences at a time.
+    """Compute the gradients of one update. Its loss is one mean, over all trained positions of the
+    batch.
 
-    With one process and enough RAM it would be this, where `total` counts the trained positions:
-
-        examples = collate(draw_examples(batch, update, args), device)
-        (distill(drafter, examples, args).loss / total).backward()
-
+    (`compute_in_pieces`, below the bar, computes the same a few sequences at a time.)
     """
-    device = drafter.target.device
-    # The loss of an update is one mean, over all trained positions of the batch. So each piece of
-    # it is divided by the same total, and the gradients of all pieces add up.
-    total = sum(int(loss_mask(sequence.answer).sum()) for sequence in batch)
-    for parameter in drafter.parameters():
-        # Not None: under torchrun a process may get no piece, and still sends its gradients.
-        parameter.grad = torch.zeros_like(parameter)
-    sums = torch.zeros(3, device=device)
-    # (These three helpers are below the bar.) All of the batch at once, unless RAM is short:
-    for piece in micro_batches(draw_examples(batch, update, args), args):
-        with autocast(device, args):  # in --dtype
-            result = distill(drafter, collate(piece, device), args)
-        (result.loss / total).backward()
-        sums += result.parts
-    sum_over_processes(drafter, sums)  # nothing, with one process
-    return Losses(*(sums / total).tolist())
+    drafter.zero_grad()
+    examples = collate(draw_examples(batch, update, args), drafter.target.device)
+    result = distill(drafter, examples, args)
+    count = len(result.final)  # trained positions
+    (result.loss / count).backward()
+    return Losses(*(result.parts / count).tolist())
 
 
 # --- The loop ---
@@ -367,7 +361,7 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
 
 def learning_rate(update: int, args) -> float:
     """Return the learning rate of an update, counted from 0. Both schedules rise at first, for
-    --warmup updates.
+    --warmup updates. args: schedule, lr, warmup, updates, epoch_updates.
 
     "paper", as in the authors' code: up to 20 times --lr, then on a straight line to --lr, which is
     reached at the end of the first epoch and kept. (In a short epoch it rises for half of it.)
@@ -414,9 +408,10 @@ def take_step(
     batch: list[Sequence],
     update: int,
     args,
+    compute: Callable[..., Losses] = compute_gradients,
 ) -> dict:
     """Do one update: gradients, clipped, then a step of the optimizers. Returns what to log."""
-    losses = compute_gradients(drafter, batch, update, args)
+    losses = compute(drafter, batch, update, args)
     norm = nn.utils.clip_grad_norm_(drafter.parameters(), CLIP).item()
     if not math.isfinite(norm):
         raise InputError(
@@ -434,18 +429,19 @@ def train(
     stream: Stream,
     journal: Journal,
     args,
+    compute: Callable[..., Losses] = compute_gradients,
 ) -> None:
     """Train up to args.updates. Raises InputError if a gradient is not finite, or if no
     conversation has an answer.
 
     stream: shuffled sequences without end, which go on at stream.position.
     journal: logs, evaluates and saves. journal.done: updates that an earlier run has done
-    (--resume).
+    (--resume). compute: how gradients are computed.
     """
     sequences = iter(stream)
     for update in range(journal.done, args.updates):
         batch = list(itertools.islice(sequences, args.batch_size))
-        measured = take_step(drafter, optimizers, batch, update, args)
+        measured = take_step(drafter, optimizers, batch, update, args, compute)
         tokens = sum(len(sequence.tokens) for sequence in batch)
         journal.record(update + 1, measured, tokens, stream.position)
 
@@ -454,7 +450,7 @@ def train(
 #
 # Each part can be read by itself:
 #
-#     Less RAM ...                 what the loop above calls: KL in pieces, mixed precision
+#     Less RAM ...                 a batch, and its KL, in pieces; mixed precision
 #     Several processes            torchrun
 #     Evaluation                   in one pass, or by really drafting
 #     Data, and its files          conversations from files of several forms, shuffled
@@ -467,6 +463,27 @@ def train(
 
 
 # --- Less RAM, mixed precision, and a loss on memories ---
+
+
+def compute_in_pieces(drafter: Drafter, batch: list[Sequence], update: int, args) -> Losses:
+    """Do what `compute_gradients` does, --micro-batch-size sequences at a time, in --dtype, and
+    under torchrun shared by several processes. This is what training calls."""
+    device = drafter.target.device
+    # Each piece of the loss is divided by the same total, so that the gradients of all add up to
+    # that of one mean.
+    total = sum(int(loss_mask(sequence.answer).sum()) for sequence in batch)
+    for parameter in drafter.parameters():
+        # Not None: under torchrun a process may get no piece, and still sends its gradients.
+        parameter.grad = torch.zeros_like(parameter)
+    sums = torch.zeros(3, device=device)
+    for piece in micro_batches(draw_examples(batch, update, args), args):
+        with autocast(device, args):
+            result = distill(drafter, collate(piece, device), args)
+        (result.loss / total).backward()
+        sums += result.parts
+    sum_over_processes(drafter, sums)  # nothing, with one process
+    return Losses(*(sums / total).tolist())
+
 
 CHUNK = 256  # distributions q that exist at once, those of all R cuts together
 # On a GPU each piece costs time to launch. So pieces are larger there: up to so many logits.
@@ -1168,9 +1185,9 @@ def announce_cost(drafter: Drafter, held_out: list[Sequence], args) -> None:
     for each process, by its tokens. (The gradients are overwritten by the first update.)"""
     count = min(args.batch_size, args.micro_batch_size * world_size())
     batch = list(itertools.islice(itertools.cycle(held_out), count))
-    compute_gradients(drafter, batch, 0, args)  # the first pass is slow
+    compute_in_pieces(drafter, batch, 0, args)  # the first pass is slow
     began = time.perf_counter()
-    compute_gradients(drafter, batch, 0, args)
+    compute_in_pieces(drafter, batch, 0, args)
     seconds_a_token = (time.perf_counter() - began) / sum(len(one.tokens) for one in batch)
     mean_tokens = np.mean([len(one.tokens) for one in held_out])  # of a sequence
     seconds = seconds_a_token * mean_tokens * args.batch_size  # an update
@@ -1790,7 +1807,7 @@ def run_training(target: Llama, tokenizer: Tokenizer, args) -> None:
     journal = Journal(drafter, optimizers, score, save, args, may_differ)
     stream.position = journal.position
     with journal:
-        train(drafter, optimizers, stream, journal, args)
+        train(drafter, optimizers, stream, journal, args, compute_in_pieces)
     say(
         f"the drafter is in {args.out}: "
         f"python speculate.py --model {args.model} --drafter {args.out}"

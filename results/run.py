@@ -1,21 +1,21 @@
 """The experiments of results/README.md that can be made again from nothing.
 
-    python results/run.py                       # all that compare drafters: half a day on two cores
+    python results/run.py                       # all that do not measure time: half a day
     python results/run.py parts on_policy       # these
     python results/run.py cost network          # these measure time: on an idle machine (cost
                                                 # and cost_longest first train their drafters)
     python results/run.py --tables parts        # only prints the tables of what is written
 
-An experiment compares drafters. Each is trained and scored by itself, as many at a time as there
-are cores, with the flags of DRAFTERS and three seeds (in `text`, one). An experiment is written to
-its results/NAME.json as soon as all of its drafters are scored, some with a figure. Each row says
-when, where, and with which commit it was scored. (The files that are shipped are mostly of earlier
-code, which noted date and machine once.)
+An experiment compares drafters (`network`: networks). Each is trained and scored by itself, as many
+at a time as there are cores, with the flags of DRAFTERS and three seeds (in `text`, one). An
+experiment is written to its results/NAME.json as soon as all of its drafters are scored, some with
+a figure. Each row says when, where, and with which commit it was scored. (The files that are
+shipped are mostly of earlier code, which noted date and machine once.)
 
 After an interruption the same command goes on. runs/DRAFTER-SEED/scores.json holds the scores of a
-drafter, and the flags it was trained with. As long as these are the same, and a commit is named, it
-is not trained again: delete it after a change of the code. What measures time, and drafters that
-were under way, begin again.
+drafter, and the flags it was trained with. As long as these are the same, it is not trained again:
+delete the file after a change of the code. What measures time, and drafters that were under way,
+begin again.
 """
 import argparse
 import io
@@ -136,6 +136,12 @@ COST_COLUMNS = {
     "speed-up": ["speedup"],
     "acceptance length": ["acceptance_length"],
 }
+TRAINED_COLUMNS = {
+    "ms a draft": ["ms_a_draft"],
+    "ms a cycle": ["ms_a_cycle"],
+    "acceptance length, trained": ["trained", "acceptance_length"],
+    "speed-up, trained": ["trained", "speedup"],
+}
 
 
 @dataclass(frozen=True)
@@ -174,7 +180,10 @@ EXPERIMENTS = {
     "losses_early": Experiment(["full-quarter", "kl-only-quarter", "smooth-l1-only-quarter"]),
     "text_early": Experiment(["full-quarter", "others-text-quarter", "own-250-quarter"]),
     "staircase": Experiment(["full-quarter", "staircase-quarter"]),
-    "cost": Experiment(PARTS, tables=(COST_COLUMNS,), measures_time=True),
+    # What a step costs does not depend on training: so a short one is enough.
+    "cost": Experiment(
+        [f"{name}-eighth" for name in PARTS], tables=(TRAINED_COLUMNS,), measures_time=True,
+    ),
     "cost_longest": Experiment(
         ["full-double", "neither-double"], tables=(COST_COLUMNS,), measures_time=True,
     ),
@@ -572,8 +581,25 @@ def measure_cost(experiment: str) -> None:
             milliseconds = 1000 * row["new_tokens"] / row["tokens_per_second"]
             row["ms_a_cycle"] = milliseconds / row["target_calls"]
             row["ms_a_draft"] = row["draft_share"] * row["ms_a_cycle"]
+            if experiment == "cost":
+                row["trained"] = trained_speed(row, seed)
             rows.append({"seed": seed} | row | circumstances())
     write_result(experiment, rows)
+
+
+def trained_speed(row: dict, seed: int) -> dict:
+    """Return how fast a drafter would be after the whole training: with the acceptance length that
+    it has in parts.json, at the cost of a cycle that was measured here."""
+    method, _, folder = row["method"].partition(" ")  # "chain", "runs/full-eighth-0"
+    if not folder:
+        return {"acceptance_length": 1.0, "speedup": 1.0}  # the target alone
+    name, _ = split_name(folder.removeprefix("runs/").removesuffix(f"-{seed}"))
+    rows = json.loads((RESULTS / "parts.json").read_text())["rows"]
+    (length,) = [r[method] for r in rows if (r["drafter"], r["seed"]) == (name, seed)]
+    return {
+        "acceptance_length": length,
+        "speedup": row["speedup"] * length * row["target_calls"] / row["new_tokens"],
+    }
 
 
 def measure_network() -> None:

@@ -298,10 +298,11 @@ def test_the_kl_in_chunks_and_its_gradient_are_those_of_the_plain_formula(monkey
 def test_padding_and_micro_batches_change_nothing(target):
     batch = sequences((5, 12), (20, 31), (3, 4))
     results = []
-    for size in (1, 2, 3):
+    for size in (None, 1, 2, 3):
         drafter = random_drafter(target)
         args = arguments(micro_batch_size=size, horizons=2, memory_weight=0.3)
-        means = train.compute_gradients(drafter, batch, 25, args)
+        compute = train.compute_in_pieces if size else train.compute_gradients
+        means = compute(drafter, batch, 25, args)
         results.append([torch.tensor(means)] + [p.grad for p in drafter.parameters()])
         torch.testing.assert_close(results[-1], results[0], atol=1e-6, rtol=1e-4)
 
@@ -847,7 +848,7 @@ def test_a_run_that_is_killed_and_resumed_ends_as_if_it_had_not_been(
 
 @pytest.mark.parametrize("owner, name, call", [
     (train, "evaluate", 2),
-    (train, "compute_gradients", 7),
+    (train, "compute_in_pieces", 7),
     (torch, "save", 4),
     (os, "replace", 2),  # no checkpoint
     (os, "replace", 3),  # no weights
@@ -879,8 +880,8 @@ def test_a_run_can_be_resumed_after_dying_anywhere(
 
 
 def press_ctrl_c(patch, at_call: int, times: int) -> None:
-    """During the at_call-th call of compute_gradients, the first two of which measure its cost."""
-    original = train.compute_gradients
+    """During the at_call-th call of compute_in_pieces, the first two of which measure its cost."""
+    original = train.compute_in_pieces
     calls = itertools.count(1)
 
     def interrupted(*arguments):
@@ -889,7 +890,7 @@ def press_ctrl_c(patch, at_call: int, times: int) -> None:
                 os.kill(os.getpid(), signal.SIGINT)
         return original(*arguments)
 
-    patch.setattr(train, "compute_gradients", interrupted)
+    patch.setattr(train, "compute_in_pieces", interrupted)
 
 
 def test_ctrl_c_finishes_the_update_saves_and_says_how_to_go_on(
