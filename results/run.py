@@ -598,7 +598,7 @@ def trained_speed(row: dict, seed: int) -> dict:
     (length,) = [r[method] for r in rows if (r["drafter"], r["seed"]) == (name, seed)]
     return {
         "acceptance_length": length,
-        "speedup": row["speedup"] * length * row["target_calls"] / row["new_tokens"],
+        "speedup": row["speedup"] * length / row["acceptance_length"],
     }
 
 
