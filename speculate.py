@@ -183,7 +183,7 @@ def cut(tokens: list[int], stop_ids: frozenset[int]) -> list[int]:
 
 
 class LocalTarget:
-    """The target of one conversation, on this machine. (`target` is this object in this file, and
+    """The target of one conversation, on this machine. (In the loop `target` is this object, and
     `model` the Llama that the other files call the target.) LSA runs on its side, where its cache
     is."""
 

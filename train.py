@@ -22,7 +22,7 @@ bar, "The method ends here".
     python train.py --data own.jsonl --synthesize 1000  # no data at hand? let the target write it
 
 Names: h is `final`, h' is `predicted`. The weight of Smooth L1 is --feature-weight. args is the
-command line (`parse_arguments`, at the end); a docstring says which of its flags a function reads.
+command line (`parse_arguments`, at the end); docstrings say which of its flags a function reads.
 args.epoch_updates is no flag: the number of updates in one pass over the data.
 
 Shapes: B sequences, T tokens, L layers of the target, 2 Ekv numbers for a token's keys and values
@@ -346,7 +346,7 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
     """Compute the gradients of one update. Its loss is one mean, over all trained positions of the
     batch.
 
-    (`compute_in_pieces`, below the bar, computes the same a few sequences at a time.)
+    (`compute_in_pieces`, below the bar, computes the same a few sequences at a time, in --dtype.)
     """
     drafter.zero_grad()
     examples = collate(draw_examples(batch, update, args), drafter.target.device)
@@ -1852,7 +1852,7 @@ def load_models(args) -> tuple[Llama, Tokenizer]:
         raise InputError(f"{args.questions}: no such file")
     target, tokenizer = load_target(args)
     context = target.config.max_position_embeddings
-    if args.seq_len > context:
+    if padded_length(args.seq_len, args.device) > context:
         raise InputError(f"--seq-len {args.seq_len}: the target's context is {context}")
     return target, tokenizer
 

@@ -180,7 +180,7 @@ EXPERIMENTS = {
     "losses_early": Experiment(["full-quarter", "kl-only-quarter", "smooth-l1-only-quarter"]),
     "text_early": Experiment(["full-quarter", "others-text-quarter", "own-250-quarter"]),
     "staircase": Experiment(["full-quarter", "staircase-quarter"]),
-    # What a step costs does not depend on training: so a short one is enough.
+    # What a cycle costs hardly depends on training: so a short one is enough.
     "cost": Experiment(
         [f"{name}-eighth" for name in PARTS], tables=(TRAINED_COLUMNS,), measures_time=True,
     ),
@@ -589,7 +589,8 @@ def measure_cost(experiment: str) -> None:
 
 def trained_speed(row: dict, seed: int) -> dict:
     """Return how fast a drafter would be after the whole training: with the acceptance length that
-    it has in parts.json, at the cost of a cycle that was measured here."""
+    it has in parts.json, at the cost of a cycle that was measured here. (A cycle that accepts more
+    costs a little more, for LSA or for reading what was verified: that is neglected.)"""
     method, _, folder = row["method"].partition(" ")  # "chain", "runs/full-eighth-0"
     if not folder:
         return {"acceptance_length": 1.0, "speedup": 1.0}  # the target alone

@@ -307,6 +307,20 @@ def test_padding_and_micro_batches_change_nothing(target):
         torch.testing.assert_close(results[-1], results[0], atol=1e-6, rtol=1e-4)
 
 
+def test_batches_padded_as_on_a_gpu_to_few_shapes_give_the_same_gradients(target, monkeypatch):
+    padded_length = train.padded_length
+    assert [padded_length(size, "cpu") for size in (63, 64, 65)] == [63, 64, 65]
+    assert [padded_length(size, "cuda") for size in (63, 64, 65)] == [64, 64, 128]
+    batch = sequences((5, 12), (20, 31), (3, 4))
+    results = []
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(train, "padded_length", lambda size, _: padded_length(size, device))
+        drafter = random_drafter(target)
+        means = train.compute_gradients(drafter, batch, 25, arguments(horizons=2))
+        results.append([torch.tensor(means)] + [p.grad for p in drafter.parameters()])
+    torch.testing.assert_close(results[1], results[0], atol=1e-6, rtol=1e-4)
+
+
 @pytest.mark.parametrize("N", [0, 1])
 def test_the_losses_of_many_cuts_are_the_mean_over_single_ones(target, N):
     drafter = random_drafter(target, target_layer_inference=N)
