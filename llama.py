@@ -293,8 +293,7 @@ class Llama(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # (nn.Embedding(V, E) would do. But on the meta device, where `load_model` makes the model,
-        # its initial values take most of a second.)
+        # As nn.Embedding(V, E), but faster to make on the meta device (see `load_model`).
         embeddings = torch.randn(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
         self.layers = nn.ModuleList()

@@ -32,8 +32,9 @@ Keys are read as they lie in the cache, that is, rotated by their position.
 A token is *verified* once the target has read it and keeps it. Only then does it have a memory. The
 newest token, which the target has chosen but not yet read, is not verified.
 
-`Drafter.features` states the whole of it: these layers, over all positions in one pass. (It is what
-the tests compare with. `train.distill` takes the same four steps, and keeps what is between them.)
+`Drafter.features` states the whole of it: these layers, over all positions in one pass. Read it as
+the definition. (No script calls it. `train.distill` takes the same four steps, and keeps what is
+between them; the tests compare with it.)
 `DraftState` runs the layers step by step, with caches, as drafting does.
 
 Shapes: as in llama.py, and N reused target layers, K drafted tokens, F nodes on the frontier of a
@@ -339,9 +340,9 @@ class MemoryUpdate:
 class DraftHead:
     """The target's LM head, frozen: features to logits, one for each token.
 
-    Read *output* as token, V' as V, and `token` and `over_all_tokens` as functions that change
-    nothing. Only `LimitedHead`, below the bar, makes a difference: it has logits for V' chosen
-    tokens. So the index of a logit is called an output, and `token` says which token it stands for.
+    Here an *output*, the index of a logit, is a token, V' is V, and `token` and `over_all_tokens`
+    return their argument. Only `LimitedHead`, below the bar, makes a difference: it has logits for
+    V' chosen tokens, and `token` says which of them an output stands for.
 
     (This is not an nn.Module, so that the target's weights do not become the drafter's.)
     """

@@ -106,8 +106,8 @@ class Outage:
     and lasts `seconds`.
 
     It loses no message for good, because TCP sends again until it gets through. So a message that
-    is in flight while it lasts arrives later: by what is left of the outage when it is sent (all,
-    if the outage begins later), plus one RTO.
+    is in flight while it lasts arrives later: by the rest of the outage, counted from its sending
+    or, if the outage begins after that, from its beginning, plus one RTO.
 
     An example: an outage from 1.0 s to 1.3 s on a link of 20 ms, whose RTO is 0.24 s.
 
@@ -347,8 +347,8 @@ class Channel:
         if network.outage.overlaps(start, start):  # now, that is
             raise ConnectionLost("the network is down")
         # How long the simulated handshake may take: one lost packet, and as long as a reply. (Here
-        # is_new is that of the connection before. If there was none, or it brought no reply, that
-        # is a minute; else ten times the slowest reply: so a dead network is noticed soon.)
+        # `reply_timeout` still speaks of the connection before: a minute if there was none or it
+        # brought no reply, else ten times the slowest. So a dead network is noticed soon.)
         timeout = INITIAL_RTO + self.reply_timeout()
         deadline = start + min(CONNECT_SECONDS, timeout)  # in real time
         try:

@@ -148,6 +148,14 @@ class VerifyResult:
     memory: MemoryUpdate  # of what is now verified: the prompt, or the root and accepted tokens
 
 
+@dataclass
+class LocalResult(VerifyResult):
+    """What `LocalTarget.verify` returns, with what --trace shows besides."""
+
+    logits: Tensor  # (1 + K, V)
+    acceptance: Acceptance
+
+
 @torch.inference_mode()
 def speculate(
     target: LocalTarget,  # or RemoteTarget, or another that answers `prefill` and `verify`
@@ -257,14 +265,6 @@ class Acceptance:
     path: list[int]  # the nodes that are kept: the root, then accepted tokens
     token: int  # the target's own, which comes after them
     trials: dict[int, Trial] = field(default_factory=dict)  # by node, for --trace
-
-
-@dataclass
-class LocalResult(VerifyResult):
-    """What `LocalTarget.verify` returns, with what --trace shows besides."""
-
-    logits: Tensor  # (1 + K, V)
-    acceptance: Acceptance
 
 
 def accept_draft(logits: Tensor, draft: Draft, sampling: Sampling) -> Acceptance:

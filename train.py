@@ -277,8 +277,11 @@ def distill(drafter: Drafter, examples: Example, args) -> Distillation:
 
     The paper has one cut, and no loss on memories. Then, with N = 0, it is:
 
+        states = target_pass(drafter.target, tokens, N)
+        memory = drafter.build_memory(states.kv)
         x = drafter.cross_attend(drafter.self_attend(tokens), memory, horizon)
         predicted = x[trained]
+        final = states.final[trained]
         loss = 0.1 * kl_divergence(predicted, final, head) + smooth_l1_loss(predicted, final)
     """
     tokens = examples.tokens  # (B, T)
@@ -346,7 +349,8 @@ def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args
     """Compute the gradients of one update. Its loss is one mean, over all trained positions of the
     batch.
 
-    (`compute_in_pieces`, below the bar, computes the same a few sequences at a time, in --dtype.)
+    This is the plain form. Training itself calls `compute_in_pieces`, below the bar: the same sums,
+    a few sequences at a time, and in --dtype.
     """
     drafter.zero_grad()
     examples = collate(draw_examples(batch, update, args), drafter.target.device)
