@@ -34,8 +34,8 @@ newest token, which the target has chosen but not yet read, is not verified.
 
 `Drafter.features` states the whole of it: these layers, over all positions in one pass. Read it as
 the definition. (No script calls it. `train.distill` takes the same four steps, and keeps what is
-between them; the tests compare with it.)
-`DraftState` runs the layers step by step, with caches, as drafting does.
+between them; the tests compare with it.) `DraftState` runs the layers step by step, with caches, as
+drafting does.
 
 Shapes: as in llama.py, and N reused target layers, K drafted tokens, F nodes on the frontier of a
 draft (see `TreeConfig`), V' tokens that may be drafted (above the bar all V of them). H, Hkv and D
