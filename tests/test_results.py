@@ -11,6 +11,8 @@ FILES = sorted(path.stem for path in RESULTS.glob("*.json"))
 # Comparisons early in training, and one of a single seed: the README only tells what came out.
 EARLY = {name for name in FILES if name.endswith("_early")}
 TOLD = (EARLY - {"text_early"}) | {"staircase", "text"}
+PAGES = {name: RESULTS / "README.md" for name in FILES}
+PAGES["network"] = RESULTS / "smollm2/README.md"  # the one that is about the default target
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +25,12 @@ def run():
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in TOLD])
-def test_the_readme_shows_the_table_of_each_results_file(run, name, capsys):
+def test_a_page_shows_the_table_of_each_results_file(run, name, capsys):
     run.print_result(name)
     title, *tables = capsys.readouterr().out.strip().split("\n\n")
     assert title == name and tables
     for table in tables:
-        assert table in (RESULTS / "README.md").read_text()
+        assert table in PAGES[name].read_text()
 
 
 @pytest.mark.parametrize("name", sorted(TOLD))
@@ -53,6 +55,12 @@ def test_drafters_that_are_compared_have_the_same_number_of_parameters_within_a_
         rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
         counts = [row["parameters"] for row in rows if "parameters" in row]
         assert not counts or max(counts) <= 1.01 * min(counts)
+
+
+def test_the_page_of_the_default_target_names_each_of_its_results_files():
+    page = (RESULTS / "smollm2/README.md").read_text()
+    for path in (RESULTS / "smollm2").glob("*.json"):
+        assert f"`{path.name}`" in page
 
 
 def test_every_drafter_of_an_experiment_has_flags_that_train_py_knows(run, monkeypatch):
