@@ -1227,19 +1227,16 @@ class Printer:
     offline: bool = False
 
     def emit(self, cycle: Cycle) -> None:
-        self.announce_link(cycle.link == "offline")
+        offline = cycle.link == "offline"
+        if offline != self.offline:
+            self.offline = offline
+            note = "the link is back: the target goes on"
+            if offline:
+                note = "the link is lost: what follows is the drafter's own text, unverified"
+            print(f"\n[{note}]", file=sys.stderr)
         for token, origin in zip(cycle.tokens, cycle.origins):
             text = self.stream.add(token)
             print(paint(text, origin.value) if self.show else text, end="", flush=True)
-
-    def announce_link(self, offline: bool) -> None:
-        if offline == self.offline:
-            return
-        self.offline = offline
-        note = "the link is back: the target goes on"
-        if offline:
-            note = "the link is lost: what follows is the drafter's own text, unverified"
-        print(f"\n[{note}]", file=sys.stderr)
 
 
 @dataclass
@@ -1329,10 +1326,8 @@ def reason(cycle: Cycle, path: list[int], node: int) -> str:
     """Say why a drafted token was accepted or not. path: the cycle's."""
     draft = cycle.draft
     parent = draft.parents[node]
-    # An accepted stop token ends the answer: the target's own token is not part of it.
-    answer_ends_there = parent == path[-1] and Origin.TARGET not in cycle.origins
-    if parent not in path or answer_ends_there:
-        return "not reached"
+    if parent not in path or draft.depth(parent) == len(cycle.tokens):
+        return "not reached"  # after a token that was not accepted, or that ended the answer
     accepted = node in path
     verdict = "accepted" if accepted else "rejected"
     if not draft.q:
