@@ -64,6 +64,7 @@ import random
 import signal
 import sys
 from argparse import Namespace
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from functools import partial
@@ -403,19 +404,15 @@ def without(q: Tensor, x: int) -> Tensor:
 # --- Lookup: copy what followed the same tokens before ---
 
 
+@dataclass
 class Lookup:
     """Prompt lookup (Saxena 2023). Where the newest tokens occurred before, the draft is what
     followed them there. Elsewhere the drafter is asked, if there is one."""
 
-    def __init__(self, state: DraftState | None, vocab_size: int, sampling: Sampling):
-        self.state = state
-        self.vocab_size = vocab_size
-        self.sampling = sampling
-        self.history: list[int] = []
-        # Copy where the last 3 tokens occurred before, else where the last 2 did, else the last 1.
-        # Beside a drafter only 3: after a shorter match the drafter is right more often than a
-        # copy.
-        self.sizes = (3, 2, 1) if state is None else (3,)
+    state: DraftState | None  # the drafter's
+    vocab_size: int
+    sampling: Sampling
+    history: list[int] = field(default_factory=list)  # all tokens before the root
 
     def append_verified(self, update: MemoryUpdate | None) -> None:
         """update: None while a remote target is out of reach (see `RemoteResult`)."""
@@ -429,10 +426,17 @@ class Lookup:
         drafter."""
         text = self.history + [root]
         count = min(tree.depth, tree.total_tokens)
-        for size in self.sizes:
+        # Copy where the last 3 tokens occurred before, else where the last 2 did, else the last 1.
+        # Beside a drafter only 3: after a shorter match the drafter is right more often than a
+        # copy.
+        sizes = (3, 2, 1) if self.state is None else (3,)
+        for size in sizes:
             place = find_earlier(text, size)
             if place is not None:
-                return self.certain_draft(root, copy_from(text, place, count))
+                # Beyond the end of the text, what is copied repeats: 5 7 8 7 8 is followed by
+                # 7 8 7 8 7 ...
+                copied = text[place:place + count]
+                return self.certain_draft(root, (copied * count)[:count])
         if self.state is None:
             return Draft(root)
         return self.state.draft(root, tree)
@@ -463,15 +467,6 @@ def find_earlier(text: list[int], size: int) -> int | None:
         if text[start:start + size] == newest:
             return start + size
     return None
-
-
-def copy_from(text: list[int], place: int, count: int) -> list[int]:
-    """Return `count` tokens as they follow from a place of the text. Beyond its end it goes on with
-    what is copied: from place 1, the text 8 7 8 is followed by 7 8 7 8 ..."""
-    longer = list(text)
-    for i in range(place, place + count):
-        longer.append(longer[i])
-    return longer[len(text):]
 
 
 class NoDrafter:
@@ -511,9 +506,9 @@ class ChainBatch(Batch):
         """Draft, verify and accept once, for all rows. Returns the new tokens of each."""
         samplings = [request.sampling for request in self.requests]
         newest = [request.tokens[-1] for request in self.requests]
-        left = [request.left for request in self.requests]
         # As many as the row with the most left can use: the target adds a token of its own.
-        K = min(self.K, max(left) - 1)
+        most_left = max(request.left for request in self.requests)
+        K = min(self.K, most_left - 1)
         drafts = self.state.draft_chains(newest, K, samplings)
         ids = torch.tensor([draft.tokens for draft in drafts])  # (B, 1 + K)
         hidden = ragged_hidden(self.model, ids.to(self.model.device), self.cache)  # (B, 1 + K, E)
@@ -523,10 +518,10 @@ class ChainBatch(Batch):
             acceptance = accept_draft(logits[row], draft, samplings[row])
             kept = draft.tokens[:len(acceptance.path)]  # of a chain: the root, what is accepted
             # All rows draft K tokens, even one that has fewer left. It may accept some beyond the
-            # end of its answer, or of the context, where there are no positions: cut them off.
-            new = (kept[1:] + [acceptance.token])[:left[row]]
-            new_tokens.append(new)
-            verified = kept[:len(new)]  # new[i] follows kept[i]: so as many are verified as are new
+            # end of its answer, or of the context, where there are no positions. From the new
+            # tokens `Request.extend` cuts them off, and here they do not count as verified.
+            new_tokens.append(kept[1:] + [acceptance.token])
+            verified = kept[:self.requests[row].left]
             cache = self.cache.rows[row]
             cache.length += len(verified)
             verified_hidden = hidden[row:row + 1, :len(verified)]  # (1, T, E)
@@ -975,10 +970,10 @@ def start_server(args: Namespace) -> Address:
 
 # --- One answer, and what it cost ---
 #
-# `Method.answer` runs `speculate` on a `Recorder`, which stands in for both target and state. It
-# passes their calls on, and times them. Each round becomes a `Cycle`. `Generation.add` sums these
-# up, and `emit`, of a `Printer` or a `Trace`, shows them. `speculate` itself knows nothing of
-# clocks, colors or networks.
+# `Method.answer` runs `speculate` on a `Recorder`, which stands in for the target: it passes the
+# calls on, and notes each round as a `Cycle`. `Generation.add` sums these up, and `emit`, of a
+# `Printer` or a `Trace`, shows them. `speculate` itself knows nothing of clocks, colors or
+# networks.
 
 GREEN = "\033[32m"
 YELLOW = "\033[33m"
@@ -996,15 +991,15 @@ class Origin(Enum):
 
 @dataclass
 class Cycle:
-    """One round of the loop: a draft and its verification. The prompt's pass has no draft. With the
-    target alone a cycle is one token."""
+    """One round of the loop: a draft and its verification. Nothing is drafted in the prompt's pass,
+    nor with the target alone, where a cycle is one token."""
 
-    draft: Draft | None = None
-    result: VerifyResult | None = None
+    draft: Draft
+    result: VerifyResult
+    draft_seconds: float
+    verify_seconds: float
     tokens: list[int] = field(default_factory=list)  # that it brought
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    traffic: Traffic | None = None  # of all cycles so far, with a target on a server
+    traffic: Traffic | None = None  # with a target on a server
 
     @property
     def link(self) -> str:
@@ -1019,45 +1014,37 @@ class Cycle:
         origins = [Origin.DRAFT] * len(self.result.accepted) + [Origin.TARGET]
         return origins[:len(self.tokens)]
 
+    @property
+    def path(self) -> list[int]:
+        """The nodes of the draft that are in the answer: the root, then accepted ones."""
+        return match_path(self.draft, self.tokens[:self.origins.count(Origin.DRAFT)])
 
+
+@dataclass
 class Recorder:
-    """Both the target and the state that `speculate` is given: it passes each call on to the real
-    ones, and notes in a Cycle what passes and how long it takes.
+    """The target that `speculate` is given: it passes each call on to the real one, and notes in a
+    Cycle what passes and how long it takes.
 
-    `speculate` calls prefill once, then append_verified, draft and verify in each cycle. So a cycle
-    begins with append_verified, whose time counts as drafting, and is complete when `speculate`
-    yields its tokens. (On an accelerator the memory is still being computed when `verify` returns,
-    and its time counts as the next draft's.)
+    What comes before a call, since the loop went on, counts as drafting. (On an accelerator the
+    memory is still being computed when `verify` returns: its time, too, counts as the next
+    draft's.)
     """
 
-    def __init__(self, target: LocalTarget | RemoteTarget, state: DraftState | Lookup):
-        self.target = target
-        self.state = state
-        self.cycle = Cycle()
+    target: LocalTarget | RemoteTarget
+    cycle: Cycle | None = None  # the newest
+    resumed: float = field(default_factory=perf_counter)  # when the loop went on after it
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
-        start = perf_counter()
-        self.cycle.result = self.target.prefill(prompt)
-        self.cycle.verify_seconds = perf_counter() - start
-        return self.cycle.result
-
-    def append_verified(self, memory: MemoryUpdate | None) -> None:
-        self.cycle = Cycle()  # the next one begins
-        start = perf_counter()
-        self.state.append_verified(memory)
-        self.cycle.draft_seconds = perf_counter() - start
-
-    def draft(self, root: int, tree: TreeConfig) -> Draft:
-        start = perf_counter()
-        self.cycle.draft = self.state.draft(root, tree)
-        self.cycle.draft_seconds += perf_counter() - start
-        return self.cycle.draft
+        return self.record(Draft(prompt[-1]), self.target.prefill, prompt)
 
     def verify(self, draft: Draft) -> VerifyResult:
-        start = perf_counter()
-        self.cycle.result = self.target.verify(draft)
-        self.cycle.verify_seconds = perf_counter() - start
-        return self.cycle.result
+        return self.record(draft, self.target.verify, draft)
+
+    def record(self, draft: Draft, call: Callable, argument: list[int] | Draft) -> VerifyResult:
+        called = perf_counter()
+        result = call(argument)
+        self.cycle = Cycle(draft, result, called - self.resumed, perf_counter() - called)
+        return result
 
 
 @dataclass
@@ -1073,7 +1060,7 @@ class Generation:
     drafted: int = 0  # tokens, in cycles that the target answered
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
-    network: dict = field(default_factory=dict)  # the fields of a channel's Traffic
+    network: Counter = field(default_factory=Counter)  # the sums of a channel's Traffic
     outage: str = ""  # why the server was out of reach the first time; empty if it was not
     interrupted: bool = False  # by Ctrl-C
 
@@ -1087,7 +1074,7 @@ class Generation:
                 self.outage = self.outage or cycle.result.reason
             else:
                 self.target_calls += 1
-            if cycle.link == "connected" and cycle.draft is not None:  # the draft has arrived
+            if cycle.link == "connected":  # the draft has arrived
                 self.drafted += len(cycle.draft.tokens) - 1  # without the root
         self.tokens += cycle.tokens
         self.origins += cycle.origins
@@ -1161,15 +1148,14 @@ class Method:
         generation = Generation(prompt)
         channel = self.new_channel(prompt) if self.new_channel else None
         start = perf_counter()
+        cycles = self.cycles_alone if self.tree is None else self.cycles_with_drafts
         try:
-            if self.tree is None:
-                cycles = self.cycles_alone(prompt, config, channel)
-            else:
-                cycles = self.cycles_with_drafts(prompt, config, channel)
-            for cycle in cycles:
+            for cycle in cycles(prompt, config, channel):
                 generation.add(cycle)
                 if channel is not None:
-                    cycle.traffic = replace(channel.traffic)  # a copy
+                    cycle.traffic = channel.traffic
+                    channel.traffic = Traffic()  # of the next cycle
+                    generation.network.update(vars(cycle.traffic))
                     # The simulated outage begins after so many tokens.
                     channel.network.outage.begin_if_due(len(generation.tokens), monotonic())
                 emit(cycle)
@@ -1179,7 +1165,6 @@ class Method:
             generation.seconds = perf_counter() - start
             if channel is not None:
                 channel.close()
-                generation.network = vars(channel.traffic)
         return generation
 
     def cycles_alone(
@@ -1190,11 +1175,11 @@ class Method:
             stream = generate(self.model, prompt, config)
         else:
             stream = call_api(channel, prompt, config, self.model.config.vocab_size)
+        draft = Draft(prompt[-1])  # of nothing
         start = perf_counter()
         for token in stream:
-            result = VerifyResult([], token, memory=None)  # nobody drafts
-            seconds = perf_counter() - start
-            yield Cycle(result=result, tokens=[token], verify_seconds=seconds)
+            result = VerifyResult([], token, memory=None)
+            yield Cycle(draft, result, 0.0, perf_counter() - start, [token])
             start = perf_counter()
 
     def cycles_with_drafts(
@@ -1216,11 +1201,11 @@ class Method:
             target = LocalTarget(self.model, self.drafter or NoDrafter(), capacity, sampling)
         if self.lookup:
             state = Lookup(state, self.model.config.vocab_size, sampling)
-        recorder = Recorder(target, state)
-        # `speculate` wants a target and a state. The recorder wraps both, to see all of a cycle.
-        for tokens in speculate(recorder, recorder, prompt, config, tree):
+        recorder = Recorder(target)
+        for tokens in speculate(recorder, state, prompt, config, tree):
             recorder.cycle.tokens = tokens
             yield recorder.cycle
+            recorder.resumed = perf_counter()
 
 
 # --- Watching: the answer as it comes, and every cycle of it with --trace ---
@@ -1233,28 +1218,25 @@ def paint(text: str, color: str) -> str:
     return color + text + PLAIN
 
 
+@dataclass
 class Printer:
     """Prints an answer as it comes, and says when the server is lost and when it is back."""
 
-    def __init__(self, tokenizer: Tokenizer, show: bool):
-        self.show = show
-        self.stream = TextStream(tokenizer)
-        self.offline = False
+    stream: TextStream
+    show: bool  # in colors
+    offline: bool = False
 
     def emit(self, cycle: Cycle) -> None:
-        self.announce_link(cycle)
+        offline = cycle.link == "offline"
+        if offline != self.offline:
+            self.offline = offline
+            note = "the link is back: the target goes on"
+            if offline:
+                note = "the link is lost: what follows is the drafter's own text, unverified"
+            print(f"\n[{note}]", file=sys.stderr)
         for token, origin in zip(cycle.tokens, cycle.origins):
             text = self.stream.add(token)
             print(paint(text, origin.value) if self.show else text, end="", flush=True)
-
-    def announce_link(self, cycle: Cycle) -> None:
-        offline = cycle.link == "offline"
-        if offline and not self.offline:
-            note = "the link is lost: what follows is the drafter's own text, unverified"
-            print(f"\n[{note}]", file=sys.stderr)
-        if self.offline and not offline:
-            print("\n[the link is back: the target goes on]", file=sys.stderr)
-        self.offline = offline
 
 
 @dataclass
@@ -1277,51 +1259,44 @@ class Trace:
     sampling: Sampling  # the target's
     as_json: bool
     cycles: int = 0
-    before: Traffic = field(default_factory=Traffic)  # at the end of the last cycle
 
     def emit(self, cycle: Cycle) -> None:
         self.cycles += 1
         record = self.record(cycle)
-        if self.as_json:
-            print(json.dumps(record), flush=True)
-        else:
-            print("\n".join(draw_cycle(record)), flush=True)
+        lines = [json.dumps(record)] if self.as_json else draw_cycle(record)
+        print(*lines, sep="\n", flush=True)
 
     def record(self, cycle: Cycle) -> dict:
         """Return a line of --trace --json."""
-        outcome = find_outcome(cycle)
         offline = cycle.link == "offline"
         shown = cycle.tokens if offline else [cycle.result.token]
-        drafts = self.drafted_nodes(cycle.result, outcome)
-        is_known = cycle.traffic is None and not outcome.ended  # a server does not tell
         record = {
             "cycle": self.cycles,
-            "drafts": drafts,
+            "root": self.tokenizer.decode(cycle.draft.tokens[:1]),
+            "drafts": self.drafted_nodes(cycle),
             "token": cycle.result.token,
             "text": self.tokenizer.decode(shown),
-            "source": self.source(outcome) if is_known else "",
+            "source": self.source(cycle),
             "tokens": cycle.tokens,
             "offline": offline,
             "draft_seconds": cycle.draft_seconds,
             "verify_seconds": cycle.verify_seconds,
         }
-        if drafts:
-            record["root"] = self.tokenizer.decode([outcome.draft.tokens[0]])
         if cycle.traffic is not None:
-            record["link"] = {"state": cycle.link, **self.new_traffic(cycle.traffic)}
+            record["link"] = {"state": cycle.link, **vars(cycle.traffic)}
         return record
 
-    def drafted_nodes(self, result: VerifyResult, outcome: Outcome) -> list[dict]:
+    def drafted_nodes(self, cycle: Cycle) -> list[dict]:
         """Describe each drafted token. parent: an index of this list, -1 for the root."""
-        draft = outcome.draft
+        if cycle.link != "connected":
+            return []  # the draft was lost
+        draft = cycle.draft
+        path = cycle.path
         p = None  # a server does not send it
-        trials = None
-        if isinstance(result, LocalResult):
-            p = draft_distributions(result.logits, self.sampling)  # by the rule of q, (1 + K, V)
-            trials = result.acceptance.trials
+        if isinstance(cycle.result, LocalResult):
+            p = draft_distributions(cycle.result.logits, self.sampling)  # as q is, (1 + K, V)
         nodes = []
-        for i in range(1, len(draft.tokens)):
-            token = draft.tokens[i]
+        for i, token in enumerate(draft.tokens[1:], start=1):
             parent = draft.parents[i]
             node = {
                 "token": token,
@@ -1329,66 +1304,39 @@ class Trace:
                 "parent": parent - 1,  # node 1 has index 0
                 "q": draft.probabilities[i],
                 "p": None if p is None else float(p[parent, token]),
-                "accepted": i in outcome.path,
-                "reason": reason(trials, outcome, i),
+                "accepted": i in path,
+                "reason": reason(cycle, path, i),
             }
             nodes.append(node)
         return nodes
 
-    def source(self, outcome: Outcome) -> str:
-        """Say what the target's own token comes from."""
+    def source(self, cycle: Cycle) -> str:
+        """Say what the target's own token comes from. A server does not tell, and after an accepted
+        stop token there is none."""
+        if cycle.traffic is not None or Origin.TARGET not in cycle.origins:
+            return ""
         if self.sampling.temperature == 0:
             return "its likeliest"
-        if outcome.draft.children(outcome.path[-1]):  # and all of them were rejected
+        if cycle.draft.children(cycle.path[-1]):  # and all of them were rejected
             return "drawn from what p - q leaves"
         return "drawn from p"
 
-    def new_traffic(self, now: Traffic) -> dict:
-        """Return what the network did since the last cycle."""
-        before = self.before
-        self.before = now
-        return {
-            "bytes_up": now.bytes_up - before.bytes_up,
-            "bytes_down": now.bytes_down - before.bytes_down,
-            "seconds": now.network_seconds - before.network_seconds,
-        }
 
-
-class Outcome(NamedTuple):
-    """Which nodes of a draft are in the answer."""
-
-    draft: Draft  # a root alone after the prompt's pass, or if the draft was lost with the link
-    path: list[int]  # the root, then accepted nodes
-    ended: bool  # an accepted stop token ended the answer: the target's own token is not part of it
-
-
-def find_outcome(cycle: Cycle) -> Outcome:
-    """Compare a draft with the tokens that its cycle brought."""
-    if cycle.link != "connected":  # the draft was lost: show its root alone
-        return Outcome(Draft(cycle.draft.tokens[0]), [0], ended=False)
-    draft = cycle.draft or Draft(cycle.result.token)
-    accepted = cycle.result.accepted
-    path = match_path(draft, accepted[:len(cycle.tokens)])
-    return Outcome(draft, path, ended=len(cycle.tokens) <= len(accepted))
-
-
-def reason(trials: dict[int, Trial] | None, outcome: Outcome, node: int) -> str:
-    """Say why a drafted token was accepted or not. trials: None if a server has decided, which does
-    not say why."""
-    draft = outcome.draft
+def reason(cycle: Cycle, path: list[int], node: int) -> str:
+    """Say why a drafted token was accepted or not. path: the cycle's."""
+    draft = cycle.draft
     parent = draft.parents[node]
-    answer_ends_there = outcome.ended and parent == outcome.path[-1]
-    if parent not in outcome.path or answer_ends_there:
-        return "not reached"
-    accepted = node in outcome.path
+    if parent not in path or draft.depth(parent) == len(cycle.tokens):
+        return "not reached"  # after a token that was not accepted, or that ended the answer
+    accepted = node in path
     verdict = "accepted" if accepted else "rejected"
     if not draft.q:
         return verdict  # at temperature 0 there is no more to say
-    if trials is None:  # nor which siblings it tried
+    if not isinstance(cycle.result, LocalResult):  # a server does not say which siblings it tried
         return "accepted" if accepted else "not kept"
-    if node not in trials:
+    trial = cycle.result.acceptance.trials.get(node)
+    if trial is None:
         return "not tried"  # a sibling before it was accepted
-    trial = trials[node]
     sign = "<" if accepted else ">="
     # After the rejection of a sibling, what was left of p and q: not those that are shown.
     is_first = node == min(draft.children(parent))
@@ -1396,36 +1344,33 @@ def reason(trials: dict[int, Trial] | None, outcome: Outcome, node: int) -> str:
     return f"{verdict}: u {trial.u:.2f} {sign} {ratio} {trial.ratio:.2f}"
 
 
-def draw_cycle(record: dict) -> list[str]:
-    """Draw a cycle for a person: on 80 columns, if the draft is of the default size."""
+def draw_cycle(record: dict) -> Iterator[str]:
+    """Draw a cycle for a person, line by line: on 80 columns, if the draft is of the default
+    size."""
     drafts = record["drafts"]
     accepted = sum(node["accepted"] for node in drafts)
     times = f"draft {1e3 * record['draft_seconds']:.1f} ms"
     times += f", verification {1e3 * record['verify_seconds']:.1f} ms"
-    lines = [f"cycle {record['cycle']}: {len(drafts)} drafted, {accepted} accepted; {times}"]
+    yield f"cycle {record['cycle']}: {len(drafts)} drafted, {accepted} accepted; {times}"
     if "link" in record:
         link = record["link"]
         traffic = f"{link['bytes_up']} bytes up, {link['bytes_down']} down"
-        lines.append(f"  link: {link['state']}, {traffic}, {1e3 * link['seconds']:.0f} ms")
+        yield f"  link: {link['state']}, {traffic}, {1e3 * link['network_seconds']:.0f} ms"
     if drafts:
         # A chain goes straight down, however long it is: an indent for each level would not fit.
         is_chain = all(node["parent"] == i - 1 for i, node in enumerate(drafts))
-        lines.append(f"  {quote(record['root'])}")
-        lines += draw_branch(drafts, parent=-1, indent="  ", is_chain=is_chain)
+        yield f"  {quote(record['root'])}"
+        yield from draw_branch(drafts, parent=-1, indent="  ", is_chain=is_chain)
     if record["offline"]:
-        lines.append(paint("  offline: the drafter alone wrote, unverified,", YELLOW))
-        lines.append(paint(f"  {json.dumps(record['text'], ensure_ascii=False)}", YELLOW))
+        yield paint("  offline: the drafter alone wrote, unverified,", YELLOW)
+        yield paint(f"  {json.dumps(record['text'], ensure_ascii=False)}", YELLOW)
     elif len(record["tokens"]) > accepted:  # no stop token came before it
-        own = f"  the target's own: {quote(record['text'])}"
-        if record["source"]:
-            own += f", {record['source']}"
-        lines.append(own)
-    return lines
+        source = f", {record['source']}" if record["source"] else ""
+        yield f"  the target's own: {quote(record['text'])}{source}"
 
 
-def draw_branch(drafts: list[dict], parent: int, indent: str, is_chain: bool) -> list[str]:
+def draw_branch(drafts: list[dict], parent: int, indent: str, is_chain: bool) -> Iterator[str]:
     """Draw the tokens after a parent, and what follows each."""
-    lines = []
     children = [i for i, node in enumerate(drafts) if node["parent"] == parent]
     for i in children:
         node = drafts[i]
@@ -1436,12 +1381,11 @@ def draw_branch(drafts: list[dict], parent: int, indent: str, is_chain: bool) ->
             numbers += f"  p {node['p']:.2f}"
         verdict, _, _ = node["reason"].partition(":")
         color = {"accepted": GREEN, "rejected": RED}.get(verdict, "")
-        lines.append(f"{label:<32} {numbers}  {paint(node['reason'], color)}")
+        yield f"{label:<32} {numbers}  {paint(node['reason'], color)}"
         below = indent
         if not is_chain:
             below += "  " if last else "│ "
-        lines += draw_branch(drafts, i, below, is_chain)
-    return lines
+        yield from draw_branch(drafts, i, below, is_chain)
 
 
 def quote(text: str) -> str:
@@ -2017,7 +1961,7 @@ class Terminal:
         prompt = tokenizer.chat(messages)
         count = answer_length(self.models.target, prompt, self.config.max_new_tokens)
         config = replace(self.config, max_new_tokens=count)
-        printer = Printer(tokenizer, args.show)
+        printer = Printer(TextStream(tokenizer), args.show)
         emit = printer.emit
         if args.trace:
             emit = Trace(tokenizer, config.new_sampling("cpu"), args.json).emit
