@@ -218,7 +218,7 @@ def wait(arrival: float, deadline: float) -> None:
 
 HEADER = struct.Struct("!4sBIQ")  # "!": big-endian, as is usual in networks, and no padding
 MAGIC = b"MoAs"  # to notice at once a peer that speaks another protocol
-VERSION = 3  # of this format: a peer with another one would misread our messages
+VERSION = 4  # of this format: a peer with another one would misread our messages
 MAX_FIELDS = 1 << 16  # bytes: the longest fields, a draft of 64 tokens, have less than a thousand
 MAX_REPLY = 1 << 30  # bytes: enough for the memory of a prompt of 131 072 tokens, 8000 bytes each
 MAX_PIECE = 1 << 16  # bytes in one call: so memory grows with what comes, not what is announced
@@ -234,8 +234,8 @@ class ProtocolError(OSError):
 
 @contextmanager
 def refuse_malformed(what: str) -> Iterator[None]:
-    """Read data of the peer in here: where they are malformed, that raises one of many exceptions,
-    and they all become a ProtocolError."""
+    """To read what is malformed raises one of many exceptions. In here all of them become a
+    ProtocolError."""
     wrong = (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
     try:
         yield
@@ -304,8 +304,8 @@ def receive_bytes(sock: socket.socket, size: int, deadline: float) -> bytes:
 
 def answer_nonce(secret: str, nonce: bytes) -> bytes:
     """Return the DIGEST bytes that prove that the client knows the secret."""
-    # The secret is an environment variable, where bytes that are no text come as surrogates.
-    return hmac.digest(secret.encode(errors="surrogateescape"), nonce, "sha256")
+    # The secret is an environment variable: fsencode returns its bytes, whatever they are.
+    return hmac.digest(os.fsencode(secret), nonce, "sha256")
 
 
 # --- The client ---
@@ -460,6 +460,8 @@ class Channel:
 # client has proved that it knows the secret, the handler asks a `Session` for its replies.
 
 MAX_REQUEST = 1 << 20  # bytes: a prompt of 131 072 tokens takes half of it
+MAX_CLIENTS = 8  # each of them has a KV cache of the target
+IDLE_SECONDS = 300.0  # then a client without a request loses its place
 
 
 class Session(Protocol):
@@ -478,21 +480,12 @@ class MessageServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = True  # a restarted server need not wait until its old port is free
     request_queue_size = 128  # not yet accepted: a burst of connections must not be refused
 
-    def __init__(
-        self,
-        address: Address,
-        secret: str,
-        new_session: Callable[[], Session],
-        max_clients: int = 8,  # each of them has a KV cache of the target
-        idle_seconds: float = 300.0,  # then a client without a request loses its place
-    ):
+    def __init__(self, address: Address, secret: str, new_session: Callable[[], Session]):
         """Begin to listen. Raises OSError if it cannot listen at the address, ValueError if other
         machines could connect and there is no secret."""
         self.secret = secret
         self.new_session = new_session
-        self.max_clients = max_clients
-        self.idle_seconds = idle_seconds
-        self.places = threading.Semaphore(max_clients)
+        self.places = threading.Semaphore(MAX_CLIENTS)
         self.sockets = set()  # of all clients
         self.unauthenticated = {}  # those of them that have not proved anything, the oldest first
         super().__init__(address, ClientHandler)
@@ -524,12 +517,7 @@ class ClientHandler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         """Serve the client until it leaves. If it breaks a rule, disconnect it, with a line on
         stderr."""
-        server = self.server
-        server.sockets.add(self.connection)
-        server.unauthenticated[self.connection] = None
-        # Anyone can open connections and say nothing. Keep at most four unauthenticated ones for
-        # each place: disconnect the oldest.
-        server.disconnect(list(server.unauthenticated)[:-4 * server.max_clients])
+        self.server.sockets.add(self.connection)
         try:
             self.authenticate()
             self.serve()
@@ -538,46 +526,46 @@ class ClientHandler(socketserver.StreamRequestHandler):
         except OSError as error:
             print(f"{self.client_address[0]}: {error}", file=sys.stderr)
         finally:
-            server.sockets.discard(self.connection)
-            server.unauthenticated.pop(self.connection, None)
+            self.server.sockets.remove(self.connection)
 
     def authenticate(self) -> None:
         """Let the client prove that it knows the secret. Raises ProtocolError if it does not."""
-        nonce = os.urandom(NONCE)
-        self.connection.sendall(nonce)
-        deadline = monotonic() + CONNECT_SECONDS
-        digest = receive_bytes(self.connection, DIGEST, deadline)
+        unauthenticated = self.server.unauthenticated
+        unauthenticated[self.connection] = None
+        # Anyone can open connections and say nothing. Keep the newest, four for each place.
+        self.server.disconnect(list(unauthenticated)[:-4 * MAX_CLIENTS])
+        try:
+            nonce = os.urandom(NONCE)
+            self.connection.sendall(nonce)
+            digest = receive_bytes(self.connection, DIGEST, monotonic() + CONNECT_SECONDS)
+        finally:
+            del unauthenticated[self.connection]
         # compare_digest takes the same time wherever the two differ, and so gives no hint.
         if not hmac.compare_digest(digest, answer_nonce(self.server.secret, nonce)):
             self.send({"refused": f"wrong secret; both sides take it from {SECRET}"}, {})
             raise ProtocolError("wrong secret")
-        self.server.unauthenticated.pop(self.connection, None)
 
     def serve(self) -> None:
         """Answer one request after the other, until an OSError ends it, at the latest when the
         client leaves. If no place is free, refuse."""
         if not self.server.places.acquire(blocking=False):
-            self.send({"refused": f"it has {self.server.max_clients} clients, its limit"}, {})
+            self.send({"refused": f"it has {MAX_CLIENTS} clients, its limit"}, {})
             return
         try:
             session = self.server.new_session()
             self.send(session.greeting, {})
             while True:
-                self.answer_request(session)
+                deadline = monotonic() + IDLE_SECONDS
+                request = receive_message(self.connection, MAX_REQUEST, deadline)
+                since = monotonic()
+                with refuse_malformed("request"):
+                    replies = session.answer(request.fields, request.tensors)
+                for fields, tensors in replies:
+                    now = monotonic()
+                    self.send({**fields, "elapsed": round(now - since, 6)}, tensors)
+                    since = now
         finally:
             self.server.places.release()
-
-    def answer_request(self, session: Session) -> None:
-        """Wait for the next request, and send the replies to it. Raises OSError."""
-        deadline = monotonic() + self.server.idle_seconds
-        request = receive_message(self.connection, MAX_REQUEST, deadline)
-        since = monotonic()
-        with refuse_malformed("request"):
-            replies = session.answer(request.fields, request.tensors)
-        for reply, tensors in replies:
-            now = monotonic()
-            self.send({**reply, "elapsed": round(now - since, 6)}, tensors)
-            since = now
 
     def send(self, fields: dict, tensors: Tensors) -> None:
         """Send a message to the client."""

@@ -588,17 +588,17 @@ def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) ->
     """Read the memory of these tokens off a reply. Raises LookupError, RuntimeError, ValueError."""
     count = len(tokens)
     # Any `count` slots of our caches: the memory must have their shape, dtype and device.
-    cross_like = state.cross_cache.kv[0, :, :, :count]  # (1, Hkv, T, 2D)
-    reused_like = state.reused_cache.kv[:, :, :, :count]  # (N, 1, Hkv, T, 2D)
-    cross_kv = dequantize(tensors["cross"], tensors["cross_scale"], cross_like)
-    reused_kv = dequantize(tensors["reused"], tensors["reused_scale"], reused_like)
+    cross_kv = dequantize(tensors, "cross", state.cross_cache.kv[0, :, :, :count])
+    reused_kv = dequantize(tensors, "reused", state.reused_cache.kv[:, :, :, :count])
     return MemoryUpdate(tokens, cross_kv, reused_kv)
 
 
-def dequantize(integers: Tensor, scale: Tensor, like: Tensor) -> Tensor:
-    """Return keys and values of the shape and dtype of `like`, on its device."""
-    like_halves = like.unflatten(-1, (2, -1))  # (..., 2, D)
-    x = integers.view_as(like_halves).float() * scale.view_as(like_halves[..., :1]).float()
+def dequantize(tensors: Tensors, name: str, like: Tensor) -> Tensor:
+    """Return keys and values of the shape and dtype of `like` (..., 2D), on its device."""
+    halves = like.unflatten(-1, (2, -1))  # (..., 2, D)
+    integers = tensors[name].view_as(halves)
+    scale = tensors[name + "_scale"].view_as(halves[..., :1])
+    x = integers.float() * scale.float()
     if not x.isfinite().all():
         raise ValueError("the memory holds NaN or infinity")
     return x.flatten(-2).to(like)
@@ -677,8 +677,8 @@ class RemoteTarget:
 
     def verify_remote(self, draft: Draft) -> RemoteResult:
         """Let the server verify a draft. Raises ConnectionLost."""
-        drafted = draft.tokens[1:]  # the server knows the root
-        fields = {"call": "verify", "drafts": drafted, "parents": draft.parents[1:]}
+        # Without the root, which the server knows.
+        fields = {"call": "verify", "drafts": draft.tokens[1:], "parents": draft.parents[1:]}
         tensors = {}
         if draft.q:
             # In the order of the parents. Quantizing loses nothing: q was quantized before tokens
@@ -766,6 +766,7 @@ def call_api(
 # The server's side of one client.
 
 
+@dataclass
 class TargetSession:
     """The server's side of one client, a session of MessageServer.
 
@@ -773,13 +774,15 @@ class TargetSession:
     threads for each thread that calls it, and several pools would fight for the cores.
     """
 
-    def __init__(self, model: Llama, drafter: Drafter, worker: ThreadPoolExecutor):
-        self.model = model
-        self.drafter = drafter
-        self.worker = worker
-        self.target: LocalTarget | None = None
-        self.root = 0  # of the next draft: the newest token
-        self.greeting = {"drafter": drafter.checkpoint_hash}
+    model: Llama
+    drafter: Drafter
+    worker: ThreadPoolExecutor
+    target: LocalTarget | None = None  # of the text that was read last
+    root: int = 0  # of the next draft: the newest token
+
+    @property
+    def greeting(self) -> dict:
+        return {"drafter": self.drafter.checkpoint_hash}
 
     def answer(self, fields: dict, tensors: Tensors) -> Replies:
         """Reply to a request. Raises one of many exceptions if it is malformed: at once, before a
@@ -826,7 +829,8 @@ class TargetSession:
 
     def verify(self, fields: dict, tensors: Tensors) -> Replies:
         """Verify a draft that follows the newest token."""
-        return self.call_target(self.target.verify, self.parse_draft(fields, tensors))
+        draft = self.parse_draft(fields, tensors)
+        return self.call_target(self.target.verify, draft)
 
     def call_target(self, call: Callable, argument: list[int] | Draft, known: int = 0) -> Replies:
         """Call the target, and note the next root. The reply leaves out the memory of the first
@@ -910,7 +914,7 @@ def serve(args: Namespace, announce: Callable[[Address], None]) -> None:
 
 def announce_on_terminal(bound: Address) -> None:
     """Tell where the server listens, and what a client needs."""
-    host, port = bound[:2]
+    host, port = bound
     print(f"{host}:{port}", flush=True)  # for scripts
     if host == "0.0.0.0":
         host = gethostname()

@@ -360,10 +360,10 @@ class Session:
 
 
 @contextlib.contextmanager
-def serving(new_session=Session, secret: str = "", **choices):
+def serving(new_session=Session, secret: str = ""):
     """A server in threads of this process; afterwards none of them is left."""
     before = threading.active_count()
-    with MessageServer(("127.0.0.1", 0), secret, new_session, **choices) as server:
+    with MessageServer(("127.0.0.1", 0), secret, new_session) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
