@@ -394,6 +394,17 @@ class Channel:
             self.sock.close()
         self.sock = None
 
+    @contextmanager
+    def closed_on_failure(self, complaint: str = "no answer from the server") -> Iterator[None]:
+        """Use the connection in here, and what comes over it. If any of this fails, the connection
+        is closed, and ConnectionLost raised."""
+        try:
+            with refuse_malformed("data"):  # also a host name like a..b
+                yield
+        except OSError as error:
+            self.close()
+            raise ConnectionLost(f"{complaint}: {error}")
+
     def reply_timeout(self) -> float:
         """Return the seconds after which a reply counts as lost: `timeout`, or else ten times the
         slowest so far, and at least MIN_TIMEOUT (for a connection's first: FIRST_REPLY_SECONDS).
@@ -441,17 +452,6 @@ class Channel:
             self.is_new = False
             yield reply
             asked = monotonic()  # the caller's own work does not count
-
-    @contextmanager
-    def closed_on_failure(self, complaint: str = "no answer from the server") -> Iterator[None]:
-        """Use the connection in here, and read what has come: if anything of this fails, the
-        connection is closed, and ConnectionLost raised."""
-        try:
-            with refuse_malformed("data"):  # also a host name like a..b
-                yield
-        except OSError as error:
-            self.close()
-            raise ConnectionLost(f"{complaint}: {error}")
 
 
 # --- The server ---

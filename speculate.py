@@ -791,7 +791,8 @@ class TargetSession:
         return self.run_models(calls[fields["call"]](fields, tensors))
 
     def run_models(self, replies: Replies) -> Replies:
-        """Let the worker's thread make each reply."""
+        """Run the models for each reply, in the worker's thread: `replies` does so when it is asked
+        for the next one."""
         make_next = torch.inference_mode()(next)
         while True:
             reply = self.worker.submit(make_next, replies, None).result()
