@@ -46,6 +46,7 @@ import socketserver
 import struct
 import sys
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic, sleep
@@ -217,7 +218,7 @@ def wait(arrival: float, deadline: float) -> None:
 
 HEADER = struct.Struct("!4sBIQ")  # "!": big-endian, as is usual in networks, and no padding
 MAGIC = b"MoAs"  # to notice at once a peer that speaks another protocol
-VERSION = 3  # of this format: a peer with another one would misread our messages
+VERSION = 4  # of this format: a peer with another one would misread our messages
 MAX_FIELDS = 1 << 16  # bytes: the longest fields, a draft of 64 tokens, have less than a thousand
 MAX_REPLY = 1 << 30  # bytes: enough for the memory of a prompt of 131 072 tokens, 8000 bytes each
 MAX_PIECE = 1 << 16  # bytes in one call: so memory grows with what comes, not what is announced
@@ -229,6 +230,17 @@ CONNECT_SECONDS = 10.0  # to connect, or to send a piece: a stalled peer must no
 
 class ProtocolError(OSError):
     """The peer broke the rules."""
+
+
+@contextmanager
+def refuse_malformed(what: str) -> Iterator[None]:
+    """To read what is malformed raises one of many exceptions. In here all of them become a
+    ProtocolError."""
+    wrong = (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
+    try:
+        yield
+    except (*wrong, safetensors.SafetensorError) as error:
+        raise ProtocolError(f"malformed {what}: {error!r:.200}")
 
 
 class Message(NamedTuple):
@@ -268,11 +280,9 @@ def receive_message(sock: socket.socket, limit: int, deadline: float) -> Message
         raise ProtocolError(f"a message of {size} bytes is too long")
     text = receive_bytes(sock, text_size, deadline)
     data = receive_bytes(sock, data_size, deadline)
-    try:
+    with refuse_malformed("message"):
         fields = {**json.loads(text)}  # a TypeError unless it is an object
         tensors = safetensors.torch.load(data) if data else {}
-    except (ValueError, TypeError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
-        raise ProtocolError(f"malformed message: {error!r:.200}")
     return Message(fields, tensors, size)
 
 
@@ -294,8 +304,8 @@ def receive_bytes(sock: socket.socket, size: int, deadline: float) -> bytes:
 
 def answer_nonce(secret: str, nonce: bytes) -> bytes:
     """Return the DIGEST bytes that prove that the client knows the secret."""
-    # The secret is an environment variable, where bytes that are no text come as surrogates.
-    return hmac.digest(secret.encode(errors="surrogateescape"), nonce, "sha256")
+    # The secret is an environment variable: fsencode returns its bytes, whatever they are.
+    return hmac.digest(os.fsencode(secret), nonce, "sha256")
 
 
 # --- The client ---
@@ -351,7 +361,8 @@ class Channel:
         # brought no reply, else ten times the slowest. So a dead network is noticed soon.)
         timeout = INITIAL_RTO + self.reply_timeout()
         deadline = start + min(CONNECT_SECONDS, timeout)  # in real time
-        try:
+        host, port = self.address
+        with self.closed_on_failure(f"no server at {host}:{port}"):
             self.sock = socket.create_connection(self.address, deadline - start)
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send at once
             nonce = receive_bytes(self.sock, NONCE, deadline)
@@ -371,9 +382,6 @@ class Channel:
                 arrival = network.up.send(arrival, up_size)
                 arrival = network.down.send(arrival, down_size)
             wait(arrival, start + timeout)
-        except (OSError, UnicodeError) as error:  # the latter: a host name like a..b
-            self.close()
-            raise ConnectionLost(f"no server at {self.address[0]}:{self.address[1]}: {error}")
         self.is_new = True
         if "refused" in greeting.fields:
             self.close()
@@ -386,6 +394,17 @@ class Channel:
             self.sock.close()
         self.sock = None
 
+    @contextmanager
+    def closed_on_failure(self, complaint: str = "no answer from the server") -> Iterator[None]:
+        """Use the connection in here, and what comes over it. If any of this fails, the connection
+        is closed, and ConnectionLost raised."""
+        try:
+            with refuse_malformed("data"):  # also a host name like a..b
+                yield
+        except OSError as error:
+            self.close()
+            raise ConnectionLost(f"{complaint}: {error}")
+
     def reply_timeout(self) -> float:
         """Return the seconds after which a reply counts as lost: `timeout`, or else ten times the
         slowest so far, and at least MIN_TIMEOUT (for a connection's first: FIRST_REPLY_SECONDS).
@@ -395,55 +414,44 @@ class Channel:
         """
         if self.timeout is not None:
             return self.timeout
-        seconds = max(MIN_TIMEOUT, 10 * self.slowest)
-        return max(FIRST_REPLY_SECONDS, seconds) if self.is_new else seconds
+        least = FIRST_REPLY_SECONDS if self.is_new else MIN_TIMEOUT
+        return max(least, 10 * self.slowest)
 
-    def request(self, fields: dict, tensors: Tensors, parse: Callable) -> Iterator:
-        """Send a request. Yields parse(fields, tensors) of every reply, as soon as it has arrived.
+    def request(self, fields: dict, tensors: Tensors) -> Iterator[Message]:
+        """Send a request. Yields its replies, each when it has arrived: ask for no more than will
+        come.
 
         A reply's `elapsed` is how long the server has worked since the request or, for a further
         reply, since the one before. So server_clock, which begins when the simulated request
         arrives, moves by it from reply to reply.
 
-        `parse` is called in here, so that a malformed reply, too, closes the connection. Raises
-        ConnectionLost for one, and for a reply that is late.
+        Call it, and read its replies, within `closed_on_failure`.
         """
         if self.sock is None:
             raise ConnectionLost("not connected")
         # Moments of one clock: sent, asked and deadline are real; server_clock and arrival, which
         # lie later, are simulated.
-        try:
-            sent = monotonic()
-            size = send_message(self.sock, fields, tensors)
-            self.traffic.bytes_up += size
-            self.traffic.round_trips += 1
-            server_clock = self.network.up.send(sent, size)  # simulated: it has the request
-            asked = sent
-            is_first = True
-            more = True
-            while more:  # one round for each reply; all but the last have a field "more"
-                deadline = asked + self.reply_timeout()
-                reply = receive_message(self.sock, MAX_REPLY, deadline)
-                elapsed = max(0.0, float(reply.fields["elapsed"]))  # NaN becomes 0
-                server_clock += elapsed  # it has sent this reply
-                arrival = self.network.down.send(server_clock, reply.size)
-                wait(arrival, deadline)
-                waited = monotonic() - asked
-                if is_first:
-                    self.traffic.network_seconds += max(0.0, waited - elapsed)
-                self.traffic.bytes_down += reply.size
-                self.slowest = max(self.slowest, waited)
-                self.is_new = False
-                is_first = False
-                more = reply.fields.get("more")
-                yield parse(reply.fields, reply.tensors)
-                asked = monotonic()  # the caller's own work does not count
-        except OSError as error:
-            self.close()
-            raise ConnectionLost(f"no answer from the server: {error}")
-        except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-            self.close()
-            raise ConnectionLost(f"no answer from the server: malformed reply: {error!r:.200}")
+        sent = monotonic()
+        size = send_message(self.sock, fields, tensors)
+        self.traffic.bytes_up += size
+        self.traffic.round_trips += 1
+        server_clock = self.network.up.send(sent, size)  # simulated: it has the request
+        asked = sent
+        while True:  # one round for each reply
+            deadline = asked + self.reply_timeout()
+            reply = receive_message(self.sock, MAX_REPLY, deadline)
+            elapsed = max(0.0, float(reply.fields["elapsed"]))  # NaN becomes 0
+            server_clock += elapsed  # it has sent this reply
+            arrival = self.network.down.send(server_clock, reply.size)
+            wait(arrival, deadline)
+            waited = monotonic() - asked
+            if asked == sent:  # the first
+                self.traffic.network_seconds += max(0.0, waited - elapsed)
+            self.traffic.bytes_down += reply.size
+            self.slowest = max(self.slowest, waited)
+            self.is_new = False
+            yield reply
+            asked = monotonic()  # the caller's own work does not count
 
 
 # --- The server ---
@@ -452,6 +460,8 @@ class Channel:
 # client has proved that it knows the secret, the handler asks a `Session` for its replies.
 
 MAX_REQUEST = 1 << 20  # bytes: a prompt of 131 072 tokens takes half of it
+MAX_CLIENTS = 8  # each of them has a KV cache of the target
+IDLE_SECONDS = 300.0  # then a client without a request loses its place
 
 
 class Session(Protocol):
@@ -460,9 +470,8 @@ class Session(Protocol):
     greeting: dict  # the fields of the first message to the client
 
     def answer(self, fields: dict, tensors: Tensors) -> Iterator:
-        """Yield the replies to a request, each a pair of fields and tensors. All but the last have
-        a field "more", which is True. Raises LookupError, TypeError, ValueError or ArithmeticError
-        if the request is malformed."""
+        """Return the replies to a request, each a pair of fields and tensors. Raises what
+        `refuse_malformed` expects if the request is malformed: at once, not with the replies."""
 
 
 class MessageServer(socketserver.ThreadingTCPServer):
@@ -471,21 +480,12 @@ class MessageServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = True  # a restarted server need not wait until its old port is free
     request_queue_size = 128  # not yet accepted: a burst of connections must not be refused
 
-    def __init__(
-        self,
-        address: Address,
-        secret: str,
-        new_session: Callable[[], Session],
-        max_clients: int = 8,  # each of them has a KV cache of the target
-        idle_seconds: float = 300.0,  # then a client without a request loses its place
-    ):
+    def __init__(self, address: Address, secret: str, new_session: Callable[[], Session]):
         """Begin to listen. Raises OSError if it cannot listen at the address, ValueError if other
         machines could connect and there is no secret."""
         self.secret = secret
         self.new_session = new_session
-        self.max_clients = max_clients
-        self.idle_seconds = idle_seconds
-        self.places = threading.Semaphore(max_clients)
+        self.places = threading.Semaphore(MAX_CLIENTS)
         self.sockets = set()  # of all clients
         self.unauthenticated = {}  # those of them that have not proved anything, the oldest first
         super().__init__(address, ClientHandler)
@@ -493,22 +493,6 @@ class MessageServer(socketserver.ThreadingTCPServer):
         if not secret and not host.startswith("127."):
             self.server_close()
             raise ValueError(f"to serve beyond this machine, set a secret: {SECRET} on both sides")
-
-    def process_request(self, request: socket.socket, client_address: Address) -> None:
-        """socketserver calls this for a new connection, whose socket it calls a request."""
-        self.sockets.add(request)
-        self.unauthenticated[request] = None
-        # Anyone can open connections and say nothing. Keep at most four unauthenticated ones for
-        # each place: disconnect the oldest.
-        excess = max(0, len(self.unauthenticated) - 4 * self.max_clients)
-        self.disconnect(list(self.unauthenticated)[:excess])
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: socket.socket) -> None:
-        """socketserver calls this at the end of a connection."""
-        self.sockets.discard(request)
-        self.unauthenticated.pop(request, None)
-        super().shutdown_request(request)
 
     def server_close(self) -> None:
         """Disconnect all clients, and wait for their threads to end."""
@@ -533,6 +517,7 @@ class ClientHandler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         """Serve the client until it leaves. If it breaks a rule, disconnect it, with a line on
         stderr."""
+        self.server.sockets.add(self.connection)
         try:
             self.authenticate()
             self.serve()
@@ -540,48 +525,47 @@ class ClientHandler(socketserver.StreamRequestHandler):
             pass  # the client has left
         except OSError as error:
             print(f"{self.client_address[0]}: {error}", file=sys.stderr)
+        finally:
+            self.server.sockets.remove(self.connection)
 
     def authenticate(self) -> None:
         """Let the client prove that it knows the secret. Raises ProtocolError if it does not."""
-        nonce = os.urandom(NONCE)
-        self.connection.sendall(nonce)
-        deadline = monotonic() + CONNECT_SECONDS
-        digest = receive_bytes(self.connection, DIGEST, deadline)
+        unauthenticated = self.server.unauthenticated
+        unauthenticated[self.connection] = None
+        # Anyone can open connections and say nothing. Keep the newest, four for each place.
+        self.server.disconnect(list(unauthenticated)[:-4 * MAX_CLIENTS])
+        try:
+            nonce = os.urandom(NONCE)
+            self.connection.sendall(nonce)
+            digest = receive_bytes(self.connection, DIGEST, monotonic() + CONNECT_SECONDS)
+        finally:
+            del unauthenticated[self.connection]
         # compare_digest takes the same time wherever the two differ, and so gives no hint.
         if not hmac.compare_digest(digest, answer_nonce(self.server.secret, nonce)):
             self.send({"refused": f"wrong secret; both sides take it from {SECRET}"}, {})
             raise ProtocolError("wrong secret")
-        self.server.unauthenticated.pop(self.connection, None)
 
     def serve(self) -> None:
         """Answer one request after the other, until an OSError ends it, at the latest when the
         client leaves. If no place is free, refuse."""
         if not self.server.places.acquire(blocking=False):
-            self.send({"refused": f"it has {self.server.max_clients} clients, its limit"}, {})
+            self.send({"refused": f"it has {MAX_CLIENTS} clients, its limit"}, {})
             return
         try:
             session = self.server.new_session()
             self.send(session.greeting, {})
             while True:
-                self.answer_request(session)
+                deadline = monotonic() + IDLE_SECONDS
+                request = receive_message(self.connection, MAX_REQUEST, deadline)
+                since = monotonic()
+                with refuse_malformed("request"):
+                    replies = session.answer(request.fields, request.tensors)
+                for fields, tensors in replies:
+                    now = monotonic()
+                    self.send({**fields, "elapsed": round(now - since, 6)}, tensors)
+                    since = now
         finally:
             self.server.places.release()
-
-    def answer_request(self, session: Session) -> None:
-        """Wait for the next request, and send the replies to it. Raises OSError."""
-        idle_seconds = self.server.idle_seconds
-        try:
-            request = receive_message(self.connection, MAX_REQUEST, monotonic() + idle_seconds)
-        except TimeoutError:
-            raise ProtocolError(f"disconnected after {idle_seconds:g} s without a whole request")
-        since = monotonic()
-        try:
-            for reply, tensors in session.answer(request.fields, request.tensors):
-                now = monotonic()
-                self.send({**reply, "elapsed": round(now - since, 6)}, tensors)
-                since = now
-        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-            raise ProtocolError(f"malformed request: {error!r:.200}")
 
     def send(self, fields: dict, tensors: Tensors) -> None:
         """Send a message to the client."""
@@ -608,14 +592,11 @@ def quantity(units: dict[str, float], low: float, high: float, expected: str, te
 SECONDS = {"ms": 1e-3, "s": 1.0}
 BITS = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}  # a second
 SHARE = {"%": 1e-2}
-A_DURATION = "a duration like 21ms or 0.5s, an hour at most"
-A_TIME_LIMIT = "a duration from 1ms to an hour, like 5s"
-A_BANDWIDTH = "a bandwidth like 300kbit, 20Mbit or 1Gbit, 1kbit at least"
-A_LOSS = "a share like 0.1%, 90% at most"  # if all packets were lost, TCP would never end
-duration = partial(quantity, SECONDS, 0.0, 3600.0, A_DURATION)
-time_limit = partial(quantity, SECONDS, 1e-3, 3600.0, A_TIME_LIMIT)
-bandwidth = partial(quantity, BITS, 1e3, 1e15, A_BANDWIDTH)
-loss_rate = partial(quantity, SHARE, 0.0, 0.9, A_LOSS)
+duration = partial(quantity, SECONDS, 0.0, 3600.0, "a duration like 21ms or 0.5s, an hour at most")
+time_limit = partial(quantity, SECONDS, 1e-3, 3600.0, "a duration from 1ms to an hour, like 5s")
+bandwidth = partial(quantity, BITS, 1e3, 1e15, "a bandwidth like 20Mbit or 1Gbit, 1kbit at least")
+# (If all packets were lost, TCP would never end.)
+loss_rate = partial(quantity, SHARE, 0.0, 0.9, "a share like 0.1%, 90% at most")
 
 
 def address(text: str) -> Address:
@@ -629,9 +610,8 @@ def address(text: str) -> Address:
 def add_link_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that link_of reads."""
     add = parser.add_argument
-    add("--network", choices=PROFILES, help="simulate this network to the server")
-    latency_help = "one way, like 21ms; this and the next three override --network"
-    add("--latency", type=duration, help=latency_help)
+    add("--network", choices=PROFILES, help="simulate this network; the next four override it")
+    add("--latency", type=duration, help="one way, like 21ms")
     add("--jitter", type=duration, help="standard deviation of the latency, like 19ms")
     add("--bandwidth", type=bandwidth, help="each way, like 20Mbit")
     add("--loss", type=loss_rate, help="of packets, like 0.1%%")

@@ -536,7 +536,7 @@ class ChainBatch(Batch):
 #     call        sends                                gets back
 #     read        a text, GenerationConfig, known      accepted [], token, memory of the text
 #     verify      drafts, parents, q of each parent    accepted, token, memory of what is verified
-#     generate    a text, GenerationConfig             token, more: a reply for each token
+#     generate    a text, GenerationConfig             token: a reply for each
 #
 # "read" and "verify" are the target's two calls in `speculate`, prefill and verify. "generate" is a
 # plain API. The text's tokens, memory (in 8 bits) and q are tensors, all else are fields.
@@ -568,14 +568,14 @@ def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
     (..., 2, D), and for each key and each value a float16 scale (..., 2, 1)."""
     tensors = {}
     for name, kv in (("cross", memory.cross_kv), ("reused", memory.reused_kv)):
-        kv = kv[..., skip:, :].float().unflatten(-1, (2, -1))  # keys and values apart
+        kv = kv[..., skip:, :].float().contiguous()
+        kv = kv.unflatten(-1, (2, -1))  # keys and values apart
         largest = kv.abs().amax(-1, keepdim=True)
         # At least float16's smallest normal number: to divide by a scale of 0 would make NaN. And
         # from there on float16 rounds by 1/2048 at most, so that no integer exceeds 127.
         scale = (largest / 127).clamp(min=2**-14).half()
-        integers = (kv / scale).round().to(torch.int8)
-        tensors[name] = integers.cpu().contiguous()
-        tensors[name + "_scale"] = scale.cpu().contiguous()
+        tensors[name] = (kv / scale).round().to(torch.int8).cpu()
+        tensors[name + "_scale"] = scale.cpu()
     return tensors
 
 
@@ -583,17 +583,17 @@ def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) ->
     """Read the memory of these tokens off a reply. Raises LookupError, RuntimeError, ValueError."""
     count = len(tokens)
     # Any `count` slots of our caches: the memory must have their shape, dtype and device.
-    cross_like = state.cross_cache.kv[0, :, :, :count]  # (1, Hkv, T, 2D)
-    reused_like = state.reused_cache.kv[:, :, :, :count]  # (N, 1, Hkv, T, 2D)
-    cross_kv = dequantize(tensors["cross"], tensors["cross_scale"], cross_like)
-    reused_kv = dequantize(tensors["reused"], tensors["reused_scale"], reused_like)
+    cross_kv = dequantize(tensors, "cross", state.cross_cache.kv[0, :, :, :count])
+    reused_kv = dequantize(tensors, "reused", state.reused_cache.kv[:, :, :, :count])
     return MemoryUpdate(tokens, cross_kv, reused_kv)
 
 
-def dequantize(integers: Tensor, scale: Tensor, like: Tensor) -> Tensor:
-    """Return keys and values of the shape and dtype of `like`, on its device."""
-    shape = (*like.shape[:-1], 2, like.shape[-1] // 2)
-    x = integers.view(shape).float() * scale.view(*shape[:-1], 1).float()
+def dequantize(tensors: Tensors, name: str, like: Tensor) -> Tensor:
+    """Return keys and values of the shape and dtype of `like` (..., 2D), on its device."""
+    halves = like.unflatten(-1, (2, -1))  # (..., 2, D)
+    integers = tensors[name].view_as(halves)
+    scale = tensors[name + "_scale"].view_as(halves[..., :1])
+    x = integers.float() * scale.float()
     if not x.isfinite().all():
         raise ValueError("the memory holds NaN or infinity")
     return x.flatten(-2).to(like)
@@ -657,24 +657,23 @@ class RemoteTarget:
         restarted, or closed an idle connection. If that fails too, let the drafter go on alone."""
         try:
             return self.verify_remote(draft)
-        except ConnectionLost as error:
-            reason = str(error)
-        try:
-            return self.reconnect()  # the draft is lost: the server goes on after its root
-        except ConnectionLost as error:
-            return self.draft_offline(draft.tokens[0], f"{reason}; then {error}")
+        except ConnectionLost as loss:
+            try:
+                return self.reconnect()  # the draft is lost: the server goes on after its root
+            except ConnectionLost as error:
+                return self.draft_offline(f"{loss}; then {error}")
 
-    def draft_offline(self, newest: int, reason: str) -> RemoteResult:
+    def draft_offline(self, reason: str) -> RemoteResult:
         """Let the drafter go on alone."""
         count = min(OFFLINE_TOKENS, self.full_length - len(self.text))
-        tokens = self.state.draft_unverified(newest, count)
+        tokens = self.state.draft_unverified(self.text[-1], count)
         self.text += tokens
         return RemoteResult(tokens[:-1], tokens[-1], memory=None, link="offline", reason=reason)
 
     def verify_remote(self, draft: Draft) -> RemoteResult:
         """Let the server verify a draft. Raises ConnectionLost."""
-        drafted = draft.tokens[1:]  # the server knows the root
-        fields = {"call": "verify", "drafts": drafted, "parents": draft.parents[1:]}
+        # Without the root, which the server knows.
+        fields = {"call": "verify", "drafts": draft.tokens[1:], "parents": draft.parents[1:]}
         tensors = {}
         if draft.q:
             # In the order of the parents. Quantizing loses nothing: q was quantized before tokens
@@ -719,21 +718,18 @@ class RemoteTarget:
 
     def request(self, fields: dict, tensors: Tensors, draft: Draft) -> RemoteResult:
         """Send a request, and read the result off the reply. Raises ConnectionLost."""
-
-        def parse(reply: dict, memory: Tensors) -> RemoteResult:
-            # What is wrong with a reply raises one of many exceptions, which the channel turns into
-            # ConnectionLost.
-            path = match_path(draft, reply["accepted"])
+        with self.channel.closed_on_failure():
+            reply = next(self.channel.request(fields, tensors))
+            path = match_path(draft, reply.fields["accepted"])
             accepted = [draft.tokens[node] for node in path[1:]]  # our ints: a reply may say 9.0
-            token = check_int(reply["token"], 0, self.state.drafter.target.config.vocab_size - 1)
+            vocab_size = self.state.drafter.target.config.vocab_size
+            token = check_int(reply.fields["token"], 0, vocab_size - 1)
             # What has a memory from now on: the text that had none yet (the root and, after an
             # outage, what was written offline), then what is accepted.
             verified = self.text[self.state.verified:] + accepted
-            return RemoteResult(accepted, token, dequantize_memory(memory, verified, self.state))
-
-        result = next(self.channel.request(fields, tensors, parse))
-        self.text += result.accepted + [result.token]
-        return result
+            memory = dequantize_memory(reply.tensors, verified, self.state)
+        self.text += accepted + [token]
+        return RemoteResult(accepted, token, memory)
 
 
 def match_path(draft: Draft, accepted: list) -> list[int]:
@@ -753,18 +749,19 @@ def call_api(
     """Use the server as a plain API: it decodes alone. Raises InputError when it is lost."""
     with input_errors("the answer ends here", ConnectionLost):
         channel.connect()
-        fields, tensors = text_request("generate", prompt, config)
-
-        def parse(reply: dict, _: Tensors) -> int:
-            return check_int(reply["token"], 0, vocab_size - 1)
-
-        replies = channel.request(fields, tensors, parse)
-        yield from islice(replies, config.max_new_tokens)  # however many a faulty server sends
+        with channel.closed_on_failure():
+            replies = channel.request(*text_request("generate", prompt, config))
+            for reply in islice(replies, config.max_new_tokens):
+                token = check_int(reply.fields["token"], 0, vocab_size - 1)
+                yield token
+                if token in config.stop_ids:
+                    return
 
 
 # The server's side of one client.
 
 
+@dataclass
 class TargetSession:
     """The server's side of one client, a session of MessageServer.
 
@@ -772,32 +769,31 @@ class TargetSession:
     threads for each thread that calls it, and several pools would fight for the cores.
     """
 
-    def __init__(self, model: Llama, drafter: Drafter, worker: ThreadPoolExecutor):
-        self.model = model
-        self.drafter = drafter
-        self.worker = worker
-        self.target: LocalTarget | None = None
-        self.root = 0  # of the next draft: the newest token
-        self.greeting = {"drafter": drafter.checkpoint_hash}
+    model: Llama
+    drafter: Drafter
+    worker: ThreadPoolExecutor
+    target: LocalTarget | None = None  # of the text that was read last
+    root: int = 0  # of the next draft: the newest token
+
+    @property
+    def greeting(self) -> dict:
+        return {"drafter": self.drafter.checkpoint_hash}
 
     def answer(self, fields: dict, tensors: Tensors) -> Replies:
-        """Reply to a request. Raises ValueError, LookupError, TypeError or ArithmeticError if it is
-        malformed."""
+        """Reply to a request. Raises one of many exceptions if it is malformed: at once, before a
+        reply is made."""
         calls = {"read": self.read, "verify": self.verify, "generate": self.generate}
-        return calls[fields["call"]](fields, tensors)
+        return self.run_models(calls[fields["call"]](fields, tensors))
 
-    def run_models(self, function: Callable, *arguments):
-        """Call a function of the models in the worker's thread. What fails in there is our bug, no
-        malformed request."""
-
-        def run():
-            with torch.inference_mode():
-                return function(*arguments)
-
-        try:
-            return self.worker.submit(run).result()
-        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-            raise RuntimeError("the models failed") from error
+    def run_models(self, replies: Replies) -> Replies:
+        """Run the models for each reply, in the worker's thread: `replies` does so when it is asked
+        for the next one."""
+        make_next = torch.inference_mode()(next)
+        while True:
+            reply = self.worker.submit(make_next, replies, None).result()
+            if reply is None:
+                return
+            yield reply
 
     def parse_text(self, fields: dict, tensors: Tensors) -> tuple[list[int], GenerationConfig]:
         """Read a text off a request, and how to go on after it within the context."""
@@ -825,70 +821,61 @@ class TargetSession:
         capacity = len(tokens) + config.max_new_tokens + 1 + MAX_DRAFT_TOKENS
         sampling = config.new_sampling(self.model.device)
         self.target = LocalTarget(self.model, self.drafter, capacity, sampling)
-        yield self.run_models(self.call_target, self.target.prefill, tokens, known)
+        return self.call_target(self.target.prefill, tokens, known)
 
     def verify(self, fields: dict, tensors: Tensors) -> Replies:
         """Verify a draft that follows the newest token."""
         draft = self.parse_draft(fields, tensors)
-        yield self.run_models(self.call_target, self.target.verify, draft)
+        return self.call_target(self.target.verify, draft)
 
-    def call_target(self, call: Callable, argument, known: int = 0) -> tuple[dict, Tensors]:
-        """Call the target, and note the next root. Returns the result as it is sent, without the
-        memory of the first `known` tokens."""
+    def call_target(self, call: Callable, argument: list[int] | Draft, known: int = 0) -> Replies:
+        """Call the target, and note the next root. The reply leaves out the memory of the first
+        `known` tokens."""
         result = call(argument)
         self.root = result.token
         fields = {"accepted": result.accepted, "token": result.token}
-        return fields, quantize_memory(result.memory, known)
+        yield fields, quantize_memory(result.memory, known)
 
     def parse_draft(self, fields: dict, tensors: Tensors) -> Draft:
         """Read a draft off a request. It must fit the model, the text and its context."""
-        sizes = self.model.config
-        tokens = fields["drafts"]
-        parents = fields["parents"]
         if self.target is None:
             raise ValueError("drafts must follow a text")
-        count = check_int(len(tokens), 0, MAX_DRAFT_TOKENS)
-        if len(parents) != count:
-            raise ValueError("each drafted token needs a parent")
+        sizes = self.model.config
+        tokens = fields["drafts"]
+        check_int(len(tokens), 0, MAX_DRAFT_TOKENS)
         draft = Draft(self.root)
-        for i, (token, parent) in enumerate(zip(tokens, parents)):
+        for i, (token, parent) in enumerate(zip(tokens, fields["parents"], strict=True)):
             check_int(token, 0, sizes.vocab_size - 1)
             check_int(parent, 0, i)  # the root, or a token before this one
             draft.add(token, parent, probability=1.0)  # which nobody reads on this side
         cache = self.target.cache
-        longest = max(len(path) for path in draft.paths)
+        longest = max(map(len, draft.paths))
         check_int(cache.length + longest, 0, sizes.max_position_embeddings)  # positions
         check_int(cache.length + len(draft.tokens), 0, cache.kv.shape[3])  # slots
         if self.target.sampling.temperature > 0 and tokens:
-            q = self.parse_distributions(sorted(set(parents)), tensors)
-            if not all(q[parent][token] > 0 for token, parent in zip(tokens, parents)):
-                raise ValueError("q does not fit the drafts: one cannot have been drawn from it")
-            draft.q = {parent: row.to(self.model.device) for parent, row in q.items()}
+            draft.q = self.parse_distributions(draft, tensors)
         return draft
 
-    def parse_distributions(self, parents: list[int], tensors: Tensors) -> dict[int, Tensor]:
+    def parse_distributions(self, draft: Draft, tensors: Tensors) -> dict[int, Tensor]:
         """Read off a request what the children of each parent were drawn from."""
         vocab_size = self.model.config.vocab_size
+        parents = sorted(set(draft.parents[1:]))
         ids = tensors["ids"]
         weights = tensors["weights"]
         shape = (len(parents), min(Q_TOKENS, vocab_size))
         check_ids(ids.flatten(), vocab_size)
         if ids.shape != shape or weights.shape != shape or weights.dtype != torch.uint8:
             raise ValueError("q does not fit the drafts")
-        if not weights.sum(-1).all():
-            raise ValueError("q has no tokens")
-        return dict(zip(parents, dequantize_probabilities(ids, weights, vocab_size)))
+        q = dequantize_probabilities(ids, weights, vocab_size)  # NaN where all weights are 0
+        rows = [parents.index(parent) for parent in draft.parents[1:]]
+        if not (q[rows, draft.tokens[1:]] > 0).all():
+            raise ValueError("q does not fit the drafts: one cannot have been drawn from it")
+        return dict(zip(parents, q.to(self.model.device)))
 
     def generate(self, fields: dict, tensors: Tensors) -> Replies:
         """Write alone, as a plain API does: a reply for each token."""
         tokens, config = self.parse_text(fields, tensors)
-        stream = generate(self.model, tokens, config)
-        for count in range(1, config.max_new_tokens + 1):
-            token = self.run_models(next, stream)
-            more = count < config.max_new_tokens and token not in config.stop_ids
-            yield {"token": token, "more": more}, {}
-            if not more:
-                return
+        return (({"token": token}, {}) for token in generate(self.model, tokens, config))
 
 
 def check_int(value: object, low: int, high: int) -> int:
@@ -923,7 +910,7 @@ def serve(args: Namespace, announce: Callable[[Address], None]) -> None:
 
 def announce_on_terminal(bound: Address) -> None:
     """Tell where the server listens, and what a client needs."""
-    host, port = bound[:2]
+    host, port = bound
     print(f"{host}:{port}", flush=True)  # for scripts
     if host == "0.0.0.0":
         host = gethostname()

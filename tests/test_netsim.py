@@ -1,6 +1,7 @@
 """The network: links against their formulas, outages, framed messages, the client's channel."""
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import random
@@ -17,9 +18,9 @@ import torch
 
 import netsim
 from netsim import (DIGEST, HEADER, INITIAL_RTO, MAGIC, MSS, NONCE, PROFILES, VERSION, Channel,
-                    ClientHandler, ConnectionLost, Direction, Link, MessageServer, Network, Outage,
-                    ProtocolError, add_link_arguments, bandwidth, duration, link_of, loss_rate,
-                    receive_message, send_message)
+                    ClientHandler, ConnectionLost, Direction, Link, Message, MessageServer, Network,
+                    Outage, ProtocolError, add_link_arguments, bandwidth, duration, link_of,
+                    loss_rate, receive_message, send_message)
 
 LIMIT = 1 << 20  # bytes of a message
 SAMPLES = 20000
@@ -355,14 +356,14 @@ class Session:
     def answer(self, fields, tensors):
         for number, seconds in enumerate(fields["work"], start=1):
             time.sleep(seconds)
-            yield {"more": number < len(fields["work"])}, tensors
+            yield {"number": number}, tensors
 
 
 @contextlib.contextmanager
-def serving(new_session=Session, secret: str = "", **choices):
+def serving(new_session=Session, secret: str = ""):
     """A server in threads of this process; afterwards none of them is left."""
     before = threading.active_count()
-    with MessageServer(("127.0.0.1", 0), secret, new_session, **choices) as server:
+    with MessageServer(("127.0.0.1", 0), secret, new_session) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
@@ -392,19 +393,19 @@ def connected(link: Link = Link(), timeout: float | None = None, **outage):
 TENSORS = {"x": torch.arange(3)}
 
 
-def parse(fields: dict, tensors: dict) -> tuple[dict, dict]:
-    return fields, tensors
+def replies_to(channel: Channel, work: list[float]):
+    """Yields the replies of a Session, each when it comes."""
+    with channel.closed_on_failure():
+        yield from itertools.islice(channel.request({"work": work}, TENSORS), len(work))
 
 
-def ask(channel: Channel, *work: float) -> list[tuple[dict, dict]]:
-    """The replies of a Session, as pairs of fields and tensors."""
-    fields = {"work": work or [0.0]}
-    return list(channel.request(fields, TENSORS, parse))
+def ask(channel: Channel, *work: float) -> list[Message]:
+    return list(replies_to(channel, list(work) or [0.0]))
 
 
 def stream(channel: Channel, work: list[float], moments: list[float]) -> None:
     """Take every reply for a token, and add the moments when they come."""
-    for _ in channel.request({"work": work}, {}, parse):
+    for _ in replies_to(channel, work):
         moments.append(time.monotonic())
         channel.network.outage.begin_if_due(len(moments), moments[-1])
 
@@ -415,14 +416,13 @@ def test_replies_come_after_the_way_up_the_servers_work_and_the_way_down():
         request_size = len(frame({"work": work}, TENSORS))
         worked = 0.0
         start = time.monotonic()
-        replies = channel.request({"work": work}, TENSORS, parse)
-        for seconds, (fields, tensors) in zip(work, replies, strict=True):
+        for seconds, reply in zip(work, replies_to(channel, work), strict=True):
             moment = time.monotonic()
             worked += seconds
-            transfer = 8 * (request_size + len(frame(fields, tensors))) / 1e5
+            transfer = 8 * (request_size + reply.size) / 1e5
             assert moment >= start + 2 * 0.01 + transfer + worked
-            assert fields["elapsed"] >= 0.02
-            assert tensors["x"].equal(TENSORS["x"])
+            assert reply.fields["elapsed"] >= 0.02
+            assert reply.tensors["x"].equal(TENSORS["x"])
 
 
 def test_all_bytes_round_trips_and_the_networks_share_of_the_time_are_counted():
@@ -434,7 +434,7 @@ def test_all_bytes_round_trips_and_the_networks_share_of_the_time_are_counted():
         replies = ask(channel, 0.03, 0.2)
         seconds = time.monotonic() - start
         up += len(frame({"work": [0.03, 0.2]}, TENSORS))
-        down += sum(len(frame(*reply)) for reply in replies)
+        down += sum(len(frame(reply.fields, reply.tensors)) for reply in replies)
         assert (channel.traffic.bytes_up, channel.traffic.bytes_down) == (up, down)
         assert channel.traffic.round_trips == 1
         assert 0.02 <= channel.traffic.network_seconds <= seconds - 0.2
