@@ -1213,8 +1213,7 @@ TEMPERATURES = {  # of a turn, drawn from these
 TOP_P = 0.95
 NEXT_TURN = 0.3  # the probability that a conversation goes on after an answer
 MIN_ROOM = 32  # tokens that must be left for a turn
-BEGIN = b'{"synthetic": true, "messages": '  # of each line: so no other file is written to
-MAX_BARREN = 500  # conversations without an answer, in a row, after which --synthesize gives up
+BEGIN = b'{"synthetic": true, "messages": '  # of each line: no other file is written to
 
 
 @torch.inference_mode()
@@ -1229,15 +1228,14 @@ def converse(
     """Let the target talk to itself: up to `wanted` conversations, each yielded when it ends. The
     last message may be cut short.
 
-    openings: the messages that they begin with, a question or none. Raises InputError.
+    openings: the messages that they begin with, a question or none.
     """
     # A conversation is in one of three places: `openings` (not begun), `waiting` (between two
-    # turns), or a row of the batch (a turn is being written). It leaves when it is yielded, or
-    # dropped because it has no answer.
+    # turns), or a row of the batch (a turn is being written). When it ends it is yielded or, if it
+    # has no answer, dropped.
     draws = random.Random(seed)
     batch = Batch(target, args.batch_size, args.seq_len)  # a row holds one turn, under way
     waiting = []  # conversations whose next turn is to be written
-    barren = 0  # how many in a row had no answer
     while True:
         # 1. Begin as many conversations as fit in the batch, and as are still wanted.
         under_way = len(batch.requests) + len(waiting)
@@ -1250,23 +1248,14 @@ def converse(
             waiting = []
         if not batch.requests:
             return
-        # 3. Run one pass. Where it ends a turn, the conversation waits for its next one, or is
-        # complete, or is dropped, as it has no answer.
+        # 3. Run one pass. Where it ends a turn, the conversation goes on, or ends.
         for request in batch.step():
             messages = request.key
             if append_turn(tokenizer, request, draws):
                 waiting.append(messages)
             elif len(messages) >= 2:  # it has an answer
-                barren = 0
                 wanted -= 1
                 yield messages
-            else:
-                barren += 1
-                if barren == MAX_BARREN and args.questions is None:  # questions come to an end
-                    raise InputError(
-                        f"{barren} conversations in a row had no answer: raise --seq-len above "
-                        f"{args.seq_len}, or the target does not end its turns"
-                    )
 
 
 def next_turn(
@@ -1330,28 +1319,29 @@ def synthesize(args) -> None:
         file.truncate(content.rfind(b"\n") + 1)
         written = content.count(b"\n")
         total = args.synthesize
-        # What conversations begin with: a question that has no answer yet or, without end, nothing.
-        openings = ([] for _ in itertools.count())
+        wanted = max(0, total - written)
+        # What conversations begin with: a question that has no answer yet, or nothing. (Some will
+        # get no answer. If it is most of them, it has to end nevertheless.)
+        openings = ([] for _ in range(2 * wanted + 500))
         if args.questions:
             answered = set(read_questions(path))
             openings = ([{"role": "user", "content": q}] for q in questions if q not in answered)
         # A seed that depends on what is there already, or the same conversations would come again.
         # (Shifted, so that it differs from any seed that a user is likely to give.)
         seed = args.seed + (written << 32)
-        wanted = max(0, total - written)
         conversations = converse(pack(target), tokenizer, openings, wanted, seed, args)
         for messages in tqdm(conversations, initial=written, total=total, unit=" conversations"):
-            record = {"synthetic": True, "messages": messages}
-            line = json.dumps(record, ensure_ascii=False) + "\n"
-            file.write(line.encode())
+            file.write(BEGIN + json.dumps(messages, ensure_ascii=False).encode() + b"}\n")
             file.flush()
             written += 1
-    if not written:
-        raise InputError(
-            f"no question of {args.questions} was answered: run again, or raise --seq-len"
-        )
     if written < total:
-        say(f"{written} of {total}: there are no more questions, or they had no answer")
+        missing = (
+            f"{written} of {total}: there are no more questions, or too many have no answer (raise "
+            f"--seq-len above {args.seq_len}, or the target does not end its turns)"
+        )
+        if not args.questions or not written:
+            raise InputError(missing)
+        say(missing)
     if args.json:
         print(json.dumps({"conversations": written}))
 
@@ -1521,8 +1511,8 @@ UPDATE_PANELS = {
 Curve = list[tuple[float, float]]
 
 
-def plot(folders: list[str], path: Path) -> None:
-    """Draw the logs of runs into one file. Raises InputError."""
+def plot(folders: list[str]) -> None:
+    """Draw the logs of runs into curves.svg. Raises InputError."""
     logs = []
     for folder in folders:
         with input_errors(f"{folder}: no run with a log", OSError, ValueError):
@@ -1532,8 +1522,8 @@ def plot(folders: list[str], path: Path) -> None:
         panels.append(draw_panel(title, "updates", [update_curve(log, name) for log in logs]))
     curves = [depth_curve(log) for log in logs]
     panels.append(draw_panel("accuracy, last evaluation", "depth of the draft", curves))
-    save_panels(path, panels, folders)
-    say(f"see {path}")
+    save_panels(Path("curves.svg"), panels, folders)
+    say("see curves.svg")
 
 
 def save_panels(path: Path, panels: list[str], names: list[str]) -> None:
@@ -1543,7 +1533,7 @@ def save_panels(path: Path, panels: list[str], names: list[str]) -> None:
         x = 60 + 400 * (i % 2)  # left or right
         y = 40 + 290 * (i // 2)  # upper or lower row
         drawing += f'<g transform="translate({x} {y})">{panel}</g>\n'
-    y += 280
+    y += 280  # below the last row
     for name, color in zip(names, itertools.cycle(COLORS)):
         drawing += f"""
             <path d="M60 {y - 4}h24" stroke="{color}" stroke-width="2"/>
@@ -1818,8 +1808,8 @@ def begin_or_resume(args) -> None:
         raise InputError(f"{out} holds work but no checkpoint: choose another folder")
     args.resume = has_checkpoint  # where nothing is there, a run begins
     if dist.is_torchelastic_launched():
-        join_processes(args)
-    settle_device(args)
+        join_processes(args)  # args.device: a GPU of its own for each
+    settle_device(args)  # args.dtype
     if args.pretrain:
         pretrain(args)
     else:
@@ -1853,7 +1843,7 @@ def run_evaluation(args) -> None:
 def main() -> None:
     args = parse_arguments()
     if args.plot:
-        plot(args.plot, Path("curves.svg"))
+        plot(args.plot)
     elif args.synthesize:
         synthesize(args)
     elif args.evaluate:

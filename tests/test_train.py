@@ -1120,7 +1120,7 @@ def test_the_target_writes_its_own_training_data_and_answers_questions(
 def test_it_is_an_error_if_no_question_could_be_answered(tmp_path, command, capsys):
     path = write(tmp_path / "questions.jsonl", {"data": ["long " * 300, "1"]})
     choices = ["--synthesize", 3, "--data", tmp_path / "answers", "--questions", path]
-    assert "no question of" in error_of(command, capsys, *choices)
+    assert "0 of 3: there are no more questions" in error_of(command, capsys, *choices)
 
 
 def test_a_file_cut_anywhere_and_continued_repeats_and_loses_nothing(
