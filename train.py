@@ -1604,12 +1604,15 @@ def draw_panel(title: str, x_label: str, curves: list[Curve]) -> str:
 # One script, five tasks, each a function of args:
 #
 #     no flag         run_training     train a drafter on --data, into --out
+#     --pretrain      pretrain         make a toy target
 #     --evaluate      run_evaluation   score a drafter
 #     --synthesize    synthesize       let the target write --data
-#     --pretrain      pretrain         make a toy target
 #     --plot          plot             draw the logs of runs
+#
+# The first two write into a folder and can be resumed: `begin_or_resume` calls them.
 
 TOY_SIZES = ["layers", "width", "vocabulary"]
+# The flags that have an effect with --pretrain: any other is refused.
 USED_BY_PRETRAIN = [
     *TOY_SIZES, "pretrain", "updates", "device", "dtype", "seed",
     "resume", "json", "eval_every", "save_every",
