@@ -1206,15 +1206,17 @@ def announce_cost(drafter: Drafter, held_out: list[Sequence], args) -> None:
 # A conversation is a list of messages, of which the batch writes one turn at a time: a `Request`,
 # whose `key` is that list. Each turn reads the text so far again.
 
-ANSWER_TEMPERATURES = (0.0, 0.0, 0.6, 1.0)  # half greedy, as drafters are mostly used
-QUESTION_TEMPERATURE = 1.0
+TEMPERATURES = {  # of a turn, drawn from these
+    "user": (1.0,),
+    "assistant": (0.0, 0.0, 0.6, 1.0),  # half greedy, as drafters are mostly used
+}
 TOP_P = 0.95
 NEXT_TURN = 0.3  # the probability that a conversation goes on after an answer
 MIN_ROOM = 32  # tokens that must be left for a turn
-BEGIN = b'{"synthetic": true, "messages": '  # of each line: so no other file is written to
-MAX_BARREN = 500  # conversations without an answer, in a row, after which --synthesize gives up
+BEGIN = b'{"synthetic": true, "messages": '  # of each line: no other file is written to
 
 
+@torch.inference_mode()
 def converse(
     target: Llama,
     tokenizer: Tokenizer,
@@ -1226,15 +1228,14 @@ def converse(
     """Let the target talk to itself: up to `wanted` conversations, each yielded when it ends. The
     last message may be cut short.
 
-    openings: the messages that they begin with, a question or none. Raises InputError.
+    openings: the messages that they begin with, a question or none.
     """
     # A conversation is in one of three places: `openings` (not begun), `waiting` (between two
-    # turns), or a row of the batch (a turn is being written). It leaves when it is yielded, or
-    # dropped because it has no answer.
+    # turns), or a row of the batch (a turn is being written). When it ends it is yielded or, if it
+    # has no answer, dropped.
     draws = random.Random(seed)
     batch = Batch(target, args.batch_size, args.seq_len)  # a row holds one turn, under way
     waiting = []  # conversations whose next turn is to be written
-    barren = 0  # how many in a row had no answer
     while True:
         # 1. Begin as many conversations as fit in the batch, and as are still wanted.
         under_way = len(batch.requests) + len(waiting)
@@ -1242,29 +1243,19 @@ def converse(
         # 2. Begin the next turn of each that waits. On a GPU, where one pass reads all their
         # prompts, wait until there are some: until an eighth of the rows is free.
         free = args.batch_size - len(batch.requests)
-        worth_a_pass = free >= args.batch_size / 8 or target.device.type == "cpu"
-        if worth_a_pass:
+        if free >= args.batch_size / 8 or target.device.type == "cpu":
             batch.add_all([next_turn(tokenizer, one, draws, args.seq_len) for one in waiting])
             waiting = []
         if not batch.requests:
             return
-        # 3. Run one pass. Where it ends a turn, the conversation waits for its next one, or is
-        # complete, or is dropped, as it has no answer.
+        # 3. Run one pass. Where it ends a turn, the conversation goes on, or ends.
         for request in batch.step():
             messages = request.key
             if append_turn(tokenizer, request, draws):
                 waiting.append(messages)
             elif len(messages) >= 2:  # it has an answer
-                barren = 0
                 wanted -= 1
                 yield messages
-            else:
-                barren += 1
-                if barren == MAX_BARREN and args.questions is None:  # questions come to an end
-                    raise InputError(
-                        f"{barren} conversations in a row had no answer: raise --seq-len above "
-                        f"{args.seq_len}, or the target does not end its turns"
-                    )
 
 
 def next_turn(
@@ -1275,9 +1266,7 @@ def next_turn(
     ids = tokenizer.chat(messages, add_generation_prompt=False)
     prompt = (ids + tokenizer.opening(role))[:seq_len - 1]  # room for one token, at least
     room = seq_len - len(prompt)
-    temperature = QUESTION_TEMPERATURE
-    if role == "assistant":
-        temperature = draws.choice(ANSWER_TEMPERATURES)
+    temperature = draws.choice(TEMPERATURES[role])
     seed = draws.getrandbits(63)
     stop_ids = frozenset(tokenizer.stop_ids)
     return messages, prompt, GenerationConfig(room, temperature, TOP_P, seed, stop_ids)
@@ -1290,8 +1279,7 @@ def append_turn(tokenizer: Tokenizer, request: Request, draws: random.Random) ->
     role = next_role(messages)
     text = tokenizer.decode(request.tokens).strip()
     is_full = request.config.max_new_tokens == 1  # `next_turn` may have cut the prompt
-    is_finished = request.tokens[-1] in tokenizer.stop_ids
-    may_go_on = is_finished and request.left >= MIN_ROOM
+    may_go_on = request.tokens[-1] in tokenizer.stop_ids and request.left >= MIN_ROOM
     if not text or is_full:
         return False
     if role == "user" and not may_go_on:  # cut short, or no room for its answer
@@ -1310,26 +1298,15 @@ def read_questions(path: str | Path) -> Iterator[str]:
                 yield first
 
 
-def find_openings(questions: list[str] | None, path: Path) -> Iterator[list[dict]]:
-    """Return what conversations begin with: nothing, without end, or each question that the file at
-    `path` does not answer yet."""
-    if questions is None:
-        return ([] for _ in itertools.count())
-    answered = set(read_questions(path))
-    openings = [[{"role": "user", "content": q}] for q in questions if q not in answered]
-    return iter(openings)
-
-
-@torch.inference_mode()
-def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
+def synthesize(args) -> None:
     """Write conversations to a file, each when it ends, until it has args.synthesize or all
     questions are answered. Raises InputError."""
-    path = Path(args.data[0])
-    questions = None
     if args.questions:
-        questions = list(dict.fromkeys(read_questions(args.questions)))  # each once
+        questions = dict.fromkeys(read_questions(args.questions))  # each once
         if not questions:
             raise InputError(f"{args.questions}: no conversation with a question")
+    target, tokenizer = load_models(args)
+    path = Path(args.data[0])
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
         file.seek(0)
@@ -1339,26 +1316,32 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
         if not BEGIN.startswith(content[:len(BEGIN)]):
             raise InputError(f"{path}: was not written by --synthesize; choose another --data")
         # An earlier run may have been killed while it wrote its last line: cut that off.
-        size = file.truncate(content.rfind(b"\n") + 1)
-        # A seed that depends on what is there already, or the same conversations would come again.
-        # (Shifted, so that it differs from any seed that a user is likely to give.)
-        seed = args.seed + (size << 32)
-        openings = find_openings(questions, path)
+        file.truncate(content.rfind(b"\n") + 1)
         written = content.count(b"\n")
         total = args.synthesize
         wanted = max(0, total - written)
-        conversations = converse(target, tokenizer, openings, wanted, seed, args)
+        # What conversations begin with: a question that has no answer yet, or nothing. (Some will
+        # get no answer. If it is most of them, it has to end nevertheless.)
+        openings = ([] for _ in range(2 * wanted + 500))
+        if args.questions:
+            answered = set(read_questions(path))
+            openings = ([{"role": "user", "content": q}] for q in questions if q not in answered)
+        # A seed that depends on what is there already, or the same conversations would come again.
+        # (Shifted, so that it differs from any seed that a user is likely to give.)
+        seed = args.seed + (written << 32)
+        conversations = converse(pack(target), tokenizer, openings, wanted, seed, args)
         for messages in tqdm(conversations, initial=written, total=total, unit=" conversations"):
-            record = {"synthetic": True, "messages": messages}
-            line = json.dumps(record, ensure_ascii=False) + "\n"
-            file.write(line.encode())
+            file.write(BEGIN + json.dumps(messages, ensure_ascii=False).encode() + b"}\n")
             file.flush()
             written += 1
-    if not written:
-        what = f"no question of {args.questions} was answered"
-        raise InputError(f"{what}: run again, or raise --seq-len")
     if written < total:
-        say(f"{written} of {total}: there are no more questions, or they had no answer")
+        missing = (
+            f"{written} of {total}: there are no more questions, or too many have no answer (raise "
+            f"--seq-len above {args.seq_len}, or the target does not end its turns)"
+        )
+        if not args.questions or not written:
+            raise InputError(missing)
+        say(missing)
     if args.json:
         print(json.dumps({"conversations": written}))
 
@@ -1371,7 +1354,7 @@ def synthesize(target: Llama, tokenizer: Tokenizer, args) -> None:
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 FUNCTION_CHARACTERS = 1500  # longer functions, which would not fit in a window, are left out
 HELD_OUT_FUNCTIONS = 200
-CONTROLS = ["<|im_start|>", "<|im_end|>"]  # of ChatML: ids 0 and 1
+CONTROLS = ["<|im_start|>", "<|im_end|>"]  # of ChatML: ids 0 and 1, which ends a turn
 WINDOW = 512  # tokens of a training example
 
 
@@ -1413,9 +1396,7 @@ def write_functions(folder: Path, args) -> None:
     random.Random(args.seed).shuffle(functions)
     lines = []
     for signature, source in functions:
-        question = {"role": "user", "content": signature}
-        answer = {"role": "assistant", "content": source}
-        lines.append(json.dumps({"prompt": signature, "messages": [question, answer]}) + "\n")
+        lines.append(json.dumps({"prompt": signature, "data": [signature, source]}) + "\n")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "held_out.jsonl").write_text("".join(lines[:HELD_OUT_FUNCTIONS]))
     (folder / "functions.jsonl").write_text("".join(lines[HELD_OUT_FUNCTIONS:]))
@@ -1425,14 +1406,14 @@ def write_functions(folder: Path, args) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def read_windows(path: Path, tokenizer: Tokenizer, step: int) -> Tensor:
-    """Join a file's conversations into one text, and cut a window out of it every `step` tokens:
+def read_windows(path: Path, tokenizer: Tokenizer) -> Tensor:
+    """Join a file's conversations into one text. Return the windows that begin at each token of it,
     (windows, WINDOW + 1), a view."""
     ids = []
-    for line in path.read_text().splitlines():
-        messages = json.loads(line)["messages"]
+    for record in find_records(path):
+        messages = read_messages(record.text)
         ids += tokenizer.chat(messages, add_generation_prompt=False)[:WINDOW]
-    return torch.tensor(ids).unfold(0, WINDOW + 1, step)
+    return torch.tensor(ids).unfold(0, WINDOW + 1, 1)
 
 
 def next_token_loss(model: Llama, windows: Tensor, args) -> Tensor:
@@ -1445,10 +1426,8 @@ def next_token_loss(model: Llama, windows: Tensor, args) -> Tensor:
 
 @torch.no_grad()
 def evaluate_target(model: Llama, held_out: Tensor, args) -> dict:
-    total = 0.0
-    for windows in held_out.split(4):
-        total += len(windows) * next_token_loss(model, windows, args).item()
-    return {"held_out_loss": total / len(held_out)}
+    losses = [next_token_loss(model, window, args).item() for window in held_out.split(1)]
+    return {"held_out_loss": sum(losses) / len(losses)}
 
 
 def make_target(vocab_size: int, args) -> Llama:
@@ -1474,26 +1453,21 @@ def make_target(vocab_size: int, args) -> Llama:
 
 def save_target(folder: Path, model: Llama) -> None:
     """Write a Hugging Face directory, as `load_model` reads it, in bfloat16."""
-    config = {"model_type": "llama", **asdict(model.config)}
+    config = {"model_type": "llama", "eos_token_id": 1, **asdict(model.config)}
     weights = {f"model.{name}": p.bfloat16() for name, p in model.named_parameters()}
-    with atomic_write(folder / "config.json") as part:
-        part.write_text(json.dumps(config))
-    with atomic_write(folder / "generation_config.json") as part:
-        part.write_text(json.dumps({"eos_token_id": 1}))
+    (folder / "config.json").write_text(json.dumps(config))
     with atomic_write(folder / "model.safetensors") as part:
         save_file(weights, part)
 
 
 def pretrain(args) -> None:
     """Make a toy target in the folder args.out, or go on with one. Raises InputError."""
-    settle_device(args)
     folder = Path(args.out)
-    args.updates = args.updates or 2000
     if not args.resume:
         write_functions(folder, args)
     tokenizer = load_tokenizer(folder)
-    training = read_windows(folder / "functions.jsonl", tokenizer, step=1)
-    held_out = read_windows(folder / "held_out.jsonl", tokenizer, step=WINDOW)
+    training = read_windows(folder / "functions.jsonl", tokenizer)
+    held_out = read_windows(folder / "held_out.jsonl", tokenizer)[::WINDOW]
     model = make_target(tokenizer.backend.get_vocab_size(), args)
     # Muon for the layers' matrices. For embeddings AdamW, as is usual beside Muon.
     optimizers = make_optimizers(model.layers, "muon")
@@ -1534,12 +1508,11 @@ UPDATE_PANELS = {
     "held_out_kl": "held-out KL",
     "implied_acceptance_length": "implied acceptance length",
 }
-ROUND = (1, 1.2, 1.6, 2, 2.4, 3, 4, 5, 6, 8, 10)  # an axis ends at one of these, times 10^n
 Curve = list[tuple[float, float]]
 
 
-def plot(folders: list[str], path: Path) -> None:
-    """Draw the logs of runs into one file. Raises InputError."""
+def plot(folders: list[str]) -> None:
+    """Draw the logs of runs into curves.svg. Raises InputError."""
     logs = []
     for folder in folders:
         with input_errors(f"{folder}: no run with a log", OSError, ValueError):
@@ -1549,52 +1522,54 @@ def plot(folders: list[str], path: Path) -> None:
         panels.append(draw_panel(title, "updates", [update_curve(log, name) for log in logs]))
     curves = [depth_curve(log) for log in logs]
     panels.append(draw_panel("accuracy, last evaluation", "depth of the draft", curves))
-    save_panels(path, panels, folders)
+    save_panels(Path("curves.svg"), panels, folders)
+    say("see curves.svg")
 
 
 def save_panels(path: Path, panels: list[str], names: list[str]) -> None:
     """Write one or two rows of panels, with the names of their curves below, as an SVG file."""
-    bottom = 320 if len(panels) <= 2 else 610
-    height = bottom + 10 + 20 * len(names)
-    elements = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 820 {height}" '
-        'font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="white"/>',
-    ]
+    drawing = ""
     for i, panel in enumerate(panels):
         x = 60 + 400 * (i % 2)  # left or right
         y = 40 + 290 * (i // 2)  # upper or lower row
-        elements.append(f'<g transform="translate({x} {y})">{panel}</g>')
-    for i, name in enumerate(names):
-        y = bottom + 20 * i
-        color = COLORS[i % len(COLORS)]
-        elements.append(f'<path d="M60 {y - 4}h24" stroke="{color}" stroke-width="2"/>')
-        elements.append(f'<text x="92" y="{y}">{html.escape(name)}</text>')
+        drawing += f'<g transform="translate({x} {y})">{panel}</g>\n'
+    y += 280  # below the last row
+    for name, color in zip(names, itertools.cycle(COLORS)):
+        drawing += f"""
+            <path d="M60 {y - 4}h24" stroke="{color}" stroke-width="2"/>
+            <text x="92" y="{y}">{html.escape(name)}</text>
+        """
+        y += 20
+    size = f'viewBox="0 0 820 {y + 10}"'
+    style = 'font-family="sans-serif" font-size="12"'
     with atomic_write(path) as part:
-        part.write_text("\n".join([*elements, "</svg>\n"]))
+        part.write_text(f"""<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>
+            <rect width="100%" height="100%" fill="white"/>
+            {drawing}
+        </svg>""")
 
 
 def update_curve(log: list[dict], name: str) -> Curve:
     """Return (update, value), averaged over a few updates where they are many."""
     points = [(record["update"], record[name]) for record in log if name in record]
     width = len(points) // MAX_POINTS + 1
-    averages = []
-    for first in range(0, len(points), width):
-        averages.append(tuple(np.mean(points[first:first + width], axis=0)))
-    return averages
+    firsts = range(0, len(points), width)
+    return [tuple(np.mean(points[first:first + width], axis=0)) for first in firsts]
 
 
 def depth_curve(log: list[dict]) -> Curve:
     """Return (depth, accuracy) of the last evaluation."""
-    evaluations = [record for record in log if "depth_accuracy" in record]
-    return list(enumerate(evaluations[-1]["depth_accuracy"], 1)) if evaluations else []
+    accuracies = []
+    for record in log:
+        accuracies = record.get("depth_accuracy", accuracies)
+    return list(enumerate(accuracies, 1))
 
 
 def axis_end(values: list[float]) -> float:
-    """Return a round number, at or a little above all of them."""
-    highest = max(values, default=1)
-    power = 10 ** math.floor(math.log10(max(highest, 1e-9)))
-    return power * next(factor for factor in ROUND if factor * power >= highest)
+    """Return a round number, at or a little above all of them: 0.22 for 0.218, 9 for 8.9."""
+    highest = max(values, default=1) or 1e-9
+    unit = 10 ** math.floor(math.log10(highest)) / 5
+    return unit * math.ceil(highest / unit)
 
 
 def draw_panel(title: str, x_label: str, curves: list[Curve]) -> str:
@@ -1602,54 +1577,62 @@ def draw_panel(title: str, x_label: str, curves: list[Curve]) -> str:
     points = list(itertools.chain(*curves))
     right = axis_end([x for x, _ in points])
     top = axis_end([y for _, y in points])
-    elements = [
-        f'<text y="-14" font-weight="bold">{title}</text>',
-        f'<text x="150" y="234" text-anchor="middle">{x_label}</text>',
-        '<path d="M0 0v200h300" stroke="black" fill="none"/>',
-    ]
+    panel = f"""
+        <text y="-14" font-weight="bold">{title}</text>
+        <text x="150" y="234" text-anchor="middle">{x_label}</text>
+        <path d="M0 0v200h300" stroke="black" fill="none"/>
+    """
     for share in (0, 0.25, 0.5, 0.75, 1):
         x = 300 * share
         y = 200 - 200 * share
-        elements += [
-            f'<path d="M{x} 200v5" stroke="black"/>',
-            f'<text x="{x}" y="218" text-anchor="middle">{right * share:.4g}</text>',
-            f'<path d="M0 {y}h300" stroke="#ddd"/>',
-            f'<text x="-6" y="{y + 4}" text-anchor="end">{top * share:.4g}</text>',
-        ]
-    for i, curve in enumerate(curves):
+        panel += f"""
+            <path d="M{x} 200v5" stroke="black"/>
+            <text x="{x}" y="218" text-anchor="middle">{right * share:.4g}</text>
+            <path d="M0 {y}h300" stroke="#ddd"/>
+            <text x="-6" y="{y + 4}" text-anchor="end">{top * share:.4g}</text>
+        """
+    for curve, color in zip(curves, itertools.cycle(COLORS)):
         places = [f"{300 * x / right:.1f},{200 - 200 * y / top:.1f}" for x, y in curve]
         line = " ".join(places[:1] + places)  # a single point, too, is seen: as a dot
-        color = COLORS[i % len(COLORS)]
         style = f'fill="none" stroke="{color}" stroke-width="2" stroke-linecap="round"'
-        elements.append(f'<polyline points="{line}" {style}/>')
-    return "\n".join(elements)
+        panel += f'<polyline points="{line}" {style}/>\n'
+    return panel
 
 
 # --- Command line ---
 #
-# One script, five tasks:
+# One script, five tasks, each a function of args:
 #
-#     no flag         begin_or_resume, run_training    train a drafter on --data, into --out
-#     --evaluate      run_evaluation                   score a drafter
-#     --synthesize    synthesize                       let the target write --data
-#     --pretrain      begin_or_resume, pretrain        make a toy target
-#     --plot          plot                             draw the logs of runs
+#     no flag         run_training     train a drafter on --data, into --out
+#     --pretrain      pretrain         make a toy target
+#     --evaluate      run_evaluation   score a drafter
+#     --synthesize    synthesize       let the target write --data
+#     --plot          plot             draw the logs of runs
+#
+# The first two write into a folder and can be resumed: `begin_or_resume` calls them.
+
+TOY_SIZES = ["layers", "width", "vocabulary"]
+# The flags that have an effect with --pretrain: any other is refused.
+USED_BY_PRETRAIN = [
+    *TOY_SIZES, "pretrain", "updates", "device", "dtype", "seed",
+    "resume", "json", "eval_every", "save_every",
+]
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = Parser(description="Distil a target into a Mixture-of-Attentions drafter.")
     add = parser.add_argument
+    count = partial(add, type=positive_int)
     add("--data", nargs="+", metavar="FILE", help="conversations, as JSON lines or a JSON array")
     add("--out", default="runs/drafter", help="the drafter's folder (default: %(default)s)")
     add_model_arguments(parser)
     add_training_arguments(parser)
     add_drafter_arguments(parser)
-    add("--eval-every", type=positive_int, default=200, help="updates (default: %(default)s)")
-    add("--save-every", type=positive_int, default=50, help="updates (default: %(default)s)")
+    count("--eval-every", default=200, help="updates (default: %(default)s)")
+    count("--save-every", default=50, help="updates (default: %(default)s)")
     add("--resume", action="store_true", help="go on from the checkpoint in --out or --pretrain")
     add("--json", action="store_true", help="end with the log's last record, or a count, on stdout")
-    other_tasks = parser.add_mutually_exclusive_group()
-    task = other_tasks.add_argument
+    task = parser.add_mutually_exclusive_group().add_argument
     task("--evaluate", metavar="DIR", help="only score the drafter in DIR on --data, as JSON")
     task("--synthesize", type=positive_int, metavar="COUNT",
          help="only let the target write so many conversations into --data")
@@ -1658,9 +1641,16 @@ def parse_arguments() -> argparse.Namespace:
     add("--by-drafting", action="store_true",
         help="with --evaluate: really draft, instead of one pass over the text")
     add("--questions", metavar="FILE", help="with --synthesize: answer this file's questions")
-    add_toy_arguments(parser)
+    count("--layers", default=8, help="of the toy target (default: %(default)s)")
+    count("--width", default=128, help="its width (default: %(default)s)")
+    # At least all bytes and two control tokens.
+    add("--vocabulary", type=number(int, 258), default=2048,
+        help="its tokens (default: %(default)s)")
     args = parser.parse_args()
     check_arguments(parser, args)
+    if args.pretrain:
+        args.out = args.pretrain
+        args.updates = args.updates or 2000
     return args
 
 
@@ -1668,53 +1658,43 @@ def add_training_arguments(parser: Parser) -> None:
     """Add batches, the learning rate, the loss and its horizons. Defaults are the paper's, as far
     as it or its code states them."""
     add = parser.add_argument
-    add("--updates", type=positive_int,
+    count = partial(add, type=positive_int)
+    factor = partial(add, type=number(float, 0))
+    count("--updates",
         help="default: conversations / --batch-size, one pass over them; 2000 with --pretrain")
-    add("--batch-size", type=positive_int, default=32,
+    count("--batch-size", default=32,
         help="sequences an update, or conversations written at once (default: %(default)s)")
-    add("--micro-batch-size", type=positive_int, default=1,
-        help="sequences at once (default: %(default)s)")
+    count("--micro-batch-size", default=1, help="sequences at once (default: %(default)s)")
     add("--seq-len", type=number(int, 16), default=2048, help="tokens (default: %(default)s)")
-    non_negative = number(float, 0)
-    add("--lr", type=non_negative, default=3e-5,
+    factor("--lr", default=3e-5,
         help="--schedule paper peaks at 20 times it (default: %(default)s)")
     add("--schedule", choices=("paper", "cosine"), default="paper",
         help="of the learning rate; paper: its authors' code's (default: %(default)s)")
-    add("--warmup", type=positive_int, default=50, help="updates (default: %(default)s)")
+    count("--warmup", default=50, help="updates (default: %(default)s)")
     add("--optimizer", choices=("adamw", "muon"), default="adamw",
         help="muon: for matrices, with adamw for the rest (default: %(default)s)")
-    add("--kl-weight", type=non_negative, default=0.1, help="of KL(p || q) (default: %(default)s)")
-    add("--feature-weight", type=non_negative, default=1.0,
+    factor("--kl-weight", default=0.1, help="of KL(p || q) (default: %(default)s)")
+    factor("--feature-weight", default=1.0,
         help="of Smooth L1 on hidden states (default: %(default)s)")
-    add("--memory-weight", type=non_negative, default=0.0,
-        help="of the same loss on memories; not the paper's")
-    add("--run-length", type=positive_int, nargs=2, default=[5, 15], metavar=("LOW", "HIGH"),
+    factor("--memory-weight", default=0.0, help="of the same loss on memories; not the paper's")
+    count("--run-length", nargs=2, default=[5, 15], metavar=("LOW", "HIGH"),
         help="tokens a run (default: 5 15)")
-    add("--horizons", type=positive_int, default=1, metavar="R",
+    count("--horizons", default=1, metavar="R",
         help="cuts into runs for each pass of the target (default: %(default)s)")
 
 
 def add_drafter_arguments(parser: Parser) -> None:
     add = parser.add_argument
+    count = partial(add, type=positive_int)
     add("--tli", type=number(int, 0), default=0, metavar="N", help="target layers to reuse")
     add("--no-lsa", action="store_true", help="ablation: memory from the last hidden state")
     add("--no-ca", action="store_true", help="ablation: the drafter reads its own predictions")
     add("--no-sa", action="store_true", help="with both of these it is EAGLE's drafter")
-    add("--lsa-heads", type=positive_int, help="default: the target's")
-    add("--lsa-mlp", type=positive_int, help="LSA's MLP width")
-    add("--mlp", type=positive_int, help="SA's and CA's MLP width")
-    add("--kv-heads", type=positive_int, help="SA's and CA's kv heads")
-    add("--draft-vocabulary", type=positive_int, metavar="COUNT",
-        help="draft only the most frequent tokens")
-
-
-def add_toy_arguments(parser: Parser) -> None:
-    add = parser.add_argument
-    add("--layers", type=positive_int, default=8, help="of the toy target (default: %(default)s)")
-    add("--width", type=positive_int, default=128, help="its width (default: %(default)s)")
-    # At least all bytes and two control tokens.
-    add("--vocabulary", type=number(int, 258), default=2048,
-        help="its tokens (default: %(default)s)")
+    count("--lsa-heads", help="default: the target's")
+    count("--lsa-mlp", help="LSA's MLP width")
+    count("--mlp", help="SA's and CA's MLP width")
+    count("--kv-heads", help="SA's and CA's kv heads")
+    count("--draft-vocabulary", metavar="COUNT", help="draft only the most frequent tokens")
 
 
 def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
@@ -1725,23 +1705,18 @@ def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
     if not args.synthesize:
         parser.refuse(args, ["questions"], "needs --synthesize")
     if args.pretrain:
-        others = ["data", "out", "model", "batch_size", "micro_batch_size", "seq_len"]
-        others += ["lr", "schedule", "warmup", "optimizer", "kl_weight", "feature_weight"]
-        others += ["memory_weight", "run_length", "horizons", "tli"]
-        others += ["no_lsa", "no_ca", "no_sa"]
-        others += ["lsa_heads", "lsa_mlp", "mlp", "kv_heads", "draft_vocabulary"]
+        others = [name for name in vars(args) if name not in USED_BY_PRETRAIN]
         parser.refuse(args, others, "has no effect with --pretrain")
     else:
-        parser.refuse(args, ["layers", "width", "vocabulary"], "needs --pretrain")
+        parser.refuse(args, TOY_SIZES, "needs --pretrain")
     if not (args.data or args.pretrain or args.plot):
         parser.error("--data FILE is missing")
     if args.synthesize and len(args.data) > 1:
         parser.error("--synthesize writes one file: --data FILE")
     if (args.synthesize or args.evaluate or args.pretrain) and dist.is_torchelastic_launched():
         parser.error("torchrun is for the training of drafters only")
-    shortest, longest = args.run_length
-    if shortest > longest:
-        parser.error(f"--run-length {shortest} {longest}: the shortest comes first")
+    if args.run_length != sorted(args.run_length):
+        parser.error("--run-length LOW HIGH: the shortest comes first")
     if args.width % 64 != 0:
         parser.error("--width must be a multiple of 64: two heads of 32 share a kv head")
     if args.dtype == "float16" and not (args.synthesize or args.evaluate or args.plot):
@@ -1750,16 +1725,27 @@ def check_arguments(parser: Parser, args: argparse.Namespace) -> None:
 
 # --- The tasks that train or evaluate ---
 #
-# They complete args:
+# What a flag leaves open is set in args at three places, each before anything reads it:
 #
-#     begin_or_resume     out
-#     pretrain            updates
-#     check_folder        resume: whether there is anything to resume
-#     join_processes      device
-#     settle_device       dtype
-#     run_training        updates, epoch_updates; data: no longer paths, but "name (checksum)"
+#     parse_arguments     out and updates, of a toy target
+#     begin_or_resume     resume, device, dtype: what depends on the folder and the machine
+#     run_training        data, epoch_updates, updates: what depends on the data
 #
 # The checkpoint holds args, and --resume compares.
+
+
+def load_models(args) -> tuple[Llama, Tokenizer]:
+    """Load the target and its tokenizer. First see whether the files are there: that takes less
+    time. Raises InputError."""
+    if not args.synthesize:  # which writes it
+        for path in args.data:
+            if not Path(path).exists():
+                raise InputError(f"{path}: {NO_FILE}")
+    target, tokenizer = load_target(args)
+    context = target.config.max_position_embeddings
+    if padded_length(args.seq_len, args.device) > context:
+        raise InputError(f"--seq-len {args.seq_len}: the target's context is {context}")
+    return target, tokenizer
 
 
 def make_drafter(target: Llama, data: Conversations, training: np.ndarray, args) -> Drafter:
@@ -1786,30 +1772,26 @@ def make_drafter(target: Llama, data: Conversations, training: np.ndarray, args)
     return drafter.to(target.device)
 
 
-def run_training(target: Llama, tokenizer: Tokenizer, args) -> None:
-    """Prepare data and drafter, then run the loop. Raises InputError."""
+def run_training(args) -> None:
+    """Prepare target, data and drafter, then run the loop. Raises InputError."""
+    target, tokenizer = load_models(args)
     data = Conversations(args.data, tokenizer, args.seq_len)
-    # (`Conversations` keeps the paths.) So --resume refuses a file that was changed, and takes one
-    # that was moved.
-    args.data = [f"{Path(path).name} ({checksum(path)[:16]})" for path in args.data]
     training, held_out = hold_out(data, args.seed)
+    # A resumed run may be made longer, by an explicit --updates, on which the paper's schedule does
+    # not depend. (Without the flag it is one epoch: probably forgotten.)
+    may_differ = {"updates"} if args.updates and args.schedule == "paper" else set()
     args.epoch_updates = math.ceil(len(training) / args.batch_size)
-    may_differ = set()
-    if args.updates is None:
-        args.updates = args.epoch_updates
-    elif args.schedule == "paper":
-        # A resumed run may be made longer, by an explicit --updates, on which the paper's schedule
-        # does not depend. (Without the flag it is one epoch: probably forgotten.)
-        may_differ = {"updates"}
-    stream = Stream(data, training, args.seed)
-    next(iter(stream))  # an InputError if there is nothing to train on, before anything is written
+    args.updates = args.updates or args.epoch_updates
+    # No longer paths (which `data` keeps). So --resume refuses a file that was changed, and takes
+    # one that was moved.
+    args.data = [f"{Path(path).name} ({checksum(path)[:16]})" for path in args.data]
     drafter = make_drafter(target, data, training, args)
     optimizers = make_optimizers(drafter, args.optimizer)
     announce_cost(drafter, held_out, args)
     score = partial(evaluate, drafter, held_out, args)
     save = partial(save_drafter, drafter, Path(args.out))
     journal = Journal(drafter, optimizers, score, save, args, may_differ)
-    stream.position = journal.position
+    stream = Stream(data, training, args.seed, journal.position)
     with journal:
         train(drafter, optimizers, stream, journal, args, compute_in_pieces)
     say(
@@ -1818,8 +1800,36 @@ def run_training(target: Llama, tokenizer: Tokenizer, args) -> None:
     )
 
 
-def run_evaluation(target: Llama, tokenizer: Tokenizer, args) -> None:
+def begin_or_resume(args) -> None:
+    """Train a drafter or, with --pretrain, a toy target. Raises InputError."""
+    out = Path(args.out)
+    has_checkpoint = (out / "checkpoint.pt").exists()
+    has_model = any(out.glob("*.safetensors"))  # perhaps in shards
+    if has_checkpoint and not args.resume:
+        raise InputError(f"{out} holds work: --resume goes on, else choose another folder")
+    if has_model and not has_checkpoint:
+        raise InputError(f"{out} holds work but no checkpoint: choose another folder")
+    args.resume = has_checkpoint  # where nothing is there, a run begins
+    if dist.is_torchelastic_launched():
+        join_processes(args)  # args.device: a GPU of its own for each
+    settle_device(args)  # args.dtype
+    if args.pretrain:
+        pretrain(args)
+    else:
+        run_training(args)
+    if args.json and rank() == 0:
+        log = read_log(out)
+        # (Empty if the log of a finished run was deleted.)
+        print(json.dumps(log[-1] if log else {}))
+    if dist.is_initialized():
+        wait_for_all()  # until process 0 has saved
+        # End gloo's threads before Python frees tensors that they may still hold: or they crash.
+        dist.destroy_process_group()
+
+
+def run_evaluation(args) -> None:
     """Print the scores of a finished drafter. Raises InputError."""
+    target, tokenizer = load_models(args)
     drafter = load_drafter(args.evaluate, target)
     data = Conversations(args.data, tokenizer, args.seq_len)
     sequences = data.read_usable(range(len(data.places)))
@@ -1833,66 +1843,14 @@ def run_evaluation(target: Llama, tokenizer: Tokenizer, args) -> None:
     print(json.dumps(scores))
 
 
-def check_folder(args) -> None:
-    """Unset args.resume where there is nothing to resume. Raises InputError for other work."""
-    out = Path(args.out)
-    has_checkpoint = (out / "checkpoint.pt").exists()
-    has_model = any(out.glob("*.safetensors"))  # perhaps in shards
-    if has_checkpoint and not args.resume:
-        raise InputError(f"{out} holds work: --resume goes on, else choose another folder")
-    if has_model and not has_checkpoint:
-        raise InputError(f"{out} holds work but no checkpoint: choose another folder")
-    args.resume = has_checkpoint  # where nothing is there, a run begins
-
-
-def load_models(args) -> tuple[Llama, Tokenizer]:
-    """Load the target and its tokenizer. First see whether the files are there: that takes less
-    time. Raises InputError."""
-    if not args.synthesize:  # which writes it
-        for path in args.data:
-            if not Path(path).exists():
-                raise InputError(f"{path}: {NO_FILE}")
-    if args.questions and not Path(args.questions).exists():
-        raise InputError(f"{args.questions}: no such file")
-    target, tokenizer = load_target(args)
-    context = target.config.max_position_embeddings
-    if padded_length(args.seq_len, args.device) > context:
-        raise InputError(f"--seq-len {args.seq_len}: the target's context is {context}")
-    return target, tokenizer
-
-
-def begin_or_resume(args) -> None:
-    """Train a drafter or, with --pretrain, a toy target. Raises InputError."""
-    args.out = args.pretrain or args.out
-    check_folder(args)
-    if args.pretrain:
-        pretrain(args)
-    else:
-        if dist.is_torchelastic_launched():
-            join_processes(args)  # sets the device that the target is loaded to
-        target, tokenizer = load_models(args)
-        run_training(target, tokenizer, args)
-    if args.json and rank() == 0:
-        log = read_log(args.out)
-        # (Empty if the log of a finished run was deleted.)
-        print(json.dumps(log[-1] if log else {}))
-    if dist.is_initialized():
-        wait_for_all()  # until process 0 has saved
-        # End gloo's threads before Python frees tensors that they may still hold: or they crash.
-        dist.destroy_process_group()
-
-
 def main() -> None:
     args = parse_arguments()
     if args.plot:
-        plot(args.plot, Path("curves.svg"))
-        say("see curves.svg")
+        plot(args.plot)
     elif args.synthesize:
-        target, tokenizer = load_models(args)
-        synthesize(pack(target), tokenizer, args)
+        synthesize(args)
     elif args.evaluate:
-        target, tokenizer = load_models(args)
-        run_evaluation(target, tokenizer, args)
+        run_evaluation(args)
     else:
         begin_or_resume(args)
 

@@ -90,8 +90,8 @@ def test_no_function_that_is_held_out_is_trained_on(made):
     assert len(training) == 500 - HELD_OUT
     assert len(held_out) == HELD_OUT
     for role in range(2):  # question, answer
-        trained = {line["messages"][role]["content"] for line in training}
-        kept = {line["messages"][role]["content"] for line in held_out}
+        trained = {line["data"][role] for line in training}
+        kept = {line["data"][role] for line in held_out}
         assert not trained & kept
 
 
@@ -108,7 +108,7 @@ def test_training_and_the_benchmark_read_the_functions(made):
     path = made / "held_out.jsonl"
     sequence = train.Conversations([str(path)], tokenizer, 512)[0]
     line = read_lines(path)[0]
-    question, answer = [message["content"] for message in line["messages"]]
+    question, answer = line["data"]
     assert tokenizer.decode(sequence.tokens[sequence.answer].tolist()) == answer
     assert speculate.read_prompts(path)[0] == ("all", [question])
 
@@ -142,7 +142,8 @@ def test_the_held_out_loss_falls_to_the_one_that_the_saved_target_has(made):
     tokenizer = llama.load_tokenizer(made)
     texts = []
     for line in read_lines(made / "held_out.jsonl"):
-        texts.append(text_of(tokenizer, line["messages"])[:WINDOW])
+        messages = train.read_messages(json.dumps(line).encode())
+        texts.append(text_of(tokenizer, messages)[:WINDOW])
     text = torch.cat(texts)
     expected = []
     for first in range(0, len(text) - WINDOW, WINDOW):

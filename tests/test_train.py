@@ -1067,8 +1067,7 @@ def test_a_conversation_takes_turns_and_keeps_an_answer_that_is_cut_short_but_no
             assert prompt == before + tokenizer.opening(role)
             assert len(prompt) + config.max_new_tokens == 200
             assert config.stop_ids == {STOP}
-            of_answers = config.temperature in train.ANSWER_TEMPERATURES
-            assert of_answers if i % 2 else config.temperature == train.QUESTION_TEMPERATURE
+            assert config.temperature in train.TEMPERATURES[role]
     # 31 tokens are left: no room for a question. And none to answer one that is cut.
     for opening, expected in ((CHAT[:1], [CHAT[:2]]), (question("long" * 50), [])):
         batch = ScriptedBatch(told[1:])
@@ -1078,7 +1077,7 @@ def test_a_conversation_takes_turns_and_keeps_an_answer_that_is_cut_short_but_no
 def test_a_conversation_written_in_a_batch_is_the_one_written_alone(
     target, tokenizer, monkeypatch
 ):
-    monkeypatch.setattr(train, "ANSWER_TEMPERATURES", (0.0,))
+    monkeypatch.setitem(train.TEMPERATURES, "assistant", (0.0,))
     monkeypatch.setattr(train, "NEXT_TURN", -1.0)
     texts = [f"Number {i}?" * (1 + i % 3) for i in range(9)]
     together = converse(target, tokenizer, *map(question, texts), seq_len=120)
@@ -1121,7 +1120,7 @@ def test_the_target_writes_its_own_training_data_and_answers_questions(
 def test_it_is_an_error_if_no_question_could_be_answered(tmp_path, command, capsys):
     path = write(tmp_path / "questions.jsonl", {"data": ["long " * 300, "1"]})
     choices = ["--synthesize", 3, "--data", tmp_path / "answers", "--questions", path]
-    assert "no question of" in error_of(command, capsys, *choices)
+    assert "0 of 3: there are no more questions" in error_of(command, capsys, *choices)
 
 
 def test_a_file_cut_anywhere_and_continued_repeats_and_loses_nothing(
@@ -1225,7 +1224,7 @@ def test_the_curves_of_runs_are_one_svg_file(tmp_path, command, undisturbed, mon
 
 
 @pytest.mark.parametrize("values, end", [
-    ([0.2, 0.218], 0.24), ([8], 8), ([1.0], 1), ([8.9], 10), ([186_000], 200_000), ([0.0], 1e-9),
+    ([0.2, 0.218], 0.22), ([8], 8), ([1.0], 1), ([8.9], 9), ([186_000], 200_000), ([0.0], 1e-9),
     ([], 1),
 ])
 def test_an_axis_ends_at_a_round_number(values, end):
@@ -1292,7 +1291,7 @@ def files(tmp_path_factory, tiny, undisturbed) -> Path:
     ("--tli 99", "3 layers"),
     ("--seq-len 100000", "context is 256"),
     ("--updates 0", "invalid"),
-    ("--run-length 15 5", "--run-length 15 5: the shortest comes first"),
+    ("--run-length 15 5", "--run-length LOW HIGH: the shortest comes first"),
     ("--dtype float16", "bfloat16"),
     ("--out empty/out", "Not a directory"),
     (f"--out {'x' * 300}", "name too long: 'xxx"),
@@ -1306,7 +1305,7 @@ def files(tmp_path_factory, tiny, undisturbed) -> Path:
     ("--synthesize 2 --data messages", "was not written by --synthesize"),
     ("--data twice.json", "text after the JSON array"),
     ("--synthesize 2 --data run", "Is a directory: 'run'"),
-    ("--synthesize 2 --data own --questions nowhere", "nowhere: no such file"),
+    ("--synthesize 2 --data own --questions nowhere", "nowhere: cannot be read"),
     ("--synthesize 2 --data own --questions questionless", "no conversation with a question"),
     ("--synthesize 502 --data own --seq-len 16 --batch-size 250", "raise --seq-len above 16"),
     ("--synthesize 2 --data own empty", "--synthesize writes one file"),
