@@ -875,7 +875,8 @@ class TargetSession:
     def generate(self, fields: dict, tensors: Tensors) -> Replies:
         """Write alone, as a plain API does: a reply for each token."""
         tokens, config = self.parse_text(fields, tensors)
-        return (({"token": token}, {}) for token in generate(self.model, tokens, config))
+        stream = generate(self.model, tokens, config)
+        return (({"token": token}, {}) for token in stream)
 
 
 def check_int(value: object, low: int, high: int) -> int:

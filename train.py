@@ -1455,7 +1455,8 @@ def save_target(folder: Path, model: Llama) -> None:
     """Write a Hugging Face directory, as `load_model` reads it, in bfloat16."""
     config = {"model_type": "llama", "eos_token_id": 1, **asdict(model.config)}
     weights = {f"model.{name}": p.bfloat16() for name, p in model.named_parameters()}
-    (folder / "config.json").write_text(json.dumps(config))
+    with atomic_write(folder / "config.json") as part:
+        part.write_text(json.dumps(config))
     with atomic_write(folder / "model.safetensors") as part:
         save_file(weights, part)
 
@@ -1785,6 +1786,8 @@ def run_training(args) -> None:
     # No longer paths (which `data` keeps). So --resume refuses a file that was changed, and takes
     # one that was moved.
     args.data = [f"{Path(path).name} ({checksum(path)[:16]})" for path in args.data]
+    # An InputError if there is nothing to train on, before anything is written:
+    next(iter(Stream(data, training, args.seed)))
     drafter = make_drafter(target, data, training, args)
     optimizers = make_optimizers(drafter, args.optimizer)
     announce_cost(drafter, held_out, args)
