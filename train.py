@@ -638,7 +638,7 @@ def depth_scores(runs: list[list[bool]], max_depth: int) -> dict:
             break
         accuracies.append(sum(outcomes) / len(outcomes))
     length = 1 + np.cumprod(accuracies).sum()
-    return {"depth_accuracy": accuracies, "implied_acceptance_length": float(length)}
+    return {"depth_accuracy": accuracies, "implied_acceptance_length": length}
 
 
 @torch.no_grad()
@@ -654,8 +654,8 @@ def evaluate_drafting(drafter: Drafter, sequences: list[Sequence]) -> dict:
         target = LocalTarget(drafter.target, drafter, len(tokens), Sampling())
         state = start_drafting(drafter, len(tokens))
         trained = loss_mask(sequence.answer)[:-DEPTHS]  # before the last few: a chain must fit
-        starts = trained.nonzero()[:, 0].tolist()
-        for read, start in itertools.pairwise([0, *starts[::DEPTHS]]):
+        starts = trained.nonzero()[::DEPTHS, 0].tolist()
+        for read, start in itertools.pairwise([0, *starts]):
             state.append_verified(target.prefill(tokens[read:start]).memory)
             draft = state.draft(tokens[start], TreeConfig(depth=DEPTHS))
             accepted = target.verify(draft).accepted
@@ -725,18 +725,17 @@ def index_records(paths: list[str]) -> list[tuple[str, int, int]]:
     skipped = 0
     counts = Counter()
     for path in paths:
-        for record in find_records(path):
+        for place, offset, text in find_records(path):
             try:
-                _, cuts = usable_part(read_messages(record.text))
+                _, cuts = usable_part(read_messages(text))
+                counts.update(cuts)
+                places.append((path, offset, len(text)))
             except ValueError as error:
-                reason, _, _ = str(error).partition(": ")
-                counts[f"skipped: {reason}"] += 1
                 skipped += 1
                 if skipped <= MAX_NAMED:
-                    say(f"skipped {path}, {record.place}: {error}")
-                continue
-            counts.update(cuts)
-            places.append((path, record.offset, len(record.text)))
+                    say(f"skipped {path}, {place}: {error}")
+                reason, _, _ = str(error).partition(": ")
+                counts[f"skipped: {reason}"] += 1
     say(f"{len(places)} conversations, {skipped} records skipped")
     for reason, count in counts.items():
         say(f"  {count} {reason}")
@@ -837,11 +836,10 @@ def find_records(path: str | Path) -> Iterator[Record]:
     if Path(path).is_dir():
         raise InputError(f"{path} is a folder: name the files in it, as in {path}/*.jsonl")
     with input_errors(f"{path}: cannot be read", OSError), open(path, "rb") as file:
-        begin = file.read(1000)
+        begin = file.peek()
         for magic, (kind, command) in NOT_JSON.items():
             if begin.startswith(magic):
                 raise InputError(f"{path} is {kind}, not JSON; try: {command.format(path)}")
-        file.seek(0)
         if begin.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             # latin-1 makes one character of each byte, so that an index of the text is one of the
             # bytes. JSON's own characters are ASCII, and what stands inside strings does not
@@ -892,7 +890,7 @@ def read_messages(text: bytes) -> list[dict]:
             pass
         case {"instruction": str(question), "output": answer}:
             if record.get("input"):
-                question = f"{question}\n\n{record['input']}"
+                question += f"\n\n{record['input']}"
             turns = [question, answer]
         case _:
             raise ValueError("neither messages, data or conversations nor instruction and output")
@@ -1000,6 +998,8 @@ class Journal:
         self.position = position
         is_last = done == self.args.updates
         if rank() == 0:
+            # A GPU may still be at work on the update: .item() returns after that.
+            torch.zeros((), device=self.args.device).item()
             speed = tokens / (time.perf_counter() - self.began)
             self.progress.update()
             self.progress.set_postfix_str(f"loss {measured['loss']:.3f}, {speed:.0f} tokens/s")
@@ -1100,15 +1100,14 @@ def say(message: str) -> None:
 
 def show(scores: dict, update: int) -> None:
     """Print an evaluation for a person."""
-    lines = [f"update {update}: held-out loss {scores['held_out_loss']:.3f}"]
+    say(f"update {update}: held-out loss {scores['held_out_loss']:.3f}")
     if "depth_accuracy" in scores:  # of a drafter
-        lines.append(
+        say(
             f"  KL {scores['held_out_kl']:.3f}, implied acceptance length "
             f"{scores['implied_acceptance_length']:.2f}, and how often drafts are right, by depth:"
         )
         for depth, accuracy in enumerate(scores["depth_accuracy"], 1):
-            lines.append(f"  {depth}  {accuracy:4.0%}  {'█' * round(40 * accuracy)}")
-    say("\n".join(lines))
+            say(f"  {depth}  {accuracy:4.0%}  {'█' * round(40 * accuracy)}")
 
 
 def announce_cost(drafter: Drafter, held_out: list[Sequence], args) -> None:
