@@ -659,7 +659,7 @@ def evaluate_drafting(drafter: Drafter, sequences: list[Sequence]) -> dict:
             state.append_verified(target.prefill(tokens[read:start]).memory)
             draft = state.draft(tokens[start], TreeConfig(depth=DEPTHS))
             accepted = target.verify(draft).accepted
-            runs.append([True] * len(accepted) + [False])
+            runs.append([True] * len(accepted) + [False])  # (no ninth depth is scored)
             target.cache.length = start  # without root and draft: the text may go on otherwise
     if not runs:
         raise InputError("--by-drafting: no answer is long enough to draft in")
@@ -673,7 +673,7 @@ def evaluate_drafting(drafter: Drafter, sequences: list[Sequence]) -> dict:
 # first pass. One with a record a line never is.)
 
 NO_ANSWER = "--data: no answer within --seq-len tokens; raise it"
-# But so many conversations that were read last stay in RAM, as tokens: 0.6 GB at most if they have
+# But so many conversations, those read last, stay in RAM as tokens: 0.6 GB at most if they have
 # 2 048 tokens each. With a target as small as the default, a GPU trains on a text faster than a
 # tokenizer reads it again.
 MAX_KEPT = 30_000
@@ -1100,14 +1100,15 @@ def say(message: str) -> None:
 
 def show(scores: dict, update: int) -> None:
     """Print an evaluation for a person."""
-    say(f"update {update}: held-out loss {scores['held_out_loss']:.3f}")
+    lines = [f"update {update}: held-out loss {scores['held_out_loss']:.3f}"]
     if "depth_accuracy" in scores:  # of a drafter
-        say(
+        lines.append(
             f"  KL {scores['held_out_kl']:.3f}, implied acceptance length "
             f"{scores['implied_acceptance_length']:.2f}, and how often drafts are right, by depth:"
         )
         for depth, accuracy in enumerate(scores["depth_accuracy"], 1):
-            say(f"  {depth}  {accuracy:4.0%}  {'█' * round(40 * accuracy)}")
+            lines.append(f"  {depth}  {accuracy:4.0%}  {'█' * round(40 * accuracy)}")
+    say("\n".join(lines))
 
 
 def announce_cost(drafter: Drafter, held_out: list[Sequence], args) -> None:
