@@ -62,6 +62,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Iterable, Iterator
 
@@ -78,6 +79,7 @@ from llama import (
     GenerationConfig,
     Parser,
     Request,
+    Sampling,
     Tokenizer,
     add_model_arguments,
     atomic_write,
@@ -101,6 +103,7 @@ from moa import (
     save_drafter,
     start_drafting,
 )
+from speculate import LocalTarget
 
 CLIP = 1.0  # the gradient's norm, at most
 
@@ -435,8 +438,7 @@ def train(
     args,
     compute: Callable[..., Losses] = compute_gradients,
 ) -> None:
-    """Train up to args.updates. Raises InputError if a gradient is not finite, or if no
-    conversation has an answer.
+    """Train up to args.updates. Raises InputError if a gradient is not finite.
 
     stream: shuffled sequences without end, which go on at stream.position.
     journal: logs, evaluates and saves. journal.done: updates that an earlier run has done
@@ -480,18 +482,21 @@ def compute_in_pieces(drafter: Drafter, batch: list[Sequence], update: int, args
         # Not None: under torchrun a process may get no piece, and still sends its gradients.
         parameter.grad = torch.zeros_like(parameter)
     sums = torch.zeros(3, device=device)
-    for piece in micro_batches(draw_examples(batch, update, args), args):
+    share = draw_examples(batch, update, args)[rank()::world_size()]  # all, with one process
+    share.sort(key=lambda example: len(example.tokens))  # so that little is padded
+    for first in range(0, len(share), args.micro_batch_size):
+        piece = collate(share[first:first + args.micro_batch_size], device)
         with autocast(device, args):
-            result = distill(drafter, collate(piece, device), args)
+            result = distill(drafter, piece, args)
         (result.loss / total).backward()
         sums += result.parts
-    sum_over_processes(drafter, sums)  # nothing, with one process
+    for parameter in drafter.parameters():
+        all_reduce(parameter.grad)  # nothing, with one process
+    all_reduce(sums)
     return Losses(*(sums / total).tolist())
 
 
-CHUNK = 256  # distributions q that exist at once, those of all R cuts together
-# On a GPU each piece costs time to launch. So pieces are larger there: up to so many logits.
-LOGITS_ON_GPU = 2**25
+LOGITS = 2**25  # of q that exist at once, those of all R cuts together: 128 MiB
 
 
 def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
@@ -501,10 +506,7 @@ def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
     each position until the backward pass. `recompute` keeps none: the backward pass computes each
     piece again.
     """
-    chunk = CHUNK
-    if predicted.device.type != "cpu":
-        chunk = max(chunk, LOGITS_ON_GPU // len(head))
-    count = max(1, chunk // len(predicted))  # positions
+    count = max(1, LOGITS // (len(predicted) * len(head)))  # positions
     total = predicted.new_zeros(())
     for piece, wanted in zip(predicted.split(count, dim=1), final.split(count)):
         kl = recompute(
@@ -550,7 +552,8 @@ def memory_loss(drafter: Drafter, memory: Tensor, final: Tensor, args) -> Tensor
 #
 # `all_reduce` is a meeting: it returns when all processes have called it. So all must make the same
 # calls in the same order, also one that has nothing to add, or they wait for each other forever.
-# That is why gradients are zeros and never None, and why all ask `any_process` at every update.
+# That is why gradients are zeros and never None, and why a `Journal` asks all processes at every
+# update whether to stop.
 
 
 def rank() -> int:
@@ -563,11 +566,12 @@ def world_size() -> int:
 
 def join_processes(args) -> None:
     """Give this process a GPU of its own, if there are any, and connect it to the others."""
+    backend = "gloo"
     if args.device.startswith("cuda"):
+        backend = "nccl"
         args.device = f"cuda:{dist.get_node_local_rank()}"
         settle_device(args)  # a plain error if there are fewer GPUs than processes
         torch.cuda.set_device(args.device)
-    backend = "nccl" if args.device.startswith("cuda") else "gloo"
     # While process 0 evaluates, the others wait: longer than the ten minutes that are usual.
     dist.init_process_group(backend, timeout=timedelta(hours=2))
 
@@ -576,35 +580,6 @@ def all_reduce(tensor: Tensor) -> None:
     """Replace a tensor by its sum over all processes."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
-
-
-def micro_batches(examples: list[Example], args) -> Iterator[list[Example]]:
-    """Yield this process's share of the examples, args.micro_batch_size at a time. (Without
-    torchrun there is one process, whose share is all.)"""
-    share = examples[rank()::world_size()]
-    share.sort(key=lambda example: len(example.tokens))  # so that little is padded
-    for first in range(0, len(share), args.micro_batch_size):
-        yield share[first:first + args.micro_batch_size]
-
-
-def sum_over_processes(drafter: Drafter, sums: Tensor) -> None:
-    """Replace the drafter's gradients, and `sums`, by their sums over all processes."""
-    for parameter in drafter.parameters():
-        all_reduce(parameter.grad)
-    all_reduce(sums)
-
-
-def any_process(flag: bool, device: torch.device) -> bool:
-    """Return whether the flag is set in any process: all must stop at the same update."""
-    count = torch.tensor(float(flag), device=device)
-    all_reduce(count)
-    return count.item() > 0
-
-
-def wait_for_all() -> None:
-    """Wait until all processes are here."""
-    if dist.is_initialized():
-        dist.barrier()
 
 
 # --- Evaluation ---
@@ -630,39 +605,24 @@ def evaluate(drafter: Drafter, sequences: list[Sequence], args) -> dict:
         example = Example(tokens, answer, horizon[:, None])
         with autocast(device, args):
             result = distill(drafter, collate([example], device), args)
-            right = right_drafts(drafter, result)  # (n)
-        depths = (torch.arange(len(tokens)) - horizon)[loss_mask(answer)]  # (n), from 1 up
+            drafts = drafter.head.logits(result.predicted.squeeze(0)).argmax(-1).tolist()  # n
+            choices = drafter.target.lm_head(result.final).argmax(-1).tolist()  # n
         sums += result.parts
-        count += len(right)
-        runs += split_runs(right, depths)
+        count += len(choices)
+        depths = (torch.arange(len(tokens)) - horizon)[loss_mask(answer)].tolist()  # n
+        for depth, draft, choice in zip(depths, drafts, choices):
+            if depth == 1:
+                runs.append([])  # one begins here
+            runs[-1].append(drafter.head.token(draft) == choice)
     loss, kl, smooth_l1 = (sums / count).tolist()
     losses = {"held_out_loss": loss, "held_out_kl": kl, "held_out_smooth_l1": smooth_l1}
     return losses | depth_scores(runs, DEPTHS if drafter.config.use_cross_attention else 1)
 
 
-def right_drafts(drafter: Drafter, result: Distillation) -> Tensor:
-    """Return where the drafter's first choice, under one cut (R = 1), is the target's: (n)."""
-    drafted = []
-    wanted = []
-    pieces = result.predicted.squeeze(0).split(CHUNK)  # (n, V) logits would take much RAM
-    for predicted, final in zip(pieces, result.final.split(CHUNK)):
-        outputs = drafter.head.logits(predicted).argmax(-1).tolist()
-        drafted += [drafter.head.token(output) for output in outputs]
-        wanted += drafter.target.lm_head(final).argmax(-1).tolist()
-    return torch.tensor(drafted) == torch.tensor(wanted)
-
-
-def split_runs(right: Tensor, depths: Tensor) -> list[list[bool]]:
-    """Cut answers into runs, which begin where the depth is 1: run[d] says whether the token
-    drafted at depth d + 1 is right. (The first piece, before the first cut, is empty, and
-    `depth_scores` passes over it.)"""
-    begins = (depths == 1).nonzero()[:, 0]
-    return [run.tolist() for run in right.tensor_split(begins)]
-
-
 def depth_scores(runs: list[list[bool]], max_depth: int) -> dict:
     """Return how often a token drafted at each depth is the target's first choice, if all before it
-    in its run were. The list ends before the first depth that no run reaches in this way.
+    in its run were: run[d] says whether the token drafted at depth d + 1 is right. The list ends
+    before the first depth that no run reaches in this way.
 
     With a_d that share at depth d, a cycle brings 1 + a_1 + a_1 a_2 + ... tokens: the acceptance
     length implied. It is optimistic: these runs begin anywhere, but a cycle mostly begins after a
@@ -677,7 +637,7 @@ def depth_scores(runs: list[list[bool]], max_depth: int) -> dict:
             break
         accuracies.append(sum(outcomes) / len(outcomes))
     length = 1 + np.cumprod(accuracies).sum()
-    return {"depth_accuracy": accuracies, "implied_acceptance_length": float(length)}
+    return {"depth_accuracy": accuracies, "implied_acceptance_length": length}
 
 
 @torch.no_grad()
@@ -687,25 +647,19 @@ def evaluate_drafting(drafter: Drafter, sequences: list[Sequence]) -> dict:
     The target verifies the chain, and then the text goes on as it stands. Any kind of drafter can
     be compared: one without CA reads its own predictions here. Raises InputError.
     """
-    target = drafter.target
     runs = []
     for sequence in tqdm(sequences, desc="drafting", leave=False):
         tokens = sequence.tokens.tolist()
-        cache = target.new_cache(len(tokens))
+        target = LocalTarget(drafter.target, drafter, len(tokens), Sampling())
         state = start_drafting(drafter, len(tokens))
-        read = 0  # tokens of the text that target and drafter have read
         trained = loss_mask(sequence.answer)[:-DEPTHS]  # before the last few: a chain must fit
-        starts = trained.nonzero()[:, 0].tolist()
-        for start in starts[::DEPTHS]:
-            unread = tokens[read:start]
-            hidden = target.hidden(torch.tensor([unread], device=target.device), cache)
-            state.append_verified(drafter.memory_update(unread, cache, hidden))
-            read = start
+        starts = trained.nonzero()[::DEPTHS, 0].tolist()
+        for read, start in itertools.pairwise([0, *starts]):
+            state.append_verified(target.prefill(tokens[read:start]).memory)
             draft = state.draft(tokens[start], TreeConfig(depth=DEPTHS))
-            ids = torch.tensor([draft.tokens], device=target.device)
-            choices = target(ids, cache).argmax(-1).squeeze(0).tolist()
-            runs.append([token == choice for token, choice in zip(draft.tokens[1:], choices)])
-            cache.length = start  # without root and draft: the text may go on otherwise
+            accepted = target.verify(draft).accepted
+            runs.append([True] * len(accepted) + [False])  # (no ninth depth is scored)
+            target.cache.length = start  # without root and draft: the text may go on otherwise
     if not runs:
         raise InputError("--by-drafting: no answer is long enough to draft in")
     return depth_scores(runs, DEPTHS)
@@ -714,14 +668,14 @@ def evaluate_drafting(drafter: Drafter, sequences: list[Sequence]) -> dict:
 # --- Data: published conversations, shuffled without holding all of them in RAM ---
 #
 # A first pass over the files notes where each usable record lies (file, offset, length). Training
-# reads a record again when its turn comes. (A file that is one JSON array is in RAM twice during
-# the first pass. One with a record a line never is.)
+# reads a record again when its turn comes. (A file that is one JSON array is in RAM during the
+# first pass. One with a record a line never is.)
 
 NO_ANSWER = "--data: no answer within --seq-len tokens; raise it"
-# But the first so many conversations that are read stay in RAM, as tokens: 0.4 GB at most if they
-# have 2 048 tokens each. With a target as small as the default, a GPU trains on a text faster than
-# a tokenizer reads it again.
-MAX_KEPT = 20_000
+# But so many conversations, those read last, stay in RAM as tokens: 0.6 GB at most if they have
+# 2 048 tokens each. With a target as small as the default, a GPU trains on a text faster than a
+# tokenizer reads it again.
+MAX_KEPT = 30_000
 MAX_NAMED = 5  # skipped records; the rest are counted
 
 
@@ -732,28 +686,15 @@ class Conversations:
     """
 
     def __init__(self, paths: list[str], tokenizer: Tokenizer, seq_len: int):
-        self.paths = paths
         self.tokenizer = tokenizer
         self.seq_len = seq_len
-        self.places = np.array(index_records(paths))  # (records, 3): file, offset, length
-        self.kept: dict[int, Sequence | None] = {}  # by index
-        if len(self.places) == 0:
-            names = " ".join(paths)
-            raise InputError(f"{names}: no usable conversation (UltraChat, ShareGPT, Alpaca)")
+        self.places = index_records(paths)
 
+    @lru_cache(MAX_KEPT)
     def __getitem__(self, index: int) -> Sequence | None:
         """Return one conversation, cut at seq_len. None where nothing is left to train on."""
-        if index in self.kept:
-            return self.kept[index]
-        sequence = self.read(index)
-        if len(self.kept) < MAX_KEPT:
-            self.kept[index] = sequence
-        return sequence
-
-    def read(self, index: int) -> Sequence | None:
-        """Read it from its file again, now for its tokens."""
-        file_number, offset, length = self.places[index]
-        with open(self.paths[file_number], "rb") as file:
+        path, offset, length = self.places[index]
+        with open(path, "rb") as file:
             file.seek(offset)
             messages, _ = usable_part(read_messages(file.read(length)))
         tokens = []
@@ -765,34 +706,41 @@ class Conversations:
         answer = torch.tensor(answer[:self.seq_len])
         return Sequence(tokens, answer) if loss_mask(answer).any() else None
 
-    def read_usable(self, indices: Iterable[int]) -> list[Sequence]:
-        """Return those of them that leave something to train on."""
-        sequences = [self[index] for index in indices]
-        return [sequence for sequence in sequences if sequence is not None]
+    def read_usable(self, indices: Iterable[int]) -> Iterator[Sequence]:
+        """Yield those of them that leave something to train on."""
+        for index in indices:
+            sequence = self[index]
+            if sequence is not None:
+                yield sequence
 
 
-def index_records(paths: list[str]) -> list[tuple[int, int, int]]:
-    """Return where each usable record lies: the file's number, offset and length in bytes. Tell how
-    many were skipped or cut, and why. Raises InputError for a file that cannot be read."""
+def index_records(paths: list[str]) -> list[tuple[str, int, int]]:
+    """Return where each usable record lies: its file, offset and length in bytes. Tell how many
+    were skipped or cut, and why.
+
+    Raises InputError for a file that cannot be read, or if no record is usable.
+    """
     places = []
     skipped = 0
     counts = Counter()
-    for file_number, path in enumerate(paths):
-        for record in find_records(path):
+    for path in paths:
+        for place, offset, text in find_records(path):
             try:
-                _, cuts = usable_part(read_messages(record.text))
+                _, cuts = usable_part(read_messages(text))
+                counts.update(cuts)
+                places.append((path, offset, len(text)))
             except ValueError as error:
-                reason, _, _ = str(error).partition(": ")
-                counts[f"skipped: {reason}"] += 1
                 skipped += 1
                 if skipped <= MAX_NAMED:
-                    say(f"skipped {path}, {record.place}: {error}")
-                continue
-            counts.update(cuts)
-            places.append((file_number, record.offset, len(record.text)))
+                    say(f"skipped {path}, {place}: {error}")
+                reason, _, _ = str(error).partition(": ")
+                counts[f"skipped: {reason}"] += 1
     say(f"{len(places)} conversations, {skipped} records skipped")
     for reason, count in counts.items():
         say(f"  {count} {reason}")
+    if not places:
+        names = " ".join(paths)
+        raise InputError(f"{names}: no usable conversation (UltraChat, ShareGPT, Alpaca)")
     return places
 
 
@@ -811,36 +759,34 @@ class Stream:
     position: int = 0  # moves with what has been drawn
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Raises InputError when a whole epoch has nothing to train on."""
-        unusable = 0  # in a row
-        while unusable < len(self.indices):
+        """Yield what there is to train on: `hold_out` has seen that there is something."""
+        while True:
             epoch, first = divmod(self.position, len(self.indices))
             order = np.random.default_rng((self.seed, epoch)).permutation(self.indices)
             for index in order[first:]:
                 sequence = self.data[index]
                 self.position += 1
-                if sequence is None:
-                    unusable += 1
-                    continue
-                unusable = 0
-                yield sequence
-        raise InputError(NO_ANSWER)
+                if sequence is not None:
+                    yield sequence
 
 
 def hold_out(data: Conversations, seed: int) -> tuple[np.ndarray, list[Sequence]]:
     """Return shuffled indices to train on, and conversations to evaluate on: a tenth, at most 64.
 
-    Raises InputError.
+    Raises InputError if there is nothing to train on.
     """
     order = np.random.default_rng(seed).permutation(len(data.places))
     count = min(64, len(order) // 10)
     training = order[count:]
-    held_out = data.read_usable(order[:count])
+    usable = next(data.read_usable(training), None)
+    if usable is None:
+        raise InputError(NO_ANSWER)
+    held_out = list(data.read_usable(order[:count]))
     if not held_out:
         # No error: to try things on a handful of conversations is reasonable.
         say("nothing to hold out (fewer than ten conversations, or none that fits): evaluated on "
             "one that is trained on")
-        held_out = [next(iter(Stream(data, training, seed)))]
+        held_out = [usable]
     return training, held_out
 
 
@@ -848,14 +794,12 @@ def frequent_tokens(
     data: Conversations, indices: np.ndarray, vocab_size: int, count: int
 ) -> tuple[int, ...]:
     """Return the `count` tokens that answers use most, sorted by id. Stop tokens count as the most
-    frequent. Raises InputError."""
-    some = data.read_usable(indices[:5000])  # enough to count tokens in
-    answers = [sequence.tokens[sequence.answer] for sequence in some]
-    if not answers:
-        raise InputError(NO_ANSWER)
-    counts = torch.cat(answers).bincount(minlength=vocab_size)
+    frequent."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for tokens, answer in data.read_usable(indices[:5000]):  # enough to count tokens in
+        counts += tokens[answer].bincount(minlength=vocab_size)
     counts[list(data.tokenizer.stop_ids)] = counts.max() + 1
-    order = counts.sort(descending=True, stable=True).indices  # the same on every machine
+    order = counts.argsort(descending=True, stable=True)  # the same on every machine
     return tuple(sorted(order[:count].tolist()))
 
 
@@ -874,8 +818,7 @@ NOT_JSON = {  # how a file begins, what it is, how to convert it
     ),
     b"\x1f\x8b": ("gzip", "gunzip {}"),
     b"PK\x03\x04": ("a zip archive", "unzip {}"),
-    b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8 {0} > {0}.utf8"),
-    b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8 {0} > {0}.utf8"),
+    (b"\xff\xfe", b"\xfe\xff"): ("UTF-16", "iconv -f UTF-16 -t UTF-8 {0} > {0}.utf8"),
 }
 
 
@@ -892,38 +835,36 @@ def find_records(path: str | Path) -> Iterator[Record]:
     if Path(path).is_dir():
         raise InputError(f"{path} is a folder: name the files in it, as in {path}/*.jsonl")
     with input_errors(f"{path}: cannot be read", OSError), open(path, "rb") as file:
-        begin = file.read(1000)
+        begin = file.peek()
         for magic, (kind, command) in NOT_JSON.items():
             if begin.startswith(magic):
                 raise InputError(f"{path} is {kind}, not JSON; try: {command.format(path)}")
-        file.seek(0)
         if begin.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-            yield from array_records(path, file.read())
+            # latin-1 makes one character of each byte, so that an index of the text is one of the
+            # bytes. JSON's own characters are ASCII, and what stands inside strings does not
+            # matter here.
+            yield from array_records(path, file.read().decode("latin-1"))
         else:
             for count, line in enumerate(file, 1):
                 if line.strip():
                     yield Record(f"line {count}", file.tell() - len(line), line)
 
 
-def array_records(path: str | Path, document: bytes) -> Iterator[Record]:
+def array_records(path: str | Path, text: str) -> Iterator[Record]:
     """Find the elements of a JSON array, one after the other. Raises InputError."""
-    # latin-1 makes one character of each byte, so that an index of the text is one of the bytes.
-    # JSON's own characters are ASCII, and what stands inside strings does not matter here.
-    text = document.decode("latin-1")
     decode = json.JSONDecoder().raw_decode
     between = re.compile(r"[,\s]*")
-    index = text.index("[") + 1
-    for count in itertools.count(1):
-        index = between.match(text, index).end()
-        if text.startswith("]", index):
-            if text[index + 1:].strip():
-                raise InputError(f"{path}: text after the JSON array; use one file for each array")
-            return
+    index = between.match(text, text.index("[") + 1).end()
+    count = 0
+    while not text.startswith("]", index):
+        count += 1
         broken = f"{path}: the JSON array is damaged or cut short at its record {count}"
         with input_errors(broken, ValueError, RecursionError):
             _, end = decode(text, index)
-        yield Record(f"record {count}", index, document[index:end])
-        index = end
+        yield Record(f"record {count}", index, text[index:end].encode("latin-1"))
+        index = between.match(text, end).end()
+    if text[index + 1:].strip():
+        raise InputError(f"{path}: text after the JSON array; use one file for each array")
 
 
 ROLE_NAMES = {  # ShareGPT's
@@ -948,7 +889,7 @@ def read_messages(text: bytes) -> list[dict]:
             pass
         case {"instruction": str(question), "output": answer}:
             if record.get("input"):
-                question = f"{question}\n\n{record['input']}"
+                question += f"\n\n{record['input']}"
             turns = [question, answer]
         case _:
             raise ValueError("neither messages, data or conversations nor instruction and output")
@@ -1002,6 +943,7 @@ MAY_DIFFER = {
 }
 
 
+@dataclass
 class Journal:
     """The bookkeeping of a training run, in args.out: a progress bar; a line of log each update; an
     evaluation every --eval-every updates; every --save-every the model, and a checkpoint from which
@@ -1020,40 +962,30 @@ class Journal:
     the stream's position, and the update's number only.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        evaluate: Callable[[], dict],
-        save_model: Callable[[], None],
-        args: argparse.Namespace,
-        may_differ: Iterable[str] = (),
-    ):
-        """Begin a run or, with args.resume, go on with one. Raises InputError.
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    evaluate: Callable[[], dict]  # what to log
+    save_model: Callable[[], None]  # as other programs read it
+    args: argparse.Namespace
+    may_differ: set[str] = frozenset()  # flags that may, in a resumed run, besides MAY_DIFFER
+    done: int = 0  # updates
+    position: int = 0  # where the stream of conversations stood then
+    interrupted: bool = False
 
-        evaluate returns what to log. save_model writes the model as other programs read it.
-        may_differ: flags that may, in a resumed run, besides MAY_DIFFER.
-        """
-        self.model = model
-        self.optimizers = optimizers
-        self.evaluate = evaluate
-        self.save_model = save_model
-        self.args = args
-        self.may_differ = MAY_DIFFER | set(may_differ)
-        self.out = Path(args.out)
-        self.log_path = self.out / "log.jsonl"
-        self.done = 0  # updates
-        self.position = 0  # where the stream of conversations stood then
-        self.interrupted = False
-        self.progress = None  # this and the next two: while training
-        self.began = 0.0  # when the update under way began
-        self.previous_handler = None  # of Ctrl-C
-        if args.resume:
+    def __post_init__(self):
+        """Begin a run or, with args.resume, go on with one. Raises InputError."""
+        self.log_path = Path(self.args.out, "log.jsonl")
+        self.checkpoint_path = Path(self.args.out, "checkpoint.pt")
+        if self.args.resume:
             self.load()
         elif rank() == 0:
             with atomic_write(self.log_path) as part:
                 part.touch()
             self.save()  # so that a run that is killed early can be resumed, too
+        self.progress = tqdm(
+            initial=self.done, total=self.args.updates, unit=" updates", disable=rank() > 0
+        )
+        self.began = time.perf_counter()  # the update under way
 
     def record(self, done: int, measured: dict, tokens: int, position: int = 0) -> None:
         """Record an update of `tokens` tokens, and what was measured. position: of the stream,
@@ -1064,10 +996,9 @@ class Journal:
         self.done = done
         self.position = position
         is_last = done == self.args.updates
-        device = next(self.model.parameters()).device
         if rank() == 0:
             # A GPU may still be at work on the update: .item() returns after that.
-            torch.zeros((), device=device).item()
+            torch.zeros((), device=self.args.device).item()
             speed = tokens / (time.perf_counter() - self.began)
             self.progress.update()
             self.progress.set_postfix_str(f"loss {measured['loss']:.3f}, {speed:.0f} tokens/s")
@@ -1076,30 +1007,27 @@ class Journal:
                 scores = self.evaluate()
                 self.log(scores)
                 show(scores, done)
-        # Every process asks, at every update. (After the last one there is nothing to stop.)
-        interrupted = any_process(self.interrupted, device) and not is_last
+        # Every process asks, at every update: so all stop at the same one.
+        stop = torch.tensor(float(self.interrupted), device=self.args.device)
+        all_reduce(stop)
+        interrupted = bool(stop) and not is_last  # after the last one there is nothing to stop
         if rank() == 0 and (done % self.args.save_every == 0 or is_last or interrupted):
             self.save_model()  # before the checkpoint, which says that it is there
             self.save()
         if interrupted:
             self.progress.close()  # which would overwrite the line
             say(f"saved at {done}; go on with --resume")
-            wait_for_all()
+            if dist.is_initialized():
+                dist.barrier()  # until process 0 has saved
             raise KeyboardInterrupt
         self.began = time.perf_counter()
 
-    def __enter__(self) -> Journal:
-        self.previous_handler = signal.signal(signal.SIGINT, self.interrupt)
-        self.progress = tqdm(
-            initial=self.done, total=self.args.updates, unit=" updates", disable=rank() > 0
-        )
-        self.began = time.perf_counter()
-        return self
+    def __enter__(self) -> None:
+        signal.signal(signal.SIGINT, self.interrupt)
 
     def __exit__(self, *_) -> None:
         self.progress.close()
-        handler = self.previous_handler
-        signal.signal(signal.SIGINT, signal.default_int_handler if handler is None else handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt(self, *_) -> None:
         """Let the update under way end: Ctrl-C calls this. A second one ends the process."""
@@ -1122,36 +1050,34 @@ class Journal:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "arguments": vars(self.args),
         }
-        with atomic_write(self.out / "checkpoint.pt") as part:
+        with atomic_write(self.checkpoint_path) as part:
             torch.save(state, part)
 
     def load(self) -> None:
         """Go back to the checkpoint. Raises InputError if it is damaged, or of other arguments or
         data."""
         args = self.args
-        path = self.out / "checkpoint.pt"
+        path = self.checkpoint_path
         with input_errors(f"{path}: not a readable checkpoint", Exception):  # of many kinds
             state = torch.load(path, map_location="cpu")
-            weights = state["model"]
-            log_bytes = state["log_bytes"]
             made_with = state["arguments"]
         for name, value in made_with.items():
             now = getattr(args, name, None)
-            if name not in self.may_differ and now != value:
+            if name not in MAY_DIFFER | self.may_differ and now != value:
                 flag = "--" + name.replace("_", "-")
                 raise InputError(
                     f"{path} was made with {flag} {value}, not {now}; resume with that or choose "
                     "another folder"
                 )
         with input_errors(f"{path}: does not fit {args.pretrain or args.model}", RuntimeError):
-            self.model.load_state_dict(weights)
+            self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
         if rank() == 0:
             with open(self.log_path, "ab") as file:
                 # What came after is done again. (min: a log that was lost is not filled with
                 # zeros.)
-                file.truncate(min(file.tell(), log_bytes))
+                file.truncate(min(file.tell(), state["log_bytes"]))
         self.done = state["update"]
         self.position = state["position"]
 
@@ -1188,13 +1114,13 @@ def announce_cost(drafter: Drafter, held_out: list[Sequence], args) -> None:
     """Print how long an update takes here, and the whole run. It is estimated from one micro-batch
     for each process, by its tokens. (The gradients are overwritten by the first update.)"""
     count = min(args.batch_size, args.micro_batch_size * world_size())
-    batch = list(itertools.islice(itertools.cycle(held_out), count))
+    batch = held_out[:count]
     compute_in_pieces(drafter, batch, 0, args)  # the first pass is slow
     began = time.perf_counter()
     compute_in_pieces(drafter, batch, 0, args)
-    seconds_a_token = (time.perf_counter() - began) / sum(len(one.tokens) for one in batch)
-    mean_tokens = np.mean([len(one.tokens) for one in held_out])  # of a sequence
-    seconds = seconds_a_token * mean_tokens * args.batch_size  # an update
+    lengths = [len(sequence.tokens) for sequence in held_out]
+    seconds_a_token = (time.perf_counter() - began) / sum(lengths[:count])
+    seconds = seconds_a_token * np.mean(lengths) * args.batch_size  # an update
     total = timedelta(seconds=round(seconds * args.updates))
     say(f"an update takes about {seconds:.2g} s here, {args.updates} updates {total} (h:min:s)")
     if total > timedelta(days=1):
@@ -1783,11 +1709,9 @@ def run_training(args) -> None:
     may_differ = {"updates"} if args.updates and args.schedule == "paper" else set()
     args.epoch_updates = math.ceil(len(training) / args.batch_size)
     args.updates = args.updates or args.epoch_updates
-    # No longer paths (which `data` keeps). So --resume refuses a file that was changed, and takes
+    # No longer paths (which `data` knows). So --resume refuses a file that was changed, and takes
     # one that was moved.
     args.data = [f"{Path(path).name} ({checksum(path)[:16]})" for path in args.data]
-    # An InputError if there is nothing to train on, before anything is written:
-    next(iter(Stream(data, training, args.seed)))
     drafter = make_drafter(target, data, training, args)
     optimizers = make_optimizers(drafter, args.optimizer)
     announce_cost(drafter, held_out, args)
@@ -1825,7 +1749,7 @@ def begin_or_resume(args) -> None:
         # (Empty if the log of a finished run was deleted.)
         print(json.dumps(log[-1] if log else {}))
     if dist.is_initialized():
-        wait_for_all()  # until process 0 has saved
+        dist.barrier()  # until process 0 has saved
         # End gloo's threads before Python frees tensors that they may still hold: or they crash.
         dist.destroy_process_group()
 
@@ -1835,7 +1759,7 @@ def run_evaluation(args) -> None:
     target, tokenizer = load_models(args)
     drafter = load_drafter(args.evaluate, target)
     data = Conversations(args.data, tokenizer, args.seq_len)
-    sequences = data.read_usable(range(len(data.places)))
+    sequences = list(data.read_usable(range(len(data.places))))
     if not sequences:
         raise InputError(NO_ANSWER)
     if args.by_drafting:

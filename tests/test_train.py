@@ -288,7 +288,7 @@ def test_the_kl_in_chunks_and_its_gradient_are_those_of_the_plain_formula(monkey
     torch.testing.assert_close(train.kl_divergence(features, hidden, head), plain)
     (gradient,) = torch.autograd.grad(plain, features)
     for chunk in (1, 6, 10, 256):
-        monkeypatch.setattr(train, "CHUNK", chunk)
+        monkeypatch.setattr(train, "LOGITS", chunk * len(head))
         loss = train.chunked_kl(features, hidden, head)
         torch.testing.assert_close(loss, plain)
         (ours,) = torch.autograd.grad(3 * loss, features)
@@ -1105,7 +1105,7 @@ def test_the_target_writes_its_own_training_data_and_answers_questions(
             roles = [message["role"] for message in messages]
             assert roles == (["user", "assistant"] * 20)[:len(roles)]
         data = train.Conversations([str(path)], tokenizer, 200)
-        assert len(data.read_usable(range(7))) == 7  # to train on
+        assert len(list(data.read_usable(range(7)))) == 7  # to train on
     assert {messages[0]["content"] for messages in written(answers)} <= asked
     assert not {messages[0]["content"] for messages in written(own)} <= asked
     for _ in range(6):  # an answer may come out empty
