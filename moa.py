@@ -1056,54 +1056,46 @@ class OffPolicyDraftState(DraftState):
     def append_verified(self, update: MemoryUpdate) -> None:
         """Take note of newly verified tokens, over which `step` will run."""
         self.discard_draft()
-        self.unread = self.unread + update.tokens
+        self.unread += update.tokens
         memory = update.cross_kv[0]  # (T, E): see `memory_update`
         self.memory_before = torch.cat([self.memory_before, memory])
         self.append_reused(update)
 
     def step(self, draft: Draft, frontier: list[int]) -> Tensor:
+        """Run SA, the causal layer and TLI. With the root SA and the causal layer read the unread
+        tokens, too."""
         drafter = self.drafter
         self.expanded += frontier
-        mask = self.tree_mask(draft, frontier)  # (F, S)
+        tree_mask = self.tree_mask(draft, frontier)  # (F, S)
         position = self.text_length + draft.depth(frontier[0])
+        tokens = [draft.tokens[node] for node in frontier]
         if frontier == [0]:
-            x = self.read_with_root(draft.tokens[0])  # (1, 1, E)
+            first = position - len(self.unread)
+            tokens = self.unread + tokens
+            memory_before = self.memory_before  # (T, E): T tokens, the last of them the root
+            mask = causal_mask(len(tokens), first, drafter.target.device)
+            self.self_cache.length = first
+            self.unread = []
+            self.memory_before = memory_before[-1:]
         else:
-            tokens = [draft.tokens[node] for node in frontier]
+            first = position
             predicted = [self.predicted[draft.parents[node]] for node in frontier]
-            rope = drafter.rotary[:, position:position + 1]
-            x = self.run_layers(tokens, torch.stack(predicted), rope, mask)  # (1, F, E)
+            memory_before = torch.stack(predicted)  # (T, E): here T is F
+            mask = tree_mask
+        rope = drafter.rotary[:, first:position + 1]
+        x = drafter.self_attention(self.embed(tokens), rope, mask, self.self_cache, 0)
+        # These tokens go into the same slots as in SA's cache, so that the same mask fits both.
+        self.causal_cache.length = self.self_cache.length
+        x = drafter.cross_attention(x + memory_before, rope, mask, self.causal_cache, 0)
+        x = x[:, -len(frontier):]  # of unread tokens only the keys and values were wanted
         target_rope = drafter.target.rotary[:, position:position + 1]
-        x = drafter.run_target_layers(x, target_rope, mask, self.reused_cache)
+        x = drafter.run_target_layers(x, target_rope, tree_mask, self.reused_cache)
+        self.self_cache.length += len(tokens)
         self.reused_cache.length += len(frontier)
         features = x.squeeze(0)  # (F, E)
         for node, memory in zip(frontier, drafter.predicted_memory(features)):
             self.predicted[node] = memory
         return features
-
-    def read_with_root(self, root: int) -> Tensor:
-        """Run the layers on the tokens that are unread and on the root. Returns the root's output,
-        (1, 1, E). (Of the others only the keys and values are wanted.)"""
-        first = self.text_length - len(self.unread)  # the position of the first of them
-        rope = self.drafter.rotary[:, first:self.text_length + 1]
-        mask = causal_mask(1 + len(self.unread), first, self.drafter.target.device)
-        self.self_cache.length = first
-        x = self.run_layers(self.unread + [root], self.memory_before, rope, mask)
-        self.unread = []
-        self.memory_before = self.memory_before[-1:]
-        return x[:, -1:]
-
-    def run_layers(
-        self, tokens: list[int], memory_before: Tensor, rope: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """Run SA and the causal layer on T tokens, each with the memory of the token before it,
-        (T, E). Returns (1, T, E)."""
-        x = self.drafter.self_attention(self.embed(tokens), rope, mask, self.self_cache, 0)
-        # These tokens go into the same slots as in SA's cache, so that the same mask fits both.
-        self.causal_cache.length = self.self_cache.length
-        x = self.drafter.cross_attention(x + memory_before, rope, mask, self.causal_cache, 0)
-        self.self_cache.length += len(tokens)
-        return x
 
 
 # --- What drafting over a network needs: coarse distributions, and going on alone ---
