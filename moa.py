@@ -970,8 +970,8 @@ class OffPolicyDrafter(Drafter):
     def cross_attend(self, x: Tensor, memory: Tensor, horizon: Tensor) -> Tensor:
         # The horizon is ignored: that is what makes this off-policy.
         count = x.shape[1]
-        none = torch.zeros_like(memory[:, :1])  # nothing is before the first token
-        previous = torch.cat([none, memory[:, :-1]], dim=1)  # the memory of the token before
+        # The memory of the token before each. Nothing is before the first: zeros.
+        previous = nn.functional.pad(memory[:, :-1], (0, 0, 1, 0))  # (B, T, E)
         mask = causal_mask(count, past=0, device=x.device)
         return self.cross_attention(x + previous, self.rotary[:, :count], mask)
 
@@ -1196,10 +1196,8 @@ class BatchDraftState:
         self.drafter = drafter
         # (Sampling() is never used: `draft_chains` is given one for each row.)
         self.states = [DraftState(drafter, capacity, Sampling()) for _ in range(rows)]
-        self.self_cache = self.join("self_cache")
-        self.cross_cache = self.join("cross_cache")
-        self.reused_cache = self.join("reused_cache")
-        self.caches = [self.self_cache, self.cross_cache, self.reused_cache]
+        self.caches = [self.join(name) for name in ("self_cache", "cross_cache", "reused_cache")]
+        self.self_cache, self.cross_cache, self.reused_cache = self.caches
 
     def join(self, name: str) -> RaggedKVCache:
         """Join one cache of all states into one, of which each state's becomes a row."""
@@ -1224,9 +1222,9 @@ class BatchDraftState:
         drafts = [Draft(root) for root in roots]
         for _ in range(K):
             logits = self.step([draft.tokens[-1] for draft in drafts])  # (B, V')
-            for row, draft in enumerate(drafts):
-                q = draft_distributions(logits[row], samplings[row])
-                extend_chain(draft, q, self.drafter.head, samplings[row])
+            for draft, row_logits, sampling in zip(drafts, logits, samplings):
+                q = draft_distributions(row_logits, sampling)  # (V')
+                extend_chain(draft, q, self.drafter.head, sampling)
         return drafts
 
     def step(self, tokens: list[int]) -> Tensor:
@@ -1248,9 +1246,8 @@ class BatchDraftState:
         x = drafter.cross_attention.attend_to(memory, x, new.rope, cross_mask)
         new = self.reused_cache.layout(batch, 1, target.rotary)
         x = drafter.run_target_layers(x, new.rope, new.mask, new)
-        for row in range(batch):
-            self.self_cache.rows[row].length += 1
-            self.reused_cache.rows[row].length += 1
+        for row in self.self_cache.rows[:batch] + self.reused_cache.rows[:batch]:
+            row.length += 1
         return drafter.head.logits(x)[:, 0]
 
 
@@ -1263,9 +1260,8 @@ def to_bfloat16(drafter: Drafter) -> Drafter:
     Drafts need not be exact: a worse one costs time, never text.
     """
     weight = drafter.Ekv2E.weight
-    on_cpu = weight.device.type == "cpu"
-    fast = on_cpu and can_pack(weight) and torch.cpu._is_avx512_bf16_supported()
-    if fast and weight.dtype == torch.float32:
+    is_plain = weight.device.type == "cpu" and weight.dtype == torch.float32
+    if is_plain and can_pack(weight) and torch.cpu._is_avx512_bf16_supported():
         for parameter in drafter.parameters():  # (drafter.bfloat16() would round the angles, too)
             parameter.data = parameter.data.bfloat16()
         if isinstance(drafter.head, LimitedHead):  # which is none of the drafter's modules
@@ -1291,14 +1287,12 @@ def new_drafter(target: Llama, config: DrafterConfig) -> Drafter:
     Raises InputError for sizes that do not fit the target or each other.
     """
     check_sizes(config, target.config)
-    if not config.use_layer_self_attention and not config.use_cross_attention:
-        drafter = LastStateOffPolicyDrafter(target, config)
-    elif not config.use_layer_self_attention:
-        drafter = LastStateDrafter(target, config)
-    elif not config.use_cross_attention:
-        drafter = OffPolicyDrafter(target, config)
+    has_lsa = config.use_layer_self_attention
+    if config.use_cross_attention:
+        kind = Drafter if has_lsa else LastStateDrafter
     else:
-        drafter = Drafter(target, config)
+        kind = OffPolicyDrafter if has_lsa else LastStateOffPolicyDrafter
+    drafter = kind(target, config)
     if not config.use_self_attention:
         drafter.self_attention = LinearMap(target.config.hidden_size)
     if config.draft_vocabulary is not None:
@@ -1332,18 +1326,18 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
         raise InputError(
             f"{path}: no such folder; a drafter's has config.json and model.safetensors"
         )
-    weights = path / "model.safetensors"
-    with input_errors(weights, SafetensorError):  # a type that PyTorch lacks
-        tensors = {name: read() for name, read in read_tensors(weights)}
-    stated = read_json(path / "config.json")
+    config_file = path / "config.json"
+    weights_file = path / "model.safetensors"
+    stated = read_json(config_file)
+    with input_errors(weights_file, SafetensorError):  # a type that PyTorch lacks
+        tensors = {name: read() for name, read in read_tensors(weights_file)}
     # What sizes that do not fit may raise: our own checks, PyTorch, a division by no rows.
     kinds = (InputError, RuntimeError, TypeError, ZeroDivisionError)
-    with input_errors(path / "config.json", *kinds):
+    with input_errors(config_file, *kinds), torch.device("meta"):
         config = parse_drafter_config(stated, tensors, target.config)
-        with torch.device("meta"):
-            drafter = new_drafter(target, config)
-    load_weights(drafter, iter(tensors.items()), path, target.device, target.dtype)
-    drafter.checkpoint_hash = checksum(path / "config.json") + checksum(path / "model.safetensors")
+        drafter = new_drafter(target, config)
+    load_weights(drafter, iter(tensors.items()), weights_file, target.device, target.dtype)
+    drafter.checkpoint_hash = checksum(config_file) + checksum(weights_file)
     return drafter.requires_grad_(False).eval()
 
 
@@ -1397,14 +1391,16 @@ def is_valid(value: object, kind: str, vocab_size: int) -> bool:
 def save_drafter(drafter: Drafter, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write config.json and model.safetensors, each completely or not at all."""
     sizes = drafter.target.config
-    config = {name: value for name, value in asdict(drafter.config).items() if value is not None}
-    # The authors' code reads these three.
-    config["hidden_size"] = sizes.hidden_size
-    config["vocab_size"] = sizes.vocab_size
-    config["kv_hidden_size"] = 2 * sizes.num_key_value_heads * sizes.head_dim
+    config = {
+        **asdict(drafter.config),
+        # The authors' code reads these three.
+        "hidden_size": sizes.hidden_size,
+        "vocab_size": sizes.vocab_size,
+        "kv_hidden_size": 2 * sizes.num_key_value_heads * sizes.head_dim,
+    }
     tensors = {}
-    for name, parameter in drafter.named_parameters():
-        tensors[name] = parameter.detach().to("cpu", dtype).contiguous()
+    for name, tensor in drafter.state_dict().items():
+        tensors[name] = tensor.to("cpu", dtype).contiguous()
     with (
         atomic_write(path / "config.json") as config_file,
         atomic_write(path / "model.safetensors") as weights_file,
