@@ -1037,14 +1037,13 @@ class OffPolicyDraftState(DraftState):
     (The first root is run a second time, which gives the same keys and values. EAGLE's code keeps
     them.)
 
-    The causal layer needs keys and values of drafted tokens, too. So causal_cache shares the tensor
-    of cross_cache, but has a length of its own: cross_cache.length is where the text ends, as
-    everywhere, and causal_cache.length is where the tokens of the next pass go.
+    The causal layer needs keys and values of drafted tokens, too. They go into cross_cache, after
+    those of the text. But cross_cache.length stays where the text ends, as everywhere. So `step`
+    hands the layer another KVCache of the same tensor, with the length at which it is to write.
     """
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
         super().__init__(drafter, capacity, sampling)
-        self.causal_cache = KVCache(self.cross_cache.kv)
         self.unread: list[int] = []  # tokens
         # What these and the next root read: of each the memory of the token before it,
         # (1 + len(unread), E). Before the first token of a text there is none: zeros. Once a draft
@@ -1068,33 +1067,31 @@ class OffPolicyDraftState(DraftState):
         self.expanded += frontier
         tree_mask = self.tree_mask(draft, frontier)  # (F, S)
         position = self.text_length + draft.depth(frontier[0])
-        tokens = [draft.tokens[node] for node in frontier]
+        tokens = self.unread + [draft.tokens[node] for node in frontier]  # T
+        first = position - len(self.unread)
         if frontier == [0]:
-            first = position - len(self.unread)
-            tokens = self.unread + tokens
-            memory_before = self.memory_before  # (T, E): T tokens, the last of them the root
-            mask = causal_mask(len(tokens), first, drafter.target.device)
+            mask = causal_mask(len(tokens), first, drafter.target.device)  # (T, S)
+            memory_before = self.memory_before  # (T, E)
             self.self_cache.length = first
             self.unread = []
             self.memory_before = memory_before[-1:]
-        else:
-            first = position
-            predicted = [self.predicted[draft.parents[node]] for node in frontier]
-            memory_before = torch.stack(predicted)  # (T, E): here T is F
+        else:  # nothing is unread: T is F
             mask = tree_mask
+            predicted = [self.predicted[draft.parents[node]] for node in frontier]
+            memory_before = torch.stack(predicted)  # (T, E)
         rope = drafter.rotary[:, first:position + 1]
         x = drafter.self_attention(self.embed(tokens), rope, mask, self.self_cache, 0)
         # These tokens go into the same slots as in SA's cache, so that the same mask fits both.
-        self.causal_cache.length = self.self_cache.length
-        x = drafter.cross_attention(x + memory_before, rope, mask, self.causal_cache, 0)
+        causal_cache = KVCache(self.cross_cache.kv)
+        causal_cache.length = self.self_cache.length
+        x = drafter.cross_attention(x + memory_before, rope, mask, causal_cache, 0)
         x = x[:, -len(frontier):]  # of unread tokens only the keys and values were wanted
         target_rope = drafter.target.rotary[:, position:position + 1]
         x = drafter.run_target_layers(x, target_rope, tree_mask, self.reused_cache)
         self.self_cache.length += len(tokens)
         self.reused_cache.length += len(frontier)
         features = x.squeeze(0)  # (F, E)
-        for node, memory in zip(frontier, drafter.predicted_memory(features)):
-            self.predicted[node] = memory
+        self.predicted.update(zip(frontier, drafter.predicted_memory(features)))
         return features
 
 

@@ -408,10 +408,8 @@ RARE = 0.05  # a depth that fewer of the chains come to is left out
 
 
 def value_at(row: dict, place: list) -> float | None:
-    """Return a value of a row. None if it has none, or one that says nothing: the accuracy at a
-    depth that few chains come to (see RARE)."""
-    if place[0] not in row:
-        return None
+    """Return a value of a row. None if it says nothing: the accuracy at a depth that few chains
+    come to (see RARE)."""
     if place[:2] == ["drafting", "depth_accuracy"]:
         # Only chains that were right so far are counted. Their share is the product of the
         # accuracies before. (A list that ends before this depth ends with 0, and so it is 0.)
