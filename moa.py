@@ -970,8 +970,8 @@ class OffPolicyDrafter(Drafter):
     def cross_attend(self, x: Tensor, memory: Tensor, horizon: Tensor) -> Tensor:
         # The horizon is ignored: that is what makes this off-policy.
         count = x.shape[1]
-        none = torch.zeros_like(memory[:, :1])  # nothing is before the first token
-        previous = torch.cat([none, memory[:, :-1]], dim=1)  # the memory of the token before
+        # The memory of the token before each. Nothing is before the first: zeros.
+        previous = nn.functional.pad(memory[:, :-1], (0, 0, 1, 0))  # (B, T, E)
         mask = causal_mask(count, past=0, device=x.device)
         return self.cross_attention(x + previous, self.rotary[:, :count], mask)
 
@@ -1037,14 +1037,13 @@ class OffPolicyDraftState(DraftState):
     (The first root is run a second time, which gives the same keys and values. EAGLE's code keeps
     them.)
 
-    The causal layer needs keys and values of drafted tokens, too. So causal_cache shares the tensor
-    of cross_cache, but has a length of its own: cross_cache.length is where the text ends, as
-    everywhere, and causal_cache.length is where the tokens of the next pass go.
+    The causal layer needs keys and values of drafted tokens, too. They go into cross_cache, after
+    those of the text. But cross_cache.length stays where the text ends, as everywhere. So `step`
+    hands the layer another KVCache of the same tensor, with the length at which it is to write.
     """
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
         super().__init__(drafter, capacity, sampling)
-        self.causal_cache = KVCache(self.cross_cache.kv)
         self.unread: list[int] = []  # tokens
         # What these and the next root read: of each the memory of the token before it,
         # (1 + len(unread), E). Before the first token of a text there is none: zeros. Once a draft
@@ -1056,54 +1055,44 @@ class OffPolicyDraftState(DraftState):
     def append_verified(self, update: MemoryUpdate) -> None:
         """Take note of newly verified tokens, over which `step` will run."""
         self.discard_draft()
-        self.unread = self.unread + update.tokens
+        self.unread += update.tokens
         memory = update.cross_kv[0]  # (T, E): see `memory_update`
         self.memory_before = torch.cat([self.memory_before, memory])
         self.append_reused(update)
 
     def step(self, draft: Draft, frontier: list[int]) -> Tensor:
+        """Run SA, the causal layer and TLI. With the root SA and the causal layer read the unread
+        tokens, too."""
         drafter = self.drafter
         self.expanded += frontier
-        mask = self.tree_mask(draft, frontier)  # (F, S)
+        tree_mask = self.tree_mask(draft, frontier)  # (F, S)
         position = self.text_length + draft.depth(frontier[0])
+        tokens = self.unread + [draft.tokens[node] for node in frontier]  # T
+        first = position - len(self.unread)
         if frontier == [0]:
-            x = self.read_with_root(draft.tokens[0])  # (1, 1, E)
-        else:
-            tokens = [draft.tokens[node] for node in frontier]
+            mask = causal_mask(len(tokens), first, drafter.target.device)  # (T, S)
+            memory_before = self.memory_before  # (T, E)
+            self.self_cache.length = first
+            self.unread = []
+            self.memory_before = memory_before[-1:]
+        else:  # nothing is unread: T is F
+            mask = tree_mask
             predicted = [self.predicted[draft.parents[node]] for node in frontier]
-            rope = drafter.rotary[:, position:position + 1]
-            x = self.run_layers(tokens, torch.stack(predicted), rope, mask)  # (1, F, E)
+            memory_before = torch.stack(predicted)  # (T, E)
+        rope = drafter.rotary[:, first:position + 1]
+        x = drafter.self_attention(self.embed(tokens), rope, mask, self.self_cache, 0)
+        # These tokens go into the same slots as in SA's cache, so that the same mask fits both.
+        causal_cache = KVCache(self.cross_cache.kv)
+        causal_cache.length = self.self_cache.length
+        x = drafter.cross_attention(x + memory_before, rope, mask, causal_cache, 0)
+        x = x[:, -len(frontier):]  # of unread tokens only the keys and values were wanted
         target_rope = drafter.target.rotary[:, position:position + 1]
-        x = drafter.run_target_layers(x, target_rope, mask, self.reused_cache)
+        x = drafter.run_target_layers(x, target_rope, tree_mask, self.reused_cache)
+        self.self_cache.length += len(tokens)
         self.reused_cache.length += len(frontier)
         features = x.squeeze(0)  # (F, E)
-        for node, memory in zip(frontier, drafter.predicted_memory(features)):
-            self.predicted[node] = memory
+        self.predicted.update(zip(frontier, drafter.predicted_memory(features)))
         return features
-
-    def read_with_root(self, root: int) -> Tensor:
-        """Run the layers on the tokens that are unread and on the root. Returns the root's output,
-        (1, 1, E). (Of the others only the keys and values are wanted.)"""
-        first = self.text_length - len(self.unread)  # the position of the first of them
-        rope = self.drafter.rotary[:, first:self.text_length + 1]
-        mask = causal_mask(1 + len(self.unread), first, self.drafter.target.device)
-        self.self_cache.length = first
-        x = self.run_layers(self.unread + [root], self.memory_before, rope, mask)
-        self.unread = []
-        self.memory_before = self.memory_before[-1:]
-        return x[:, -1:]
-
-    def run_layers(
-        self, tokens: list[int], memory_before: Tensor, rope: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """Run SA and the causal layer on T tokens, each with the memory of the token before it,
-        (T, E). Returns (1, T, E)."""
-        x = self.drafter.self_attention(self.embed(tokens), rope, mask, self.self_cache, 0)
-        # These tokens go into the same slots as in SA's cache, so that the same mask fits both.
-        self.causal_cache.length = self.self_cache.length
-        x = self.drafter.cross_attention(x + memory_before, rope, mask, self.causal_cache, 0)
-        self.self_cache.length += len(tokens)
-        return x
 
 
 # --- What drafting over a network needs: coarse distributions, and going on alone ---
@@ -1204,10 +1193,8 @@ class BatchDraftState:
         self.drafter = drafter
         # (Sampling() is never used: `draft_chains` is given one for each row.)
         self.states = [DraftState(drafter, capacity, Sampling()) for _ in range(rows)]
-        self.self_cache = self.join("self_cache")
-        self.cross_cache = self.join("cross_cache")
-        self.reused_cache = self.join("reused_cache")
-        self.caches = [self.self_cache, self.cross_cache, self.reused_cache]
+        self.caches = [self.join(name) for name in ("self_cache", "cross_cache", "reused_cache")]
+        self.self_cache, self.cross_cache, self.reused_cache = self.caches
 
     def join(self, name: str) -> RaggedKVCache:
         """Join one cache of all states into one, of which each state's becomes a row."""
@@ -1232,9 +1219,9 @@ class BatchDraftState:
         drafts = [Draft(root) for root in roots]
         for _ in range(K):
             logits = self.step([draft.tokens[-1] for draft in drafts])  # (B, V')
-            for row, draft in enumerate(drafts):
-                q = draft_distributions(logits[row], samplings[row])
-                extend_chain(draft, q, self.drafter.head, samplings[row])
+            for draft, row_logits, sampling in zip(drafts, logits, samplings):
+                q = draft_distributions(row_logits, sampling)  # (V')
+                extend_chain(draft, q, self.drafter.head, sampling)
         return drafts
 
     def step(self, tokens: list[int]) -> Tensor:
@@ -1256,9 +1243,8 @@ class BatchDraftState:
         x = drafter.cross_attention.attend_to(memory, x, new.rope, cross_mask)
         new = self.reused_cache.layout(batch, 1, target.rotary)
         x = drafter.run_target_layers(x, new.rope, new.mask, new)
-        for row in range(batch):
-            self.self_cache.rows[row].length += 1
-            self.reused_cache.rows[row].length += 1
+        for row in self.self_cache.rows[:batch] + self.reused_cache.rows[:batch]:
+            row.length += 1
         return drafter.head.logits(x)[:, 0]
 
 
@@ -1271,9 +1257,8 @@ def to_bfloat16(drafter: Drafter) -> Drafter:
     Drafts need not be exact: a worse one costs time, never text.
     """
     weight = drafter.Ekv2E.weight
-    on_cpu = weight.device.type == "cpu"
-    fast = on_cpu and can_pack(weight) and torch.cpu._is_avx512_bf16_supported()
-    if fast and weight.dtype == torch.float32:
+    is_plain = weight.device.type == "cpu" and weight.dtype == torch.float32
+    if is_plain and can_pack(weight) and torch.cpu._is_avx512_bf16_supported():
         for parameter in drafter.parameters():  # (drafter.bfloat16() would round the angles, too)
             parameter.data = parameter.data.bfloat16()
         if isinstance(drafter.head, LimitedHead):  # which is none of the drafter's modules
@@ -1299,14 +1284,12 @@ def new_drafter(target: Llama, config: DrafterConfig) -> Drafter:
     Raises InputError for sizes that do not fit the target or each other.
     """
     check_sizes(config, target.config)
-    if not config.use_layer_self_attention and not config.use_cross_attention:
-        drafter = LastStateOffPolicyDrafter(target, config)
-    elif not config.use_layer_self_attention:
-        drafter = LastStateDrafter(target, config)
-    elif not config.use_cross_attention:
-        drafter = OffPolicyDrafter(target, config)
+    has_lsa = config.use_layer_self_attention
+    if config.use_cross_attention:
+        kind = Drafter if has_lsa else LastStateDrafter
     else:
-        drafter = Drafter(target, config)
+        kind = OffPolicyDrafter if has_lsa else LastStateOffPolicyDrafter
+    drafter = kind(target, config)
     if not config.use_self_attention:
         drafter.self_attention = LinearMap(target.config.hidden_size)
     if config.draft_vocabulary is not None:
@@ -1340,18 +1323,18 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
         raise InputError(
             f"{path}: no such folder; a drafter's has config.json and model.safetensors"
         )
-    weights = path / "model.safetensors"
-    with input_errors(weights, SafetensorError):  # a type that PyTorch lacks
-        tensors = {name: read() for name, read in read_tensors(weights)}
-    stated = read_json(path / "config.json")
+    config_file = path / "config.json"
+    weights_file = path / "model.safetensors"
+    stated = read_json(config_file)
+    with input_errors(weights_file, SafetensorError):  # a type that PyTorch lacks
+        tensors = {name: read() for name, read in read_tensors(weights_file)}
     # What sizes that do not fit may raise: our own checks, PyTorch, a division by no rows.
     kinds = (InputError, RuntimeError, TypeError, ZeroDivisionError)
-    with input_errors(path / "config.json", *kinds):
+    with input_errors(config_file, *kinds), torch.device("meta"):
         config = parse_drafter_config(stated, tensors, target.config)
-        with torch.device("meta"):
-            drafter = new_drafter(target, config)
-    load_weights(drafter, iter(tensors.items()), path, target.device, target.dtype)
-    drafter.checkpoint_hash = checksum(path / "config.json") + checksum(path / "model.safetensors")
+        drafter = new_drafter(target, config)
+    load_weights(drafter, iter(tensors.items()), weights_file, target.device, target.dtype)
+    drafter.checkpoint_hash = checksum(config_file) + checksum(weights_file)
     return drafter.requires_grad_(False).eval()
 
 
@@ -1405,14 +1388,16 @@ def is_valid(value: object, kind: str, vocab_size: int) -> bool:
 def save_drafter(drafter: Drafter, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write config.json and model.safetensors, each completely or not at all."""
     sizes = drafter.target.config
-    config = {name: value for name, value in asdict(drafter.config).items() if value is not None}
-    # The authors' code reads these three.
-    config["hidden_size"] = sizes.hidden_size
-    config["vocab_size"] = sizes.vocab_size
-    config["kv_hidden_size"] = 2 * sizes.num_key_value_heads * sizes.head_dim
+    config = {
+        **asdict(drafter.config),
+        # The authors' code reads these three.
+        "hidden_size": sizes.hidden_size,
+        "vocab_size": sizes.vocab_size,
+        "kv_hidden_size": 2 * sizes.num_key_value_heads * sizes.head_dim,
+    }
     tensors = {}
-    for name, parameter in drafter.named_parameters():
-        tensors[name] = parameter.detach().to("cpu", dtype).contiguous()
+    for name, tensor in drafter.state_dict().items():
+        tensors[name] = tensor.to("cpu", dtype).contiguous()
     with (
         atomic_write(path / "config.json") as config_file,
         atomic_write(path / "model.safetensors") as weights_file,

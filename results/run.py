@@ -52,11 +52,7 @@ from llama import (  # noqa: E402
     load_model,
     load_tokenizer,
 )
-from moa import (  # noqa: E402
-    Drafter,
-    TreeConfig,
-    load_drafter,
-)
+from moa import Drafter, TreeConfig, load_drafter  # noqa: E402
 
 RUNS = ROOT / "runs"
 TOY = "runs/toy"
@@ -225,9 +221,9 @@ def circumstances() -> dict:
 
 def split_name(name: str) -> tuple[str, int]:
     """Return drafter and updates: of "eagle-quarter", "eagle" and a quarter of UPDATES."""
-    for share, updates in LENGTHS.items():
-        if name.endswith(f"-{share}"):
-            return name.removesuffix(f"-{share}"), updates
+    drafter, _, share = name.rpartition("-")
+    if share in LENGTHS:
+        return drafter, LENGTHS[share]
     return name, UPDATES
 
 
@@ -338,9 +334,15 @@ def train_and_score(name: str, seed: int) -> None:
     # counts from 0.)
     shutil.rmtree(folder, ignore_errors=True)
     run_here(train, *training_flags(name, seed))
-    scores = {"drafter": name, "seed": seed, "prompts": PROMPT_COUNT}
-    scores |= {"command": training_command(name, seed)} | circumstances()
-    write_json(folder / "scores.json", scores | score(name, folder))
+    scores = {
+        "drafter": name,
+        "seed": seed,
+        "prompts": PROMPT_COUNT,
+        "command": training_command(name, seed),
+        **circumstances(),
+        **score(name, folder),
+    }
+    write_json(folder / "scores.json", scores)
 
 
 def score(name: str, folder: Path) -> dict:
@@ -387,8 +389,10 @@ def measure_acceptance(
 
 def score_offline(folder: Path) -> dict:
     """Judge what a drafter writes alone, after the network has gone down."""
-    bench = ["--bench", "runs/few.jsonl", "--drafter", str(folder), "--json", *ON_TOY]
-    bench += ["--max-new-tokens", str(ANSWER_TOKENS), "--remote", "--latency", "0ms"]
+    bench = [
+        "--bench", "runs/few.jsonl", "--drafter", str(folder), "--json", *ON_TOY,
+        "--max-new-tokens", str(ANSWER_TOKENS), "--remote", "--latency", "0ms",
+    ]
     # (Not for a drafter of CHANGES: the server is another process, in which they do not hold.)
     rows = {row["method"]: row for row in overall_rows(run_here(speculate, *bench))}
     offline = rows["disconnected:link"]
@@ -404,10 +408,8 @@ RARE = 0.05  # a depth that fewer of the chains come to is left out
 
 
 def value_at(row: dict, place: list) -> float | None:
-    """Return a value of a row. None if it has none, or one that says nothing: the accuracy at a
-    depth that few chains come to (see RARE)."""
-    if place[0] not in row:
-        return None
+    """Return a value of a row. None if it says nothing: the accuracy at a depth that few chains
+    come to (see RARE)."""
     if place[:2] == ["drafting", "depth_accuracy"]:
         # Only chains that were right so far are counted. Their share is the product of the
         # accuracies before. (A list that ends before this depth ends with 0, and so it is 0.)
@@ -455,8 +457,12 @@ def print_table(columns: dict[str, list], groups: dict[str, list[dict]]) -> None
 
 
 def print_result(experiment: str) -> None:
-    """Print the tables of an experiment that has been written."""
-    rows = json.loads((RESULTS / f"{experiment}.json").read_text())["rows"]
+    """Print the tables of an experiment, if it has been written."""
+    path = RESULTS / f"{experiment}.json"
+    if not path.exists():
+        print(f"{experiment}: not written yet", file=sys.stderr)
+        return
+    rows = json.loads(path.read_text())["rows"]
     groups = {}
     for row in rows:
         if experiment == "network":
@@ -564,6 +570,27 @@ def write_result(experiment: str, rows: list[dict]) -> None:
     write_json(RESULTS / f"{experiment}.json", result)
 
 
+def train_drafters(names: list[str]) -> None:
+    """Train and score the drafters of these experiments, as many at a time as there are cores. An
+    experiment is written as soon as its own are scored, while others still train."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = {}
+        for experiment in names:
+            for job in jobs_of(experiment):
+                if job not in futures:  # some are in several experiments
+                    futures[job] = pool.submit(run_job, *job)
+        try:
+            for experiment in names:
+                for job in jobs_of(experiment):
+                    futures[job].result()
+                if not EXPERIMENTS[experiment].measures_time:
+                    write_experiment(experiment)
+        except BaseException as error:  # a drafter failed, or Ctrl-C
+            print(f"{error!r}: ending as soon as those under way have ended", file=sys.stderr)
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
 # --- What is timed: on an idle machine ---
 
 
@@ -571,12 +598,14 @@ def measure_cost(experiment: str) -> None:
     """Time the drafters of three seeds, in turn within each run."""
     rows = []
     for seed in SEEDS:
-        flags = ["--bench", "runs/few.jsonl", "--json", *ON_TOY]
+        flags = [
+            "--bench", "runs/few.jsonl", "--json", *ON_TOY,
+            "--max-new-tokens", str(ANSWER_TOKENS), "--draft-length", str(CHAIN_LENGTH),
+            "--depth", str(TREE.depth), "--top-k", str(TREE.top_k),
+            "--total-tokens", str(TREE.total_tokens),
+        ]
         for name in EXPERIMENTS[experiment].drafters:
             flags += ["--drafter", f"runs/{name}-{seed}"]
-        flags += ["--max-new-tokens", str(ANSWER_TOKENS), "--draft-length", str(CHAIN_LENGTH)]
-        flags += ["--depth", str(TREE.depth), "--top-k", str(TREE.top_k)]
-        flags += ["--total-tokens", str(TREE.total_tokens)]
         for row in overall_rows(run_here(speculate, *flags)):
             milliseconds = 1000 * row["new_tokens"] / row["tokens_per_second"]
             row["ms_a_cycle"] = milliseconds / row["target_calls"]
@@ -622,6 +651,20 @@ def measure_network() -> None:
 # --- The command line ---
 
 
+def run_experiments(names: list[str]) -> None:
+    RUNS.mkdir(exist_ok=True)
+    if names != ["network"]:  # which is of the default target
+        make_target_and_texts()
+    train_drafters(names)
+    for name in names:
+        if name == "network":
+            measure_network()
+        elif EXPERIMENTS[name].measures_time:
+            measure_cost(name)
+    for name in names:
+        print_result(name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("experiments", nargs="*", help="default: all that do not measure time")
@@ -629,52 +672,20 @@ def main() -> None:
                         help="only train and score this drafter: what this script runs in turn")
     parser.add_argument("--tables", action="store_true", help="only print what is written")
     args = parser.parse_args()
+    for name in args.experiments:
+        if name not in EXPERIMENTS:
+            parser.error(f"no experiment {name}: {', '.join(EXPERIMENTS)}")
     os.chdir(ROOT)
     commit()  # which remembers it
     if args.one:
         name, seed = args.one
         train_and_score(name, int(seed))
-        return
-    names = args.experiments
-    if not names:
-        for name, experiment in EXPERIMENTS.items():
-            if args.tables or not experiment.measures_time:
-                names.append(name)
-    for name in names:
-        if name not in EXPERIMENTS:
-            parser.error(f"no experiment {name}: {', '.join(EXPERIMENTS)}")
-    if args.tables:
-        for name in names:
-            if (RESULTS / f"{name}.json").exists():
-                print_result(name)
-            else:
-                print(f"{name}: not written yet", file=sys.stderr)
-        return
-    RUNS.mkdir(exist_ok=True)
-    if any(jobs_of(name) for name in names):  # all but `network`
-        make_target_and_texts()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = itertools.chain.from_iterable(jobs_of(experiment) for experiment in names)
-        # dict.fromkeys: each once, although some are in several experiments.
-        futures = {job: pool.submit(run_job, *job) for job in dict.fromkeys(jobs)}
-        # An experiment is written as soon as its own drafters are scored, while others still train.
-        try:
-            for experiment in names:
-                for job in jobs_of(experiment):
-                    futures[job].result()
-                if not EXPERIMENTS[experiment].measures_time:
-                    write_experiment(experiment)
-        except BaseException as error:  # a drafter failed, or Ctrl-C
-            print(f"{error!r}: ending as soon as those under way have ended", file=sys.stderr)
-            pool.shutdown(cancel_futures=True)
-            raise
-    for name in names:
-        if name.startswith("cost"):
-            measure_cost(name)
-        elif name == "network":
-            measure_network()
-    for name in names:
-        print_result(name)
+    elif args.tables:
+        for name in args.experiments or EXPERIMENTS:
+            print_result(name)
+    else:
+        untimed = [name for name in EXPERIMENTS if not EXPERIMENTS[name].measures_time]
+        run_experiments(args.experiments or untimed)
 
 
 if __name__ == "__main__":
