@@ -1697,9 +1697,9 @@ def bench_batch(
     questions = [{"role": "user", "content": prompt.turns[0]} for prompt in prompts]
     texts = [models.tokenizer.chat([question]) for question in questions]
     longest = max(texts, key=len)
-    count = answer_length(target, longest, config.max_new_tokens)
-    config = replace(config, max_new_tokens=count)
-    capacity = len(longest) + count
+    length = answer_length(target, longest, config.max_new_tokens)
+    config = replace(config, max_new_tokens=length)
+    capacity = len(longest) + length
     alone = []  # the target's answer to each by itself
     if config.temperature == 0:
         alone = [list(generate(target, text, config)) for text in texts]
@@ -1708,11 +1708,9 @@ def bench_batch(
     rows = []
     for size in tqdm(batches):
         count = min(size, len(texts))  # more rows would stay empty
-        batches_by_method = {
-            "target": Batch(target, count, capacity),
-            "chain": ChainBatch(target, models.drafter, count, capacity, K),
-        }
-        for method, batch in batches_by_method.items():
+        target_batch = Batch(target, count, capacity)
+        chain_batch = ChainBatch(target, models.drafter, count, capacity, K)
+        for method, batch in (("target", target_batch), ("chain", chain_batch)):
             start = perf_counter()
             ended = run_batch(batch, texts, config)
             seconds = perf_counter() - start
@@ -1848,10 +1846,11 @@ def make_parser() -> Parser:
     add("--show", action="store_true", help="color accepted tokens green, unverified text yellow")
     add("--trace", action="store_true", help="show every cycle as it happens")
     add_generation_arguments(parser)
-    add = parser.add_argument_group("the target on a server").add_argument
+    remote = parser.add_argument_group("the target on a server")
+    add = remote.add_argument
     add("--remote", nargs="?", const=OWN_SERVER, type=address, metavar="HOST:PORT",
         help="there or, without an address, in a process of our own")
-    add_link_arguments(parser)
+    add_link_arguments(remote)
     add("--timeout", type=time_limit,
         help="for a reply (default: ten times the slowest; a minute for that to a text)")
     add("--disconnect-after", type=positive_int, default=math.inf, metavar="N",
@@ -1863,14 +1862,12 @@ def make_parser() -> Parser:
 
 # Groups of flags, which `check_arguments` refuses together.
 TREE_FLAGS = "depth", "top_k", "total_tokens"
-DRAFT_FLAGS = "lookup", "draft_length", *TREE_FLAGS
-ANSWER_FLAGS = (
-    "max_new_tokens", "temperature", "top_p", "seed", "json", "show", "trace", "no_speculation",
-)
+DRAFT_FLAGS = "lookup", "draft_length", *TREE_FLAGS, "show", "trace"
 NETWORK_FLAGS = (
     "network", "latency", "jitter", "bandwidth", "loss", "timeout", "disconnect_after",
     "disconnect_for",
 )
+SERVER_FLAGS = {"serve", "model", "drafter", "device", "dtype"}  # all others are refused
 NOT_FOR_BENCH = (
     "lookup", "no_speculation", "show", "trace", "disconnect_after", "disconnect_for",
 )
@@ -1897,7 +1894,7 @@ def check_arguments(parser: Parser, args: Namespace) -> None:
     """Refuse flags that contradict each other."""
     refuse = partial(parser.refuse, args)
     if args.serve:
-        client_flags = "remote", *DRAFT_FLAGS, *ANSWER_FLAGS
+        client_flags = sorted(vars(args).keys() - SERVER_FLAGS)
         refuse(client_flags, "is for the client: it has no effect with --serve")
     if args.bench:
         refuse(NOT_FOR_BENCH, "is not for --bench, which runs every method")
@@ -1913,8 +1910,7 @@ def check_arguments(parser: Parser, args: Namespace) -> None:
     if args.disconnect_after == math.inf:
         refuse(["disconnect_for"], "needs --disconnect-after")
     if args.no_speculation:
-        nothing_drafted = "is not for --no-speculation, which drafts nothing"
-        refuse([*DRAFT_FLAGS, "show", "trace"], nothing_drafted)
+        refuse(DRAFT_FLAGS, "is not for --no-speculation, which drafts nothing")
     if args.trace or args.json:
         refuse(["show"], "has no effect with --trace or --json")
 
@@ -1947,7 +1943,7 @@ class Terminal:
         if args.trace and not args.json:
             print(f"\n{tokenizer.decode(generation.tokens)}")
         print(printer.stream.rest(), end="", flush=True)  # nothing, unless the printer was used
-        if not generation.tokens:
+        if not generation.tokens:  # only Ctrl-C can do that
             raise KeyboardInterrupt
         self.answers.append(generation)
         report(
@@ -2055,8 +2051,7 @@ def prepare(args: Namespace) -> tuple[Models, GenerationConfig]:
 
 def run_terminal(args: Namespace) -> None:
     """Answer one prompt, or chat."""
-    on_terminal = sys.stdin is not None and sys.stdin.isatty()
-    chatting = args.prompt is None and on_terminal
+    chatting = args.prompt is None and sys.stdin is not None and sys.stdin.isatty()
     # Read before the models are loaded: if there is nothing to read, no time is lost.
     question = "" if chatting else read_prompt(args.prompt)
     models, config = prepare(args)
