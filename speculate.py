@@ -1482,8 +1482,8 @@ def load_models(args: Namespace) -> Models:
     else:
         raise InputError(
             f"no drafter is shipped for {args.model}: train one (python train.py --model "
-            f"{args.model} --data FILE) and name it with --drafter; or let the target alone answer, "
-            "with --no-speculation"
+            f"{args.model} --data FILE) and name it with --drafter, or let the target answer alone "
+            "(--no-speculation)"
         )
     last = None  # all
     if args.remote and not args.bench:
