@@ -75,6 +75,7 @@ from socket import gethostname
 from statistics import fmean
 from threading import Thread, Timer
 from time import monotonic, perf_counter, sleep
+from timeit import repeat
 from typing import Callable
 
 from tqdm import tqdm
@@ -1411,22 +1412,20 @@ def load_models(args: Namespace) -> Models:
     elif args.model in SHIPPED:
         folders = [SHIPPED[args.model]]
     else:
-        advice = (
+        raise InputError(
             f"no drafter is shipped for {args.model}: train one (python train.py --model "
-            f"{args.model} --data FILE) and name it with --drafter"
+            f"{args.model} --data FILE) and name it with --drafter, or let the target answer alone "
+            "(--no-speculation)"
         )
-        if not (args.remote or args.serve or args.bench):
-            advice += "; --no-speculation needs none"
-        raise InputError(advice)
     last = None  # all
     if args.remote and not args.bench:
-        last = reused_layers(folders[0]) if folders else 0
+        last = max(map(reused_layers, folders), default=0)
     target, tokenizer = load_target(args, last)
     drafters = {}
     for folder in folders:
         drafter = load_drafter(folder, target)
-        if (args.remote or args.serve) and not drafter.config.use_cross_attention:
-            raise InputError(f"{folder}: a drafter without CA needs its target on this machine")
+        if (args.remote or args.serve or args.batch) and not drafter.config.use_cross_attention:
+            raise InputError(f"{folder}: --remote, --serve and --batch need a drafter with CA")
         drafters[str(folder)] = to_bfloat16(drafter)
     pack_together(target, list(drafters.values()))
     return Models(target, tokenizer, drafters)
@@ -1434,17 +1433,15 @@ def load_models(args: Namespace) -> Models:
 
 def reused_layers(folder: str | Path) -> int:
     """Return N of the drafter in a folder. A wrong value counts as 0: `load_drafter` refuses it."""
-    if not Path(folder).is_dir():
-        return 0
     N = read_json(Path(folder) / "config.json").get("target_layer_inference", 0)
     return N if type(N) is int and N >= 0 else 0
 
 
 # --- The benchmark: every prompt by every method, in turn ---
 #
-# `run_prompt` yields a `Turn` for each turn of a prompt, `bench` collects these by category, and
-# `summarize` makes a row of each category and method. A method is compared with its `base`: the
-# target alone or, for one on a network, such as "remote:4g", plain use of an API there, "api:4g".
+# `bench` yields a `Turn` for each turn of a prompt, and `summarize` makes a row of each category
+# and method. A method is compared with its `base`: the target alone or, for one on a network, such
+# as "remote:4g", plain use of an API there, "api:4g".
 
 Methods = dict[str, Method]  # by name
 Turn = dict[str, Generation]  # each method's answer to one question
@@ -1464,10 +1461,9 @@ def read_prompts(path: Path) -> list[Prompt]:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     prompts = []
     for line_number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
         with input_errors(f"{path}, line {line_number}: expected {form}", *wrong):
-            prompts.append(parse_prompt(json.loads(line)))
+            if line.strip():
+                prompts.append(parse_prompt(json.loads(line)))
     if not prompts:
         raise InputError(f"{path}: no prompts")
     return prompts
@@ -1504,139 +1500,105 @@ def local_methods(alone: Llama, models: Models, chain: TreeConfig, tree: TreeCon
     return methods
 
 
-def open_channel(
-    args: Namespace,
-    server: Address,
-    link: Link,
-    prompt: list[int],
-    outage_after: float | None = None,
-) -> Channel:
+def open_channel(args: Namespace, link: Link, outage_after: float, prompt: list[int]) -> Channel:
     """Return a channel for one answer. Its delays are seeded by the prompt, so that they come again
-    when the answer is asked for again. outage_after: tokens, by default --disconnect-after."""
-    if outage_after is None:
-        outage_after = args.disconnect_after
+    when the answer is asked for again. outage_after: tokens."""
     outage = Outage(outage_after, args.disconnect_for)
     network = Network(link, args.seed + sum(prompt), outage)
-    return Channel(server, os.environ.get(SECRET, ""), network, args.timeout)
+    return Channel(args.remote, os.environ.get(SECRET, ""), network, args.timeout)
 
 
-def remote_methods(
-    models: Models, args: Namespace, server: Address, links: dict[str, Link]
-) -> Methods:
+def remote_methods(models: Models, args: Namespace, links: dict[str, Link]) -> Methods:
     """List what is measured on each network. "disconnected" goes down after a quarter of the
     tokens."""
     methods = {}
     for name, link in links.items():
         api = f"api:{name}"
-        connect = partial(open_channel, args, server, link)
-        lose = partial(connect, outage_after=args.max_new_tokens // 4)
+        connect = partial(open_channel, args, link, math.inf)
+        lose = partial(open_channel, args, link, args.max_new_tokens // 4)
         ours = Method(models.target, models.drafter, args.tree, new_channel=connect, base=api)
-        methods[api] = Method(models.target, new_channel=connect, base=api)
-        methods[f"remote:{name}"] = ours
-        methods[f"remote+lookup:{name}"] = replace(ours, lookup=True)
-        methods[f"disconnected:{name}"] = replace(ours, new_channel=lose)
+        methods |= {
+            api: replace(ours, tree=None),
+            f"remote:{name}": ours,
+            f"remote+lookup:{name}": replace(ours, lookup=True),
+            f"disconnected:{name}": replace(ours, new_channel=lose),
+        }
     return methods
-
-
-class Benchmark(NamedTuple):
-    rows: list[dict]  # of the prompts that were done
-    stopped_by: BaseException | None  # Ctrl-C or an InputError, if one has ended it early
 
 
 def bench(
     models: Models, methods: Methods, prompts: list[Prompt], config: GenerationConfig
-) -> Benchmark:
-    """Answer every prompt by every method, in turn, after a warm-up. Returns rows by category, then
-    rows of all prompts.
+) -> Iterator[tuple[str, Turn]]:
+    """Answer every turn of every prompt by all methods, after a warm-up. Yields the category and
+    the answers.
 
-    Ctrl-C, or a server that is lost, ends it early.
+    All methods get the same conversation: its earlier answers are the first method's.
     """
-    categories: dict[str, list[Turn]] = {}
-    stopped_by = None
-    try:
-        warm_up = Prompt("", ["Hello"])
-        for _ in run_prompt(models, methods, warm_up, config, seed=0):
-            pass
-        for seed, prompt in enumerate(tqdm(prompts, unit=" prompts"), 1):
-            for turn in run_prompt(models, methods, prompt, config, seed):
-                categories.setdefault(prompt.category, []).append(turn)
-                speeds = [f"{name} {rate([turn[name]]):.1f}" for name in methods]
-                line = f"{prompt.category}: tokens/s {', '.join(speeds)}"
-                tqdm.write(line, file=sys.stderr)
-    except (KeyboardInterrupt, InputError) as error:
-        if not categories:
-            raise
-        stopped_by = error
-        print("stopped: the rows are of the prompts that were done", file=sys.stderr)
-    if not categories:
-        raise InputError("no prompt fits the model's context")
-    categories["overall"] = sum(categories.values(), [])
-    rows = []
-    for category, turns in categories.items():
-        for name, method in methods.items():
-            row = summarize(models.target, turns, name, method.base, config)
-            rows.append({"category": category, "method": name, **row})
-    return Benchmark(rows, stopped_by)
-
-
-def run_prompt(
-    models: Models, methods: Methods, prompt: Prompt, config: GenerationConfig, seed: int
-) -> Iterator[Turn]:
-    """Answer each turn of a prompt by all methods, which get the same conversation: its earlier
-    answers are the first method's."""
-    messages = []
     first = next(iter(methods))
-    for question in prompt.turns:
-        messages.append({"role": "user", "content": question})
-        ids = models.tokenizer.chat(messages)
-        try:
-            count = answer_length(models.target, ids, config.max_new_tokens)
-        except InputError as error:
-            tqdm.write(f"{question[:40]!r} is left out: {error}", file=sys.stderr)
-            return
-        turn = {}
-        # In a random order, so that a machine that slows down hurts all methods alike.
-        for name in random.Random(seed).sample(list(methods), len(methods)):
-            turn[name] = methods[name].answer(ids, replace(config, max_new_tokens=count))
-            if turn[name].interrupted:
-                raise KeyboardInterrupt
-        answer = models.tokenizer.decode(turn[first].tokens)
-        messages.append({"role": "assistant", "content": answer})
-        yield turn
+    warm_up = Prompt("", ["Hello"])
+    for seed, prompt in enumerate(tqdm([warm_up, *prompts], unit=" prompts")):
+        messages = []
+        for question in prompt.turns:
+            messages.append({"role": "user", "content": question})
+            ids = models.tokenizer.chat(messages)
+            try:
+                count = answer_length(models.target, ids, config.max_new_tokens)
+            except InputError as error:
+                tqdm.write(f"{question[:40]!r} is left out: {error}", file=sys.stderr)
+                break
+            turn = {}
+            # In a random order, so that a machine that slows down hurts all methods alike.
+            for name in random.Random(seed).sample(list(methods), len(methods)):
+                turn[name] = methods[name].answer(ids, replace(config, max_new_tokens=count))
+                if turn[name].interrupted:
+                    raise KeyboardInterrupt
+            answer = models.tokenizer.decode(turn[first].tokens)
+            messages.append({"role": "assistant", "content": answer})
+            if prompt is not warm_up:
+                yield prompt.category, turn
 
 
 def summarize(
-    model: Llama, turns: list[Turn], name: str, base: str, config: GenerationConfig
-) -> dict:
-    """Return a method's totals over some turns, and quartiles over them. base: the method that it
-    is compared with."""
-    ours = [turn[name] for turn in turns]
-    bases = [turn[base] for turn in turns]
-    tokens = sum(len(g.tokens) for g in ours)
-    unverified = sum(g.unverified for g in ours)
-    calls = sum(g.target_calls for g in ours)
-    speedups = torch.tensor([rate([g]) / rate([b]) for g, b in zip(ours, bases)])  # a turn each
-    row = {
-        "tokens_per_second": rate(ours),
-        "speedup": rate(ours) / rate(bases),
-        "speedup_quartiles": speedups.quantile(torch.tensor([0.25, 0.75])).tolist(),
-        "acceptance_length": acceptance_length(ours),
-        "target_calls": calls,
-        "new_tokens": tokens,
-        "drafted_per_call": sum(g.drafted for g in ours) / max(1, calls),
-        "draft_share": sum(g.draft_seconds for g in ours) / sum(g.seconds for g in ours),
-    }
+    model: Llama, methods: Methods, turns: dict[str, list[Turn]], config: GenerationConfig
+) -> list[dict]:
+    """Return a row of each category and method, with totals over the category's turns, and
+    quartiles over them. Then rows of all turns together."""
     is_greedy = config.temperature == 0  # only then the tokens have to be the same
-    if is_greedy:
-        row["identical"] = sum(g.tokens == b.tokens for g, b in zip(ours, bases)) / len(turns)
-    if base != "target":
-        for key in ("round_trips", "bytes_up", "bytes_down"):
-            row[f"{key}_per_token"] = sum(g.network[key] for g in ours) / (tokens - unverified)
-    if unverified > 0:
-        row["unverified_tokens"] = unverified
-        if is_greedy:
-            row |= offline_quality(model, ours, bases)
-    return row
+    rows = []
+    for category, group in [*turns.items(), ("overall", sum(turns.values(), []))]:
+        for name, method in methods.items():
+            ours = [turn[name] for turn in group]
+            bases = [turn[method.base] for turn in group]
+            tokens = sum(len(g.tokens) for g in ours)
+            unverified = sum(g.unverified for g in ours)
+            calls = sum(g.target_calls for g in ours)
+            seconds = sum(g.seconds for g in ours)
+            speedups = torch.tensor([rate([g]) / rate([b]) for g, b in zip(ours, bases)])
+            row = {
+                "category": category,
+                "method": name,
+                "tokens_per_second": rate(ours),
+                "speedup": rate(ours) / rate(bases),
+                "speedup_quartiles": speedups.quantile(torch.tensor([0.25, 0.75])).tolist(),
+                "acceptance_length": acceptance_length(ours),
+                "target_calls": calls,
+                "new_tokens": tokens,
+                "drafted_per_call": sum(g.drafted for g in ours) / max(1, calls),
+                "draft_share": sum(g.draft_seconds for g in ours) / seconds,
+            }
+            if is_greedy:
+                same = sum(g.tokens == base.tokens for g, base in zip(ours, bases))
+                row["identical"] = same / len(group)
+            if ours[0].network:
+                for key in ("round_trips", "bytes_up", "bytes_down"):
+                    total = sum(g.network[key] for g in ours)
+                    row[f"{key}_per_token"] = total / (tokens - unverified)
+            if unverified > 0:
+                row["unverified_tokens"] = unverified
+                if is_greedy:
+                    row |= offline_quality(model, ours, bases)
+            rows.append(row)
+    return rows
 
 
 @torch.inference_mode()
@@ -1646,14 +1608,14 @@ def offline_quality(model: Llama, ours: list[Generation], bases: list[Generation
     agreed = []
     nll = []
     for g, base in zip(ours, bases):
-        ids = torch.tensor([g.prompt + g.tokens[:-1]], device=model.device)
-        hidden = model.hidden(ids)[0, len(g.prompt) - 1:]  # (T, E)
+        ids = torch.tensor([g.prompt + g.tokens], device=model.device)
+        hidden = model.hidden(ids)[0, len(g.prompt) - 1:-1]  # (T, E)
         log_p = model.lm_head(hidden).float().log_softmax(-1)  # (T, V)
-        for i, origin in enumerate(g.origins):
-            if origin == Origin.UNVERIFIED:
-                # Slices, as the base's answer may have ended before.
-                agreed.append(g.tokens[i:i + 1] == base.tokens[i:i + 1])
-                nll.append(-log_p[i, g.tokens[i]].item())
+        for i, token in enumerate(g.tokens):
+            if g.origins[i] == Origin.UNVERIFIED:
+                # (Slices, as the base's answer may have ended before.)
+                agreed.append(base.tokens[i:i + 1] == [token])
+                nll.append(-log_p[i, token].item())
     return {"agreement": fmean(agreed), "perplexity": math.exp(fmean(nll))}
 
 
@@ -1664,58 +1626,42 @@ def bench_batch(
     """Answer all first turns by the target alone and by chains of K. batches: how many at a
     time."""
     target = models.target
-    if not models.drafter.config.use_cross_attention:
-        raise InputError("--batch needs a drafter with CA")
-    messages = [[{"role": "user", "content": prompt.turns[0]}] for prompt in prompts]
-    texts = [models.tokenizer.chat(turns) for turns in messages]
-    capacity = max(len(text) for text in texts) + config.max_new_tokens
-    if capacity > target.config.max_position_embeddings:
-        context = target.config.max_position_embeddings
-        raise InputError(
-            f"a prompt with its answer needs {capacity} tokens and the context is {context}: lower "
-            "--max-new-tokens, or leave the prompt out"
-        )
-    # For `identical`, at temperature 0. Above it, only to warm the target up.
-    compared = texts if config.temperature == 0 else texts[:1]
-    alone = [list(generate(target, text, config)) for text in compared]
-    warm_up = ChainBatch(target, models.drafter, 1, capacity, K)  # for the drafter's first pass
+    questions = [{"role": "user", "content": prompt.turns[0]} for prompt in prompts]
+    texts = [models.tokenizer.chat([question]) for question in questions]
+    longest = max(texts, key=len)
+    length = answer_length(target, longest, config.max_new_tokens)
+    config = replace(config, max_new_tokens=length)
+    capacity = len(longest) + length
+    alone = []  # the target's answer to each by itself
+    if config.temperature == 0:
+        alone = [list(generate(target, text, config)) for text in texts]
+    warm_up = ChainBatch(target, models.drafter, 1, capacity, K)
     run_batch(warm_up, texts[:1], config)
     rows = []
     for size in tqdm(batches):
         count = min(size, len(texts))  # more rows would stay empty
-        batch = Batch(target, count, capacity)
-        base = measure_batch("target", batch, texts, config, alone)
-        batch = ChainBatch(target, models.drafter, count, capacity, K)
-        chain = measure_batch("chain", batch, texts, config, alone)
-        for row in (base, chain):
-            speedup = row["tokens_per_second"] / base["tokens_per_second"]
-            rows.append({**row, "batch": size, "speedup": speedup})
+        target_batch = Batch(target, count, capacity)
+        chain_batch = ChainBatch(target, models.drafter, count, capacity, K)
+        for method, batch in (("target", target_batch), ("chain", chain_batch)):
+            start = perf_counter()
+            ended = run_batch(batch, texts, config)
+            seconds = perf_counter() - start
+            tokens = sum(len(request.tokens) for request in ended)
+            calls = sum(request.target_calls for request in ended)
+            row = {
+                "category": "overall",
+                "method": method,
+                "batch": size,
+                "tokens_per_second": tokens / seconds,
+                "acceptance_length": (tokens - len(ended)) / max(1, calls),
+            }
+            base = row if method == "target" else rows[-1]
+            row["speedup"] = row["tokens_per_second"] / base["tokens_per_second"]
+            if alone:
+                same = sum(request.tokens == alone[request.key] for request in ended)
+                row["identical"] = same / len(ended)
+            rows.append(row)
     return rows
-
-
-def measure_batch(
-    method: str,
-    batch: Batch,
-    prompts: list[list[int]],
-    config: GenerationConfig,
-    alone: list[list[int]],
-) -> dict:
-    """Answer all prompts in a batch. alone: what the target answers to each by itself."""
-    start = perf_counter()
-    ended = run_batch(batch, prompts, config)
-    seconds = perf_counter() - start
-    tokens = sum(len(request.tokens) for request in ended)
-    calls = sum(request.target_calls for request in ended)
-    row = {
-        "category": "overall",
-        "method": method,
-        "tokens_per_second": tokens / seconds,
-        "acceptance_length": (tokens - len(ended)) / max(1, calls),
-    }
-    if config.temperature == 0:
-        same = sum(request.tokens == alone[request.key] for request in ended)
-        row["identical"] = same / len(ended)
-    return row
 
 
 def run_batch(
@@ -1743,7 +1689,8 @@ COLUMNS = {
     "round_trips_per_token": "messages up that wait for one down",
     "bytes_up_per_token": "to the server, the prompt included",
     "bytes_down_per_token": "from the server, the prompt's memory included",
-    "unverified_tokens": "written offline by the drafter alone",
+    "unverified_tokens": "written offline by the drafter alone: with \"disconnected\" the network "
+    "goes down for good after a quarter of --max-new-tokens",
     "agreement": "share of these that the target has at the same place",
     "perplexity": "the target's, of these",
 }
@@ -1752,30 +1699,26 @@ COLUMNS = {
 def print_table(rows: list[dict]) -> None:
     """Print rows under their columns, then what each column means."""
     measured = set().union(*rows)  # the keys of all
-    columns = [name for name in COLUMNS if name in measured]
-    categories = ["category"] + [row["category"] for row in rows]
-    methods = ["method"] + [row["method"] for row in rows]
-    category_width = max(map(len, categories))
-    method_width = max(map(len, methods))
-    print("category".ljust(category_width), "method".ljust(method_width), *columns)
-    for row in rows:
-        cells = [table_cell(row.get(name), len(name)) for name in columns]
-        print(row["category"].ljust(category_width), row["method"].ljust(method_width), *cells)
+    names = [name for name in COLUMNS if name in measured]
+    columns = []
+    for name in ["category", "method", *names]:
+        column = [name] + [table_cell(row.get(name, "")) for row in rows]
+        width = max(map(len, column))
+        justify = str.rjust if name in names else str.ljust
+        columns.append([justify(text, width) for text in column])
+    for i in range(1 + len(rows)):
+        print(*[column[i] for column in columns])
     print()
-    for name in columns:
+    for name in names:
         print(f"{name}: {COLUMNS[name]}")
-    if any(row["method"].startswith("disconnected") for row in rows):
-        print("disconnected: the network goes down for good after a quarter of --max-new-tokens")
 
 
-def table_cell(value: float | list[float] | None, width: int) -> str:
-    if value is None:
-        return " " * width
+def table_cell(value: float | list[float] | str) -> str:
     if isinstance(value, list):
-        return f"{value[0]:.2f} to {value[1]:.2f}".rjust(width)
-    if isinstance(value, int):
-        return f"{value:{width}}"
-    return f"{value:{width}.2f}"
+        return f"{value[0]:.2f} to {value[1]:.2f}"
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    return str(value)
 
 
 def faster_alone(args: Namespace, packed: Llama) -> Llama:
@@ -1786,12 +1729,8 @@ def faster_alone(args: Namespace, packed: Llama) -> Llama:
 
     def seconds(model: Llama) -> float:
         """Time a short answer, to any prompt: the fastest of three."""
-        times = []
-        for _ in range(3):
-            start = perf_counter()
-            list(generate(model, [0], GenerationConfig(max_new_tokens=16)))
-            times.append(perf_counter() - start)
-        return min(times)
+        config = GenerationConfig(max_new_tokens=16)
+        return min(repeat(lambda: list(generate(model, [0], config)), number=1, repeat=3))
 
     return min((packed, plain), key=seconds)
 
@@ -1825,31 +1764,20 @@ def make_parser() -> Parser:
     add_model_arguments(parser)
     add("--drafter", action="append", metavar="DIR",
         help="default: the shipped one; with --bench, any number")
-    add_draft_arguments(parser)
-    add("--show", action="store_true", help="color accepted tokens green, unverified text yellow")
-    add("--trace", action="store_true", help="show every cycle as it happens")
-    add_generation_arguments(parser)
-    add_remote_arguments(parser)
-    return parser
-
-
-def add_draft_arguments(parser: Parser) -> None:
-    add = parser.add_argument
     size = number(int, 1, MAX_DRAFT_TOKENS)
     add("--draft-length", type=size, metavar="K", help="draft chains of K tokens instead of trees")
-    add("--depth", type=size, help=tree_help("depth"))
-    add("--top-k", type=number(int, 2, MAX_DRAFT_TOKENS), help=tree_help("top_k"))
-    add("--total-tokens", type=size, help=tree_help("total_tokens"))
+    add("--depth", type=size,
+        help=f"of a tree (default: {TREE.depth}, remote {REMOTE_TREE.depth})")
+    add("--top-k", type=number(int, 2, MAX_DRAFT_TOKENS),
+        help=f"of a tree (default: {TREE.top_k}, remote {REMOTE_TREE.top_k})")
+    add("--total-tokens", type=size,
+        help=f"of a tree (default: {TREE.total_tokens}, remote {REMOTE_TREE.total_tokens})")
     add("--lookup", action="store_true",
         help="draft what followed the last three tokens before, else by the drafter")
     add("--no-speculation", action="store_true", help="the target alone")
-
-
-def tree_help(name: str) -> str:
-    return f"of a tree (default: {getattr(TREE, name)}, remote {getattr(REMOTE_TREE, name)})"
-
-
-def add_remote_arguments(parser: Parser) -> None:
+    add("--show", action="store_true", help="color accepted tokens green, unverified text yellow")
+    add("--trace", action="store_true", help="show every cycle as it happens")
+    add_generation_arguments(parser)
     remote = parser.add_argument_group("the target on a server")
     add = remote.add_argument
     add("--remote", nargs="?", const=OWN_SERVER, type=address, metavar="HOST:PORT",
@@ -1861,17 +1789,19 @@ def add_remote_arguments(parser: Parser) -> None:
         help="the network goes down when N tokens have come")
     add("--disconnect-for", type=duration, default=math.inf, metavar="TIME",
         help="and is back after so long (default: never)")
+    return parser
 
 
 # Groups of flags, which `check_arguments` refuses together.
 TREE_FLAGS = "depth", "top_k", "total_tokens"
-DRAFT_FLAGS = "lookup", "draft_length", *TREE_FLAGS
-ANSWER_FLAGS = (
-    "max_new_tokens", "temperature", "top_p", "seed", "json", "show", "trace", "no_speculation",
-)
+DRAFT_FLAGS = "lookup", "draft_length", *TREE_FLAGS, "show", "trace"
 NETWORK_FLAGS = (
     "network", "latency", "jitter", "bandwidth", "loss", "timeout", "disconnect_after",
     "disconnect_for",
+)
+SERVER_FLAGS = {"serve", "model", "drafter", "device", "dtype"}  # all others are refused
+NOT_FOR_BENCH = (
+    "lookup", "no_speculation", "show", "trace", "disconnect_after", "disconnect_for",
 )
 
 
@@ -1880,56 +1810,41 @@ def parse_arguments() -> Namespace:
     parser = make_parser()
     args = parser.parse_args()
     check_arguments(parser, args)
-    args.chain, args.tree = draft_limits(args)
-    return args
-
-
-def draft_limits(args: Namespace) -> tuple[TreeConfig, TreeConfig]:
-    """Return the limits of chains, and of trees or of what takes their place."""
-    chain = TreeConfig(args.draft_length) if args.draft_length else CHAIN
-    if drafts_chains_only(args):
-        return chain, chain
-    tree = REMOTE_TREE if args.remote else TREE
-    sizes = {name: getattr(args, name) for name in TREE_FLAGS if getattr(args, name) is not None}
+    args.chain = TreeConfig(args.draft_length) if args.draft_length else CHAIN
+    args.tree = REMOTE_TREE if args.remote else TREE
+    sizes = {name: getattr(args, name) for name in TREE_FLAGS if getattr(args, name)}
     if sizes:  # who asks for a size gets it, however unsure the drafter is
-        tree = replace(tree, **sizes, min_confidence=0.0, min_probability=0.0)
-    return chain, tree
-
-
-def drafts_chains_only(args: Namespace) -> bool:
-    """Tell whether --draft-length puts chains in the place of trees. It does, except in a benchmark
-    on one machine, which measures both."""
-    return args.draft_length is not None and not (args.bench and not args.remote)
+        args.tree = replace(args.tree, **sizes, min_confidence=0.0, min_probability=0.0)
+    # A benchmark on one machine measures both. Elsewhere chains take the place of trees.
+    if args.draft_length and (args.remote or not args.bench):
+        parser.refuse(args, TREE_FLAGS, "is a size of a tree, and --draft-length makes chains")
+        args.tree = args.chain
+    return args
 
 
 def check_arguments(parser: Parser, args: Namespace) -> None:
     """Refuse flags that contradict each other."""
     refuse = partial(parser.refuse, args)
     if args.serve:
-        refuse(["remote"], "is one side and --serve the other")
-        refuse([*DRAFT_FLAGS, *ANSWER_FLAGS], "has no effect with --serve: the client decides")
+        client_flags = sorted(vars(args).keys() - SERVER_FLAGS)
+        refuse(client_flags, "is for the client: it has no effect with --serve")
     if args.bench:
-        of_one_answer = ["lookup", "no_speculation", "show", "trace"]
-        of_one_answer += ["disconnect_after", "disconnect_for"]
-        refuse(of_one_answer, "is not for --bench, which runs every method")
+        refuse(NOT_FOR_BENCH, "is not for --bench, which runs every method")
     else:
         refuse(["batch"], "needs --bench")
     if args.batch:
         refuse(["remote", *TREE_FLAGS], "is not for --batch, which runs chains here")
-    several = args.drafter is not None and len(args.drafter) > 1
-    if several and (args.batch or args.remote or not args.bench):
-        parser.error("several drafters need --bench, without --remote or --batch")
+    if args.remote or args.batch or not args.bench:
+        if args.drafter and len(args.drafter) > 1:
+            parser.error("several drafters need --bench, without --remote or --batch")
     if not args.remote:
         refuse(NETWORK_FLAGS, "needs --remote")
     if args.disconnect_after == math.inf:
         refuse(["disconnect_for"], "needs --disconnect-after")
     if args.no_speculation:
-        nothing_drafted = "is not for --no-speculation, which drafts nothing"
-        refuse([*DRAFT_FLAGS, "show", "trace"], nothing_drafted)
+        refuse(DRAFT_FLAGS, "is not for --no-speculation, which drafts nothing")
     if args.trace or args.json:
         refuse(["show"], "has no effect with --trace or --json")
-    if drafts_chains_only(args):
-        refuse(TREE_FLAGS, "is a size of a tree, and --draft-length makes chains")
 
 
 @dataclass
@@ -1943,7 +1858,8 @@ class Terminal:
     answers: list[Generation] = field(default_factory=list)
 
     def respond(self, messages: list[dict]) -> Generation:
-        """Print the answer to a conversation, and what it cost."""
+        """Print the answer to a conversation, and what it cost. Raises KeyboardInterrupt if Ctrl-C
+        comes before its first token."""
         args = self.args
         tokenizer = self.models.tokenizer
         prompt = tokenizer.chat(messages)
@@ -1959,33 +1875,14 @@ class Terminal:
         if args.trace and not args.json:
             print(f"\n{tokenizer.decode(generation.tokens)}")
         print(printer.stream.rest(), end="", flush=True)  # nothing, unless the printer was used
-        if generation.tokens:
-            self.answers.append(generation)
-            self.report_answer(generation)
-        return generation
-
-    def answer(self, prompt: list[int], config: GenerationConfig, emit: Emit) -> Generation:
-        """Answer a prompt. If the first token of a server takes long, say so."""
-        if not self.args.remote:
-            return self.method.answer(prompt, config, emit)
-        connecting = Timer(PATIENCE, print, ["connecting ..."], {"file": sys.stderr})
-
-        def emit_connected(cycle: Cycle) -> None:
-            connecting.cancel()
-            emit(cycle)
-
-        connecting.start()
-        try:
-            return self.method.answer(prompt, config, emit_connected)
-        finally:
-            connecting.cancel()
-
-    def report_answer(self, generation: Generation) -> None:
+        if not generation.tokens:  # only Ctrl-C can do that
+            raise KeyboardInterrupt
+        self.answers.append(generation)
         report(
-            self.models.tokenizer,
+            tokenizer,
             generation.tokens,
             generation.seconds,
-            self.args,
+            args,
             generation.interrupted,
             **generation.statistics(),
         )
@@ -1995,6 +1892,22 @@ class Terminal:
                 "these tokens are the drafter's own",
                 file=sys.stderr,
             )
+        return generation
+
+    def answer(self, prompt: list[int], config: GenerationConfig, emit: Emit) -> Generation:
+        """Answer a prompt. If the first token of a server takes long, say so."""
+        connecting = Timer(PATIENCE, print, ["connecting ..."], {"file": sys.stderr})
+
+        def emit_connected(cycle: Cycle) -> None:
+            connecting.cancel()
+            emit(cycle)
+
+        if self.args.remote:
+            connecting.start()
+        try:
+            return self.method.answer(prompt, config, emit_connected)
+        finally:
+            connecting.cancel()
 
     def chat(self) -> None:
         """Answer one question a line, with the conversation so far as context, until Ctrl-D."""
@@ -2005,58 +1918,20 @@ class Terminal:
         messages: list[dict] = []
         print("Ask something. Ctrl-C ends an answer, Ctrl-D the chat.", file=sys.stderr)
         while True:
-            question = self.read_question()
-            if question is None:
-                break
-            if not question.strip():
-                continue
             try:
-                context = self.newest_turns(messages + [{"role": "user", "content": question}])
-                generation = self.respond(context)
+                question = self.read_question()
+                if question.strip():
+                    context = self.newest_turns([*messages, {"role": "user", "content": question}])
+                    generation = self.respond(context)
+                    answer = self.models.tokenizer.decode(generation.tokens)
+                    messages = [*context, {"role": "assistant", "content": answer}]
+            except EOFError:
+                break
+            except KeyboardInterrupt:  # a line, or a question without an answer, is forgotten
+                print(file=sys.stderr)
             except InputError as error:  # too long, or the server is gone: the chat goes on
                 print(f"\nerror: {error}", file=sys.stderr)
-                continue
-            except KeyboardInterrupt:  # a second Ctrl-C
-                continue
-            if not generation.tokens:  # Ctrl-C came before the first
-                continue
-            answer = self.models.tokenizer.decode(generation.tokens)
-            messages = context + [{"role": "assistant", "content": answer}]
-        self.print_totals()
-
-    def read_question(self) -> str | None:
-        """Read a line. Returns None at the end of the file."""
-        try:
-            if self.args.json or not sys.stdout.isatty():  # nothing but answers on stdout
-                print("> ", end="", file=sys.stderr, flush=True)
-                return input()
-            return input("> ")
-        except EOFError:
-            print(file=sys.stderr)
-            return None
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
-            return ""
-        except UnicodeError:
-            print("error: that line is not valid UTF-8", file=sys.stderr)
-            return ""
-
-    def newest_turns(self, messages: list[dict]) -> list[dict]:
-        """Return as many of the newest turns as leave room for an answer in the context."""
-        context = self.models.target.config.max_position_embeddings
-        room = context - MIN_ANSWER
-        kept = messages
-        length = len(self.models.tokenizer.chat(kept))
-        while len(kept) > 1 and length > room:
-            kept = kept[2:]  # without the oldest turn: a question and its answer
-            length = len(self.models.tokenizer.chat(kept))
-        dropped = (len(messages) - len(kept)) // 2
-        if dropped and length < context:  # else the question itself is too long, and refused
-            print(f"the context is full: the oldest {dropped} turns are dropped", file=sys.stderr)
-        return kept
-
-    def print_totals(self) -> None:
-        """Print what a whole chat cost."""
+        print(file=sys.stderr)
         if self.answers:
             tokens = sum(len(g.tokens) for g in self.answers)
             print(
@@ -2065,74 +1940,105 @@ class Terminal:
                 file=sys.stderr,
             )
 
+    def read_question(self) -> str:
+        """Read a line. Raises EOFError at the end of the file, and InputError."""
+        with input_errors("that line is not valid text", UnicodeError):
+            if sys.stdout.isatty() and not self.args.json:
+                return input("> ")
+            print("> ", end="", file=sys.stderr, flush=True)  # nothing but answers on stdout
+            return input()
+
+    def newest_turns(self, messages: list[dict]) -> list[dict]:
+        """Return as many of the newest turns as leave room for an answer in the context."""
+        room = self.models.target.config.max_position_embeddings - MIN_ANSWER
+        while len(messages) > 1 and len(self.models.tokenizer.chat(messages)) > room:
+            print("the context is full: the oldest turn is left out", file=sys.stderr)
+            messages = messages[2:]  # a turn is a question and its answer
+        return messages
+
 
 def main() -> None:
     args = parse_arguments()
     if args.serve:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         serve(args, announce_on_terminal)
-        return
-    on_terminal = sys.stdin is not None and sys.stdin.isatty()
-    chatting = args.prompt is None and not args.bench and on_terminal
-    # Read before the models are loaded: if there is nothing to read, no time is lost.
-    prompt = ""
-    bench_prompts = []
-    if args.bench:
-        bench_prompts = read_prompts(args.bench)
-    elif not chatting:
-        prompt = read_prompt(args.prompt)
+    elif args.bench:
+        run_bench(args)
+    else:
+        run_terminal(args)
+
+
+def prepare(args: Namespace) -> tuple[Models, GenerationConfig]:
+    """Load the models, and start a server if it is to be our own: then args.remote becomes its
+    address."""
     models = load_models(args)
+    if args.remote == OWN_SERVER:
+        args.remote = start_server(args)
     stop_ids = frozenset(models.tokenizer.stop_ids)
     config = GenerationConfig(
         args.max_new_tokens, args.temperature, args.top_p, args.seed, stop_ids
     )
-    server = start_server(args) if args.remote == OWN_SERVER else args.remote
-    if args.bench:
-        run_bench(args, models, bench_prompts, config, server)
-        return
+    return models, config
+
+
+def run_terminal(args: Namespace) -> None:
+    """Answer one prompt, or chat."""
+    chatting = args.prompt is None and sys.stdin is not None and sys.stdin.isatty()
+    # Read before the models are loaded: if there is nothing to read, no time is lost.
+    question = "" if chatting else read_prompt(args.prompt)
+    models, config = prepare(args)
     connect = None
-    if server:
+    if args.remote:
         link = link_of(args) or Link()  # which simulates nothing
-        connect = partial(open_channel, args, server, link)
+        connect = partial(open_channel, args, link, args.disconnect_after)
     tree = None if args.no_speculation else args.tree
     method = Method(models.target, models.drafter, tree, args.lookup, connect)
     terminal = Terminal(args, models, method, config)
     if chatting:
         terminal.chat()
         return
-    generation = terminal.respond([{"role": "user", "content": prompt}])
+    generation = terminal.respond([{"role": "user", "content": question}])
     if generation.interrupted:
         raise KeyboardInterrupt
 
 
-def run_bench(
-    args: Namespace,
-    models: Models,
-    prompts: list[Prompt],
-    config: GenerationConfig,
-    server: Address | None,
-) -> None:
-    """Measure what the command line asks for: batches, networks, or the methods on this machine.
-    Raises what has stopped it, after the rows are printed."""
-    stopped_by = None
+def run_bench(args: Namespace) -> None:
+    """Measure what the command line asks for: batches, networks, or the methods on this machine."""
+    prompts = read_prompts(args.bench)
+    models, config = prepare(args)
     if args.batch:
         K = args.draft_length or BATCH_DRAFT_LENGTH
-        rows = bench_batch(models, prompts, config, args.batch, K)
-    elif server:
+        print_rows(args, bench_batch(models, prompts, config, args.batch, K))
+        return
+    if args.remote:
         link = link_of(args)
         links = PROFILES if link is None else {args.network or "link": link}
-        methods = remote_methods(models, args, server, links)
-        rows, stopped_by = bench(models, methods, prompts, config)
+        methods = remote_methods(models, args, links)
     else:
         alone = faster_alone(args, models.target)
         methods = local_methods(alone, models, args.chain, args.tree)
-        rows, stopped_by = bench(models, methods, prompts, config)
+    turns: dict[str, list[Turn]] = {}  # by category
+    try:
+        for category, turn in bench(models, methods, prompts, config):
+            turns.setdefault(category, []).append(turn)
+            speeds = [f"{name} {rate([turn[name]]):.1f}" for name in methods]
+            tqdm.write(f"{category}: tokens/s {', '.join(speeds)}", file=sys.stderr)
+    except (KeyboardInterrupt, InputError):  # Ctrl-C, or a server that is lost
+        if turns:
+            print("stopped: the rows are of the prompts that were done", file=sys.stderr)
+        raise
+    finally:
+        if turns:
+            print_rows(args, summarize(models.target, methods, turns, config))
+    if not turns:
+        raise InputError("no prompt fits the model's context")
+
+
+def print_rows(args: Namespace, rows: list[dict]) -> None:
     if args.json:
         print(json.dumps({"rows": rows}))
     else:
         print_table(rows)
-    if stopped_by is not None:
-        raise stopped_by  # the exit status tells that this is not all
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ from moa import (
     TreeConfig,
     load_drafter,
     pack_together,
+    save_drafter,
     to_bfloat16,
 )
 from speculate import (
@@ -65,10 +66,10 @@ from speculate import (
     accept_greedy,
     acceptance_length,
     bench,
-    bench_batch,
     local_methods,
     print_table,
     read_prompts,
+    summarize,
 )
 
 CHAIN_OF_4 = TreeConfig(4)
@@ -816,7 +817,7 @@ def test_a_chat_whose_context_is_full_goes_on_without_its_oldest_turns(chat, tin
     done = chat([long, long, "b"], "--max-new-tokens", 10, "--json")
     assert done.status == 0
     assert done.err.count("the context is full") == 1
-    assert "the context is full: the oldest 1 turns are dropped\n" in done.err
+    assert "the context is full: the oldest turn is left out\n" in done.err
     answers = [json.loads(line)["tokens"] for line in done.out.splitlines()]
     assert answers[0] == answers[1] == answer_alone(tiny, ask(long), 10)
     _, after_one = conversation(tiny, [long, "b"], 10)
@@ -964,6 +965,15 @@ class Measured:
         return self.generation
 
 
+def bench_rows(
+    models: Models, methods: dict, prompts: list[Prompt], config: GenerationConfig
+) -> list[dict]:
+    turns = {}
+    for category, turn in bench(models, methods, prompts, config):
+        turns.setdefault(category, []).append(turn)
+    return summarize(models.target, methods, turns, config)
+
+
 def test_the_benchmark_reports_what_it_measured(capsys):
     chain = Measured(1.0, [1, 2, 3, 4], calls=1)
     methods = {
@@ -972,7 +982,8 @@ def test_the_benchmark_reports_what_it_measured(capsys):
         "tree": Measured(2.0, [1, 2, 3, 5], calls=2),
     }
     prompts = [Prompt("a", ["one", "two"]), Prompt("b", ["three"])]
-    rows, _ = bench(Models(new_target(16), WORDS, {}), methods, prompts, GenerationConfig(4))
+    models = Models(new_target(16), WORDS, {})
+    rows = bench_rows(models, methods, prompts, GenerationConfig(4))
     by_name = {(row["category"], row["method"]): row for row in rows}
     assert len(by_name) == len(rows) == 9
     row = by_name["overall", "chain x:y"]
@@ -986,8 +997,7 @@ def test_the_benchmark_reports_what_it_measured(capsys):
     assert row["identical"] == 1
     tree = by_name["overall", "tree"]
     assert tree["speedup"] == 2 and tree["identical"] == 0
-    models = Models(new_target(16), WORDS, {})
-    sampled, _ = bench(models, methods, prompts, GenerationConfig(4, temperature=1.0))
+    sampled = bench_rows(models, methods, prompts, GenerationConfig(4, temperature=1.0))
     assert all("identical" not in row for row in sampled)  # it need not be
     # A second turn follows the target's own answer to the first.
     turns = [{"content": "one"}, {"content": "1 2 3 4"}, {"content": "two"}]
@@ -1075,12 +1085,11 @@ def test_the_benchmark_of_batches_has_the_target_and_chains_for_each_size(
     assert "\nbatch: " in capsys.readouterr().out  # the legend
 
 
-def test_the_benchmark_of_batches_needs_ca():
-    drafter = new_drafter(new_target(16), use_cross_attention=False)
-    models = Models(drafter.target, WORDS, {"": drafter})
-    prompts = [Prompt("a", ["one"])]
-    with pytest.raises(InputError, match="needs a drafter with CA"):
-        bench_batch(models, prompts, GenerationConfig(4), [1], K=3)
+def test_the_benchmark_of_batches_needs_ca(checkpoint, prompt_file, tmp_path):
+    drafter = new_drafter(new_target(258, context=2048), use_cross_attention=False)
+    save_drafter(drafter, tmp_path)
+    flags = [*checkpoint[:2], "--drafter", tmp_path, "--bench", prompt_file({"prompt": "Hi"})]
+    assert_refused(command(*flags, "--batch", 1), "need a drafter with CA")
 
 
 def test_ctrl_c_ends_a_benchmark_with_the_rows_of_the_prompts_that_are_done(
@@ -1124,8 +1133,8 @@ HI = ["--prompt", "Hi"]
         (["--bench", "--batch", "2", "--depth", "4"], "--depth is not for --batch"),
         (["--bench", "--batch", "2", "--drafter", "a", "--drafter", "b"], "several drafters"),
         ([*HI, "--drafter", "a", "--drafter", "b"], "several drafters need --bench"),
-        (["--serve", "127.0.0.1:0", "--remote"], "--remote is one side"),
-        (["--serve", "127.0.0.1:0", "--top-p", "0.5"], "--top-p has no effect with --serve"),
+        (["--serve", "127.0.0.1:0", "--remote"], "--remote is for the client"),
+        (["--serve", "127.0.0.1:0", "--top-p", "0.5"], "--top-p is for the client"),
         ([*HI, "--show", "--trace"], "--show has no effect with --trace"),
         (["--bench", "--remote", "--disconnect-for", "1s"], "--disconnect-for is not for --bench"),
         (["--bench", "nowhere.jsonl", "--model", "some/model"], "nowhere.jsonl: cannot be read"),
