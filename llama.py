@@ -490,8 +490,9 @@ def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
         reached = descending.cumsum(-1)  # with each token and all before it
         if (reached[..., -1] >= top_p).all():
             break
-    before = F.pad(reached[..., :-1], (1, 0))  # without the token itself
-    return descending.masked_fill(before >= top_p, math.inf).amin(-1, keepdim=True)
+    # One token, and one more for each sum that does not reach top_p.
+    last = (reached[..., :-1] < top_p).sum(-1, keepdim=True)  # its place in this order
+    return descending.gather(-1, last)
 
 
 # --- Many conversations at once ---
@@ -515,32 +516,12 @@ def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
 #         ended += batch.step()
 
 
-class RaggedPass(NamedTuple):
-    """Where the new tokens of one pass go. It has KVCache's `append`, and stands in for it in the
-    layers."""
-
-    kv: Tensor  # of the B rows of the pass, a view (L, B, Hkv, capacity, 2D)
-    row_numbers: Tensor  # 0, 1, ... (B, 1)
-    positions: Tensor  # of each new token, which is also its slot, (B, T)
-    end: int  # S: the slots of the longest of these rows, with the new tokens
-    rope: Tensor  # the angles of the new tokens, (2, B, 1, T, D/2)
-    mask: Tensor  # which slots each of them may see, (B, 1, T, S)
-
-    def append(self, layer: int, kv: Tensor) -> Tensor:
-        """Write a layer's kv (B, Hkv, T, 2D). Return all of the rows in this layer,
-        (B, Hkv, S, 2D)."""
-        layer_kv = self.kv[layer]  # (B, Hkv, capacity, 2D), a view, as the next
-        by_slot = layer_kv.transpose(1, 2)  # (B, capacity, Hkv, 2D)
-        by_slot[self.row_numbers, self.positions] = kv.transpose(1, 2)  # (B, T, Hkv, 2D)
-        return layer_kv[:, :, :self.end]
-
-
 class RaggedKVCache:
-    """A cache whose rows are conversations of different lengths. The first rows are those in use.
+    """A cache whose rows are conversations of different lengths. The first rows are those in use,
+    the others are empty.
 
-    A pass has three steps. `layout` says where the new tokens go: a RaggedPass. The layers write
-    them there. Then the caller adds to each `row.length` as many as it keeps: of a draft, perhaps
-    not all.
+    A pass has three steps. A RaggedPass says where the new tokens go. The layers write them there.
+    Then the caller adds to each `row.length` as many as it keeps: of a draft, perhaps not all.
     """
 
     def __init__(self, kv: Tensor):
@@ -548,31 +529,45 @@ class RaggedKVCache:
         self.kv = kv
         self.rows = [KVCache(row) for row in kv.split(1, dim=1)]  # views, one conversation each
 
-    def layout(self, batch: int, count: int, rotary: Tensor, first: int = 0) -> RaggedPass:
-        """Lay out the next `count` tokens of B = `batch` rows, from row `first` on, each row's
-        after its own last one."""
-        device = self.kv.device
-        rows = slice(first, first + batch)
-        lengths = [row.length for row in self.rows[rows]]
-        end = max(lengths) + count
-        positions = torch.tensor(lengths)[:, None] + torch.arange(count)
-        positions = positions.to(device)  # (B, T)
-        slots = torch.arange(end, device=device)  # (S)
-        # A draft may reach beyond the context, where there are no angles. It is not accepted there.
-        within = positions.clamp(max=rotary.shape[1] - 1)
-        return RaggedPass(
-            kv=self.kv[:, rows],
-            row_numbers=torch.arange(batch, device=device).unsqueeze(-1),
-            positions=positions,
-            end=end,
-            rope=rotary[:, within].unsqueeze(2),
-            mask=slots <= positions[:, None, :, None],  # each token sees its row, up to itself
-        )
-
     def move_row(self, source: int, to: int) -> None:
+        """Let the last row in use, `source`, take the place of one that has ended, perhaps of
+        itself. It is empty then."""
         length = self.rows[source].length
-        self.rows[to].length = length
         self.rows[to].kv[:, :, :, :length] = self.rows[source].kv[:, :, :, :length]
+        self.rows[to].length = length
+        self.rows[source].length = 0
+
+
+class RaggedPass(KVCache):
+    """Where the next T = `count` tokens of B rows of a cache go, each row's after its own last one,
+    and what they see. In `Llama.hidden` it stands in for a cache.
+
+    B = `batch`, from row `first` on. positions (B, 1, T) and mask (B, 1, T, S) have the dimension
+    of the heads, too.
+    """
+
+    def __init__(
+        self, cache: RaggedKVCache, batch: int, count: int, context: int, first: int = 0
+    ):
+        rows = slice(first, first + batch)
+        super().__init__(cache.kv[:, rows])  # (L, B, Hkv, capacity, 2D), a view
+        device = cache.kv.device
+        lengths = [row.length for row in cache.rows[rows]]
+        self.length = max(lengths)
+        self.row_numbers = torch.arange(batch, device=device)[:, None]  # (B, 1)
+        slots = torch.tensor(lengths)[:, None] + torch.arange(count)
+        self.slots = slots.to(device)  # (B, T)
+        # A draft may reach beyond the context, where there are no angles. It is not accepted there.
+        self.positions = self.slots[:, None].clamp(max=context - 1)
+        # Each token sees its row, up to itself.
+        self.mask = torch.arange(self.length + count, device=device) <= self.slots[:, None, :, None]
+
+    def append(self, layer: int, kv: Tensor) -> Tensor:
+        """Write a layer's new keys and values (B, Hkv, T, 2D). Return all up to the longest row's
+        end (B, Hkv, S, 2D)."""
+        self.kv[layer, self.row_numbers, :, self.slots] = kv.transpose(1, 2)  # (B, T, Hkv, 2D)
+        end = self.length + kv.shape[2]
+        return self.kv[layer, :, :, :end]
 
 
 def ragged_hidden(
@@ -583,16 +578,14 @@ def ragged_hidden(
     The rows' lengths stay as they are: only the caller knows how many of the tokens are kept.
     """
     batch, count = tokens.shape
-    ragged = cache.layout(batch, count, model.rotary, first)
-    x = model.embed_tokens(tokens)  # (B, T, E)
-    for i, layer in enumerate(model.layers):
-        x = layer(x, ragged.rope, ragged.mask, ragged, i)
-    return model.norm(x)
+    new = RaggedPass(cache, batch, count, model.config.max_position_embeddings, first)
+    return model.hidden(tokens, new, new.positions, new.mask)
 
 
-def sample_rows(logits: Tensor, samplings: list[Sampling]) -> list[int]:
+def sample_rows(logits: Tensor, requests: list[Request]) -> list[int]:
     """Choose the next token of each row, after logits (B, V). Each row has a generator of its own,
     so that no other row uses up its random numbers."""
+    samplings = [request.sampling for request in requests]
     if logits.device.type == "cpu":
         return [sample_next(row, sampling) for row, sampling in zip(logits, samplings)]
     return sample_together(logits, samplings)
@@ -608,30 +601,19 @@ def sample_together(logits: Tensor, samplings: list[Sampling]) -> list[int]:
     rows_of = {}  # those that are sampled alike, by temperature and top-p
     for row, sampling in enumerate(samplings):
         rows_of.setdefault((sampling.temperature, sampling.top_p), []).append(row)
-    # float64, which only a Mac's GPU lacks: in float32 the cumulative sum of tens of thousands of
-    # unlikely tokens (see `inverse_cdf`) is rounded too much.
-    exact = torch.float32 if logits.device.type == "mps" else torch.float64
     tokens = logits.new_empty(len(samplings), dtype=torch.int64)
     for (temperature, top_p), rows in rows_of.items():
         if temperature == 0:
             tokens[rows] = logits[rows].float().argmax(-1)
             continue
-        u = []  # uniform in [0, 1)
-        for row in rows:
-            generator = samplings[row].generator
-            u.append(torch.rand(1, generator=generator, dtype=exact, device=logits.device))
-        tokens[rows] = inverse_cdf(probabilities(logits[rows], temperature, top_p), torch.stack(u))
+        p = probabilities(logits[rows], temperature, top_p)
+        # As torch.multinomial does it: if each token arrives after a time drawn from an exponential
+        # distribution, noise / p, then token i is the first with probability p_i.
+        noise = torch.empty_like(p)
+        for row, row_noise in zip(rows, noise):
+            row_noise.exponential_(generator=samplings[row].generator)
+        tokens[rows] = (p / noise).argmax(-1)
     return tokens.tolist()
-
-
-def inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
-    """Return for each p (..., V) the token whose share of the interval [0, 1) contains u (..., 1).
-
-    With p = (0.5, 0.3, 0.2) token 0 has the share from 0 to 0.5, token 1 that from 0.5 to 0.8,
-    token 2 the rest. So if u is uniform, the tokens are distributed as p.
-    """
-    ends = p.cumsum(-1, dtype=u.dtype)  # of the shares. The last end is 1, but for rounding.
-    return torch.searchsorted(ends, u * ends[..., -1:], right=True).squeeze(-1)
 
 
 @dataclass
@@ -675,41 +657,33 @@ class Batch:
 
     def add(self, key: object, prompt: list[int], config: GenerationConfig) -> None:
         """Read a prompt and choose the first token after it."""
-        self.add_all([(key, prompt, config)])
+        self.add_together([(key, prompt, config)])
 
     def add_all(self, new: list[tuple[object, list[int], GenerationConfig]]) -> None:
         """Add several, of which each is (key, prompt, config)."""
-        if not new:
-            return
-        first = len(self.requests)  # the row of the first of them
-        prompts = []
-        samplings = []
-        for key, prompt, config in new:
-            sampling = config.new_sampling(self.model.device)
-            self.requests.append(Request(key, config, sampling))
-            prompts.append(prompt)
-            samplings.append(sampling)
         if self.model.device.type == "cpu":
-            # A pass for each: on a CPU padding costs more than the passes that it saves.
-            last = [self.prefill(first + i, [prompt]) for i, prompt in enumerate(prompts)]
-            hidden = torch.cat(last)  # (R, E)
-        else:
-            hidden = self.prefill(first, prompts)  # (R, E)
-        tokens = sample_rows(self.model.lm_head(hidden), samplings)
-        for request, token in zip(self.requests[first:], tokens):
+            for key, prompt, config in new:  # padding costs more than the passes that it saves
+                self.add(key, prompt, config)
+        elif new:
+            self.add_together(new)
+
+    def add_together(self, new: list[tuple[object, list[int], GenerationConfig]]) -> None:
+        """Add one or more in one pass."""
+        first = len(self.requests)  # the row of the first of them
+        for key, _, config in new:
+            self.requests.append(Request(key, config, config.new_sampling(self.model.device)))
+        hidden = self.prefill(first, [prompt for _, prompt, _ in new])  # (R, E)
+        requests = self.requests[first:]
+        for request, token in zip(requests, sample_rows(self.model.lm_head(hidden), requests)):
             request.extend([token])
 
     def prefill(self, first: int, prompts: list[list[int]]) -> Tensor:
         """Begin R rows, from `first` on, with a prompt each, in one pass, shorter prompts padded.
         Returns the hidden states of the prompts' last tokens (R, E)."""
-        for cache in self.caches:
-            for row in cache.rows[first:first + len(prompts)]:
-                row.length = 0
-        longest = max(len(prompt) for prompt in prompts)
         # What is added on the right is written beyond the row's length, where nobody looks.
-        ids = [prompt + [0] * (longest - len(prompt)) for prompt in prompts]
-        ids = torch.tensor(ids, device=self.model.device)  # (R, T)
-        hidden = ragged_hidden(self.model, ids, self.cache, first)  # (R, T, E)
+        ids = [torch.tensor(prompt) for prompt in prompts]
+        ids = nn.utils.rnn.pad_sequence(ids, batch_first=True)  # (R, T)
+        hidden = ragged_hidden(self.model, ids.to(self.model.device), self.cache, first)
         last = []
         for row, prompt in enumerate(prompts):
             self.cache.rows[first + row].length = len(prompt)
@@ -737,8 +711,7 @@ class Batch:
         logits = self.model.lm_head(ragged_hidden(self.model, ids, self.cache))[:, -1]  # (B, V)
         for row in self.cache.rows[:len(newest)]:
             row.length += 1
-        samplings = [request.sampling for request in self.requests]
-        return [[token] for token in sample_rows(logits, samplings)]
+        return [[token] for token in sample_rows(logits, self.requests)]
 
     def remove_ended(self) -> list[Request]:
         """Take requests that have ended out. The last row moves into the gap that each leaves."""

@@ -339,10 +339,16 @@ def test_tokens_drawn_together_are_of_their_rows_distributions(top_p):
     assert set(drawn[2].tolist()) == {2}
 
 
-def test_a_token_is_chosen_by_the_share_that_a_random_number_falls_into():
-    p = torch.tensor([0.0, 0.5, 0.0, 0.25, 0.25, 0.0])
-    u = torch.tensor([0.0, 0.49, 0.5, 0.74, 0.75, 1 - 2**-53], dtype=torch.float64)
-    assert llama.inverse_cdf(p.expand(6, 6), u[:, None]).tolist() == [1, 1, 3, 3, 4, 4]
+def test_tokens_drawn_together_are_those_drawn_alone_as_no_row_uses_up_anothers_random_numbers():
+    logits = torch.randn(5, 300)
+
+    def samplings() -> list[llama.Sampling]:
+        configs = [llama.GenerationConfig(temperature=1.0, seed=seed) for seed in range(4)]
+        configs.append(llama.GenerationConfig(temperature=0.5, seed=4))
+        return [config.new_sampling("cpu") for config in configs]
+
+    alone = [llama.sample_next(row, sampling) for row, sampling in zip(logits, samplings())]
+    assert llama.sample_together(logits, samplings()) == alone
 
 
 @torch.inference_mode()
