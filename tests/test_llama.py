@@ -339,10 +339,16 @@ def test_tokens_drawn_together_are_of_their_rows_distributions(top_p):
     assert set(drawn[2].tolist()) == {2}
 
 
-def test_a_token_is_chosen_by_the_share_that_a_random_number_falls_into():
-    p = torch.tensor([0.0, 0.5, 0.0, 0.25, 0.25, 0.0])
-    u = torch.tensor([0.0, 0.49, 0.5, 0.74, 0.75, 1 - 2**-53], dtype=torch.float64)
-    assert llama.inverse_cdf(p.expand(6, 6), u[:, None]).tolist() == [1, 1, 3, 3, 4, 4]
+def test_tokens_drawn_together_are_those_drawn_alone_as_no_row_uses_up_anothers_random_numbers():
+    logits = torch.randn(5, 300)
+
+    def samplings() -> list[llama.Sampling]:
+        configs = [llama.GenerationConfig(temperature=1.0, seed=seed) for seed in range(4)]
+        configs.append(llama.GenerationConfig(temperature=0.5, seed=4))
+        return [config.new_sampling("cpu") for config in configs]
+
+    alone = [llama.sample_next(row, sampling) for row, sampling in zip(logits, samplings())]
+    assert llama.sample_together(logits, samplings()) == alone
 
 
 @torch.inference_mode()
@@ -387,7 +393,7 @@ def test_rope_parameters_are_read_where_newer_files_state_them():
     ({"model_type": "mamba"}, "model_type is 'mamba', but only Llama's"),
     ({"attention_bias": True}, "attention_bias is True, but only Llama's"),
     ({"hidden_act": "gelu"}, "'gelu'"),
-    ({"rope_scaling": {"type": "yarn"}}, "'yarn'} is not supported: only type 'llama3'"),
+    ({"rope_scaling": {"type": "yarn"}}, "rope_type is 'yarn', but only Llama's"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "'linear'"),
     ({"rope_scaling": "llama3"}, "rope_scaling"),
     ({"rope_scaling": SCALING | {"low_freq_factor": None}}, "low_freq_factor"),
@@ -564,9 +570,7 @@ def convert(folder: Path, path: Path, kind: str = "F32", changes: dict = {}) -> 
     """
     raw = json.loads((folder / "config.json").read_text())
     model = llama.load_model(folder)
-    entries = {"general.architecture": "llama"}
-    for ours, theirs in llama.GGUF_SIZES.items():
-        entries[f"llama.{theirs}"] = raw.get(ours)
+    entries = {theirs: raw.get(ours) for ours, theirs in llama.GGUF_CONFIG.items()}
     if model.config.rope_factors:
         factors = torch.tensor(model.config.rope_factors)
         entries["rope_freqs.weight"] = (0, tuple(factors.shape), factors.numpy().tobytes())
@@ -618,7 +622,8 @@ def test_a_weight_of_q6_k_is_put_together_from_its_four_and_its_two_bits():
             two = high[32 * half + within % 32] >> 2 * (within // 32) & 3
             expected.append((four + 16 * two - 32) * scales[i // 16] * 0.25)
     stored = torch.frombuffer(bytearray(b"".join(blocks)), dtype=torch.uint8).view(3, 210)
-    assert llama.decode_q6_k(stored).flatten().tolist() == expected
+    weights = llama.decode_q6_k(*stored.split([128, 64, 16, 2], dim=1))
+    assert weights.flatten().tolist() == expected
 
 
 @pytest.mark.parametrize("changes, culprit", [
@@ -635,7 +640,7 @@ def test_a_weight_of_q6_k_is_put_together_from_its_four_and_its_two_bits():
     ({"token_embd.weight": None}, "vocab_size"),
     ({"rope_freqs.weight": (0, (3,), bytes(12))}, "tiny.gguf"),
     ({"blk.1.attn_k.weight": (0, (31, 64), bytes(31 * 256))}, "tiny.gguf"),
-    ({"blk.0.ffn_up.weight": (2, (0, 64), b"")}, "blk.0.ffn_up.weight"),
+    ({"blk.0.ffn_up.weight": (2, (0, 64), b"")}, "layers.0.mlp.up_proj.weight"),
     ({"output_norm.weight": (2, (48,), bytes(36))}, "output_norm.weight"),  # a block and a half
     ({"blk.0.ffn_up.weight": (12, (160, 64), b"")},
      "blk.0.ffn_up.weight has the unsupported type Q4_K: use a Q8_0, Q4_0 or F16 file"),
