@@ -817,9 +817,9 @@ class PackedAttention(Attention):
         self.qkv_proj = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
         self.o_proj = pack(attention.o_proj)
         # On a GPU PyTorch may let cuDNN attend, which plans again for each shape not seen before,
-        # for tens of milliseconds (results/smollm2/README.md). In training there are few (`padded_length`
-        # of train.py). While generating, the cache is longer in each pass: so turn it off, in the
-        # whole process.
+        # for tens of milliseconds (results/smollm2/README.md). In training there are few
+        # (`padded_length` of train.py). While generating, the cache is longer in each pass: so turn
+        # it off, in the whole process.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,7 @@ from moa import (
     likeliest_choices,
     quantize_probabilities,
 )
-from netsim import Channel, Link, Network
+from netsim import Channel, Link, Message, Network
 from speculate import (
     Acceptance,
     ChainBatch,
@@ -526,9 +526,9 @@ class InProcess(Channel):
     def connect(self) -> dict:
         return self.session.greeting
 
-    def request(self, fields: dict, tensors: dict, parse: Callable) -> Iterator:
+    def request(self, fields: dict, tensors: dict) -> Iterator[Message]:
         for reply, reply_tensors in self.session.answer(fields, tensors):
-            yield parse(reply, reply_tensors)
+            yield Message(reply, reply_tensors, size=0)
 
 
 def exact_texts(target: Llama, config: GenerationConfig, prompt: list[int]) -> Tensor:
