@@ -838,6 +838,18 @@ class PackedAttention(Attention):
         _, kv = self.queries_keys_values(x, rope)
         return kv
 
+    def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None = None) -> Tensor:
+        # With a mask enable_gqa copies keys and values for every query head. Instead, put the
+        # queries of heads that share a kv head below each other: with 4 heads, 2 kv heads and T
+        # tokens, 2 T rows attend to the first kv head, and 2 T to the second.
+        k, v = kv.chunk(2, dim=-1)
+        rows = q.reshape(len(q), self.kv_heads, -1, self.head_dim)  # (B, Hkv, H T / Hkv, D)
+        if mask is not None:
+            mask = torch.cat([mask] * (self.heads // self.kv_heads), dim=-2)
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
+        out = out.reshape(q.shape)  # (B, H, T, D)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
 
 class PackedMLP(nn.Module):
     """Gate and up projection as one product."""
