@@ -246,22 +246,22 @@ def target_pass(target: Llama, tokens: Tensor, N: int) -> TargetStates:
 
 
 def kl_divergence(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
-    """Return KL(p || q), summed over n positions and R cuts.
+    """Return KL(p || q), summed over n positions.
 
     p follows from the target's final hidden states (n, E), q from those that the drafter predicts
-    (R, n, E), through the weight of the LM head, head (V', E). With a draft vocabulary, V' < V, p
-    too is scaled to sum to 1 over it.
+    (n, E), through the weight of the LM head, head (V', E). With a draft vocabulary, V' < V, p too
+    is scaled to sum to 1 over it.
     """
     # In float32: summed over V tokens in bfloat16, a KL would be mostly rounding.
     log_p = F.linear(final, head).log_softmax(-1, dtype=torch.float32)  # (n, V')
-    log_q = F.linear(predicted, head).log_softmax(-1, dtype=torch.float32)  # (R, n, V')
+    log_q = F.linear(predicted, head).log_softmax(-1, dtype=torch.float32)  # (n, V')
     return (log_p.exp() * (log_p - log_q)).sum()
 
 
 def smooth_l1_loss(predicted: Tensor, wanted: Tensor) -> Tensor:
-    """Return Smooth L1, mean over E, summed over positions and cuts: (R, n, E), (n, E)."""
-    wanted = wanted.float().expand_as(predicted)
-    return F.smooth_l1_loss(predicted.float(), wanted, reduction="none").mean(-1).sum()
+    """Return Smooth L1, mean over E, summed over n positions. Both are (n, E)."""
+    loss = F.smooth_l1_loss(predicted.float(), wanted.float(), reduction="none")  # (n, E)
+    return loss.mean(-1).sum()
 
 
 class Distillation(NamedTuple):
@@ -270,45 +270,34 @@ class Distillation(NamedTuple):
 
     loss: Tensor
     parts: Tensor  # (3), without gradients: the loss, its KL, its Smooth L1, as in `Losses`
-    predicted: Tensor  # h', the drafter's, (R, n, E)
+    predicted: Tensor  # h', the drafter's under the last cut, (n, E)
     final: Tensor  # h, the target's, (n, E)
 
 
 def distill(drafter: Drafter, examples: Example, args) -> Distillation:
-    """Run the target once over a batch of examples, and the drafter under each of R cuts. args: the
-    weights of the losses.
-
-    The paper has one cut, and no loss on memories. Then, with N = 0, it is:
-
-        states = target_pass(drafter.target, tokens, N)
-        memory = drafter.build_memory(states.kv)
-        x = drafter.cross_attend(drafter.self_attend(tokens), memory, horizon)
-        predicted = x[trained]
-        final = states.final[trained]
-        loss = 0.1 * kl_divergence(predicted, final, head) + smooth_l1_loss(predicted, final)
-    """
+    """Run the target once over a batch of examples, and the drafter under each of R cuts (the paper
+    has one). args: the weights of the losses."""
     tokens = examples.tokens  # (B, T)
+    trained = loss_mask(examples.answer)  # (B, T), True at n positions
     states = target_pass(drafter.target, tokens, drafter.N)
+    final = states.final[trained].float()  # (n, E)
+    # Memory and SA do not depend on the horizons, and run once.
     memory = drafter.build_memory(states.kv, states.final)  # (B, T, E); only --no-lsa reads `final`
     x = drafter.self_attend(tokens)  # (B, T, E)
-    trained = loss_mask(examples.answer)  # (B, T), True at n positions
-    # Memory and SA do not depend on the horizons, and have run once. CA and TLI run for each cut.
-    ca_outputs = []
-    tli_outputs = []  # the same if N = 0
-    for horizon in examples.horizons.unbind(-1):  # (B, T)
+    kl = 0.0
+    smooth_l1 = 0.0
+    cuts = examples.horizons.unbind(-1)  # R of (B, T)
+    for horizon in cuts:
         ca_output = drafter.cross_attend(x, memory, horizon)  # (B, T, E)
-        tli_output = drafter.infer_target_layers(ca_output, states.kv, horizon)  # (B, T, E)
-        ca_outputs.append(ca_output[trained])  # (n, E)
-        tli_outputs.append(tli_output[trained])
-    predicted = torch.stack(tli_outputs).float()  # (R, n, E)
-    final = states.final[trained].float()  # (n, E)
-    R = len(predicted)
-    # `kl_divergence` of all positions, computed a few at a time to save RAM (see below the bar):
-    kl = chunked_kl(predicted, final, drafter.head.weight) / R
-    smooth_l1 = smooth_l1_loss(predicted, final) / R
-    if drafter.N > 0:  # CA's output predicts the state that enters the reused layers
-        smooth_l1_entering = smooth_l1_loss(torch.stack(ca_outputs), states.entering[trained]) / R
-        smooth_l1 = (smooth_l1 + smooth_l1_entering) / 2
+        tli_output = drafter.infer_target_layers(ca_output, states.kv, horizon)  # the same if N = 0
+        predicted = tli_output[trained].float()  # (n, E)
+        # `kl_divergence`, computed a few positions at a time to save RAM (see below the bar):
+        kl = kl + chunked_kl(predicted, final, drafter.head.weight) / len(cuts)
+        error = smooth_l1_loss(predicted, final)
+        if drafter.N > 0:  # CA's output predicts the state that enters the reused layers
+            error_entering = smooth_l1_loss(ca_output[trained], states.entering[trained])
+            error = (error + error_entering) / 2
+        smooth_l1 = smooth_l1 + error / len(cuts)
     loss = args.kl_weight * kl + args.feature_weight * smooth_l1
     if args.memory_weight > 0:  # 0 in the paper, and by default: see below the bar
         loss = loss + memory_loss(drafter, memory[trained], final, args)
@@ -350,17 +339,26 @@ class Losses(NamedTuple):
 
 def compute_gradients(drafter: Drafter, batch: list[Sequence], update: int, args) -> Losses:
     """Compute the gradients of one update. Its loss is one mean, over all trained positions of the
-    batch.
+    batch. args: micro_batch_size, dtype, and those of `draw_examples` and `distill`.
 
-    This is the plain form. Training itself calls `compute_in_pieces`, below the bar: the same sums,
-    a few sequences at a time, and in --dtype.
+    The batch is read a few sequences at a time. Each piece of the loss is divided by the same
+    total, so that the gradients of all pieces add up to that of one mean.
     """
-    drafter.zero_grad()
-    examples = collate(draw_examples(batch, update, args), drafter.target.device)
-    result = distill(drafter, examples, args)
-    count = len(result.final)  # trained positions
-    (result.loss / count).backward()
-    return Losses(*(result.parts / count).tolist())
+    device = drafter.target.device
+    total = sum(int(loss_mask(sequence.answer).sum()) for sequence in batch)
+    examples = share_of_process(draw_examples(batch, update, args))  # all, without torchrun
+    examples.sort(key=lambda example: len(example.tokens))  # so that little is padded
+    for parameter in drafter.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # (never None: see torchrun, below the bar)
+    sums = torch.zeros(3, device=device)
+    for first in range(0, len(examples), args.micro_batch_size):
+        piece = collate(examples[first:first + args.micro_batch_size], device)
+        with autocast(device, args):  # multiplies in --dtype
+            result = distill(drafter, piece, args)
+        (result.loss / total).backward()
+        sums += result.parts
+    sum_over_processes(drafter, sums)  # nothing, without torchrun
+    return Losses(*(sums / total).tolist())
 
 
 # --- The loop ---
@@ -415,10 +413,9 @@ def take_step(
     batch: list[Sequence],
     update: int,
     args,
-    compute: Callable[..., Losses] = compute_gradients,
 ) -> dict:
     """Do one update: gradients, clipped, then a step of the optimizers. Returns what to log."""
-    losses = compute(drafter, batch, update, args)
+    losses = compute_gradients(drafter, batch, update, args)
     norm = nn.utils.clip_grad_norm_(drafter.parameters(), CLIP).item()
     if not math.isfinite(norm):
         raise InputError(
@@ -436,18 +433,17 @@ def train(
     stream: Stream,
     journal: Journal,
     args,
-    compute: Callable[..., Losses] = compute_gradients,
 ) -> None:
     """Train up to args.updates. Raises InputError if a gradient is not finite.
 
     stream: shuffled sequences without end, which go on at stream.position.
     journal: logs, evaluates and saves. journal.done: updates that an earlier run has done
-    (--resume). compute: how gradients are computed.
+    (--resume).
     """
     sequences = iter(stream)
     for update in range(journal.done, args.updates):
         batch = list(itertools.islice(sequences, args.batch_size))
-        measured = take_step(drafter, optimizers, batch, update, args, compute)
+        measured = take_step(drafter, optimizers, batch, update, args)
         tokens = sum(len(sequence.tokens) for sequence in batch)
         journal.record(update + 1, measured, tokens, stream.position)
 
@@ -456,7 +452,7 @@ def train(
 #
 # Each part can be read by itself:
 #
-#     Less RAM ...                 a batch, and its KL, in pieces; mixed precision
+#     Less RAM ...                 the KL in pieces; mixed precision; a loss on memories
 #     Several processes            torchrun
 #     Evaluation                   in one pass, or by really drafting
 #     Data, and its files          conversations from files of several forms, shuffled
@@ -470,33 +466,7 @@ def train(
 
 # --- Less RAM, mixed precision, and a loss on memories ---
 
-
-def compute_in_pieces(drafter: Drafter, batch: list[Sequence], update: int, args) -> Losses:
-    """Do what `compute_gradients` does, --micro-batch-size sequences at a time, in --dtype, and
-    under torchrun shared by several processes. This is what training calls."""
-    device = drafter.target.device
-    # Each piece of the loss is divided by the same total, so that the gradients of all add up to
-    # that of one mean.
-    total = sum(int(loss_mask(sequence.answer).sum()) for sequence in batch)
-    for parameter in drafter.parameters():
-        # Not None: under torchrun a process may get no piece, and still sends its gradients.
-        parameter.grad = torch.zeros_like(parameter)
-    sums = torch.zeros(3, device=device)
-    share = draw_examples(batch, update, args)[rank()::world_size()]  # all, with one process
-    share.sort(key=lambda example: len(example.tokens))  # so that little is padded
-    for first in range(0, len(share), args.micro_batch_size):
-        piece = collate(share[first:first + args.micro_batch_size], device)
-        with autocast(device, args):
-            result = distill(drafter, piece, args)
-        (result.loss / total).backward()
-        sums += result.parts
-    for parameter in drafter.parameters():
-        all_reduce(parameter.grad)  # nothing, with one process
-    all_reduce(sums)
-    return Losses(*(sums / total).tolist())
-
-
-LOGITS = 2**25  # of q that exist at once, those of all R cuts together: 128 MiB
+LOGITS = 2**25  # of q that exist at once: 128 MiB
 
 
 def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
@@ -506,9 +476,9 @@ def chunked_kl(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
     each position until the backward pass. `recompute` keeps none: the backward pass computes each
     piece again.
     """
-    count = max(1, LOGITS // (len(predicted) * len(head)))  # positions
+    count = max(1, LOGITS // len(head))  # positions
     total = predicted.new_zeros(())
-    for piece, wanted in zip(predicted.split(count, dim=1), final.split(count)):
+    for piece, wanted in zip(predicted.split(count), final.split(count)):
         kl = recompute(
             kl_divergence, piece, wanted, head, use_reentrant=False, preserve_rng_state=False
         )
@@ -538,7 +508,7 @@ def memory_loss(drafter: Drafter, memory: Tensor, final: Tensor, args) -> Tensor
     LSA learns slowly from the drafter's loss alone, which reaches it through CA: see
     weights/README.md.
     """
-    memory = memory.float().unsqueeze(0)  # (1, n, E)
+    memory = memory.float()
     kl = chunked_kl(memory, final, drafter.head.weight)
     loss = args.kl_weight * kl + args.feature_weight * smooth_l1_loss(memory, final)
     return args.memory_weight * loss
@@ -582,6 +552,18 @@ def all_reduce(tensor: Tensor) -> None:
         dist.all_reduce(tensor)
 
 
+def share_of_process(examples: list[Example]) -> list[Example]:
+    """Return the examples that this process is to read."""
+    return examples[rank()::world_size()]
+
+
+def sum_over_processes(drafter: Drafter, sums: Tensor) -> None:
+    """Replace the drafter's gradients, and `sums`, by their sums over all processes."""
+    for parameter in drafter.parameters():
+        all_reduce(parameter.grad)
+    all_reduce(sums)
+
+
 # --- Evaluation ---
 
 DEPTHS = 8  # tokens of a draft, or of a run, that are scored
@@ -605,7 +587,7 @@ def evaluate(drafter: Drafter, sequences: list[Sequence], args) -> dict:
         example = Example(tokens, answer, horizon[:, None])
         with autocast(device, args):
             result = distill(drafter, collate([example], device), args)
-            drafts = drafter.head.logits(result.predicted.squeeze(0)).argmax(-1).tolist()  # n
+            drafts = drafter.head.logits(result.predicted).argmax(-1).tolist()  # n
             choices = drafter.target.lm_head(result.final).argmax(-1).tolist()  # n
         sums += result.parts
         count += len(choices)
@@ -1115,9 +1097,9 @@ def announce_cost(drafter: Drafter, held_out: list[Sequence], args) -> None:
     for each process, by its tokens. (The gradients are overwritten by the first update.)"""
     count = min(args.batch_size, args.micro_batch_size * world_size())
     batch = held_out[:count]
-    compute_in_pieces(drafter, batch, 0, args)  # the first pass is slow
+    compute_gradients(drafter, batch, 0, args)  # the first pass is slow
     began = time.perf_counter()
-    compute_in_pieces(drafter, batch, 0, args)
+    compute_gradients(drafter, batch, 0, args)
     lengths = [len(sequence.tokens) for sequence in held_out]
     seconds_a_token = (time.perf_counter() - began) / sum(lengths[:count])
     seconds = seconds_a_token * np.mean(lengths) * args.batch_size  # an update
@@ -1720,7 +1702,7 @@ def run_training(args) -> None:
     journal = Journal(drafter, optimizers, score, save, args, may_differ)
     stream = Stream(data, training, args.seed, journal.position)
     with journal:
-        train(drafter, optimizers, stream, journal, args, compute_in_pieces)
+        train(drafter, optimizers, stream, journal, args)
     say(
         f"the drafter is in {args.out}: "
         f"python speculate.py --model {args.model} --drafter {args.out}"

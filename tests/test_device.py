@@ -263,7 +263,7 @@ def losses_on(device, choices: dict) -> list[float]:
         batch.append(train.Sequence(positions % 20, positions >= 6))
     _, drafter = models(device, **choices)
     drafter.requires_grad_(True)
-    losses = train.compute_in_pieces(drafter, batch, 0, args)
+    losses = train.compute_gradients(drafter, batch, 0, args)
     for optimizer in train.make_optimizers(drafter, "muon"):
         optimizer.step()
     return [*losses, train.evaluate(drafter, batch, args)["held_out_loss"]]

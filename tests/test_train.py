@@ -279,7 +279,7 @@ def test_losses_are_the_authors(N):
 
 
 def test_the_kl_in_chunks_and_its_gradient_are_those_of_the_plain_formula(monkeypatch):
-    features = torch.randn(2, 10, 16, requires_grad=True)
+    features = torch.randn(10, 16, requires_grad=True)
     hidden = torch.randn(10, 16)
     head = torch.randn(40, 16)
     log_q = (features @ head.T).log_softmax(-1)
@@ -298,13 +298,22 @@ def test_the_kl_in_chunks_and_its_gradient_are_those_of_the_plain_formula(monkey
 def test_padding_and_micro_batches_change_nothing(target):
     batch = sequences((5, 12), (20, 31), (3, 4))
     results = []
-    for size in (None, 1, 2, 3):
+    for size in (1, 2, 3):
         drafter = random_drafter(target)
         args = arguments(micro_batch_size=size, horizons=2, memory_weight=0.3)
-        compute = train.compute_in_pieces if size else train.compute_gradients
-        means = compute(drafter, batch, 25, args)
+        means = train.compute_gradients(drafter, batch, 25, args)
         results.append([torch.tensor(means)] + [p.grad for p in drafter.parameters()])
-        torch.testing.assert_close(results[-1], results[0], atol=1e-6, rtol=1e-4)
+    # The plain mean over all trained positions, each sequence by itself.
+    drafter = random_drafter(target)
+    alone = []
+    for one in train.draw_examples(batch, 25, args):
+        alone.append(train.distill(drafter, train.collate([one], "cpu"), args))
+    count = sum(len(result.final) for result in alone)
+    (sum(result.loss for result in alone) / count).backward()
+    means = sum(result.parts for result in alone) / count
+    expected = [means] + [p.grad for p in drafter.parameters()]
+    for result in results:
+        torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-4)
 
 
 def test_batches_padded_as_on_a_gpu_to_few_shapes_give_the_same_gradients(target, monkeypatch):
@@ -862,7 +871,7 @@ def test_a_run_that_is_killed_and_resumed_ends_as_if_it_had_not_been(
 
 @pytest.mark.parametrize("owner, name, call", [
     (train, "evaluate", 2),
-    (train, "compute_in_pieces", 7),
+    (train, "compute_gradients", 7),
     (torch, "save", 4),
     (os, "replace", 2),  # no checkpoint
     (os, "replace", 3),  # no weights
@@ -894,8 +903,8 @@ def test_a_run_can_be_resumed_after_dying_anywhere(
 
 
 def press_ctrl_c(patch, at_call: int, times: int) -> None:
-    """During the at_call-th call of compute_in_pieces, the first two of which measure its cost."""
-    original = train.compute_in_pieces
+    """During the at_call-th call of compute_gradients, the first two of which measure its cost."""
+    original = train.compute_gradients
     calls = itertools.count(1)
 
     def interrupted(*arguments):
@@ -904,7 +913,7 @@ def press_ctrl_c(patch, at_call: int, times: int) -> None:
                 os.kill(os.getpid(), signal.SIGINT)
         return original(*arguments)
 
-    patch.setattr(train, "compute_in_pieces", interrupted)
+    patch.setattr(train, "compute_gradients", interrupted)
 
 
 def test_ctrl_c_finishes_the_update_saves_and_says_how_to_go_on(
