@@ -351,7 +351,8 @@ class Llama(nn.Module):
         """Return hidden states (B, T, E) after the final norm, which the LM head reads.
 
         tokens (B, T) go on after those in the cache. But a draft may branch: for it the caller
-        gives positions (T), and a mask (T, S) of what each token sees. Give both or neither.
+        gives positions (T), and a mask (T, S) of what each token sees. Give both or neither. (For
+        rows of different lengths, below the bar, they are (B, 1, T) and (B, 1, T, S).)
         """
         count = tokens.shape[1]
         past = cache.length if cache is not None else 0
@@ -594,9 +595,9 @@ def sample_rows(logits: Tensor, requests: list[Request]) -> list[int]:
 def sample_together(logits: Tensor, samplings: list[Sampling]) -> list[int]:
     """Choose the next token of each row, all rows of one temperature and top-p together.
 
-    On a GPU each operation takes time to launch, and to read a result means to wait for it. (With
-    top-p random numbers are used in another way than by `sample_next`: the tokens are others, of
-    the same distribution.)
+    On a GPU each operation takes time to launch, and to read a result means to wait for it. (Where
+    some p are 0 random numbers are used in another way than by `sample_next`: the tokens are
+    others, of the same distribution.)
     """
     rows_of = {}  # those that are sampled alike, by temperature and top-p
     for row, sampling in enumerate(samplings):

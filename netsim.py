@@ -323,8 +323,7 @@ class ConnectionLost(Exception):
 
 @dataclass
 class Traffic:
-    """What a client has sent, received and waited for, over all of its connections. (Connecting
-    counts in bytes only.)"""
+    """What a client has sent, received and waited for. (Connecting counts in bytes only.)"""
 
     bytes_up: int = 0
     bytes_down: int = 0
@@ -494,6 +493,12 @@ class MessageServer(socketserver.ThreadingTCPServer):
             self.server_close()
             raise ValueError(f"to serve beyond this machine, set a secret: {SECRET} on both sides")
 
+    def process_request(self, request: socket.socket, client_address: Address) -> None:
+        """socketserver calls this for a new connection, whose socket it calls a request, before it
+        starts the thread. (So server_close knows of it, even if that is called first.)"""
+        self.sockets.add(request)
+        super().process_request(request, client_address)
+
     def server_close(self) -> None:
         """Disconnect all clients, and wait for their threads to end."""
         self.disconnect(list(self.sockets))
@@ -517,7 +522,6 @@ class ClientHandler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         """Serve the client until it leaves. If it breaks a rule, disconnect it, with a line on
         stderr."""
-        self.server.sockets.add(self.connection)
         try:
             self.authenticate()
             self.serve()
@@ -526,7 +530,7 @@ class ClientHandler(socketserver.StreamRequestHandler):
         except OSError as error:
             print(f"{self.client_address[0]}: {error}", file=sys.stderr)
         finally:
-            self.server.sockets.remove(self.connection)
+            self.server.sockets.discard(self.connection)
 
     def authenticate(self) -> None:
         """Let the client prove that it knows the secret. Raises ProtocolError if it does not."""
@@ -556,7 +560,10 @@ class ClientHandler(socketserver.StreamRequestHandler):
             self.send(session.greeting, {})
             while True:
                 deadline = monotonic() + IDLE_SECONDS
-                request = receive_message(self.connection, MAX_REQUEST, deadline)
+                try:
+                    request = receive_message(self.connection, MAX_REQUEST, deadline)
+                except TimeoutError:
+                    raise ProtocolError(f"no whole request within {IDLE_SECONDS:g} s")
                 since = monotonic()
                 with refuse_malformed("request"):
                     replies = session.answer(request.fields, request.tensors)

@@ -820,9 +820,11 @@ class TargetSession:
         known = check_int(fields.get("known", 0), 0, len(tokens) - 1)
         # The whole text, and after it a draft that may yet be rejected: its root and its tokens.
         capacity = len(tokens) + config.max_new_tokens + 1 + MAX_DRAFT_TOKENS
-        sampling = config.new_sampling(self.model.device)
+        return self.begin(tokens, known, capacity, config.new_sampling(self.model.device))
+
+    def begin(self, tokens: list[int], known: int, capacity: int, sampling: Sampling) -> Replies:
         self.target = LocalTarget(self.model, self.drafter, capacity, sampling)
-        return self.call_target(self.target.prefill, tokens, known)
+        yield from self.call_target(self.target.prefill, tokens, known)
 
     def verify(self, fields: dict, tensors: Tensors) -> Replies:
         """Verify a draft that follows the newest token."""
@@ -1233,7 +1235,8 @@ class Trace:
     """Shows every cycle: what was drafted, what was kept, and why not more.
 
     `record` makes the object that --trace --json prints, and `draw_cycle` draws it. A drafted token
-    in the object, and part of a drawing (p and u are known on this machine only):
+    in the object, and part of a drawing (p and u are known on this machine only; with a server the
+    object has "link", the cycle's state and traffic):
 
         {"token": 2, "text": " in", "parent": -1, "q": 0.75, "p": 0.6, "accepted": true,
          "reason": "accepted: u 0.31 < p/q 0.80"}
@@ -1414,8 +1417,8 @@ def load_models(args: Namespace) -> Models:
     else:
         raise InputError(
             f"no drafter is shipped for {args.model}: train one (python train.py --model "
-            f"{args.model} --data FILE) and name it with --drafter, or let the target answer alone "
-            "(--no-speculation)"
+            f"{args.model} --data FILE) and name it with --drafter. (To let the target answer a "
+            "prompt alone: --no-speculation)"
         )
     last = None  # all
     if args.remote and not args.bench:
@@ -1629,9 +1632,13 @@ def bench_batch(
     questions = [{"role": "user", "content": prompt.turns[0]} for prompt in prompts]
     texts = [models.tokenizer.chat([question]) for question in questions]
     longest = max(texts, key=len)
-    length = answer_length(target, longest, config.max_new_tokens)
-    config = replace(config, max_new_tokens=length)
-    capacity = len(longest) + length
+    capacity = len(longest) + config.max_new_tokens
+    context = target.config.max_position_embeddings
+    if capacity > context:
+        raise InputError(
+            f"a prompt with its answer needs {capacity} tokens and the context is {context}: lower "
+            "--max-new-tokens, or leave the prompt out"
+        )
     alone = []  # the target's answer to each by itself
     if config.temperature == 0:
         alone = [list(generate(target, text, config)) for text in texts]
@@ -1950,11 +1957,16 @@ class Terminal:
 
     def newest_turns(self, messages: list[dict]) -> list[dict]:
         """Return as many of the newest turns as leave room for an answer in the context."""
-        room = self.models.target.config.max_position_embeddings - MIN_ANSWER
-        while len(messages) > 1 and len(self.models.tokenizer.chat(messages)) > room:
-            print("the context is full: the oldest turn is left out", file=sys.stderr)
-            messages = messages[2:]  # a turn is a question and its answer
-        return messages
+        context = self.models.target.config.max_position_embeddings
+        newest = messages
+        length = len(self.models.tokenizer.chat(newest))
+        while len(newest) > 1 and length > context - MIN_ANSWER:
+            newest = newest[2:]  # without the oldest turn: a question and its answer
+            length = len(self.models.tokenizer.chat(newest))
+        left_out = (len(messages) - len(newest)) // 2
+        if left_out and length < context:  # else the question itself is too long, and refused
+            print(f"the context is full: the oldest {left_out} turns are left out", file=sys.stderr)
+        return newest
 
 
 def main() -> None:

@@ -62,7 +62,6 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import lru_cache
 from pathlib import Path
 from typing import Iterable, Iterator
 
@@ -587,8 +586,13 @@ def evaluate(drafter: Drafter, sequences: list[Sequence], args) -> dict:
         example = Example(tokens, answer, horizon[:, None])
         with autocast(device, args):
             result = distill(drafter, collate([example], device), args)
-            drafts = drafter.head.logits(result.predicted).argmax(-1).tolist()  # n
-            choices = drafter.target.lm_head(result.final).argmax(-1).tolist()  # n
+            drafts = []  # n
+            choices = []  # n
+            count_at_once = max(1, LOGITS // drafter.target.config.vocab_size)
+            for predicted in result.predicted.split(count_at_once):
+                drafts += drafter.head.logits(predicted).argmax(-1).tolist()
+            for final in result.final.split(count_at_once):
+                choices += drafter.target.lm_head(final).argmax(-1).tolist()
         sums += result.parts
         count += len(choices)
         depths = (torch.arange(len(tokens)) - horizon)[loss_mask(answer)].tolist()  # n
@@ -651,13 +655,13 @@ def evaluate_drafting(drafter: Drafter, sequences: list[Sequence]) -> dict:
 #
 # A first pass over the files notes where each usable record lies (file, offset, length). Training
 # reads a record again when its turn comes. (A file that is one JSON array is in RAM during the
-# first pass. One with a record a line never is.)
+# first pass, for a moment twice. One with a record a line never is.)
 
 NO_ANSWER = "--data: no answer within --seq-len tokens; raise it"
-# But so many conversations, those read last, stay in RAM as tokens: 0.6 GB at most if they have
-# 2 048 tokens each. With a target as small as the default, a GPU trains on a text faster than a
-# tokenizer reads it again.
-MAX_KEPT = 30_000
+# But the first so many conversations that are read stay in RAM, as tokens: 0.4 GB at most if they
+# have 2 048 tokens each. With a target as small as the default, a GPU trains on a text faster than
+# a tokenizer reads it again.
+MAX_KEPT = 20_000
 MAX_NAMED = 5  # skipped records; the rest are counted
 
 
@@ -671,10 +675,19 @@ class Conversations:
         self.tokenizer = tokenizer
         self.seq_len = seq_len
         self.places = index_records(paths)
+        self.kept: dict[int, Sequence | None] = {}  # by index
 
-    @lru_cache(MAX_KEPT)
     def __getitem__(self, index: int) -> Sequence | None:
         """Return one conversation, cut at seq_len. None where nothing is left to train on."""
+        if index in self.kept:
+            return self.kept[index]
+        sequence = self.read(index)
+        if len(self.kept) < MAX_KEPT:
+            self.kept[index] = sequence
+        return sequence
+
+    def read(self, index: int) -> Sequence | None:
+        """Read it from its file again, now for its tokens."""
         path, offset, length = self.places[index]
         with open(path, "rb") as file:
             file.seek(offset)
@@ -1005,11 +1018,11 @@ class Journal:
         self.began = time.perf_counter()
 
     def __enter__(self) -> None:
-        signal.signal(signal.SIGINT, self.interrupt)
+        self.previous_handler = signal.signal(signal.SIGINT, self.interrupt)
 
     def __exit__(self, *_) -> None:
         self.progress.close()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, self.previous_handler)
 
     def interrupt(self, *_) -> None:
         """Let the update under way end: Ctrl-C calls this. A second one ends the process."""
@@ -1042,6 +1055,8 @@ class Journal:
         path = self.checkpoint_path
         with input_errors(f"{path}: not a readable checkpoint", Exception):  # of many kinds
             state = torch.load(path, map_location="cpu")
+            weights = state["model"]
+            log_bytes = state["log_bytes"]
             made_with = state["arguments"]
         for name, value in made_with.items():
             now = getattr(args, name, None)
@@ -1052,14 +1067,14 @@ class Journal:
                     "another folder"
                 )
         with input_errors(f"{path}: does not fit {args.pretrain or args.model}", RuntimeError):
-            self.model.load_state_dict(state["model"])
+            self.model.load_state_dict(weights)
         for optimizer, saved in zip(self.optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
         if rank() == 0:
             with open(self.log_path, "ab") as file:
                 # What came after is done again. (min: a log that was lost is not filled with
                 # zeros.)
-                file.truncate(min(file.tell(), state["log_bytes"]))
+                file.truncate(min(file.tell(), log_bytes))
         self.done = state["update"]
         self.position = state["position"]
 
@@ -1096,13 +1111,13 @@ def announce_cost(drafter: Drafter, held_out: list[Sequence], args) -> None:
     """Print how long an update takes here, and the whole run. It is estimated from one micro-batch
     for each process, by its tokens. (The gradients are overwritten by the first update.)"""
     count = min(args.batch_size, args.micro_batch_size * world_size())
-    batch = held_out[:count]
+    batch = list(itertools.islice(itertools.cycle(held_out), count))
     compute_gradients(drafter, batch, 0, args)  # the first pass is slow
     began = time.perf_counter()
     compute_gradients(drafter, batch, 0, args)
-    lengths = [len(sequence.tokens) for sequence in held_out]
-    seconds_a_token = (time.perf_counter() - began) / sum(lengths[:count])
-    seconds = seconds_a_token * np.mean(lengths) * args.batch_size  # an update
+    seconds_a_token = (time.perf_counter() - began) / sum(len(one.tokens) for one in batch)
+    mean_tokens = np.mean([len(one.tokens) for one in held_out])  # of a sequence
+    seconds = seconds_a_token * mean_tokens * args.batch_size  # an update
     total = timedelta(seconds=round(seconds * args.updates))
     say(f"an update takes about {seconds:.2g} s here, {args.updates} updates {total} (h:min:s)")
     if total > timedelta(days=1):
@@ -1122,6 +1137,7 @@ TOP_P = 0.95
 NEXT_TURN = 0.3  # the probability that a conversation goes on after an answer
 MIN_ROOM = 32  # tokens that must be left for a turn
 BEGIN = b'{"synthetic": true, "messages": '  # of each line: no other file is written to
+MAX_BARREN = 500  # conversations without an answer, in a row, after which --synthesize gives up
 
 
 @torch.inference_mode()
@@ -1136,7 +1152,7 @@ def converse(
     """Let the target talk to itself: up to `wanted` conversations, each yielded when it ends. The
     last message may be cut short.
 
-    openings: the messages that they begin with, a question or none.
+    openings: the messages that they begin with, a question or none. Raises InputError.
     """
     # A conversation is in one of three places: `openings` (not begun), `waiting` (between two
     # turns), or a row of the batch (a turn is being written). When it ends it is yielded or, if it
@@ -1144,6 +1160,7 @@ def converse(
     draws = random.Random(seed)
     batch = Batch(target, args.batch_size, args.seq_len)  # a row holds one turn, under way
     waiting = []  # conversations whose next turn is to be written
+    barren = 0  # how many in a row had no answer
     while True:
         # 1. Begin as many conversations as fit in the batch, and as are still wanted.
         under_way = len(batch.requests) + len(waiting)
@@ -1162,8 +1179,16 @@ def converse(
             if append_turn(tokenizer, request, draws):
                 waiting.append(messages)
             elif len(messages) >= 2:  # it has an answer
+                barren = 0
                 wanted -= 1
                 yield messages
+            else:
+                barren += 1
+                if barren == MAX_BARREN and args.questions is None:  # questions come to an end
+                    raise InputError(
+                        f"{barren} conversations in a row had no answer: raise --seq-len above "
+                        f"{args.seq_len}, or the target does not end its turns"
+                    )
 
 
 def next_turn(
@@ -1228,9 +1253,8 @@ def synthesize(args) -> None:
         written = content.count(b"\n")
         total = args.synthesize
         wanted = max(0, total - written)
-        # What conversations begin with: a question that has no answer yet, or nothing. (Some will
-        # get no answer. If it is most of them, it has to end nevertheless.)
-        openings = ([] for _ in range(2 * wanted + 500))
+        # What conversations begin with: a question that has no answer yet, or nothing.
+        openings = ([] for _ in itertools.count())
         if args.questions:
             answered = set(read_questions(path))
             openings = ([{"role": "user", "content": q}] for q in questions if q not in answered)
@@ -1243,12 +1267,9 @@ def synthesize(args) -> None:
             file.flush()
             written += 1
     if written < total:
-        missing = (
-            f"{written} of {total}: there are no more questions, or too many have no answer (raise "
-            f"--seq-len above {args.seq_len}, or the target does not end its turns)"
-        )
-        if not args.questions or not written:
-            raise InputError(missing)
+        missing = f"{written} of {total}: there are no more questions, or they had no answer"
+        if not written:
+            raise InputError(f"{missing}: run again, or raise --seq-len")
         say(missing)
     if args.json:
         print(json.dumps({"conversations": written}))

@@ -734,7 +734,7 @@ def test_a_client_that_sends_nothing_more_is_disconnected(
         with sock:
             sock.sendall(part)
             assert sock.recv(1) == b""
-    assert capsys.readouterr().err == "127.0.0.1: timed out\n"
+    assert capsys.readouterr().err == "127.0.0.1: no whole request within 0.1 s\n"
 
 
 READ = {

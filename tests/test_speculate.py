@@ -817,7 +817,7 @@ def test_a_chat_whose_context_is_full_goes_on_without_its_oldest_turns(chat, tin
     done = chat([long, long, "b"], "--max-new-tokens", 10, "--json")
     assert done.status == 0
     assert done.err.count("the context is full") == 1
-    assert "the context is full: the oldest turn is left out\n" in done.err
+    assert "the context is full: the oldest 1 turns are left out\n" in done.err
     answers = [json.loads(line)["tokens"] for line in done.out.splitlines()]
     assert answers[0] == answers[1] == answer_alone(tiny, ask(long), 10)
     _, after_one = conversation(tiny, [long, "b"], 10)
@@ -828,6 +828,7 @@ def test_a_question_that_is_too_long_is_refused_and_the_chat_goes_on(chat, tiny)
     done = chat(["one", "a" * 2100, "two"], "--max-new-tokens", 10, "--json")
     assert done.status == 0
     assert len(re.findall("^.*error: .*shorten it$", done.err, re.MULTILINE)) == 1
+    assert "the context is full" not in done.err  # nothing was left out for it
     answers = [json.loads(line)["tokens"] for line in done.out.splitlines()]
     assert answers == conversation(tiny, ["one", "two"], 10)
 
