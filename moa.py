@@ -19,15 +19,16 @@ In the paper it is M_Small. It reads the target's KV cache, and drafts the token
 
 In formulas. Number the tokens of the text, and of the draft after it, 0, 1, 2, ... The first t are
 verified: 0 to t - 1. Token i, with i >= t, is the newest one (i = t) or a drafted one. e_j is the
-embedding of token j, [k_jl v_jl] its key and value in the target's layer l, and X(...)_i is X's
-output at the i-th of the vectors that it reads:
+embedding of token j, [k_jl v_jl] its key and value in the target's layer l:
 
-    m_j = W (mean over l of LSA([k_j1 v_j1], ..., [k_jL v_jL])_l) + b    memory, for all j < t
-    s_i = SA(e_0, ..., e_i)_i
+    z_j1, ..., z_jL = LSA([k_j1 v_j1], ..., [k_jL v_jL])    for all j < t
+    m_j = W mean(z_j1, ..., z_jL) + b                       the memory of token j
+    s_i = the last output of SA(e_0, ..., e_i)
     g_i = CA(query s_i; keys and values from m_0, ..., m_{t-1})
     h'_i = g_i, or norm(the target's last N layers on g_i);    q_i = softmax(LM head h'_i)
 
-Keys are read as they lie in the cache, that is, rotated by their position.
+Keys are read as they lie in the cache, that is, rotated by their position. With several kv heads
+[k v] is their keys and values in turn, head by head: k v of head 0, k v of head 1, ...
 
 A token is *verified* once the target has read it and keeps it. Only then does it have a memory. The
 newest token, which the target has chosen but not yet read, is not verified.
@@ -35,7 +36,7 @@ newest token, which the target has chosen but not yet read, is not verified.
 `Drafter.features` states the whole of it: these layers, over all positions in one pass. Read it as
 the definition. (No script calls it. `train.distill` takes the same four steps, and keeps what is
 between them; the tests compare with it.) `DraftState` runs the layers step by step, with caches, as
-drafting does.
+drafting does. Read as far as the bar, "The method ends here".
 
 Shapes: as in llama.py, and N reused target layers, K drafted tokens, F nodes on the frontier of a
 draft (see `TreeConfig`), V' tokens that may be drafted (above the bar all V of them). H, Hkv and D
@@ -341,9 +342,9 @@ class MemoryUpdate:
 class DraftHead:
     """The target's LM head, frozen: features to logits, one for each token.
 
-    Here an *output*, the index of a logit, is a token, V' is V, and `token` and `over_all_tokens`
-    return their argument. Only `LimitedHead`, below the bar, makes a difference: it has logits for
-    V' chosen tokens, and `token` says which of them an output stands for.
+    The index of a logit, here called an *output*, is a token. (Only with `LimitedHead`, below the
+    bar, it is not: that has logits for V' chosen tokens. For it there are `token` and
+    `over_all_tokens`, which here return their argument.)
 
     (This is not an nn.Module, so that the target's weights do not become the drafter's.)
     """
@@ -542,15 +543,18 @@ class DraftState:
         x = self.embed(update.tokens)  # (1, T, E)
         self.self_cache.append(0, self.drafter.self_attention.keys_values(x, rope))
         self.cross_cache.append(0, update.cross_kv)
-        self.append_reused(update)  # which also moves the lengths
+        self.append_reused(update)
+        self.move_ends(len(update.tokens))
 
     def append_reused(self, update: MemoryUpdate) -> None:
-        """Append the target's own keys and values to TLI's cache. Then move the lengths of all
-        three."""
+        """Append the target's own keys and values to TLI's cache."""
         for i in range(self.drafter.N):
             self.reused_cache.append(i, update.reused_kv[i])
+
+    def move_ends(self, count: int) -> None:
+        """Count what was appended to the three caches as text: `count` tokens."""
         for cache in (self.self_cache, self.cross_cache, self.reused_cache):
-            cache.length += len(update.tokens)
+            cache.length += count
 
     def discard_draft(self) -> None:
         """Go back to the end of the text."""
@@ -564,7 +568,7 @@ class DraftState:
 
     def draft(self, root: int, tree: TreeConfig) -> Draft:
         """Draft a chain or a tree of tokens that may follow the target's newest token, `root`."""
-        self.discard_draft()  # one that was not followed by append_verified, as offline
+        self.discard_draft()  # of an earlier call, if nothing was verified since (offline)
         if tree.top_k == 1:
             return self.draft_chain(root, tree)
         if self.sampling.temperature == 0:
@@ -596,7 +600,7 @@ class DraftState:
         What `Drafter.features` does for all positions, here for F new tokens, with caches.
         """
         drafter = self.drafter
-        self.expanded += frontier  # the cached nodes, now with the frontier: for the mask below
+        self.expanded += frontier  # cached from now on: each node sees itself, too
         mask = self.tree_mask(draft, frontier)  # (F, S)
         # Nodes of one level have the same position, so one angle serves them all: (2, 1, D/2).
         position = self.text_length + draft.depth(frontier[0])
@@ -1060,6 +1064,7 @@ class OffPolicyDraftState(DraftState):
         memory = update.cross_kv[0]  # (T, E): see `memory_update`
         self.memory_before = torch.cat([self.memory_before, memory])
         self.append_reused(update)
+        self.move_ends(len(update.tokens))
 
     def step(self, draft: Draft, frontier: list[int]) -> Tensor:
         """Run SA, the causal layer and TLI. With the root SA and the causal layer read the unread

@@ -26,10 +26,10 @@ all else is the client's arithmetic.
     python speculate.py --remote --network 4g --prompt "Why is the sky blue?" --trace
 
 The file has five parts: the link and its outage; messages; the client's channel; the server; and
-the quantities of the command line. The simulation is the first part and the arithmetic of
-`Channel.request`. The rest is a real protocol, which would work without. So to understand the
-simulation read as far as "Messages", then `Channel.request`. The file does not simulate congestion
-control, slow start or other people's traffic, and it encrypts nothing.
+the quantities of the command line. The simulation is the first part, and the arithmetic of
+`Channel.connect` and `Channel.request`. The rest is a real protocol, which would work without. So
+to understand the simulation read as far as "Messages", then `Channel.request`. The file does not
+simulate congestion control, slow start or other people's traffic, and it encrypts nothing.
 
 Everywhere, durations are in seconds, sizes in bytes and bandwidths in bits per second. A moment is
 a value of time.monotonic().
@@ -436,6 +436,7 @@ class Channel:
         self.traffic.round_trips += 1
         server_clock = self.network.up.send(sent, size)  # simulated: it has the request
         asked = sent
+        is_first = True
         while True:  # one round for each reply
             deadline = asked + self.reply_timeout()
             reply = receive_message(self.sock, MAX_REPLY, deadline)
@@ -444,11 +445,12 @@ class Channel:
             arrival = self.network.down.send(server_clock, reply.size)
             wait(arrival, deadline)
             waited = monotonic() - asked
-            if asked == sent:  # the first
+            if is_first:
                 self.traffic.network_seconds += max(0.0, waited - elapsed)
             self.traffic.bytes_down += reply.size
             self.slowest = max(self.slowest, waited)
             self.is_new = False
+            is_first = False
             yield reply
             asked = monotonic()  # the caller's own work does not count
 

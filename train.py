@@ -126,10 +126,10 @@ CLIP = 1.0  # the gradient's norm, at most
 # The horizon is the end of the memory column: 3 in the first run, 7 in the second. The depth is
 # that of the token in a draft, counted from the run's first token.
 #
-# While drafting, tokens 5 to 7 would be the drafter's. If the text is the target's own, as after
-# --synthesize, that hardly matters: as long as they are right they are those of the text, and what
-# follows a wrong one is thrown away. (Text that somebody else wrote, like UltraChat's, also trains
-# the drafter after tokens that the target would hardly write.)
+# While drafting, tokens 5 to 7 would be the drafter's. If the text is the target's own, and greedy,
+# that hardly matters: as long as they are right they are those of the text, and what follows a
+# wrong one is thrown away. (Text that somebody else wrote, like UltraChat's, also trains the
+# drafter after tokens that the target would hardly write.)
 #
 # The length of the runs is drawn for each pass over a conversation, from 5 to 15. If an answer's
 # first run always had its full length, its second query would always be at depth 2, its third at

@@ -12,6 +12,17 @@ experiment is written to its results/NAME.json as soon as all of its drafters ar
 a figure. Each row says when, where, and with which commit it was scored. (The files that are
 shipped are mostly of earlier code, which noted date and machine once.)
 
+How it runs:
+
+    main
+      run_experiments
+        make_target_and_texts       train.py --pretrain and --synthesize, in processes of their own
+        train_drafters              a pool with a thread for each core. For each drafter and seed:
+          run_job                     a process: python results/run.py --one DRAFTER SEED
+            train_and_score             train.py, then score, into runs/DRAFTER-SEED/scores.json
+        measure_cost, measure_network   what is timed: alone, when all drafters are trained
+        print_result                the tables
+
 After an interruption the same command goes on. runs/DRAFTER-SEED/scores.json holds the scores of a
 drafter, and the flags it was trained with. As long as these are the same, it is not trained again:
 delete the file after a change of the code. What measures time, and drafters that were under way,
@@ -62,7 +73,7 @@ TEST = "runs/test.jsonl"
 SEEDS = (0, 1, 2)
 UPDATES = 6400  # ten minutes on a fast core, twenty on a slow one
 TRAINING = [  # what all drafters have in common (the losses are train.py's defaults, the paper's)
-    "--data", OWN, *ON_TOY, "--seq-len", "512",
+    *ON_TOY, "--seq-len", "512",
     "--batch-size", "2", "--micro-batch-size", "2", "--eval-every", "400", "--save-every", "1000",
     "--optimizer", "muon", "--lr", "4e-3", "--schedule", "cosine", "--warmup", "20",
 ]
@@ -85,9 +96,10 @@ DRAFTERS = {  # the flags of each, besides those in common
     "n-4": ["--tli", "4"],
     "kl-only": ["--feature-weight", "0"],
     "smooth-l1-only": ["--kl-weight", "0"],
-    "others-text": ["--data", "runs/others.jsonl"],  # (of two --data the second counts)
-    "own-250": ["--data", "runs/own-250.jsonl"],
+    "others-text": [],
+    "own-250": [],
 }
+TEXTS = {"others-text": "runs/others.jsonl", "own-250": "runs/own-250.jsonl"}  # all others: OWN
 # A name that ends in "-quarter" is a drafter in a run of its own, of so many updates: at its end
 # the learning rate is 0.
 LENGTHS = {
@@ -313,7 +325,7 @@ def training_flags(name: str, seed: int) -> list[str]:
     """Return the command line of train.py that makes a drafter."""
     drafter, updates = split_name(name)
     run = ["--updates", str(updates), "--seed", str(seed), "--out", f"runs/{name}-{seed}"]
-    return [*TRAINING, *DRAFTERS[drafter], *run]
+    return ["--data", TEXTS.get(drafter, OWN), *TRAINING, *DRAFTERS[drafter], *run]
 
 
 def training_command(name: str, seed: int) -> str:
@@ -442,16 +454,17 @@ def compare_trees(rows: list[dict], first: list[dict]) -> str:
 
 
 def print_table(columns: dict[str, list], groups: dict[str, list[dict]]) -> None:
-    """Print a line for each group of rows, which differ in their seeds."""
+    """Print a line for each group of rows, which differ in their seeds. Trees are also compared
+    with those of the first line."""
     headings = list(columns)
-    if columns is ACCEPTANCE_COLUMNS:
+    if "trees" in columns:
         headings.append("trees, relative")
     print("| |", " | ".join(headings), "|")
     print("|---" * (1 + len(headings)) + "|")
     first = next(iter(groups.values()))
     for name, rows in groups.items():
         cells = [cell([value_at(row, place) for row in rows]) for place in columns.values()]
-        if columns is ACCEPTANCE_COLUMNS:
+        if "trees" in columns:
             cells.append(compare_trees(rows, first))
         print(f"| {name} |", " | ".join(cells), "|")
 
