@@ -58,12 +58,13 @@ import train  # noqa: E402
 from llama import (  # noqa: E402
     GenerationConfig,
     Llama,
+    Sampling,
     atomic_write,
     causal_mask,
     load_model,
     load_tokenizer,
 )
-from moa import Drafter, TreeConfig, load_drafter  # noqa: E402
+from moa import Drafter, TreeConfig, load_drafter, start_drafting  # noqa: E402
 
 RUNS = ROOT / "runs"
 TOY = "runs/toy"
@@ -133,6 +134,10 @@ OFFLINE_COLUMNS = {
     "agreement": ["offline_agreement"],
     "perplexity": ["offline_perplexity"],
 }
+STATES_COLUMNS = {}
+for depth in (1, 2, 3, 4, 8):
+    STATES_COLUMNS[f"depth {depth}: predicted"] = ["states", "predicted", depth - 1]
+    STATES_COLUMNS[f"{depth}: true"] = ["states", "true", depth - 1]
 NETWORK_COLUMNS = {  # "link" is a network that --latency and --loss describe
     "api, tokens/s": ["api:link", "tokens_per_second"],
     "remote": ["remote:link", "speedup"],
@@ -178,6 +183,7 @@ EXPERIMENTS = {
         "neither-eighth", "neither-quarter", "neither-half", "neither",
     ]),
     "longest": Experiment(["full", "full-double", "neither-double"]),
+    "states": Experiment(["neither-double"], tables=(STATES_COLUMNS,)),
     "on_policy_early": Experiment([
         "full-quarter", "run-2-8-quarter", "run-1-quarter", "run-unbounded-quarter",
     ]),
@@ -369,6 +375,8 @@ def score(name: str, folder: Path) -> dict:
     if "--no-ca" not in DRAFTERS[drafter]:
         scores |= json.loads(run_here(train, *evaluation))
     scores["drafting"] = json.loads(run_here(train, *evaluation, "--by-drafting"))
+    if "--no-ca" in DRAFTERS[drafter]:
+        scores["states"] = score_states(target, trained)
     chain = measure_acceptance(target, trained, TreeConfig(depth=CHAIN_LENGTH), temperature=0.0)
     scores["chain"] = chain
     scores["tree"] = measure_acceptance(target, trained, TREE, temperature=0.0)
@@ -379,6 +387,42 @@ def score(name: str, folder: Path) -> dict:
     }
     if drafter in OFFLINE:
         scores |= score_offline(folder)
+    return scores
+
+
+@torch.no_grad()
+def score_states(target: Llama, drafter: Drafter) -> dict:
+    """Find what a drafter without CA loses by reading its own predictions while it drafts.
+
+    Returns how often the token at each depth of a greedy chain is right, if all before it were:
+    with states that the drafter has "predicted", as always, and with the "true" ones of the target,
+    which drafting does not have. Both at the same places of the test text.
+    """
+    data = train.Conversations([TEST], load_tokenizer(TOY), 512)
+    outcomes = {"predicted": [[] for _ in range(train.DEPTHS)]}
+    outcomes["true"] = [[] for _ in range(train.DEPTHS)]
+    for sequence in data.read_usable(range(len(data.places))):
+        trained = train.loss_mask(sequence.answer)[:-train.DEPTHS]
+        for start in trained.nonzero()[::train.DEPTHS, 0].tolist():
+            text = sequence.tokens[:start + 1].tolist()  # its last token is the root
+            verifier = speculate.LocalTarget(target, drafter, len(text) + train.DEPTHS, Sampling())
+            state = start_drafting(drafter, len(text) + train.DEPTHS)
+            state.append_verified(verifier.prefill(text[:-1]).memory)
+            draft = state.draft(text[-1], TreeConfig(depth=train.DEPTHS))
+            accepted = verifier.verify(draft).accepted
+            # One pass over the text, the root, and the accepted tokens: with all true states.
+            tokens = torch.tensor([text + accepted[:train.DEPTHS - 1]])
+            states = train.target_pass(target, tokens, N=0)
+            memory = drafter.build_memory(states.kv, states.final)
+            x = drafter.cross_attend(drafter.self_attend(tokens), memory, horizon=None)
+            drafted = drafter.head.logits(x[0, start:]).argmax(-1).tolist()
+            wanted = target.lm_head(states.final[0, start:]).argmax(-1).tolist()
+            for depth, (token, choice) in enumerate(zip(drafted, wanted)):
+                outcomes["predicted"][depth].append(depth < len(accepted))
+                outcomes["true"][depth].append(token == choice)
+    scores = {"chains": [len(depth) for depth in outcomes["true"]]}
+    for name, depths in outcomes.items():
+        scores[name] = [float(np.mean(depth)) if depth else 0.0 for depth in depths]
     return scores
 
 
