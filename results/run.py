@@ -61,10 +61,11 @@ from llama import (  # noqa: E402
     Sampling,
     atomic_write,
     causal_mask,
+    generate,
     load_model,
     load_tokenizer,
 )
-from moa import Drafter, TreeConfig, load_drafter, start_drafting  # noqa: E402
+from moa import Draft, Drafter, TreeConfig, load_drafter, start_drafting  # noqa: E402
 
 RUNS = ROOT / "runs"
 TOY = "runs/toy"
@@ -394,36 +395,37 @@ def score(name: str, folder: Path) -> dict:
 def score_states(target: Llama, drafter: Drafter) -> dict:
     """Find what a drafter without CA loses by reading its own predictions while it drafts.
 
-    Returns how often the token at each depth of a greedy chain is right, if all before it were:
-    with states that the drafter has "predicted", as always, and with the "true" ones of the target,
-    which drafting does not have. Both at the same places of the test text.
+    Returns how often the token that it drafts at each depth is right after right ones: with states
+    that it has "predicted", as always in a draft, and with the "true" ones of the target, which
+    drafting does not have. Both at the same places of the test text.
     """
     data = train.Conversations([TEST], load_tokenizer(TOY), 512)
-    outcomes = {"predicted": [[] for _ in range(train.DEPTHS)]}
-    outcomes["true"] = [[] for _ in range(train.DEPTHS)]
+    right = {"predicted": [], "true": []}  # of each place, by depth
     for sequence in data.read_usable(range(len(data.places))):
         trained = train.loss_mask(sequence.answer)[:-train.DEPTHS]
         for start in trained.nonzero()[::train.DEPTHS, 0].tolist():
             text = sequence.tokens[:start + 1].tolist()  # its last token is the root
-            verifier = speculate.LocalTarget(target, drafter, len(text) + train.DEPTHS, Sampling())
-            state = start_drafting(drafter, len(text) + train.DEPTHS)
+            chain = list(generate(target, text, GenerationConfig(train.DEPTHS)))  # the right one
+            # Draft step by step, but go on with the right token each time.
+            capacity = len(text) + train.DEPTHS
+            state = start_drafting(drafter, capacity)
+            verifier = speculate.LocalTarget(target, drafter, capacity, Sampling())
             state.append_verified(verifier.prefill(text[:-1]).memory)
-            draft = state.draft(text[-1], TreeConfig(depth=train.DEPTHS))
-            accepted = verifier.verify(draft).accepted
-            # One pass over the text, the root, and the accepted tokens: with all true states.
-            tokens = torch.tensor([text + accepted[:train.DEPTHS - 1]])
+            draft = Draft(text[-1])
+            drafted = []
+            for node, token in enumerate(chain):
+                features = state.step(draft, [node])  # (1, E)
+                drafted.append(drafter.head.logits(features).argmax().item())
+                draft.add(token, parent=node, probability=1.0)
+            right["predicted"].append([a == b for a, b in zip(drafted, chain)])
+            # The same in one pass over the text and the chain, with all true states.
+            tokens = torch.tensor([text + chain[:-1]])
             states = train.target_pass(target, tokens, N=0)
             memory = drafter.build_memory(states.kv, states.final)
             x = drafter.cross_attend(drafter.self_attend(tokens), memory, horizon=None)
             drafted = drafter.head.logits(x[0, start:]).argmax(-1).tolist()
-            wanted = target.lm_head(states.final[0, start:]).argmax(-1).tolist()
-            for depth, (token, choice) in enumerate(zip(drafted, wanted)):
-                outcomes["predicted"][depth].append(depth < len(accepted))
-                outcomes["true"][depth].append(token == choice)
-    scores = {"chains": [len(depth) for depth in outcomes["true"]]}
-    for name, depths in outcomes.items():
-        scores[name] = [float(np.mean(depth)) if depth else 0.0 for depth in depths]
-    return scores
+            right["true"].append([a == b for a, b in zip(drafted, chain)])
+    return {name: np.mean(places, axis=0).tolist() for name, places in right.items()}
 
 
 def measure_acceptance(
