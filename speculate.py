@@ -345,18 +345,23 @@ def rejection_sample_tree(
     with these two in place of p and q: p_left and q_left in the code. If all are rejected, the
     token is drawn from what is left of p.
 
-    Why that is exact. Claim: whichever child is tried next, the token that in the end follows this
-    node is distributed as the p_left of that moment. For the last child that is the chain's rule:
-    it was drawn from q_left, and if it is rejected, the token is drawn from the residual. Now an
-    earlier child. If it is rejected, the children after it produce the next p_left, and that is its
-    residual. So its rejection, too, is followed by a draw from the residual: the chain's rule
-    again. For the first child p_left is p: so p comes out. This needs that each child was drawn
-    from its q_left. So after a node the number of children has to be fixed first; then they are
-    drawn; then all that were drawn are proposed. See `sample_tree` of moa.py, below its bar.
-
     An example with tokens 1, 2 and 3, p = (0.6, 0.3, 0.1), q = (0.4, 0.5, 0.1), and the children 2
     and 1, drawn in this order. Token 2 is accepted with probability 0.3 / 0.5 = 0.6. If it is
     rejected, p_left is (1, 0, 0) and q_left (0.8, 0, 0.2): so token 1 is accepted.
+
+    Why that is exact. Claim: given what was rejected so far, the token that in the end follows this
+    node is distributed as the p_left of that moment. From the last child backwards:
+
+    1. The last child was drawn from its q_left. If it is rejected, the token is drawn from the
+       residual of p_left. That is the chain's rule, so p_left comes out.
+    2. A child before it was drawn from its q_left, too. If it is rejected, the residual becomes the
+       next p_left, and by the claim for the next child that is what comes out. So this rejection,
+       too, is followed by a token from the residual: the chain's rule again.
+    3. For the first child p_left is p. So p comes out.
+
+    This needs that each child was drawn from its q_left, whatever came out. So after a node the
+    number of children has to be fixed first; then they are drawn; then all that were drawn are
+    proposed. `sample_tree` of moa.py, below its bar, drafts in this way.
     """
     path = [0]
     trials = {}
@@ -434,8 +439,8 @@ class Lookup:
         for size in sizes:
             place = find_earlier(text, size)
             if place is not None:
-                # Beyond the end of the text, what is copied repeats: 5 7 8 7 8 is followed by
-                # 7 8 7 8 7 ...
+                # Beyond the end of the text, what is copied repeats. If 2 tokens are enough, 5 7 8
+                # 7 8 is followed by 7 8 7 8 7 ...
                 copied = text[place:place + count]
                 return self.certain_draft(root, (copied * count)[:count])
         if self.state is None:

@@ -17,13 +17,18 @@ The file shows how one pass lets every position of an answer see just the memory
 in drafting (up to its *horizon*), then the losses, one update, and the loop. Read as far as the
 bar, "The method ends here".
 
-    python train.py --data ultrachat.jsonl              # the paper's settings, once over the data
+    python train.py --data ultrachat.jsonl              # the paper's, but once over the data
     python train.py --data ultrachat.jsonl --resume     # goes on after any interruption
     python train.py --data own.jsonl --synthesize 1000  # no data at hand? let the target write it
 
 Names: h is `final`, h' is `predicted`. The weight of Smooth L1 is --feature-weight. args is the
-command line (`parse_arguments`, at the end); docstrings say which of its flags a function reads.
-args.epoch_updates is no flag: the number of updates in one pass over the data.
+command line (`parse_arguments`, at the end); docstrings say which of its flags a function itself
+reads. args.epoch_updates is no flag: the number of updates in one pass over the data.
+
+Above the bar a few helpers from below it are called. On a CPU, in one process, in float32 and with
+the paper's losses they change nothing but the use of RAM: `chunked_kl` is `kl_divergence`,
+`padded_length` the length, `share_of_process` all examples; `autocast` and `sum_over_processes` do
+nothing.
 
 Shapes: B sequences, T tokens, L layers of the target, 2 Ekv numbers for a token's keys and values
 in a layer, E hidden size, V tokens (V' of them may be drafted), N reused layers, R ways to cut the
