@@ -168,7 +168,7 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     for position, in_answer in enumerate(answer.tolist()):
         if not in_answer:
             next_run = None
-            horizons.append(position)  # never used: outside answers nothing is trained
+            horizons.append(position)  # of no effect: outside answers nothing is trained
             continue
         if next_run is None:  # the answer's first run
             run_begins = position
@@ -295,7 +295,7 @@ def distill(drafter: Drafter, examples: Example, args) -> Distillation:
         ca_output = drafter.cross_attend(x, memory, horizon)  # (B, T, E)
         tli_output = drafter.infer_target_layers(ca_output, states.kv, horizon)  # the same if N = 0
         predicted = tli_output[trained].float()  # (n, E)
-        # `kl_divergence`, computed a few positions at a time to save RAM (see below the bar):
+        # The same as kl_divergence(predicted, final, head), a few positions at a time:
         kl = kl + chunked_kl(predicted, final, drafter.head.weight) / len(cuts)
         error = smooth_l1_loss(predicted, final)
         if drafter.N > 0:  # CA's output predicts the state that enters the reused layers
@@ -375,7 +375,7 @@ def learning_rate(update: int, args) -> float:
     "paper", as in the authors' code: up to 20 times --lr, then on a straight line to --lr, which is
     reached at the end of the first epoch and kept. (In a short epoch it rises for half of it.)
 
-    "cosine": along half a cosine from --lr down to 0, times the rise.
+    "cosine": along half a cosine from --lr, here the highest rate, down to 0, times the rise.
     """
     if args.schedule == "cosine":
         warm = min(1.0, (update + 1) / args.warmup)  # rises to 1

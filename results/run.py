@@ -120,7 +120,8 @@ COST_RATIOS = (0.02, 0.05, 0.1, 0.2)  # one step of the drafter / one pass of th
 LATENCIES = ("5ms", "21ms", "50ms")  # one way
 PACKET_LOSSES = ("0%", "1%", "5%")
 
-# Of each column: its heading, and where in a row its value stands.
+# Of each column: its heading, and the keys that lead to its value in a row of the JSON file. "depth
+# 1" is row["drafting"]["depth_accuracy"][0].
 ACCEPTANCE_COLUMNS = {
     "depth 1": ["drafting", "depth_accuracy", 0],
     "2": ["drafting", "depth_accuracy", 1],
@@ -135,10 +136,11 @@ OFFLINE_COLUMNS = {
     "agreement": ["offline_agreement"],
     "perplexity": ["offline_perplexity"],
 }
-STATES_COLUMNS = {}
-for depth in (1, 2, 3, 4, 8):
-    STATES_COLUMNS[f"depth {depth}: predicted"] = ["states", "predicted", depth - 1]
-    STATES_COLUMNS[f"{depth}: true"] = ["states", "true", depth - 1]
+STATES_COLUMNS = {
+    "predicted states": ["predicted"],
+    "true states": ["true"],
+    "points more": ["points_more"],
+}
 NETWORK_COLUMNS = {  # "link" is a network that --latency and --loss describe
     "api, tokens/s": ["api:link", "tokens_per_second"],
     "remote": ["remote:link", "speedup"],
@@ -515,6 +517,19 @@ def print_table(columns: dict[str, list], groups: dict[str, list[dict]]) -> None
         print(f"| {name} |", " | ".join(cells), "|")
 
 
+def rows_by_depth(rows: list[dict]) -> list[dict]:
+    """Return a row for each depth, and seed, of what `score_states` has found."""
+    by_depth = []
+    for depth, row in itertools.product(range(train.DEPTHS), rows):
+        predicted = row["states"]["predicted"][depth]
+        true = row["states"]["true"][depth]
+        points = 100 * (true - predicted)
+        by_depth.append(
+            {"depth": depth + 1, "predicted": predicted, "true": true, "points_more": points}
+        )
+    return by_depth
+
+
 def print_result(experiment: str) -> None:
     """Print the tables of an experiment, if it has been written."""
     path = RESULTS / f"{experiment}.json"
@@ -522,12 +537,16 @@ def print_result(experiment: str) -> None:
         print(f"{experiment}: not written yet", file=sys.stderr)
         return
     rows = json.loads(path.read_text())["rows"]
+    if experiment == "states":
+        rows = rows_by_depth(rows)
     groups = {}
     for row in rows:
         if experiment == "network":
             name = f"{row['latency']}, {row['loss']}"
         elif experiment.startswith("cost"):
             name = row["method"].replace("runs/", "").removesuffix(f"-{row['seed']}")
+        elif experiment == "states":
+            name = f"depth {row['depth']}"
         else:
             name = row["drafter"]
         groups.setdefault(name, []).append(row)
