@@ -186,7 +186,7 @@ EXPERIMENTS = {
         "neither-eighth", "neither-quarter", "neither-half", "neither",
     ]),
     "longest": Experiment(["full", "full-double", "neither-double"]),
-    "states": Experiment(["neither-double"], tables=(STATES_COLUMNS,)),
+    "states": Experiment(["neither-double", "eagle-quarter"], tables=(STATES_COLUMNS,)),
     "on_policy_early": Experiment([
         "full-quarter", "run-2-8-quarter", "run-1-quarter", "run-unbounded-quarter",
     ]),
@@ -518,15 +518,19 @@ def print_table(columns: dict[str, list], groups: dict[str, list[dict]]) -> None
 
 
 def rows_by_depth(rows: list[dict]) -> list[dict]:
-    """Return a row for each depth, and seed, of what `score_states` has found."""
+    """Return a row for each drafter, seed and depth, of what `score_states` has found."""
     by_depth = []
-    for depth, row in itertools.product(range(train.DEPTHS), rows):
-        predicted = row["states"]["predicted"][depth]
-        true = row["states"]["true"][depth]
-        points = 100 * (true - predicted)
-        by_depth.append(
-            {"depth": depth + 1, "predicted": predicted, "true": true, "points_more": points}
-        )
+    for row in rows:
+        for depth in range(train.DEPTHS):
+            predicted = row["states"]["predicted"][depth]
+            true = row["states"]["true"][depth]
+            by_depth.append({
+                "drafter": row["drafter"],
+                "depth": depth + 1,
+                "predicted": predicted,
+                "true": true,
+                "points_more": 100 * (true - predicted),
+            })
     return by_depth
 
 
@@ -546,7 +550,7 @@ def print_result(experiment: str) -> None:
         elif experiment.startswith("cost"):
             name = row["method"].replace("runs/", "").removesuffix(f"-{row['seed']}")
         elif experiment == "states":
-            name = f"depth {row['depth']}"
+            name = f"{row['drafter']}, depth {row['depth']}"
         else:
             name = row["drafter"]
         groups.setdefault(name, []).append(row)
