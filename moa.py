@@ -256,12 +256,11 @@ class Drafter(nn.Module):
     def infer_target_layers(self, x: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
         """Run TLI over all positions: the target's last N layers and final norm on x (B, T, E).
 
-        Up to a query's horizon the tokens are verified, and the target's own keys and values of
-        them, kv (B, T, L, 2 Ekv), are known. Those after it count as drafted, and have only what
-        the layers make of x: exactly what is in the caches while drafting. So the layers get 2 T
-        keys and values, first the target's of all positions, then those made of x. Query i sees the
-        target's of each position up to its horizon, and those made of x from there up to i. Query 6
-        with horizon 3:
+        Each position has two pairs of keys and values: the target's own, kv (B, T, L, 2 Ekv), and
+        those that the layers make of x. A query reads the target's where tokens are verified, up to
+        its horizon, and those made of x where they count as drafted, from there up to itself:
+        exactly what is in the caches while drafting. So the layers get 2 T of them, first the
+        target's of all positions, then those made of x. Query 6 with horizon 3:
 
             position                         0 1 2 3 4 5 6 7
             the target's keys and values     + + + + . . . .

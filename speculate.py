@@ -145,7 +145,7 @@ class VerifyResult:
     """What one pass of the target brings. (Over the prompt: nothing was drafted, so nothing is
     accepted.)"""
 
-    accepted: list[int]  # the drafted tokens that it keeps (offline, below the bar, all)
+    accepted: list[int]  # the drafted tokens that it keeps
     token: int  # its own, which comes after them
     memory: MemoryUpdate  # of what is now verified: the prompt, or the root and accepted tokens
 

@@ -602,8 +602,8 @@ def evaluate(drafter: Drafter, sequences: list[Sequence], args) -> dict:
         count += len(choices)
         depths = (torch.arange(len(tokens)) - horizon)[loss_mask(answer)].tolist()  # n
         for depth, draft, choice in zip(depths, drafts, choices):
-            if depth == 1:
-                runs.append([])  # one begins here
+            if depth == 1:  # positions come in order: here a run begins
+                runs.append([])
             runs[-1].append(drafter.head.token(draft) == choice)
     loss, kl, smooth_l1 = (sums / count).tolist()
     losses = {"held_out_loss": loss, "held_out_kl": kl, "held_out_smooth_l1": smooth_l1}
