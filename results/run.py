@@ -186,7 +186,9 @@ EXPERIMENTS = {
         "neither-eighth", "neither-quarter", "neither-half", "neither",
     ]),
     "longest": Experiment(["full", "full-double", "neither-double"]),
-    "states": Experiment(["neither-double", "eagle-quarter"], tables=(STATES_COLUMNS,)),
+    "states": Experiment(
+        ["neither-double", "neither-eighth", "eagle-quarter"], tables=(STATES_COLUMNS,),
+    ),
     "on_policy_early": Experiment([
         "full-quarter", "run-2-8-quarter", "run-1-quarter", "run-unbounded-quarter",
     ]),
