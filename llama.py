@@ -1738,7 +1738,7 @@ def run_command(main: Callable[[], None]) -> None:
         sys.stdout.reconfigure(errors="replace")  # characters that its encoding lacks
     try:
         main()
-        print(end="", flush=True)
+        print(end="", flush=True)  # here, where a closed pipe is noticed
     except BrokenPipeError:  # nobody reads on: the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -828,6 +828,8 @@ class TargetSession:
         return self.begin(tokens, known, capacity, config.new_sampling(self.model.device))
 
     def begin(self, tokens: list[int], known: int, capacity: int, sampling: Sampling) -> Replies:
+        """Make room for the text, and read it. (Not in `read`: where memory runs out, the request
+        was not malformed.)"""
         self.target = LocalTarget(self.model, self.drafter, capacity, sampling)
         yield from self.call_target(self.target.prefill, tokens, known)
 
