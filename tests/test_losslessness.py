@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from functools import partial
 from typing import Callable, Iterator, NamedTuple
 
 import pytest
@@ -29,30 +29,33 @@ from torch import Tensor, nn
 
 import llama
 import moa
+import netsim
 import speculate
+from experiments.ablations import LastStateVerifier, NoCADrafter, NoLSADrafter
 from llama import GenerationConfig, Llama, Sampling, probabilities
 from moa import (
     Draft,
     Drafter,
     DraftHead,
+    DraftLimits,
     DraftState,
     LimitedHead,
     MemoryUpdate,
     RemoteDraftState,
-    TreeConfig,
     draw_choices,
     likeliest_choices,
     quantize_probabilities,
 )
-from netsim import Channel, Link, Message, Network
+from netsim import Channel, Link, Message, Network, TargetSession
 from speculate import (
     Acceptance,
-    ChainBatch,
     Cycle,
+    LocalVerifier,
     Lookup,
-    Method,
-    TargetSession,
     accept_draft,
+    answer,
+    cycles_on_server,
+    cycles_with_drafts,
     rejection_sample_tree,
 )
 
@@ -241,8 +244,8 @@ def drop_unlikely_drafts(monkeypatch) -> None:
     """Drawn, and then not proposed."""
     right = DraftState.draft
 
-    def draft_likely(state: DraftState, root: int, tree: TreeConfig) -> Draft:
-        draft = right(state, root, tree)
+    def draft_likely(state: DraftState, root: int, limits: DraftLimits) -> Draft:
+        draft = right(state, root, limits)
         kept = [i for i, p in enumerate(draft.path_probabilities) if p >= 0.3]
         smaller = draft.keep(kept)
         for index, i in enumerate(kept):
@@ -267,8 +270,8 @@ def record_another_q(monkeypatch) -> None:
 
 def receive_another_q(monkeypatch) -> None:
     """Than the one that a client has sent."""
-    right = speculate.dequantize_probabilities
-    monkeypatch.setattr(speculate, "dequantize_probabilities", lambda *sent: sharpen(right(*sent)))
+    right = netsim.dequantize_probabilities
+    monkeypatch.setattr(netsim, "dequantize_probabilities", lambda *sent: sharpen(right(*sent)))
 
 
 def draw_before_quantizing(monkeypatch) -> None:
@@ -292,7 +295,6 @@ def doubt_certain_drafts(monkeypatch) -> None:
 
 OF_CHAINS = [accept_all, redraw_from_p, drop_unlikely_drafts, record_another_q]
 OF_TREES = OF_CHAINS + [leave_x_in_q, leave_the_residual_as_it_sums]
-OF_BATCHES = [accept_all, redraw_from_p, record_another_q]
 OF_LOOKUP = [accept_all, redraw_from_p, doubt_certain_drafts]
 OF_REMOTE_TREES = OF_TREES + [receive_another_q, draw_before_quantizing]
 
@@ -411,29 +413,29 @@ class RemoteTableDraftState(TableSteps, RemoteDraftState):
     pass
 
 
-CHAIN = TreeConfig(2)
-TREE = TreeConfig(2, top_k=2, total_tokens=4)
-SMALL_TREE = TreeConfig(2, top_k=2, total_tokens=3)
-CAUTIOUS_CHAIN = TreeConfig(3, min_confidence=0.4)
-CAUTIOUS_TREE = TreeConfig(2, top_k=3, total_tokens=6, min_confidence=0.5, min_probability=0.1)
+CHAIN = DraftLimits(2)
+TREE = DraftLimits(2, top_k=2, total_tokens=4)
+SMALL_TREE = DraftLimits(2, top_k=2, total_tokens=3)
+CAUTIOUS_CHAIN = DraftLimits(3, min_confidence=0.4)
+CAUTIOUS_TREE = DraftLimits(2, top_k=3, total_tokens=6, min_confidence=0.5, min_probability=0.1)
 SEEDS = (1, 3, 12)  # of tables where each wrong rule makes a difference
 TABLE_CASES = {
-    "chain of 1": (dict(tree=TreeConfig(1)), OF_CHAINS),
-    "chain of 3": (dict(tree=TreeConfig(3)), OF_CHAINS),
-    "siblings": (dict(tree=TreeConfig(1, top_k=3, total_tokens=3)), OF_TREES),
-    "tree": (dict(tree=SMALL_TREE), OF_TREES),
-    "deep tree": (dict(tree=TreeConfig(3, top_k=2, total_tokens=4)), OF_TREES),
-    "chain, top-p": (dict(tree=TreeConfig(3), top_p=0.8), OF_CHAINS),
-    "tree, top-p": (dict(tree=TreeConfig(2, top_k=3, total_tokens=6), top_p=0.9), OF_TREES),
-    "chain, cold": (dict(tree=TreeConfig(3), temperature=0.4), OF_CHAINS),
-    "tree, cold": (dict(tree=SMALL_TREE, temperature=0.4), OF_TREES),
-    "chain, draft vocabulary": (dict(tree=TreeConfig(3), draft_vocabulary=(0, 2)), OF_CHAINS),
-    "tree, draft vocabulary": (dict(tree=TREE, draft_vocabulary=(2, 1)), OF_TREES),
-    "chain, quantized q": (dict(tree=CHAIN, q_tokens=64), OF_CHAINS),
-    "tree, q of two tokens": (dict(tree=TREE, q_tokens=2), OF_REMOTE_TREES),
-    "chain, limits": (dict(tree=CAUTIOUS_CHAIN), OF_CHAINS),
-    "tree, limits": (dict(tree=CAUTIOUS_TREE, top_p=0.95), OF_TREES),
-    "lookup": (dict(tree=TreeConfig(3), lookup=True), OF_LOOKUP),
+    "chain of 1": (dict(limits=DraftLimits(1)), OF_CHAINS),
+    "chain of 3": (dict(limits=DraftLimits(3)), OF_CHAINS),
+    "siblings": (dict(limits=DraftLimits(1, top_k=3, total_tokens=3)), OF_TREES),
+    "tree": (dict(limits=SMALL_TREE), OF_TREES),
+    "deep tree": (dict(limits=DraftLimits(3, top_k=2, total_tokens=4)), OF_TREES),
+    "chain, top-p": (dict(limits=DraftLimits(3), top_p=0.8), OF_CHAINS),
+    "tree, top-p": (dict(limits=DraftLimits(2, top_k=3, total_tokens=6), top_p=0.9), OF_TREES),
+    "chain, cold": (dict(limits=DraftLimits(3), temperature=0.4), OF_CHAINS),
+    "tree, cold": (dict(limits=SMALL_TREE, temperature=0.4), OF_TREES),
+    "chain, draft vocabulary": (dict(limits=DraftLimits(3), draft_vocabulary=(0, 2)), OF_CHAINS),
+    "tree, draft vocabulary": (dict(limits=TREE, draft_vocabulary=(2, 1)), OF_TREES),
+    "chain, quantized q": (dict(limits=CHAIN, q_tokens=64), OF_CHAINS),
+    "tree, q of two tokens": (dict(limits=TREE, q_tokens=2), OF_REMOTE_TREES),
+    "chain, limits": (dict(limits=CAUTIOUS_CHAIN), OF_CHAINS),
+    "tree, limits": (dict(limits=CAUTIOUS_TREE, top_p=0.95), OF_TREES),
+    "lookup": (dict(limits=DraftLimits(3), lookup=True), OF_LOOKUP),
 }
 
 
@@ -448,7 +450,7 @@ def drafter_for_tables(draft_vocabulary: tuple[int, ...] | None) -> Drafter:
 def one_cycle(
     chance: Chance,
     seed: int,
-    tree: TreeConfig,
+    limits: DraftLimits,
     temperature: float = 0.8,
     top_p: float = 1.0,
     draft_vocabulary: tuple[int, ...] | None = None,
@@ -461,7 +463,7 @@ def one_cycle(
     """
     sampling = Sampling(temperature, top_p, torch.Generator())
     drafter = drafter_for_tables(draft_vocabulary)
-    target_table = Table(seed, tree.depth)
+    target_table = Table(seed, limits.depth)
     if lookup:
         state = Lookup(None, VOCABULARY, sampling)
         generator = torch.Generator().manual_seed(seed)
@@ -470,10 +472,10 @@ def one_cycle(
     else:
         kind = TableDraftState if q_tokens is None else RemoteTableDraftState
         state = kind(drafter, 16, sampling)
-        state.table = Table(seed + 100, tree.depth, len(drafter.head.weight))
+        state.table = Table(seed + 100, limits.depth, len(drafter.head.weight))
 
     def run() -> list[int]:
-        draft = state.draft(2, tree)
+        draft = state.draft(2, limits)
         if q_tokens is not None and draft.q:
             draft.q = sent(draft.q)
         rows = [target_table.after(draft, i) for i in range(len(draft.tokens))]
@@ -486,7 +488,7 @@ def one_cycle(
 def sent(q: dict[int, Tensor]) -> dict[int, Tensor]:
     """Distributions as they arrive over a network."""
     ids, weights = quantize_probabilities(torch.stack(list(q.values())))
-    received = speculate.dequantize_probabilities(ids, weights, VOCABULARY)
+    received = netsim.dequantize_probabilities(ids, weights, VOCABULARY)
     return dict(zip(q, received))
 
 
@@ -520,7 +522,7 @@ class InProcess(Channel):
     """A channel to a server in this process, without a network: replies arrive at once."""
 
     def __init__(self, session: TargetSession):
-        super().__init__(("", 0), "", Network(Link()))
+        super().__init__(("", 0), Network(Link()))
         self.session = session
 
     def connect(self) -> dict:
@@ -529,6 +531,13 @@ class InProcess(Channel):
     def request(self, fields: dict, tensors: dict) -> Iterator[Message]:
         for reply, reply_tensors in self.session.answer(fields, tensors):
             yield Message(reply, reply_tensors, size=0)
+
+
+def in_process(
+    target: Llama, drafter: Drafter, worker: ThreadPoolExecutor, prompt: list[int]
+) -> InProcess:
+    session = TargetSession(target, drafter, worker, LocalVerifier, has_left=lambda: False)
+    return InProcess(session)
 
 
 def exact_texts(target: Llama, config: GenerationConfig, prompt: list[int]) -> Tensor:
@@ -544,7 +553,7 @@ def exact_texts(target: Llama, config: GenerationConfig, prompt: list[int]) -> T
 
 def whole_answers(
     chance: Chance,
-    tree: TreeConfig,
+    limits: DraftLimits,
     cycles: int,
     temperature: float = 0.8,
     top_p: float = 1.0,
@@ -553,16 +562,20 @@ def whole_answers(
     lookup: bool = False,
     alone: bool = False,
     remote: bool = False,
+    new_verifier: type[LocalVerifier] = LocalVerifier,
     **choices,
 ) -> Comparison:
     """Of answers that are interrupted after so many drafts. choices: the drafter's."""
     target = new_target(VOCABULARY, layers=LAYERS)
     drafter = None if alone else new_drafter(target, **choices)
     config = GenerationConfig(max_new_tokens, temperature, top_p)
-    method = Method(target, drafter, tree, lookup)
+    method = partial(
+        cycles_with_drafts, target, drafter, limits, lookup=lookup, new_verifier=new_verifier
+    )
     with ThreadPoolExecutor(1) as worker:
         if remote:
-            method.new_channel = lambda _: InProcess(TargetSession(target, drafter, worker))
+            connect = partial(in_process, target, drafter, worker)
+            method = partial(cycles_on_server, connect, drafter, limits, lookup=lookup)
 
         def run() -> list[int]:
             seen = []
@@ -572,37 +585,39 @@ def whole_answers(
                 if len(seen) > cycles:  # the first one is the prompt's
                     raise KeyboardInterrupt
 
-            return method.answer(prompt, config, emit).tokens
+            return answer(method, prompt, config, emit).tokens
 
         return compare(chance.branches(run), exact_texts(target, config, prompt))
 
 
 RETOLD = [0, 2, 1, 0, 2]  # after which lookup finds something, or the drafter is asked
 ANSWER_CASES = {
-    "to its end": (dict(tree=CHAIN, cycles=9, max_new_tokens=3), redraw_from_p),
-    "two chains": (dict(tree=CHAIN, cycles=2, top_p=0.8), accept_all),
-    "tree": (dict(tree=SMALL_TREE, cycles=1, top_p=0.95), leave_x_in_q),
+    "to its end": (dict(limits=CHAIN, cycles=9, max_new_tokens=3), redraw_from_p),
+    "two chains": (dict(limits=CHAIN, cycles=2, top_p=0.8), accept_all),
+    "tree": (dict(limits=SMALL_TREE, cycles=1, top_p=0.95), leave_x_in_q),
     "two trees": (
-        dict(tree=SMALL_TREE, cycles=2, top_p=0.8, max_new_tokens=LENGTH),
+        dict(limits=SMALL_TREE, cycles=2, top_p=0.8, max_new_tokens=LENGTH),
         drop_unlikely_drafts,
     ),
-    "tree, N = 1": (dict(tree=TREE, cycles=1, top_p=0.9, target_layer_inference=1), accept_all),
-    "without LSA": (dict(tree=CHAIN, cycles=1, use_layer_self_attention=False), record_another_q),
+    "tree, N = 1": (dict(limits=TREE, cycles=1, top_p=0.9, target_layer_inference=1), accept_all),
+    "without LSA": (
+        dict(limits=CHAIN, cycles=1, kind=NoLSADrafter, new_verifier=LastStateVerifier),
+        record_another_q,
+    ),
     "tree without CA": (
-        dict(tree=TREE, cycles=1, top_p=0.9, use_cross_attention=False),
-        drop_unlikely_drafts,
+        dict(limits=TREE, cycles=1, top_p=0.9, kind=NoCADrafter), drop_unlikely_drafts
     ),
-    "draft vocabulary": (dict(tree=CHAIN, cycles=1, draft_vocabulary=(0, 2)), redraw_from_p),
-    "limits": (dict(tree=CAUTIOUS_CHAIN, cycles=1, top_p=0.9), drop_unlikely_drafts),
-    "lookup": (dict(tree=CHAIN, cycles=2, lookup=True, alone=True), doubt_certain_drafts),
+    "draft vocabulary": (dict(limits=CHAIN, cycles=1, draft_vocabulary=(0, 2)), redraw_from_p),
+    "limits": (dict(limits=CAUTIOUS_CHAIN, cycles=1, top_p=0.9), drop_unlikely_drafts),
+    "lookup": (dict(limits=CHAIN, cycles=2, lookup=True, alone=True), doubt_certain_drafts),
     "lookup and drafter": (
-        dict(tree=CHAIN, cycles=1, lookup=True, prompt=RETOLD),
+        dict(limits=CHAIN, cycles=1, lookup=True, prompt=RETOLD),
         doubt_certain_drafts,
     ),
-    "remote chain": (dict(tree=CHAIN, cycles=1, remote=True), receive_another_q),
-    "remote tree": (dict(tree=TREE, cycles=1, remote=True, top_p=0.9), receive_another_q),
+    "remote chain": (dict(limits=CHAIN, cycles=1, remote=True), receive_another_q),
+    "remote tree": (dict(limits=TREE, cycles=1, remote=True, top_p=0.9), receive_another_q),
     "remote lookup": (
-        dict(tree=CHAIN, cycles=1, remote=True, lookup=True, prompt=RETOLD),
+        dict(limits=CHAIN, cycles=1, remote=True, lookup=True, prompt=RETOLD),
         receive_another_q,
     ),
 }
@@ -619,47 +634,3 @@ def test_the_same_check_of_answers_rejects_a_wrong_rule(name, chance, monkeypatc
     choices, wrong_rule = ANSWER_CASES[name]
     wrong_rule(monkeypatch)
     assert whole_answers(chance, **choices).off > CLEARLY
-
-
-# --- Many conversations at once ---
-
-BATCH_PROMPTS = [PROMPT, [1, 2] * 5, [2]]
-
-
-@torch.inference_mode()
-def batch_row(chance: Chance, row: int, top_p: float, **choices) -> Comparison:
-    """Of one of several conversations. The draws of the others do not branch."""
-    target = new_target(VOCABULARY, layers=LAYERS)
-    drafter = new_drafter(target, **choices)
-    config = GenerationConfig(max_new_tokens=16, temperature=0.8, top_p=top_p)
-    chance.seed = row
-
-    def run() -> list[int]:
-        batch = ChainBatch(target, drafter, rows=len(BATCH_PROMPTS), capacity=32, K=2)
-        for key, prompt in enumerate(BATCH_PROMPTS):
-            batch.add(key, prompt, replace(config, seed=key))
-        batch.step()
-        return batch.requests[row].tokens
-
-    return compare(chance.branches(run), exact_texts(target, config, BATCH_PROMPTS[row]))
-
-
-@pytest.mark.parametrize(
-    "row, top_p, choices",
-    [
-        (0, 1.0, {}),
-        (1, 0.8, dict(target_layer_inference=1)),
-        (2, 1.0, dict(draft_vocabulary=(0, 2))),
-    ],
-    ids=str,
-)
-def test_each_conversation_of_a_batch_is_distributed_as_the_targets_own(
-    row, top_p, choices, chance
-):
-    check(batch_row(chance, row, top_p, **choices))
-
-
-@pytest.mark.parametrize("wrong_rule", OF_BATCHES)
-def test_the_same_check_of_a_batch_rejects_each_wrong_rule(wrong_rule, chance, monkeypatch):
-    wrong_rule(monkeypatch)
-    assert batch_row(chance, row=2, top_p=1.0, draft_vocabulary=(0, 2)).off > CLEARLY

@@ -7,6 +7,7 @@ import copy
 import io
 import itertools
 import json
+import math
 import os
 import pty
 import re
@@ -19,17 +20,18 @@ import traceback
 import unicodedata
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
 from conftest import ROOT
-from tiny_models import PROMPT, WORDS, ask, new_drafter, new_target, target_alone
+from test_remote import CountedOutage, impatient, serving_models  # noqa: F401 (a fixture)
+from tiny_models import PROMPT, ask, new_drafter, new_target, target_alone
 
 import speculate
 from llama import (
     GenerationConfig,
-    InputError,
     Llama,
     Sampling,
     Tokenizer,
@@ -37,43 +39,57 @@ from llama import (
     load_model,
     load_tokenizer,
     probabilities,
-    run_command,
 )
 from moa import (
     Draft,
     Drafter,
+    DraftLimits,
     DraftState,
     MemoryUpdate,
-    TreeConfig,
+    Models,
     load_drafter,
+    load_models,
     pack_together,
-    save_drafter,
     to_bfloat16,
 )
+from netsim import Channel, Link, MessageServer, Network, Outage
+from plumbing import terminal
+from plumbing.errors import run_command
+from plumbing.hub import SHIPPED_DRAFTERS
+from plumbing.terminal import GREEN, PLAIN, RED, draw_cycle
+from plumbing.tokenizer import TextStream
 from speculate import (
     CHAIN,
-    GREEN,
-    PLAIN,
-    RED,
     TREE,
-    ChainBatch,
     Cycle,
     Generation,
-    Method,
-    Models,
+    Lookup,
     Origin,
-    Prompt,
+    Trace,
+    TracingVerifier,
     accept_greedy,
     acceptance_length,
-    bench,
-    local_methods,
-    print_table,
-    read_prompts,
-    summarize,
+    answer,
+    cycles_on_server,
+    cycles_with_drafts,
+    make_parser,
 )
 
-CHAIN_OF_4 = TreeConfig(4)
-TREE_OF_8 = TreeConfig(4, top_k=2, total_tokens=8)
+CHAIN_OF_4 = DraftLimits(4)
+TREE_OF_8 = DraftLimits(4, top_k=2, total_tokens=8)
+
+
+def draft_and_verify(
+    target: Llama,
+    drafter: Drafter | None,
+    limits: DraftLimits,
+    count: int,
+    lookup: bool = False,
+    **choices,
+) -> Generation:
+    """An answer to PROMPT of so many tokens. choices: of its GenerationConfig."""
+    method = partial(cycles_with_drafts, target, drafter, limits, lookup=lookup)
+    return answer(method, PROMPT, GenerationConfig(count, **choices))
 
 
 # --- Greedy acceptance ---
@@ -115,17 +131,14 @@ def test_greedy_acceptance_follows_the_targets_choices_as_far_as_they_were_draft
 
 # --- Whole answers at temperature 0: the target's own tokens ---
 
-EAGLE = dict.fromkeys(
-    ["use_layer_self_attention", "use_cross_attention", "use_self_attention"], False
-)
-TREES = [
-    TreeConfig(1),
-    TreeConfig(4),
-    TreeConfig(8),
-    TreeConfig(1, top_k=2, total_tokens=5),
+LIMITS = [
+    DraftLimits(1),
+    DraftLimits(4),
+    DraftLimits(8),
+    DraftLimits(1, top_k=2, total_tokens=5),
     TREE_OF_8,
-    TreeConfig(3, top_k=4, total_tokens=30),
-    TreeConfig(6, top_k=4, total_tokens=8),  # expands more leaves than it proposes tokens
+    DraftLimits(3, top_k=4, total_tokens=30),
+    DraftLimits(6, top_k=4, total_tokens=8),  # expands more leaves than it proposes tokens
     TREE,
     CHAIN,
 ]
@@ -136,11 +149,6 @@ TREES = [
     [
         dict(target_layer_inference=0),
         dict(target_layer_inference=2),
-        dict(use_layer_self_attention=False),
-        dict(use_cross_attention=False),
-        dict(use_cross_attention=False, target_layer_inference=2),
-        dict(use_layer_self_attention=False, use_cross_attention=False),
-        EAGLE,
         dict(draft_vocabulary=(0, 5, 7, 11)),
         dict(target_layer_inference=4, likeness=0.8),
         dict(target_layer_inference=4, likeness=1.0),
@@ -151,33 +159,30 @@ def test_greedy_tokens_are_those_of_the_target_alone(choices):
     target = new_target(16)
     drafter = new_drafter(target, **choices)
     alone = target_alone(target, 20)
-    for tree in TREES:
-        assert Method(target, drafter, tree).answer(PROMPT, GenerationConfig(20)).tokens == alone
-    looked_up = Method(target, drafter, TREE_OF_8, lookup=True)
-    assert looked_up.answer(PROMPT, GenerationConfig(20)).tokens == alone
+    for limits in LIMITS:
+        assert draft_and_verify(target, drafter, limits, 20).tokens == alone
+    assert draft_and_verify(target, drafter, TREE_OF_8, 20, lookup=True).tokens == alone
     # At such a temperature distributions are next to certain.
-    cold = Method(target, drafter, TREE_OF_8)
-    assert cold.answer(PROMPT, GenerationConfig(20, temperature=1e-5)).tokens == alone
+    assert draft_and_verify(target, drafter, TREE_OF_8, 20, temperature=1e-5).tokens == alone
 
 
 def test_lookup_alone_costs_fewer_calls():
     target = new_target(16, sharpness=10.0)
     alone = target_alone(target, 40)
     for length in (1, 4, 8):
-        method = Method(target, None, TreeConfig(length), lookup=True)
-        result = method.answer(PROMPT, GenerationConfig(40))
+        result = draft_and_verify(target, None, DraftLimits(length), 40, lookup=True)
         assert result.tokens == alone
         assert result.target_calls < 39
 
 
-@pytest.mark.parametrize("text, root, tree, drafted", [
-    ([1, 2, 3, 4, 5, 6, 1, 2], 3, TreeConfig(5, total_tokens=2), [4, 5]),  # no more than a tree's
-    ([5, 7, 8, 7], 8, TreeConfig(5), [7, 8, 7, 8, 7]),  # it goes on with what it has copied
+@pytest.mark.parametrize("text, root, limits, drafted", [
+    ([1, 2, 3, 4, 5, 6, 1, 2], 3, DraftLimits(5, total_tokens=2), [4, 5]),  # no more than a tree's
+    ([5, 7, 8, 7], 8, DraftLimits(5), [7, 8, 7, 8, 7]),  # it goes on with what it has copied
 ])
-def test_lookup_copies_what_followed_the_same_tokens_before(text, root, tree, drafted):
-    lookup = speculate.Lookup(None, 16, Sampling())
+def test_lookup_copies_what_followed_the_same_tokens_before(text, root, limits, drafted):
+    lookup = Lookup(None, 16, Sampling())
     lookup.append_verified(MemoryUpdate(text, None, None))
-    assert lookup.draft(root, tree).tokens == [root, *drafted]
+    assert lookup.draft(root, limits).tokens == [root, *drafted]
 
 
 def test_with_lookup_the_drafter_is_asked_only_where_nothing_is_found(monkeypatch):
@@ -185,13 +190,12 @@ def test_with_lookup_the_drafter_is_asked_only_where_nothing_is_found(monkeypatc
     asked = []  # how long the text was
     right = DraftState.draft
 
-    def draft(state: DraftState, root: int, tree: TreeConfig) -> Draft:
+    def draft(state: DraftState, root: int, limits: DraftLimits) -> Draft:
         asked.append(state.text_length + 1)
-        return right(state, root, tree)
+        return right(state, root, limits)
 
     monkeypatch.setattr(DraftState, "draft", draft)
-    method = Method(target, new_drafter(target), TREE_OF_8, lookup=True)
-    result = method.answer(PROMPT, GenerationConfig(40))
+    result = draft_and_verify(target, new_drafter(target), TREE_OF_8, 40, lookup=True)
     text = PROMPT + target_alone(target, 40)
     assert PROMPT + result.tokens == text
     assert 0 < len(asked) < result.target_calls
@@ -202,13 +206,12 @@ def test_with_lookup_the_drafter_is_asked_only_where_nothing_is_found(monkeypatc
 
 
 @pytest.mark.parametrize(
-    "temperature, tree", [(0.0, CHAIN_OF_4), (0.8, CHAIN_OF_4), (0.0, TREE_OF_8)], ids=str
+    "temperature, limits", [(0.0, CHAIN_OF_4), (0.8, CHAIN_OF_4), (0.0, TREE_OF_8)], ids=str
 )
-def test_a_drafter_that_is_the_target_is_always_accepted(temperature, tree):
+def test_a_drafter_that_is_the_target_is_always_accepted(temperature, limits):
     target = new_target(16, sharpness=10.0)  # its own choice is always among the best leaves
     drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)
-    config = GenerationConfig(21, temperature, top_p=0.9)
-    result = Method(target, drafter, tree).answer(PROMPT, config)
+    result = draft_and_verify(target, drafter, limits, 21, temperature=temperature, top_p=0.9)
     assert result.target_calls == 4  # for the prefill's token, and 4 x (4 + 1)
     assert acceptance_length([result]) == 5
 
@@ -216,7 +219,7 @@ def test_a_drafter_that_is_the_target_is_always_accepted(temperature, tree):
 def test_every_token_is_emitted_once_as_a_draft_or_as_the_targets_own():
     target = new_target(16)
     drafter = new_drafter(target, target_layer_inference=4, likeness=0.8)
-    for tree in (CHAIN_OF_4, TREE_OF_8):
+    for limits in (CHAIN_OF_4, TREE_OF_8):
         tokens = []
         origins = []
 
@@ -224,7 +227,8 @@ def test_every_token_is_emitted_once_as_a_draft_or_as_the_targets_own():
             tokens.extend(cycle.tokens)
             origins.extend(cycle.origins)
 
-        result = Method(target, drafter, tree).answer(PROMPT, GenerationConfig(48), emit)
+        method = partial(cycles_with_drafts, target, drafter, limits)
+        result = answer(method, PROMPT, GenerationConfig(48), emit)
         assert tokens == result.tokens and len(tokens) == 48
         assert origins == result.origins
         # The target has one of its own in each call, and the prefill's.
@@ -236,94 +240,26 @@ def test_a_tree_is_accepted_further_than_a_chain():
     target = new_target(16)
     drafter = new_drafter(target, target_layer_inference=4, likeness=0.6)
     lengths = []
-    for tree in (CHAIN_OF_4, TreeConfig(4, top_k=4, total_tokens=64)):
-        result = Method(target, drafter, tree).answer(PROMPT, GenerationConfig(48))
-        lengths.append(acceptance_length([result]))
+    for limits in (CHAIN_OF_4, DraftLimits(4, top_k=4, total_tokens=64)):
+        lengths.append(acceptance_length([draft_and_verify(target, drafter, limits, 48)]))
     assert 1 < lengths[0] < lengths[1] < 5
 
 
 @pytest.mark.parametrize("choices", [{}, dict(target_layer_inference=4, likeness=1.0)], ids=str)
-@pytest.mark.parametrize("tree", [TreeConfig(8), TREE_OF_8], ids=str)
+@pytest.mark.parametrize("limits", [DraftLimits(8), TREE_OF_8], ids=str)
 def test_an_answer_ends_at_the_length_asked_for_or_with_a_stop_token_and_may_fill_the_context(
-    choices, tree
+    choices, limits
 ):
     target = new_target(16, context=len(PROMPT) + 20)
+    drafter = new_drafter(target, **choices)
     alone = target_alone(target, 20)
-    method = Method(target, new_drafter(target, **choices), tree)
     for count in (1, 2, 5, 20):
-        result = method.answer(PROMPT, GenerationConfig(count))
+        result = draft_and_verify(target, drafter, limits, count)
         assert result.tokens == alone[:count]
         assert (result.target_calls == 0) == (count == 1)
     for stop in set(alone):
-        config = GenerationConfig(20, stop_ids=frozenset([stop]))
-        assert method.answer(PROMPT, config).tokens == alone[:alone.index(stop) + 1]
-
-
-# --- Many conversations at once ---
-
-Request = tuple[list[int], GenerationConfig]
-
-
-def in_batch(
-    target: Llama, drafter: Drafter, rows: int, requests: list[Request]
-) -> tuple[list[list[int]], int]:
-    """By chains of three, so many conversations at a time: the answers and all target calls."""
-    capacity = max(len(prompt) + config.max_new_tokens for prompt, config in requests)
-    batch = ChainBatch(target, drafter, rows, capacity, K=3)
-    waiting = list(enumerate(requests))
-    answers = {}
-    calls = 0
-    while len(answers) < len(requests):
-        while waiting and batch.has_room:
-            key, (prompt, config) = waiting.pop(0)
-            batch.add(key, prompt, config)
-        for conversation in batch.step():
-            answers[conversation.key] = conversation.tokens
-            calls += conversation.target_calls
-    return [answers[key] for key in range(len(requests))], calls
-
-
-@pytest.fixture(scope="module")
-def batch_requests() -> list[Request]:
-    target = new_target(16)
-    long = [i * i % 13 for i in range(44)]  # its answer fills the context and the capacity
-    requests = [
-        (PROMPT, GenerationConfig(24)),
-        ([7], GenerationConfig(1)),
-        (long, GenerationConfig(20)),
-        ([2, 9], GenerationConfig(9)),
-        (PROMPT + [5], GenerationConfig(13)),
-        ([1], GenerationConfig(2)),
-        ([8, 8], GenerationConfig(17)),
-    ]
-    for prompt, config in list(requests):
-        alone = list(generate(target, prompt, config))
-        stop = frozenset([alone[len(alone) // 2]])
-        requests.append((prompt, replace(config, stop_ids=stop)))
-    return requests
-
-
-@pytest.fixture(scope="module")
-def batch_answers(batch_requests) -> list[list[int]]:
-    """By the target alone, one at a time."""
-    target = new_target(16)
-    return [list(generate(target, prompt, config)) for prompt, config in batch_requests]
-
-
-@pytest.mark.parametrize("rows, choices", [
-    (1, dict(target_layer_inference=4, likeness=0.8)),
-    (3, {}),
-    (3, dict(target_layer_inference=4, likeness=0.8)),
-    (8, dict(target_layer_inference=1)),
-])
-@torch.inference_mode()
-def test_greedy_chains_in_a_batch_answer_each_as_the_target_does_alone(
-    rows, choices, batch_requests, batch_answers
-):
-    target = new_target(16)
-    answers, calls = in_batch(target, new_drafter(target, **choices), rows, batch_requests)
-    assert answers == batch_answers
-    assert calls < sum(len(tokens) - 1 for tokens in answers)  # some drafts were accepted
+        result = draft_and_verify(target, drafter, limits, 20, stop_ids=frozenset([stop]))
+        assert result.tokens == alone[:alone.index(stop) + 1]
 
 
 # --- The default target and its drafter ---
@@ -343,7 +279,7 @@ QUESTIONS = [
 def packed(smollm2) -> tuple[Llama, Drafter]:
     """As speculate.py runs them."""
     target = copy.deepcopy(smollm2[0])
-    drafter = to_bfloat16(load_drafter(speculate.SHIPPED["smollm2"], target))
+    drafter = to_bfloat16(load_drafter(SHIPPED_DRAFTERS["smollm2"], target))
     pack_together(target, [drafter])
     return target, drafter
 
@@ -356,9 +292,9 @@ def test_with_the_shipped_drafter_every_token_is_the_default_targets_own_choice(
     model, tokenizer = smollm2
     prompt = tokenizer.chat(ask(QUESTIONS[number]))
     config = GenerationConfig(16, stop_ids=frozenset(tokenizer.stop_ids))
-    trees = [TREE, CHAIN] if number in (0, 6) else [TREE]  # a chain takes as long again
-    for tree in trees:
-        tokens = Method(*packed, tree).answer(prompt, config).tokens
+    kinds = [TREE, CHAIN] if number in (0, 6) else [TREE]  # a chain takes as long again
+    for limits in kinds:
+        tokens = answer(partial(cycles_with_drafts, *packed, limits), prompt, config).tokens
         assert len(tokens) == 16 or tokens[-1] in tokenizer.stop_ids
         hidden = model.hidden(torch.tensor([prompt + tokens[:-1]]))[0, len(prompt) - 1:]
         logits = model.lm_head(hidden)
@@ -397,7 +333,7 @@ class Terminal(io.TextIOWrapper):
 
 
 class Typed(io.StringIO):
-    """A standard input that is a terminal, at which this is typed."""
+    """A standard input that is a terminal, at which these lines are typed one by one."""
 
     def isatty(self) -> bool:
         return True
@@ -417,6 +353,7 @@ def command(
         patch.setattr(sys, "stdin", stdin or io.StringIO())
         patch.setattr(sys, "stdout", out)
         patch.setattr(sys, "stderr", err)
+        patch.setattr(terminal, "more_is_pasted", lambda: False)  # it asks a real terminal
         try:
             run_command(speculate.main)
         except SystemExit as end:
@@ -450,11 +387,11 @@ def test_prompt_seed_and_temperature_determine_the_tokens_also_in_another_proces
     done = subprocess.run(whole, input=question + "\n", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     there = json.loads(done.stdout)
-    method = Method(*packed, TREE)
+    method = partial(cycles_with_drafts, *packed, TREE)
     config = GenerationConfig(10, temperature=1.0, seed=3, stop_ids=frozenset(tokenizer.stop_ids))
     prompt = tokenizer.chat(ask(question))
-    other = method.answer(prompt, replace(config, seed=4))
-    here = method.answer(prompt, config)
+    other = answer(method, prompt, replace(config, seed=4))
+    here = answer(method, prompt, config)
     assert (here.tokens, here.target_calls) == (there["tokens"], there["target_calls"])
     assert here.target_calls < 9
     assert other.tokens != here.tokens
@@ -463,12 +400,15 @@ def test_prompt_seed_and_temperature_determine_the_tokens_also_in_another_proces
 def test_every_method_drafts_the_same_on_every_run_also_on_a_busy_machine(busy):
     target = new_target(16)
     drafter = new_drafter(target, target_layer_inference=4, likeness=0.8)
-    methods = local_methods(target, Models(target, WORDS, {"": drafter}), CHAIN, TREE)
 
     def run() -> list:
         results = []
-        for temperature, method in itertools.product((0.0, 0.8), methods.values()):
-            result = method.answer(PROMPT, GenerationConfig(30, temperature, seed=1))
+        for temperature, limits, lookup in itertools.product(
+            (0.0, 0.8), (CHAIN, TREE), (False, True)
+        ):
+            result = draft_and_verify(
+                target, drafter, limits, 30, lookup, temperature=temperature, seed=1
+            )
             results.append((result.tokens, result.origins, result.target_calls, result.drafted))
         return results
 
@@ -485,7 +425,7 @@ def test_the_command_line_gives_the_same_tokens_with_and_without_speculation(che
     assert alone["acceptance_length"] == 1
     for flags in (
         [],
-        ["--depth", 4, "--top-k", 2, "--total-tokens", 6],
+        ["--draft-depth", 4, "--draft-top-k", 2, "--draft-tokens", 6],
         ["--draft-length", 4],
         ["--lookup"],
     ):
@@ -498,8 +438,12 @@ def test_the_command_line_gives_the_same_tokens_with_and_without_speculation(che
             "tokens_per_second",
             "target_calls",
             "acceptance_length",
+            "prompt_tokens",
+            "prompt_seconds",
             "draft_seconds",
             "verify_seconds",
+            "stopped",
+            "seed",
         }
         assert result["tokens"] == alone["tokens"] and result["text"] == alone["text"]
         assert result["acceptance_length"] == 23 / result["target_calls"] > 1
@@ -537,9 +481,9 @@ def test_show_colors_the_accepted_drafts_and_leaves_the_text_as_it_is(checkpoint
 SAMPLED = ["--temperature", "1.2", "--top-p", "0.95"]
 TRACES = {
     "chain": ["--draft-length", "5"],
-    "wide tree": ["--depth", "5", "--top-k", "4", "--total-tokens", "24"],
+    "wide tree": ["--draft-depth", "5", "--draft-top-k", "4", "--draft-tokens", "24"],
     "sampled chain": ["--draft-length", "4", *SAMPLED],
-    "sampled tree": ["--depth", "3", "--top-k", "3", "--total-tokens", "9", *SAMPLED],
+    "sampled tree": ["--draft-depth", "3", "--draft-top-k", "3", "--draft-tokens", "9", *SAMPLED],
     "lookup": ["--lookup", *SAMPLED],
 }
 
@@ -548,6 +492,7 @@ class Traced(NamedTuple):
     """An answer as --trace --json has it, and as --trace draws that."""
 
     sampled: bool
+    prompt: dict
     cycles: list[dict]
     generation: dict
     text: str
@@ -559,13 +504,13 @@ def traced(request, checkpoint) -> Traced:
     flags += TRACES[request.param]
     done = command(*flags)
     assert done.status == 0 and done.err == ""
-    *cycles, generation = [json.loads(line) for line in done.out.splitlines()]
+    prompt, *cycles, generation = [json.loads(line) for line in done.out.splitlines()]
     drawn = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_COLOR", "1")
         for cycle in cycles:
-            drawn += speculate.draw_cycle(cycle)
-    return Traced("--temperature" in flags, cycles, generation, "\n".join(drawn))
+            drawn += draw_cycle(cycle)
+    return Traced("--temperature" in flags, prompt, cycles, generation, "\n".join(drawn))
 
 
 def accepted_tokens(cycle: dict) -> list[int]:
@@ -574,7 +519,8 @@ def accepted_tokens(cycle: dict) -> list[int]:
     return path + [cycle["token"]]
 
 
-def test_a_trace_as_json_has_an_object_for_each_cycle_and_then_the_generations(traced):
+def test_a_trace_as_json_has_the_prompt_an_object_for_each_cycle_and_the_generations(traced, tiny):
+    assert traced.prompt == {"prompt": "Why?", "tokens": tiny[1].chat(ask("Why?"))}
     tokens = []
     for number, cycle in enumerate(traced.cycles, 1):
         assert {"cycle", "drafts", "token", "draft_seconds", "verify_seconds"} < set(cycle)
@@ -582,7 +528,7 @@ def test_a_trace_as_json_has_an_object_for_each_cycle_and_then_the_generations(t
         assert cycle["tokens"] == accepted_tokens(cycle)
         tokens += cycle["tokens"]
         for i, draft in enumerate(cycle["drafts"]):
-            assert {"token", "text", "parent", "q", "p", "accepted", "reason"} == set(draft)
+            assert {"token", "text", "parent", "q", "p", "accepted", "verdict"} == set(draft)
             assert -1 <= draft["parent"] < i
     generation = traced.generation
     assert tokens == generation["tokens"] and len(tokens) == 24
@@ -613,8 +559,7 @@ CYCLE = re.compile(
     r"cycle \d+: (\d+) drafted, (\d+) accepted; draft [\d.]+ ms, verification [\d.]+ ms"
 )
 ROW = re.compile(r'([ │]*)[└├] (".*") +q (\d\.\d\d)  p (\d\.\d\d)  (.*)')
-OWN = re.compile(r"  the target's own: \".+\"(.*)")
-TRIAL = re.compile(r"(accepted|rejected): u (\d\.\d\d) (<|>=) p'?/q'? (\d+\.\d\d)")
+OWN = re.compile(r"  the target's own: (\".+\")")
 
 
 def rows_of_json(cycle: dict, parent: int = -1, depth: int = 1) -> list[tuple]:
@@ -655,42 +600,32 @@ def test_a_trace_draws_the_drafts_that_its_json_has(traced):
         assert rows == rows_of_json(cycle)
 
 
-def test_a_trace_says_why_a_draft_was_accepted_or_not(traced):
+def test_a_trace_says_what_became_of_each_draft(traced):
     seen = Counter()
     for cycle, lines in parts_of(traced):
-        reasons = Counter()
-        for match in matches(ROW, lines):
-            reason = match[5]
-            trial = TRIAL.fullmatch(reason)
-            if trial:
-                reason, u, sign, ratio = trial.groups()
-                assert (sign == "<") == (reason == "accepted")
-                low, high = (u, ratio) if sign == "<" else (ratio, u)
-                assert float(low) <= float(high)
-            assert bool(trial) == (traced.sampled and reason in ("accepted", "rejected"))
-            reasons[reason] += 1
+        verdicts = Counter(match[5] for match in matches(ROW, lines))
         drafts = cycle["drafts"]
         path = [-1] + [i for i, draft in enumerate(drafts) if draft["accepted"]]
-        reached = [draft for draft in drafts if draft["parent"] in path]
-        assert reasons["accepted"] == len(path) - 1
-        assert reasons["not reached"] == len(drafts) - len(reached)
-        assert reasons["rejected"] + reasons["not tried"] == len(reached) - (len(path) - 1)
-        assert traced.sampled or reasons["not tried"] == 0
-        seen += reasons
+        expected = Counter()
+        for i, draft in enumerate(drafts):
+            accepted_sibling = [j for j in path if j >= 0 and drafts[j]["parent"] == draft["parent"]]
+            if draft["parent"] not in path:
+                expected["not reached"] += 1
+            elif i in path:
+                expected["accepted"] += 1
+            elif traced.sampled and accepted_sibling and accepted_sibling[0] < i:
+                expected["not tried"] += 1
+            else:
+                expected["rejected"] += 1
+        assert verdicts == expected
+        seen += verdicts
     assert seen["accepted"]
 
 
-def test_a_trace_says_what_the_targets_own_token_was_drawn_from(traced):
-    for cycle, lines in parts_of(traced)[1:]:
-        drafts = cycle["drafts"]
-        newest = max((i for i, draft in enumerate(drafts) if draft["accepted"]), default=-1)
-        if not traced.sampled:
-            source = ", its likeliest"
-        elif any(draft["parent"] == newest for draft in drafts):  # all of them are rejected
-            source = ", drawn from what p - q leaves"
-        else:
-            source = ", drawn from p"
-        assert [match[1] for match in matches(OWN, lines)] == [source], "\n".join(lines)
+def test_a_trace_ends_each_cycle_with_the_targets_own_token(traced):
+    for cycle, lines in parts_of(traced):
+        text = json.dumps(cycle["text"] or "<end>", ensure_ascii=False)
+        assert [match[1] for match in matches(OWN, lines)] == [text], "\n".join(lines)
 
 
 def columns(line: str) -> int:
@@ -703,18 +638,16 @@ def test_a_trace_says_that_what_was_drafted_after_a_stop_token_was_not_reached()
     target = new_target(16, sharpness=10.0)
     drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)  # the target itself
     stop = target_alone(target, 5)[2]  # the second of four drafted tokens
-    trace = speculate.Trace(load_tokenizer("toy"), Sampling(), as_json=True)
+    trace = Trace(load_tokenizer("toy"), as_json=True)
     records = []
     config = GenerationConfig(20, stop_ids=frozenset([stop]))
-    Method(target, drafter, CHAIN_OF_4).answer(
-        PROMPT, config, lambda cycle: records.append(trace.record(cycle))
-    )
+    method = partial(cycles_with_drafts, target, drafter, CHAIN_OF_4)
+    answer(method, PROMPT, config, lambda cycle: records.append(trace.record(cycle)))
     last = records[-1]
     assert last["tokens"][-1] == stop
     assert [draft["accepted"] for draft in last["drafts"]] == [True, True, False, False]
-    reasons = [draft["reason"] for draft in last["drafts"]]
-    assert reasons == ["accepted", "accepted", "not reached", "not reached"]
-    assert last["source"] == ""
+    verdicts = [draft["verdict"] for draft in last["drafts"]]
+    assert verdicts == ["accepted", "accepted", "not reached", "not reached"]
 
 
 def test_a_trace_fits_80_columns(traced):
@@ -727,7 +660,7 @@ def test_a_trace_of_a_long_chain_fits_80_columns_too_and_is_plain_text_in_a_pipe
     answer = command(*flags).out
     done = command(*flags, "--draft-length", 30, "--trace")
     assert "\033" not in done.out
-    assert done.out.endswith(f"\n{answer}\n")  # after the cycles
+    assert done.out.endswith(f"\n{answer}")  # after the cycles
     rows = matches(ROW, done.out.splitlines())
     assert len(rows) >= 30
     for row in rows:
@@ -736,10 +669,11 @@ def test_a_trace_of_a_long_chain_fits_80_columns_too_and_is_plain_text_in_a_pipe
 
 def test_a_trace_of_the_default_target_fits_80_columns_too(smollm2, packed, capsys):
     tokenizer = smollm2[1]
-    method = Method(*packed, TreeConfig(12, top_k=3, total_tokens=24))
+    limits = DraftLimits(12, top_k=3, total_tokens=24)
+    method = partial(cycles_with_drafts, *packed, limits, new_verifier=TracingVerifier)
     prompt = tokenizer.chat(ask("请用一句话介绍北京。"))
     config = GenerationConfig(8, temperature=1.5)
-    method.answer(prompt, config, speculate.Trace(tokenizer, Sampling(1.5), as_json=False).emit)
+    answer(method, prompt, config, Trace(tokenizer, as_json=False).emit)
     lines = capsys.readouterr().out.splitlines()
     assert len(matches(ROW, lines)) >= 24
     for line in lines:
@@ -751,9 +685,9 @@ def test_a_trace_on_a_terminal_colors_what_is_accepted_and_what_is_not(checkpoin
     flags = [*checkpoint, "--prompt", "Why?", "--max-new-tokens", 40, "--trace", *SAMPLED]
     out = command(*flags, stdout=Terminal).out
     for line in out.splitlines():
-        for reason, color in (("accepted: u", GREEN), ("rejected: u", RED)):
-            if reason in line:
-                assert color + reason in line and line.endswith(PLAIN)
+        for verdict, color in (("accepted", GREEN), ("rejected", RED)):
+            if line.endswith(verdict + PLAIN):
+                assert line.endswith(color + verdict + PLAIN)
     assert GREEN in out and RED in out
 
 
@@ -793,12 +727,15 @@ def test_a_chat_answers_each_question_with_all_before_it_as_its_context(chat, ti
     assert answers[1] != answer_alone(tiny, ask("two"), 10)
 
 
-def test_a_chat_prints_its_answers_and_ends_with_a_summary(chat, tiny):
+def test_a_chat_says_what_answers_prints_its_answers_and_ends_with_a_summary(
+    chat, tiny, checkpoint
+):
     done = chat(["one", "two"], "--max-new-tokens", 10)
     one, two = conversation(tiny, ["one", "two"], 10)
     assert done.status == 0
-    assert done.out == tiny[1].decode(one) + tiny[1].decode(two)
+    assert done.out == tiny[1].decode(one) + "\n" + tiny[1].decode(two) + "\n"
     assert done.err.count("> ") == 3  # where stdout is no terminal
+    assert f"The target is {checkpoint[1]}, on this machine.\n" in done.err
     summary = done.err.splitlines()[-1]
     assert re.fullmatch(
         r"2 answers, 20 tokens, [\d.e+]+ tokens per second, acceptance length [\d.]+", summary
@@ -806,10 +743,11 @@ def test_a_chat_prints_its_answers_and_ends_with_a_summary(chat, tiny):
     assert done.err.count("new tokens 10") == 2
 
 
-def test_a_chat_without_a_question_ends_without_a_summary(chat):
-    done = chat([])
+@pytest.mark.parametrize("lines", [[], ["exit"], ["quit", "one"]], ids=str)
+def test_a_chat_ends_at_exit_or_quit_too_and_without_a_question_has_no_summary(chat, lines):
+    done = chat(lines)
     assert done.status == 0 and done.out == ""
-    assert "answers" not in done.err
+    assert "tokens per second" not in done.err
 
 
 def test_a_chat_whose_context_is_full_goes_on_without_its_oldest_turns(chat, tiny):
@@ -817,11 +755,18 @@ def test_a_chat_whose_context_is_full_goes_on_without_its_oldest_turns(chat, tin
     done = chat([long, long, "b"], "--max-new-tokens", 10, "--json")
     assert done.status == 0
     assert done.err.count("the context is full") == 1
-    assert "the context is full: the oldest 1 turns are left out\n" in done.err
+    assert "the context is full: the oldest turn is left out\n" in done.err
     answers = [json.loads(line)["tokens"] for line in done.out.splitlines()]
     assert answers[0] == answers[1] == answer_alone(tiny, ask(long), 10)
     _, after_one = conversation(tiny, [long, "b"], 10)
     assert answers[2] == after_one
+
+
+def test_a_full_context_drops_another_turn_rather_than_cut_the_answer(chat):
+    done = chat(["a" * 1000, "a" * 700], "--max-new-tokens", 300, "--json")
+    assert "the context is full: the oldest turn is left out\n" in done.err
+    answers = [json.loads(line) for line in done.out.splitlines()]
+    assert [answer["new_tokens"] for answer in answers] == [300, 300]
 
 
 def test_a_question_that_is_too_long_is_refused_and_the_chat_goes_on(chat, tiny):
@@ -831,6 +776,158 @@ def test_a_question_that_is_too_long_is_refused_and_the_chat_goes_on(chat, tiny)
     assert "the context is full" not in done.err  # nothing was left out for it
     answers = [json.loads(line)["tokens"] for line in done.out.splitlines()]
     assert answers == conversation(tiny, ["one", "two"], 10)
+
+
+# --- Over a network: what a user sees of it ---
+
+
+@pytest.fixture(scope="module")
+def models(checkpoint) -> Models:
+    return load_models(checkpoint[1], checkpoint[3], "cpu", torch.float32)
+
+
+def terminal_over(
+    networks: list[Network], server: MessageServer, models: Models, *flags: str
+) -> speculate.Terminal:
+    """What answers each of its prompts over the next of these networks, as with --remote."""
+    connections = iter(networks)
+
+    def new_channel(prompt: list[int]) -> Channel:
+        return Channel(server.server_address, next(connections))
+
+    args = make_parser().parse_args(["--remote", "--max-new-tokens", "48", *flags])
+    method = partial(cycles_on_server, new_channel, models.drafter, CHAIN)
+    config = GenerationConfig(args.max_new_tokens, args.temperature)
+    return speculate.Terminal(args, models, method, config)
+
+
+LOST = "[the link is lost: what follows is the drafter's own text, unverified]"
+BACK = "[the link is back: the target goes on]"
+
+
+def link_lines(err: str) -> list[str]:
+    return [line for line in err.splitlines() if "link" in line]
+
+
+@pytest.mark.parametrize("first, until, lines", [
+    (10, 30, [LOST, BACK]),
+    (math.inf, math.inf, []),
+])
+def test_one_line_says_when_the_link_is_lost_and_one_when_it_is_back(
+    models, impatient, capsys, first, until, lines
+):
+    with serving_models(models.target, models.drafter) as server:
+        client = terminal_over([CountedOutage(first, until)], server, models)
+        generation = client.respond(ask("Hi"))
+    out, err = capsys.readouterr()
+    assert link_lines(err) == lines
+    assert out == models.tokenizer.decode(generation.tokens) + "\n"
+    last = f"{generation.unverified} of 48 tokens are the drafter's own, unverified"
+    lost = err.splitlines()[-1]
+    assert (lost.startswith("the server was lost (") and lost.endswith(last)) == (lines != [])
+
+
+def test_show_colors_what_was_written_without_the_target_on_a_terminal(
+    models, impatient, capsys, monkeypatch
+):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with serving_models(models.target, models.drafter) as server:
+        client = terminal_over([CountedOutage(10, 30)], server, models, "--show")
+        generation = client.respond(ask("Hi"))
+    out = capsys.readouterr().out
+    stream = TextStream(models.tokenizer)
+    unverified = ""
+    for token, origin in zip(generation.tokens, generation.origins):
+        text = stream.add(token)
+        unverified += text if origin == Origin.UNVERIFIED else ""
+    assert "".join(re.findall("\033\\[33m(.*?)\033\\[0m", out, re.DOTALL)) == unverified != ""
+    plain = re.sub("\033\\[[0-9]+m", "", out)
+    assert plain == models.tokenizer.decode(generation.tokens) + "\n"
+
+
+@pytest.mark.parametrize("latency, count, said", [
+    (0.1, "1", "connecting, and waiting for the server to read the prompt ...\n"),  # eight ways to the first token
+    (0.02, "48", ""),
+])
+def test_a_link_that_takes_long_to_the_first_token_says_that_it_is_connecting(
+    models, capsys, monkeypatch, latency, count, said
+):
+    monkeypatch.setattr(speculate, "PATIENCE", 0.5)
+    with serving_models(models.target, models.drafter) as server:
+        network = Network(Link(latency))
+        client = terminal_over([network], server, models, "--json", "--max-new-tokens", count)
+        generation = client.respond(ask("Hi"))
+    out, err = capsys.readouterr()
+    assert generation.seconds > 0.5
+    assert err == said
+    assert json.loads(out)["new_tokens"] == int(count)
+
+
+def test_a_trace_has_the_link_with_its_bytes_and_all_tokens_also_those_written_offline(
+    models, impatient, capsys
+):
+    with serving_models(models.target, models.drafter) as server:
+        client = terminal_over([CountedOutage(10, 30)], server, models, "--trace", "--json")
+        client.respond(ask("Hi"))
+    _, *cycles, generation = map(json.loads, capsys.readouterr().out.splitlines())
+    assert sum([cycle["tokens"] for cycle in cycles], []) == generation["tokens"]
+    states = [cycle["link"]["state"] for cycle in cycles]
+    assert [state for state, _ in itertools.groupby(states)] == [
+        "connected", "offline", "reconnected", "connected"]
+    assert states.count("reconnected") == 1
+    offline = [cycle for cycle in cycles if cycle["offline"]]
+    assert len(offline) == states.count("offline")
+    assert sum(len(cycle["tokens"]) for cycle in offline) == generation["unverified_tokens"] > 0
+    for name in ("bytes_up", "bytes_down"):
+        assert sum(cycle["link"][name] for cycle in cycles) == generation[name]
+    for cycle in cycles:
+        drawn = "\n".join(draw_cycle(cycle))
+        link = cycle["link"]
+        traffic = f"{link['bytes_up']} bytes up, {link['bytes_down']} down, "
+        assert f"  link: {link['state']}, {traffic}" in drawn
+        assert ("offline: the drafter alone wrote" in drawn) == cycle["offline"]
+
+
+def test_a_trace_with_a_server_has_q_and_verdicts_but_no_p(models, capsys):
+    flags = "--trace", "--json", "--temperature", "1"
+    with serving_models(models.target, models.drafter) as server:
+        terminal_over([Network(Link())], server, models, *flags).respond(ask("Hi"))
+    _, *cycles, _ = map(json.loads, capsys.readouterr().out.splitlines())
+    drafts = sum([cycle["drafts"] for cycle in cycles], [])
+    assert {draft["p"] for draft in drafts} == {None}
+    verdicts = {draft["verdict"] for draft in drafts}
+    assert {"accepted", "rejected"} <= verdicts <= {"accepted", "rejected", "not reached"}
+
+
+def test_a_chat_goes_on_after_an_outage_and_after_a_server_that_is_not_there(
+    models, impatient, capsys, monkeypatch
+):
+    networks = [
+        CountedOutage(10, 30),
+        Network(Link(), outage=Outage(after=0)),  # for both attempts to connect
+        CountedOutage(20),
+        Network(Link()),
+    ]
+    networks[1].outage.begin_if_due(0, 0.0)
+    monkeypatch.setattr(sys, "stdin", Typed("one\ntwo\n\nthree\nfour\n"))
+    monkeypatch.setattr(terminal, "more_is_pasted", lambda: False)
+    with serving_models(models.target, models.drafter) as server:
+        chat = terminal_over(networks, server, models)
+        chat.chat()
+    one, three, four = chat.answers
+    assert one.outage and three.outage and not four.outage
+    conversation = ask("one")
+    for generation, question in ((one, "three"), (three, "four")):
+        text = models.tokenizer.decode(generation.tokens)
+        conversation += [{"role": "assistant", "content": text}, *ask(question)]
+    assert four.prompt == models.tokenizer.chat(conversation)
+    assert four.tokens == list(generate(models.target, four.prompt, GenerationConfig(48)))
+    err = capsys.readouterr().err
+    assert link_lines(err) == [LOST, BACK, LOST]
+    complaint = "error: no first token from the server: the network is down"
+    assert err.splitlines().count(complaint) == 1
+    assert "3 answers, 144 tokens" in err
 
 
 # --- On a pseudo-terminal ---
@@ -919,7 +1016,7 @@ def test_on_a_terminal_a_chat_ends_an_answer_at_ctrl_c_and_itself_at_ctrl_d(
     chat.type(b"one\n")
     seen = chat.read_until(r"one\r\n.{40}")
     chat.type(b"\x03")
-    chat.read_until("interrupted\r\n> $")
+    chat.read_until("stopped interrupted.*left out of the conversation\r\n> $")
     whole = tiny[1].decode(answer_alone(tiny, ask("one"), 200))
     assert seen[:45] == "one\r\n" + whole.replace("\n", "\r\n")[:40]
     chat.type(b"\x03")  # where there is no answer to end
@@ -927,9 +1024,27 @@ def test_on_a_terminal_a_chat_ends_an_answer_at_ctrl_c_and_itself_at_ctrl_d(
     chat.type(b"two\n")
     chat.read_until(r"two\r\n.{40}")
     chat.type(b"\x03")
-    chat.read_until("interrupted\r\n> $")
+    chat.read_until("stopped interrupted.*left out of the conversation\r\n> $")
     chat.type(b"\x04")
     assert "2 answers" in chat.read_until(r"acceptance length [\d.]+\r\n")
+    assert chat.wait() == 0
+
+
+def test_a_text_pasted_as_several_lines_is_one_question_and_a_cut_answer_is_no_context(
+    start_on_terminal, tiny
+):
+    chat = start_on_terminal("--max-new-tokens", "1000", "--json")
+    chat.read_until("> $")
+    chat.type(b"never mind\n")
+    chat.read_until("never mind\r\n")
+    time.sleep(0.5)
+    chat.type(b"\x03")
+    chat.read_until("left out of the conversation\r\n> $")
+    chat.type(b"one\ntwo\n\nthree\n")
+    seen = chat.read_until(r"\}\r\n> $")
+    tokens = json.loads(re.search(r"\{.*\}", seen)[0])["tokens"]
+    assert tokens == answer_alone(tiny, ask("one\ntwo\n\nthree"), 1000)
+    chat.type(b"\x04")
     assert chat.wait() == 0
 
 
@@ -937,174 +1052,7 @@ def test_ctrl_c_ends_a_single_answer_with_what_it_cost_and_status_130(start_on_t
     process = start_on_terminal("--prompt", "Why?", "--max-new-tokens", "1500")
     process.read_until(".{40}")
     process.type(b"\x03")
-    process.read_until("new tokens .* interrupted\r\n$")
-    assert process.wait() == 130
-
-
-# --- The benchmark ---
-
-
-class Measured:
-    """In place of a Method: an answer whose cost is known."""
-
-    def __init__(self, seconds: float, tokens: list[int], calls: int):
-        self.generation = Generation(
-            PROMPT,
-            tokens,
-            [Origin.TARGET] * len(tokens),
-            seconds,
-            target_calls=calls,
-            drafted=2 * calls,
-            draft_seconds=seconds / 4,
-            verify_seconds=seconds / 2,
-        )
-        self.asked = []
-        self.base = "target"
-
-    def answer(self, prompt: list[int], config: GenerationConfig) -> Generation:
-        self.asked.append(prompt)
-        return self.generation
-
-
-def bench_rows(
-    models: Models, methods: dict, prompts: list[Prompt], config: GenerationConfig
-) -> list[dict]:
-    turns = {}
-    for category, turn in bench(models, methods, prompts, config):
-        turns.setdefault(category, []).append(turn)
-    return summarize(models.target, methods, turns, config)
-
-
-def test_the_benchmark_reports_what_it_measured(capsys):
-    chain = Measured(1.0, [1, 2, 3, 4], calls=1)
-    methods = {
-        "target": Measured(4.0, [1, 2, 3, 4], calls=3),
-        "chain x:y": chain,  # a drafter's folder may be named so
-        "tree": Measured(2.0, [1, 2, 3, 5], calls=2),
-    }
-    prompts = [Prompt("a", ["one", "two"]), Prompt("b", ["three"])]
-    models = Models(new_target(16), WORDS, {})
-    rows = bench_rows(models, methods, prompts, GenerationConfig(4))
-    by_name = {(row["category"], row["method"]): row for row in rows}
-    assert len(by_name) == len(rows) == 9
-    row = by_name["overall", "chain x:y"]
-    assert row["new_tokens"] == 12  # of three turns: the warm-up is not among them
-    assert row["target_calls"] == 3
-    assert row["speedup"] == 4 and row["speedup_quartiles"] == [4, 4]
-    assert row["acceptance_length"] == 3
-    assert row["tokens_per_second"] == 4
-    assert row["drafted_per_call"] == 2
-    assert row["draft_share"] == 0.25
-    assert row["identical"] == 1
-    tree = by_name["overall", "tree"]
-    assert tree["speedup"] == 2 and tree["identical"] == 0
-    sampled = bench_rows(models, methods, prompts, GenerationConfig(4, temperature=1.0))
-    assert all("identical" not in row for row in sampled)  # it need not be
-    # A second turn follows the target's own answer to the first.
-    turns = [{"content": "one"}, {"content": "1 2 3 4"}, {"content": "two"}]
-    assert WORDS.chat(turns) in chain.asked
-    capsys.readouterr()
-    print_table(rows)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2].split()[:4] == ["a", "chain", "x:y", "4.00"]
-    assert lines[10] == ""  # nine rows under their columns
-    names = lines[0].split()[2:]
-    assert "speedup_quartiles" in names
-    assert len(lines) == 11 + len(names)
-    for name, line in zip(names, lines[11:]):  # the legend
-        assert re.fullmatch(f"{name}: .+", line)
-
-
-@pytest.fixture
-def prompt_file(tmp_path):
-    """A function that writes a prompt set, one record a line."""
-
-    def write(*records: object) -> str:
-        path = tmp_path / "prompts.jsonl"
-        path.write_text("\n\n".join(map(json.dumps, records)) + "\n")
-        return str(path)
-
-    return write
-
-
-def test_the_benchmark_reads_both_formats_and_leaves_out_a_prompt_that_is_too_long(
-    checkpoint, prompt_file
-):
-    prompts = prompt_file(
-        {"prompt": "Say hello."},
-        {"category": "math", "turns": ["What is 2 + 2?", "And 3 + 3?"]},
-        {"category": "long", "prompt": "hello " * 400},
-    )
-    done = command(*checkpoint, "--bench", prompts, "--max-new-tokens", 12, "--json")
-    assert done.status == 0
-    assert "'hello hello" in done.err and "context" in done.err
-    rows = json.loads(done.out)["rows"]
-    methods = ("target", "chain", "tree", "lookup", "tree+lookup")
-    names = [(row["category"], row["method"]) for row in rows]
-    assert names == list(itertools.product(("all", "math", "overall"), methods))
-    for row in rows:
-        assert row["identical"] == 1
-        assert row["acceptance_length"] >= 1
-        assert row["target_calls"] < row["new_tokens"]
-        assert row["tokens_per_second"] > 0
-        assert row["speedup"] == 1 or row["method"] != "target"
-
-
-def test_the_default_prompt_set_has_several_prompts_of_each_of_six_categories():
-    counts = Counter(prompt.category for prompt in read_prompts(speculate.PROMPTS))
-    assert len(counts) == 6 and min(counts.values()) > 1
-
-
-def test_the_benchmark_measures_several_drafters(checkpoint, prompt_file):
-    drafter = checkpoint[3]
-    flags = [*checkpoint, "--drafter", drafter + "/", "--max-new-tokens", 4, "--json"]
-    done = command(*flags, "--bench", prompt_file({"prompt": "Hi"}))
-    rows = json.loads(done.out)["rows"]
-    methods = [row["method"] for row in rows if row["category"] == "overall"]
-    expected = ["target"]
-    for name in (drafter, drafter + "/"):
-        expected += [f"chain {name}", f"tree {name}"]
-    assert methods == expected
-
-
-def test_the_benchmark_of_batches_has_the_target_and_chains_for_each_size(
-    checkpoint, prompt_file, capsys
-):
-    prompts = prompt_file(
-        {"prompt": "Say hello."}, {"prompt": "Count to five."}, {"turns": ["What is 2 + 2?"]}
-    )
-    flags = [*checkpoint, "--bench", prompts, "--batch", 1, 3, "--max-new-tokens", 12]
-    rows = json.loads(command(*flags, "--json").out)["rows"]
-    names = [(row["batch"], row["method"]) for row in rows]
-    assert names == list(itertools.product((1, 3), ("target", "chain")))
-    for row in rows:
-        assert row["category"] == "overall"
-        assert row["tokens_per_second"] > 0 and row["speedup"] > 0
-        assert row["identical"] == 1.0
-        assert (row["acceptance_length"] > 1) == (row["method"] == "chain")
-    print_table(rows)
-    assert "\nbatch: " in capsys.readouterr().out  # the legend
-
-
-def test_the_benchmark_of_batches_needs_ca(checkpoint, prompt_file, tmp_path):
-    drafter = new_drafter(new_target(258, context=2048), use_cross_attention=False)
-    save_drafter(drafter, tmp_path)
-    flags = [*checkpoint[:2], "--drafter", tmp_path, "--bench", prompt_file({"prompt": "Hi"})]
-    assert_refused(command(*flags, "--batch", 1), "need a drafter with CA")
-
-
-def test_ctrl_c_ends_a_benchmark_with_the_rows_of_the_prompts_that_are_done(
-    start_on_terminal, prompt_file
-):
-    prompts = prompt_file(*({"category": f"c{i}", "prompt": "Hi"} for i in range(99)))
-    process = start_on_terminal("--bench", prompts, "--max-new-tokens", "8")
-    process.read_until("c1: tokens/s target .* tree")
-    process.type(b"\x03")
-    table = process.read_until("identical: .*\r\n$")
-    assert "stopped: the rows are of the prompts that were done" in table
-    for category in ("c0", "c1", "overall"):
-        assert re.search(rf"^{category} +tree\+lookup +\d", table, re.MULTILINE)
-    assert not re.search("^c98 ", table, re.MULTILINE)
+    process.read_until("new tokens .* stopped interrupted, seed 0\r\n$")
     assert process.wait() == 130
 
 
@@ -1116,37 +1064,24 @@ HI = ["--prompt", "Hi"]
 @pytest.mark.parametrize(
     "arguments, complaint",
     [
-        ([*HI, "--model", "some/model"], "no drafter is shipped for some/model"),
-        ([*HI, "--model", "some/model", "--remote"], "no drafter is shipped for some/model"),
         (["--prompt", ""], "the prompt is empty"),
         ([*HI, "--draft-length", "0"], "--draft-length"),
-        ([*HI, "--depth", "65"], "--depth"),
-        ([*HI, "--total-tokens", "0"], "--total-tokens"),
-        ([*HI, "--top-k", "1"], "--top-k"),
-        ([*HI, "--top-k", "1000000"], "--top-k"),
+        ([*HI, "--draft-depth", "65"], "--draft-depth"),
+        ([*HI, "--draft-tokens", "0"], "--draft-tokens"),
+        ([*HI, "--draft-top-k", "1"], "--draft-top-k"),
+        ([*HI, "--draft-top-k", "1000000"], "--draft-top-k"),
         ([*HI, "--seed", "-1"], "--seed"),
-        ([*HI, "--bench", "x.jsonl"], "not allowed with"),
         ([*HI, "--latency", "21ms"], "needs --remote"),
         ([*HI, "--timeout", "0s", "--remote"], "from 1ms"),
         ([*HI, "--disconnect-for", "1s", "--remote"], "needs --disconnect-after"),
-        ([*HI, "--batch", "2"], "--batch needs --bench"),
-        (["--bench", "--batch", "2", "--remote"], "--remote is not for --batch"),
-        (["--bench", "--batch", "2", "--depth", "4"], "--depth is not for --batch"),
-        (["--bench", "--batch", "2", "--drafter", "a", "--drafter", "b"], "several drafters"),
-        ([*HI, "--drafter", "a", "--drafter", "b"], "several drafters need --bench"),
-        (["--serve", "127.0.0.1:0", "--remote"], "--remote is for the client"),
+        (["--serve", "0", "--remote"], "--remote is for the client"),
         (["--serve", "127.0.0.1:0", "--top-p", "0.5"], "--top-p is for the client"),
+        (["--serve", "x"], "expected"),
         ([*HI, "--show", "--trace"], "--show has no effect with --trace"),
-        (["--bench", "--remote", "--disconnect-for", "1s"], "--disconnect-for is not for --bench"),
-        (["--bench", "nowhere.jsonl", "--model", "some/model"], "nowhere.jsonl: cannot be read"),
         ([*HI, "--show", "--no-speculation"], "--show is not for --no-speculation"),
-        (["--bench", "--lookup"], "--lookup"),
-        (["--bench", "--no-speculation"], "--no-speculation"),
-        (["--bench", "--show"], "--show"),
-        (["--bench", "--trace"], "--trace"),
         ([*HI, "--lookup", "--no-speculation"], "--lookup is not for --no-speculation"),
         ([*HI, "--trace", "--no-speculation"], "--trace is not for --no-speculation"),
-        ([*HI, "--draft-length", "4", "--depth", "6"], "--depth is a size of a tree"),
+        ([*HI, "--draft-length", "4", "--draft-depth", "6"], "--draft-depth is a size of a tree"),
     ],
     ids=str,
 )
@@ -1159,7 +1094,6 @@ def test_a_wrong_command_line_ends_in_one_line_and_status_2(arguments, complaint
     [
         ([*HI, "--drafter", "no/such/folder"], "no/such/folder"),
         (["--prompt", "word " * 500], "shorten"),
-        (["--bench", ""], "be read"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -1173,26 +1107,3 @@ def test_what_does_not_fit_the_models_ends_in_one_line_and_status_2(
 def assert_refused(done: Done, complaint: str) -> None:
     assert done.status == 2 and done.out == ""
     assert done.err.count("\n") == 1 and complaint in done.err
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{",
-        '"prompt"',
-        "[]",
-        "{}",
-        '{"prompt": 1}',
-        '{"turns": []}',
-        '{"turns": "Hi"}',
-        '{"prompt": "\\ud800"}',
-        "[" * 100_000,
-    ],
-    ids=lambda line: line[:20],
-)
-def test_a_malformed_line_of_a_prompt_set_is_named(line, tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "one line, though \u2028 is in it"}\n' + line + "\n")
-    with pytest.raises(InputError, match="line 2") as error:
-        read_prompts(path)
-    assert "\n" not in str(error.value)

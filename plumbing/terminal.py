@@ -1,0 +1,167 @@
+"""What a person sees: colours, one answer's statistics, a traced cycle, and what a chat needs.
+
+A cycle is drawn from the record that --trace --json prints, so both show the same. Names, numbers
+and text come in; nothing here knows a model.
+"""
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+from typing import Callable, Iterator
+
+GREEN = "\033[32m"
+YELLOW = "\033[33m"
+RED = "\033[31m"
+PLAIN = "\033[0m"
+
+
+def paint(text: str, color: str) -> str:
+    """Put text in a color, if stdout is a terminal and NO_COLOR is not set (no-color.org)."""
+    if not color or not text or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return color + text + PLAIN
+
+
+# --- The statistics of an answer ---
+
+
+def why_stopped(
+    tokens: list[int], stop_ids: set[int] | frozenset[int], count: int, max_new_tokens: int
+) -> str:
+    """Say why an answer ended. count: how many tokens the context had room for."""
+    if tokens[-1] in stop_ids:
+        return "stop token"
+    return "max-new-tokens" if count == max_new_tokens else "context"
+
+
+def report(text: str, tokens: list[int], statistics: dict, as_json: bool) -> None:
+    """Print an answer and its statistics as one JSON object on stdout, or only the statistics as a
+    line on stderr."""
+    statistics = {"new_tokens": len(tokens), **statistics}
+    if as_json:
+        print(json.dumps({"text": text, "tokens": tokens, **statistics}))
+        return
+    parts = []
+    for name, value in statistics.items():
+        if isinstance(value, float):
+            value = f"{value:.3g}"
+        parts.append(f"{name.replace('_', ' ')} {value}")
+    print(", ".join(parts), file=sys.stderr)
+
+
+# --- A traced cycle ---
+
+
+def draw_cycle(record: dict) -> Iterator[str]:
+    """Draw a cycle for a person, line by line: on 80 columns, if the draft is of the default
+    size."""
+    drafts = record["drafts"]
+    accepted = sum(node["accepted"] for node in drafts)
+    times = f"draft {1e3 * record['draft_seconds']:.1f} ms"
+    times += f", verification {1e3 * record['verify_seconds']:.1f} ms"
+    yield f"cycle {record['cycle']}: {len(drafts)} drafted, {accepted} accepted; {times}"
+    if "link" in record:
+        link = record["link"]
+        traffic = f"{link['bytes_up']} bytes up, {link['bytes_down']} down"
+        yield f"  link: {link['state']}, {traffic}, {1e3 * link['network_seconds']:.0f} ms"
+    if drafts:
+        # A chain goes straight down, however long it is: an indent for each level would not fit.
+        is_chain = all(node["parent"] == i - 1 for i, node in enumerate(drafts))
+        yield f"  {quote(record['root'])}"
+        yield from draw_branch(drafts, parent=-1, indent="  ", is_chain=is_chain)
+    if record["offline"]:
+        yield paint("  offline: the drafter alone wrote, unverified,", YELLOW)
+        yield paint(f"  {json.dumps(record['text'], ensure_ascii=False)}", YELLOW)
+    elif len(record["tokens"]) > accepted:  # no stop token came before it
+        yield f"  the target's own: {quote(record['text'])}"
+
+
+def draw_branch(drafts: list[dict], parent: int, indent: str, is_chain: bool) -> Iterator[str]:
+    """Draw the tokens after a parent, and what follows each."""
+    children = [i for i, node in enumerate(drafts) if node["parent"] == parent]
+    for i in children:
+        node = drafts[i]
+        last = i == children[-1]
+        label = f"{indent}{'└' if last else '├'} {quote(node['text'])}"
+        numbers = f"q {node['q']:.2f}"
+        if node["p"] is not None:
+            numbers += f"  p {node['p']:.2f}"
+        color = {"accepted": GREEN, "rejected": RED}.get(node["verdict"], "")
+        yield f"{label:<32} {numbers}  {paint(node['verdict'], color)}"
+        below = indent
+        if not is_chain:
+            below += "  " if last else "│ "
+        yield from draw_branch(drafts, i, below, is_chain)
+
+
+def quote(text: str) -> str:
+    """Put a token's text in quotes, no longer than a line has room for."""
+    return json.dumps(text[:16] or "<end>", ensure_ascii=False)
+
+
+# --- A chat ---
+
+PASTE_SECONDS = 0.05  # lines that come within so short a time were not typed one after the other
+
+
+def read_questions() -> Iterator[str]:
+    """Yield the questions of a chat, until one is "exit" or "quit" or the file ends. Ctrl-C forgets
+    a question."""
+    try:
+        import readline  # noqa: F401 (lets a terminal edit lines and recall them)
+    except ImportError:
+        pass
+    ended = False
+    while not ended:
+        lines = []
+        try:
+            lines.append(read_line())
+            while more_is_pasted():
+                lines.append(read_line())
+        except EOFError:
+            ended = True
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            continue
+        except UnicodeError as error:
+            print(f"error: that line is not valid text: {error}", file=sys.stderr)
+            continue
+        question = "\n".join(lines)
+        if question.strip() in ("exit", "quit"):
+            return
+        if question.strip():
+            yield question
+    print(file=sys.stderr)
+
+
+def read_line() -> str:
+    """Read a line. The prompt for it is not part of the answers that go to stdout."""
+    if sys.stdout.isatty():
+        return input("> ")
+    print("> ", end="", file=sys.stderr, flush=True)
+    return input()
+
+
+def more_is_pasted() -> bool:
+    """Tell whether another line is there already: a text that was pasted is one question."""
+    ready, _, _ = select.select([sys.stdin], [], [], PASTE_SECONDS)
+    return bool(ready)
+
+
+def newest_turns(
+    messages: list[dict], count_tokens: Callable[[list[dict]], int], context: int, room: int
+) -> list[dict]:
+    """Return the newest of these messages that leave room for an answer of so many tokens. A turn
+    is a question and its answer; the last question always stays."""
+    newest = messages
+    length = count_tokens(newest)
+    while len(newest) > 1 and length > context - room:
+        newest = newest[2:]
+        length = count_tokens(newest)
+    left_out = (len(messages) - len(newest)) // 2
+    if left_out and length < context:  # else the question alone is too long, and refused
+        turns = "turn is" if left_out == 1 else f"{left_out} turns are"
+        print(f"the context is full: the oldest {turns} left out", file=sys.stderr)
+    return newest
