@@ -1,70 +1,88 @@
-"""The network between drafter and target: real messages, simulated delays (paper, section 5).
+"""The network between drafter and target: a simulated link, a real protocol (paper, section 5).
 
 The drafter runs on a consumer device and the target on a server. How much that slows them down
-depends on the network between them. This file lets one machine stand for both ends of any network:
-
-    Messages cross a real TCP socket, at once. When a reply is here, the client computes when it
-    would have arrived over the simulated link, the way of the request included, and sleeps until
-    that moment.
-
-So the messages have their real sizes and a seed repeats all delays, without a second machine and
-without special rights on this one.
-
-An example: the link takes 21 ms each way and 20 Mbit/s. The client sends a request of 250 bytes.
-The server works on it for 30 ms, and its reply has 2500 bytes.
-
-    what happens                        real clock    simulated clock
-    the client has sent the request         0 ms          0.0 ms
-    the server has the request              0 ms         21.1 ms    8 * 250 bits at 20e6/s, + 21 ms
-    the server has sent the reply          30 ms         51.1 ms    30 ms of work
-    the client has the reply               30 ms         73.1 ms    8 * 2500 bits at 20e6/s, + 21 ms
-
-The client has the reply after 30 ms, sleeps for another 43.1 ms, and then uses it. The server knows
-nothing of the simulation: it only states in each reply for how long it has worked ("elapsed"), and
-all else is the client's arithmetic.
+depends on the network between them. Here one machine stands for both ends of any network. Messages
+cross a real TCP socket at once, so they have their real sizes. When a reply is here, the client
+computes when it would have arrived over the simulated link, and sleeps until that moment. A seed
+repeats all delays.
 
     python speculate.py --remote --network 4g --prompt "Why is the sky blue?" --trace
 
-The file has five parts: the link and its outage; messages; the client's channel; the server; and
-the quantities of the command line. The simulation is the first part, and the arithmetic of
-`Channel.connect` and `Channel.request`. The rest is a real protocol, which would work without. So
-to understand the simulation read as far as "Messages", then `Channel.request`. The file does not
-simulate congestion control, slow start or other people's traffic, and it encrypts nothing.
+The link comes first and stands alone. Messages, the client's channel and the server follow: a real
+protocol, which would work without the simulation. Last come the paper's client and server,
+`RemoteVerifier` and `TargetSession`.
 
 Everywhere, durations are in seconds, sizes in bytes and bandwidths in bits per second. A moment is
 a value of time.monotonic().
 """
+from __future__ import annotations
+
 import argparse
-import hmac
 import json
 import math
 import os
 import random
 import re
+import signal
 import socket
 import socketserver
 import struct
 import sys
 import threading
-from contextlib import contextmanager
+from concurrent import futures
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
+from multiprocessing import get_context, parent_process
 from time import monotonic, sleep
-from typing import Callable, Iterator, NamedTuple, Protocol
+from typing import Callable, Iterator, NamedTuple
 
 import safetensors.torch
+import torch
 from torch import Tensor
+
+from llama import GenerationConfig, Llama, generate
+from moa import (
+    Q_TOKENS,
+    Draft,
+    Drafter,
+    DraftState,
+    MemoryUpdate,
+    Models,
+    RemoteDraftState,
+    VerifyResult,
+    dequantize_probabilities,
+    load_models,
+    quantize_probabilities,
+)
+from plumbing import flags
+from plumbing.errors import InputError, input_errors, run_command
 
 Address = tuple[str, int]  # host and port
 Tensors = dict[str, Tensor]  # by name
+Replies = Iterator[tuple[dict, Tensors]]  # each one's fields and tensors
 
 
 # --- The link ---
 #
+# An example: the link takes 21 ms each way and carries 20 Mbit/s. The client sends a request of 250
+# bytes. The server works on it for 30 ms, and its reply has 2500 bytes.
+#
+#     what happens                      real clock   simulated clock
+#     the client has sent the request       0 ms         0.0 ms
+#     the server has the request            0 ms        21.1 ms    21 ms, 8 * 250 bits at 20e6/s
+#     the server has sent the reply        30 ms        51.1 ms    30 ms of work
+#     the client has the reply             30 ms        73.1 ms    21 ms, 8 * 2500 bits at 20e6/s
+#
+# The client has the reply after 30 ms, sleeps for another 43.1 ms, and then uses it. The server
+# knows nothing of the simulation. It only says in each reply how long it has worked ("elapsed"),
+# and everything else is arithmetic of the client: see `Channel.request`.
+#
 # A packet can be lost. TCP sends it again if the other side has not confirmed it within the
 # retransmission timeout (RTO), and doubles this timeout each time. (Real TCP often notices a loss
-# sooner, by later packets that are confirmed or by a probe. That is left out: so losses cost too
-# much here.)
+# sooner, by later packets that are confirmed or by a probe. That is left out, so losses cost too
+# much here. Congestion control, slow start and other people's traffic are left out, too.)
 
 MSS = 1460  # bytes of a message in one packet: Ethernet's 1500, less the headers of IP and TCP
 INITIAL_RTO = 1.0  # seconds, as long as no round trip has been measured (RFC 6298)
@@ -107,8 +125,8 @@ class Outage:
     and lasts `seconds`.
 
     It loses no message for good, because TCP sends again until it gets through. So a message that
-    is in flight while it lasts arrives later: by the rest of the outage, counted from its sending
-    or, if the outage begins after that, from its beginning, plus one RTO.
+    is in flight during the outage arrives later: by what is left of the outage when the message is
+    sent, or by all of it if the outage begins after that, plus one RTO.
 
     An example: an outage from 1.0 s to 1.3 s on a link of 20 ms, whose RTO is 0.24 s.
 
@@ -117,11 +135,9 @@ class Outage:
         1.10 s       1.12 s          0.2 s       1.12 + 0.2 + 0.24 = 1.56 s
         1.40 s       1.42 s          nothing     1.56 s: in order, after the one before
 
-    If the outage never ends, none of the three arrives: whoever waits for them gives up at a
-    deadline (see Channel.reply_timeout).
-
-    Real TCP needs longer to notice the end of a long outage, as it doubles its timeout. By then
-    the client will usually have given up.
+    If the outage never ends, none of the three arrives, and the client gives up at a deadline (see
+    Channel.reply_timeout). Real TCP takes longer to notice the end of a long outage, as it doubles
+    its timeout. By then the client will usually have given up.
     """
 
     after: float = math.inf  # tokens
@@ -176,7 +192,7 @@ class Direction:
                 rto *= 2
         self.rto = self.link.retransmission_timeout()  # of later messages
 
-        # Nothing moves while an outage lasts. Then TCP sends again, one RTO later.
+        # Nothing moves during an outage. Then TCP sends again, one RTO later.
         if self.outage.overlaps(sent, arrival):
             stopped = max(sent, self.outage.begins)
             arrival += self.outage.ends - stopped + self.rto
@@ -196,8 +212,8 @@ class Network:
 
 
 def wait(arrival: float, deadline: float) -> None:
-    """Sleep until the moment `arrival`. If the moment `deadline` comes first, raises TimeoutError
-    then."""
+    """Sleep until the moment `arrival`. Raises TimeoutError if the moment `deadline` comes
+    first."""
     sleep(max(0.0, min(arrival, deadline) - monotonic()))
     if arrival > deadline:
         raise TimeoutError("timed out")
@@ -205,26 +221,23 @@ def wait(arrival: float, deadline: float) -> None:
 
 # --- Messages ---
 #
-# A message is a header, then fields as a JSON object, then tensors in the safetensors format:
+# (The simulation needs none of what follows.) A message is a header, then fields as a JSON object,
+# then tensors in the safetensors format:
 #
 #     "MoAs" | version | size of fields | size of tensors | fields | tensors
 #        4   |    1    |        4       |        8        |        |            bytes
 #
-# (The simulation needs none of what follows.) A client first has to prove that it knows the
-# server's secret. The server sends a random number, the nonce, and the client answers with an HMAC
-# of it, which nobody can compute without the secret. The secret itself never crosses the network,
-# and an answer that somebody has overheard is worthless, because the next connection has another
-# nonce.
+# With the field "refused", which says why, a message is not what the receiver waits for.
+#
+# Nothing is encrypted, and nobody has to prove who they are. So the server only listens to its own
+# machine. From elsewhere one comes through SSH, which does both.
 
 HEADER = struct.Struct("!4sBIQ")  # "!": big-endian, as is usual in networks, and no padding
 MAGIC = b"MoAs"  # to notice at once a peer that speaks another protocol
-VERSION = 4  # of this format: a peer with another one would misread our messages
+VERSION = 5  # of this format: a peer with another one would misread our messages
 MAX_FIELDS = 1 << 16  # bytes: the longest fields, a draft of 64 tokens, have less than a thousand
-MAX_REPLY = 1 << 30  # bytes: enough for the memory of a prompt of 131 072 tokens, 8000 bytes each
-MAX_PIECE = 1 << 16  # bytes in one call: so memory grows with what comes, not what is announced
-NONCE = 32  # bytes: 256 random bits never come twice
-DIGEST = 32  # bytes of an HMAC with SHA-256
-SECRET = "MOA_SECRET"  # the environment variable that holds the secret of both sides
+MAX_REPLY = 1 << 30  # bytes: enough for the memory of a prompt of 131,072 tokens, 8,000 bytes each
+MAX_PIECE = 1 << 16  # bytes in one call: memory grows with what comes, not with what is announced
 CONNECT_SECONDS = 10.0  # to connect, or to send a piece: a stalled peer must not hold us
 
 
@@ -234,7 +247,7 @@ class ProtocolError(OSError):
 
 @contextmanager
 def refuse_malformed(what: str) -> Iterator[None]:
-    """To read what is malformed raises one of many exceptions. In here all of them become a
+    """Reading something malformed raises one of many exceptions. In here all of them become a
     ProtocolError."""
     wrong = (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
     try:
@@ -268,8 +281,8 @@ def send_message(sock: socket.socket, fields: dict, tensors: Tensors) -> int:
 def receive_message(sock: socket.socket, limit: int, deadline: float) -> Message:
     """Receive the next message.
 
-    Raises OSError: ConnectionError if the peer leaves, ProtocolError if the message is malformed or
-    longer than `limit` bytes, TimeoutError at the moment `deadline`.
+    Raises OSError: ConnectionError if the peer leaves, ProtocolError if it refuses or the message
+    is malformed or longer than `limit` bytes, TimeoutError at the moment `deadline`.
     """
     header = receive_bytes(sock, HEADER.size, deadline)
     magic, version, text_size, data_size = HEADER.unpack(header)
@@ -283,13 +296,15 @@ def receive_message(sock: socket.socket, limit: int, deadline: float) -> Message
     with refuse_malformed("message"):
         fields = {**json.loads(text)}  # a TypeError unless it is an object
         tensors = safetensors.torch.load(data) if data else {}
+    if "refused" in fields:
+        raise ProtocolError(f"refused: {fields['refused']!r:.300}")
     return Message(fields, tensors, size)
 
 
 def receive_bytes(sock: socket.socket, size: int, deadline: float) -> bytes:
     """Receive the next `size` bytes. Raises OSError: TimeoutError at the moment `deadline`,
     ConnectionError if the peer closes the connection before."""
-    received = bytearray()  # it grows with what comes, not with what is announced
+    received = bytearray()
     while len(received) < size:
         left = deadline - monotonic()
         if left <= 0:
@@ -302,13 +317,7 @@ def receive_bytes(sock: socket.socket, size: int, deadline: float) -> bytes:
     return bytes(received)
 
 
-def answer_nonce(secret: str, nonce: bytes) -> bytes:
-    """Return the DIGEST bytes that prove that the client knows the secret."""
-    # The secret is an environment variable: fsencode returns its bytes, whatever they are.
-    return hmac.digest(os.fsencode(secret), nonce, "sha256")
-
-
-# --- The client ---
+# --- The client's channel ---
 #
 # There are two kinds of timeouts. That of the simulated TCP, the RTO, only delays a message. After
 # that of the client, `reply_timeout`, the connection is given up.
@@ -318,7 +327,7 @@ MIN_TIMEOUT = 1.0  # seconds for any other: a packet that is lost twice mostly c
 
 
 class ConnectionLost(Exception):
-    """The server did not answer, not in time or not sensibly."""
+    """The server did not answer in time, or not in a way that can be understood."""
 
 
 @dataclass
@@ -328,16 +337,15 @@ class Traffic:
     bytes_up: int = 0
     bytes_down: int = 0
     round_trips: int = 0  # requests
-    network_seconds: float = 0.0  # until each request's first reply, less the server's work on it
+    network_seconds: float = 0.0  # waited for replies, less the server's work on them
 
 
-@dataclass(repr=False)  # it holds a secret
+@dataclass
 class Channel:
     """The client's end of a connection. If anything goes wrong, the connection is closed, and
     `connect` makes another."""
 
     address: Address
-    secret: str
     network: Network
     timeout: float | None = None  # seconds to wait for a reply; None: see reply_timeout
     sock: socket.socket | None = None
@@ -346,7 +354,7 @@ class Channel:
     traffic: Traffic = field(default_factory=Traffic)
 
     def connect(self) -> dict:
-        """Connect and authenticate. Returns the fields of the server's greeting. Raises
+        """Make a new connection. Returns the fields of the server's greeting. Raises
         ConnectionLost."""
         self.close()
         network = self.network
@@ -355,36 +363,25 @@ class Channel:
         start = monotonic()
         if network.outage.overlaps(start, start):  # now, that is
             raise ConnectionLost("the network is down")
-        # How long the simulated handshake may take: one lost packet, and as long as a reply. (Here
-        # `reply_timeout` still speaks of the connection before: a minute if there was none or it
-        # brought no reply, else ten times the slowest. So a dead network is noticed soon.)
+        # The simulated handshake may take as long as a reply and one lost packet. `is_new` still
+        # describes the previous connection. Where there was none, or where it brought no reply,
+        # reply_timeout() is a minute. Else it is ten times `slowest`, so that a dead network is
+        # noticed soon.
         timeout = INITIAL_RTO + self.reply_timeout()
-        deadline = start + min(CONNECT_SECONDS, timeout)  # in real time
+        deadline = start + min(CONNECT_SECONDS, timeout)  # of the real handshake
         host, port = self.address
         with self.closed_on_failure(f"no server at {host}:{port}"):
             self.sock = socket.create_connection(self.address, deadline - start)
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send at once
-            nonce = receive_bytes(self.sock, NONCE, deadline)
-            self.sock.sendall(answer_nonce(self.secret, nonce))
             greeting = receive_message(self.sock, MAX_FIELDS, deadline)
-            self.traffic.bytes_up += DIGEST
-            self.traffic.bytes_down += NONCE + greeting.size
-
-            # Three round trips:   up             down
-            #                      SYN            SYN-ACK
-            #                      ACK            the nonce
-            #                      the digest     the greeting
-            #
-            # (The server sends the nonce as soon as it has the ACK.)
+            self.traffic.bytes_down += greeting.size
+            # Two round trips: SYN and SYN-ACK of TCP, then its ACK and the greeting.
             arrival = start
-            for up_size, down_size in ((0, 0), (0, NONCE), (DIGEST, greeting.size)):
-                arrival = network.up.send(arrival, up_size)
+            for down_size in (0, greeting.size):
+                arrival = network.up.send(arrival, 0)
                 arrival = network.down.send(arrival, down_size)
             wait(arrival, start + timeout)
         self.is_new = True
-        if "refused" in greeting.fields:
-            self.close()
-            raise ConnectionLost(f"the server refused: {greeting.fields['refused']!r:.200}")
         return greeting.fields
 
     def close(self) -> None:
@@ -405,11 +402,12 @@ class Channel:
             raise ConnectionLost(f"{complaint}: {error}")
 
     def reply_timeout(self) -> float:
-        """Return the seconds after which a reply counts as lost: `timeout`, or else ten times the
-        slowest so far, and at least MIN_TIMEOUT (for a connection's first: FIRST_REPLY_SECONDS).
+        """Return the seconds after which a reply counts as lost: `timeout` or, without one, ten
+        times the slowest so far, and at least MIN_TIMEOUT (for a connection's first reply at least
+        FIRST_REPLY_SECONDS).
 
-        The reply to the prompt, mostly the slowest, counts, too: while the server reads another
-        client's prompt, it answers us as late.
+        The reply to the prompt, which is usually the slowest, counts, too: while the server reads
+        another client's prompt, it answers us as late.
         """
         if self.timeout is not None:
             return self.timeout
@@ -436,7 +434,6 @@ class Channel:
         self.traffic.round_trips += 1
         server_clock = self.network.up.send(sent, size)  # simulated: it has the request
         asked = sent
-        is_first = True
         while True:  # one round for each reply
             deadline = asked + self.reply_timeout()
             reply = receive_message(self.sock, MAX_REPLY, deadline)
@@ -445,74 +442,74 @@ class Channel:
             arrival = self.network.down.send(server_clock, reply.size)
             wait(arrival, deadline)
             waited = monotonic() - asked
-            if is_first:
-                self.traffic.network_seconds += max(0.0, waited - elapsed)
+            self.traffic.network_seconds += max(0.0, waited - elapsed)
             self.traffic.bytes_down += reply.size
             self.slowest = max(self.slowest, waited)
             self.is_new = False
-            is_first = False
             yield reply
             asked = monotonic()  # the caller's own work does not count
 
 
 # --- The server ---
 #
-# `MessageServer` accepts clients. Each has a `ClientHandler`, in a thread of its own. Once the
-# client has proved that it knows the secret, the handler asks a `Session` for its replies.
+# `MessageServer` accepts clients. Each has a `ClientHandler`, in a thread of its own, and a session
+# that knows what to do. `session.greeting`, a dict, has the fields of the first message to the
+# client, and `session.answer(fields, tensors)` returns the replies to a request. If the request is
+# malformed, it raises what `refuse_malformed` expects: at once, not with the replies.
 
-MAX_REQUEST = 1 << 20  # bytes: a prompt of 131 072 tokens takes half of it
+MAX_REQUEST = 1 << 20  # bytes: a prompt of 131,072 tokens takes half of it
 MAX_CLIENTS = 8  # each of them has a KV cache of the target
 IDLE_SECONDS = 300.0  # then a client without a request loses its place
-
-
-class Session(Protocol):
-    """What a server does for one client. That of speculate.py is `TargetSession`."""
-
-    greeting: dict  # the fields of the first message to the client
-
-    def answer(self, fields: dict, tensors: Tensors) -> Iterator:
-        """Return the replies to a request, each a pair of fields and tensors. Raises what
-        `refuse_malformed` expects if the request is malformed: at once, not with the replies."""
+SPARE_SECONDS = 1.0  # then it loses it to a new client, if all places are taken
 
 
 class MessageServer(socketserver.ThreadingTCPServer):
-    """Give a thread and a session to every client that knows the secret."""
+    """Gives a thread and a session to every client."""
 
     allow_reuse_address = True  # a restarted server need not wait until its old port is free
+    daemon_threads = True  # the process may end while they still notice that it does
     request_queue_size = 128  # not yet accepted: a burst of connections must not be refused
 
-    def __init__(self, address: Address, secret: str, new_session: Callable[[], Session]):
-        """Begin to listen. Raises OSError if it cannot listen at the address, ValueError if other
-        machines could connect and there is no secret."""
-        self.secret = secret
+    def __init__(self, address: Address, new_session: Callable):
+        """Begin to listen. new_session(has_left) makes a client's session. Raises OSError if it
+        cannot listen at the address, InputError if other machines could connect."""
+        host, port = address
+        if not re.fullmatch(r"localhost|127\.[0-9.]+|::1", host):
+            raise InputError(
+                f"cannot serve at {host}: only this machine may connect, so serve at localhost. "
+                f"From elsewhere, connect through ssh -L {port}:localhost:{port} server"
+            )
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.new_session = new_session
         self.places = threading.Semaphore(MAX_CLIENTS)
-        self.sockets = set()  # of all clients
-        self.unauthenticated = {}  # those of them that have not proved anything, the oldest first
+        # Since when each client is idle, the longest first. Infinity: it is not.
+        self.clients: dict[socket.socket, float] = {}
         super().__init__(address, ClientHandler)
-        host = self.server_address[0]  # as a number, which is known only now
-        if not secret and not host.startswith("127."):
-            self.server_close()
-            raise ValueError(f"to serve beyond this machine, set a secret: {SECRET} on both sides")
 
-    def process_request(self, request: socket.socket, client_address: Address) -> None:
-        """socketserver calls this for a new connection, whose socket it calls a request, before it
-        starts the thread. (So server_close knows of it, even if that is called first.)"""
-        self.sockets.add(request)
-        super().process_request(request, client_address)
+    def take_place(self) -> bool:
+        """Take a place for a new client. If all are taken, the client that has been idle longest is
+        given up: it may have vanished, and if not, it reconnects. Returns False if all are busy."""
+        deadline = monotonic() + SPARE_SECONDS + 0.5
+        while monotonic() < deadline:
+            if self.places.acquire(timeout=0.05):
+                return True
+            for sock, since in list(self.clients.items()):
+                if monotonic() > since + SPARE_SECONDS:
+                    disconnect(sock)
+                    break
+        return False
 
     def server_close(self) -> None:
-        """Disconnect all clients, and wait for their threads to end."""
-        self.disconnect(list(self.sockets))
+        """End all connections."""
         super().server_close()
+        for sock in list(self.clients):
+            disconnect(sock)
 
-    def disconnect(self, connections: list[socket.socket]) -> None:
-        """End connections. Their threads notice, and clean up."""
-        for sock in connections:
-            try:
-                sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # it has ended already
+
+def disconnect(sock: socket.socket) -> None:
+    """End a connection. The thread that uses it notices, and cleans up."""
+    with suppress(OSError):  # it has ended already
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 class ClientHandler(socketserver.StreamRequestHandler):
@@ -525,111 +522,535 @@ class ClientHandler(socketserver.StreamRequestHandler):
         """Serve the client until it leaves. If it breaks a rule, disconnect it, with a line on
         stderr."""
         try:
-            self.authenticate()
-            self.serve()
+            if self.server.take_place():
+                self.serve()
+            else:
+                self.send({"refused": f"all of the server's {MAX_CLIENTS} clients are busy"}, {})
         except ConnectionError:
             pass  # the client has left
         except OSError as error:
             print(f"{self.client_address[0]}: {error}", file=sys.stderr)
-        finally:
-            self.server.sockets.discard(self.connection)
-
-    def authenticate(self) -> None:
-        """Let the client prove that it knows the secret. Raises ProtocolError if it does not."""
-        unauthenticated = self.server.unauthenticated
-        unauthenticated[self.connection] = None
-        # Anyone can open connections and say nothing. Keep the newest, four for each place.
-        self.server.disconnect(list(unauthenticated)[:-4 * MAX_CLIENTS])
-        try:
-            nonce = os.urandom(NONCE)
-            self.connection.sendall(nonce)
-            digest = receive_bytes(self.connection, DIGEST, monotonic() + CONNECT_SECONDS)
-        finally:
-            del unauthenticated[self.connection]
-        # compare_digest takes the same time wherever the two differ, and so gives no hint.
-        if not hmac.compare_digest(digest, answer_nonce(self.server.secret, nonce)):
-            self.send({"refused": f"wrong secret; both sides take it from {SECRET}"}, {})
-            raise ProtocolError("wrong secret")
 
     def serve(self) -> None:
         """Answer one request after the other, until an OSError ends it, at the latest when the
-        client leaves. If no place is free, refuse."""
-        if not self.server.places.acquire(blocking=False):
-            self.send({"refused": f"it has {MAX_CLIENTS} clients, its limit"}, {})
-            return
+        client leaves. Then its place is free."""
+        clients = self.server.clients
         try:
-            session = self.server.new_session()
+            session = self.server.new_session(self.has_left)
             self.send(session.greeting, {})
             while True:
+                clients.pop(self.connection, None)
+                clients[self.connection] = monotonic()  # now at the end of the order
                 deadline = monotonic() + IDLE_SECONDS
-                try:
-                    request = receive_message(self.connection, MAX_REQUEST, deadline)
-                except TimeoutError:
-                    raise ProtocolError(f"no whole request within {IDLE_SECONDS:g} s")
-                since = monotonic()
-                with refuse_malformed("request"):
-                    replies = session.answer(request.fields, request.tensors)
-                for fields, tensors in replies:
-                    now = monotonic()
-                    self.send({**fields, "elapsed": round(now - since, 6)}, tensors)
-                    since = now
+                request = receive_message(self.connection, MAX_REQUEST, deadline)
+                clients[self.connection] = math.inf
+                self.answer(session, request)
         finally:
+            clients.pop(self.connection, None)
             self.server.places.release()
+
+    def answer(self, session, request: Message) -> None:
+        """Send the replies to a request, each with the seconds of work on it."""
+        since = monotonic()
+        with refuse_malformed("request"):
+            replies = session.answer(request.fields, request.tensors)
+        try:
+            for fields, tensors in replies:
+                now = monotonic()
+                self.send({**fields, "elapsed": round(now - since, 6)}, tensors)
+                since = now
+        except InputError as error:  # from a model whose logits are NaN, say
+            self.send({"refused": str(error)}, {})
+
+    def has_left(self) -> bool:
+        """Tell whether the client has closed its end of the connection."""
+        self.connection.settimeout(0)  # do not wait
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:  # nothing has come: it waits for our reply
+            return False
+        except ConnectionError:
+            return True
 
     def send(self, fields: dict, tensors: Tensors) -> None:
         """Send a message to the client."""
         send_message(self.connection, fields, tensors)
 
 
-# --- The command line ---
+# --- The paper's client and server: the drafter here, the target there ---
 #
-# Types for argparse. What they raise becomes one line that says what was expected.
+# The server greets a client with the hash of its drafter. Then the client calls:
+#
+#     call        sends                                gets back
+#     read        a text, GenerationConfig, known      accepted [], token, memory of the text
+#     verify      drafts, parents, q of each parent    accepted, token, memory of what is verified
+#     generate    a text, GenerationConfig             token: a reply for each
+#
+# "read" and "verify" are the two calls of a verifier in `speculate`, prefill and verify. "generate"
+# is a plain API. The text's tokens, memory (in 8 bits) and q are tensors, everything else is in
+# fields.
+#
+# known: the client already has the memory of this many tokens, and the reply leaves it out.
+# q goes up, quantized, if the drafted tokens were drawn from it. An example, a chain of two of
+# which the target accepts one:
+#
+#     client                                     server
+#     read     tokens 5 9 2, known 0       ->    reads 5 9 2
+#                                          <-    accepted [], token 7, memory of 5 9 2
+#     verify   drafts [4 8], parents [0 1] ->    reads 7 4 8 in one pass
+#                                          <-    accepted [4], token 1, memory of 7 4
+#
+# With "verify" the root, 7, does not go up: the server chose it.
+
+MAX_DRAFT_TOKENS = 64  # of a draft: the server refuses a longer one
+OFFLINE_TOKENS = 8  # that the drafter writes alone, before it looks again whether to reconnect
+INITIAL_BACKOFF = 0.5  # seconds between two attempts; doubles with each that fails
+MAX_BACKOFF = 30.0
 
 
-def quantity(units: dict[str, float], low: float, high: float, expected: str, text: str) -> float:
-    """Return the value of "21ms" or the like, in the unit that counts as 1.0. Raises
-    ArgumentTypeError unless it lies within [low, high]."""
-    value = math.nan  # lies within nothing
-    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([A-Za-z%]+)", text)
-    if match:
-        value = float(match[1]) * units.get(match[2], math.nan)
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
+# The client.
+
+
+@dataclass
+class RemoteResult(VerifyResult):
+    """What a cycle with a target on a server brings.
+
+    Offline the tokens are the drafter's: all but the last in `accepted`, the last in `token`, as it
+    is the next root. They have no memory, so `memory` is None.
+    """
+
+    link: str = "connected"  # "reconnected": the draft was lost; or "offline"
+    reason: str = ""  # why it is offline
+
+
+class RemoteVerifier:
+    """Verifies the drafts of one conversation by a target on a server.
+
+    Say that the prompt was 5 9 2, and the server's token after it 7, the next root. The drafter has
+    a memory of 5 9 2. When the server does not answer, a new connection is made, over which it
+    reads the text again, and only the draft is lost. As long as that fails, we are offline: the
+    loop's draft (only `Lookup` still makes one) is thrown away, `draft_offline` lets the drafter
+    write alone, and its text is unverified. Then the text may be 5 9 2 7 4 8, still with a memory
+    of 5 9 2. The first reply after the outage brings that of 7 4 8.
+    """
+
+    def __init__(self, channel: Channel, state: RemoteDraftState, config: GenerationConfig):
+        self.channel = channel
+        self.state = state
+        self.config = config
+        self.text: list[int] = []  # prompt and answer, with the newest token, the next root
+        self.full_length = 0  # of the text with the longest answer that is allowed
+        self.retry_at = 0.0  # the moment from which on to reconnect
+        self.backoff = INITIAL_BACKOFF  # seconds
+
+    def prefill(self, prompt: list[int]) -> RemoteResult:
+        """Connect, and let the server read the prompt. Raises InputError if it does not answer:
+        without a memory the drafter cannot begin."""
+        self.text = list(prompt)
+        self.full_length = len(prompt) + self.config.max_new_tokens
+        with input_errors("no first token from the server", ConnectionLost):
+            return self.connect_and_read()
+
+    def verify(self, draft: Draft) -> RemoteResult:
+        """Let the server verify a draft. If it does not answer, reconnect at once: it may only have
+        restarted, or closed an idle connection. If that fails too, let the drafter go on alone."""
+        try:
+            return self.verify_remote(draft)
+        except ConnectionLost as loss:
+            try:
+                return self.reconnect()  # the draft is lost: the server goes on after its root
+            except ConnectionLost as error:
+                return self.draft_offline(f"{loss}; then {error}")
+
+    def draft_offline(self, reason: str) -> RemoteResult:
+        """Let the drafter go on alone."""
+        count = min(OFFLINE_TOKENS, self.full_length - len(self.text))
+        tokens = self.state.draft_unverified(self.text[-1], count)
+        self.text += tokens
+        return RemoteResult(tokens[:-1], tokens[-1], memory=None, link="offline", reason=reason)
+
+    def verify_remote(self, draft: Draft) -> RemoteResult:
+        """Let the server verify a draft. Raises ConnectionLost."""
+        # Without the root, which the server knows.
+        fields = {"call": "verify", "drafts": draft.tokens[1:], "parents": draft.parents[1:]}
+        tensors = {}
+        if draft.q:
+            # In the order of the parents. Quantizing loses nothing: q was quantized before tokens
+            # were drawn from it, and a second time gives the same weights.
+            q = torch.stack([draft.q[parent] for parent in sorted(draft.q)])
+            ids, weights = quantize_probabilities(q)
+            tensors = {"ids": ids.cpu(), "weights": weights.cpu()}
+        return self.request(fields, tensors, draft)
+
+    def reconnect(self) -> RemoteResult:
+        """`connect_and_read`, unless it is too early after an attempt that failed. Raises
+        ConnectionLost."""
+        if monotonic() < self.retry_at:
+            raise ConnectionLost("too early to try again")
+        try:
+            result = self.connect_and_read()
+        except ConnectionLost:
+            self.retry_at = monotonic() + self.backoff
+            self.backoff = min(2 * self.backoff, MAX_BACKOFF)
+            raise
+        self.backoff = INITIAL_BACKOFF
+        return replace(result, link="reconnected")
+
+    def connect_and_read(self) -> RemoteResult:
+        """Make a new connection, over which the server reads all text so far. Returns its token
+        after that, and the memory that the drafter lacks. Raises ConnectionLost."""
+        greeting = self.channel.connect()
+        if greeting.get("drafter") != self.state.drafter.checkpoint_hash:
+            self.channel.close()
+            raise ConnectionLost(
+                "the server has another drafter; start both sides with the same --model and "
+                "--drafter"
+            )
+        # The server draws from a seed of its own. With the drafter's, its random numbers would be
+        # those that made the draft, and not be independent of it.
+        generator = self.state.sampling.generator
+        seed = torch.randint(2**31 - 1, (), generator=generator, device=generator.device)
+        left = self.full_length - len(self.text)
+        config = replace(self.config, max_new_tokens=left, seed=int(seed))
+        fields, tensors = text_request("read", self.text, config)
+        fields["known"] = self.state.verified
+        return self.request(fields, tensors, Draft(self.text[-1]))  # nothing is drafted
+
+    def request(self, fields: dict, tensors: Tensors, draft: Draft) -> RemoteResult:
+        """Send a request, and read the result off the reply. Raises ConnectionLost."""
+        with self.channel.closed_on_failure():
+            reply = next(self.channel.request(fields, tensors))
+            path = match_path(draft, reply.fields["accepted"])
+            accepted = [draft.tokens[node] for node in path[1:]]  # our ints: a reply may say 9.0
+            vocab_size = self.state.drafter.target.config.vocab_size
+            token = check_int(reply.fields["token"], 0, vocab_size - 1)
+            # What has a memory from now on: the text that had none yet (the root and, after an
+            # outage, what was written offline), then what is accepted.
+            verified = self.text[self.state.verified:] + accepted
+            memory = dequantize_memory(reply.tensors, verified, self.state)
+        self.text += accepted + [token]
+        return RemoteResult(accepted, token, memory)
+
+
+def text_request(call: str, text: list[int], config: GenerationConfig) -> tuple[dict, Tensors]:
+    """Return fields and tensors of a request that sends a text and how to go on after it."""
+    fields = {"call": call, **vars(config), "stop_ids": sorted(config.stop_ids)}
+    return fields, {"tokens": torch.tensor(text, dtype=torch.int32)}
+
+
+def match_path(draft: Draft, accepted: list) -> list[int]:
+    """Find the path of accepted tokens from the root. Raises ValueError if there is none."""
+    path = [0]
+    for token in accepted:
+        child = draft.child(path[-1], token)
+        if child is None:
+            raise ValueError(f"token {token!r:.20} was not drafted there")
+        path.append(child)
+    return path
+
+
+# The server.
+
+
+@dataclass
+class TargetSession:
+    """The server's side of one client, a session of MessageServer.
+
+    One worker thread does the models' passes of all clients in turn: PyTorch keeps a pool of
+    threads for each thread that calls it, and several pools would fight for the cores.
+    """
+
+    model: Llama
+    drafter: Drafter
+    worker: futures.ThreadPoolExecutor
+    new_verifier: Callable  # of (model, drafter, capacity, sampling): see LocalVerifier
+    has_left: Callable[[], bool]  # tells whether the client has closed the connection
+    dropped: bool = False  # it has: what the worker still does for it is in vain
+    verifier: object = None  # of the text that was read last
+    root: int = 0  # of the next draft: the newest token
+
+    @property
+    def greeting(self) -> dict:
+        return {"drafter": self.drafter.checkpoint_hash}
+
+    def answer(self, fields: dict, tensors: Tensors) -> Replies:
+        """Reply to a request. Raises one of many exceptions if it is malformed: at once, before a
+        reply is made."""
+        calls = {"read": self.read, "verify": self.verify, "generate": self.generate}
+        return self.run_models(calls[fields["call"]](fields, tensors))
+
+    def run_models(self, replies: Replies) -> Replies:
+        """Run the models for each reply, in the worker's thread: `replies` does so when it is asked
+        for the next one. Raises ConnectionError as soon as the client has left."""
+        while True:
+            task = self.worker.submit(self.make_next, replies)
+            while not futures.wait([task], timeout=0.1).done:
+                if self.has_left():
+                    self.dropped = True
+                    self.stop_if_dropped()
+            reply = task.result()
+            if reply is None:
+                return
+            yield reply
+
+    @torch.inference_mode()
+    def make_next(self, replies: Replies) -> tuple[dict, Tensors] | None:
+        self.stop_if_dropped()
+        return next(replies, None)
+
+    def stop_if_dropped(self, tokens_read: int = 0) -> None:
+        """Raise ConnectionError if the client has left. The worker calls it before a reply, and
+        after each piece of a prompt (with the tokens that it has read)."""
+        if self.dropped:
+            raise ConnectionError("the client has left")
+
+    def read(self, fields: dict, tensors: Tensors) -> Replies:
+        """Begin a text, or begin it again after a lost connection."""
+        tokens, config = self.parse_text(fields, tensors)
+        known = check_int(fields.get("known", 0), 0, len(tokens) - 1)
+        # The whole text, and after it a draft that may yet be rejected: its root and its tokens.
+        capacity = len(tokens) + config.max_new_tokens + 1 + MAX_DRAFT_TOKENS
+        sampling = config.new_sampling(self.model.device)
+
+        def read_text() -> VerifyResult:  # by the worker
+            self.verifier = self.new_verifier(self.model, self.drafter, capacity, sampling)
+            return self.verifier.prefill(tokens, self.stop_if_dropped)
+
+        return self.reply(read_text, known)
+
+    def verify(self, fields: dict, tensors: Tensors) -> Replies:
+        """Verify a draft that follows the newest token."""
+        draft = self.parse_draft(fields, tensors)
+        return self.reply(partial(self.verifier.verify, draft))
+
+    def reply(self, call: Callable, known: int = 0) -> Replies:
+        """Call the verifier, and note the next root. The reply leaves out the memory of the first
+        `known` tokens."""
+        result = call()
+        self.root = result.token
+        fields = {"accepted": result.accepted, "token": result.token}
+        yield fields, quantize_memory(result.memory, known)
+
+    def generate(self, fields: dict, tensors: Tensors) -> Replies:
+        """Write alone, as a plain API does: a reply for each token."""
+        tokens, config = self.parse_text(fields, tensors)
+        stream = generate(self.model, tokens, config, self.stop_if_dropped)
+        return (({"token": token}, {}) for token in stream)
+
+    def parse_text(self, fields: dict, tensors: Tensors) -> tuple[list[int], GenerationConfig]:
+        """Read a text off a request, and how to go on after it within the context."""
+        context = self.model.config.max_position_embeddings
+        tokens = check_ids(tensors["tokens"], self.model.config.vocab_size)
+        length = check_int(len(tokens), 1, context - 1)
+        temperature = float(fields["temperature"])
+        top_p = float(fields["top_p"])
+        if not 0 <= temperature <= 100 or not 0 < top_p <= 1:
+            raise ValueError(f"invalid sampling: temperature {temperature}, top-p {top_p}")
+        config = GenerationConfig(
+            max_new_tokens=check_int(fields["max_new_tokens"], 1, context - length),
+            temperature=temperature,
+            top_p=top_p,
+            seed=check_int(fields["seed"], 0, 2**63 - 1),
+            stop_ids=frozenset(fields["stop_ids"]),
+        )
+        return tokens, config
+
+    def parse_draft(self, fields: dict, tensors: Tensors) -> Draft:
+        """Read a draft off a request. It must fit the model, the text and its context."""
+        if self.verifier is None:
+            raise ValueError("drafts must follow a text")
+        sizes = self.model.config
+        tokens = fields["drafts"]
+        check_int(len(tokens), 0, MAX_DRAFT_TOKENS)
+        draft = Draft(self.root)
+        for i, (token, parent) in enumerate(zip(tokens, fields["parents"], strict=True)):
+            check_int(token, 0, sizes.vocab_size - 1)
+            check_int(parent, 0, i)  # the root, or a token before this one
+            draft.add(token, parent, probability=1.0)  # which nobody reads on this side
+        cache = self.verifier.cache
+        longest = max(map(len, draft.paths))
+        check_int(cache.length + longest, 0, sizes.max_position_embeddings)  # positions
+        check_int(cache.length + len(draft.tokens), 0, cache.kv.shape[3])  # slots
+        if self.verifier.sampling.temperature > 0 and tokens:
+            draft.q = self.parse_distributions(draft, tensors)
+        return draft
+
+    def parse_distributions(self, draft: Draft, tensors: Tensors) -> dict[int, Tensor]:
+        """Read off a request what the children of each parent were drawn from."""
+        vocab_size = self.model.config.vocab_size
+        parents = sorted(set(draft.parents[1:]))
+        ids = tensors["ids"]
+        weights = tensors["weights"]
+        shape = (len(parents), min(Q_TOKENS, vocab_size))
+        check_ids(ids.flatten(), vocab_size)
+        if ids.shape != shape or weights.shape != shape or weights.dtype != torch.uint8:
+            raise ValueError("q does not fit the drafts")
+        q = dequantize_probabilities(ids, weights, vocab_size)  # NaN where all weights are 0
+        rows = [parents.index(parent) for parent in draft.parents[1:]]
+        if not (q[rows, draft.tokens[1:]] > 0).all():
+            raise ValueError("q does not fit the drafts: one cannot have been drawn from it")
+        return dict(zip(parents, q.to(self.model.device)))
+
+
+def check_int(value: object, low: int, high: int) -> int:
+    """Return the value if it is an int within [low, high]. Raises ValueError."""
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"invalid value {value!r:.40}: expected an int from {low} to {high}")
     return value
 
 
-SECONDS = {"ms": 1e-3, "s": 1.0}
-BITS = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}  # a second
-SHARE = {"%": 1e-2}
-duration = partial(quantity, SECONDS, 0.0, 3600.0, "a duration like 21ms or 0.5s, an hour at most")
-time_limit = partial(quantity, SECONDS, 1e-3, 3600.0, "a duration from 1ms to an hour, like 5s")
-bandwidth = partial(quantity, BITS, 1e3, 1e15, "a bandwidth like 20Mbit or 1Gbit, 1kbit at least")
-# (If all packets were lost, TCP would never end.)
-loss_rate = partial(quantity, SHARE, 0.0, 0.9, "a share like 0.1%, 90% at most")
+def check_ids(tensor: Tensor, end: int) -> list[int]:
+    """Return the values of an int32 vector if they are within [0, end). Raises ValueError."""
+    if tensor.dtype != torch.int32 or tensor.dim() != 1:
+        raise ValueError("expected an int32 vector")
+    return [check_int(value, 0, end - 1) for value in tensor.tolist()]
 
 
-def address(text: str) -> Address:
-    """Return the host and the port of "HOST:PORT". Raises ArgumentTypeError."""
-    match = re.fullmatch("(.+):([0-9]{1,5})", text)
-    if not match or int(match[2]) > 65535:
-        raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected HOST:PORT")
-    return match[1], int(match[2])
+def serve(
+    address: Address, models: Models, new_verifier: Callable, announce: Callable[[Address], None]
+) -> None:
+    """Serve without end. `announce` is told the address."""
+    host, port = address
+    with futures.ThreadPoolExecutor(1) as worker:
+        new_session = partial(TargetSession, models.target, models.drafter, worker, new_verifier)
+        with input_errors(f"cannot serve at {host}:{port}", OSError):
+            server = MessageServer(address, new_session)
+        with server:
+            announce(server.server_address[:2])  # IPv6 adds two numbers
+            server.serve_forever()
+
+
+def announce_on_terminal(address: Address) -> None:
+    """Tell where the server listens, and how to connect."""
+    host, port = address
+    print(f"{host}:{port}", flush=True)  # for scripts
+    command = f"python speculate.py --remote {host}:{port}"
+    print(f"connect with: {command} (and this side's --model and --drafter)", file=sys.stderr)
+
+
+def start_server(
+    model: str, drafter: str | None, device: str, dtype: torch.dtype, new_verifier: Callable
+) -> Address:
+    """Start a server in a process of its own, which loads the models. Returns its address."""
+    # More threads hardly speed a drafter up, and the server needs the cores.
+    torch.set_num_threads(max(1, torch.get_num_threads() // 4))
+    context = get_context("spawn")
+    pipe, server_pipe = context.Pipe()
+    process_args = (server_pipe, new_verifier, model, drafter, device, dtype)
+    # Ctrl-C in a terminal reaches both processes. It is meant for this one.
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the server inherits
+    context.Process(target=serve_until_parent_ends, args=process_args, daemon=True).start()
+    signal.signal(signal.SIGINT, on_interrupt)
+    server_pipe.close()
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise InputError("the server did not start: see above")
+
+
+def serve_until_parent_ends(pipe, new_verifier: Callable, *what_to_load) -> None:
+    """Load models and serve until the parent process ends, however it ends."""
+
+    def end_with_parent() -> None:
+        parent_process().join()
+        os._exit(0)
+
+    def load_and_serve() -> None:
+        serve(("localhost", 0), load_models(*what_to_load), new_verifier, pipe.send)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    run_command(load_and_serve)
+
+
+# What crosses the network: memories in 8 bits.
+
+
+def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
+    """Turn a memory, without its first `skip` tokens, into what crosses the network: int8
+    (..., 2, D), and for each key and each value a float16 scale (..., 2, 1)."""
+    tensors = {}
+    for name, kv in (("cross", memory.cross_kv), ("reused", memory.reused_kv)):
+        kv = kv[..., skip:, :].float().contiguous()
+        kv = kv.unflatten(-1, (2, -1))  # keys and values apart
+        largest = kv.abs().amax(-1, keepdim=True)
+        # At least float16's smallest normal number: to divide by a scale of 0 would make NaN. And
+        # from there on float16 rounds by 1/2048 at most, so that no integer exceeds 127.
+        scale = (largest / 127).clamp(min=2**-14).half()
+        tensors[name] = (kv / scale).round().to(torch.int8).cpu()
+        tensors[name + "_scale"] = scale.cpu()
+    return tensors
+
+
+def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) -> MemoryUpdate:
+    """Read the memory of these tokens off a reply. Raises LookupError, RuntimeError, ValueError."""
+    count = len(tokens)
+    # Any `count` slots of our caches: the memory must have their shape, dtype and device.
+    cross_kv = dequantize(tensors, "cross", state.cross_cache.kv[0, :, :, :count])
+    reused_kv = dequantize(tensors, "reused", state.reused_cache.kv[:, :, :, :count])
+    return MemoryUpdate(tokens, cross_kv, reused_kv)
+
+
+def dequantize(tensors: Tensors, name: str, like: Tensor) -> Tensor:
+    """Return keys and values of the shape and dtype of `like` (..., 2D), on its device."""
+    halves = like.unflatten(-1, (2, -1))  # (..., 2, D)
+    integers = tensors[name].view_as(halves)
+    scale = tensors[name + "_scale"].view_as(halves[..., :1])
+    x = integers.float() * scale.float()
+    if not x.isfinite().all():
+        raise ValueError("the memory holds NaN or infinity")
+    return x.flatten(-2).to(like)
+
+
+# Plain API use: what the paper compares with.
+
+
+def call_api(
+    channel: Channel, prompt: list[int], config: GenerationConfig, vocab_size: int
+) -> Iterator[int]:
+    """Use the server as a plain API: it decodes alone. Raises InputError when it is lost."""
+    with input_errors("the answer ends here", ConnectionLost):
+        channel.connect()
+        with channel.closed_on_failure():
+            replies = channel.request(*text_request("generate", prompt, config))
+            for reply in islice(replies, config.max_new_tokens):
+                token = check_int(reply.fields["token"], 0, vocab_size - 1)
+                yield token
+                if token in config.stop_ids:
+                    return
+
+
+# --- Command line: a link from flags ---
 
 
 def add_link_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that link_of reads."""
+    """Add the flags that `link_of` takes."""
     add = parser.add_argument
     add("--network", choices=PROFILES, help="simulate this network; the next four override it")
-    add("--latency", type=duration, help="one way, like 21ms")
-    add("--jitter", type=duration, help="standard deviation of the latency, like 19ms")
-    add("--bandwidth", type=bandwidth, help="each way, like 20Mbit")
-    add("--loss", type=loss_rate, help="of packets, like 0.1%%")
+    add("--latency", type=flags.duration, help="one way, like 21ms")
+    add("--jitter", type=flags.duration, help="standard deviation of the latency, like 19ms")
+    add("--bandwidth", type=flags.bandwidth, help="each way, like 20Mbit")
+    add("--loss", type=flags.loss_rate, help="of packets, like 0.1%%")
 
 
-def link_of(args: argparse.Namespace) -> Link | None:
-    """Return the link that the command line describes, None if it describes none."""
-    # The flags have the names of Link's fields.
-    stated = {name: vars(args)[name] for name in vars(Link()) if vars(args)[name] is not None}
-    if args.network is None and not stated:
+def link_of(network: str | None, **flagged: float | None) -> Link | None:
+    """Return the link that these flags describe, None if they describe none. flagged: any of Link's
+    fields, by name."""
+    stated = {name: value for name, value in flagged.items() if value is not None}
+    if network is None and not stated:
         return None
-    return replace(PROFILES.get(args.network, Link()), **stated)
+    return replace(PROFILES.get(network, Link()), **stated)
+
+
+def open_channel(
+    address: Address,
+    link: Link,
+    seed: int,
+    prompt: list[int],
+    outage_after: float = math.inf,
+    outage_for: float = math.inf,
+    timeout: float | None = None,
+) -> Channel:
+    """Return a channel for one answer. Its delays are seeded by the prompt, too, so that they come
+    again when the answer is asked for again. outage_after: tokens."""
+    outage = Outage(outage_after, outage_for)
+    return Channel(address, Network(link, seed + sum(prompt), outage), timeout)

@@ -17,10 +17,29 @@ import pytest
 import torch
 
 import netsim
-from netsim import (DIGEST, HEADER, INITIAL_RTO, MAGIC, MSS, NONCE, PROFILES, VERSION, Channel,
-                    ClientHandler, ConnectionLost, Direction, Link, Message, MessageServer, Network,
-                    Outage, ProtocolError, add_link_arguments, bandwidth, duration, link_of,
-                    loss_rate, receive_message, send_message)
+from netsim import (
+    HEADER,
+    INITIAL_RTO,
+    MAGIC,
+    MSS,
+    PROFILES,
+    VERSION,
+    Channel,
+    ClientHandler,
+    ConnectionLost,
+    Direction,
+    Link,
+    Message,
+    MessageServer,
+    Network,
+    Outage,
+    ProtocolError,
+    add_link_arguments,
+    link_of,
+    receive_message,
+    send_message,
+)
+from plumbing.errors import InputError
 
 LIMIT = 1 << 20  # bytes of a message
 SAMPLES = 20000
@@ -353,17 +372,27 @@ class Session:
 
     greeting = {"drafter": "test"}
 
+    def __init__(self, has_left):
+        pass
+
     def answer(self, fields, tensors):
         for number, seconds in enumerate(fields["work"], start=1):
             time.sleep(seconds)
             yield {"number": number}, tensors
 
 
+def wait_for(condition) -> None:
+    deadline = soon(30)
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 @contextlib.contextmanager
-def serving(new_session=Session, secret: str = ""):
+def serving(new_session=Session, host: str = "localhost"):
     """A server in threads of this process; afterwards none of them is left."""
     before = threading.active_count()
-    with MessageServer(("127.0.0.1", 0), secret, new_session) as server:
+    with MessageServer((host, 0), new_session) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
@@ -371,14 +400,14 @@ def serving(new_session=Session, secret: str = ""):
         finally:
             server.shutdown()
             thread.join()
-    assert threading.active_count() == before
-    assert not server.sockets and not server.unauthenticated
+    wait_for(lambda: threading.active_count() == before)
+    assert not server.clients
 
 
 def channel_to(server: MessageServer, link: Link = Link(), timeout: float | None = None,
                seed: int = 0, **outage) -> Channel:
     network = Network(link, seed, Outage(**outage))
-    return Channel(server.server_address, server.secret, network, timeout)
+    return Channel(server.server_address[:2], network, timeout)
 
 
 @contextlib.contextmanager
@@ -427,13 +456,12 @@ def test_replies_come_after_the_way_up_the_servers_work_and_the_way_down():
 
 def test_all_bytes_round_trips_and_the_networks_share_of_the_time_are_counted():
     with connected(Link(0.01, bandwidth=1e5)) as channel:
-        up = DIGEST
-        down = NONCE + len(frame({"drafter": "test"}))
-        assert (channel.traffic.bytes_up, channel.traffic.bytes_down) == (up, down)
+        down = len(frame({"drafter": "test"}))
+        assert (channel.traffic.bytes_up, channel.traffic.bytes_down) == (0, down)
         start = time.monotonic()
         replies = ask(channel, 0.03, 0.2)
         seconds = time.monotonic() - start
-        up += len(frame({"work": [0.03, 0.2]}, TENSORS))
+        up = len(frame({"work": [0.03, 0.2]}, TENSORS))
         down += sum(len(frame(reply.fields, reply.tensors)) for reply in replies)
         assert (channel.traffic.bytes_up, channel.traffic.bytes_down) == (up, down)
         assert channel.traffic.round_trips == 1
@@ -441,10 +469,10 @@ def test_all_bytes_round_trips_and_the_networks_share_of_the_time_are_counted():
 
 
 def test_a_slow_link_delays_a_new_connection_and_does_not_break_it(monkeypatch):
-    monkeypatch.setattr(netsim, "CONNECT_SECONDS", 0.4)  # the limit of the real messages
+    monkeypatch.setattr(netsim, "CONNECT_SECONDS", 0.25)  # the limit of the real messages
     start = time.monotonic()
     with connected(Link(0.07)):
-        assert time.monotonic() >= start + 6 * 0.07  # three simulated ways up, three down
+        assert time.monotonic() >= start + 4 * 0.07  # two simulated ways up, two down
 
 
 def test_a_new_connection_has_time_for_a_first_packet_that_is_lost(monkeypatch):
@@ -454,7 +482,7 @@ def test_a_new_connection_has_time_for_a_first_packet_that_is_lost(monkeypatch):
         ask(channel)
         up = channel.network.up
         send = up.send
-        delays = iter([0.2, 0.0, 0.0])  # the first packet is lost once
+        delays = iter([0.2, 0.0])  # the first packet is lost once
         monkeypatch.setattr(up, "send", lambda sent, size: send(sent, size) + next(delays))
         start = time.monotonic()
         assert 10 * channel.slowest < 0.2
@@ -554,7 +582,7 @@ def test_an_impossible_time_of_work_is_no_failure(monkeypatch):
     (HUGE, "no server at 127.0.0.1:"),
     (raw(b"[]"), "no server at 127.0.0.1:"),
     (frame({})[:-1], "no server at 127.0.0.1:"),
-    (frame({"refused": "full"}), "the server refused: 'full'")])
+    (frame({"refused": "full"}), "no server at 127.0.0.1:[0-9]+: refused: 'full'")])
 def test_a_greeting_that_is_none_is_lost_in_one_line(greeting, complaint, monkeypatch):
     with sending(monkeypatch, greeting) as channel:
         monkeypatch.setattr(netsim, "CONNECT_SECONDS", 0.3)
@@ -567,36 +595,29 @@ def test_a_greeting_that_is_none_is_lost_in_one_line(greeting, complaint, monkey
 @pytest.mark.parametrize("host", ["127.0.0.1", "a..b"])
 def test_an_address_without_a_server_is_lost_in_one_line(host):
     with pytest.raises(ConnectionLost, match=f"no server at {host}:9: ") as lost:
-        Channel((host, 9), "", Network(Link())).connect()
+        Channel((host, 9), Network(Link())).connect()
     assert "\n" not in str(lost.value)
 
 
-# --- The command line ---
+# --- Who may connect ---
 
-@pytest.mark.parametrize("quantity, text, value", [
-    (duration, "21ms", 0.021),
-    (duration, "0.5s", 0.5),
-    (duration, "0ms", 0.0),
-    (duration, ".5s", 0.5),
-    (bandwidth, "20Mbit", 2e7),
-    (bandwidth, "300kbit", 3e5),
-    (bandwidth, "1.5Gbit", 1.5e9),
-    (loss_rate, "0.1%", 0.001)])
-def test_quantities_are_read_with_their_units(quantity, text, value):
-    assert quantity(text) == pytest.approx(value)
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1"])
+def test_a_server_listens_at_any_loopback_address(host):
+    with serving(host=host) as server:
+        with contextlib.closing(channel_to(server)) as channel:
+            assert channel.connect() == {"drafter": "test"}
 
 
-@pytest.mark.parametrize("quantity, text", [
-    *((duration, text) for text in (
-        "", "21", "ms", "-1ms", "nanms", "infs", "inf", "1e3s", "1 s", "1m", "2h", "1..2s", "١s",
-        "1s\n", "9" * 400 + "s")),
-    *((bandwidth, text) for text in ("", "0Mbit", "-3Mbit", "Mbit", "20MB", "1s")),
-    *((loss_rate, text) for text in ("", "-1%", "100%", "1"))])
-def test_an_invalid_quantity_is_one_line_that_says_how_to_write_one(quantity, text):
-    with pytest.raises(argparse.ArgumentTypeError, match="like") as error:
-        quantity(text)
+@pytest.mark.parametrize("host", [
+    "0.0.0.0", "::", "10.0.0.1", "server.example", "127.0.0.1.example"])
+def test_a_server_that_other_machines_could_reach_is_refused_in_one_line_that_shows_ssh(host):
+    with pytest.raises(InputError, match=f"cannot serve at {host}: ") as error:
+        MessageServer((host, 7000), Session)
+    assert "ssh -L 7000:localhost:7000 server" in str(error.value)
     assert "\n" not in str(error.value)
 
+
+# --- The command line ---
 
 @pytest.mark.parametrize("flags, link", [
     ([], None),
@@ -607,4 +628,4 @@ def test_an_invalid_quantity_is_one_line_that_says_how_to_write_one(quantity, te
 def test_flags_describe_a_link_and_override_the_profile_that_they_name(flags, link):
     parser = argparse.ArgumentParser()
     add_link_arguments(parser)
-    assert link_of(parser.parse_args(flags)) == link
+    assert link_of(**vars(parser.parse_args(flags))) == link
