@@ -1,7 +1,8 @@
-"""Claims about `--pretrain`: a toy target from nothing but the Python that runs the tests."""
+"""Claims about `python -m experiments.toy`: a target made from the Python that runs the tests."""
 import inspect
 import itertools
 import json
+import signal
 import socket
 import sys
 import textwrap
@@ -14,9 +15,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import llama
-import speculate
-import train
+from experiments import toy
+from llama import GenerationConfig, generate, load_model, load_tokenizer
+from plumbing.conversations import read_messages, read_prompts
+from plumbing.errors import run_command
+from plumbing.tokenizer import Tokenizer
+from train import read_conversations
 
 SIZES = ["--layers", "2", "--width", "64", "--vocabulary", "300"]
 UPDATES = ["--updates", "6", "--eval-every", "1", "--save-every", "2"]
@@ -28,28 +32,27 @@ HELD_OUT = 20  # functions
 
 
 @pytest.fixture(scope="module")
-def pretrain(library):
-    """The command line, on some hundred short functions."""
+def make(library):
+    """The command, on some hundred short functions."""
     short = [signature for signature, source in library.items() if len(source) < 120]
     functions = {signature: library[signature] for signature in short[:500]}
 
     def run(folder: Path, *flags: str) -> None:
-        command = ["train.py", "--pretrain", str(folder), "--device", "cpu", *SIZES, *UPDATES]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train, "library_functions", lambda: functions)
-            patch.setattr(train, "HELD_OUT_FUNCTIONS", HELD_OUT)
-            patch.setattr(train, "WINDOW", WINDOW)
-            patch.setattr(sys, "argv", [*command, *flags])
-            llama.run_command(train.main)
+            patch.setattr(toy, "library_functions", lambda: functions)
+            patch.setattr(toy, "HELD_OUT_FUNCTIONS", HELD_OUT)
+            patch.setattr(toy, "WINDOW", WINDOW)
+            patch.setattr(sys, "argv", ["toy", str(folder), *SIZES, *UPDATES, *flags])
+            run_command(toy.main)
 
     return run
 
 
 @pytest.fixture(scope="module")
-def made(pretrain, tmp_path_factory) -> Path:
+def made(make, tmp_path_factory) -> Path:
     """The folder of a small toy target."""
-    folder = tmp_path_factory.mktemp("pretrain") / "toy"
-    pretrain(folder)
+    folder = tmp_path_factory.mktemp("toy") / "made"
+    make(folder)
     return folder
 
 
@@ -65,9 +68,19 @@ def without_clock(path: Path) -> list[dict]:
     return records
 
 
-def text_of(tokenizer: llama.Tokenizer, messages: list[dict]) -> torch.Tensor:
+def text_of(tokenizer: Tokenizer, messages: list[dict]) -> torch.Tensor:
     """A conversation as a target is trained on it, (T)."""
     return torch.tensor(tokenizer.chat(messages, add_generation_prompt=False))
+
+
+def error_of(capsys, run, *arguments) -> str:
+    """The one line that a wrong command ends with."""
+    with pytest.raises(SystemExit) as stopped:
+        run(*arguments)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
 
 
 # --- The text ---
@@ -79,7 +92,7 @@ def test_the_library_has_thousands_of_functions_each_under_its_signature(library
         name, _, parameters = signature.partition("(")
         assert source.lstrip().startswith(name)
         assert parameters.endswith("):")
-        assert len(source) <= train.FUNCTION_CHARACTERS
+        assert len(source) <= toy.FUNCTION_CHARACTERS
     fill = library["def fill(text, width=70, **kwargs):"]
     assert fill == inspect.getsource(textwrap.fill).rstrip()
 
@@ -95,22 +108,21 @@ def test_no_function_that_is_held_out_is_trained_on(made):
         assert not trained & kept
 
 
-def test_the_same_seed_writes_the_same_text_and_another_one_does_not(pretrain, made, tmp_path):
+def test_the_same_seed_writes_the_same_text_and_another_one_does_not(make, made, tmp_path):
     for seed in ("0", "1"):
-        pretrain(tmp_path / seed, "--seed", seed, "--updates", "1")
+        make(tmp_path / seed, "--seed", seed, "--updates", "1")
     for name in ("functions.jsonl", "held_out.jsonl", "tokenizer.json"):
         assert (tmp_path / "0" / name).read_bytes() == (made / name).read_bytes()
         assert (tmp_path / "1" / name).read_bytes() != (made / name).read_bytes()
 
 
 def test_training_and_the_benchmark_read_the_functions(made):
-    tokenizer = llama.load_tokenizer(made)
+    tokenizer = load_tokenizer(made)
     path = made / "held_out.jsonl"
-    sequence = train.Conversations([str(path)], tokenizer, 512)[0]
-    line = read_lines(path)[0]
-    question, answer = line["data"]
+    sequence = read_conversations([str(path)], tokenizer, 512)[0]
+    question, answer = read_lines(path)[0]["data"]
     assert tokenizer.decode(sequence.tokens[sequence.answer].tolist()) == answer
-    assert speculate.read_prompts(path)[0] == ("all", [question])
+    assert read_prompts(path)[0].turns == [question]
 
 
 # --- The target ---
@@ -120,14 +132,14 @@ def test_a_toy_target_is_saved_in_bfloat16_loads_and_chats(made):
     weights = load_file(made / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     assert all(name.startswith("model.") for name in weights)  # Hugging Face's; the head is tied
-    model = llama.load_model(made)
-    tokenizer = llama.load_tokenizer(made)
+    model = load_model(made)
+    tokenizer = load_tokenizer(made)
     text = "def größe(self):\n\treturn '<|im_end|>'\r\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.stop_ids == {tokenizer.backend.token_to_id("<|im_end|>")}
     prompt = tokenizer.chat([{"role": "user", "content": "def close(self):"}])
-    config = llama.GenerationConfig(8, stop_ids=frozenset(tokenizer.stop_ids))
-    tokens = list(llama.generate(model, prompt, config))
+    config = GenerationConfig(8, stop_ids=frozenset(tokenizer.stop_ids))
+    tokens = list(generate(model, prompt, config))
     assert len(tokens) == 8 or tokens[-1] in tokenizer.stop_ids
     assert max(prompt + tokens) < model.config.vocab_size == 300
 
@@ -138,11 +150,11 @@ def test_the_held_out_loss_falls_to_the_one_that_the_saved_target_has(made):
     assert len([record for record in log if "loss" in record]) == 6
     assert len(losses) == 6
     assert all(later < earlier for earlier, later in itertools.pairwise(losses))
-    model = llama.load_model(made)
-    tokenizer = llama.load_tokenizer(made)
+    model = load_model(made)
+    tokenizer = load_tokenizer(made)
     texts = []
     for line in read_lines(made / "held_out.jsonl"):
-        messages = train.read_messages(json.dumps(line).encode())
+        messages = read_messages(json.dumps(line).encode())
         texts.append(text_of(tokenizer, messages)[:WINDOW])
     text = torch.cat(texts)
     expected = []
@@ -153,43 +165,50 @@ def test_the_held_out_loss_falls_to_the_one_that_the_saved_target_has(made):
     assert losses[-1] == pytest.approx(np.mean(expected), rel=1e-3)  # saved in bfloat16
 
 
-def test_an_interrupted_run_resumes_to_the_same_weights(pretrain, made, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_saves_and_resumes_to_the_same_weights(make, made, tmp_path, number):
     steps = []
 
-    def interrupt(*_) -> None:
+    def stop(*_) -> None:
         steps.append(1)
-        if len(steps) == 17:  # of three optimizers: in the sixth update
-            raise KeyboardInterrupt
+        if len(steps) == 8:  # of three optimizers: in the third update
+            signal.raise_signal(number)
 
-    hook = register_optimizer_step_pre_hook(interrupt)
+    hook = register_optimizer_step_pre_hook(stop)
     with pytest.raises(SystemExit) as stopped:
-        pretrain(tmp_path)
+        make(tmp_path)
     hook.remove()
-    assert stopped.value.code == 130
-    assert torch.load(tmp_path / "checkpoint.pt")["update"] == 4
-    pretrain(tmp_path, "--resume")
+    assert stopped.value.code == 128 + number
+    assert torch.load(tmp_path / "checkpoint.pt")["update"] == 3
+    make(tmp_path, "--resume")
     resumed = load_file(tmp_path / "model.safetensors")
     whole = load_file(made / "model.safetensors")
     torch.testing.assert_close(resumed, whole, atol=0, rtol=0)
     assert without_clock(tmp_path / "log.jsonl") == without_clock(made / "log.jsonl")
 
 
-def test_a_finished_target_is_not_overwritten(pretrain, made, capsys):
+# --- Bad input ---
+
+
+def test_a_finished_target_is_not_overwritten(make, made, capsys):
     before = {path: path.read_bytes() for path in made.iterdir()}
-    with pytest.raises(SystemExit) as stopped:
-        pretrain(made, "--seed", "1")
-    assert stopped.value.code == 2
-    assert f"{made} holds work" in capsys.readouterr().err
+    assert f"{made} holds a run" in error_of(capsys, make, made, "--seed", "1")
     assert {path: path.read_bytes() for path in made.iterdir()} == before
 
 
-def test_a_device_that_is_not_there_is_refused_before_anything_is_written(
-    pretrain, tmp_path, capsys
-):
-    with pytest.raises(SystemExit):
-        pretrain(tmp_path / "toy", "--device", "nowhere")
-    assert "--device nowhere cannot be used here" in capsys.readouterr().err
+@pytest.mark.parametrize("flags, why", [
+    (["--device", "nowhere"], "nowhere"),
+    (["--width", "96"], "multiple of 64"),
+    (["--vocabulary", "257"], "at least 258"),
+])
+def test_bad_input_is_refused_before_anything_is_written(make, tmp_path, capsys, flags, why):
+    assert why in error_of(capsys, make, tmp_path / "toy", *flags)
     assert not (tmp_path / "toy").exists()
+
+
+def test_a_resumed_run_refuses_other_settings(make, made, capsys):
+    error = error_of(capsys, make, made, "--resume", "--layers", "3", "--seed", "1")
+    assert "layers 2, not 3" in error and "seed 0, not 1" in error
 
 
 # --- The one that is shipped ---
@@ -200,8 +219,8 @@ def test_the_shipped_toy_target_loads_anywhere_without_a_network_and_knows_the_l
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(socket, "socket", None)
-    model = llama.load_model("toy")
-    tokenizer = llama.load_tokenizer("toy")
+    model = load_model("toy")
+    tokenizer = load_tokenizer("toy")
     losses = []
     for signature in sorted(library)[::len(library) // 30]:
         question = {"role": "user", "content": signature}

@@ -1,0 +1,281 @@
+"""Makes a toy target from nothing but the Python that runs it.
+
+A drafter for a real target takes days to train, one for this target minutes: so drafters can be
+compared. The toy is a Llama of 1.7 million parameters that writes functions in the style of
+Python's own library. A question is the signature of a function, its answer the function:
+
+    def close(self):    ->    def close(self):
+                                  self.file.close()
+
+    python -m experiments.toy runs/toy --dtype bfloat16             # minutes on two cores
+    python -m experiments.toy runs/toy --dtype bfloat16 --resume    # after any interruption
+
+The folder then holds the target as a Hugging Face directory, its training text (functions.jsonl)
+and text that it never saw (held_out.jsonl). The one in weights/toy was made in this way. This file
+is also the shortest example of how a language model is trained here.
+
+Shapes: B windows, T tokens, V tokens of the vocabulary.
+"""
+import plumbing.start  # first: Ctrl-C or a missing package while PyTorch loads ends in one line
+
+import argparse
+import ast
+import json
+import random
+import sysconfig
+import textwrap
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Iterator
+
+import numpy as np
+import tokenizers
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from llama import Config, Llama
+from plumbing.conversations import find_records, read_messages
+from plumbing.errors import InputError, atomic_write, run_command
+from plumbing.flags import DTYPES, Parser, number, path, positive_int, settle_device
+from plumbing.journal import Journal, begin_or_resume
+from plumbing.tokenizer import CHATML_TEMPLATE, Tokenizer, read_hugging_face_tokenizer
+from train import apply_gradients, make_optimizers
+
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # folders
+FUNCTION_CHARACTERS = 1500  # longer functions, which would not fit in a window, are left out
+HELD_OUT_FUNCTIONS = 200
+CONTROLS = ["<|im_start|>", "<|im_end|>"]  # of ChatML: ids 0 and 1; the latter ends a turn
+WINDOW = 512  # tokens of a training example
+WINDOWS = 4  # of an update
+PEAK_LR = 6e-3  # the highest learning rate
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    """The toy's sizes, and how it is trained."""
+
+    layers: int = 8
+    width: int = 128
+    vocabulary: int = 2048
+    updates: int = 2000
+    dtype: str = "float32"
+    seed: int = 0
+    eval_every: int = 200
+    save_every: int = 50
+
+
+# --- The text ---
+
+
+def library_functions() -> dict[str, str]:
+    """Return the functions and methods of Python's standard library: {signature: source}.
+
+    There is one for each signature, so that a question has one answer.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    functions = {}
+    for path in sorted(library.rglob("*.py")):
+        if NOT_LIBRARY.intersection(path.relative_to(library).parts):
+            continue
+        text = path.read_text(encoding="utf-8")
+        lines = text.split("\n")  # as `ast` counts them (splitlines() also splits at form feeds)
+        for node in find_functions(ast.parse(text)):
+            source = textwrap.dedent("\n".join(lines[node.lineno - 1:node.end_lineno]))
+            if len(source) <= FUNCTION_CHARACTERS:
+                functions[f"def {node.name}({ast.unparse(node.args)}):"] = source
+    return functions
+
+
+def find_functions(module: ast.Module) -> Iterator[ast.FunctionDef]:
+    """Yield a module's functions, and the methods of all classes in it.
+
+    Functions inside a function depend on it, and of those inside an `if` there may be two. Both
+    are left out.
+    """
+    for owner in ast.walk(module):
+        if isinstance(owner, (ast.Module, ast.ClassDef)):
+            for node in owner.body:
+                if isinstance(node, ast.FunctionDef):
+                    yield node
+
+
+def write_functions(folder: Path, vocabulary: int, seed: int) -> None:
+    """Write functions.jsonl, held_out.jsonl, a tokenizer that is trained on the former, and a chat
+    template.
+
+    train.py reads such lines as conversations, and the benchmark reads them as prompts.
+    """
+    functions = list(library_functions().items())
+    random.Random(seed).shuffle(functions)
+    lines = []
+    for signature, source in functions:
+        lines.append(json.dumps({"prompt": signature, "data": [signature, source]}) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "held_out.jsonl").write_text("".join(lines[:HELD_OUT_FUNCTIONS]))
+    (folder / "functions.jsonl").write_text("".join(lines[HELD_OUT_FUNCTIONS:]))
+    sources = [source for _, source in functions[HELD_OUT_FUNCTIONS:]]
+    tokenizer = tokenizers.ByteLevelBPETokenizer()  # GPT-2's kind (Radford et al. 2019)
+    tokenizer.train_from_iterator(sources, vocabulary, special_tokens=CONTROLS)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(CHATML_TEMPLATE)
+
+
+def read_windows(path: Path, tokenizer: Tokenizer) -> Tensor:
+    """Join a file's conversations into one text, and return all of its windows.
+
+    One window begins at each token. The result is a view, (windows, WINDOW + 1).
+    """
+    ids = []
+    for record in find_records(path):
+        messages = read_messages(record.text)
+        ids += tokenizer.chat(messages, add_generation_prompt=False)[:WINDOW]
+    return torch.tensor(ids).unfold(0, WINDOW + 1, 1)
+
+
+# --- The model ---
+
+
+def make_target(vocab_size: int, config: ToyConfig, device: str) -> Llama:
+    """Return a Llama with random weights."""
+    kv_heads = config.width // 64  # two heads of 32 share one
+    sizes = Config(
+        vocab_size=vocab_size,
+        hidden_size=config.width,
+        intermediate_size=8 * config.width // 3,  # three matrices: as large as two of 4 * width
+        num_hidden_layers=config.layers,
+        num_attention_heads=2 * kv_heads,
+        num_key_value_heads=kv_heads,
+        head_dim=32,
+        rope_theta=10000.0,
+        max_position_embeddings=2 * WINDOW,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(config.seed)
+    model = Llama(sizes)
+    nn.init.normal_(model.embed_tokens.weight, std=0.02)  # it is the LM head as well
+    return model.to(device).requires_grad_(True)
+
+
+def save_target(folder: Path, model: Llama) -> None:
+    """Write a Hugging Face directory, which `load_model` reads, in bfloat16."""
+    config = {"model_type": "llama", "eos_token_id": 1, **asdict(model.config)}
+    weights = {f"model.{name}": p.bfloat16() for name, p in model.named_parameters()}
+    with atomic_write(folder / "config.json") as part:
+        part.write_text(json.dumps(config))
+    with atomic_write(folder / "model.safetensors") as part:
+        save_file(weights, part)
+
+
+# --- Training ---
+
+
+def next_token_loss(model: Llama, windows: Tensor, dtype: str) -> Tensor:
+    """Return the mean cross-entropy of each next token. windows: (B, WINDOW + 1)."""
+    windows = windows.to(model.device)
+    with torch.autocast(model.device.type, DTYPES[dtype], enabled=dtype != "float32"):
+        logits = model(windows[:, :-1])  # (B, WINDOW, V)
+    return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+
+
+@torch.no_grad()
+def evaluate_target(model: Llama, held_out: Tensor, dtype: str) -> dict:
+    losses = [next_token_loss(model, window, dtype).item() for window in held_out.split(1)]
+    return {"held_out_loss": sum(losses) / len(losses)}
+
+
+def learning_rate(update: int, updates: int) -> float:
+    """Rise from 0 to PEAK_LR in the first fiftieth, then fall on a straight line to 0."""
+    done = (update + 1) / (updates + 1)
+    return float(np.interp(done, [0, 0.02, 1], [0, PEAK_LR, 0]))
+
+
+def make_toy(folder: Path, config: ToyConfig, device: str = "cpu", resume: bool = False) -> None:
+    """Make a toy target in a folder, or go on with one. Raises InputError."""
+    resumes = begin_or_resume(folder, resume)
+    if not resumes:
+        write_functions(folder, config.vocabulary, config.seed)
+    tokenizer = read_hugging_face_tokenizer(folder)
+    training = read_windows(folder / "functions.jsonl", tokenizer)
+    held_out = read_windows(folder / "held_out.jsonl", tokenizer)[::WINDOW]
+    model = make_target(tokenizer.backend.get_vocab_size(), config, device)
+    # Muon for the layers' matrices, and AdamW for the embeddings, as is usual beside Muon.
+    optimizers = make_optimizers(model.layers, "muon")
+    optimizers += make_optimizers(nn.ModuleList([model.embed_tokens, model.norm]), "adamw")
+    journal = Journal(
+        model,
+        optimizers,
+        evaluate=partial(evaluate_target, model, held_out, config.dtype),
+        save_model=partial(save_target, folder, model),
+        out=folder,
+        updates=config.updates,
+        eval_every=config.eval_every,
+        save_every=config.save_every,
+        settings=asdict(config),
+        resumes=resumes,
+        may_differ=frozenset({"eval_every", "save_every"}),
+    )
+    with journal:
+        for update in range(journal.done, config.updates):
+            # The draws depend on seed and update alone, so that --resume repeats them.
+            draws = np.random.default_rng((config.seed, update))
+            windows = training[draws.integers(len(training), size=WINDOWS)]  # (B, WINDOW + 1)
+            loss = next_token_loss(model, windows, config.dtype)
+            if not loss.isfinite():
+                raise InputError(
+                    f"update {update + 1}: the loss is not finite; begin again with another "
+                    "--seed, in another folder"
+                )
+            loss.backward()
+            apply_gradients(optimizers, learning_rate(update, config.updates))
+            model.zero_grad()
+            journal.record(update + 1, {"loss": loss.item()}, windows.numel())
+
+
+# --- The command line ---
+
+
+def width(text: str) -> int:
+    """An argparse type. Two heads of 32 share a kv head, so the width is a multiple of 64."""
+    value = positive_int(text)
+    if value % 64 != 0:
+        raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected a multiple of 64")
+    return value
+
+
+def main() -> None:
+    parser = Parser(
+        prog="python -m experiments.toy",
+        description="Make a toy target from the source code of Python's own library.",
+    )
+    add = parser.add_argument
+    default = ToyConfig()
+    add("folder", type=path, metavar="DIR", help="where to write it")
+    add("--layers", type=positive_int, default=default.layers, help="(default: %(default)s)")
+    add("--width", type=width, default=default.width, help="(default: %(default)s)")
+    # At least all bytes and two control tokens.
+    add("--vocabulary", type=number(int, 258), default=default.vocabulary, metavar="COUNT",
+        help="tokens (default: %(default)s)")
+    add("--updates", type=positive_int, default=default.updates, help="(default: %(default)s)")
+    add("--dtype", choices=("float32", "bfloat16"), default=default.dtype,
+        help="what to multiply in (default: %(default)s)")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=default.seed,
+        help="of text and weights (default: %(default)s)")
+    add("--eval-every", type=positive_int, default=default.eval_every, metavar="UPDATES",
+        help="(default: %(default)s)")
+    add("--save-every", type=positive_int, default=default.save_every, metavar="UPDATES",
+        help="(default: %(default)s)")
+    add("--device", default="cpu", help="cpu, cuda or mps (default: %(default)s)")
+    add("--resume", action="store_true", help="go on with the one in DIR")
+    choices = vars(parser.parse_args())
+    folder = choices.pop("folder")
+    device = choices.pop("device")
+    resume = choices.pop("resume")
+    settle_device(device, choices["dtype"])
+    make_toy(folder, ToyConfig(**choices), device, resume)
+
+
+if __name__ == "__main__":
+    run_command(main)
