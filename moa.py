@@ -1,95 +1,91 @@
 """The drafter: a Mixture of Attentions (Zimmer et al., ICLR 2025, arXiv 2410.03804, section 3).
 
-In the paper it is M_Small. It reads the target's KV cache, and drafts the tokens that come next:
+The paper calls it M_Small. It reads the target's KV cache, and drafts the tokens that come next.
+Four kinds of layers make it, which the next section writes as formulas:
 
-    LSA  Layer Self-Attention, over the L layers of one token's keys and values in the target's
-         cache. Its mean over the layers, projected to E, is that token's *memory*: a view of all
-         layers at that token, where EAGLE, EAGLE-2 and Medusa see the last one only.
-    SA   Self-Attention, causal, over the embeddings of the text and the draft. Thanks to it a
+    LSA  Layer Self-Attention reads the keys and values of one token in all layers of the target's
+         cache, and makes one vector of them, that token's *memory*. (EAGLE, EAGLE-2 and Medusa see
+         the last layer only.)
+    SA   Self-Attention, causal, reads the embeddings of the text and of the draft. Thanks to it a
          drafted token sees those before it.
-    CA   Cross-Attention, from SA's output to the memory of all verified tokens. Drafted tokens have
-         none yet. So training hides from each position that drafts, a *query*, all memory after its
-         *horizon*: what drafting would hide. (In training every position of an answer but its last
-         is a query.) The paper calls this on-policy.
-    TLI  Target Layer Inference. With N = 0, CA's output at a token predicts the target's final
-         hidden state of that token, from which the target's LM head makes a distribution of the
-         next one. With N > 0 it predicts the state that enters the target's last N layers, which
-         then run on it: often better drafts, at a higher cost. They attend, of verified tokens, to
-         the target's own keys and values; of drafted ones, to those they make of CA's output.
+    CA   Cross-Attention goes from SA's output to the memory of all verified tokens.
+    TLI  Target Layer Inference runs the target's last N layers on CA's output. With N = 0 it does
+         nothing, and CA's output already predicts the target's final hidden state.
 
-In formulas. Number the tokens of the text, and of the draft after it, 0, 1, 2, ... The first t are
-verified: 0 to t - 1. Token i, with i >= t, is the newest one (i = t) or a drafted one. e_j is the
-embedding of token j, [k_jl v_jl] its key and value in the target's layer l:
-
-    z_j1, ..., z_jL = LSA([k_j1 v_j1], ..., [k_jL v_jL])    for all j < t
-    m_j = W mean(z_j1, ..., z_jL) + b                       the memory of token j
-    s_i = the last output of SA(e_0, ..., e_i)
-    g_i = CA(query s_i; keys and values from m_0, ..., m_{t-1})
-    h'_i = g_i, or norm(the target's last N layers on g_i);    q_i = softmax(LM head h'_i)
-
-Keys are read as they lie in the cache, that is, rotated by their position. With several kv heads
-[k v] is their keys and values in turn, head by head: k v of head 0, k v of head 1, ...
-
-A token is *verified* once the target has read it and keeps it. Only then does it have a memory. The
-newest token, which the target has chosen but not yet read, is not verified.
-
-`Drafter.features` states the whole of it: these layers, over all positions in one pass. Read it as
-the definition. (No script calls it. `train.distill` takes the same four steps, and keeps what is
-between them; the tests compare with it.) `DraftState` runs the layers step by step, with caches, as
-drafting does. Read as far as the bar, "The method ends here".
-
-Shapes: as in llama.py, and N reused target layers, K drafted tokens, F nodes on the frontier of a
-draft (see `TreeConfig`), V' tokens that may be drafted (above the bar all V of them). H, Hkv and D
-are those of the layer at hand: each has its own.
+`Drafter` has these layers, and its `features` runs them over all positions in one pass, as training
+does. `DraftState` runs them step by step, with caches, and makes chains and trees of drafted
+tokens. There is no command here: train.py trains a drafter, speculate.py drafts with it. Read as
+far as the bar, the line that says where the method ends.
 """
 from __future__ import annotations
 
-# What the method uses:
-from dataclasses import dataclass
+import json
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from llama import (
-    Attention,
     Config,
     DecoderLayer,
     KVCache,
     Llama,
+    PackedLinear,
     Sampling,
+    can_pack,
     causal_mask,
+    load_target,
+    pack,
     probabilities,
     rotary_table,
     sample,
 )
-
-# What only the code below the bar uses:
-import json
-import math
-from collections import Counter
-from dataclasses import asdict
-from pathlib import Path
-from types import SimpleNamespace
-
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-
-from llama import (
-    InputError,
-    RaggedKVCache,
-    RaggedPass,
-    atomic_write,
-    can_pack,
-    checksum,
-    input_errors,
-    load_weights,
-    pack,
-    read_json,
-    read_tensors,
-)
+from plumbing.errors import InputError, atomic_write, checksum, input_errors, read_json
+from plumbing.hub import SHIPPED_DRAFTERS, resolve_path
+from plumbing.huggingface import load_weights, read_tensors
+from plumbing.tokenizer import Tokenizer
 
 LSA_TOKENS = 64  # LSA reads so many at a time: a whole prompt, times L layers, may not fit in RAM
+
+
+# --- The method in formulas ---
+#
+# Number the tokens of the text, and of the draft after it, 0, 1, 2, ... A token is *verified* once
+# the target has read it and keeps it. The first t tokens are verified: 0 to t - 1. Token i, with
+# i >= t, is the newest one (i = t), which the target has chosen but not yet read, or a drafted one.
+# e_j is the embedding of token j, and [k_jl v_jl] are its key and value in the target's layer l:
+#
+#     z_j1, ..., z_jL = LSA([k_j1 v_j1], ..., [k_jL v_jL])    for all j < t
+#     m_j = W mean(z_j1, ..., z_jL) + b                       the memory of token j
+#     s_i = the last output of SA(e_0, ..., e_i)
+#     g_i = CA(query s_i; keys and values from m_0, ..., m_{t-1})
+#     h'_i = g_i if N = 0, else norm(the target's last N layers on g_i)
+#     q_i = softmax(LM head h'_i)                             the distribution of token i + 1
+#
+# LSA lets the vector of each layer take what it needs from the other layers. The mean after it has
+# no weights of its own, and W maps it to the hidden size. Keys are read as they lie in the cache,
+# that is, rotated by their position. With several kv heads, [k v] is the key and value of head 0,
+# then those of head 1, and so on.
+#
+# h'_i predicts the target's final hidden state at token i, from which the target's own LM head
+# makes the distribution of the next token. With N > 0, CA's output predicts the state that enters
+# the last N layers: often a better draft, at a higher cost. For verified tokens these layers attend
+# to the target's own keys and values; for drafted ones, to those that they make of CA's output.
+#
+# Only verified tokens have a memory. So training must hide from each position the memory that it
+# will not have while drafting: all of it after the position's *horizon* (see train.py). This is
+# what the paper calls on-policy.
+#
+# Shapes: as in llama.py, and N reused target layers, K drafted tokens, F nodes on the frontier of a
+# draft (see `DraftLimits`), V' tokens that may be drafted (above the bar all V of them). H, Hkv and
+# D are those of the layer at hand: each has its own.
 
 
 # --- The four layers, and training's pass over all positions ---
@@ -111,9 +107,6 @@ class DrafterConfig:
     rms_norm_eps: float
     rope_theta: float
     target_layer_inference: int = 0  # N
-    use_layer_self_attention: bool = True  # this and the next two: ablations, below the bar
-    use_cross_attention: bool = True
-    use_self_attention: bool = True
     draft_vocabulary: tuple[int, ...] | None = None  # of `LimitedHead`, below the bar
 
 
@@ -142,7 +135,7 @@ class Drafter(nn.Module):
         super().__init__()
         self.config = config
         self.__dict__["target"] = target  # no submodule: its weights are not to be trained or saved
-        self.head = DraftHead(target)
+        self.head = DraftHead(target.lm_head.weight)
         sizes = target.config
         hidden_size = sizes.hidden_size
         heads = config.num_attention_heads
@@ -202,19 +195,20 @@ class Drafter(nn.Module):
         (B, T, E), which the LM head reads.
 
         tokens (B, T); kv (B, T, L, 2 Ekv) from the target's cache; horizon (B, T): the last
-        position whose memory query i may read, -1 for none.
+        position whose memory query i may read, -1 for none. (Training calls the two steps itself,
+        because it compares the result of both.)
         """
-        memory = self.build_memory(kv)  # LSA: (B, T, E)
-        x = self.self_attend(tokens)  # SA: (B, T, E)
-        x = self.cross_attend(x, memory, horizon)  # CA: (B, T, E)
+        x = self.mix_attentions(tokens, kv, horizon)  # LSA, SA, CA: (B, T, E)
         return self.infer_target_layers(x, kv, horizon)  # TLI: (B, T, E)
 
-    def build_memory(self, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Return the memory of tokens (B, T, E), given their kv (B, T, L, 2 Ekv) in the cache.
+    def mix_attentions(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
+        """Run LSA, SA and CA over all positions: CA's output (B, T, E)."""
+        memory = self.build_memory(kv)  # (B, T, E)
+        x = self.self_attend(tokens)  # (B, T, E)
+        return self.cross_attend(x, memory, horizon)
 
-        hidden: the target's final states (B, T, E), which only a drafter without LSA reads (see
-        `LastStateDrafter`, below the bar).
-        """
+    def build_memory(self, kv: Tensor) -> Tensor:
+        """Return the memory of tokens (B, T, E), given their kv (B, T, L, 2 Ekv) in the cache."""
         means = []
         for piece in kv.split(LSA_TOKENS, dim=1):  # LSA never looks across tokens
             means.append(self.layer_self_attend(piece))  # (B, at most LSA_TOKENS, 2 Ekv)
@@ -254,17 +248,18 @@ class Drafter(nn.Module):
         return self.cross_attention.attend_to(kv, x, rope, within.unsqueeze(1))
 
     def infer_target_layers(self, x: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
-        """Run TLI over all positions: the target's last N layers and final norm on x (B, T, E).
+        """Run TLI over all positions: x (B, T, E), CA's output -> (B, T, E).
 
-        Each position has two pairs of keys and values: the target's own, kv (B, T, L, 2 Ekv), and
-        those that the layers make of x. A query reads the target's where tokens are verified, up to
-        its horizon, and those made of x where they count as drafted, from there up to itself:
-        exactly what is in the caches while drafting. So the layers get 2 T of them, first the
-        target's of all positions, then those made of x. Query 6 with horizon 3:
+        What query 6, with horizon 3, reads in each of the N layers:
 
             position                         0 1 2 3 4 5 6 7
             the target's keys and values     + + + + . . . .
             those made of x                  . . . . + + + .
+
+        Tokens 0 to 3 are verified, so there the cache would hold the target's own keys and values.
+        Tokens 4 to 6 count as drafted: there it would hold those that the layers make of x. One
+        pass has to serve all queries. So the layers get both for every position, 2 T in all, and the
+        mask is this picture, for each query its own.
 
         (Positions 4 and 5 are of the same run as 6, and so have the same horizon. What the layers
         make of them here is what they make of them in a draft that begins at 4.)
@@ -272,7 +267,6 @@ class Drafter(nn.Module):
         if self.N == 0:
             return x
         count = x.shape[1]
-        rope = self.target.rotary[:, :count]
         positions = torch.arange(count, device=x.device)
         within = positions <= horizon.unsqueeze(-1)  # (B, T, T): query i, position j
         after = ~within & (positions <= positions.unsqueeze(-1))  # (B, T, T)
@@ -280,33 +274,16 @@ class Drafter(nn.Module):
         kv_heads = self.target.config.num_key_value_heads
         reused = kv[:, :, -self.N:].unflatten(-1, (kv_heads, -1))  # (B, T, N, Hkv, 2D)
         known = KnownKeysValues(reused.permute(2, 0, 3, 1, 4))  # (N, B, Hkv, T, 2D)
-        return self.run_target_layers(x, rope, mask, known)
-
-    # For drafting: what the target's side sends, and TLI step by step.
-
-    def memory_update(self, tokens: list[int], cache: KVCache, hidden: Tensor) -> MemoryUpdate:
-        """Return what drafting needs of newly verified tokens, the last ones in the target's cache.
-
-        Called on the target's side, where that cache is. hidden (1, T, E): the target's final
-        states of these tokens, which only `LastStateDrafter`, below the bar, reads.
-        """
-        start = cache.length - len(tokens)
-        end = cache.length
-        memory = self.build_memory(cache.by_token(start, end), hidden)  # (1, T, E)
-        rope = self.rotary[:, start:end]
-        cross_kv = self.cross_attention.keys_values(memory, rope)  # (1, Hkv, T, 2D)
-        first_reused = len(cache.kv) - self.N  # of the L layers
-        reused_kv = cache.kv[first_reused:, :, :, start:end]  # (N, 1, Hkv, T, 2D)
-        return MemoryUpdate(tokens, cross_kv, reused_kv)
+        return self.run_target_layers(x, self.target.rotary[:, :count], mask, known)
 
     def run_target_layers(
         self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache | KnownKeysValues
     ) -> Tensor:
-        """Run the target's last N layers and its final norm: x (B, T, E) -> (B, T, E).
+        """Run the target's last N layers and its final norm: x (B, T, E) -> (B, T, E). With N = 0
+        return x.
 
-        Training (`infer_target_layers`) and drafting (`DraftState.step`) call it with different
-        masks and caches. The cache, of N layers, brings the target's own keys and values of
-        verified tokens, followed by those that the layers make of x.
+        The cache, of N layers, brings the target's own keys and values of verified tokens, followed
+        by those that the layers make of x. Training and drafting pass different ones.
         """
         if self.N == 0:
             return x
@@ -314,6 +291,27 @@ class Drafter(nn.Module):
         for i, layer in enumerate(self.target.layers[-self.N:]):
             x = layer(x, rope, mask, cache, i)
         return self.target.norm(x)
+
+    def memory_update(self, tokens: list[int], cache: KVCache) -> MemoryUpdate:
+        """Return what drafting needs of newly verified tokens, the last ones in the target's cache.
+        LSA runs here, on the target's side, where that cache is."""
+        kv = cache.by_token(cache.length - len(tokens), cache.length)  # (1, T, L, 2 Ekv)
+        return self.update_from_memory(tokens, self.build_memory(kv), cache)
+
+    def update_from_memory(
+        self, tokens: list[int], memory: Tensor, cache: KVCache
+    ) -> MemoryUpdate:
+        """Return what drafting needs, given the memory (1, T, E) of these tokens."""
+        start = cache.length - len(tokens)
+        rope = self.rotary[:, start:cache.length]
+        cross_kv = self.cross_attention.keys_values(memory, rope)  # (1, Hkv, T, 2D)
+        first_reused = len(cache.kv) - self.N  # of the L layers
+        reused_kv = cache.kv[first_reused:, :, :, start:cache.length]  # (N, 1, Hkv, T, 2D)
+        return MemoryUpdate(tokens, cross_kv, reused_kv)
+
+    def new_state(self, capacity: int, sampling: Sampling = Sampling()) -> DraftState:
+        """Return the drafter's side of a new conversation."""
+        return DraftState(self, capacity, sampling)
 
 
 class KnownKeysValues:
@@ -330,43 +328,50 @@ class KnownKeysValues:
 
 @dataclass
 class MemoryUpdate:
-    """What the drafter's caches grow by when T tokens have been verified. Of the memory CA reads
-    only the keys and values made of it, so these are sent."""
+    """What the drafter's caches grow by when T tokens have been verified.
+
+    It does not hold the memory itself. CA reads only the keys and values made of a memory, so these
+    are computed at once and handed on in its place.
+    """
 
     tokens: list[int]
     cross_kv: Tensor  # CA's keys and values of the memory, (1, Hkv, T, 2D)
     reused_kv: Tensor  # keys and values in the target's last N layers, (N, 1, Hkv, T, 2D)
 
 
-class DraftHead:
-    """The target's LM head, frozen: features to logits, one for each token.
+@dataclass
+class VerifyResult:
+    """What one pass of the target brings. (After the pass over the prompt, nothing was drafted and
+    nothing is accepted.)"""
 
-    The index of a logit, here called an *output*, is a token. (Only with `LimitedHead`, below the
-    bar, it is not: that has logits for V' chosen tokens. For it there are `token` and
-    `over_all_tokens`, which here return their argument.)
+    accepted: list[int]  # the drafted tokens that it keeps
+    token: int  # its own, which comes after them
+    memory: MemoryUpdate  # of what is now verified: the prompt, or the root and accepted tokens
 
-    (This is not an nn.Module, so that the target's weights do not become the drafter's.)
+
+class DraftHead(nn.Module):
+    """The target's LM head, frozen: features to logits.
+
+    The place of a logit, here called an *output*, is the number of its token. `LimitedHead`, below
+    the bar, has fewer outputs than there are tokens, so whoever needs a token or a distribution of
+    tokens asks for it here.
     """
 
-    def __init__(self, target: Llama):
-        self.target = target
-
-    @property
-    def weight(self) -> Tensor:
-        """Return the rows that features are multiplied with, (V', E). The loss in train.py needs
-        them."""
-        return self.target.lm_head.weight
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        # A buffer that is not saved: neither trained, nor part of the drafter's checkpoint.
+        self.register_buffer("weight", weight, persistent=False)  # (V', E)
 
     def logits(self, features: Tensor) -> Tensor:
         """Map features (..., E) to logits (..., V')."""
-        return self.target.lm_head(features.to(self.target.dtype))
+        return F.linear(features.to(self.weight.dtype), self.weight)
 
     def token(self, output: int) -> int:
         """Return the token that an output stands for."""
         return output
 
     def over_all_tokens(self, q: Tensor) -> Tensor:
-        """Spread a distribution q (V') over the target's vocabulary (V)."""
+        """Spread a distribution over the outputs, q (V'), over the target's vocabulary (V)."""
         return q
 
 
@@ -455,7 +460,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class TreeConfig:
+class DraftLimits:
     """The limits of a draft, which grows level by level.
 
     To *expand* a node is to run the drafter on it, and to add tokens after it. The nodes that are
@@ -464,19 +469,17 @@ class TreeConfig:
     """
 
     depth: int  # levels below the root: in a chain the number of drafted tokens, K
-    top_k: int = 1  # nodes of a frontier, at most; with 1 the draft is a chain
+    top_k: int = 1  # nodes of a frontier, at most. With 1 the draft is a chain
     total_tokens: int = 64  # drafted tokens of a tree, at most
-    min_confidence: float = 0.0  # stop if the frontier's paths are together less likely than this
-    # Of a greedy tree: leave out tokens whose path is less likely than this. (`sample_tree`, below
-    # the bar, uses it otherwise.)
-    min_probability: float = 0.0
+    min_confidence: float = 0.0  # stop where the paths to a frontier together are less likely
+    min_probability: float = 0.0  # a tree does not grow for a path that is less likely
 
 
 def draft_distributions(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return q, what drafts are chosen from: logits (..., V') -> (..., V')."""
     if sampling.temperature == 0:
-        # A greedy chain needs no probabilities, but trees rank paths by them, and TreeConfig's
-        # limits and --trace ask for them.
+        # A greedy chain could do without probabilities. But trees rank paths by them, and limits
+        # are compared with them.
         return probabilities(logits, 1.0)
     return probabilities(logits, sampling.temperature, sampling.top_p)
 
@@ -514,15 +517,28 @@ class DraftState:
 
     The accepted tokens are not kept from the draft but appended again: only now do they have a
     memory, and the target's own keys and values.
+
+    Where each layer runs, in `Drafter.features` and here:
+
+               over all positions       step by step
+        LSA    build_memory             memory_update, once for every verified token
+        SA     self_attend              append_verified (keys and values only), step
+        CA     cross_attend             step
+        TLI    infer_target_layers      step
     """
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
         """capacity: slots for the text, and for the draft's nodes that are expanded: in a tree at
         most 1 + (depth - 1) * top_k."""
+        config = drafter.config
         self.drafter = drafter
         self.sampling = sampling
-        self.self_cache = drafter_cache(drafter, drafter.self_attention.self_attn, capacity)
-        self.cross_cache = drafter_cache(drafter, drafter.cross_attention.self_attn, capacity)
+        self.self_cache = drafter_cache(
+            drafter, config.self_attention_num_key_value_heads, capacity
+        )
+        self.cross_cache = drafter_cache(
+            drafter, config.cross_attention_num_key_value_heads, capacity
+        )
         self.reused_cache = drafter.target.new_cache(capacity, layers=drafter.N)
         self.expanded: list[int] = []  # the draft's nodes that are in the caches, in their order
 
@@ -538,20 +554,13 @@ class DraftState:
         projection of these. Its output is for CA's queries only, and a verified token is not one.
         """
         self.discard_draft()
-        rope = self.next_rope(len(update.tokens))
+        count = len(update.tokens)
+        rope = self.drafter.rotary[:, self.text_length:self.text_length + count]
         x = self.embed(update.tokens)  # (1, T, E)
         self.self_cache.append(0, self.drafter.self_attention.keys_values(x, rope))
         self.cross_cache.append(0, update.cross_kv)
-        self.append_reused(update)
-        self.move_ends(len(update.tokens))
-
-    def append_reused(self, update: MemoryUpdate) -> None:
-        """Append the target's own keys and values to TLI's cache."""
         for i in range(self.drafter.N):
             self.reused_cache.append(i, update.reused_kv[i])
-
-    def move_ends(self, count: int) -> None:
-        """Count what was appended to the three caches as text: `count` tokens."""
         for cache in (self.self_cache, self.cross_cache, self.reused_cache):
             cache.length += count
 
@@ -561,28 +570,26 @@ class DraftState:
         self.self_cache.length = self.text_length
         self.reused_cache.length = self.text_length
 
-    def next_rope(self, count: int) -> Tensor:
-        """Return the rotary angles of the next `count` tokens of the text: (2, T, D/2)."""
-        return self.drafter.rotary[:, self.text_length:self.text_length + count]
-
-    def draft(self, root: int, tree: TreeConfig) -> Draft:
+    def draft(self, root: int, limits: DraftLimits) -> Draft:
         """Draft a chain or a tree of tokens that may follow the target's newest token, `root`."""
-        self.discard_draft()  # of an earlier call, if nothing was verified since (offline)
-        if tree.top_k == 1:
-            return self.draft_chain(root, tree)
+        self.discard_draft()  # of an earlier call, if nothing was verified since
+        if limits.top_k == 1:
+            return self.draft_chain(root, limits)
         if self.sampling.temperature == 0:
-            return self.draft_tree(root, tree)
-        return sample_tree(self, root, tree)  # below the bar
+            return self.draft_tree(root, limits)
+        return self.sample_tree(root, limits)
 
-    def draft_chain(self, root: int, tree: TreeConfig) -> Draft:
+    def draft_chain(self, root: int, limits: DraftLimits) -> Draft:
         """Draft up to K tokens, each chosen from q after those before it (algorithm 1).
 
-        It may stop early, and the text stays the target's: whether to go on depends only on tokens
-        that are proposed anyway.
+        It may stop early, and the text is still the target's, because what decides is known before
+        the next token is drawn. Say that " lies" is followed by " in", drawn with q = 0.1. The
+        chain may stop there since 0.1 is little, but " in" has to be proposed: to drop it would
+        change the text's distribution, as `sample_tree` shows with numbers.
         """
         draft = Draft(root)
-        for last in range(tree.depth):  # the last node so far: those of a chain are 0, 1, 2, ...
-            if not worth_expanding(draft, [last], tree):
+        for last in range(limits.depth):  # the last node so far: those of a chain are 0, 1, 2, ...
+            if not worth_expanding(draft, [last], limits):
                 break
             q = self.next_distributions(draft, [last]).squeeze(0)  # (V')
             extend_chain(draft, q, self.drafter.head, self.sampling)
@@ -594,10 +601,7 @@ class DraftState:
         return draft_distributions(logits, self.sampling)
 
     def step(self, draft: Draft, frontier: list[int]) -> Tensor:
-        """Run SA, CA and TLI on the frontier, nodes of one level: features (F, E).
-
-        What `Drafter.features` does for all positions, here for F new tokens, with caches.
-        """
+        """Run SA, CA and TLI on the frontier, nodes of one level: features (F, E)."""
         drafter = self.drafter
         self.expanded += frontier  # cached from now on: each node sees itself, too
         mask = self.tree_mask(draft, frontier)  # (F, S)
@@ -607,7 +611,9 @@ class DraftState:
         target_rope = drafter.target.rotary[:, position:position + 1]
         x = self.embed([draft.tokens[node] for node in frontier])  # (1, F, E), and so on
         x = drafter.self_attention(x, rope, mask, self.self_cache, 0)
-        x = self.read_memory(x, rope)
+        # CA needs no mask: every node sees the memory of all verified tokens, and nothing else.
+        memory_kv = self.cross_cache.kv[0, :, :, :self.cross_cache.length]  # (1, Hkv, t, 2D)
+        x = drafter.cross_attention.attend_to(memory_kv, x, rope)
         x = drafter.run_target_layers(x, target_rope, mask, self.reused_cache)
         self.self_cache.length += len(frontier)
         self.reused_cache.length += len(frontier)
@@ -621,19 +627,13 @@ class DraftState:
         mask = draft.mask(frontier, self.expanded, self.text_length)
         return None if mask.all() else mask.to(self.drafter.target.device)
 
-    def read_memory(self, x: Tensor, rope: Tensor) -> Tensor:
-        """Run CA. No mask: every node sees the memory of all verified tokens, and nothing else."""
-        verified = self.cross_cache.length
-        kv = self.cross_cache.kv[0, :, :, :verified]  # (1, Hkv, verified, 2D)
-        return self.drafter.cross_attention.attend_to(kv, x, rope)
-
     def embed(self, tokens: list[int]) -> Tensor:
         """Look up embeddings of tokens: (1, T, E)."""
         return self.drafter.embed(torch.tensor([tokens], device=self.drafter.target.device))
 
     # Trees: several tokens that may follow the same one.
 
-    def draft_tree(self, root: int, tree: TreeConfig) -> Draft:
+    def draft_tree(self, root: int, limits: DraftLimits) -> Draft:
         """Draft a dynamic tree at temperature 0, after EAGLE-2 (Li et al. 2024b).
 
         A token is as likely as its whole path from the root: the product of q along it. At each
@@ -658,15 +658,65 @@ class DraftState:
         """
         draft = Draft(root)
         frontier = [0]
-        for _ in range(tree.depth):
-            if not worth_expanding(draft, frontier, tree):
+        for _ in range(limits.depth):
+            if not worth_expanding(draft, frontier, limits):
                 break
             q = self.next_distributions(draft, frontier)  # (F, V')
-            choices = likeliest_choices(draft, frontier, q, tree.total_tokens, tree.min_probability)
-            children = self.add_choices(draft, frontier, choices)
-            frontier = likeliest_paths(draft, children, tree.top_k)
+            likeliest = likeliest_choices(
+                draft, frontier, q, limits.total_tokens, limits.min_probability
+            )
+            children = self.add_choices(draft, frontier, likeliest)
+            frontier = likeliest_paths(draft, children, limits.top_k)
         drafted = list(range(1, len(draft.tokens)))  # all nodes but the root
-        return draft.keep([0] + likeliest_paths(draft, drafted, tree.total_tokens))
+        return draft.keep([0] + likeliest_paths(draft, drafted, limits.total_tokens))
+
+    def sample_tree(self, root: int, limits: DraftLimits) -> Draft:
+        """Draft a tree of tokens that are drawn from q, for temperatures above 0.
+
+        `rejection_sample_tree` of speculate.py accepts them. Its rule compares p with the q that a
+        token was drawn from. So it needs tokens that were drawn, and every token that was drawn has
+        to be proposed: to drop one afterwards would change what comes out. Say p = q = (0.6, 0.4).
+        One token is drawn; if it is the second, it is thrown away as too unlikely. The target then
+        draws one itself, and the first token comes out with probability 0.6 + 0.4 * 0.6 = 0.84
+        instead of 0.6.
+
+        What may be chosen is how many tokens are drawn after each node, and only before they are
+        drawn. At each level:
+
+        1. Divide the tokens that are left by the levels that are left, rounded up: the `share`.
+        2. Find the `share` likeliest tokens after the frontier, and count those after each node.
+           So a node that more of the likely paths go through gets more children.
+        3. After each node draw that many from its q, without replacement, whichever they are.
+        4. Of the drawn tokens, those with the `top_k` likeliest paths are the next frontier.
+
+        In the example of `draft_tree`, level 1 gets two of the four tokens: two are drawn after the
+        root, say a and b. Level 2 gets the other two. The two likeliest paths there are those of e,
+        after a, and g, after b. So one token is drawn after a, and one after b.
+
+        The counts of a level must not depend on what it draws, for the same reason. They may depend
+        on q and on earlier levels. And step 4 is allowed: a token that is not expanded is proposed
+        all the same.
+
+        (This is ours: a budget that follows likely paths, as in EAGLE-2, for children drawn without
+        replacement, as in Jeon et al. 2024. EAGLE-2 proposes the likeliest tokens at any
+        temperature. That is exact, too: a token that is certain to be proposed is accepted with
+        probability p.)
+        """
+        draft = Draft(root)
+        frontier = [0]
+        for level in range(limits.depth):
+            left = limits.total_tokens - (len(draft.tokens) - 1)
+            share = math.ceil(left / (limits.depth - level))
+            if share == 0 or not worth_expanding(draft, frontier, limits):
+                break
+            q = self.next_distributions(draft, frontier)  # (F, V')
+            likeliest = likeliest_choices(draft, frontier, q, share, limits.min_probability)
+            drawn = draw_choices(likeliest, q, self.sampling.generator)  # as many after each node
+            children = self.add_choices(draft, frontier, drawn)
+            for row in {choice.row for choice in drawn}:  # the nodes that got children
+                draft.q[frontier[row]] = self.drafter.head.over_all_tokens(q[row])  # (V)
+            frontier = likeliest_paths(draft, children, limits.top_k)
+        return draft
 
     def add_choices(self, draft: Draft, frontier: list[int], choices: list[Choice]) -> list[int]:
         """Add the chosen tokens after their nodes of the frontier. Returns the new nodes."""
@@ -677,18 +727,19 @@ class DraftState:
         return children
 
 
-def drafter_cache(drafter: Drafter, attention: Attention, capacity: int) -> KVCache:
-    """Return an empty cache for one of the drafter's own layers."""
-    shape = (1, 1, attention.kv_heads, capacity, 2 * attention.head_dim)
+def drafter_cache(drafter: Drafter, kv_heads: int, capacity: int) -> KVCache:
+    """Return an empty cache for SA or CA."""
+    head_dim = drafter.target.config.hidden_size // drafter.config.num_attention_heads
+    shape = (1, 1, kv_heads, capacity, 2 * head_dim)
     return KVCache(torch.zeros(shape, dtype=drafter.dtype, device=drafter.target.device))
 
 
-def worth_expanding(draft: Draft, frontier: list[int], tree: TreeConfig) -> bool:
+def worth_expanding(draft: Draft, frontier: list[int], limits: DraftLimits) -> bool:
     """Tell whether it pays to go on: whether the paths to the frontier are together likely."""
     if not frontier:  # the level before added nothing
         return False
     confidence = sum(draft.path_probabilities[node] for node in frontier)
-    return confidence >= tree.min_confidence
+    return confidence >= limits.min_confidence
 
 
 class Choice(NamedTuple):
@@ -733,71 +784,6 @@ def likeliest_paths(draft: Draft, nodes: list[int], count: int) -> list[int]:
     return sorted(best)
 
 
-# --- The method ends here: what follows makes it fast and practical ---
-#
-# Each part can be read by itself:
-#
-#     Sampled trees                   for temperatures above 0
-#     Sizes, and a head ...           which sizes fit a target; fewer tokens
-#     Ablations                       without LSA, CA or SA; EAGLE's drafter
-#     What ... a network needs        coarse q, and going on alone
-#     Chains for many conversations   all rows of a batch in one pass
-#     Fast                            bfloat16 and packing
-#     Which drafter ...               the class that a config, or a target on a server, asks for
-#     Checkpoints                     the authors' names and shapes
-
-
-# --- Sampled trees: for temperatures above 0 ---
-
-
-def sample_tree(state: DraftState, root: int, tree: TreeConfig) -> Draft:
-    """Draft a tree of tokens that are drawn from q. (Read `rejection_sample_tree` of speculate.py
-    first.)
-
-    Its rule of acceptance compares p to the q that a token was drawn from. So it needs tokens
-    that were drawn, and every token that was drawn has to be proposed: to drop one afterwards
-    would change what comes out. Say p = q = (0.6, 0.4). One token is drawn; if it is the second, it
-    is thrown away as too unlikely. The target then draws one itself, and the first token comes out
-    with probability 0.6 + 0.4 * 0.6 = 0.84 instead of 0.6.
-
-    What may be chosen is how many tokens are drawn after each node, and only before they are
-    drawn. At each level:
-
-    1. Divide the tokens that are left by the levels that are left, rounded up: the `share`.
-    2. Find the `share` likeliest tokens after the frontier, and count those after each node.
-       So a node that more of the likely paths go through gets more children.
-    3. After each node draw that many from its q, without replacement, whichever they are.
-    4. Of the drawn tokens, those with the `top_k` likeliest paths are the next frontier.
-
-    With depth 2 and total_tokens 4, level 1 gets two: two tokens are drawn after the root.
-    Level 2 gets the other two. If the two likeliest paths go through one child each, one token
-    is drawn after each child.
-
-    The counts of a level must not depend on what it draws, for the same reason. They may depend
-    on q and on earlier levels. And step 4 is allowed: a token that is not expanded is proposed
-    all the same.
-
-    (This is ours: a budget that follows likely paths, as in EAGLE-2, for children drawn without
-    replacement, as by Jeon et al. 2024. EAGLE-2 proposes the likeliest tokens at any temperature.
-    That is exact, too: a token that is certain to be proposed is accepted with probability p.)
-    """
-    draft = Draft(root)
-    frontier = [0]
-    for level in range(tree.depth):
-        left = tree.total_tokens - (len(draft.tokens) - 1)
-        share = math.ceil(left / (tree.depth - level))
-        if share == 0 or not worth_expanding(draft, frontier, tree):
-            break
-        q = state.next_distributions(draft, frontier)  # (F, V')
-        choices = likeliest_choices(draft, frontier, q, share, tree.min_probability)
-        drawn = draw_choices(choices, q, state.sampling.generator)  # as many after each node
-        children = state.add_choices(draft, frontier, drawn)
-        for row in {choice.row for choice in drawn}:  # the nodes that got children
-            draft.q[frontier[row]] = state.drafter.head.over_all_tokens(q[row])  # (V)
-        frontier = likeliest_paths(draft, children, tree.top_k)
-    return draft
-
-
 def draw_choices(choices: list[Choice], q: Tensor, generator: torch.Generator) -> list[Choice]:
     """Draw as many tokens after each node as these choices have there. q (F, V')"""
     counts = Counter(choice.row for choice in choices)  # 0 for a row without a choice
@@ -825,6 +811,12 @@ def gumbel_topk(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
     # Some devices draw 0. Where p = 0 that makes 0 / 0 = NaN, which topk takes for the largest.
     e = e.clamp(min=torch.finfo(p.dtype).tiny)
     return (p / e).topk(k).indices
+
+
+# --- The method ends here: what follows makes it practical ---
+#
+# Default sizes, and a head of fewer tokens; drafting for a server; packed weights and bfloat16;
+# loading and saving.
 
 
 # --- Sizes, and a head of fewer tokens ---
@@ -861,6 +853,19 @@ def default_config(target: Llama) -> DrafterConfig:
     )
 
 
+def new_drafter(target: Llama, config: DrafterConfig, kind: type[Drafter] = Drafter) -> Drafter:
+    """Make a drafter with random weights, before its target is packed.
+
+    kind: `Drafter`, or a variant of it. Raises InputError for sizes that do not fit the target or
+    each other.
+    """
+    check_sizes(config, target.config)
+    drafter = kind(target, config)
+    if config.draft_vocabulary is not None:
+        drafter.head = LimitedHead(target, config.draft_vocabulary)
+    return drafter
+
+
 def check_sizes(config: DrafterConfig, sizes: Config) -> None:
     """Raises InputError for sizes that do not fit a target of these sizes."""
     if config.target_layer_inference > sizes.num_hidden_layers:
@@ -868,32 +873,23 @@ def check_sizes(config: DrafterConfig, sizes: Config) -> None:
             f"target_layer_inference {config.target_layer_inference}: the target has only "
             f"{sizes.num_hidden_layers} layers (train.py: --tli)"
         )
-    if config.use_cross_attention and not config.use_self_attention:
-        raise InputError("use_self_attention: CA needs SA (train.py: --no-sa needs --no-ca)")
     heads = config.num_attention_heads
-    width = sizes.hidden_size
-    check_heads("self_attention", width, heads, config.self_attention_num_key_value_heads)
-    check_heads("cross_attention", width, heads, config.cross_attention_num_key_value_heads)
-    if config.use_layer_self_attention:
-        check_heads(
-            "layer_self_attention",
-            2 * sizes.num_key_value_heads * sizes.head_dim,
-            config.layer_self_attention_num_attention_heads,
-            config.layer_self_attention_num_key_value_heads,
-        )
-
-
-def check_heads(layer: str, width: int, heads: int, kv_heads: int) -> None:
-    """Raises InputError unless kv_heads divides heads, and a head's size, width // heads, is even,
-    for RoPE."""
-    head_dim = width // max(1, heads)
-    valid = heads >= 1 and kv_heads >= 1 and heads % kv_heads == 0
-    if not valid or head_dim < 2 or head_dim % 2 != 0:
-        raise InputError(
-            f"{layer}: num_attention_heads {heads} of size {head_dim} with num_key_value_heads "
-            f"{kv_heads}: kv heads must divide the heads, whose size must be even (train.py: "
-            "--lsa-heads, --kv-heads)"
-        )
+    layer_heads = config.layer_self_attention_num_attention_heads
+    layers = [
+        ("self_attention", sizes.hidden_size, heads),
+        ("cross_attention", sizes.hidden_size, heads),
+        ("layer_self_attention", 2 * sizes.num_key_value_heads * sizes.head_dim, layer_heads),
+    ]
+    for layer, width, heads in layers:
+        kv_heads = getattr(config, f"{layer}_num_key_value_heads")
+        head_dim = width // max(1, heads)
+        divides = heads >= 1 and kv_heads >= 1 and heads % kv_heads == 0
+        if not divides or head_dim < 2 or head_dim % 2 != 0:
+            raise InputError(
+                f"{layer}: num_attention_heads {heads} of size {head_dim} with num_key_value_heads "
+                f"{kv_heads}: kv heads must divide the heads, whose size must be even, for RoPE "
+                "(train.py: --lsa-heads, --kv-heads)"
+            )
 
 
 class LimitedHead(DraftHead):
@@ -904,208 +900,20 @@ class LimitedHead(DraftHead):
     """
 
     def __init__(self, target: Llama, tokens: tuple[int, ...]):
-        """Make this before the target is packed: packed weights have no rows to copy."""
-        super().__init__(target)
-        self.token_ids = tokens  # of each output
-        self.vocabulary = torch.tensor(tokens, device=target.device)  # the same as a tensor, (V')
-        rows = target.lm_head.weight[self.vocabulary].detach()  # (V', E)
-        # An nn.Linear, so that it can be packed. On the meta device it draws no weights of its own.
-        self.linear = nn.Linear(target.config.hidden_size, len(tokens), bias=False, device="meta")
-        self.linear.weight = nn.Parameter(rows, requires_grad=False)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.linear.weight
-
-    def logits(self, features: Tensor) -> Tensor:
-        return self.linear(features.to(self.weight.dtype))
+        token_ids = torch.tensor(tokens, device=target.device)  # of each output, (V')
+        super().__init__(target.lm_head.weight[token_ids])
+        self.register_buffer("token_ids", token_ids, persistent=False)
+        self.tokens = tokens  # the same as a tuple: faster to look up one by one
+        self.vocab_size = target.config.vocab_size
 
     def token(self, output: int) -> int:
-        return self.token_ids[output]
+        return self.tokens[output]
 
     def over_all_tokens(self, q: Tensor) -> Tensor:
-        all_tokens = q.new_zeros(self.target.config.vocab_size)
-        return all_tokens.index_copy_(0, self.vocabulary, q)
+        return q.new_zeros(self.vocab_size).index_copy_(0, self.token_ids, q)
 
 
-# --- Ablations: without LSA, without CA, without SA; without all three it is EAGLE's drafter ---
-#
-# After t verified tokens come the newest token r and drafted ones d1, d2. What the layer after SA
-# gets of the memory, at each of them:
-#
-#     at                          r              d1                 d2
-#     with CA                     m_0 .. m_t-1   m_0 .. m_t-1       m_0 .. m_t-1
-#     without, in training        m_t-1          r's memory         d1's memory
-#     without, while drafting     m_t-1          predicted at r     predicted at d1
-#
-# Without CA each position adds the one memory before it to its own input, and attends to the
-# positions before it. The last two rows differ: that is the off-policy problem.
-#
-# EAGLE's drafter (Li et al. 2024a) is one decoder layer over U e + W h, with e the embedding of a
-# token and h the hidden state of the one before it. Without LSA and CA we have SA(e) + W h under
-# that layer. So without SA, a linear map U takes its place. (EAGLE's layer has no norm before its
-# attention. Here it has one, as all layers have.)
-
-
-class LastStateDrafter(Drafter):
-    """Without LSA. A token's memory is its final hidden state, projected."""
-
-    def __init__(self, target: Llama, config: DrafterConfig):
-        super().__init__(target, config)
-        del self.layer_self_attention
-        # The name stays, though this one is from E to E.
-        self.Ekv2E = nn.Linear(target.config.hidden_size, target.config.hidden_size)
-
-    def build_memory(self, kv: Tensor, hidden: Tensor | None = None) -> Tensor:
-        return self.Ekv2E(hidden.to(self.dtype))
-
-    def features(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
-        # As `Drafter.features`. But memory needs the target's final states, which kv does not hold.
-        # (Training has them already, and calls `build_memory` itself.)
-        memory = self.build_memory(kv, self.target.hidden(tokens))
-        x = self.cross_attend(self.self_attend(tokens), memory, horizon)
-        return self.infer_target_layers(x, kv, horizon)
-
-
-class OffPolicyDrafter(Drafter):
-    """Without CA. In its place stands a causal layer (the same one, called as a decoder layer),
-    which at position i reads SA's output plus the memory of the token at i - 1.
-
-    In training that is always a true memory, and no horizon hides it. While drafting, the tokens of
-    the draft have none, and the drafter's own prediction stands in for it, `predicted_memory`. It
-    was never trained on that: off-policy.
-    """
-
-    def cross_attend(self, x: Tensor, memory: Tensor, horizon: Tensor) -> Tensor:
-        # The horizon is ignored: that is what makes this off-policy.
-        count = x.shape[1]
-        # The memory of the token before each. Nothing is before the first: zeros.
-        previous = nn.functional.pad(memory[:, :-1], (0, 0, 1, 0))  # (B, T, E)
-        mask = causal_mask(count, past=0, device=x.device)
-        return self.cross_attention(x + previous, self.rotary[:, :count], mask)
-
-    def memory_update(self, tokens: list[int], cache: KVCache, hidden: Tensor) -> MemoryUpdate:
-        """As `Drafter.memory_update`, but cross_kv is the memory itself, (1, T, E). Keys and values
-        need SA's output, which `OffPolicyDraftState.step` computes."""
-        start = cache.length - len(tokens)
-        memory = self.build_memory(cache.by_token(start, cache.length), hidden)
-        first_reused = len(cache.kv) - self.N
-        reused_kv = cache.kv[first_reused:, :, :, start:cache.length]
-        return MemoryUpdate(tokens, memory, reused_kv)
-
-    def predicted_memory(self, features: Tensor) -> Tensor:
-        """Return what stands in for the memory of drafted tokens, given their features (T, E).
-
-        A memory is made of keys and values, which a drafted token does not have. So a predicted
-        hidden state takes its place: a vector of another kind. That costs much: results/README.md.
-        """
-        return features.to(self.dtype)
-
-
-class LastStateOffPolicyDrafter(LastStateDrafter, OffPolicyDrafter):
-    """Without both. With a `LinearMap` in SA's place it is EAGLE's drafter.
-
-    From LastStateDrafter: how a memory is made (`build_memory`, and `features`). From
-    OffPolicyDrafter: what reads it (`cross_attend`, `memory_update`). Only what stands in for
-    the memory of a drafted token is new: a predicted hidden state, projected like a true one.
-    """
-
-    def predicted_memory(self, features: Tensor) -> Tensor:
-        return self.Ekv2E(features.to(self.dtype))
-
-
-class LinearMap(nn.Module):
-    """Stands in for SA, and does not look at other tokens."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.linear = nn.Linear(width, width, bias=False)
-        # `DraftState` makes a cache of these sizes. Nothing is written to it.
-        self.self_attn = SimpleNamespace(kv_heads=1, head_dim=1)
-
-    def forward(self, x: Tensor, *_) -> Tensor:
-        return self.linear(x)
-
-
-class OffPolicyDraftState(DraftState):
-    """Drafts without CA.
-
-    Here the layers have to run over verified tokens, too, for their keys and values. They do so
-    when the next draft begins, together with its root, in one pass, as in EAGLE's code. Until then
-    such tokens are `unread`: SA's cache and cross_cache count them already, but their slots are not
-    written. (TLI's cache has the target's own.) A prompt of 10 tokens, then a draft of two, of
-    which the first is accepted:
-
-                                          length of:   SA   cross   unread   memory_before
-        append_verified of the prompt                  10     10      10          11
-        step on the root                               11     10       0           1
-        step on token 1                                12     10       0           1
-        append_verified of the root and token 1        12     12       2           3
-        step on the next root                          13     12       0           1
-
-    (The first root is run a second time, which gives the same keys and values. EAGLE's code keeps
-    them.)
-
-    The causal layer needs keys and values of drafted tokens, too. They go into cross_cache, after
-    those of the text. But cross_cache.length stays where the text ends, as everywhere. So `step`
-    hands the layer another KVCache of the same tensor, with the length at which it is to write.
-    """
-
-    def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
-        super().__init__(drafter, capacity, sampling)
-        self.unread: list[int] = []  # tokens
-        # What these and the next root read: of each the memory of the token before it,
-        # (1 + len(unread), E). Before the first token of a text there is none: zeros. Once a draft
-        # has begun the root's row is left, for another draft of the same root.
-        self.memory_before = torch.zeros_like(drafter.Ekv2E.bias).unsqueeze(0)
-        # By node of the draft: what stands in for the memory of an expanded node, (E).
-        self.predicted: dict[int, Tensor] = {}
-
-    def append_verified(self, update: MemoryUpdate) -> None:
-        """Take note of newly verified tokens, over which `step` will run."""
-        self.discard_draft()
-        self.unread += update.tokens
-        memory = update.cross_kv[0]  # (T, E): see `memory_update`
-        self.memory_before = torch.cat([self.memory_before, memory])
-        self.append_reused(update)
-        self.move_ends(len(update.tokens))
-
-    def step(self, draft: Draft, frontier: list[int]) -> Tensor:
-        """Run SA, the causal layer and TLI. With the root SA and the causal layer read the unread
-        tokens, too."""
-        drafter = self.drafter
-        self.expanded += frontier
-        tree_mask = self.tree_mask(draft, frontier)  # (F, S)
-        position = self.text_length + draft.depth(frontier[0])
-        tokens = self.unread + [draft.tokens[node] for node in frontier]  # T
-        first = position - len(self.unread)
-        if frontier == [0]:
-            mask = causal_mask(len(tokens), first, drafter.target.device)  # (T, S)
-            memory_before = self.memory_before  # (T, E)
-            self.self_cache.length = first
-            self.unread = []
-            self.memory_before = memory_before[-1:]
-        else:  # nothing is unread: T is F
-            mask = tree_mask
-            predicted = [self.predicted[draft.parents[node]] for node in frontier]
-            memory_before = torch.stack(predicted)  # (T, E)
-        rope = drafter.rotary[:, first:position + 1]
-        x = drafter.self_attention(self.embed(tokens), rope, mask, self.self_cache, 0)
-        # These tokens go into the same slots as in SA's cache, so that the same mask fits both.
-        causal_cache = KVCache(self.cross_cache.kv)
-        causal_cache.length = self.self_cache.length
-        x = drafter.cross_attention(x + memory_before, rope, mask, causal_cache, 0)
-        x = x[:, -len(frontier):]  # of unread tokens only the keys and values were wanted
-        target_rope = drafter.target.rotary[:, position:position + 1]
-        x = drafter.run_target_layers(x, target_rope, tree_mask, self.reused_cache)
-        self.self_cache.length += len(tokens)
-        self.reused_cache.length += len(frontier)
-        features = x.squeeze(0)  # (F, E)
-        self.predicted.update(zip(frontier, drafter.predicted_memory(features)))
-        return features
-
-
-# --- What drafting over a network needs: coarse distributions, and going on alone ---
+# --- Drafting for a server: coarse distributions, and going on alone ---
 
 Q_TOKENS = 64  # of a distribution that is sent over a network: the rest of it is never drafted
 
@@ -1130,13 +938,13 @@ def dequantize_probabilities(ids: Tensor, weights: Tensor, vocab_size: int) -> T
 class RemoteDraftState(DraftState):
     """Drafts for a target on a server. Two things differ from `DraftState`.
 
-    q is made coarse before tokens are drawn from it. So the server can be sent the very q that was
-    used, in a few bytes. (Any q will do, if tokens are drawn from just this one.)
+    q is made coarse before tokens are drawn from it, so that the very q that was used can be sent
+    in a few bytes. (Any q will do, as long as tokens are drawn from it and no other.)
 
     While the server is out of reach, no memory comes and nobody would verify a draft. Then `draft`
-    returns the root alone, and `RemoteTarget` calls `draft_unverified`, whose tokens stay in SA's
-    and TLI's caches as if they were verified. An outage after a text of 10 tokens, in which the
-    drafter writes four tokens, twice:
+    returns the root alone, and `RemoteVerifier` of netsim.py calls `draft_unverified`, whose tokens
+    stay in SA's and TLI's caches as if they were verified. An outage after a text of 10 tokens, in
+    which the drafter writes four tokens, twice:
 
                                             length of the caches:   SA   CA   TLI    unverified
         before                                                      10   10   10         0
@@ -1169,15 +977,15 @@ class RemoteDraftState(DraftState):
             self.unverified = 0  # now they are verified, or others in their place
             super().append_verified(update)
 
-    def draft(self, root: int, tree: TreeConfig) -> Draft:
+    def draft(self, root: int, limits: DraftLimits) -> Draft:
         if self.offline:
             return Draft(root)
-        return super().draft(root, tree)
+        return super().draft(root, limits)
 
     def draft_unverified(self, root: int, count: int) -> list[int]:
         """Write `count` tokens after the root, which stay in the caches as text."""
         # super(): our own `draft` drafts nothing while offline.
-        draft = super().draft(root, TreeConfig(depth=count))
+        draft = super().draft(root, DraftLimits(depth=count))
         self.unverified += len(self.expanded)  # the root, and all drafted tokens but the last
         return draft.tokens[1:]
 
@@ -1187,77 +995,6 @@ class RemoteDraftState(DraftState):
             return q
         ids, weights = quantize_probabilities(q)
         return dequantize_probabilities(ids, weights, q.shape[-1])
-
-
-# --- Chains for many conversations at once ---
-
-
-class BatchDraftState:
-    """The drafter's side of several conversations, each a row of the caches. It needs CA.
-
-    Each row has a DraftState, for `append_verified`. Their caches are joined, so that `step` can
-    run all rows in one pass.
-    """
-
-    def __init__(self, drafter: Drafter, rows: int, capacity: int):
-        self.drafter = drafter
-        # (Sampling() is never used: `draft_chains` is given one for each row.)
-        self.states = [DraftState(drafter, capacity, Sampling()) for _ in range(rows)]
-        self.caches = [self.join(name) for name in ("self_cache", "cross_cache", "reused_cache")]
-        self.self_cache, self.cross_cache, self.reused_cache = self.caches
-
-    def join(self, name: str) -> RaggedKVCache:
-        """Join one cache of all states into one, of which each state's becomes a row."""
-        joined = RaggedKVCache(torch.cat([getattr(state, name).kv for state in self.states], 1))
-        for state, row in zip(self.states, joined.rows):
-            setattr(state, name, row)
-        return joined
-
-    def append_verified(self, row: int, tokens: list[int], cache: KVCache, hidden: Tensor) -> None:
-        """Grow a row's caches by newly verified tokens, the last ones in its target cache.
-
-        hidden (1, T, E): the target's final states of them.
-        """
-        update = self.drafter.memory_update(tokens, cache, hidden)
-        self.states[row].append_verified(update)
-
-    def draft_chains(self, roots: list[int], K: int, samplings: list[Sampling]) -> list[Draft]:
-        """Draft a chain of K tokens after the newest one, the root, of every row.
-
-        Call `append_verified` for every row first: it also discards the row's last draft.
-        """
-        drafts = [Draft(root) for root in roots]
-        for _ in range(K):
-            logits = self.step([draft.tokens[-1] for draft in drafts])  # (B, V')
-            for draft, row_logits, sampling in zip(drafts, logits, samplings):
-                q = draft_distributions(row_logits, sampling)  # (V')
-                extend_chain(draft, q, self.drafter.head, sampling)
-        return drafts
-
-    def step(self, tokens: list[int]) -> Tensor:
-        """Run SA, CA and TLI, as `DraftState.step`, on one more token of every row.
-
-        Returns logits (B, V').
-        """
-        drafter = self.drafter
-        target = drafter.target
-        batch = len(tokens)
-        ids = torch.tensor(tokens, device=target.device)[:, None]  # (B, 1)
-        context = target.config.max_position_embeddings
-        new = RaggedPass(self.self_cache, batch, 1, context)
-        rope = drafter.rotary[:, new.positions]  # (2, B, 1, 1, D/2)
-        x = drafter.self_attention(drafter.embed(ids), rope, new.mask, new, 0)
-        # CA reads all of a row's memory, and no unused slots after it, up to the longest row.
-        lengths = torch.tensor([row.length for row in self.cross_cache.rows[:batch]])
-        memory = self.cross_cache.kv[0, :batch, :, :int(lengths.max())]  # (B, Hkv, S, 2D)
-        slots = torch.arange(memory.shape[2])
-        cross_mask = (slots < lengths[:, None, None, None]).to(target.device)  # (B, 1, 1, S)
-        x = drafter.cross_attention.attend_to(memory, x, rope, cross_mask)
-        new = RaggedPass(self.reused_cache, batch, 1, context)
-        x = drafter.run_target_layers(x, target.rotary[:, new.positions], new.mask, new)
-        for row in self.self_cache.rows[:batch] + self.reused_cache.rows[:batch]:
-            row.length += 1
-        return drafter.head.logits(x)[:, 0]
 
 
 # --- Fast for a few tokens ---
@@ -1273,8 +1010,8 @@ def to_bfloat16(drafter: Drafter) -> Drafter:
     if is_plain and can_pack(weight) and torch.cpu._is_avx512_bf16_supported():
         for parameter in drafter.parameters():  # (drafter.bfloat16() would round the angles, too)
             parameter.data = parameter.data.bfloat16()
-        if isinstance(drafter.head, LimitedHead):  # which is none of the drafter's modules
-            drafter.head.linear.bfloat16()
+        if isinstance(drafter.head, LimitedHead):  # the plain head's weight is the target's
+            drafter.head.weight = drafter.head.weight.bfloat16()
     return drafter
 
 
@@ -1283,52 +1020,69 @@ def pack_together(target: Llama, drafters: list[Drafter]) -> None:
     pack(target)
     for drafter in drafters:
         pack(drafter)
-        if isinstance(drafter.head, LimitedHead):
-            drafter.head.linear = pack(drafter.head.linear)
+        if not isinstance(drafter.head, LimitedHead):
+            drafter.head = PackedHead(drafter.head, target.lm_head)
+        elif can_pack(drafter.head.weight):
+            drafter.head = PackedHead(drafter.head, PackedLinear(drafter.head))
 
 
-# --- Which drafter, which draft state ---
+class PackedHead(nn.Module):
+    """A `DraftHead` whose product is computed by a packed layer."""
 
+    def __init__(self, head: DraftHead, linear: nn.Module):
+        super().__init__()
+        self.linear = linear
+        self.token = head.token
+        self.over_all_tokens = head.over_all_tokens
+        head.weight = None  # the packed layer has it
 
-def new_drafter(target: Llama, config: DrafterConfig) -> Drafter:
-    """Make a drafter with random weights, of the kind that the config asks for.
-
-    Raises InputError for sizes that do not fit the target or each other.
-    """
-    check_sizes(config, target.config)
-    has_lsa = config.use_layer_self_attention
-    if config.use_cross_attention:
-        kind = Drafter if has_lsa else LastStateDrafter
-    else:
-        kind = OffPolicyDrafter if has_lsa else LastStateOffPolicyDrafter
-    drafter = kind(target, config)
-    if not config.use_self_attention:
-        drafter.self_attention = LinearMap(target.config.hidden_size)
-    if config.draft_vocabulary is not None:
-        drafter.head = LimitedHead(target, config.draft_vocabulary)
-    return drafter
-
-
-def start_drafting(
-    drafter: Drafter, capacity: int, sampling: Sampling = Sampling(), remote: bool = False
-) -> DraftState:
-    """Return the drafter's side of one conversation. remote: the target is on a server, which needs
-    a drafter with CA (speculate.py refuses others)."""
-    if remote:
-        return RemoteDraftState(drafter, capacity, sampling)
-    if not drafter.config.use_cross_attention:
-        return OffPolicyDraftState(drafter, capacity, sampling)
-    return DraftState(drafter, capacity, sampling)
+    def logits(self, features: Tensor) -> Tensor:
+        return self.linear(features.to(self.linear.weight.dtype))
 
 
 # --- Checkpoints, in the authors' names and shapes ---
 
 
-def load_drafter(path: str | Path, target: Llama) -> Drafter:
+class Models(NamedTuple):
+    target: Llama
+    tokenizer: Tokenizer
+    drafter: Drafter
+
+
+def load_models(
+    model: str, drafter: str | None, device: str, dtype: torch.dtype, remote: bool = False
+) -> Models:
+    """Load a target, its tokenizer and a drafter, packed.
+
+    drafter: its folder; None: the shipped one for this model. remote: the target is on a server, so
+    here of its layers only those that the drafter reuses are loaded. Raises InputError.
+    """
+    folder = drafter or SHIPPED_DRAFTERS.get(model)
+    if folder is None:
+        resolve_path(model)  # says so if there is no such model either
+        raise InputError(
+            f"no drafter is shipped for {model}: train one (python train.py --model {model} "
+            "--data FILE) and name it with --drafter"
+        )
+    last = reused_layers(folder) if remote else None
+    target, tokenizer = load_target(model, device, dtype, last)
+    loaded = to_bfloat16(load_drafter(folder, target))
+    pack_together(target, [loaded])
+    return Models(target, tokenizer, loaded)
+
+
+def reused_layers(folder: str | Path) -> int:
+    """Return N of the drafter in a folder. A wrong value counts as 0: `load_drafter` refuses it."""
+    N = read_json(Path(folder) / "config.json").get("target_layer_inference", 0)
+    return N if type(N) is int and N >= 0 else 0
+
+
+def load_drafter(path: str | Path, target: Llama, kind: type[Drafter] = Drafter) -> Drafter:
     """Load a drafter of `target`, on its device and in its dtype, from a folder of config.json and
     model.safetensors.
 
-    Raises InputError for what is missing, damaged, or does not fit the target.
+    kind: `Drafter`, or the variant that is saved there. Raises InputError for what is missing,
+    damaged, or does not fit the target.
     """
     path = Path(path)
     if not path.is_dir():
@@ -1338,13 +1092,19 @@ def load_drafter(path: str | Path, target: Llama) -> Drafter:
     config_file = path / "config.json"
     weights_file = path / "model.safetensors"
     stated = read_json(config_file)
+    check_target(stated, target.config, path)
+    for part in ("layer_self_attention", "cross_attention", "self_attention"):
+        if kind is Drafter and stated.get(f"use_{part}", True) is not True:
+            raise InputError(
+                f"{path}: a drafter without {part}; only python -m experiments.ablations uses it"
+            )
     with input_errors(weights_file, SafetensorError):  # a type that PyTorch lacks
         tensors = {name: read() for name, read in read_tensors(weights_file)}
     # What sizes that do not fit may raise: our own checks, PyTorch, a division by no rows.
     kinds = (InputError, RuntimeError, TypeError, ZeroDivisionError)
     with input_errors(config_file, *kinds), torch.device("meta"):
         config = parse_drafter_config(stated, tensors, target.config)
-        drafter = new_drafter(target, config)
+        drafter = new_drafter(target, config, kind)
     load_weights(drafter, iter(tensors.items()), weights_file, target.device, target.dtype)
     drafter.checkpoint_hash = checksum(config_file) + checksum(weights_file)
     return drafter.requires_grad_(False).eval()
@@ -1372,7 +1132,7 @@ def parse_drafter_config(
     rows = {name: len(tensor) for name, tensor in tensors.items()}
     for layer in ("self_attention", "cross_attention", "layer_self_attention"):
         heads = values.get(f"{layer}_num_attention_heads", values["num_attention_heads"])
-        # 1 where a tensor is missing: `load_weights` says so, unless an ablation lacks the layer.
+        # 1 where a tensor is missing: `load_weights` says so, unless a variant lacks the layer.
         q_rows = rows.get(f"{layer}.self_attn.q_proj.weight", 1)
         k_rows = rows.get(f"{layer}.self_attn.k_proj.weight", 1)
         mlp_width = rows.get(f"{layer}.mlp.gate_proj.weight", 1)
@@ -1384,8 +1144,6 @@ def parse_drafter_config(
 
 def is_valid(value: object, kind: str, vocab_size: int) -> bool:
     """Tell whether a field of config.json, annotated with `kind`, may have this value."""
-    if kind == "bool":
-        return isinstance(value, bool)
     if kind == "int":
         return type(value) is int and value >= 0
     if kind == "float":
@@ -1397,16 +1155,13 @@ def is_valid(value: object, kind: str, vocab_size: int) -> bool:
     return len(distinct) == len(value)
 
 
-def save_drafter(drafter: Drafter, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write config.json and model.safetensors, each completely or not at all."""
-    sizes = drafter.target.config
-    config = {
-        **asdict(drafter.config),
-        # The authors' code reads these three.
-        "hidden_size": sizes.hidden_size,
-        "vocab_size": sizes.vocab_size,
-        "kv_hidden_size": 2 * sizes.num_key_value_heads * sizes.head_dim,
-    }
+def save_drafter(
+    drafter: Drafter, path: Path, dtype: torch.dtype = torch.bfloat16, target_name: str = ""
+) -> None:
+    """Write config.json and model.safetensors, each completely or not at all. target_name: as in
+    --model."""
+    config = asdict(drafter.config) | describe_target(drafter.target.config)
+    config["target_model"] = target_name
     tensors = {}
     for name, tensor in drafter.state_dict().items():
         tensors[name] = tensor.to("cpu", dtype).contiguous()
@@ -1416,3 +1171,26 @@ def save_drafter(drafter: Drafter, path: Path, dtype: torch.dtype = torch.bfloat
     ):
         config_file.write_text(json.dumps(config))
         save_file(tensors, weights_file, metadata={"format": "pt"})
+
+
+def describe_target(sizes: Config) -> dict[str, int]:
+    """Return what a drafter's config.json states of its target. The authors' code reads the first
+    three."""
+    return {
+        "hidden_size": sizes.hidden_size,
+        "vocab_size": sizes.vocab_size,
+        "kv_hidden_size": 2 * sizes.num_key_value_heads * sizes.head_dim,
+        "target_num_hidden_layers": sizes.num_hidden_layers,
+    }
+
+
+def check_target(stated: dict, sizes: Config, path: Path) -> None:
+    """Raises InputError if a drafter's config.json states other sizes of its target than these."""
+    for size, ours in describe_target(sizes).items():
+        theirs = stated.get(size, ours)
+        if theirs != ours:
+            name = stated.get("target_model") or "MODEL"
+            raise InputError(
+                f"{path}: this drafter belongs to another model, whose {size} is {theirs!r:.40}, "
+                f"not {ours}: add --model {name}"
+            )

@@ -1,5 +1,5 @@
-"""Claims about the drafter: the authors' numbers, one pass against step by step, drafts, what they
-are drawn from, many conversations at once, ablations, packing and checkpoints."""
+"""Claims about the drafter: the authors' numbers, one pass against step by step, drafts and what
+they are drawn from, packing, checkpoints."""
 import copy
 import itertools
 import json
@@ -20,28 +20,24 @@ import llama
 import moa
 from llama import (
     Config,
-    InputError,
     KVCache,
     Llama,
     PackedAttention,
     PackedLinear,
-    RaggedKVCache,
     RMSNorm,
     Sampling,
     can_pack,
     causal_mask,
     load_model,
     probabilities,
-    ragged_hidden,
     sample,
 )
 from moa import (
-    BatchDraftState,
     Draft,
     Drafter,
+    DraftLimits,
     DraftState,
-    LimitedHead,
-    TreeConfig,
+    RemoteDraftState,
     default_config,
     dequantize_probabilities,
     draw_choices,
@@ -52,9 +48,9 @@ from moa import (
     pack_together,
     quantize_probabilities,
     save_drafter,
-    start_drafting,
     to_bfloat16,
 )
+from plumbing.errors import InputError
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 LAYERS = 4
@@ -73,9 +69,6 @@ SIZES = Config(
 N1 = {"target_layer_inference": 1}
 N2 = {"target_layer_inference": 2}
 N3 = {"target_layer_inference": 3}
-NO_LSA = {"use_layer_self_attention": False}
-NO_CA = {"use_cross_attention": False}
-EAGLE = NO_LSA | NO_CA | {"use_self_attention": False}
 
 
 def random_norms(module: nn.Module) -> None:
@@ -93,9 +86,11 @@ def target() -> Llama:
     return target
 
 
-def random_drafter(target: Llama, seed: int = 1, **choices) -> Drafter:
+def random_drafter(
+    target: Llama, seed: int = 1, kind: type[Drafter] = Drafter, **choices
+) -> Drafter:
     torch.manual_seed(seed)
-    drafter = new_drafter(target, replace(default_config(target), **choices))
+    drafter = new_drafter(target, replace(default_config(target), **choices), kind)
     drafter.requires_grad_(False).eval()
     random_norms(drafter)
     return drafter
@@ -125,14 +120,14 @@ def read(target: Llama, tokens: list[int]) -> Reading:
 
 def verify(state: DraftState, cache: KVCache, tokens: list[int]) -> None:
     """The target reads tokens, and the drafter their memory."""
-    hidden = state.drafter.target.hidden(torch.tensor([tokens]), cache)
-    state.append_verified(state.drafter.memory_update(tokens, cache, hidden))
+    state.drafter.target.hidden(torch.tensor([tokens]), cache)
+    state.append_verified(state.drafter.memory_update(tokens, cache))
 
 
 def state_after(
     drafter: Drafter, tokens: list[int], sampling: Sampling = Sampling(), remote: bool = False
 ) -> DraftState:
-    state = start_drafting(drafter, 64, sampling, remote)
+    state = RemoteDraftState(drafter, 64, sampling) if remote else drafter.new_state(64, sampling)
     verify(state, drafter.target.new_cache(len(tokens)), tokens)
     return state
 
@@ -165,7 +160,7 @@ def chain_parents(count: int) -> list[int]:
 
 def step_through(state: DraftState, draft: Draft) -> Tensor:
     """Features (1 + K, E) of a draft that is given, level by level."""
-    state.draft(draft.tokens[0], TreeConfig(depth=0))  # makes room for a draft, and makes none
+    state.draft(draft.tokens[0], DraftLimits(depth=0))  # makes room for a draft, and makes none
     levels = {}
     for i in range(len(draft.tokens)):
         levels.setdefault(len(path_tokens(draft, i)), []).append(i)
@@ -395,14 +390,13 @@ CYCLES = [
 
 
 @pytest.mark.parametrize("choices", [
-    {}, N1, GROUPED | N2, {"target_layer_inference": LAYERS}, NO_LSA | N2, NO_CA, NO_CA | NO_LSA,
-    NO_CA | N2, EAGLE,
+    {}, N1, GROUPED | N2, {"target_layer_inference": LAYERS},
 ], ids=str)
 def test_drafting_step_by_step_gives_the_features_of_one_pass_under_its_horizon(
         target, choices, monkeypatch):
     monkeypatch.setattr(moa, "LSA_TOKENS", 2)  # LSA reads so many tokens at once
     drafter = random_drafter(target, **choices)
-    state = start_drafting(drafter, 64)
+    state = drafter.new_state(64)
     cache = target.new_cache(64)
     verified = []
     for cycle in CYCLES:
@@ -413,9 +407,7 @@ def test_drafting_step_by_step_gives_the_features_of_one_pass_under_its_horizon(
             continue
         draft = given_draft(cycle.drafted, cycle.parents)
         steps = step_through(state, draft)
-        # Without CA later drafts read predictions, where one pass reads the true states.
-        comparable = len(draft.tokens) if drafter.config.use_cross_attention else 1
-        for i in range(comparable):
+        for i in range(len(draft.tokens)):
             tokens = verified + path_tokens(draft, i)
             horizon = torch.full((1, len(tokens)), len(verified) - 1)
             kv, _ = read(target, tokens)
@@ -427,25 +419,16 @@ def test_drafting_step_by_step_gives_the_features_of_one_pass_under_its_horizon(
 TREE = given_draft([14, 15, 16, 17, 18, 19, 20], [-1, 0, 0, 0, 1, 3, 3])
 
 
-@pytest.mark.parametrize("choices", [NO_CA, NO_CA | NO_LSA | N2, EAGLE], ids=str)
-def test_without_ca_a_token_of_a_tree_has_the_features_that_it_has_in_a_chain(target, choices):
-    state = state_after(random_drafter(target, **choices), random_tokens(7))
-    features = step_through(state, TREE)
-    for i in range(len(TREE.tokens)):
-        chain = step_through_chain(state, path_tokens(TREE, i))
-        torch.testing.assert_close(features[i], chain[-1], **CLOSE)
-
-
 @pytest.mark.parametrize("choices", [{}, N2], ids=str)
 def test_an_unverified_chain_stays_until_tokens_are_verified_in_its_place(target, choices):
     drafter = random_drafter(target, **choices)
     tokens = random_tokens(7)
     as_drafts = step_through(state_after(drafter, tokens), TREE)
     cache = target.new_cache(64)
-    state = start_drafting(drafter, 64, remote=True)
+    state = RemoteDraftState(drafter, 64, Sampling())
     verify(state, cache, tokens)
     state.draft_unverified(14, 1)
-    state.draft(9, TreeConfig(2))  # which is dropped again
+    state.draft(9, DraftLimits(2))  # which is dropped again
     state.draft_unverified(17, 1)
     torch.testing.assert_close(step_through_chain(state, [19]), as_drafts[5:6], **CLOSE)
     torch.testing.assert_close(step_through_chain(state, [20]), as_drafts[6:7], **CLOSE)
@@ -457,7 +440,7 @@ def test_an_unverified_chain_stays_until_tokens_are_verified_in_its_place(target
 @pytest.mark.parametrize("choices", [{}, N2], ids=str)
 def test_an_unverified_chain_goes_on_as_one_draft_would(target, choices):
     state = state_after(random_drafter(target, **choices), random_tokens(7), remote=True)
-    root, *chain = state.draft(2, TreeConfig(6)).tokens
+    root, *chain = state.draft(2, DraftLimits(6)).tokens
     begun = state.draft_unverified(root, 4)
     continued = state.draft_unverified(begun[-1], 2)
     assert begun + continued == chain
@@ -465,14 +448,14 @@ def test_an_unverified_chain_goes_on_as_one_draft_would(target, choices):
 
 def test_while_the_server_is_out_of_reach_nothing_is_drafted_for_it(target):
     cache = target.new_cache(64)
-    state = start_drafting(random_drafter(target), 64, remote=True)
+    state = RemoteDraftState(random_drafter(target), 64, Sampling())
     verify(state, cache, random_tokens(7))
-    online = state.draft(2, TreeConfig(3)).tokens
+    online = state.draft(2, DraftLimits(3)).tokens
     state.append_verified(None)
-    assert state.draft(2, TreeConfig(3)).tokens == [2]
+    assert state.draft(2, DraftLimits(3)).tokens == [2]
     assert [2] + state.draft_unverified(2, 3) == online  # the text goes on all the same
     verify(state, cache, online)  # it is back
-    assert len(state.draft(5, TreeConfig(3)).tokens) == 4
+    assert len(state.draft(5, DraftLimits(3)).tokens) == 4
 
 
 @pytest.mark.parametrize("N", [1, LAYERS])
@@ -535,7 +518,7 @@ def test_a_cycle_costs_its_new_tokens_only(target):
 
     for name, module in modules.items():
         module.register_forward_pre_hook(count_rows(name))
-    state = start_drafting(drafter, 64)
+    state = drafter.new_state(64)
     cache = target.new_cache(64)
     for verified, drafted, parents in CYCLES:
         rows.clear()
@@ -561,7 +544,7 @@ def test_the_first_token_is_drawn_from_the_drafters_own_q_quantized_for_a_remote
     state = state_after(drafter, tokens, Sampling(0.7, 0.9, seeded()), remote)
     twin = seeded()
     for _ in range(20):
-        draft = state.draft(2, TreeConfig(1))
+        draft = state.draft(2, DraftLimits(1))
         q = draft.q[0]
         assert sample(q, twin) == draft.tokens[1]
     allowed = torch.tensor(vocabulary or range(VOCABULARY))
@@ -594,32 +577,17 @@ def check_drawn(draft: Draft, temperature: float, generator: torch.Generator) ->
         assert (q == least).sum() >= 128  # tokens that tie are in it together
 
 
-SAMPLINGS = [(1.0, 0.3), (0.7, 0.9), (0.0, 1.0), (3.0, 0.95), (1.0, 0.5)]  # temperature, top-p
-
-
-def test_chains_of_many_rows_are_drawn_from_exactly_the_q_they_report_although_logits_tie():
-    """With top-p, rows whose q is flat need more tokens to be looked at than the others."""
-    target = tied_target()
-    state = BatchDraftState(random_drafter(target), rows=5, capacity=64)
-    cache = ragged_cache(target, 5)
-    append_tokens(state, cache, [random_tokens(count) for count in (3, 9, 4, 6, 2)])
-    samplings = [Sampling(t, top_p, seeded(i)) for i, (t, top_p) in enumerate(SAMPLINGS)]
-    drafts = state.draft_chains([1, 2, 3, 4, 5], 12, samplings)
-    for row, draft in enumerate(drafts):
-        check_drawn(draft, samplings[row].temperature, seeded(row))
-
-
 @pytest.mark.parametrize("temperature, top_p", [(0.7, 0.9), (0.0, 1.0)])
 def test_a_chain_is_drawn_from_exactly_the_q_it_reports_although_logits_tie(temperature, top_p):
     sampling = Sampling(temperature, top_p, seeded())
     state = state_after(random_drafter(tied_target()), random_tokens(6), sampling)
-    check_drawn(state.draft(2, TreeConfig(12)), temperature, seeded())
+    check_drawn(state.draft(2, DraftLimits(12)), temperature, seeded())
 
 
 def test_every_token_of_a_tree_has_positive_probability_in_the_q_it_reports_although_logits_tie():
     sampling = Sampling(0.8, 0.5, seeded())
     state = state_after(random_drafter(tied_target()), random_tokens(6), sampling)
-    draft = state.draft(2, TreeConfig(5, 4, 60))
+    draft = state.draft(2, DraftLimits(5, 4, 60))
     assert len(draft.tokens) == 1 + 60
     for i in range(1, 1 + 60):
         assert draft.q[draft.parents[i]][draft.tokens[i]] == draft.probabilities[i] > 0
@@ -721,7 +689,7 @@ def test_a_greedy_tree_has_the_paths_that_the_drafter_finds_likeliest_of_all(tar
     expected = {path for path in likeliest if values[path] >= least}
     assert (len(expected) < count) == (least > 0)
 
-    tree = TreeConfig(depth, count, count, min_probability=least)
+    tree = DraftLimits(depth, count, count, min_probability=least)
     draft = state_after(drafter, verified).draft(2, tree)
     found = paths(draft)
     assert set(found) == expected
@@ -738,7 +706,7 @@ def test_a_token_of_a_tree_is_drawn_from_what_the_drafter_makes_of_its_own_path(
     drafter = random_drafter(target)
     verified = random_tokens(6)
     state = state_after(drafter, verified, Sampling(1.0, 1.0, seeded()))
-    draft = state.draft(2, TreeConfig(4, 3, 16))
+    draft = state.draft(2, DraftLimits(4, 3, 16))
     assert set(draft.q) == set(draft.parents[1:])
     assert len(draft.q) > 6
     assert max(map(len, paths(draft))) == 4
@@ -754,23 +722,23 @@ def test_a_token_of_a_tree_is_drawn_from_what_the_drafter_makes_of_its_own_path(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("tree", [
-    TreeConfig(1), TreeConfig(12), TreeConfig(3, 2, 6), TreeConfig(5, 2, 30), TreeConfig(2, 8, 12),
-    TreeConfig(6, 3, 8),
+@pytest.mark.parametrize("limits", [
+    DraftLimits(1), DraftLimits(12), DraftLimits(3, 2, 6), DraftLimits(5, 2, 30),
+    DraftLimits(2, 8, 12), DraftLimits(6, 3, 8),
 ], ids=str)
-def test_a_draft_is_as_large_as_its_config_says_and_no_larger(target, tree, temperature):
+def test_a_draft_is_as_large_as_its_config_says_and_no_larger(target, limits, temperature):
     sampling = Sampling(temperature, 1.0, seeded())
     state = state_after(random_drafter(target), random_tokens(6), sampling)
-    draft = state.draft(2, tree)
+    draft = state.draft(2, limits)
     found = paths(draft)
-    assert len(found) == (tree.depth if tree.top_k == 1 else tree.total_tokens)
-    assert draft.is_chain or tree.top_k > 1
+    assert len(found) == (limits.depth if limits.top_k == 1 else limits.total_tokens)
+    assert draft.is_chain or limits.top_k > 1
     deepest = max(map(len, found))
-    assert deepest <= tree.depth
-    assert deepest == tree.depth or temperature == 0
+    assert deepest <= limits.depth
+    assert deepest == limits.depth or temperature == 0
     expanded = Counter(len(path_tokens(draft, parent)) for parent in set(draft.parents[1:]))
-    assert max(expanded.values()) <= tree.top_k
-    assert len(state.expanded) <= 1 + tree.top_k * (tree.depth - 1)  # the root, then each level
+    assert max(expanded.values()) <= limits.top_k
+    assert len(state.expanded) <= 1 + limits.top_k * (limits.depth - 1)  # the root, then each level
     assert len(set(found)) == len(found)  # no token twice among siblings
 
 
@@ -780,124 +748,9 @@ def test_a_draft_ends_where_the_drafter_is_no_longer_confident(target, top_k):
     for least in (0.0, 1e-4, 1e-2, 0.999):
         sampling = Sampling(1.0, 1.0, seeded())
         state = state_after(random_drafter(target), random_tokens(6), sampling)
-        draft = state.draft(2, TreeConfig(8, top_k, 64, least))
+        draft = state.draft(2, DraftLimits(8, top_k, 64, least))
         depths.append(max(map(len, paths(draft))))
     assert depths[0] == 8 > depths[1] > depths[2] > depths[3] == 1
-
-
-# --- Many conversations at once ---
-
-
-def ragged_cache(target: Llama, rows: int) -> RaggedKVCache:
-    return RaggedKVCache(target.new_cache(64, rows).kv)
-
-
-def append_tokens(state: BatchDraftState, cache: RaggedKVCache, tokens: list[list[int]]) -> None:
-    """The target reads new tokens in each row, and the drafter their memory."""
-    target = state.drafter.target
-    longest = max(map(len, tokens))
-    padded = torch.tensor([new + [0] * (longest - len(new)) for new in tokens])  # (B, T)
-    hidden = ragged_hidden(target, padded, cache)  # (B, T, E)
-    for row, new in enumerate(tokens):
-        cache.rows[row].length += len(new)
-        states = hidden[row:row + 1, :len(new)]  # (1, T, E)
-        state.append_verified(row, new, cache.rows[row], states)
-
-
-class BatchCycle(NamedTuple):
-    """How many tokens are verified in each row, which may be a new one, and which row then ends."""
-
-    counts: list[int]
-    ends: int | None = None
-
-
-BATCH_CYCLES = [
-    BatchCycle([6]),
-    BatchCycle([1, 3]),
-    BatchCycle([2, 1, 8]),
-    BatchCycle([1, 5, 2], ends=0),
-    BatchCycle([3, 1]),
-    BatchCycle([2, 4], ends=1),
-    BatchCycle([3]),
-]
-
-
-@pytest.mark.parametrize("N, temperature, top_p", [(0, 0.0, 1.0), (1, 0.8, 1.0), (1, 0.8, 0.7)])
-def test_many_conversations_draft_what_each_would_alone(target, N, temperature, top_p):
-    K = 4
-    drafter = random_drafter(target, target_layer_inference=N, draft_vocabulary=PARTIAL)
-    state = BatchDraftState(drafter, rows=3, capacity=64)
-    cache = ragged_cache(target, 3)
-    caches = [cache, *state.caches]
-    texts = []
-    for counts, ends in BATCH_CYCLES:
-        if len(counts) > len(texts):
-            for each in caches:
-                each.rows[len(texts)].length = 0
-            texts.append([])
-        tokens = [torch.randint(VOCABULARY, (count,)).tolist() for count in counts]
-        append_tokens(state, cache, tokens)
-        for text, new in zip(texts, tokens):
-            text += new
-        newest = list(range(len(texts)))
-        samplings = [Sampling(temperature, top_p, seeded(row)) for row in newest]
-        for row, draft in enumerate(state.draft_chains(newest, K, samplings)):
-            sampling = Sampling(temperature, top_p, seeded(row))
-            alone = state_after(drafter, texts[row], sampling).draft(row, TreeConfig(K))
-            assert draft.tokens == alone.tokens
-            assert draft.parents == alone.parents
-            assert draft.probabilities == pytest.approx(alone.probabilities, rel=1e-4)
-            torch.testing.assert_close(draft.q, alone.q, **CLOSE)
-        if ends is not None:  # the last row takes its place
-            last = texts.pop()
-            if ends < len(texts):
-                texts[ends] = last
-            for each in caches:
-                each.move_row(len(texts), ends)
-
-
-# --- Ablations ---
-
-
-def test_without_lsa_the_memory_is_a_function_of_the_last_hidden_state_only(target):
-    drafter = random_drafter(target, **NO_LSA)
-    kv, hidden = read(target, random_tokens(8))
-    memory = drafter.build_memory(torch.randn_like(kv), hidden)
-    torch.testing.assert_close(memory, drafter.Ekv2E(hidden))
-
-
-@pytest.mark.parametrize("choices", [NO_CA, NO_CA | NO_LSA], ids=str)
-def test_without_ca_the_horizon_has_no_effect_and_a_draft_reads_what_was_predicted_before_it(
-        target, choices):
-    drafter = random_drafter(target, **choices)
-    tokens = torch.tensor([random_tokens(10)])
-    kv, _ = read(target, tokens[0].tolist())
-    none = torch.full((1, 10), -1)
-    everything = torch.arange(10).unsqueeze(0)
-    without = drafter.features(tokens, kv, none)
-    assert torch.equal(drafter.features(tokens, kv, everything), without)
-
-    # While drafting, what was predicted at a draft stands in for its memory.
-    verified = tokens[0, :7].tolist()
-    steps = step_through_chain(state_after(drafter, verified), tokens[0, 7:].tolist())
-    kv, hidden = read(target, verified)
-    predicted = steps if drafter.config.use_layer_self_attention else drafter.Ekv2E(steps)
-    memory = torch.cat([drafter.build_memory(kv, hidden), predicted[None]], dim=1)
-    expected = drafter.cross_attend(drafter.self_attend(tokens), memory, none)[0, 7:]
-    torch.testing.assert_close(steps, expected, **CLOSE)
-
-
-def test_without_lsa_ca_and_sa_it_is_a_decoder_layer_over_embeddings_and_the_states_before(target):
-    """EAGLE's drafter: layer(U e + W h), with h of the token before e's."""
-    drafter = random_drafter(target, **EAGLE)
-    tokens = torch.tensor([random_tokens(9)])
-    kv, hidden = read(target, tokens[0].tolist())
-    states = nn.functional.pad(drafter.Ekv2E(hidden)[:, :-1], (0, 0, 1, 0))  # none before the first
-    x = target.embed_tokens(tokens) @ drafter.self_attention.linear.weight.T + states
-    mask = torch.ones(9, 9, dtype=torch.bool).tril()
-    expected = drafter.cross_attention(x, drafter.rotary[:, :9], mask)
-    features = drafter.features(tokens, kv, torch.zeros(1, 9))
-    torch.testing.assert_close(features, expected, **CLOSE)
 
 
 # --- Fast on a CPU ---
@@ -905,7 +758,7 @@ def test_without_lsa_ca_and_sa_it_is_a_decoder_layer_over_embeddings_and_the_sta
 
 @pytest.mark.parametrize("bfloat16", [False, True])
 @pytest.mark.parametrize("choices", [
-    {}, N2, NO_CA, NO_LSA, {"draft_vocabulary": PARTIAL},
+    {}, N2, {"draft_vocabulary": PARTIAL},
 ], ids=str)
 def test_packed_it_drafts_the_same_and_in_bfloat16_almost_the_same(
         target, choices, bfloat16, monkeypatch):
@@ -924,11 +777,10 @@ def test_packed_it_drafts_the_same_and_in_bfloat16_almost_the_same(
     assert packed.dtype == state.self_cache.kv.dtype == dtype
     if packs and not bfloat16:
         assert isinstance(packed.self_attention.self_attn, PackedAttention)
-        head = packed.head.linear if isinstance(packed.head, LimitedHead) else twin.lm_head
-        assert isinstance(head, PackedLinear)
+        assert isinstance(packed.head.linear, PackedLinear)
     if not bfloat16:
-        draft = state.draft(2, TreeConfig(3, 4, 12))
-        expected = expected_state.draft(2, TreeConfig(3, 4, 12))
+        draft = state.draft(2, DraftLimits(3, 4, 12))
+        expected = expected_state.draft(2, DraftLimits(3, 4, 12))
         assert draft.tokens == expected.tokens
         assert draft.parents == expected.parents
         assert draft.probabilities == pytest.approx(expected.probabilities, rel=1e-4)
@@ -945,8 +797,7 @@ def test_packed_it_drafts_the_same_and_in_bfloat16_almost_the_same(
 # --- Checkpoints ---
 
 @pytest.mark.parametrize("choices", [
-    {}, N2, {"draft_vocabulary": (1, 2, 31)}, NO_LSA, NO_CA, NO_CA | NO_LSA, EAGLE,
-    {"layer_self_attention_num_attention_heads": 10},
+    {}, N2, {"draft_vocabulary": (1, 2, 31)}, {"layer_self_attention_num_attention_heads": 10},
 ], ids=str)
 def test_a_saved_drafter_comes_back_as_it_was(target, tmp_path, choices):
     drafter = random_drafter(target, **choices)
@@ -955,7 +806,6 @@ def test_a_saved_drafter_comes_back_as_it_was(target, tmp_path, choices):
     files = sorted(file.name for file in folder.iterdir())
     assert files == ["config.json", "model.safetensors"]
     loaded = load_drafter(folder, target)
-    assert type(loaded) is type(drafter)
     assert loaded.config == drafter.config
     tokens = random_tokens(9)
     kv, _ = read(target, tokens)
@@ -999,7 +849,7 @@ def refused(folder, target: Llama, complaint: str) -> None:
 
 
 @pytest.mark.parametrize("file, content, complaint", [
-    ("config.json", None, "cannot be read as JSON"),
+    ("config.json", None, "No such file"),
     ("model.safetensors", b"?", "not a safetensors file"),
     ("model.safetensors", SIX_BITS, "F6_E2M3"),  # a type that PyTorch lacks
 ])
@@ -1043,7 +893,7 @@ def test_a_tensor_that_does_not_fit_is_refused_in_one_line(
     ("rope_theta", [], "rope_theta"),
     ("rope_theta", 0, "rope_theta"),
     ("rms_norm_eps", math.inf, "rms_norm_eps"),
-    ("use_cross_attention", "yes", "use_cross_attention"),
+    ("use_cross_attention", False, "python -m experiments.ablations"),
     ("draft_vocabulary", [VOCABULARY], "draft_vocabulary"),
     ("draft_vocabulary", [-1], "draft_vocabulary"),
     ("draft_vocabulary", [], "draft_vocabulary"),
