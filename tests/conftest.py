@@ -1,6 +1,7 @@
 """Shared by all tests: paths, real targets, and a tiny one on disk."""
 import json
 import os
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
+UNTIED = GOLDEN / "llama-tiny-untied"
+TIED = GOLDEN / "llama-tiny-tied-scaled"
 sys.path.insert(0, str(ROOT))
 # More threads make tiny models no faster and a busy machine slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,9 +21,27 @@ import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from tiny_models import CHATML, byte_tokenizer, new_drafter, new_target  # noqa: E402
 
-import llama  # noqa: E402
-import train  # noqa: E402
+from experiments.toy import library_functions  # noqa: E402
+from llama import Llama, load_model, load_tokenizer  # noqa: E402
 from moa import save_drafter  # noqa: E402
+from plumbing.errors import InputError  # noqa: E402
+from plumbing.tokenizer import Tokenizer  # noqa: E402
+
+
+def raises(culprit: str, call, *args) -> None:
+    """The call ends in an InputError that names the culprit."""
+    with pytest.raises(InputError) as caught:
+        call(*args)
+    assert culprit in str(caught.value)
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-4) -> None:
+    torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+
+
+def case_name(value: object) -> str:
+    """How a parametrized case is called."""
+    return ascii(value)[:50]
 
 
 @pytest.fixture(autouse=True)
@@ -29,21 +50,27 @@ def fixed_seed() -> None:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> tuple[llama.Llama, llama.Tokenizer]:
+def smollm2() -> tuple[Llama, Tokenizer]:
     """The default target and its tokenizer, fetched on first use."""
-    return llama.load_model("smollm2"), llama.load_tokenizer("smollm2")
+    return load_model("smollm2"), load_tokenizer("smollm2")
 
 
 @pytest.fixture(scope="session")
-def toy() -> tuple[llama.Llama, llama.Tokenizer]:
+def toy() -> tuple[Llama, Tokenizer]:
     """The shipped toy target and its tokenizer, where any trained model will do."""
-    return llama.load_model("toy"), llama.load_tokenizer("toy")
+    return load_model("toy"), load_tokenizer("toy")
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """A checkpoint to spoil."""
+    return shutil.copytree(TIED, tmp_path / "model")
 
 
 @pytest.fixture(scope="session")
 def library() -> dict[str, str]:
     """The functions of Python's standard library: their signatures, their sources."""
-    return train.library_functions()
+    return library_functions()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,5 @@
 """Tiny random targets, drafters and tokenizers, which tests of all scripts share."""
+import json
 import math
 import struct
 from dataclasses import replace
@@ -11,9 +12,23 @@ import torch
 import moa
 from llama import Config, GenerationConfig, Llama, generate
 from moa import Drafter
+from plumbing.tokenizer import CHATML_TEMPLATE
 
 PROMPT = [0, 3, 1, 4]
 CHATML = ["<|im_start|>", "<|im_end|>"]
+LLAMA3 = [
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+]
+LLAMA3_TEMPLATE = (  # as published with Llama-3
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
+    "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim"
+    " + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}"
+    "{{ content }}{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+)
 LETTERS = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 # A safetensors file of a type that PyTorch lacks.
 SIX_BITS_HEADER = b'{"norm.weight": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}'
@@ -44,13 +59,15 @@ def new_target(
     return model
 
 
-def new_drafter(target: Llama, likeness: float = 0.0, **choices) -> Drafter:
-    """A random drafter, its config the default one but for `choices`.
+def new_drafter(
+    target: Llama, likeness: float = 0.0, kind: type[Drafter] = Drafter, **choices
+) -> Drafter:
+    """A random drafter, its config the default one except for `choices`.
 
     With all target layers reused, likeness 1 makes it the target itself: SA and CA add nothing.
     """
     torch.manual_seed(1)
-    drafter = moa.new_drafter(target, replace(moa.default_config(target), **choices))
+    drafter = moa.new_drafter(target, replace(moa.default_config(target), **choices), kind)
     drafter.requires_grad_(False)
     if likeness > 0:
         for layer in (drafter.self_attention, drafter.cross_attention):
@@ -78,7 +95,7 @@ def chi_square(drawn: torch.Tensor, p: torch.Tensor) -> float:
 def byte_tokenizer(
     folder: Path, control_tokens: list[str], letters: list[str] = LETTERS
 ) -> Path:
-    """A folder with a tokenizer of bytes.
+    """A folder with a tokenizer of bytes, and the chat template of its control tokens.
 
     That its control tokens are unmarked and that its training truncated and padded must not matter.
     """
@@ -90,4 +107,7 @@ def byte_tokenizer(
     backend.enable_truncation(40)
     backend.enable_padding(length=40)
     backend.save(str(folder / "tokenizer.json"))
+    templates = {CHATML[0]: CHATML_TEMPLATE, LLAMA3[0]: LLAMA3_TEMPLATE}
+    stated = {"chat_template": templates.get(control_tokens[0]), "bos_token": control_tokens[0]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(stated))
     return folder

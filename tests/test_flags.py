@@ -1,0 +1,91 @@
+"""Claims about command lines: values, prompts and what is refused."""
+import argparse
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import case_name, raises
+
+from plumbing import flags
+from plumbing.flags import bandwidth, duration, loss_rate
+
+
+@pytest.mark.parametrize("quantity, text, value", [
+    (duration, "21ms", 0.021),
+    (duration, "0.5s", 0.5),
+    (duration, "0ms", 0.0),
+    (duration, ".5s", 0.5),
+    (bandwidth, "20Mbit", 2e7),
+    (bandwidth, "300kbit", 3e5),
+    (bandwidth, "1.5Gbit", 1.5e9),
+    (loss_rate, "0.1%", 0.001),
+])
+def test_quantities_are_read_with_their_units(quantity, text, value):
+    assert quantity(text) == pytest.approx(value)
+
+
+INVALID = {
+    duration: ["", "21", "ms", "-1ms", "nanms", "infs", "inf", "1e3s", "1 s", "1m", "2h", "1..2s",
+               "١s", "1s\n", "9" * 400 + "s"],
+    bandwidth: ["", "0Mbit", "-3Mbit", "Mbit", "20MB", "1s"],
+    loss_rate: ["", "-1%", "100%", "1"],
+}
+
+
+@pytest.mark.parametrize("quantity", INVALID, ids=["duration", "bandwidth", "loss_rate"])
+def test_an_invalid_quantity_is_one_line_that_says_how_to_write_one(quantity):
+    for text in INVALID[quantity]:
+        with pytest.raises(argparse.ArgumentTypeError, match="like") as error:
+            quantity(text)
+        assert "\n" not in str(error.value)
+
+
+def test_an_address_is_a_host_and_a_port_and_this_machine_where_there_is_no_host():
+    assert flags.address("server.example:7000") == ("server.example", 7000)
+    assert flags.address("10.0.0.1:0") == ("10.0.0.1", 0)
+    assert flags.address("[::1]:7000") == ("::1", 7000)
+    assert flags.address("7000") == ("localhost", 7000)
+    for text in ("", "host", "host:", "host:x", "host:70000", "http://host:80", "::1:7000", "[]:7"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected HOST:PORT"):
+            flags.address(text)
+
+
+def test_a_tilde_is_the_home_folder_in_every_path_even_after_an_equals_sign(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/of/mine")
+    parser = flags.Parser()
+    parser.add_argument("--out", type=flags.path)
+    flags.add_model_arguments(parser)
+    args = parser.parse_args(["--out=~/runs/x", "--model=~/m"])
+    assert args.out == Path("/home/of/mine/runs/x")
+    assert args.model == "/home/of/mine/m"
+
+
+def test_help_has_groups_and_ends_with_the_examples_as_they_are_written(capsys):
+    parser = flags.Parser(prog="llama.py", examples="  a --b   c\n  d")
+    flags.add_model_arguments(parser.add_argument_group("model"))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    text = capsys.readouterr().out
+    assert "\nmodel:\n  --model" in text
+    assert text.endswith("\n\nexamples:\n  a --b   c\n  d\n")
+
+
+def test_a_prompt_that_leaves_no_room_in_the_context_is_an_input_error(capsys):
+    raises("512 tokens", flags.answer_length, 512, 512, 1)
+    assert flags.answer_length(512, 510, 64) == 2
+    assert "room for 2" in capsys.readouterr().err
+
+
+def test_a_given_prompt_is_taken_as_it_is_and_a_piped_one_without_its_last_line_break(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n two\nlines \n\n"))
+    assert flags.read_prompt(" Hi\n") == " Hi\n"
+    assert flags.read_prompt(None) == "\n two\nlines \n"
+
+
+@pytest.mark.parametrize("piped, culprit", [
+    (b"", "the prompt is empty"), (b" \n\n", "the prompt is empty"), (b"\xff", "not valid text"),
+], ids=case_name)
+def test_a_piped_prompt_that_is_empty_or_no_text_is_an_input_error(piped, culprit, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped), "utf-8"))
+    raises(culprit, flags.read_prompt, None)
