@@ -209,7 +209,19 @@ NOT_JSON = {  # how a file begins: what it is, and a command that converts it
         "python -c \"import pandas; pandas.read_parquet('{0}').to_json('{0}.jsonl', "
         "orient='records', lines=True)\"",
     ),
+    b"ARROW1": (
+        "Arrow",
+        "python -c \"import pandas; pandas.read_feather('{0}').to_json('{0}.jsonl', "
+        "orient='records', lines=True)\"",
+    ),
+    b"\xff\xff\xff\xff": (
+        "an Arrow stream",
+        "python -c \"import datasets; datasets.Dataset.from_file('{0}').to_json('{0}.jsonl')\"",
+    ),
     b"\x1f\x8b": ("gzip", "gunzip {}"),
+    b"BZh": ("bzip2", "bunzip2 {}"),
+    b"\xfd7zXZ": ("xz", "unxz {}"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd {}"),
     b"PK\x03\x04": ("a zip archive", "unzip {}"),
     (b"\xff\xfe", b"\xfe\xff"): ("UTF-16", "iconv -f UTF-16 -t UTF-8 {0} > {0}.utf8"),
 }
@@ -232,6 +244,8 @@ def find_records(path: str | Path) -> Iterator[Record]:
         for magic, (kind, command) in NOT_JSON.items():
             if begin.startswith(magic):
                 raise InputError(f"{path} is {kind}, not JSON; try: {command.format(path)}")
+        if b"\0" in begin:
+            raise InputError(f"{path} is a binary file, not JSON")
         if begin.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             # latin-1 makes one character of each byte, so an index into the text is one into the
             # bytes. JSON's own characters are ASCII, and what strings hold does not matter here.
@@ -268,6 +282,7 @@ ROLE_NAMES = {  # ShareGPT's
     "bing": "assistant",
     "bard": "assistant",
 }
+TOOL_ROLES = ("tool", "function", "tool_call", "function_call", "observation")
 
 
 def read_messages(text: bytes) -> list[dict]:
@@ -282,9 +297,10 @@ def read_messages(text: bytes) -> list[dict]:
         case {"messages": list(turns)} | {"conversations": list(turns)} | {"data": list(turns)}:
             pass
         case {"instruction": str(question), "output": answer}:
-            if record.get("input"):
-                question += f"\n\n{record['input']}"
-            turns = [question, answer]
+            more = record.get("input") or ""
+            if not isinstance(more, str):
+                raise ValueError(f"an input that is not text: {more!r:.60}")
+            turns = [f"{question}\n\n{more}" if more else question, answer]
         case {"turns": list(questions)}:
             turns = [{"role": "user", "content": question} for question in questions]
         case {"prompt": question}:
@@ -295,13 +311,38 @@ def read_messages(text: bytes) -> list[dict]:
     for turn in turns:
         if isinstance(turn, str):  # without a role: user and assistant take turns
             turn = {"role": next_role(messages), "content": turn}
-        with input_errors("an unusable turn", InputError, TypeError, AttributeError):
+        with input_errors("an unusable turn", ValueError, LookupError, TypeError, AttributeError):
+            if uses_tool(turn):
+                messages.append({"role": next_role(messages), "content": ""})
+                break  # here `usable_part` cuts it
             role = turn.get("role", turn.get("from"))
-            content = turn.get("content", turn.get("value"))
-            message = {"role": ROLE_NAMES.get(role, role), "content": content}
+            content = turn["value"] if "value" in turn else turn["content"]
+            message = {"role": ROLE_NAMES.get(role, role), "content": text_of(content)}
             check_message(message)
         messages.append(message)
     return messages
+
+
+def uses_tool(turn: dict) -> bool:
+    """Tell whether a turn calls a tool or is what it returned. Each model has its own format for
+    these, so a conversation is read only up to there."""
+    role = turn.get("role", turn.get("from"))
+    return bool(turn.get("tool_calls") or turn.get("function_call") or role in TOOL_ROLES)
+
+
+def text_of(content: str | list | None) -> str:
+    """Return a turn's content, which may be in parts: [{"type": "text", "text": "Hi"}, ...]. Raises
+    ValueError for a part that is no text, such as an image."""
+    if not isinstance(content, list):
+        return "" if content is None else content  # (`check_message` refuses what is no text)
+    texts = []
+    for part in content:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                raise ValueError(f"a part that is not text: {part!r:.60}")
+    return "".join(texts)
 
 
 def next_role(messages: list[dict]) -> str:
@@ -310,7 +351,8 @@ def next_role(messages: list[dict]) -> str:
 
 
 def usable_part(messages: list[dict]) -> tuple[list[dict], list[str]]:
-    """Return a conversation from its first question up to its first empty turn, and what was cut.
+    """Return a conversation from its first question up to its first turn that is empty or uses a
+    tool, and what was cut.
 
     Raises ValueError if what is left has no answer.
     """
@@ -320,7 +362,7 @@ def usable_part(messages: list[dict]) -> tuple[list[dict], list[str]]:
     for message in messages:
         role = message["role"]
         if role != "system" and not message["content"].strip():
-            cuts.append("cut at an empty turn")
+            cuts.append("cut at a turn that is empty or uses a tool")
             break
         asked = asked or role == "user"
         if role == "assistant" and not asked:
@@ -343,7 +385,7 @@ class Prompt(NamedTuple):
 def read_prompts(path: str | Path) -> list[Prompt]:
     """Read the prompts of a file: {"prompt": text}, Spec-Bench's {"category", "turns"}, or what the
     user says in conversations. Raises InputError."""
-    form = 'expected {"prompt": text}, {"category": name, "turns": [text, ...]} or {"messages": ...}'
+    form = 'expected {"prompt": text}, {"category": name, "turns": [...]} or {"messages": [...]}'
     prompts = []
     for record in find_records(path):
         wrong = f"{path}, {record.place}: {form}"

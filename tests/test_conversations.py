@@ -1,7 +1,9 @@
 """Claims about files of conversations and of prompts: read as they are published, and shuffled."""
+import bz2
 import gzip
 import itertools
 import json
+import lzma
 import time
 import tracemalloc
 import zipfile
@@ -65,6 +67,7 @@ def test_four_formats_of_one_conversation_are_read_alike():
     turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
     for record in (
         {"messages": CHAT[:2]},
+        {"messages": [{**message, "tool_calls": None} for message in CHAT[:2]]},
         {"data": [question, answer]},
         {"conversations": turns},
         {"instruction": question, "output": answer},
@@ -86,6 +89,26 @@ def test_roles_are_known_by_the_names_that_data_sets_give_them(name, role):
         {"messages": [{"role": name, "content": "a"}]},
     ):
         assert messages_of(record) == [{"role": role, "content": "a"}]
+
+
+def test_text_in_parts_is_read_as_one():
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]
+    record = {"messages": [{"role": "user", "content": parts}, CHAT[1]]}
+    assert messages_of(record) == CHAT[:2]
+
+
+@pytest.mark.parametrize("turn", [
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]},
+    {"role": "assistant", "content": "I add them.", "function_call": {"name": "add"}},
+    {"role": "tool", "content": "4"},
+    {"from": "observation", "value": "4"},
+    {"role": "user", "content": None},
+])
+def test_what_came_before_a_tool_or_a_turn_without_text_is_kept(turn):
+    record = {"messages": [*CHAT[:2], turn, *CHAT[2:]]}
+    kept, cuts = conversations.usable_part(messages_of(record))
+    assert kept == CHAT[:2]
+    assert cuts == ["cut at a turn that is empty or uses a tool"]
 
 
 def test_answers_before_any_question_and_all_from_an_empty_turn_on_are_cut_and_counted(
@@ -112,7 +135,7 @@ def test_answers_before_any_question_and_all_from_an_empty_turn_on_are_cut_and_c
     assert lines[1:] == [
         "3 conversations, 1 records skipped",
         "  2 answers before any question left out",
-        "  1 cut at an empty turn",  # and another that is skipped
+        "  1 cut at a turn that is empty or uses a tool",  # and another that is skipped
         "  1 skipped: no answer",
     ]
 
@@ -126,16 +149,20 @@ BROKEN = {  # a line, and what is wrong with it
     '{"messages": [3]}': "an unusable turn",
     '{"data": ["a", 3]}': "an unusable turn",
     '{"data": ["a question"]}': "no answer",
-    '{"conversations": [{"from": "tool", "value": ""}, 3]}': "needs a role",
+    '{"conversations": [{"from": "nobody", "value": ""}, 3]}': "needs a role",
     '{"conversations": [{"from": ["user"], "value": ""}]}': "an unusable turn",
+    '{"messages": [{"role": "user"}]}': "an unusable turn: 'content'",
+    '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "part that is not text",
     '{"instruction": "a", "output": null}': "an unusable turn",
+    '{"instruction": "a", "input": 3, "output": "b"}': "an input that is not text: 3",
     '{"data": ["\\ud800", "b"]}': "not valid UTF-8",
 }
 REASONS = [
     "  2 skipped: not valid JSON",
     "  2 skipped: neither messages, data or conversations nor instruction and output",
     "  2 skipped: no answer",
-    "  6 skipped: an unusable turn",
+    "  8 skipped: an unusable turn",
+    "  1 skipped: an input that is not text",
 ]
 
 
@@ -274,6 +301,12 @@ def files(tmp_path_factory) -> Path:
     write(path / "twice.json", text + text)
     (path / "a.parquet").write_bytes(b"PAR1" + bytes(20))
     (path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    (path / "a.jsonl.bz2").write_bytes(bz2.compress(text.encode()))
+    (path / "a.jsonl.xz").write_bytes(lzma.compress(text.encode()))
+    (path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd" + bytes(20))
+    (path / "a.feather").write_bytes(b"ARROW1" + bytes(20))
+    (path / "a.arrow").write_bytes(b"\xff\xff\xff\xff" + bytes(20))
+    (path / "a.tar").write_bytes(b"a.json" + bytes(500))
     with zipfile.ZipFile(path / "a.zip", "w") as archive:
         archive.writestr("a.json", text)
     (path / "utf16").write_text(text, encoding="utf-16")
@@ -286,6 +319,12 @@ def files(tmp_path_factory) -> Path:
     ("folder", "folder is a folder: name the files in it, as in folder/*.jsonl"),
     ("a.parquet", "a.parquet is Parquet, not JSON; try: python -c \"import pandas"),
     ("a.jsonl.gz", "a.jsonl.gz is gzip, not JSON; try: gunzip a.jsonl.gz"),
+    ("a.jsonl.bz2", "a.jsonl.bz2 is bzip2, not JSON; try: bunzip2 a.jsonl.bz2"),
+    ("a.jsonl.xz", "a.jsonl.xz is xz, not JSON; try: unxz a.jsonl.xz"),
+    ("a.jsonl.zst", "a.jsonl.zst is zstd, not JSON; try: unzstd a.jsonl.zst"),
+    ("a.feather", "a.feather is Arrow, not JSON; try: python -c \"import pandas"),
+    ("a.arrow", "a.arrow is an Arrow stream, not JSON; try: python -c \"import datasets"),
+    ("a.tar", "a.tar is a binary file, not JSON"),
     ("a.zip", "a.zip is a zip archive, not JSON; try: unzip a.zip"),
     ("utf16", "utf16 is UTF-16, not JSON; try: iconv -f UTF-16 -t UTF-8 utf16"),
     ("cut.json", "cut.json: the JSON array is damaged or cut short at its record 2"),

@@ -21,10 +21,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from tiny_target import counting, make_tiny_target, write
+from tiny_target import (
+    counting,
+    error_of,
+    flags,
+    losses,
+    make_tiny_target,
+    train_with,
+    write,
+)
 
 import train
-from plumbing.errors import run_command
 from plumbing.journal import read_log
 
 LONG = ["--updates", 8, "--save-every", 2, "--eval-every", 3, "--lr", 1e-3]  # a run of 8 updates
@@ -45,39 +52,12 @@ def command(tiny):
     return run
 
 
-def train_with(*arguments) -> None:
-    """train.py's command line, in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
-        run_command(train.main)
-
-
-def flags(tiny: Path, *arguments) -> list[str]:
-    sizes = "--device cpu --seq-len 96 --batch-size 3 --warmup 2 --mlp 32 --lsa-mlp 32"
-    files = ["--model", str(tiny), "--data", str(tiny / "data.jsonl")]
-    return [*files, *sizes.split(), *map(str, arguments)]
-
-
-def error_of(command, capsys, *arguments) -> str:
-    """The error of a command: one line, the last on stderr, and exit status 2."""
-    with pytest.raises(SystemExit) as end:
-        command(*arguments)
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert end.value.code == 2
-    assert message.startswith("train.py: error: ")
-    return message
-
-
 def log_of(out: Path) -> list[dict]:
     """A run's log, without what depends on the clock."""
     records = read_log(out)
     for record in records:
         record.pop("tokens_per_second", None)
     return records
-
-
-def losses(out: Path) -> list[float]:
-    return [record["loss"] for record in read_log(out) if "loss" in record]
 
 
 def assert_same_run(a: Path, b: Path) -> None:

@@ -12,9 +12,17 @@ import torch
 import torch.nn.functional as F
 from conftest import GOLDEN, ROOT
 from safetensors.torch import load_file
-from test_journal import error_of, flags, losses, train_with
 from tiny_models import new_drafter
-from tiny_target import STOP, counting, make_tiny_target, write
+from tiny_target import (
+    STOP,
+    counting,
+    error_of,
+    flags,
+    losses,
+    make_tiny_target,
+    train_with,
+    write,
+)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import llama

@@ -1,13 +1,18 @@
 """A tiny random target in a folder, and conversations: what training, synthesis and evaluation are
 tested on."""
 import json
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from tiny_models import CHATML, byte_tokenizer
 
 import llama
+import train
+from plumbing.errors import run_command
+from plumbing.journal import read_log
 
 STOP = 257  # its stop token
 CHAT = [
@@ -58,3 +63,33 @@ def write(path: Path, *lines) -> Path:
         for line in lines:
             file.write((line if isinstance(line, str) else json.dumps(line)) + "\n")
     return path
+
+
+# --- train.py on it ---
+
+
+def train_with(*arguments) -> None:
+    """train.py's command line, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
+        run_command(train.main)
+
+
+def flags(tiny: Path, *arguments) -> list[str]:
+    sizes = "--device cpu --seq-len 96 --batch-size 3 --warmup 2 --mlp 32 --lsa-mlp 32"
+    files = ["--model", str(tiny), "--data", str(tiny / "data.jsonl")]
+    return [*files, *sizes.split(), *map(str, arguments)]
+
+
+def error_of(command, capsys, *arguments) -> str:
+    """The error of a command: one line, the last on stderr, and exit status 2."""
+    with pytest.raises(SystemExit) as end:
+        command(*arguments)
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2
+    assert message.startswith("train.py: error: ")
+    return message
+
+
+def losses(out: Path) -> list[float]:
+    return [record["loss"] for record in read_log(out) if "loss" in record]
