@@ -1,0 +1,115 @@
+"""Evaluate a finished drafter on conversations.
+
+By default in one pass over each text, as while training: its losses, and how often the token that
+it would draft at each depth is the target's first choice. Both sides read the text as it stands, so
+this scores drafts that follow the text. `evaluate` of train.py does it.
+
+With --by-drafting it really drafts: a chain of eight tokens from every eighth position of an
+answer, which the target verifies. This takes longer, is what happens in use, and scores drafters
+of any kind alike: those without CA read their own predictions here.
+
+    python -m experiments.evaluate runs/drafter --data held_out.jsonl
+    python -m experiments.evaluate runs/drafter --data held_out.jsonl --by-drafting
+"""
+from __future__ import annotations
+
+import plumbing.start  # first: Ctrl-C or a missing package while PyTorch loads ends in one line
+
+import itertools
+import json
+from argparse import Namespace
+
+import torch
+from tqdm import tqdm
+
+from llama import Sampling, load_target
+from moa import Drafter, DraftLimits, load_drafter, pack_together
+from plumbing.conversations import NO_ANSWER, NO_FILE
+from plumbing.errors import InputError, run_command
+from plumbing.flags import DTYPES, Parser, add_model_arguments, number, path, settle_device
+from speculate import LocalVerifier
+from train import (
+    DEPTHS,
+    Sequence,
+    TrainConfig,
+    depth_scores,
+    evaluate,
+    loss_mask,
+    read_conversations,
+)
+
+
+@torch.no_grad()
+def evaluate_drafting(
+    drafter: Drafter,
+    sequences: list[Sequence],
+    new_verifier: type[LocalVerifier] = LocalVerifier,
+) -> dict:
+    """Return `depth_scores` of chains that are drafted from every eighth trained position.
+
+    The target verifies each chain, and then the text goes on as it stands. Raises InputError.
+    """
+    runs = []
+    for sequence in tqdm(sequences, desc="drafting", leave=False):
+        tokens = sequence.tokens.tolist()
+        verifier = new_verifier(drafter.target, drafter, len(tokens), Sampling())
+        state = drafter.new_state(len(tokens), Sampling())
+        trained = loss_mask(sequence.answer)[:-DEPTHS]  # not the last few: a chain must fit
+        starts = trained.nonzero().flatten().tolist()[::DEPTHS]
+        for read, start in itertools.pairwise([0, *starts]):
+            state.append_verified(verifier.prefill(tokens[read:start]).memory)
+            draft = state.draft(tokens[start], DraftLimits(depth=DEPTHS))
+            accepted = verifier.verify(draft).accepted
+            runs.append([True] * len(accepted) + [False])  # (there is no ninth depth)
+            verifier.cache.length = start  # drop root and draft: the text may go on otherwise
+    if not runs:
+        raise InputError("--by-drafting: no answer is long enough to draft in")
+    return depth_scores(runs, DEPTHS)
+
+
+# --- Command line ---
+
+
+def parse_arguments() -> Namespace:
+    parser = Parser(
+        description="Score a drafter on conversations. Prints one JSON object.",
+        examples="python -m experiments.evaluate runs/drafter --data held_out.jsonl",
+    )
+    add = parser.add_argument
+    add("drafter", type=path, metavar="DIR", help="the drafter's folder")
+    add("--data", nargs="+", required=True, type=path, metavar="FILE",
+        help="conversations, as JSON lines or a JSON array")
+    add("--by-drafting", action="store_true",
+        help="really draft, instead of one pass over the text")
+    add("--seq-len", type=number(int, 16), default=TrainConfig.seq_len,
+        help="tokens that are read of a conversation, at most (default: %(default)s)")
+    add_model_arguments(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    for file in args.data:  # before the model is loaded, which takes longer
+        if not file.exists():
+            raise InputError(f"{file}: {NO_FILE}")
+    dtype = settle_device(args.device, args.dtype)
+    target, tokenizer = load_target(args.model, args.device, DTYPES[dtype])
+    context = target.config.max_position_embeddings // 64 * 64  # `collate` rounds lengths up
+    if args.seq_len > context:
+        raise InputError(f"--seq-len {args.seq_len}: the target's context is {context}")
+    drafter = load_drafter(args.drafter, target)
+    data = read_conversations(args.data, tokenizer, args.seq_len)
+    sequences = list(data.read_usable(range(len(data))))
+    if not sequences:
+        raise InputError(NO_ANSWER)
+    if args.by_drafting:
+        pack_together(target, [drafter])
+        scores = evaluate_drafting(drafter, sequences)
+    else:
+        config = TrainConfig(dtype=dtype, seq_len=args.seq_len)
+        scores = evaluate(drafter, sequences, config)
+    print(json.dumps(scores))
+
+
+if __name__ == "__main__":
+    run_command(main)

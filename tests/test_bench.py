@@ -1,0 +1,343 @@
+"""The benchmark reports what it measured, of one machine and of networks, in a table that fits."""
+import contextlib
+import io
+import itertools
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import ROOT
+from test_remote import serving_models
+from tiny_models import PROMPT, WORDS, new_drafter, new_target, target_alone
+
+import netsim
+from experiments import bench
+from experiments.bench import (
+    Contender,
+    Turn,
+    bench_prompts,
+    offline_quality,
+    print_result,
+    remote_contenders,
+    summarize,
+)
+from experiments.tables import Column, format_markdown, print_rows
+from llama import GenerationConfig
+from moa import Draft, DraftLimits, VerifyResult
+from netsim import Link, open_channel
+from plumbing.conversations import Prompt, read_prompts
+from plumbing.errors import run_command
+from speculate import Cycle, Generation, Origin
+
+
+class Done(NamedTuple):
+    """A command line that has run."""
+
+    status: int
+    out: str
+    err: str
+
+    def rows(self) -> list[dict]:
+        assert self.status == 0, self.err
+        return json.loads(self.out)["rows"]
+
+
+def command(program: ModuleType, *arguments: object) -> Done:
+    """Run a program in this process."""
+    status = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [program.__name__, *map(str, arguments)])
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            with contextlib.redirect_stderr(io.StringIO()) as err:
+                try:
+                    run_command(program.main)
+                except SystemExit as end:
+                    status = end.code
+    return Done(status, out.getvalue(), err.getvalue())
+
+
+def assert_refused(done: Done, complaint: str) -> None:
+    assert done.status == 2 and done.out == ""
+    assert complaint in done.err.splitlines()[-1]
+
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    """A function that writes a prompt set, one record a line."""
+
+    def write(*records: object) -> str:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("\n\n".join(map(json.dumps, records)) + "\n")
+        return str(path)
+
+    return write
+
+
+# --- What is measured ---
+
+
+def answer_of(seconds: float, tokens: list[int], calls: int) -> Generation:
+    """An answer whose cost is known."""
+    return Generation(
+        PROMPT,
+        tokens,
+        [Origin.TARGET] * len(tokens),
+        seconds,
+        target_calls=calls,
+        drafted=2 * calls,
+        draft_seconds=seconds / 4,
+    )
+
+
+CONTENDERS = {name: Contender(None) for name in ("target", "chain x:y", "tree")}
+ANSWERS = {
+    "target": answer_of(4.0, [1, 2, 3, 4], calls=3),
+    "chain x:y": answer_of(1.0, [1, 2, 3, 4], calls=1),  # a drafter's folder may be named so
+    "tree": answer_of(2.0, [1, 2, 3, 5], calls=2),
+}
+TURNS = [Turn("a", ANSWERS), Turn("a", ANSWERS), Turn("b", ANSWERS)]
+
+
+def test_a_row_has_the_totals_of_its_category_and_method():
+    rows = summarize(None, CONTENDERS, TURNS, GenerationConfig(4))
+    names = [(row["category"], row["method"]) for row in rows]
+    assert names == list(itertools.product(("a", "b", "overall"), CONTENDERS))
+    by_name = dict(zip(names, rows))
+    assert by_name["overall", "chain x:y"] == {
+        "category": "overall",
+        "method": "chain x:y",
+        "tokens_per_second": 4,
+        "speedup": 4,
+        "speedup_quartiles": [4, 4],
+        "acceptance_length": 3,
+        "target_calls": 3,
+        "new_tokens": 12,
+        "drafted_per_call": 2,
+        "draft_share": 0.25,
+        "identical": 1,
+    }
+    assert by_name["a", "tree"]["new_tokens"] == 8
+    assert by_name["a", "tree"]["speedup"] == 2 and by_name["a", "tree"]["identical"] == 0
+
+
+def test_sampled_texts_need_not_be_identical():
+    rows = summarize(None, CONTENDERS, TURNS, GenerationConfig(4, temperature=1.0))
+    assert all("identical" not in row for row in rows)
+
+
+def test_prompts_of_one_category_have_no_rows_twice():
+    rows = summarize(None, CONTENDERS, TURNS[:2], GenerationConfig(4))
+    assert [row["category"] for row in rows] == ["overall"] * 3
+
+
+def test_all_methods_go_on_after_the_targets_own_answer():
+    target = new_target(16)
+    asked = {"target": [], "other": []}
+
+    def ask(name: str, tokens: list[int], prompt: list[int], config: GenerationConfig):
+        asked[name].append(prompt)
+        for token in tokens:
+            result = VerifyResult([], token, memory=None)
+            yield Cycle(Draft(prompt[-1]), result, 0.0, 0.0, [token])
+
+    contenders = {
+        "target": Contender(partial(ask, "target", [1, 2])),
+        "other": Contender(partial(ask, "other", [3])),
+    }
+    prompts = [Prompt("a", ["one", "two"]), Prompt("b", ["three"])]
+    context = target.config.max_position_embeddings
+    turns = list(bench_prompts(WORDS, context, contenders, prompts, GenerationConfig(4)))
+    assert [turn.category for turn in turns] == ["a", "a", "b"]  # the warm-up is none of them
+    assert turns[0].answers["other"].tokens == [3]
+    second = [{"content": "one"}, {"content": "1 2"}, {"content": "two"}]
+    for prompts_of in asked.values():
+        assert WORDS.chat(second) in prompts_of
+
+
+def test_text_written_offline_is_judged_wherever_it_stands():
+    target = new_target(16, context=128)
+    alone = target_alone(target, 60)
+    offline = (2, 3, 7)
+    base = Generation(PROMPT, alone, [Origin.TARGET] * 60)
+    ours = Generation(PROMPT, list(alone), [Origin.TARGET] * 60)
+    ours.tokens[3] = (alone[3] + 1) % 16
+    for i in offline:
+        ours.origins[i] = Origin.UNVERIFIED
+    log_p = target(torch.tensor([PROMPT + ours.tokens]))[0, len(PROMPT) - 1:].log_softmax(-1)
+    nll = [-log_p[i, ours.tokens[i]].item() for i in offline]
+    assert offline_quality(target, [ours], [base]) == {
+        "agreement": 2 / 3,
+        "perplexity": pytest.approx(math.exp(sum(nll) / 3), rel=1e-4),
+    }
+
+
+def test_over_networks_everything_is_measured_on_each_and_cut_once(monkeypatch):
+    monkeypatch.setattr(bench.tqdm, "monitor_interval", 0)  # its thread is none of the server's
+    monkeypatch.setattr(netsim, "MIN_TIMEOUT", 0.2)
+    monkeypatch.setattr(netsim, "INITIAL_BACKOFF", 0.0)
+    target = new_target(16)
+    drafter = new_drafter(target)
+    config = GenerationConfig(8)
+    links = {"wan": Link(), "4g": Link(0.001)}
+    with serving_models(target, drafter) as server:
+        channels = {}
+        for name, link in links.items():
+            channels[name] = partial(open_channel, server.server_address, link, 0)
+        contenders = remote_contenders(drafter, DraftLimits(4), channels, outage_after=2)
+        turns = list(bench_prompts(WORDS, 64, contenders, [Prompt("a", ["one"])], config))
+    rows = summarize(target, contenders, turns, config)
+    kinds = ("api", "remote", "remote+lookup", "disconnected")
+    expected = {f"{kind}:{name}" for kind, name in itertools.product(kinds, links)}
+    assert {row["method"] for row in rows} == expected
+    for row in rows:
+        if row["method"].startswith("disconnected"):
+            assert 0 < row["unverified_tokens"] <= 8 - 2
+            assert 0 <= row["agreement"] <= 1 <= row["perplexity"]
+        else:
+            assert row["identical"] == 1 and "unverified_tokens" not in row
+        assert row["bytes_up_per_token"] > 0 and row["bytes_down_per_token"] > 0
+        assert row["round_trips_per_token"] > 0
+
+
+# --- Tables ---
+
+
+def test_a_table_fits_100_columns_explains_its_headings_and_ends_with_a_sentence(capsys):
+    everything = {key: 12345.678 for key in bench.COLUMNS} | {"speedup_quartiles": [10.25, 12.5]}
+    offline = everything | {"method": "disconnected:network", "speedup": 99.0}
+    online = everything | {"method": "remote+lookup:network", "speedup": 1.5, "identical": 1.0}
+    del online["unverified_tokens"], online["agreement"]
+    rows = []
+    for category in ("a long category", "overall"):
+        rows += [{"category": category} | row for row in (online, offline)]
+    contenders = {row["method"]: Contender(None, "api:network") for row in (online, offline)}
+    print_result(rows, contenders)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    for column in bench.COLUMNS.values():
+        assert f"{column.heading} " in "\n".join(line + " " for line in lines)
+        assert any(line.startswith(column.heading) and column.meaning in line for line in lines)
+    assert sum(line.startswith("a long category  remote+lookup:network") for line in lines) > 1
+    assert lines[-2:] == [
+        "Fastest: remote+lookup:network, 1.50 times as fast as api:network.",
+        "All texts are identical to those of the target alone.",
+    ]
+
+
+def test_a_table_says_which_texts_differ_and_that_nothing_was_faster(capsys):
+    rows = summarize(None, CONTENDERS, TURNS[:1], GenerationConfig(4))
+    print_result(rows, CONTENDERS)
+    out = capsys.readouterr().out
+    assert "overall" not in out  # there is nothing else
+    assert "Fastest: chain x:y, 4.00 times as fast as the target alone." in out
+    assert "Some texts differ from those of the target alone: tree." in out
+    print_result(rows[:1], CONTENDERS)
+    assert "No method was faster than the target alone." in capsys.readouterr().out
+
+
+def test_a_long_folder_loses_its_middle_in_a_table_and_keeps_its_end(capsys):
+    rows = [{"method": "chain " + "folder/" * 20 + "end", "speed": 1}]
+    print_rows(rows, ["method"], {"speed": Column("speed", "how fast"), "absent": Column("", "")})
+    heading, row, _, legend = capsys.readouterr().out.splitlines()
+    assert row.startswith("chain ") and "..." in row and row.endswith("/end      1")
+    assert len(row) == len(heading) == 30 + 2 + 5
+    assert legend == "speed  how fast"
+
+
+def test_a_table_of_a_page_is_markdown():
+    table = format_markdown(["", "speed"], [["a", "1"], ["b", "2"]])
+    assert table == "|  | speed |\n|---|---|\n| a | 1 |\n| b | 2 |"
+
+
+# --- The program ---
+
+
+def test_the_program_reads_both_formats_and_leaves_out_a_prompt_that_is_too_long(
+    checkpoint, prompt_file
+):
+    prompts = prompt_file(
+        {"category": "text", "prompt": "Say hello."},
+        {"category": "math", "turns": ["What is 2 + 2?", "And 3 + 3?"]},
+        {"category": "long", "prompt": "hello " * 400},
+    )
+    done = command(bench, prompts, *checkpoint, "--max-new-tokens", 12, "--json")
+    assert "'hello hello" in done.err and "context" in done.err
+    methods = ("target", "chain", "tree", "lookup", "tree+lookup")
+    rows = [row for row in done.rows() if row["method"] in methods]  # perhaps: not packed
+    names = [(row["category"], row["method"]) for row in rows]
+    assert names == list(itertools.product(("text", "math", "overall"), methods))
+    for row in rows:
+        assert row["identical"] == 1
+        assert row["acceptance_length"] >= 1
+        assert row["target_calls"] < row["new_tokens"]
+        assert row["tokens_per_second"] > 0
+        assert row["speedup"] == 1 or row["method"] != "target"
+
+
+def test_the_program_measures_several_drafters(checkpoint, prompt_file):
+    model = checkpoint[:2]
+    drafter = checkpoint[3]
+    flags = ["--drafter", drafter, drafter + "/../" + Path(drafter).name, "--max-new-tokens", 4]
+    rows = command(bench, prompt_file({"prompt": "Hi"}), *model, *flags, "--json").rows()
+    methods = [row["method"] for row in rows if "packed" not in row["method"]]
+    expected = ["target"]
+    for name in flags[1:3]:
+        expected += [f"chain {name}", f"tree {name}"]
+    assert methods == expected
+
+
+def test_the_program_starts_a_server_of_its_own(checkpoint, prompt_file):
+    flags = [*checkpoint, "--remote", "--latency", "1ms", "--max-new-tokens", 8, "--json"]
+    rows = command(bench, prompt_file({"prompt": "Hi"}), *flags).rows()
+    by_method = {row["method"]: row for row in rows}
+    assert by_method["remote:link"]["identical"] == 1
+    assert by_method["disconnected:link"]["unverified_tokens"] > 0
+
+
+def test_the_default_prompt_set_has_several_prompts_of_each_of_six_categories():
+    counts = Counter(prompt.category for prompt in read_prompts(bench.DEFAULT_PROMPTS))
+    assert len(counts) == 6 and min(counts.values()) > 1
+
+
+def test_ctrl_c_ends_the_program_with_the_rows_of_the_prompts_that_are_done(
+    checkpoint, prompt_file
+):
+    prompts = prompt_file(*({"category": f"c{i}", "prompt": "Hi"} for i in range(999)))
+    flags = [prompts, *checkpoint, "--max-new-tokens", "8"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "experiments.bench", *flags],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )
+    for line in process.stderr:
+        if line.startswith("c1: "):
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped: the rows are of the prompts that were done" in err
+    for category in ("c0", "c1", "overall"):
+        assert re.search(rf"^{category} +tree\+lookup +\d", out, re.MULTILINE)
+    assert not re.search("^c998 ", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("arguments, complaint", [
+    (["nowhere.jsonl", "--model", "some/model"], "nowhere.jsonl: "),
+    (["--latency", "21ms"], "--latency needs --remote"),
+    (["--remote", "--drafter", "a", "b"], "--remote takes one --drafter"),
+    (["--draft-top-k", "1"], "--draft-top-k"),
+    (["--drafter", "no/such/folder"], "no/such/folder"),
+], ids=str)
+def test_a_wrong_command_line_ends_in_one_line_and_status_2(arguments, complaint, checkpoint):
+    done = command(bench, *checkpoint[:2], *arguments)
+    assert_refused(done, complaint)
+    assert done.err.count("\n") == 1

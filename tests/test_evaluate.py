@@ -1,0 +1,105 @@
+"""A finished drafter is scored as while it was trained, and by really drafting."""
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from test_bench import assert_refused, command
+from tiny_models import new_drafter
+from tiny_target import counting, make_tiny_target, write
+
+from experiments import evaluate
+from experiments.ablations import ABLATIONS
+from llama import Llama, load_model, load_tokenizer
+from moa import DraftLimits, load_drafter, save_drafter
+from train import Sequence, TrainConfig, read_conversations
+from train import evaluate as evaluate_in_one_pass
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return make_tiny_target(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def target(tiny) -> Llama:
+    return load_model(tiny)
+
+
+@pytest.fixture(scope="module")
+def drafter_folder(tmp_path_factory, target) -> Path:
+    path = tmp_path_factory.mktemp("drafter")
+    save_drafter(new_drafter(target, target_layer_inference=3, likeness=0.9), path, torch.float32)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write(tmp_path_factory.mktemp("data") / "held_out.jsonl", *counting(3))
+
+
+@pytest.mark.parametrize("ablation, choices", [
+    (None, {}),
+    (None, {"target_layer_inference": 1}),
+    (None, {"target_layer_inference": 3, "likeness": 1.0}),  # it is always right
+    ("no-ca", {}),
+    ("neither", {}),
+])
+def test_by_drafting_scores_what_is_right_of_chains_drafted_one_by_one(target, ablation, choices):
+    """Against chains that are drafted and verified one by one, each from the text's beginning."""
+    new_verifier = evaluate.LocalVerifier
+    if ablation is not None:
+        choices = {**choices, "kind": ABLATIONS[ablation].kind}
+        new_verifier = ABLATIONS[ablation].new_verifier
+    drafter = new_drafter(target, **choices)
+    tokens = torch.randint(256, (65,))
+    sequence = Sequence(tokens, torch.arange(65) >= 5)
+    tried = Counter()
+    right = Counter()
+    for start in range(5, 65 - 8, 8):
+        text = tokens[:start].tolist()
+        root = int(tokens[start])
+        state = drafter.new_state(65, evaluate.Sampling())
+        verifier = new_verifier(target, drafter, 65, evaluate.Sampling())
+        state.append_verified(verifier.prefill(text).memory)
+        draft = state.draft(root, DraftLimits(depth=8))
+        with_draft = torch.tensor([text + draft.tokens])
+        choices_after = target(with_draft)[0, start:].argmax(-1).tolist()
+        for depth, (token, choice) in enumerate(zip(draft.tokens[1:], choices_after)):
+            tried[depth] += 1
+            right[depth] += token == choice
+            if token != choice:
+                break
+    scores = evaluate.evaluate_drafting(drafter, [sequence], new_verifier)
+    expected = [right[depth] / tried[depth] for depth in range(8) if tried[depth]]
+    assert scores["depth_accuracy"] == expected
+    assert tried[0] == 7
+    assert choices.get("likeness") is None or expected == [1.0] * 8
+
+
+def test_the_program_prints_the_scores_that_training_would_log(
+    tiny, target, drafter_folder, data
+):
+    flags = ["--model", tiny, "--device", "cpu", "--data", data, "--seq-len", 200]
+    done = command(evaluate, drafter_folder, *flags)
+    conversations = read_conversations([data], load_tokenizer(tiny), 200)
+    sequences = list(conversations.read_usable(range(3)))
+    drafter = load_drafter(drafter_folder, target)
+    assert json.loads(done.out) == evaluate_in_one_pass(drafter, sequences, TrainConfig())
+    drafted = json.loads(command(evaluate, drafter_folder, *flags, "--by-drafting").out)
+    assert 1 <= len(drafted["depth_accuracy"]) <= 8
+    assert drafted["implied_acceptance_length"] > 1
+
+
+@pytest.mark.parametrize("flags, why", [
+    (["nowhere"], "nowhere: no such folder"),
+    (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+    (["--seq-len", "100000"], "context is 256"),
+    (["--seq-len", "16"], "no answer within"),
+    (["--by-drafting", "--seq-len", "40"], "no answer is long enough to draft in"),
+])
+def test_bad_input_ends_in_one_line(tiny, drafter_folder, data, flags, why):
+    folder = [drafter_folder] if flags[0].startswith("--") else []
+    files = ["--model", tiny, "--device", "cpu", "--data", data, "--seq-len", 200]
+    assert_refused(command(evaluate, *folder, *files, *flags), why)
