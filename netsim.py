@@ -460,7 +460,7 @@ class Channel:
 MAX_REQUEST = 1 << 20  # bytes: a prompt of 131,072 tokens takes half of it
 MAX_CLIENTS = 8  # each of them has a KV cache of the target
 IDLE_SECONDS = 300.0  # then a client without a request loses its place
-SPARE_SECONDS = 1.0  # then it loses it to a new client, if all places are taken
+SPARE_SECONDS = 1.0  # then it loses its place to a new client, if all are taken
 
 
 class MessageServer(socketserver.ThreadingTCPServer):
@@ -487,16 +487,15 @@ class MessageServer(socketserver.ThreadingTCPServer):
         super().__init__(address, ClientHandler)
 
     def take_place(self) -> bool:
-        """Take a place for a new client. If all are taken, the client that has been idle longest is
-        given up: it may have vanished, and if not, it reconnects. Returns False if all are busy."""
-        deadline = monotonic() + SPARE_SECONDS + 0.5
-        while monotonic() < deadline:
-            if self.places.acquire(timeout=0.05):
-                return True
-            for sock, since in list(self.clients.items()):
-                if monotonic() > since + SPARE_SECONDS:
-                    disconnect(sock)
-                    break
+        """Take a place for a new client, and wait for it if all are taken. If none gets free, the
+        client that has been idle longest is given up: it may have vanished, and if not, it
+        reconnects. Returns False if all are busy."""
+        if self.places.acquire(timeout=SPARE_SECONDS):
+            return True
+        for sock, since in list(self.clients.items()):
+            if monotonic() > since + SPARE_SECONDS:
+                disconnect(sock)
+                return self.places.acquire(timeout=1.0)  # its thread is about to end
         return False
 
     def server_close(self) -> None:
@@ -521,33 +520,34 @@ class ClientHandler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         """Serve the client until it leaves. If it breaks a rule, disconnect it, with a line on
         stderr."""
+        if not self.server.take_place():
+            with suppress(OSError):  # it has not waited
+                reason = f"all of the server's {MAX_CLIENTS} clients are busy"
+                send_message(self.connection, {"refused": reason}, {})
+            return
         try:
-            if self.server.take_place():
-                self.serve()
-            else:
-                self.send({"refused": f"all of the server's {MAX_CLIENTS} clients are busy"}, {})
+            self.serve()
         except ConnectionError:
             pass  # the client has left
         except OSError as error:
             print(f"{self.client_address[0]}: {error}", file=sys.stderr)
+        finally:
+            self.server.clients.pop(self.connection, None)
+            self.server.places.release()
 
     def serve(self) -> None:
-        """Answer one request after the other, until an OSError ends it, at the latest when the
-        client leaves. Then its place is free."""
+        """Answer one request after the other. Raises OSError, at the latest when the client
+        leaves."""
         clients = self.server.clients
-        try:
-            session = self.server.new_session(self.has_left)
-            self.send(session.greeting, {})
-            while True:
-                clients.pop(self.connection, None)
-                clients[self.connection] = monotonic()  # now at the end of the order
-                deadline = monotonic() + IDLE_SECONDS
-                request = receive_message(self.connection, MAX_REQUEST, deadline)
-                clients[self.connection] = math.inf
-                self.answer(session, request)
-        finally:
+        session = self.server.new_session(self.has_left)
+        send_message(self.connection, session.greeting, {})
+        while True:
             clients.pop(self.connection, None)
-            self.server.places.release()
+            clients[self.connection] = monotonic()  # now at the end of the order
+            deadline = monotonic() + IDLE_SECONDS
+            request = receive_message(self.connection, MAX_REQUEST, deadline)
+            clients[self.connection] = math.inf
+            self.answer(session, request)
 
     def answer(self, session, request: Message) -> None:
         """Send the replies to a request, each with the seconds of work on it."""
@@ -557,10 +557,10 @@ class ClientHandler(socketserver.StreamRequestHandler):
         try:
             for fields, tensors in replies:
                 now = monotonic()
-                self.send({**fields, "elapsed": round(now - since, 6)}, tensors)
+                send_message(self.connection, {**fields, "elapsed": now - since}, tensors)
                 since = now
         except InputError as error:  # from a model whose logits are NaN, say
-            self.send({"refused": str(error)}, {})
+            send_message(self.connection, {"refused": str(error)}, {})
 
     def has_left(self) -> bool:
         """Tell whether the client has closed its end of the connection."""
@@ -569,12 +569,8 @@ class ClientHandler(socketserver.StreamRequestHandler):
             return self.connection.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:  # nothing has come: it waits for our reply
             return False
-        except ConnectionError:
+        except OSError:  # the connection is broken, or we have closed it
             return True
-
-    def send(self, fields: dict, tensors: Tensors) -> None:
-        """Send a message to the client."""
-        send_message(self.connection, fields, tensors)
 
 
 # --- The paper's client and server: the drafter here, the target there ---
@@ -605,7 +601,6 @@ class ClientHandler(socketserver.StreamRequestHandler):
 MAX_DRAFT_TOKENS = 64  # of a draft: the server refuses a longer one
 OFFLINE_TOKENS = 8  # that the drafter writes alone, before it looks again whether to reconnect
 INITIAL_BACKOFF = 0.5  # seconds between two attempts; doubles with each that fails
-MAX_BACKOFF = 30.0
 
 
 # The client.
@@ -691,7 +686,7 @@ class RemoteVerifier:
             result = self.connect_and_read()
         except ConnectionLost:
             self.retry_at = monotonic() + self.backoff
-            self.backoff = min(2 * self.backoff, MAX_BACKOFF)
+            self.backoff *= 2
             raise
         self.backoff = INITIAL_BACKOFF
         return replace(result, link="reconnected")
@@ -765,7 +760,6 @@ class TargetSession:
     worker: futures.ThreadPoolExecutor
     new_verifier: Callable  # of (model, drafter, capacity, sampling): see LocalVerifier
     has_left: Callable[[], bool]  # tells whether the client has closed the connection
-    dropped: bool = False  # it has: what the worker still does for it is in vain
     verifier: object = None  # of the text that was read last
     root: int = 0  # of the next draft: the newest token
 
@@ -785,9 +779,7 @@ class TargetSession:
         while True:
             task = self.worker.submit(self.make_next, replies)
             while not futures.wait([task], timeout=0.1).done:
-                if self.has_left():
-                    self.dropped = True
-                    self.stop_if_dropped()
+                self.stop_if_client_left()
             reply = task.result()
             if reply is None:
                 return
@@ -795,13 +787,13 @@ class TargetSession:
 
     @torch.inference_mode()
     def make_next(self, replies: Replies) -> tuple[dict, Tensors] | None:
-        self.stop_if_dropped()
+        self.stop_if_client_left()  # while others were served
         return next(replies, None)
 
-    def stop_if_dropped(self, tokens_read: int = 0) -> None:
-        """Raise ConnectionError if the client has left. The worker calls it before a reply, and
-        after each piece of a prompt (with the tokens that it has read)."""
-        if self.dropped:
+    def stop_if_client_left(self, tokens_read: int = 0) -> None:
+        """Raise ConnectionError if the client has left: so nothing more is done for it. Called
+        after each piece of a prompt, too, with the number of tokens that are read."""
+        if self.has_left():
             raise ConnectionError("the client has left")
 
     def read(self, fields: dict, tensors: Tensors) -> Replies:
@@ -814,7 +806,7 @@ class TargetSession:
 
         def read_text() -> VerifyResult:  # by the worker
             self.verifier = self.new_verifier(self.model, self.drafter, capacity, sampling)
-            return self.verifier.prefill(tokens, self.stop_if_dropped)
+            return self.verifier.prefill(tokens, self.stop_if_client_left)
 
         return self.reply(read_text, known)
 
@@ -834,7 +826,7 @@ class TargetSession:
     def generate(self, fields: dict, tensors: Tensors) -> Replies:
         """Write alone, as a plain API does: a reply for each token."""
         tokens, config = self.parse_text(fields, tensors)
-        stream = generate(self.model, tokens, config, self.stop_if_dropped)
+        stream = generate(self.model, tokens, config, self.stop_if_client_left)
         return (({"token": token}, {}) for token in stream)
 
     def parse_text(self, fields: dict, tensors: Tensors) -> tuple[list[int], GenerationConfig]:
@@ -983,22 +975,20 @@ def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
 
 def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) -> MemoryUpdate:
     """Read the memory of these tokens off a reply. Raises LookupError, RuntimeError, ValueError."""
+    # Any slots of our caches, one for each token: the memory must have their shape.
     count = len(tokens)
-    # Any `count` slots of our caches: the memory must have their shape, dtype and device.
-    cross_kv = dequantize(tensors, "cross", state.cross_cache.kv[0, :, :, :count])
-    reused_kv = dequantize(tensors, "reused", state.reused_cache.kv[:, :, :, :count])
-    return MemoryUpdate(tokens, cross_kv, reused_kv)
-
-
-def dequantize(tensors: Tensors, name: str, like: Tensor) -> Tensor:
-    """Return keys and values of the shape and dtype of `like` (..., 2D), on its device."""
-    halves = like.unflatten(-1, (2, -1))  # (..., 2, D)
-    integers = tensors[name].view_as(halves)
-    scale = tensors[name + "_scale"].view_as(halves[..., :1])
-    x = integers.float() * scale.float()
-    if not x.isfinite().all():
-        raise ValueError("the memory holds NaN or infinity")
-    return x.flatten(-2).to(like)
+    cross_slots = state.cross_cache.kv[0, :, :, :count]
+    reused_slots = state.reused_cache.kv[:, :, :, :count]
+    memory = []
+    for name, slots in (("cross", cross_slots), ("reused", reused_slots)):
+        halves = slots.unflatten(-1, (2, -1))  # (..., 2, D)
+        integers = tensors[name].view_as(halves)
+        scale = tensors[name + "_scale"].view_as(halves[..., :1])
+        kv = integers.float() * scale.float()
+        if not kv.isfinite().all():
+            raise ValueError("the memory holds NaN or infinity")
+        memory.append(kv.flatten(-2).to(slots))  # their dtype and device
+    return MemoryUpdate(tokens, *memory)
 
 
 # Plain API use: what the paper compares with.

@@ -25,7 +25,6 @@ from netsim import (
     PROFILES,
     VERSION,
     Channel,
-    ClientHandler,
     ConnectionLost,
     Direction,
     Link,
@@ -536,16 +535,26 @@ def test_a_late_reply_is_lost_after_ten_times_the_slowest_and_a_new_connection_w
         assert channel.traffic.round_trips == 3  # one of them without a reply
 
 
+def replace_replies(monkeypatch, send) -> None:
+    """Let a server of this process call `send(sock, fields, tensors)` for its messages."""
+
+    def send_either(sock: socket.socket, fields: dict, tensors: dict) -> int:
+        is_request = "work" in fields or "call" in fields
+        return (send_message if is_request else send)(sock, fields, tensors)
+
+    monkeypatch.setattr(netsim, "send_message", send_either)
+
+
 @contextlib.contextmanager
 def sending(monkeypatch, *messages: bytes | None):
     """A channel to a server that sends these bytes instead of its own; after None it closes."""
     queue = list(messages)
 
-    def send(connection: ClientHandler, fields: dict, tensors: dict) -> None:
-        connection.request.sendall(queue.pop(0))
+    def send(sock: socket.socket, fields: dict, tensors: dict) -> None:
+        sock.sendall(queue.pop(0))
 
     with monkeypatch.context() as patch, serving() as server:
-        patch.setattr(ClientHandler, "send", send)
+        replace_replies(patch, send)
         with contextlib.closing(channel_to(server, timeout=0.2)) as channel:
             yield channel
 

@@ -25,7 +25,7 @@ from typing import Callable, NamedTuple
 import pytest
 import torch
 from conftest import ROOT
-from test_netsim import LIMIT, channel_to, frame, serving, soon, wait_for
+from test_netsim import LIMIT, channel_to, frame, replace_replies, serving, soon, wait_for
 from tiny_models import PROMPT, ask, new_drafter, new_target, target_alone
 
 import netsim
@@ -55,6 +55,7 @@ from netsim import (
     dequantize_memory,
     quantize_memory,
     receive_message,
+    send_message,
 )
 from plumbing.errors import InputError, run_command
 from speculate import (
@@ -489,7 +490,6 @@ for tensor_name in ("cross", "cross_scale", "reused", "reused_scale"):
 def test_malformed_replies_count_as_lost(fields, name, damage, impatient, monkeypatch):
     target = new_target(16, context=128)
     drafter = new_drafter(target, target_layer_inference=1)
-    send = netsim.ClientHandler.send
     replies = itertools.count()
     cycles = []
     states = []
@@ -498,14 +498,14 @@ def test_malformed_replies_count_as_lost(fields, name, damage, impatient, monkey
         cycles.append(cycle)
         states.append(cycle.link)
 
-    def send_malformed(connection, right_fields: dict, right_tensors: dict) -> None:
+    def send_malformed(sock, right_fields: dict, right_tensors: dict) -> None:
         if "drafter" in right_fields or next(replies) < 5:
-            send(connection, right_fields, right_tensors)
+            send_message(sock, right_fields, right_tensors)
         else:
             changed = {name: damage(right_tensors[name])} if name else {}
-            send(connection, right_fields | fields, right_tensors | changed)
+            send_message(sock, right_fields | fields, right_tensors | changed)
 
-    monkeypatch.setattr(netsim.ClientHandler, "send", send_malformed)
+    replace_replies(monkeypatch, send_malformed)
     with serving_models(target, drafter) as server:
         method = over(channel_to(server), drafter)
         result = answer(method, PROMPT, GenerationConfig(24), emit)
@@ -517,13 +517,12 @@ def test_malformed_replies_count_as_lost(fields, name, damage, impatient, monkey
 def test_accepted_tokens_of_a_reply_are_ints_even_if_it_says_floats(monkeypatch):
     target = new_target(16)
     drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)
-    send = netsim.ClientHandler.send
 
-    def send_floats(connection, fields: dict, tensors: dict) -> None:
+    def send_floats(sock, fields: dict, tensors: dict) -> None:
         floats = {"accepted": [float(token) for token in fields.get("accepted", [])]}
-        send(connection, fields | floats, tensors)
+        send_message(sock, fields | floats, tensors)
 
-    monkeypatch.setattr(netsim.ClientHandler, "send", send_floats)
+    replace_replies(monkeypatch, send_floats)
     with serving_models(target, drafter) as server:
         result = answer(over(channel_to(server), drafter), PROMPT, CONFIG)
     assert result.tokens == target_alone(target, 24)
@@ -587,7 +586,7 @@ def test_a_client_that_sends_nothing_more_is_disconnected(models, part, monkeypa
 
 def read_text(sock: socket.socket, text: list[int], count: int = 24) -> None:
     """Ask for the token after a text, and do not wait for it."""
-    netsim.send_message(sock, *netsim.text_request("read", text, GenerationConfig(count)))
+    send_message(sock, *netsim.text_request("read", text, GenerationConfig(count)))
 
 
 def test_a_new_client_gets_the_place_of_the_one_that_has_been_idle_longest(models, monkeypatch):
@@ -611,7 +610,7 @@ def test_a_new_client_gets_the_place_of_the_one_that_has_been_idle_longest(model
 
 
 def test_a_client_that_lost_its_place_while_it_was_idle_reconnects(models, monkeypatch):
-    monkeypatch.setattr(netsim, "SPARE_SECONDS", 0.0)
+    monkeypatch.setattr(netsim, "SPARE_SECONDS", 0.05)
     target, drafter = models
     with serving_models(*models) as server:
         server.places = threading.Semaphore(1)
@@ -678,21 +677,21 @@ def test_a_prompt_whose_client_has_left_is_not_read_to_its_end(monkeypatch):
     target = new_target(16, context=8192)
     drafter = new_drafter(target)
     pieces = []
-    stop_if_dropped = TargetSession.stop_if_dropped
+    stop_if_client_left = TargetSession.stop_if_client_left
 
     def slow_piece(session: TargetSession, *progress) -> None:
         pieces.append(progress)
         time.sleep(0.05)
-        stop_if_dropped(session)
+        stop_if_client_left(session)
 
-    monkeypatch.setattr(TargetSession, "stop_if_dropped", slow_piece)
+    monkeypatch.setattr(TargetSession, "stop_if_client_left", slow_piece)
     for call in ("read", "generate"):
         pieces.clear()
         with serving_models(target, drafter) as server:
             sock, _ = connect(server)
             with sock:
                 config = GenerationConfig(24)
-                netsim.send_message(sock, *netsim.text_request(call, PROMPT * 2000, config))
+                send_message(sock, *netsim.text_request(call, PROMPT * 2000, config))
                 wait_for(lambda: len(pieces) >= 2)
             wait_for(lambda: not server.clients)
         assert len(pieces) < 8  # a prompt of 8000 tokens has more
