@@ -23,7 +23,7 @@ keys, and of its values.
 """
 from __future__ import annotations
 
-import plumbing.start  # noqa: F401 (first: Ctrl-C while PyTorch is imported ends in silence)
+import plumbing.start  # first: Ctrl-C or a missing package while PyTorch loads ends in one line
 
 import math
 import time
@@ -183,8 +183,8 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm Llama layer. The target is a stack of L. LSA, SA and CA of the drafter are such
-    layers too."""
+    """A pre-norm Llama layer. The target is a stack of L. The drafter's LSA, SA and CA are such
+    layers, too."""
 
     def __init__(
         self, width: int, inner: int, heads: int, kv_heads: int, head_dim: int, eps: float
@@ -239,8 +239,8 @@ class KVCache:
     def append(self, layer: int, kv: Tensor) -> Tensor:
         """Write a layer's new keys and values (B, Hkv, T, 2D). Return all it has (B, Hkv, S, 2D).
 
-        All layers of a pass write to the same slots. So `length` is left alone here. Whoever runs
-        the layers moves it once, after the last one, as `Llama.hidden` does.
+        All layers of a pass write to the same slots. So `length` does not change here: whoever runs
+        the layers advances it once, after the last one, as `Llama.hidden` does.
         """
         end = self.length + kv.shape[2]
         self.kv[layer, :, :, self.length:end] = kv
@@ -290,7 +290,7 @@ class Llama(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # As nn.Embedding(V, E), but faster to make on the meta device (see `load_model`).
+        # Like nn.Embedding(V, E), but faster to make on the meta device (see `load_model`).
         embeddings = torch.randn(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
         self.layers = nn.ModuleList()
@@ -347,8 +347,8 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Return hidden states (B, T, E) after the final norm, which the LM head reads.
 
-        tokens (B, T) go on after those in the cache. But a draft may branch: for it the caller
-        gives positions (T), and a mask (T, S) of what each token sees. Give both or neither.
+        tokens (B, T) follow those in the cache. But a draft may branch: then the caller gives
+        positions (T), and a mask (T, S) of what each token sees. Give both or neither.
         """
         count = tokens.shape[1]
         past = cache.length if cache is not None else 0
@@ -482,18 +482,19 @@ def generate(
     model: Llama,
     prompt: list[int],
     config: GenerationConfig,
-    on_piece: Callable[[int], None] = lambda tokens_read: None,
+    on_piece: Callable[[int], None] | None = None,
 ) -> Iterator[int]:
     """Generate with the target alone, token by token, up to and including a stop token.
 
     At temperature 0 speculative decoding must give these same tokens, above it tokens of the same
-    distribution. Prompt and answer must fit the model's context. `on_piece` is called after each
-    piece of the prompt.
+    distribution. Prompt and answer must fit the model's context. `on_piece` is told how many tokens
+    of the prompt are read, after each piece.
     """
     sampling = config.new_sampling(model.device)
     cache = model.new_cache(len(prompt) + config.max_new_tokens)
     for hidden in read_in_pieces(model, prompt, cache):
-        on_piece(cache.length)
+        if on_piece is not None:
+            on_piece(cache.length)
     token = sample_next(model.lm_head(hidden[0, -1]), sampling)
     yield token
     for _ in range(config.max_new_tokens - 1):
@@ -723,9 +724,10 @@ def main() -> None:
         "seconds": end - start,
         "tokens_per_second": len(tokens) / (end - start),
         "target_calls": len(tokens) - 1,  # the prompt's left out
-        "acceptance_length": 1.0,  # new tokens a call: speculate.py has more
+        "acceptance_length": 1.0 if len(tokens) > 1 else 0.0,  # new tokens a call
         "prompt_tokens": len(prompt),
         "prompt_seconds": prompt_read - start,
+        "draft_seconds": 0.0,
         "verify_seconds": end - prompt_read,
         "stopped": why_stopped(tokens, stop_ids, count, args.max_new_tokens),
         "seed": args.seed,

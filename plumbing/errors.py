@@ -91,10 +91,10 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 def read_json(path: Path) -> dict:
     """Return the object that a JSON file holds. Raises InputError."""
-    with input_errors(path, OSError):
-        text = path.read_bytes()
-    with input_errors(f"{path} cannot be read as JSON", ValueError, RecursionError):
-        value = json.loads(text)
+    if not path.exists():
+        raise InputError(f"{path}: no such file")
+    with input_errors(f"{path} cannot be read as JSON", OSError, ValueError, RecursionError):
+        value = json.loads(path.read_bytes())
         if not isinstance(value, dict):
             raise ValueError("expected an object in braces")
     return value

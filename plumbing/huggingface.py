@@ -85,7 +85,10 @@ def read_hugging_face(path: Path) -> tuple[dict, Readers]:
     config_file = path / "config.json"
     if not config_file.exists():
         raise InputError(f"{config_file}: no such file ({MODEL_NAMES})")
-    sizes = parse_config(read_json(config_file), path)
+    raw = read_json(config_file)
+    if "kv_hidden_size" in raw:
+        raise InputError(f"{path} is a drafter, not a target: give it as --drafter")
+    sizes = parse_config(raw, path)
     files = weight_files(path)
     names = {name for name, _ in read_tensors(*files)}
     # A config may say that the head is tied to the embeddings where the file has other weights for

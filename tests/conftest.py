@@ -21,7 +21,6 @@ import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from tiny_models import CHATML, byte_tokenizer, new_drafter, new_target  # noqa: E402
 
-from experiments.toy import library_functions  # noqa: E402
 from llama import Llama, load_model, load_tokenizer  # noqa: E402
 from moa import save_drafter  # noqa: E402
 from plumbing.errors import InputError  # noqa: E402
@@ -65,12 +64,6 @@ def toy() -> tuple[Llama, Tokenizer]:
 def copy(tmp_path) -> Path:
     """A checkpoint to spoil."""
     return shutil.copytree(TIED, tmp_path / "model")
-
-
-@pytest.fixture(scope="session")
-def library() -> dict[str, str]:
-    """The functions of Python's standard library: their signatures, their sources."""
-    return library_functions()
 
 
 @pytest.fixture(scope="session")

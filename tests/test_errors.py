@@ -51,7 +51,7 @@ def test_a_file_that_cannot_be_written_or_read_is_an_input_error_that_says_why(t
     with pytest.raises(InputError, match="file/b cannot be written"):
         with atomic_write(tmp_path / "file" / "b"):
             pass
-    raises("No such file", read_json, tmp_path / "nothing.json")
+    raises("nothing.json: no such file", read_json, tmp_path / "nothing.json")
     raises("cannot be read as JSON: expected an object", read_json, tmp_path / "file")
     assert checksum(tmp_path / "file").startswith("4f53cda18c2baa0c")
 

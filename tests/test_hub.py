@@ -18,9 +18,10 @@ def test_a_mistyped_model_is_an_input_error_that_says_which_names_there_are(mode
     raises(complaint, load_model, model)
 
 
-def test_a_folder_that_is_no_model_is_an_input_error_that_says_what_is_one():
+def test_a_folder_that_is_no_target_is_an_input_error_that_says_what_is_one():
     folder = hub.WEIGHTS / "toy"
     raises(f"{folder}/config.json: no such file (a model is smollm2, toy, a", load_model, folder)
+    raises("is a drafter, not a target: give it as --drafter", load_model, hub.WEIGHTS / "smollm2")
 
 
 def test_a_hub_id_that_cannot_be_fetched_says_to_check_the_connection():

@@ -116,6 +116,26 @@ def test_a_prompt_read_in_pieces_gives_the_logits_of_one_pass(length):
     assert read[-1] == length and len(read) == len(pieces)
 
 
+def test_a_long_prompt_takes_memory_in_proportion_to_its_length():
+    script = """if True:
+        import resource, torch
+        from tiny_models import new_target
+        import llama
+        model = new_target(50, context=9000)
+
+        def megabytes(length):
+            next(llama.generate(model, [1] * length, llama.GenerationConfig(1)))
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+        print(megabytes(600), megabytes(8192))
+    """
+    folders = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=os.environ | folders, capture_output=True, text=True)
+    short, long = map(float, done.stdout.split())
+    assert long - short < 100  # read at once it would be 340: one mask of 8192 x 8192 has 67 MB
+
+
 @pytest.mark.parametrize("dtype, tolerance", [
     (torch.float32, 2e-5), (torch.bfloat16, 0.05),
 ], ids=str)
