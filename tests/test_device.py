@@ -3,7 +3,7 @@
 The made-up device's tensors say that they are on `made` and are computed on the CPU. To mix them
 with others is an error, as on a GPU.
 """
-from argparse import Namespace
+from functools import partial
 
 import pytest
 import torch
@@ -12,22 +12,30 @@ from test_remote import serving_models
 from tiny_models import new_drafter, new_target
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+import netsim
 import speculate
 import train
-from llama import Batch, GenerationConfig, Llama, Sampling, load_tokenizer
-from moa import Drafter, TreeConfig
-from speculate import ChainBatch, Generation, Method, run_batch
+from experiments.ablations import ABLATIONS, FULL, Ablation
+from experiments.batching import Batch, ChainBatch, answer_all
+from experiments.evaluate import evaluate_drafting
+from llama import GenerationConfig, Llama, load_tokenizer
+from moa import Drafter, DraftLimits
+from speculate import (
+    Generation,
+    Trace,
+    TracingVerifier,
+    cycles_on_server,
+    cycles_with_drafts,
+)
+from train import Sequence, TrainConfig
 
 aten = torch.ops.aten
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-CHAIN = TreeConfig(depth=3)
-TREE = TreeConfig(depth=3, top_k=2, total_tokens=6)
-NO_CA = {"use_cross_attention": False}
+CHAIN = DraftLimits(depth=3)
+TREE = DraftLimits(depth=3, top_k=2, total_tokens=6)
 CHOICES = [
     {},
     {"target_layer_inference": 2},
-    {"use_layer_self_attention": False},
-    NO_CA,
     {"draft_vocabulary": tuple(range(0, 20, 2))},
 ]
 
@@ -154,9 +162,12 @@ def provide_what_it_lacks(monkeypatch) -> None:
     """Random numbers of its own, and inference mode, which some functions have from a decorator."""
     monkeypatch.setattr(torch, "Generator", CPUGenerator)
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)
-    for owner, name in ((speculate, "speculate"), (speculate.Method, "answer")):
-        function = getattr(owner, name)
-        monkeypatch.setattr(owner, name, getattr(function, "__wrapped__", function))
+    for owner, name in (
+        (speculate, "speculate"),
+        (speculate, "answer"),
+        (netsim.TargetSession, "make_next"),
+    ):
+        monkeypatch.setattr(owner, name, torch.no_grad()(getattr(owner, name).__wrapped__))
 
 
 def models(device, **choices) -> tuple[Llama, Drafter]:
@@ -176,34 +187,41 @@ def test_the_device_is_strict(device):
 
 @torch.no_grad()
 def answer_on(
-    device, tree: TreeConfig, temperature: float, remote: bool, choices: dict
+    device, where: str, limits: DraftLimits, temperature: float, choices: dict
 ) -> Generation:
-    """With drafts from lookup too and a trace or, remote, from a server in this process."""
-    target, drafter = models(device, **choices)
+    """where: "here", with drafts from lookup too and a trace; by an ablation; or from a "server" in
+    this process."""
+    ablation = ABLATIONS.get(where, FULL)
+    target, drafter = models(device, kind=ablation.kind, **choices)
     config = GenerationConfig(6, temperature, top_p=0.9)
-    if not remote:
-        trace = speculate.Trace(load_tokenizer("toy"), Sampling(temperature), as_json=True)
-        return Method(target, drafter, tree, lookup=True).answer(PROMPT, config, trace.emit)
-    with serving_models(target, drafter) as server:
-        method = Method(target, drafter, tree, new_channel=lambda prompt: channel_to(server))
-        return method.answer(PROMPT, config)
+    with_drafts = partial(cycles_with_drafts, target, drafter, limits)
+    if where == "server":
+        with serving_models(target, drafter) as server:
+            method = partial(cycles_on_server, lambda prompt: channel_to(server), drafter, limits)
+            return speculate.answer(method, PROMPT, config)
+    if where == "here":
+        trace = Trace(load_tokenizer("toy"), as_json=True)
+        method = partial(with_drafts, lookup=True, new_verifier=TracingVerifier)
+        return speculate.answer(method, PROMPT, config, trace.emit)
+    method = partial(with_drafts, new_verifier=ablation.new_verifier)
+    return speculate.answer(method, PROMPT, config)
 
 
-PLACES = [("local", choices) for choices in CHOICES]
-PLACES += [("remote", choices) for choices in CHOICES if choices != NO_CA]
+PLACES = [("no-lsa", {}), ("no-ca", {})]
+PLACES += [("here", choices) for choices in CHOICES]
+PLACES += [("server", choices) for choices in CHOICES]
 
 
-@pytest.mark.parametrize("place, choices", PLACES, ids=str)
-@pytest.mark.parametrize("tree, temperature", [
+@pytest.mark.parametrize("where, choices", PLACES, ids=str)
+@pytest.mark.parametrize("limits, temperature", [
     (CHAIN, 0.0),
     (CHAIN, 1.0),
     (TREE, 0.0),
     (TREE, 1.0)], ids=["chain", "sampled chain", "tree", "sampled tree"])
 def test_speculation_stays_on_its_device_and_gives_the_tokens_of_a_cpu(
-        device, place, choices, tree, temperature):
-    remote = place == "remote"
-    ours = answer_on(device, tree, temperature, remote, choices)
-    expected = answer_on("cpu", tree, temperature, remote, choices)
+        device, where, choices, limits, temperature):
+    ours = answer_on(device, where, limits, temperature, choices)
+    expected = answer_on("cpu", where, limits, temperature, choices)
     if temperature == 0 or device.type == "made":  # a GPU has random numbers of its own
         assert ours.tokens == expected.tokens
     assert len(ours.tokens) == 6
@@ -214,7 +232,7 @@ def test_speculation_stays_on_its_device_and_gives_the_tokens_of_a_cpu(
 def batch_on(device) -> list[list[int]]:
     target, drafter = models(device, target_layer_inference=1)
     batch = ChainBatch(target, drafter, rows=2, capacity=16, K=3)
-    ended = run_batch(batch, [PROMPT, PROMPT[:3], PROMPT[2:]], GenerationConfig(4))
+    ended = answer_all(batch, [PROMPT, PROMPT[:3], PROMPT[2:]], GenerationConfig(4))
     return [conversation.tokens for conversation in sorted(ended, key=lambda c: c.key)]
 
 
@@ -245,41 +263,37 @@ def test_a_batch_without_a_drafter_reads_its_prompts_together_and_samples_togeth
     assert len(sampled) == 4 and all(0 <= token < 20 for token in sampled)
 
 
-def losses_on(device, choices: dict) -> list[float]:
+def losses_on(device, ablation: Ablation, choices: dict) -> list[float]:
     """Those of an update and, after it, those of an evaluation."""
-    args = Namespace(
-        seed=0,
-        run_length=(5, 15),
-        horizons=2,
-        micro_batch_size=2,
-        dtype="float32",
-        kl_weight=1.0,
-        feature_weight=1.0,
-        memory_weight=0.1,
-    )
+    config = TrainConfig(run_length=(5, 15), micro_batch_size=2, kl_weight=1.0)
     batch = []
     for size in (18, 25, 21):
         positions = torch.arange(size)
-        batch.append(train.Sequence(positions % 20, positions >= 6))
-    _, drafter = models(device, **choices)
+        batch.append(Sequence(positions % 20, positions >= 6))
+    _, drafter = models(device, kind=ablation.kind, **choices)
     drafter.requires_grad_(True)
-    losses = train.compute_gradients(drafter, batch, 0, args)
+    losses = train.compute_gradients(drafter, batch, 0, config)
     for optimizer in train.make_optimizers(drafter, "muon"):
         optimizer.step()
-    return [*losses, train.evaluate(drafter, batch, args)["held_out_loss"]]
+    scores = train.evaluate(drafter, batch, config, ablation.depths)
+    return [*losses, scores["held_out_loss"]]
 
 
-@pytest.mark.parametrize("choices", CHOICES, ids=str)
-def test_training_stays_on_its_device_and_learns_what_it_learns_on_a_cpu(device, choices):
-    expected = losses_on("cpu", choices)
-    assert losses_on(device, choices) == pytest.approx(expected, rel=1e-4)
+KINDS = [(FULL, choices) for choices in CHOICES] + [(ABLATIONS["neither"], {})]
+
+
+@pytest.mark.parametrize("ablation, choices", KINDS)
+def test_training_stays_on_its_device_and_learns_what_it_learns_on_a_cpu(
+        device, ablation, choices):
+    expected = losses_on("cpu", ablation, choices)
+    assert losses_on(device, ablation, choices) == pytest.approx(expected, rel=1e-4)
 
 
 @torch.no_grad()
 def scores_on(device) -> dict:
     _, drafter = models(device)
     positions = torch.arange(18)
-    return train.evaluate_drafting(drafter, [train.Sequence(positions, positions >= 6)])
+    return evaluate_drafting(drafter, [Sequence(positions, positions >= 6)])
 
 
 def test_an_evaluation_of_real_drafting_stays_on_its_device_too(device):
