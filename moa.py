@@ -258,8 +258,8 @@ class Drafter(nn.Module):
 
         Tokens 0 to 3 are verified, so there the cache would hold the target's own keys and values.
         Tokens 4 to 6 count as drafted: there it would hold those that the layers make of x. One
-        pass has to serve all queries. So the layers get both for every position, 2 T in all, and the
-        mask is this picture, for each query its own.
+        pass has to serve all queries. So the layers get both for every position, 2 T in all, and
+        the mask holds such a picture for each query.
 
         (Positions 4 and 5 are of the same run as 6, and so have the same horizon. What the layers
         make of them here is what they make of them in a draft that begins at 4.)
@@ -1054,8 +1054,9 @@ def load_models(
 ) -> Models:
     """Load a target, its tokenizer and a drafter, packed.
 
-    drafter: its folder; None: the shipped one for this model. remote: the target is on a server, so
-    here of its layers only those that the drafter reuses are loaded. Raises InputError.
+    drafter: its folder; None: the shipped one for this model. remote: the target is on a server. To
+    draft, a client needs of it the embeddings, the LM head and the last N layers: only these are
+    loaded. Raises InputError.
     """
     folder = drafter or SHIPPED_DRAFTERS.get(model)
     if folder is None:
@@ -1073,8 +1074,20 @@ def load_models(
 
 def reused_layers(folder: str | Path) -> int:
     """Return N of the drafter in a folder. A wrong value counts as 0: `load_drafter` refuses it."""
-    N = read_json(Path(folder) / "config.json").get("target_layer_inference", 0)
+    N = read_drafter_config(Path(folder)).get("target_layer_inference", 0)
     return N if type(N) is int and N >= 0 else 0
+
+
+def read_drafter_config(path: Path) -> dict:
+    """Return what the config.json in a drafter's folder states. Raises InputError."""
+    for name in ("config.json", "model.safetensors"):
+        if not (path / name).exists():
+            message = f"{path}: no drafter is there ({name} is missing)"
+            for file in sorted(path.glob("**/config.json")):
+                if "kv_hidden_size" in read_json(file):  # what a drafter's states
+                    message += f"; one is in {file.parent}"
+            raise InputError(message)
+    return read_json(path / "config.json")
 
 
 def load_drafter(path: str | Path, target: Llama, kind: type[Drafter] = Drafter) -> Drafter:
@@ -1085,13 +1098,9 @@ def load_drafter(path: str | Path, target: Llama, kind: type[Drafter] = Drafter)
     damaged, or does not fit the target.
     """
     path = Path(path)
-    if not path.is_dir():
-        raise InputError(
-            f"{path}: no such folder; a drafter's has config.json and model.safetensors"
-        )
     config_file = path / "config.json"
     weights_file = path / "model.safetensors"
-    stated = read_json(config_file)
+    stated = read_drafter_config(path)
     check_target(stated, target.config, path)
     for part in ("layer_self_attention", "cross_attention", "self_attention"):
         if kind is Drafter and stated.get(f"use_{part}", True) is not True:

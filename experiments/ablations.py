@@ -47,13 +47,20 @@ from plumbing.flags import (
     positive_int,
     settle_device,
 )
-from speculate import LocalVerifier, acceptance_length, answer, cycles_with_drafts
+from plumbing.tokenizer import Tokenizer
+from speculate import LocalVerifier, acceptance_length, answer, cycles_with_drafts, rate
 from train import DEPTHS, TrainConfig, read_conversations, train_drafter
 
 # Drafts of a fixed size, whatever the drafter thinks of them.
 LIMITS = {
     "chain": DraftLimits(depth=4),
     "tree": DraftLimits(depth=6, top_k=3, total_tokens=16),
+}
+COLUMNS = {
+    "chain_acceptance_length": Column("chain", "acceptance length, with chains of 4"),
+    "tree_acceptance_length": Column("tree", "acceptance length, with trees of 16"),
+    "chain_tokens_per_second": Column("chain tok/s", "tokens per second, with chains of 4"),
+    "tree_tokens_per_second": Column("tree tok/s", "tokens per second, with trees of 16"),
 }
 
 
@@ -327,7 +334,8 @@ def load_ablation(folder: Path, target: Llama) -> tuple[Drafter, Ablation]:
 def measure_drafter(
     target: Llama, drafter: Drafter, ablation: Ablation, prompts: list[list[int]], count: int
 ) -> dict:
-    """Return acceptance lengths of greedy answers of `count` tokens, with chains and with trees."""
+    """Answer prompts greedily with `count` tokens each, with chains and with trees. Returns the
+    acceptance length and the tokens per second of both."""
     config = GenerationConfig(max_new_tokens=count)
     row = {}
     for name, limits in LIMITS.items():
@@ -335,18 +343,23 @@ def measure_drafter(
             cycles_with_drafts, target, drafter, limits, new_verifier=ablation.new_verifier
         )
         generations = [answer(method, prompt, config) for prompt in prompts]
-        row[name] = acceptance_length(generations)
+        row[f"{name}_acceptance_length"] = acceptance_length(generations)
+        row[f"{name}_tokens_per_second"] = rate(generations)
     return row
 
 
-def prompts_of(sequences: list[Sequence], context: int, count: int) -> list[list[int]]:
-    """Return what comes before the first answer of each conversation, where `count` tokens fit
-    after it."""
+def held_out_prompts(args: Namespace, tokenizer: Tokenizer, context: int) -> list[list[int]]:
+    """Return what comes before the first answer of each conversation that training holds out, if
+    the context has room for a new answer. Raises InputError."""
+    data = read_conversations(args.data, tokenizer, args.seq_len)
+    _, held_out = hold_out(data, args.seed)
     prompts = []
-    for tokens, is_answer in sequences:
+    for tokens, is_answer in held_out:
         prompt = tokens[:int(is_answer.int().argmax())].tolist()
-        if 0 < len(prompt) <= context - count:
+        if len(prompt) + args.max_new_tokens <= context:
             prompts.append(prompt)
+    if not prompts:
+        raise InputError(f"--max-new-tokens {args.max_new_tokens}: the context is {context}")
     return prompts
 
 
@@ -360,11 +373,11 @@ def parse_arguments() -> Namespace:
     )
     add = parser.add_argument
     add("--data", nargs="+", required=True, type=path, metavar="FILE",
-        help="conversations, of which a tenth is held out, as prompts")
+        help="conversations, of which a tenth (64 at most) is held out, as prompts")
     add("--out", default=Path("runs/ablations"), type=path,
         help="the folder that gets a folder for each drafter (default: %(default)s)")
     add("--names", nargs="+", choices=ALL, default=list(ALL), metavar="NAME",
-        help="which drafters: %(choices)s (default: all)")
+        help="which drafters, of %(choices)s (default: all)")
     add("--updates", type=positive_int, default=400, help="default: %(default)s")
     add("--batch-size", type=positive_int, default=2, help="sequences (default: %(default)s)")
     add("--seq-len", type=number(int, 16), default=512, help="tokens (default: %(default)s)")
@@ -392,37 +405,28 @@ def main() -> None:
         seed=args.seed,
     )
     for name in args.names:
-        out = args.out / name
         train_drafter(
             args.model,
             args.data,
-            out,
+            args.out / name,
             config,
             device=args.device,
-            resume=out.exists(),
+            resume=(args.out / name).exists(),
             kind=ALL[name].kind,
             depths=ALL[name].depths,
         )
+    target, tokenizer = load_target(args.model, args.device, DTYPES[dtype])
+    prompts = held_out_prompts(args, tokenizer, target.config.max_position_embeddings)
+    drafters = [load_ablation(args.out / name, target) for name in args.names]
+    pack_together(target, [drafter for drafter, _ in drafters])
     rows = []
-    for name in args.names:
-        # Each drafter is packed together with a target of its own.
-        target, tokenizer = load_target(args.model, args.device, DTYPES[dtype])
-        drafter, ablation = load_ablation(args.out / name, target)
-        pack_together(target, [drafter])
-        data = read_conversations(args.data, tokenizer, args.seq_len)
-        _, held_out = hold_out(data, args.seed)
-        context = target.config.max_position_embeddings
-        prompts = prompts_of(held_out, context, args.max_new_tokens)
+    for name, (drafter, ablation) in zip(args.names, drafters):
         scores = measure_drafter(target, drafter, ablation, prompts, args.max_new_tokens)
         rows.append({"drafter": name} | scores)
     if args.json:
         print(json.dumps({"rows": rows}))
-        return
-    columns = {
-        "chain": Column("chain", "acceptance length of greedy chains of 4"),
-        "tree": Column("tree", "acceptance length of greedy trees of 16"),
-    }
-    print_rows(rows, ["drafter"], columns)
+    else:
+        print_rows(rows, ["drafter"], COLUMNS)
 
 
 if __name__ == "__main__":

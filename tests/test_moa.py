@@ -4,6 +4,8 @@ import copy
 import itertools
 import json
 import math
+import os
+import stat
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import GOLDEN
+from conftest import GOLDEN, ROOT
 from safetensors.torch import load_file, save_file
 from tiny_models import SIX_BITS, chi_square
 from torch import Tensor, nn
@@ -44,6 +46,7 @@ from moa import (
     gumbel_topk,
     likeliest_choices,
     load_drafter,
+    load_models,
     new_drafter,
     pack_together,
     quantize_probabilities,
@@ -51,6 +54,7 @@ from moa import (
     to_bfloat16,
 )
 from plumbing.errors import InputError
+from plumbing.hub import SHIPPED_DRAFTERS
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 LAYERS = 4
@@ -849,7 +853,9 @@ def refused(folder, target: Llama, complaint: str) -> None:
 
 
 @pytest.mark.parametrize("file, content, complaint", [
-    ("config.json", None, "No such file"),
+    ("config.json", None, "(config.json is missing)"),
+    ("config.json", b"{", "cannot be read as JSON"),
+    ("model.safetensors", None, "(model.safetensors is missing)"),
     ("model.safetensors", b"?", "not a safetensors file"),
     ("model.safetensors", SIX_BITS, "F6_E2M3"),  # a type that PyTorch lacks
 ])
@@ -862,8 +868,13 @@ def test_a_missing_or_damaged_file_is_refused_in_one_line(
     refused(tmp_path, target, complaint)
 
 
-def test_a_missing_folder_is_refused_in_one_line(target, tmp_path):
-    refused(tmp_path / "nowhere", target, "no such folder")
+@pytest.mark.parametrize("folder, complaint", [
+    ("nowhere", "nowhere: no drafter is there"),
+    (ROOT / "weights", "smollm2; one is in"),
+    (ROOT / "weights/toy", "one is in"),
+])
+def test_of_a_folder_without_a_drafter_the_message_names_those_within(target, folder, complaint):
+    refused(folder, target, complaint)
 
 
 @pytest.mark.parametrize("name, tensor, complaint", [
@@ -907,3 +918,75 @@ def test_a_config_that_cannot_be_used_is_refused_in_one_line(
     config[name] = value
     (tmp_path / "config.json").write_text(json.dumps(config))
     refused(tmp_path, target, complaint)
+
+
+# --- Whose drafter ---
+
+
+@pytest.mark.parametrize("size, value", [
+    ("vocab_size", 40), ("hidden_size", 64), ("num_hidden_layers", 3), ("num_key_value_heads", 1),
+])
+def test_a_drafter_of_another_model_is_refused_in_one_line_that_names_its_own(
+        target, tmp_path, size, value):
+    other = Llama(replace(SIZES, **{size: value}))
+    vocabulary = (value - 1,) if size == "vocab_size" else None  # unknown to the target
+    drafter = random_drafter(other, draft_vocabulary=vocabulary)
+    save_drafter(drafter, tmp_path, target_name="its-own")
+    refused(tmp_path, target, "belongs to another model")
+    refused(tmp_path, target, "--model its-own")
+    assert load_drafter(tmp_path, other).config == drafter.config
+
+
+@pytest.mark.parametrize("name", [
+    "self_attention_intermediate_size", "cross_attention_num_key_value_heads",
+    "layer_self_attention_intermediate_size", "layer_self_attention_num_key_value_heads",
+])
+def test_what_config_and_tensors_both_state_has_to_agree(target, tmp_path, name):
+    drafter = random_drafter(target)
+    save_drafter(drafter, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config[name] *= 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused(tmp_path, target, "expected floats")
+
+
+def test_every_shipped_drafter_names_its_target():
+    for model, folder in SHIPPED_DRAFTERS.items():
+        stated = json.loads((folder / "config.json").read_text())
+        assert SHIPPED_DRAFTERS[stated["target_model"]] == folder
+
+
+def test_files_have_the_permissions_that_the_user_asked_for(target, tmp_path):
+    old = os.umask(0o027)
+    try:
+        save_drafter(random_drafter(target), tmp_path / "drafter")
+    finally:
+        os.umask(old)
+    for file in (tmp_path / "drafter").iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o640
+
+
+def test_without_a_shipped_drafter_the_message_says_how_to_get_one_or_that_there_is_no_such_model(
+        checkpoint):
+    with pytest.raises(InputError, match="no drafter is shipped for .*: train one"):
+        load_models(checkpoint[1], None, "cpu", torch.float32)
+    with pytest.raises(InputError, match="no such model"):
+        load_models("smolm2", None, "cpu", torch.float32)
+
+
+def test_a_client_holds_of_the_target_only_what_drafting_needs(checkpoint):
+    """And drafts the same with it."""
+    whole = load_models(checkpoint[1], checkpoint[3], "cpu", torch.float32)
+    client = load_models(checkpoint[1], checkpoint[3], "cpu", torch.float32, remote=True)
+    N = client.drafter.N
+    assert [layer is None for layer in client.target.layers] == [True] * (4 - N) + [False] * N
+    tokens = random_tokens(9)
+    cache = whole.target.new_cache(9)
+    whole.target.hidden(torch.tensor([tokens]), cache)
+    update = whole.drafter.memory_update(tokens, cache)
+    drafts = []
+    for models in (whole, client):
+        state = models.drafter.new_state(64)
+        state.append_verified(update)
+        drafts.append(state.draft(2, DraftLimits(4)).tokens)
+    assert drafts[0] == drafts[1]
