@@ -78,22 +78,8 @@ from netsim import (
     serve,
     start_server,
 )
+from plumbing import flags
 from plumbing.errors import InputError, run_command
-from plumbing.flags import (
-    DTYPES,
-    Parser,
-    add_generation_arguments,
-    add_model_arguments,
-    address,
-    answer_length,
-    duration,
-    number,
-    path,
-    positive_int,
-    read_prompt,
-    settle_device,
-    time_limit,
-)
 from plumbing.terminal import (
     GREEN,
     YELLOW,
@@ -105,9 +91,6 @@ from plumbing.terminal import (
     why_stopped,
 )
 from plumbing.tokenizer import TextStream, Tokenizer
-
-
-OnPiece = Callable[[int], None]  # is told how many tokens of a prompt are read
 
 
 @torch.inference_mode()
@@ -162,9 +145,11 @@ class LocalVerifier:
     def new_cache(self, capacity: int) -> KVCache:
         return self.model.new_cache(capacity)
 
-    def prefill(self, prompt: list[int], on_piece: OnPiece | None = None) -> VerifyResult:
-        """Read a prompt, and choose the token after it. A long one is read in pieces. After each
-        `on_piece` is told how many tokens are read, and it may raise."""
+    def prefill(
+        self, prompt: list[int], on_piece: Callable[[int], None] | None = None
+    ) -> VerifyResult:
+        """Read a prompt, and choose the token after it. A long one is read in pieces: after each,
+        `on_piece` is told how many tokens have been read, and may raise to stop."""
         pieces = []
         for hidden in read_in_pieces(self.model, prompt, self.cache):
             pieces.append(hidden)
@@ -549,7 +534,8 @@ class Recorder:
             self.resumed = perf_counter()
 
 
-# A way to answer a prompt: `partial` makes one of each of the next four functions.
+OnPiece = Callable[[int], None]  # see LocalVerifier.prefill
+# A way to answer a prompt: `partial` makes one of each of the next functions.
 Method = Callable[[list[int], GenerationConfig], Iterator[Cycle]]
 
 
@@ -899,19 +885,19 @@ python speculate.py --remote localhost:7000 --network 4g\
 """
 
 
-def make_parser() -> Parser:
-    parser = Parser(
+def make_parser() -> flags.Parser:
+    parser = flags.Parser(
         description="Generate with a drafter: the target's own text, only sooner.",
         examples=EXAMPLES,
     )
     task = parser.add_mutually_exclusive_group().add_argument
     task("--prompt", metavar="TEXT", help="default: standard input or, on a terminal, a chat")
-    task("--serve", type=address, metavar="[HOST:]PORT", help="be the server of --remote")
-    add_model_arguments(parser.add_argument_group("model"))
-    add_generation_arguments(parser.add_argument_group("text"))
+    task("--serve", type=flags.address, metavar="[HOST:]PORT", help="be the server of --remote")
+    flags.add_model_arguments(parser.add_argument_group("model"))
+    flags.add_generation_arguments(parser.add_argument_group("text"))
     drafts = parser.add_argument_group("drafts (trees, unless --draft-length is given)")
     add = drafts.add_argument
-    add("--drafter", type=path, metavar="DIR", help="default: the one that is shipped for the model")
+    add("--drafter", type=flags.path, metavar="DIR", help="default: the one shipped for the model")
     add_draft_arguments(drafts)
     add("--lookup", action="store_true",
         help="draft what followed the last three tokens before; ask the drafter elsewhere")
@@ -920,25 +906,25 @@ def make_parser() -> Parser:
     add("--trace", action="store_true", help="show every draft, and what is kept of it")
     remote = parser.add_argument_group("the target on a server")
     add = remote.add_argument
-    add("--remote", nargs="?", const=OWN_SERVER, type=address, metavar="HOST:PORT",
+    add("--remote", nargs="?", const=OWN_SERVER, type=flags.address, metavar="HOST:PORT",
         help="there or, without an address, in a process of our own")
     add_link_arguments(remote)
-    add("--timeout", type=time_limit,
+    add("--timeout", type=flags.time_limit,
         help="for a reply (default: ten times the slowest; a minute for that to a text)")
-    add("--disconnect-after", type=positive_int, default=math.inf, metavar="N",
+    add("--disconnect-after", type=flags.positive_int, default=math.inf, metavar="N",
         help="the network goes down when N tokens have come")
-    add("--disconnect-for", type=duration, default=math.inf, metavar="TIME",
+    add("--disconnect-for", type=flags.duration, default=math.inf, metavar="TIME",
         help="and is back after so long (default: never)")
     return parser
 
 
-def add_draft_arguments(parser: Parser) -> None:
+def add_draft_arguments(parser: flags.Parser) -> None:
     """Add the flags that `choose_limits` reads."""
-    size = number(int, 1, MAX_DRAFT_TOKENS)
+    size = flags.number(int, 1, MAX_DRAFT_TOKENS)
     add = parser.add_argument
     add("--draft-depth", type=size, metavar="N",
         help=f"levels of a tree (default: {TREE.depth}, remote {REMOTE_TREE.depth})")
-    add("--draft-top-k", type=number(int, 2, MAX_DRAFT_TOKENS), metavar="N",
+    add("--draft-top-k", type=flags.number(int, 2, MAX_DRAFT_TOKENS), metavar="N",
         help=f"nodes that a level expands (default: {TREE.top_k})")
     add("--draft-tokens", type=size, metavar="N",
         help=f"of a tree (default: {TREE.total_tokens}, remote {REMOTE_TREE.total_tokens})")
@@ -955,7 +941,7 @@ NETWORK_FLAGS = (
 SERVER_FLAGS = {"serve", "model", "drafter", "device", "dtype"}  # all others are refused
 
 
-def check_arguments(parser: Parser, args: Namespace) -> None:
+def check_arguments(parser: flags.Parser, args: Namespace) -> None:
     """Refuse flags that contradict each other."""
     refuse = partial(parser.refuse, args)
     if args.serve:
@@ -1054,7 +1040,7 @@ class Terminal:
         tokenizer = self.models.tokenizer
         prompt = tokenizer.chat(messages)
         context = self.models.target.config.max_position_embeddings
-        count = answer_length(context, len(prompt), self.config.max_new_tokens)
+        count = flags.answer_length(context, len(prompt), self.config.max_new_tokens)
         config = replace(self.config, max_new_tokens=count)
         printer = Printer(TextStream(tokenizer), args.show)
         emit = printer.emit
@@ -1117,13 +1103,11 @@ class Terminal:
             connecting.cancel()
             progress.close()
 
-    def chat(self) -> None:
+    def chat(self, greeting: str) -> None:
         """Answer one question after the other, with the conversation so far as context."""
         messages: list[dict] = []
-        print(
-            "Ask something. Ctrl-C ends an answer; exit, quit or Ctrl-D ends the chat.",
-            file=sys.stderr,
-        )
+        usage = "Ask something. Ctrl-C ends an answer; exit, quit or Ctrl-D ends the chat."
+        print(f"{greeting}\n{usage}", file=sys.stderr)
         for question in read_questions():
             try:
                 messages = self.take_turn([*messages, {"role": "user", "content": question}])
@@ -1154,38 +1138,43 @@ class Terminal:
         return [*messages, {"role": "assistant", "content": tokenizer.decode(generation.tokens)}]
 
 
-def main() -> None:
-    parser = make_parser()
-    args = parser.parse_args()
-    check_arguments(parser, args)
+def run_terminal(args: Namespace, dtype: torch.dtype) -> None:
+    """Answer one prompt, or chat."""
     chatting = args.prompt is None and sys.stdin is not None and sys.stdin.isatty()
-    question = ""
-    if not args.serve and not chatting:  # before models are loaded: nothing to read costs no time
-        question = read_prompt(args.prompt)
-    dtype = DTYPES[settle_device(args.device, args.dtype)]
+    # Read before the models are loaded: if there is nothing to read, no time is lost.
+    question = "" if chatting else flags.read_prompt(args.prompt)
     models = load(args, dtype)
-    if args.serve:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        serve(args.serve, models, LocalVerifier, announce_on_terminal)
+    server = args.remote
+    if server == OWN_SERVER:
+        server = start_server(args.model, args.drafter, args.device, dtype, LocalVerifier)
+    method = choose_method(args, models, server)
     stop_ids = frozenset(models.tokenizer.stop_ids)
     config = GenerationConfig(
         args.max_new_tokens, args.temperature, args.top_p, args.seed, stop_ids
     )
-    server = args.remote
-    if server == OWN_SERVER:
-        server = start_server(args.model, args.drafter, args.device, dtype, LocalVerifier)
-    terminal = Terminal(args, models, choose_method(args, models, server), config)
+    terminal = Terminal(args, models, method, config)
     if chatting:
         place = "on this machine"
         if server:
             host, port = server
             place = f"on the server at {host}:{port}"
-        print(f"The target is {args.model}, {place}.", file=sys.stderr)
-        terminal.chat()
+        terminal.chat(f"The target is {args.model}, {place}.")
         return
     generation = terminal.respond([{"role": "user", "content": question}])
     if generation.interrupted:
         raise KeyboardInterrupt
+
+
+def main() -> None:
+    parser = make_parser()
+    args = parser.parse_args()
+    check_arguments(parser, args)
+    dtype = flags.DTYPES[flags.settle_device(args.device, args.dtype)]
+    if args.serve:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        serve(args.serve, load(args, dtype), LocalVerifier, announce_on_terminal)
+    else:
+        run_terminal(args, dtype)
 
 
 if __name__ == "__main__":

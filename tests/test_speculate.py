@@ -914,7 +914,7 @@ def test_a_chat_goes_on_after_an_outage_and_after_a_server_that_is_not_there(
     monkeypatch.setattr(terminal, "more_is_pasted", lambda: False)
     with serving_models(models.target, models.drafter) as server:
         chat = terminal_over(networks, server, models)
-        chat.chat()
+        chat.chat("")
     one, three, four = chat.answers
     assert one.outage and three.outage and not four.outage
     conversation = ask("one")
