@@ -1,0 +1,218 @@
+"""Prints the tables of experiments/results, and draws its figures.
+
+    python -m experiments.report            # all tables, as Markdown
+    python -m experiments.report parts      # those of one experiment
+
+A table has a line for each drafter (or network), with the mean over the seeds and half of their
+range. It shows what experiments/run.py has written to experiments/results/NAME.json.
+"""
+import plumbing.start  # first: Ctrl-C or a missing package while PyTorch loads ends in one line
+
+from pathlib import Path
+from typing import Callable
+
+import numpy as np
+
+from experiments.curves import draw_panel, save_panels
+from experiments.tables import format_markdown
+from plumbing.errors import read_json, run_command
+from plumbing.flags import Parser
+from train import DEPTHS
+
+RESULTS = Path(__file__).parent / "results"
+RARE = 0.05  # a depth that a smaller share of the chains comes to is left out
+CHAIN_LENGTH = 4
+
+Row = dict  # of a results file
+Column = Callable[[Row], float | None]  # its value in a row; None if there is none
+
+
+# --- Columns ---
+
+
+def accuracy_at(depth: int) -> Column:
+    """Return a column: how often the token at a depth is right, if all before it are."""
+
+    def value(row: Row) -> float | None:
+        accuracies = row["drafting"]["depth_accuracy"]
+        # The share of chains that come to this depth is the product of the accuracies before. (A
+        # list that ends before this depth ends with 0, and so the product is 0.)
+        if np.prod(accuracies[:depth - 1]) < RARE:
+            return None
+        return accuracies[depth - 1]
+
+    return value
+
+
+def speedup_at(cost: float) -> Column:
+    """Return a column: how much faster chains make the target, if a step of the drafter costs this
+    share of a pass of the target."""
+    return lambda row: row["chain"] / (1 + CHAIN_LENGTH * cost)
+
+
+def key(name: str, inner: str | None = None) -> Column:
+    """Return the column of a key, or of a key inside the object that it holds."""
+    if inner is None:
+        return lambda row: row[name]
+    return lambda row: row[name][inner]
+
+
+ACCEPTANCE = {
+    "depth 1": accuracy_at(1),
+    "2": accuracy_at(2),
+    "4": accuracy_at(4),
+    "8": accuracy_at(8),
+    "chains": key("chain"),
+    "trees": key("tree"),
+    "sampled trees": key("sampled_tree"),
+}
+SPEEDUPS = {f"{cost:g}": speedup_at(cost) for cost in (0.02, 0.05, 0.1, 0.2)}
+OFFLINE = {"agreement": key("offline_agreement"), "perplexity": key("offline_perplexity")}
+STATES = {
+    "predicted states": key("predicted"),
+    "true states": key("true"),
+    "points more": lambda row: 100 * (row["true"] - row["predicted"]),
+}
+COST = {
+    "ms a draft": key("ms_a_draft"),
+    "ms a cycle": key("ms_a_cycle"),
+    "speed-up": key("speedup"),
+    "acceptance length": key("acceptance_length"),
+}
+TRAINED_COST = {
+    "ms a draft": key("ms_a_draft"),
+    "ms a cycle": key("ms_a_cycle"),
+    "acceptance length, trained": key("trained", "acceptance_length"),
+    "speed-up, trained": key("trained", "speedup"),
+}
+NETWORK = {  # "link" is a network that --latency and --loss describe
+    "api, tokens/s": key("api:link", "tokens_per_second"),
+    "remote": key("remote:link", "speedup"),
+    "remote+lookup": key("remote+lookup:link", "speedup"),
+}
+TABLES = {  # of each experiment; of those that are not here: ACCEPTANCE
+    "parts": [ACCEPTANCE, SPEEDUPS],
+    "reused_layers": [ACCEPTANCE, OFFLINE],
+    "reused_layers_early": [ACCEPTANCE, OFFLINE],
+    "states": [STATES],
+    "cost": [TRAINED_COST],
+    "cost_longest": [COST],
+    "network": [NETWORK],
+}
+FIGURES = {"on_policy", "parts", "reused_layers"}  # experiments that have one
+
+
+# --- Lines: rows that differ in their seeds ---
+
+
+def line_name(experiment: str, row: Row) -> str:
+    if experiment == "network":
+        return f"{row['latency']}, {row['loss']}"
+    if experiment.startswith("cost"):  # (rows of earlier code have folders: "chain runs/full-0")
+        return row["method"].replace("runs/", "").removesuffix(f"-{row['seed']}")
+    if experiment == "states":
+        return f"{row['drafter']}, depth {row['depth']}"
+    return row["drafter"]
+
+
+def rows_by_depth(rows: list[Row]) -> list[Row]:
+    """Return a row for each drafter, seed and depth, of what `score_states` has found."""
+    by_depth = []
+    for row in rows:
+        for depth in range(DEPTHS):
+            by_depth.append({
+                "drafter": row["drafter"],
+                "depth": depth + 1,
+                "predicted": row["states"]["predicted"][depth],
+                "true": row["states"]["true"][depth],
+            })
+    return by_depth
+
+
+def cell(values: list[float | None], sign: str = "", unit: str = "") -> str:
+    """Return the mean over seeds and, if there are several, half of their range."""
+    if None in values:
+        return "–"
+    digits = 1 if unit else 2
+    text = f"{np.mean(values):{sign}.{digits}f}"
+    if len(values) > 1:
+        text += f" ± {(max(values) - min(values)) / 2:.{digits}f}"
+    return text + unit
+
+
+def compare_trees(rows: list[Row], first: list[Row]) -> str:
+    """Return by how much greedy trees are longer than those of the first line, seed by seed."""
+    if rows is first:
+        return ""
+    changes = [100 * (row["tree"] / one["tree"] - 1) for row, one in zip(rows, first)]
+    return cell(changes, sign="+", unit="%")
+
+
+def make_table(columns: dict[str, Column], lines: dict[str, list[Row]]) -> str:
+    headings = ["", *columns]
+    compares = "trees" in columns
+    if compares:
+        headings.append("trees, relative")
+    first = next(iter(lines.values()))
+    table = []
+    for name, rows in lines.items():
+        cells = [name]
+        for value in columns.values():
+            cells.append(cell([value(row) for row in rows]))
+        if compares:
+            cells.append(compare_trees(rows, first))
+        table.append(cells)
+    return format_markdown(headings, table)
+
+
+def print_experiment(experiment: str) -> None:
+    """Print the tables of an experiment. Raises InputError if it has not been written."""
+    rows = read_json(RESULTS / f"{experiment}.json")["rows"]
+    if experiment == "states":
+        rows = rows_by_depth(rows)
+    lines: dict[str, list[Row]] = {}
+    for row in rows:
+        lines.setdefault(line_name(experiment, row), []).append(row)
+    print(f"\n{experiment}")
+    for columns in TABLES.get(experiment, [ACCEPTANCE]):
+        print("\n" + make_table(columns, lines))
+
+
+# --- Figures ---
+
+
+def save_figure(experiment: str, rows: list[Row]) -> None:
+    """Draw accuracies by depth, means over seeds, and how many chains are right up to a depth."""
+    names = list(dict.fromkeys(row["drafter"] for row in rows))
+    accuracies = []  # a curve for each drafter
+    shares = []
+    for name in names:
+        curves = []
+        for row in rows:
+            if row["drafter"] == name:
+                curve = row["drafting"]["depth_accuracy"]
+                curves.append(curve + [0.0] * (DEPTHS - len(curve)))  # where no chain comes so deep
+        share = np.mean(np.cumprod(curves, axis=1), axis=0)  # of the chains
+        common = 1 + np.sum(share[:-1] >= RARE)  # depths that enough chains come to
+        accuracies.append(list(enumerate(np.mean(curves, axis=0)[:common], 1)))
+        shares.append(list(enumerate([1.0, *share])))
+    panels = [
+        draw_panel("accuracy while drafting", "depth of the draft", accuracies),
+        draw_panel("chains right up to here", "depth of the draft", shares),
+    ]
+    save_panels(RESULTS / f"{experiment}.svg", panels, names)
+
+
+def main() -> None:
+    parser = Parser(
+        prog="python -m experiments.report",
+        description="Print the tables of experiments/results.",
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    args = parser.parse_args()
+    for name in args.names or sorted(path.stem for path in RESULTS.glob("*.json")):
+        print_experiment(name)
+
+
+if __name__ == "__main__":
+    run_command(main)
