@@ -40,6 +40,7 @@ from llama import (
     KVCache,
     Llama,
     Sampling,
+    check_logits,
     generate,
     probabilities,
     read_in_pieces,
@@ -294,6 +295,7 @@ def sample_together(logits: Tensor, samplings: list[Sampling]) -> list[int]:
     some p are 0, `sample_next` uses its random numbers differently. So the tokens are others, of
     the same distribution.)
     """
+    check_logits(logits)
     rows_of = {}  # the rows that are sampled alike, by temperature and top-p
     for row, sampling in enumerate(samplings):
         rows_of.setdefault((sampling.temperature, sampling.top_p), []).append(row)
@@ -527,7 +529,9 @@ BATCH_COLUMNS = {"batch": Column("batch", "conversations at a time, at most"), *
 
 def parse_arguments() -> Namespace:
     parser = Parser(
-        description="Answer many conversations at once, with and without chains of drafts.",
+        usage="python -m experiments.batching [FILE] [flags]",
+        description="Answer many conversations at once, with and without chains of drafts. In "
+        "float32, unless --dtype says otherwise.",
         examples=EXAMPLES,
     )
     add = parser.add_argument
@@ -540,8 +544,8 @@ def parse_arguments() -> Namespace:
     add("--drafter", type=path, metavar="DIR", help="default: the one shipped for the model")
     add_model_arguments(parser)
     add_generation_arguments(parser)
-    # Where the target alone is measured, its texts have to be the ones that chains are compared
-    # with, on a GPU too. In bfloat16 the rows of a batch are rounded in other ways than one alone.
+    # On a GPU, too: in bfloat16 the rows of a batch are rounded in other ways than one alone, and
+    # the texts would differ.
     parser.set_defaults(dtype="float32")
     return parser.parse_args()
 

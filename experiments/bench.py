@@ -26,6 +26,7 @@ import plumbing.start  # first: Ctrl-C or a missing package while PyTorch loads 
 import json
 import math
 import random
+import signal
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -357,7 +358,11 @@ NETWORK_FLAGS = "network", "latency", "jitter", "bandwidth", "loss", "timeout"
 
 
 def parse_arguments() -> Namespace:
-    parser = Parser(description="Measure every method on the same prompts.", examples=EXAMPLES)
+    parser = Parser(
+        usage="python -m experiments.bench [FILE] [flags]",
+        description="Measure every method on the same prompts.",
+        examples=EXAMPLES,
+    )
     add = parser.add_argument
     add("file", type=path, nargs="?", default=DEFAULT_PROMPTS, metavar="FILE",
         help="prompts, one JSON object a line (default: experiments/prompts.jsonl)")
@@ -454,6 +459,7 @@ def choose_remote(args: Namespace, drafter: Drafter, dtype: torch.dtype) -> dict
 
 def main() -> None:
     args = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     prompts = read_prompts(args.file)
     dtype = DTYPES[settle_device(args.device, args.dtype)]
     models, drafters = load(args, dtype)
@@ -477,7 +483,7 @@ def main() -> None:
             fastest = max(speeds, key=speeds.get)
             line = f"{turn.category}: {fastest} was fastest, {speeds[fastest]:.1f} tokens/s"
             tqdm.write(line, file=sys.stderr)
-    except (KeyboardInterrupt, InputError):  # Ctrl-C, or a server that is lost
+    except (KeyboardInterrupt, SystemExit, InputError):  # Ctrl-C, SIGTERM, a server that is lost
         if turns:
             print("stopped: the rows are of the prompts that were done", file=sys.stderr)
         raise

@@ -72,6 +72,7 @@ def evaluate_drafting(
 
 def parse_arguments() -> Namespace:
     parser = Parser(
+        usage="python -m experiments.evaluate DIR --data FILE ... [flags]",
         description="Score a drafter on conversations. Prints one JSON object.",
         examples="python -m experiments.evaluate runs/drafter --data held_out.jsonl",
     )

@@ -218,6 +218,7 @@ python -m experiments.synthesize 1000 --out own.jsonl --questions ultrachat.json
 
 def parse_arguments() -> Namespace:
     parser = Parser(
+        usage="python -m experiments.synthesize COUNT --out FILE [flags]",
         description="Let a target write conversations, to train its drafter on.",
         examples=EXAMPLES,
     )
@@ -238,7 +239,7 @@ def parse_arguments() -> Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    # Conversations are in the file as soon as they end: nothing is left to save.
+    # Ends at once: what is written is in the file already.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     questions = None
     if args.questions is not None:

@@ -1,6 +1,7 @@
 """Many conversations at once: each gets what it would get alone, whatever its neighbours, with and
 without chains of drafts."""
 import itertools
+import math
 from dataclasses import replace
 from typing import Callable
 
@@ -34,6 +35,7 @@ from llama import (
     sample_next,
 )
 from moa import Drafter, DraftLimits
+from plumbing.errors import InputError
 
 Prompts = list[tuple[list[int], GenerationConfig]]
 
@@ -107,6 +109,12 @@ def test_tokens_drawn_together_are_those_drawn_alone_as_no_row_uses_up_anothers_
 
     alone = [sample_next(row, sampling) for row, sampling in zip(logits, samplings())]
     assert batching.sample_together(logits, samplings()) == alone
+
+
+def test_logits_that_are_nan_are_an_error_also_where_rows_are_sampled_together():
+    samplings = [Sampling(), Sampling()]
+    with pytest.raises(InputError, match="NaN"):
+        batching.sample_together(torch.tensor([[0.0, 1.0], [math.nan, 0.0]]), samplings)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.7])

@@ -53,10 +53,10 @@ class Done(NamedTuple):
 
 
 def command(program: ModuleType, *arguments: object) -> Done:
-    """Run a program in this process."""
+    """Run a program in this process, on a CPU."""
     status = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [program.__name__, *map(str, arguments)])
+        patch.setattr(sys, "argv", [program.__name__, "--device", "cpu", *map(str, arguments)])
         with contextlib.redirect_stdout(io.StringIO()) as out:
             with contextlib.redirect_stderr(io.StringIO()) as err:
                 try:
@@ -262,12 +262,13 @@ def test_a_table_of_a_page_is_markdown():
 # --- The program ---
 
 
-def test_the_program_reads_both_formats_and_leaves_out_a_prompt_that_is_too_long(
+def test_the_program_reads_all_formats_and_leaves_out_a_prompt_that_is_too_long(
     checkpoint, prompt_file
 ):
     prompts = prompt_file(
         {"category": "text", "prompt": "Say hello."},
         {"category": "math", "turns": ["What is 2 + 2?", "And 3 + 3?"]},
+        {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "."}]},
         {"category": "long", "prompt": "hello " * 400},
     )
     done = command(bench, prompts, *checkpoint, "--max-new-tokens", 12, "--json")
@@ -275,7 +276,7 @@ def test_the_program_reads_both_formats_and_leaves_out_a_prompt_that_is_too_long
     methods = ("target", "chain", "tree", "lookup", "tree+lookup")
     rows = [row for row in done.rows() if row["method"] in methods]  # perhaps: not packed
     names = [(row["category"], row["method"]) for row in rows]
-    assert names == list(itertools.product(("text", "math", "overall"), methods))
+    assert names == list(itertools.product(("text", "math", "other", "overall"), methods))
     for row in rows:
         assert row["identical"] == 1
         assert row["acceptance_length"] >= 1
@@ -309,8 +310,9 @@ def test_the_default_prompt_set_has_several_prompts_of_each_of_six_categories():
     assert len(counts) == 6 and min(counts.values()) > 1
 
 
-def test_ctrl_c_ends_the_program_with_the_rows_of_the_prompts_that_are_done(
-    checkpoint, prompt_file
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_program_with_the_rows_of_the_prompts_that_are_done(
+    sent, checkpoint, prompt_file
 ):
     prompts = prompt_file(*({"category": f"c{i}", "prompt": "Hi"} for i in range(999)))
     flags = [prompts, *checkpoint, "--max-new-tokens", "8"]
@@ -321,9 +323,9 @@ def test_ctrl_c_ends_the_program_with_the_rows_of_the_prompts_that_are_done(
     for line in process.stderr:
         if line.startswith("c1: "):
             break
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 128 + sent
     assert "stopped: the rows are of the prompts that were done" in err
     for category in ("c0", "c1", "overall"):
         assert re.search(rf"^{category} +tree\+lookup +\d", out, re.MULTILINE)

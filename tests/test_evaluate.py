@@ -81,7 +81,7 @@ def test_by_drafting_scores_what_is_right_of_chains_drafted_one_by_one(target, a
 def test_the_program_prints_the_scores_that_training_would_log(
     tiny, target, drafter_folder, data
 ):
-    flags = ["--model", tiny, "--device", "cpu", "--data", data, "--seq-len", 200]
+    flags = ["--model", tiny, "--data", data, "--seq-len", 200]
     done = command(evaluate, drafter_folder, *flags)
     conversations = read_conversations([data], load_tokenizer(tiny), 200)
     sequences = list(conversations.read_usable(range(3)))
@@ -93,7 +93,7 @@ def test_the_program_prints_the_scores_that_training_would_log(
 
 
 @pytest.mark.parametrize("flags, why", [
-    (["nowhere"], "nowhere: no such folder"),
+    (["nowhere"], "nowhere: no drafter is there"),
     (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
     (["--seq-len", "100000"], "context is 256"),
     (["--seq-len", "16"], "no answer within"),
@@ -101,5 +101,5 @@ def test_the_program_prints_the_scores_that_training_would_log(
 ])
 def test_bad_input_ends_in_one_line(tiny, drafter_folder, data, flags, why):
     folder = [drafter_folder] if flags[0].startswith("--") else []
-    files = ["--model", tiny, "--device", "cpu", "--data", data, "--seq-len", 200]
+    files = ["--model", tiny, "--data", data, "--seq-len", 200]
     assert_refused(command(evaluate, *folder, *files, *flags), why)

@@ -205,6 +205,14 @@ def test_a_file_cut_anywhere_and_continued_repeats_and_loses_nothing(
     assert first_messages(path) == ["a", "c", "d"]
 
 
+def test_questions_may_be_prompts_of_the_benchmark(tmp_path, run):
+    asked = [{"prompt": "One?"}, {"category": "a", "turns": ["Two?", "Three?"]}]
+    questions = write(tmp_path / "prompts.jsonl", *asked)
+    for _ in range(6):  # an answer may come out empty
+        run(tmp_path / "own", 2, "--questions", questions)
+    assert sorted(first_messages(tmp_path / "own")) == ["One?", "Two?"]
+
+
 def begin(tiny: Path, path: Path, count: int, *flags) -> multiprocessing.Process:
     """The program in a process of its own."""
 
@@ -289,7 +297,7 @@ def test_bad_input_ends_in_one_line_and_changes_no_file(
     write(tmp_path / "questionless", {"data": [""]})
     write(tmp_path / "long", {"data": ["long " * 300, "1"]})
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    defaults = ["--model", tiny, "--device", "cpu", "--seq-len", 96]
+    defaults = ["--model", tiny, "--seq-len", 96]
     assert_refused(command(synthesize, *defaults, *choices.split()), why)
     for path, content in before.items():
         assert path.read_bytes() == content
