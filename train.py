@@ -1,22 +1,18 @@
 """Training: a frozen target teaches its drafter (paper, section 3.4 and appendix).
 
-The target reads a conversation in one pass. That gives its KV cache, its final hidden states h
-and, through the LM head, its distributions p of each next token. The drafter learns to predict h
-and p from what it will have while drafting: the text, and the memory of verified tokens only. With
-its predictions h' and q, the loss of one position is
+The target reads a conversation in one pass. The drafter learns to predict the target's final hidden
+states h, and its distributions p of each next token, from what it will have while drafting: the
+text, and the memory of verified tokens only. With its predictions h' and q, the loss of one
+position is
 
     0.1 KL(p || q) + 1.0 SmoothL1(h, h')
 
-The KL makes q like p, which is what acceptance needs: a drafted token is rejected with probability
-sum max(p - q, 0), which is at most sqrt(KL / 2) (Pinsker's inequality). Smooth L1 adds a whole
-vector to learn from at each position.
+The file shows how one pass lets every position of an answer see exactly the memory that it would
+see while drafting (up to its *horizon*), then the losses, one update, and the loop.
 
     python train.py --data ultrachat.jsonl             # the paper's, but once over the data
     python train.py --out runs/drafter --resume        # go on after any interruption
     torchrun --nproc-per-node 4 train.py --data FILE   # on four GPUs
-
-The file shows how one pass lets every position of an answer see exactly the memory that it would
-see while drafting (up to its *horizon*), then the losses, one update, and the loop.
 
 Shapes: B sequences, T tokens, L layers of the target, 2 Ekv numbers for a token's keys and values
 in a layer, E hidden size, V tokens (V' of them may be drafted), N reused layers, n trained
@@ -52,7 +48,7 @@ from plumbing.conversations import (
     frequent_tokens,
     hold_out,
 )
-from plumbing.errors import InputError, checksum, run_command
+from plumbing.errors import InputError, run_command
 from plumbing.flags import (
     DTYPES,
     Parser,
@@ -63,7 +59,14 @@ from plumbing.flags import (
     settle_device,
 )
 from plumbing.hub import resolve_path
-from plumbing.journal import Journal, begin_or_resume, fingerprint, read_log, read_settings
+from plumbing.journal import (
+    Journal,
+    begin_or_resume,
+    fingerprint,
+    model_files,
+    read_log,
+    read_settings,
+)
 from plumbing.processes import all_reduce, join_processes, leave_processes, rank, say, world_size
 from plumbing.tokenizer import Tokenizer
 
@@ -222,6 +225,9 @@ def kl_divergence(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
     p follows from the target's final hidden states (n, E), and q from those that the drafter
     predicts (n, E), through the weight of the LM head (V', E). If the drafter may draft only some
     of the V tokens, then V' < V, and p as well is scaled to sum to 1 over those.
+
+    A smaller KL means more acceptance: a drafted token is rejected with probability
+    sum max(p - q, 0), which is at most sqrt(KL / 2) (Pinsker's inequality).
     """
     # In float32: in bfloat16, a sum over V tokens would be mostly rounding.
     log_p = F.linear(final, head).log_softmax(-1, dtype=torch.float32)  # (n, V')
@@ -325,7 +331,7 @@ def compute_gradients(
     dtype = DTYPES[config.dtype]
     total = sum(int(loss_mask(sequence.answer).sum()) for sequence in batch)
     examples = draw_examples(batch, update, config)
-    examples = examples[rank()::world_size()]  # all of them, unless torchrun started several of us
+    examples = examples[rank()::world_size()]  # all of them, unless there are several processes
     examples.sort(key=lambda example: len(example.tokens))  # so that there is little padding
     for parameter in drafter.parameters():
         parameter.grad = torch.zeros_like(parameter)  # not None, for a process without examples
@@ -339,7 +345,7 @@ def compute_gradients(
         (result.loss / total).backward()
         sums += result.parts
     for parameter in drafter.parameters():
-        all_reduce(parameter.grad)  # sums over processes, if there are several
+        all_reduce(parameter.grad)  # sums up over the processes
     all_reduce(sums)
     return Losses(*(sums / total).tolist())
 
@@ -516,7 +522,7 @@ class DrafterSizes:
 
 def train_drafter(
     model: str,
-    data: list[str],
+    data: list[str | Path],
     out: str | Path,
     config: TrainConfig,
     sizes: DrafterSizes = DrafterSizes(),
@@ -574,9 +580,9 @@ def describe_run(
     return asdict(config) | asdict(sizes) | {
         "kind": kind.__name__,
         "model": str(model),
-        "model_checksum": fingerprint(resolve_path(model)),
+        "model_checksum": fingerprint(model_files(resolve_path(model))),
         "data": [str(file) for file in data],
-        "data_checksums": [checksum(file)[:16] for file in data],
+        "data_checksum": fingerprint(data),
     }
 
 

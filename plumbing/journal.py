@@ -21,7 +21,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Collection, Iterable
 
 import torch
 from torch import nn
@@ -30,8 +30,7 @@ from tqdm import tqdm
 from plumbing.errors import InputError, atomic_write, checksum, input_errors
 from plumbing.processes import StopSignals, all_reduce, rank, say, wait_for_all
 
-# What a model is read from. (A toy target's folder also holds its data and its own training run.)
-MODEL_FILES = {".safetensors", ".json", ".jinja"}
+MODEL_SUFFIXES = {".safetensors", ".json", ".jinja"}
 
 
 def begin_or_resume(out: Path, resume: bool) -> bool:
@@ -67,7 +66,7 @@ class Journal:
     save_every: int
     settings: dict  # plain values; a run with other ones would be another run
     resumes: bool  # whether to go on from the checkpoint
-    may_differ: frozenset[str] = frozenset()  # settings that may change when a run is resumed
+    may_differ: Collection[str] = ()  # settings that may change when a run is resumed
     done: int = 0  # updates
     position: int = 0  # in the data, after them
 
@@ -177,31 +176,33 @@ def read_settings(out: Path) -> dict:
     return read_checkpoint(out)["settings"] if (out / "checkpoint.pt").exists() else {}
 
 
-def check_settings(saved: dict, wanted: dict, may_differ: frozenset[str], out: Path) -> None:
-    """Raises InputError if a run that is to be resumed was made with other settings."""
+def check_settings(saved: dict, wanted: dict, may_differ: Collection[str], out: Path) -> None:
+    """Raises InputError if a run that is to be resumed was made with other settings. It names all
+    that differ."""
     differences = []
     for name, value in saved.items():
         now = wanted.get(name)
         if name not in may_differ and now != value:
-            differences.append(f"{name.replace('_', '-')} {value}, not {now}")
+            differences.append(f"{name.replace('_', ' ')} {value}, not {now}")
     if differences:
-        listed = "; ".join(differences)
         raise InputError(
-            f"the run in {out} was made with {listed}: resume it with these, or choose another "
-            "folder"
+            f"resume with other settings, or choose another folder: the run in {out} was made with "
+            + "; ".join(differences)
         )
 
 
-def fingerprint(path: Path) -> str:
-    """Return a checksum of a model, over the contents of its files and not where they lie: a .gguf
-    file, or a folder in Hugging Face's format."""
+def model_files(path: Path) -> list[Path]:
+    """Return what a model is read from: a .gguf file, or files of a Hugging Face directory."""
     if path.is_file():
-        return checksum(path)[:16]
-    digests = hashlib.sha256()
-    for file in sorted(path.iterdir()):
-        if file.suffix in MODEL_FILES:
-            digests.update(f"{file.name} {checksum(file)}\n".encode())
-    return digests.hexdigest()[:16]
+        return [path]
+    # (A toy target's folder also holds its text and its training run.)
+    return sorted(file for file in path.iterdir() if file.suffix in MODEL_SUFFIXES)
+
+
+def fingerprint(files: Iterable[str | Path]) -> str:
+    """Return a checksum of the contents of some files. Where they lie does not matter."""
+    checksums = [checksum(file) for file in files]
+    return hashlib.sha256(" ".join(checksums).encode()).hexdigest()[:16]
 
 
 def read_log(out: str | Path) -> list[dict]:

@@ -228,7 +228,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path, command, undisturbed, capf
 
 
 def test_three_processes_train_as_one_does_and_stop_together(tmp_path, tiny, command):
-    """The last of them has no share of a batch of two. Ctrl-C reaches torchrun alone."""
+    """The last of them has no share of a batch of two. SIGTERM reaches torchrun alone."""
     choices = ["--eval-every", 2, "--batch-size", 2, "--save-every", 1000]
     three = tmp_path / "three"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -241,7 +241,7 @@ def test_three_processes_train_as_one_does_and_stop_together(tmp_path, tiny, com
     log = three / "log.jsonl"
     while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= 6):
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
     _, told = process.communicate()
     saved = torch.load(three / "checkpoint.pt")
     assert f"saved at {saved['update']}; go on with --resume" in told
@@ -280,7 +280,7 @@ def test_resume_knows_model_and_data_by_their_contents_and_not_by_their_place(
     (model / "model.safetensors").write_bytes(weights)
     data.write_text(data.read_text().replace("Thanks", "Thanke", 1))  # of the same length
     error = error_of(command, capsys, *choices, "--lr", 0.5, "--seed", 1)
-    for name in ("model-checksum", "data-checksums", "lr 3e-05, not 0.5", "seed 0, not 1"):
+    for name in ("model checksum", "data checksum", "lr 3e-05, not 0.5", "seed 0, not 1"):
         assert name in error  # all at once
 
 
