@@ -140,10 +140,10 @@ def read_gguf(path: Path) -> tuple[dict, Readers]:
     The sizes are first named as in a Hugging Face config.json, so that `parse_config` checks both.
     """
     file = parse_gguf(path)
-    parts = file.metadata.get("split.count")
-    if parts not in (None, 0, 1):
+    count = file.metadata.get("split.count")
+    if count not in (None, 0, 1):
         raise InputError(
-            f"{path} is one of {parts!r:.40} parts: merge them with `llama-gguf-split --merge`"
+            f"{path} is one of {count!r:.40} parts: merge them with `llama-gguf-split --merge`"
         )
     raw = {name: file.metadata.get(key) for name, key in GGUF_CONFIG.items()}
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors

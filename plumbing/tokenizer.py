@@ -73,17 +73,20 @@ def recognise_format(template: str, bos_token: str) -> ChatFormat | None:
     text = text.replace("\\n", "\n")
     for known in (CHATML, LLAMA3):
         if known.open_turn.format(role="assistant") in text and known.end_turn in text:
-            writes_bos = "bos_token" in text or LLAMA3.begin in text
-            # Between quotes or braces of Jinja a message is put together. What has none is a system
-            # message of the template's own.
+            begin = ""
+            if "bos_token" in text:
+                begin = bos_token or known.begin
+            elif LLAMA3.begin in text:
+                begin = LLAMA3.begin
+            # Some templates have a system message of their own. With quotes or braces of Jinja in
+            # between, it is the conversation's that is put together there.
             opening = re.escape(known.open_turn.format(role="system"))
-            system = re.search(opening + r"([^'\"{}]+)" + re.escape(known.end_turn), text)
-            return replace(
-                known,
-                begin=bos_token or LLAMA3.begin if writes_bos else "",
-                strips="trim" in text or ".strip()" in text,
-                system=system[1] if system else "",
-            )
+            match = re.search(opening + r"([^'\"{}]+)" + re.escape(known.end_turn), text)
+            if match is None and "You are" in text:  # one that is written in another way
+                return None
+            system = match[1] if match else ""
+            strips = "trim" in text or ".strip()" in text
+            return replace(known, begin=begin, strips=strips, system=system)
     return None
 
 

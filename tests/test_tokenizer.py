@@ -144,6 +144,7 @@ def test_the_models_own_template_decides_on_the_format_whatever_tokens_there_are
     OTHER_TEMPLATE,
     CHATML_TEMPLATE.replace("<|im_end|>\\n", "<|im_end|>"),  # does not end its turns as ChatML does
     LLAMA3_TEMPLATE.replace("\n\n", "\n"),
+    "{% set system_message = 'You are of help.' %}" + CHATML_TEMPLATE,
 ], ids=case_name)
 def test_a_template_of_another_format_is_an_input_error_that_names_the_supported_ones(
         tmp_path, template):
