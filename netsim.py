@@ -915,6 +915,8 @@ def serve(
 def announce_on_terminal(address: Address) -> None:
     """Tell where the server listens, and how to connect."""
     host, port = address
+    if ":" in host:  # a number of IPv6
+        host = f"[{host}]"
     print(f"{host}:{port}", flush=True)  # for scripts
     command = f"python speculate.py --remote {host}:{port}"
     print(f"connect with: {command} (and this side's --model and --drafter)", file=sys.stderr)

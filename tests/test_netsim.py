@@ -34,11 +34,13 @@ from netsim import (
     Outage,
     ProtocolError,
     add_link_arguments,
+    announce_on_terminal,
     link_of,
     receive_message,
     send_message,
 )
 from plumbing.errors import InputError
+from plumbing.flags import address
 
 LIMIT = 1 << 20  # bytes of a message
 SAMPLES = 20000
@@ -624,6 +626,14 @@ def test_a_server_that_other_machines_could_reach_is_refused_in_one_line_that_sh
         MessageServer((host, 7000), Session)
     assert "ssh -L 7000:localhost:7000 server" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_address_that_a_server_prints_is_one_that_remote_takes(host, capsys):
+    announce_on_terminal((host, 7000))
+    out, err = capsys.readouterr()
+    assert address(out.strip()) == (host, 7000)
+    assert f"--remote {out.strip()} " in err
 
 
 # --- The command line ---
