@@ -204,7 +204,8 @@ def synthesize(
                 file.flush()
                 written += 1
         finally:  # also where Ctrl-C or SIGTERM ends it
-            say(f"{written} of {count} conversations are in {out}: the same command goes on")
+            more = "a larger COUNT" if written >= count else "the same command"
+            say(f"{written} of {count} conversations are in {out}: {more} goes on")
     return written
 
 

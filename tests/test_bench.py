@@ -220,8 +220,7 @@ def test_a_table_fits_100_columns_explains_its_headings_and_ends_with_a_sentence
     rows = []
     for category in ("a long category", "overall"):
         rows += [{"category": category} | row for row in (online, offline)]
-    contenders = {row["method"]: Contender(None, "api:network") for row in (online, offline)}
-    print_result(rows, contenders)
+    print_result(rows)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     for column in bench.COLUMNS.values():
@@ -229,19 +228,22 @@ def test_a_table_fits_100_columns_explains_its_headings_and_ends_with_a_sentence
         assert any(line.startswith(column.heading) and column.meaning in line for line in lines)
     assert sum(line.startswith("a long category  remote+lookup:network") for line in lines) > 1
     assert lines[-2:] == [
-        "Fastest: remote+lookup:network, 1.50 times as fast as api:network.",
+        "Fastest: remote+lookup:network, 1.50 times as fast as plain use of an API on the same "
+        "network.",
         "All texts are identical to those of the target alone.",
     ]
 
 
 def test_a_table_says_which_texts_differ_and_that_nothing_was_faster(capsys):
     rows = summarize(None, CONTENDERS, TURNS[:1], GenerationConfig(4))
-    print_result(rows, CONTENDERS)
+    rows.append(rows[0] | {"method": bench.UNPACKED, "speedup": 9.0})
+    print_result(rows)
     out = capsys.readouterr().out
     assert "overall" not in out  # there is nothing else
     assert "Fastest: chain x:y, 4.00 times as fast as the target alone." in out
+    assert "Not packed, the target alone is 9.00 times as fast as packed." in out
     assert "Some texts differ from those of the target alone: tree." in out
-    print_result(rows[:1], CONTENDERS)
+    print_result(rows[:1])
     assert "No method was faster than the target alone." in capsys.readouterr().out
 
 
@@ -274,7 +276,7 @@ def test_the_program_reads_all_formats_and_leaves_out_a_prompt_that_is_too_long(
     done = command(bench, prompts, *checkpoint, "--max-new-tokens", 12, "--json")
     assert "'hello hello" in done.err and "context" in done.err
     methods = ("target", "chain", "tree", "lookup", "tree+lookup")
-    rows = [row for row in done.rows() if row["method"] in methods]  # perhaps: not packed
+    rows = [row for row in done.rows() if row["method"] != bench.UNPACKED]
     names = [(row["category"], row["method"]) for row in rows]
     assert names == list(itertools.product(("text", "math", "other", "overall"), methods))
     for row in rows:
@@ -290,7 +292,7 @@ def test_the_program_measures_several_drafters(checkpoint, prompt_file):
     drafter = checkpoint[3]
     flags = ["--drafter", drafter, drafter + "/../" + Path(drafter).name, "--max-new-tokens", 4]
     rows = command(bench, prompt_file({"prompt": "Hi"}), *model, *flags, "--json").rows()
-    methods = [row["method"] for row in rows if "packed" not in row["method"]]
+    methods = [row["method"] for row in rows if row["method"] != bench.UNPACKED]
     expected = ["target"]
     for name in flags[1:3]:
         expected += [f"chain {name}", f"tree {name}"]
