@@ -960,10 +960,14 @@ def check_arguments(parser: flags.Parser, args: Namespace) -> None:
 
 
 def choose_limits(args: Namespace, tree: DraftLimits) -> DraftLimits:
-    """Return the limits of drafts, of a tree unless chains are asked for. Whoever states a size
-    gets it, however unsure the drafter is."""
+    """Return the limits of drafts: of a tree, unless chains are asked for."""
     if args.draft_length:
         return DraftLimits(args.draft_length)
+    return tree_limits(args, tree)
+
+
+def tree_limits(args: Namespace, tree: DraftLimits) -> DraftLimits:
+    """Return the limits of trees. Whoever states a size gets it, however unsure the drafter is."""
     sizes = {
         "depth": args.draft_depth,
         "top_k": args.draft_top_k,
@@ -1055,7 +1059,7 @@ class Terminal:
         if not generation.tokens:  # only Ctrl-C can do that
             raise KeyboardInterrupt
         if not args.json:
-            print(f"\n{text}" if args.trace else printer.stream.rest())
+            print(f"\n{text}" if args.trace else printer.stream.rest(), flush=True)
         self.answers.append(generation)
         stopped = why_stopped(generation.tokens, config.stop_ids, count, args.max_new_tokens)
         if generation.interrupted:
