@@ -44,6 +44,10 @@ def resolve_path(path: str | Path) -> Path:
         return fetch_default()
     if path == TOY_MODEL:
         return WEIGHTS / "toy" / "target"
+    if os.path.isdir(path):
+        files = os.listdir(path)
+        if "config.json" not in files and "tokenizer.json" not in files:
+            raise InputError(f"{path}/config.json: no such file ({MODEL_NAMES})")
     if os.path.exists(path):
         return Path(path)
     name = str(path)

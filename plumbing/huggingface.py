@@ -22,7 +22,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from plumbing.errors import InputError, input_errors, read_json
-from plumbing.hub import MODEL_NAMES
 
 # --- Tensors ---
 
@@ -82,10 +81,7 @@ def load_weights(
 
 def read_hugging_face(path: Path) -> tuple[dict, Readers]:
     """Read a folder's sizes and tensors. Raises InputError."""
-    config_file = path / "config.json"
-    if not config_file.exists():
-        raise InputError(f"{config_file}: no such file ({MODEL_NAMES})")
-    raw = read_json(config_file)
+    raw = read_json(path / "config.json")
     if "kv_hidden_size" in raw:
         raise InputError(f"{path} is a drafter, not a target: give it as --drafter")
     sizes = parse_config(raw, path)

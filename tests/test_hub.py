@@ -58,6 +58,7 @@ def test_the_default_target_is_fetched_once_checked_each_time_and_kept_only_if_c
     monkeypatch.chdir(tmp_path)
     for name in ("smollm2", "toy"):  # folders of the user's own
         Path(name).mkdir()
+        Path(name, "config.json").touch()
         assert hub.resolve_path(f"./{name}") == hub.resolve_path(Path(name)) == Path(name)
     target.write_bytes(b"the modem")
     raises("damaged (wrong SHA-256)", load_model, "smollm2")
