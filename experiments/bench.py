@@ -97,6 +97,7 @@ from speculate import (
     cycles_on_server,
     cycles_with_drafts,
     rate,
+    tree_limits,
 )
 
 # --- What is compared ---
@@ -413,8 +414,7 @@ def choose_local(
 ) -> dict[str, Contender]:
     """Return what the command line compares on this machine."""
     chain = DraftLimits(args.draft_length) if args.draft_length else CHAIN
-    args.draft_length = None  # trees are compared, too, in the sizes that are given for them
-    contenders = local_contenders(target, drafters, chain, choose_limits(args, TREE))
+    contenders = local_contenders(target, drafters, chain, tree_limits(args, TREE))
     unpacked = faster_unpacked(target, args.model)
     if unpacked is not None:
         contenders[UNPACKED] = Contender(partial(cycles_alone, unpacked))
