@@ -875,13 +875,13 @@ PATIENCE = 1.0  # seconds to wait for a server's first token, after which a line
 LONG_PROMPT = 256  # tokens: from here on reading a prompt has a progress bar
 
 EXAMPLES = """\
-python speculate.py --prompt "Explain why the sky is blue." --show
-python speculate.py                                        # a chat
-python speculate.py --remote --latency 21ms                # the target in a process of its own
-python speculate.py --prompt "Why?" --trace                # every draft, and what is kept of it
-python speculate.py --prompt "Why?" --temperature 0.7      # sampled trees
-python speculate.py --serve 7000                           # then, from another terminal:
-python speculate.py --remote localhost:7000 --network 4g\
+  python speculate.py --prompt "Explain why the sky is blue." --show
+  python speculate.py                                        # a chat
+  python speculate.py --remote --latency 21ms                # the target in a process of its own
+  python speculate.py --prompt "Why?" --trace                # every draft, and what is kept of it
+  python speculate.py --prompt "Why?" --temperature 0.7      # sampled trees
+  python speculate.py --serve 7000                           # then, from another terminal:
+  python speculate.py --remote localhost:7000 --network 4g\
 """
 
 

@@ -12,6 +12,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -54,12 +55,13 @@ from moa import (
 )
 from netsim import Channel, Link, MessageServer, Network, Outage
 from plumbing import terminal
-from plumbing.errors import run_command
+from plumbing.errors import InputError, run_command
 from plumbing.hub import SHIPPED_DRAFTERS
 from plumbing.terminal import GREEN, PLAIN, RED, draw_cycle
 from plumbing.tokenizer import TextStream
 from speculate import (
     CHAIN,
+    EXAMPLES,
     TREE,
     Cycle,
     Generation,
@@ -67,9 +69,11 @@ from speculate import (
     Origin,
     Trace,
     TracingVerifier,
+    accept_draft,
     accept_greedy,
     acceptance_length,
     answer,
+    check_arguments,
     cycles_on_server,
     cycles_with_drafts,
     make_parser,
@@ -358,6 +362,7 @@ def command(
             run_command(speculate.main)
         except SystemExit as end:
             status = end.code
+    out.flush()
     return Done(status, out.buffer.getvalue().decode(), err.getvalue())
 
 
@@ -447,6 +452,53 @@ def test_the_command_line_gives_the_same_tokens_with_and_without_speculation(che
         }
         assert result["tokens"] == alone["tokens"] and result["text"] == alone["text"]
         assert result["acceptance_length"] == 23 / result["target_calls"] > 1
+
+
+def test_a_generation_accounts_for_its_time_and_says_why_it_ended(checkpoint):
+    flags = [*checkpoint, "--prompt", "Why?", "--seed", 7, "--json"]
+    result = json.loads(command(*flags, "--max-new-tokens", 40).out)
+    parts = sum(result[name] for name in ("prompt_seconds", "draft_seconds", "verify_seconds"))
+    assert 0.7 * result["seconds"] < parts < result["seconds"]
+    assert result["prompt_tokens"] == 23 and result["seed"] == 7
+    assert result["stopped"] == "max-new-tokens"
+    full = json.loads(command(*flags, "--max-new-tokens", 40, "--prompt", "a" * 2000).out)
+    assert full["stopped"] == "context" and full["prompt_tokens"] + full["new_tokens"] == 2048
+
+
+def test_reading_a_long_prompt_is_shown_and_a_short_one_is_not(checkpoint):
+    for flags in ([], ["--no-speculation"]):
+        flags = [*checkpoint, "--max-new-tokens", 4, "--json", *flags]
+        assert command(*flags, "--prompt", "Why?").err == ""
+        assert "reading the prompt: " in command(*flags, "--prompt", "word " * 150).err
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logits_that_are_nan_end_in_an_error_also_when_only_a_draft_has_them(temperature):
+    logits = torch.zeros(2, 16)
+    logits[1, 3] = math.nan
+    sampling = GenerationConfig(temperature=temperature).new_sampling("cpu")
+    with pytest.raises(InputError, match="bfloat16"):
+        accept_draft(logits, chain(1), sampling)
+    target = new_target(16)
+    target.lm_head.weight.fill_(math.inf)
+    with pytest.raises(InputError, match="bfloat16"):
+        draft_and_verify(target, new_drafter(target), TREE, 4, temperature=temperature)
+
+
+def test_an_answer_ends_with_a_newline_and_no_blank_line_comes_before_the_statistics(
+    checkpoint, tiny
+):
+    done = command(*checkpoint, "--prompt", "Why?", "--max-new-tokens", 5)
+    assert done.out == tiny[1].decode(answer_alone(tiny, ask("Why?"), 5)) + "\n"
+    assert done.err.startswith("new tokens 5, ")
+
+
+def test_the_commands_at_the_end_of_help_are_accepted():
+    commands = re.findall(r"^ *python speculate\.py(.*?)(?:  #.*)?$", EXAMPLES, re.MULTILINE)
+    assert len(commands) > 5 and command("--help").out.endswith(EXAMPLES + "\n")
+    parser = make_parser()
+    for arguments in commands:
+        check_arguments(parser, parser.parse_args(shlex.split(arguments)))
 
 
 def test_the_toy_target_comes_with_a_drafter_that_is_accepted_and_changes_no_token(toy):
@@ -763,10 +815,10 @@ def test_a_chat_whose_context_is_full_goes_on_without_its_oldest_turns(chat, tin
 
 
 def test_a_full_context_drops_another_turn_rather_than_cut_the_answer(chat):
-    done = chat(["a" * 1000, "a" * 700], "--max-new-tokens", 300, "--json")
+    done = chat(["a" * 1000, "a" * 880], "--max-new-tokens", 100, "--json")
     assert "the context is full: the oldest turn is left out\n" in done.err
     answers = [json.loads(line) for line in done.out.splitlines()]
-    assert [answer["new_tokens"] for answer in answers] == [300, 300]
+    assert [answer["new_tokens"] for answer in answers] == [100, 100]
 
 
 def test_a_question_that_is_too_long_is_refused_and_the_chat_goes_on(chat, tiny):
@@ -825,6 +877,15 @@ def test_one_line_says_when_the_link_is_lost_and_one_when_it_is_back(
     last = f"{generation.unverified} of 48 tokens are the drafter's own, unverified"
     lost = err.splitlines()[-1]
     assert (lost.startswith("the server was lost (") and lost.endswith(last)) == (lines != [])
+
+
+def test_an_outage_that_only_delays_is_told_too(models, capsys):
+    network = Network(Link(), outage=Outage(after=10, seconds=0.3))
+    with serving_models(models.target, models.drafter) as server:
+        generation = terminal_over([network], server, models, "--json").respond(ask("Hi"))
+    out, err = capsys.readouterr()
+    assert json.loads(out)["disconnected"] is True and generation.unverified == 0
+    assert err == "the network was down for a while; all tokens are the target's\n"
 
 
 def test_show_colors_what_was_written_without_the_target_on_a_terminal(
@@ -1033,17 +1094,19 @@ def test_on_a_terminal_a_chat_ends_an_answer_at_ctrl_c_and_itself_at_ctrl_d(
 def test_a_text_pasted_as_several_lines_is_one_question_and_a_cut_answer_is_no_context(
     start_on_terminal, tiny
 ):
-    chat = start_on_terminal("--max-new-tokens", "1000", "--json")
-    chat.read_until("> $")
+    chat = start_on_terminal("--max-new-tokens", "1000")
+    chat.read_until("Ask something.*> $")
     chat.type(b"never mind\n")
-    chat.read_until("never mind\r\n")
-    time.sleep(0.5)
+    chat.read_until(r"mind\r\n.{40}")
     chat.type(b"\x03")
     chat.read_until("left out of the conversation\r\n> $")
     chat.type(b"one\ntwo\n\nthree\n")
-    seen = chat.read_until(r"\}\r\n> $")
-    tokens = json.loads(re.search(r"\{.*\}", seen)[0])["tokens"]
-    assert tokens == answer_alone(tiny, ask("one\ntwo\n\nthree"), 1000)
+    seen = chat.read_until(r"three\r\n.{40}")
+    chat.type(b"\x03")
+    whole = tiny[1].decode(answer_alone(tiny, ask("one\ntwo\n\nthree"), 100))
+    answer_seen = seen.partition("three\r\n")[2]
+    assert answer_seen[:30] == whole.replace("\n", "\r\n")[:30]
+    chat.read_until("left out of the conversation\r\n> $")
     chat.type(b"\x04")
     assert chat.wait() == 0
 
