@@ -467,7 +467,6 @@ class MessageServer(socketserver.ThreadingTCPServer):
     """Gives a thread and a session to every client."""
 
     allow_reuse_address = True  # a restarted server need not wait until its old port is free
-    daemon_threads = True  # the process may end while they still notice that it does
     request_queue_size = 128  # not yet accepted: a burst of connections must not be refused
 
     def __init__(self, address: Address, new_session: Callable):
@@ -498,11 +497,17 @@ class MessageServer(socketserver.ThreadingTCPServer):
                 return self.places.acquire(timeout=1.0)  # its thread is about to end
         return False
 
+    def process_request(self, request: socket.socket, client_address: Address) -> None:
+        """socketserver calls this for a new connection, whose socket it calls a request, before it
+        starts the thread. (So server_close knows of it, even if that is called first.)"""
+        self.clients[request] = math.inf
+        super().process_request(request, client_address)
+
     def server_close(self) -> None:
-        """End all connections."""
-        super().server_close()
+        """Disconnect all clients, and wait for their threads to end."""
         for sock in list(self.clients):
             disconnect(sock)
+        super().server_close()
 
 
 def disconnect(sock: socket.socket) -> None:
@@ -520,34 +525,35 @@ class ClientHandler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         """Serve the client until it leaves. If it breaks a rule, disconnect it, with a line on
         stderr."""
-        if not self.server.take_place():
-            with suppress(OSError):  # it has not waited
+        try:
+            if self.server.take_place():
+                self.serve()
+            else:
                 reason = f"all of the server's {MAX_CLIENTS} clients are busy"
                 send_message(self.connection, {"refused": reason}, {})
-            return
-        try:
-            self.serve()
         except ConnectionError:
             pass  # the client has left
         except OSError as error:
             print(f"{self.client_address[0]}: {error}", file=sys.stderr)
         finally:
-            self.server.clients.pop(self.connection, None)
-            self.server.places.release()
+            del self.server.clients[self.connection]
 
     def serve(self) -> None:
-        """Answer one request after the other. Raises OSError, at the latest when the client
-        leaves."""
+        """Answer one request after the other, until an OSError ends it, at the latest when the
+        client leaves. Then its place is free."""
         clients = self.server.clients
-        session = self.server.new_session(self.has_left)
-        send_message(self.connection, session.greeting, {})
-        while True:
-            clients.pop(self.connection, None)
-            clients[self.connection] = monotonic()  # now at the end of the order
-            deadline = monotonic() + IDLE_SECONDS
-            request = receive_message(self.connection, MAX_REQUEST, deadline)
-            clients[self.connection] = math.inf
-            self.answer(session, request)
+        try:
+            session = self.server.new_session(self.has_left)
+            send_message(self.connection, session.greeting, {})
+            while True:
+                del clients[self.connection]
+                clients[self.connection] = monotonic()  # now at the end of the order
+                deadline = monotonic() + IDLE_SECONDS
+                request = receive_message(self.connection, MAX_REQUEST, deadline)
+                clients[self.connection] = math.inf
+                self.answer(session, request)
+        finally:
+            self.server.places.release()
 
     def answer(self, session, request: Message) -> None:
         """Send the replies to a request, each with the seconds of work on it."""

@@ -401,7 +401,7 @@ def serving(new_session=Session, host: str = "localhost"):
         finally:
             server.shutdown()
             thread.join()
-    wait_for(lambda: threading.active_count() == before)
+    assert threading.active_count() == before
     assert not server.clients
 
 
