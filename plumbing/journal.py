@@ -186,7 +186,7 @@ def check_settings(saved: dict, wanted: dict, may_differ: Collection[str], out: 
             differences.append(f"{name.replace('_', ' ')} {value}, not {now}")
     if differences:
         raise InputError(
-            f"resume with other settings, or choose another folder: the run in {out} was made with "
+            f"resume with the same settings, or choose another folder: the run in {out} has "
             + "; ".join(differences)
         )
 

@@ -325,7 +325,7 @@ def files(tmp_path_factory, undisturbed) -> Path:
 
 @pytest.mark.parametrize("choices, why", [
     ("--out run", "holds a run: --resume goes on"),
-    ("--out run --resume --lr 1", "made with lr 0.001, not 1.0"),
+    ("--out run --resume --lr 1", "run has lr 0.001, not 1.0"),
     ("--out run --resume --schedule cosine --updates 9", "updates 8, not 9"),
     ("--out gone --resume", "holds a model but no checkpoint"),
     ("--out shards", "shards holds a model"),
