@@ -227,10 +227,10 @@ def wait(arrival: float, deadline: float) -> None:
 #     "MoAs" | version | size of fields | size of tensors | fields | tensors
 #        4   |    1    |        4       |        8        |        |            bytes
 #
-# With the field "refused", which says why, a message is not what the receiver waits for.
+# Where there is no answer, the field "refused" says why.
 #
 # Nothing is encrypted, and nobody has to prove who they are. So the server only listens to its own
-# machine. From elsewhere one comes through SSH, which does both.
+# machine. To connect from elsewhere, go through SSH, which does both.
 
 HEADER = struct.Struct("!4sBIQ")  # "!": big-endian, as is usual in networks, and no padding
 MAGIC = b"MoAs"  # to notice at once a peer that speaks another protocol
@@ -476,19 +476,19 @@ class MessageServer(socketserver.ThreadingTCPServer):
         if not re.fullmatch(r"localhost|127\.[0-9.]+|::1", host):
             raise InputError(
                 f"cannot serve at {host}: only this machine may connect, so serve at localhost. "
-                f"From elsewhere, connect through ssh -L {port}:localhost:{port} server"
+                f"To connect from elsewhere: ssh -L {port}:localhost:{port} server"
             )
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.new_session = new_session
         self.places = threading.Semaphore(MAX_CLIENTS)
-        # Since when each client is idle, the longest first. Infinity: it is not.
+        # The moment since when each client is idle, the longest first. Infinity: it is busy.
         self.clients: dict[socket.socket, float] = {}
         super().__init__(address, ClientHandler)
 
     def take_place(self) -> bool:
-        """Take a place for a new client, and wait for it if all are taken. If none gets free, the
-        client that has been idle longest is given up: it may have vanished, and if not, it
-        reconnects. Returns False if all are busy."""
+        """Take a place for a new client. If all are taken, wait for one. If none becomes free, give
+        up the client that has been idle longest: it may have vanished, and if not, it reconnects.
+        Returns False if all are busy."""
         if self.places.acquire(timeout=SPARE_SECONDS):
             return True
         for sock, since in list(self.clients.items()):
@@ -797,8 +797,8 @@ class TargetSession:
         return next(replies, None)
 
     def stop_if_client_left(self, tokens_read: int = 0) -> None:
-        """Raise ConnectionError if the client has left: so nothing more is done for it. Called
-        after each piece of a prompt, too, with the number of tokens that are read."""
+        """Raise ConnectionError if the client has left, so that no more work is done for it. This
+        is also called after each piece of a prompt, with the number of tokens read so far."""
         if self.has_left():
             raise ConnectionError("the client has left")
 
