@@ -2,6 +2,7 @@
 
     python -m experiments.report            # all tables, as Markdown
     python -m experiments.report parts      # those of one experiment
+    python -m experiments.report --figures  # draws the figures again
 
 A table has a line for each drafter (or network), with the mean over the seeds and half of their
 range. It shows what experiments/run.py has written to experiments/results/NAME.json.
@@ -99,7 +100,6 @@ TABLES = {  # of each experiment; of those that are not here: ACCEPTANCE
     "cost_longest": [COST],
     "network": [NETWORK],
 }
-FIGURES = {"on_policy", "parts", "reused_layers"}  # experiments that have one
 
 
 # --- Lines: rows that differ in their seeds ---
@@ -179,9 +179,11 @@ def print_experiment(experiment: str) -> None:
 
 
 # --- Figures ---
+#
+# A figure is made of two diagrams with the same curves, and the names of the curves.
 
 
-def save_figure(experiment: str, rows: list[Row]) -> None:
+def draw_depths(rows: list[Row]) -> tuple[list[str], list[str]]:
     """Draw accuracies by depth, means over seeds, and how many chains are right up to a depth."""
     names = list(dict.fromkeys(row["drafter"] for row in rows))
     accuracies = []  # a curve for each drafter
@@ -200,7 +202,57 @@ def save_figure(experiment: str, rows: list[Row]) -> None:
         draw_panel("accuracy while drafting", "depth of the draft", accuracies),
         draw_panel("chains right up to here", "depth of the draft", shares),
     ]
-    save_panels(RESULTS / f"{experiment}.svg", panels, names)
+    return panels, names
+
+
+def draw_networks(rows: list[Row]) -> tuple[list[str], list[str]]:
+    """Draw speed-ups over plain API use by latency, means over runs, for each share of losses."""
+    losses = list(dict.fromkeys(row["loss"] for row in rows))
+    latencies = list(dict.fromkeys(row["latency"] for row in rows))
+    panels = []
+    for method, title in (("remote", "drafts"), ("remote+lookup", "drafts and lookup")):
+        curves = []
+        for loss in losses:
+            curve = []
+            for latency in latencies:
+                speedups = []
+                for row in rows:
+                    if (row["loss"], row["latency"]) == (loss, latency):
+                        speedups.append(row[f"{method}:link"]["speedup"])
+                curve.append((int(latency.removesuffix("ms")), np.mean(speedups)))
+            curves.append(curve)
+        panels.append(draw_panel(f"speed-up with {title}", "latency one way, ms", curves))
+    return panels, [f"{loss} of the packets lost" for loss in losses]
+
+
+def draw_batches(rows: list[Row]) -> tuple[list[str], list[str]]:
+    """Draw tokens per second by the number of conversations."""
+    panels = []
+    for dtype in ("float32", "bfloat16"):
+        curves = []
+        for method in ("target", "chain"):
+            curve = []
+            for row in rows:
+                if (row["dtype"], row["method"]) == (dtype, method):
+                    curve.append((row["batch"], row["tokens_per_second"]))
+            curves.append(curve)
+        title = f"tokens per second, {dtype}"
+        panels.append(draw_panel(title, "conversations at once, at most", curves))
+    return panels, ["the target alone", "with chains of 3"]
+
+
+FIGURES = {  # of a results file: lies beside it
+    "on_policy": draw_depths,
+    "parts": draw_depths,
+    "reused_layers": draw_depths,
+    "network": draw_networks,
+    "smollm2/batch": draw_batches,
+}
+
+
+def save_figure(name: str) -> None:
+    panels, names = FIGURES[name](read_json(RESULTS / f"{name}.json")["rows"])
+    save_panels(RESULTS / f"{name}.svg", panels, names)
 
 
 def main() -> None:
@@ -209,7 +261,12 @@ def main() -> None:
         description="Print the tables of experiments/results.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    parser.add_argument("--figures", action="store_true", help="draw all figures instead")
     args = parser.parse_args()
+    if args.figures:
+        for name in FIGURES:
+            save_figure(name)
+        return
     for name in args.names or sorted(path.stem for path in RESULTS.glob("*.json")):
         print_experiment(name)
 

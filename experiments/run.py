@@ -232,7 +232,7 @@ def write_experiment(experiment: str) -> None:
     rows = [read_json(folder_of(*job) / "scores.json") for job in jobs_of(experiment)]
     write_result(experiment, rows)
     if experiment in FIGURES:
-        save_figure(experiment, rows)
+        save_figure(experiment)
 
 
 # --- What is timed: on an idle machine ---
@@ -306,6 +306,7 @@ def measure_network(code: str) -> None:
         network = {"seed": run, "latency": latency, "loss": loss}
         rows.append(network | methods | circumstances(code))
     write_result("network", rows)
+    save_figure("network")
 
 
 # --- The command line ---
