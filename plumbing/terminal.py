@@ -1,4 +1,4 @@
-"""What a person sees: colours, one answer's statistics, a traced cycle, and what a chat needs.
+"""What a person sees: colors, one answer's statistics, a traced cycle, and what a chat needs.
 
 A cycle is drawn from the record that --trace --json prints, so both show the same. Names, numbers
 and text come in; nothing here knows a model.
