@@ -49,6 +49,14 @@ from plumbing.flags import (
 from plumbing.gguf import read_gguf
 from plumbing.hub import resolve_path
 from plumbing.huggingface import load_weights, read_hugging_face
+from plumbing.kernels import (
+    KEY_BLOCK,
+    AttentionLimits,
+    attention_limits,
+    fewest_rows,
+    packed_product,
+    reorder_weight,
+)
 from plumbing.terminal import report, why_stopped
 from plumbing.tokenizer import TextStream, Tokenizer, load_tokenizer
 
@@ -516,6 +524,10 @@ def generate(
 # its kernel reads them. Then up to six rows cost as much as one, and more rows cost less than with
 # nn.Linear. One wide product is also faster than several narrow ones of the same input, on a GPU
 # too. So the modules of a finished model are replaced by these.
+#
+# On a CPU they are also exact: what they compute of a token is the same, to the bit, in a pass over
+# that token alone and in one over a whole draft. plumbing/kernels.py says why that is not a matter
+# of course, and finds out what it takes: some rows, queries and masked keys more than there are.
 
 
 def pack(module: nn.Module) -> nn.Module:
@@ -533,12 +545,14 @@ def pack(module: nn.Module) -> nn.Module:
     if isinstance(module, MLP):
         return PackedMLP(module)
     on_cpu = weight.device.type == "cpu"
-    if isinstance(module, RMSNorm) and on_cpu and weight.dtype == torch.float32:
+    if isinstance(module, RMSNorm) and on_cpu:
         return PackedRMSNorm(module)
     if isinstance(module, nn.Linear) and module.bias is None and on_cpu:
         return PackedLinear(module)
     for name, part in module.named_children():
         setattr(module, name, pack(part))
+    if isinstance(module, Llama) and on_cpu:
+        module.__class__ = PackedLlama  # in place: a drafter may hold this very object
     return module
 
 
@@ -561,33 +575,32 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.weight = torch.cat([layer.weight for layer in layers]).detach()  # (out, in)
         if self.weight.device.type == "cpu":
-            rows_expected = 16  # the layout is chosen for about so many, and serves any number
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, rows_expected)
+            self.fewest_rows = fewest_rows(*self.weight.shape, self.weight.dtype)
+            self.weight = reorder_weight(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.weight.is_mkldnn:
             return F.linear(x, self.weight)
-        # PyTorch has no public call for this, which is why requirements.txt states its version.
-        # None: no bias. The rest: no activation after it.
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
+        return packed_product(x, self.weight, self.fewest_rows)
 
 
 class PackedRMSNorm(nn.Module):
     """The same norm in four operations. On a CPU F.rms_norm is made of more.
 
     x / sqrt(mean(x^2) + eps) = sqrt(size) x / sqrt(|x|^2 + size eps), and hypot(a, b) is
-    sqrt(a^2 + b^2) in one operation.
+    sqrt(a^2 + b^2) in one operation. Computed in float32. For bfloat16 that takes two casts more.
     """
 
     def __init__(self, norm: RMSNorm):
         super().__init__()
         size = len(norm.weight)
-        self.scale = norm.weight.detach() * math.sqrt(size)
+        self.scale = norm.weight.detach().float() * math.sqrt(size)
         self.floor = torch.tensor(math.sqrt(size * norm.eps))
 
     def forward(self, x: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * self.scale / torch.hypot(length, self.floor)
+        wide = x.float()
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        return (wide * self.scale / torch.hypot(length, self.floor)).type_as(x)
 
 
 class PackedAttention(Attention):
@@ -600,6 +613,8 @@ class PackedAttention(Attention):
         self.head_dim = attention.head_dim
         self.qkv_proj = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
         self.o_proj = pack(attention.o_proj)
+        queries = self.heads // self.kv_heads
+        self.limits = attention_limits(attention.q_proj.weight, self.head_dim, queries)
 
     def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         heads = self.split_heads(self.qkv_proj(x))  # (B, H + 2 Hkv, T, D)
@@ -623,10 +638,12 @@ class PackedAttention(Attention):
         # tokens, 2 T rows attend to the first kv head, and 2 T to the second.
         k, v = kv.chunk(2, dim=-1)
         rows = q.reshape(len(q), self.kv_heads, -1, self.head_dim)  # (B, Hkv, H T / Hkv, D)
+        count = rows.shape[2]
         if mask is not None:
             mask = torch.cat([mask] * (self.heads // self.kv_heads), dim=-2)
+            rows, mask = self.limits.pad_queries(rows, mask)  # their results are dropped
         out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
-        out = out.reshape(q.shape)  # (B, H, T, D)
+        out = out[:, :, :count].reshape(q.shape)  # (B, H, T, D)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -641,6 +658,47 @@ class PackedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
+
+
+class PackedLlama(Llama):
+    """A packed Llama on a CPU. With a cache, what it computes of a token is exact in each pass over
+    as many tokens as the cache's limits allow. (A prompt is read in longer ones, but always in the
+    same.)"""
+
+    def new_cache(self, capacity: int, batch: int = 1, layers: int | None = None) -> KVCache:
+        if layers is not None:  # a drafter's, which need not be exact
+            return super().new_cache(capacity, batch, layers)
+        capacity += -capacity % KEY_BLOCK  # room for masked keys
+        kv = super().new_cache(capacity, batch).kv
+        return AlignedKVCache(kv, self.layers[0].self_attn.limits)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        if isinstance(cache, AlignedKVCache):
+            if mask is None:
+                slots = torch.arange(cache.length + tokens.shape[1])
+                positions = slots[cache.length:]
+                mask = positions.unsqueeze(1) >= slots  # for a single token, too
+            mask = cache.limits.pad_keys(mask)
+        return super().hidden(tokens, cache, positions, mask)
+
+
+class AlignedKVCache(KVCache):
+    """A cache that returns some unused slots, too, so that its keys are as many as the limits ask
+    for. `PackedLlama.hidden` masks them."""
+
+    def __init__(self, kv: Tensor, limits: AttentionLimits):
+        super().__init__(kv)
+        self.limits = limits
+
+    def append(self, layer: int, kv: Tensor) -> Tensor:
+        end = super().append(layer, kv).shape[2]
+        return self.kv[layer, :, :, :self.limits.padded(end)]
 
 
 # --- Loading ---

@@ -38,6 +38,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from llama import (
+    AlignedKVCache,
     GenerationConfig,
     KVCache,
     Llama,
@@ -91,6 +92,7 @@ from plumbing.terminal import (
     why_stopped,
 )
 from plumbing.tokenizer import TextStream, Tokenizer
+from plumbing.windows import Windows, fitting_nodes, open_windows
 
 
 @torch.inference_mode()
@@ -365,6 +367,7 @@ def without(q: Tensor, x: int) -> Tensor:
 # --- The method ends here: what follows makes it fast and practical ---
 #
 #     Lookup         drafts that are copied from the text
+#     Exact          the target's own text, to the bit, in spite of rounding
 #     One answer     the loop with clocks and counters around it, on this machine or over a network
 #     Watching       the answer in colors, and --trace
 #     Command line   flags, one prompt or a chat
@@ -445,6 +448,54 @@ class NoDrafter:
         return MemoryUpdate(tokens, cross_kv=None, reused_kv=None)
 
 
+# --- Exact: greedy text and logits of the target alone, to the bit ---
+#
+# See plumbing/kernels.py (why the same sum has two values) and plumbing/windows.py (what that means
+# for a tree).
+
+
+class WindowedKVCache(AlignedKVCache):
+    """A cache that has windows while a draft is verified: a place for each path of the tree."""
+
+    windows: Windows | None = None
+
+    def append(self, layer: int, kv: Tensor) -> Tensor:
+        if self.windows is None:
+            return super().append(layer, kv)
+        end = self.windows.fill(self.kv[layer], kv)
+        return self.kv[layer, :, :, :self.limits.padded(end)]
+
+    def keep_path(self, start: int, path: list[int]) -> None:
+        super().keep_path(start, self.windows.slots_of(path))
+        self.windows = None
+
+
+class WindowedVerifier(LocalVerifier):
+    """A verifier that is exact at temperature 0, with a `PackedLlama`. (Above it a draft has to be
+    proposed as it was drawn, and what is promised is the distribution.)"""
+
+    def new_cache(self, capacity: int) -> KVCache:
+        cache = super().new_cache(capacity)
+        self.has_windows = isinstance(cache, AlignedKVCache) and self.sampling.temperature == 0
+        return WindowedKVCache(cache.kv, cache.limits) if self.has_windows else cache
+
+    def verify(self, draft: Draft) -> VerifyResult:
+        if self.has_windows:
+            nodes = fitting_nodes(draft.paths, self.cache.length, self.cache.limits)
+            draft = draft.keep(nodes)
+        self.verified = draft
+        return super().verify(draft)
+
+    def predict(self, draft: Draft) -> tuple[Tensor, Tensor]:
+        if not self.has_windows:
+            return super().predict(draft)
+        windows = open_windows(draft.paths, self.cache.length)
+        self.cache.windows = windows
+        ids = torch.tensor([draft.tokens])
+        hidden = self.model.hidden(ids, self.cache, windows.positions, windows.mask)
+        return hidden, self.model.lm_head(hidden[0])
+
+
 # --- One answer, and what it cost ---
 #
 # The loop knows nothing of clocks and counters. It is given a `Recorder`, which passes its calls on
@@ -517,6 +568,7 @@ class Recorder:
     def record(self, draft: Draft, call: Callable, argument: list[int] | Draft) -> VerifyResult:
         called = perf_counter()
         result = call(argument)
+        draft = getattr(self.verifier, "verified", draft)  # some paths may have been left out
         self.cycle = Cycle(draft, result, called - self.resumed, perf_counter() - called)
         return result
 
@@ -562,7 +614,7 @@ def cycles_with_drafts(
     prompt: list[int],
     config: GenerationConfig,
     lookup: bool = False,
-    new_verifier: type[LocalVerifier] = LocalVerifier,
+    new_verifier: type[LocalVerifier] = WindowedVerifier,
     on_piece: OnPiece | None = None,
 ) -> Iterator[Cycle]:
     """Let a drafter, lookup, or both draft, and let the target verify on this machine."""
@@ -764,7 +816,7 @@ class TracedResult(VerifyResult):
     p: Tensor  # the target's distribution after each node of the draft, (1 + K, V)
 
 
-class TracingVerifier(LocalVerifier):
+class TracingVerifier(WindowedVerifier):
     """Keeps the target's distributions for --trace."""
 
     def predict(self, draft: Draft) -> tuple[Tensor, Tensor]:
@@ -1023,7 +1075,7 @@ def choose_method(
         models.drafter,
         limits,
         lookup=args.lookup,
-        new_verifier=TracingVerifier if args.trace else LocalVerifier,
+        new_verifier=TracingVerifier if args.trace else WindowedVerifier,
     )
 
 
@@ -1150,7 +1202,7 @@ def run_terminal(args: Namespace, dtype: torch.dtype) -> None:
     models = load(args, dtype)
     server = args.remote
     if server == OWN_SERVER:
-        server = start_server(args.model, args.drafter, args.device, dtype, LocalVerifier)
+        server = start_server(args.model, args.drafter, args.device, dtype, WindowedVerifier)
     method = choose_method(args, models, server)
     stop_ids = frozenset(models.tokenizer.stop_ids)
     config = GenerationConfig(
@@ -1176,7 +1228,7 @@ def main() -> None:
     dtype = flags.DTYPES[flags.settle_device(args.device, args.dtype)]
     if args.serve:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        serve(args.serve, load(args, dtype), LocalVerifier, announce_on_terminal)
+        serve(args.serve, load(args, dtype), WindowedVerifier, announce_on_terminal)
     else:
         run_terminal(args, dtype)
 

@@ -1,0 +1,212 @@
+"""Kernels of a CPU, and why the same sum has two values.
+
+A floating-point sum depends on the order of its terms, because each partial sum is rounded. In
+float32 (1e8 - 1e8) + 1 is 1, but (1 + 1e8) - 1e8 is 0. A kernel (the code that multiplies two
+matrices, or attends) chooses its order by the shapes that it is given. So the logits of a token
+differ in their last bits between a pass over that token alone and a pass over a whole draft, and
+once in a while another token is then the likeliest.
+
+They do not differ if every pass gives the kernel a token's terms in the same way:
+
+    linear layers   with few rows (tokens), add some, until the kernel takes its usual path
+    attention       with few queries or keys, add some, until the kernel splits its sums as it
+                    does for many; an added key is masked, and what is masked adds an exact zero
+
+(And in a tree of drafted tokens each must see its keys where the text would have them: see
+plumbing/windows.py.) How many to add depends on the processor and on the version of its libraries. No manual says it, so
+it is found out here, once for each shape in a process. The trick is to try the kernels on numbers
+whose sum would be zero: what comes out is nothing but rounding errors, and they show the order.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import takewhile
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MAX_ROWS = 32  # tokens of a pass that is exact, at most
+KEY_UNIT = 16  # keys are added up to a multiple of this: no vector has more float32 numbers
+KEY_BLOCK = 512  # PyTorch's attention reads so many keys at a time
+
+
+# --- Linear layers ---
+
+
+def reorder_weight(weight: Tensor) -> Tensor:
+    """Store a weight (out, in) in the order in which oneDNN's kernel reads it, in blocks."""
+    rows_expected = 16  # the layout is chosen for about so many, and serves any number
+    return torch.ops.mkldnn._reorder_linear_weight(weight, rows_expected)
+
+
+def packed_product(x: Tensor, weight: Tensor, fewest: int = 1) -> Tensor:
+    """Return x W^T (..., out) for x (..., in) and a reordered weight. To fewer rows than `fewest`
+    some are added, whose results are dropped.
+
+    PyTorch has no public call for this, which is why requirements.txt states its version.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    count = len(rows)
+    if count < fewest:
+        rows = F.pad(rows, (0, 0, 0, fewest - count))
+    # None: no bias. The rest: no activation after it.
+    out = torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
+    return out[:count].reshape(*x.shape[:-1], -1)
+
+
+def has_fast_bfloat16() -> bool:
+    """Tell whether this CPU multiplies bfloat16 faster than float32."""
+    can_multiply = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return can_multiply and torch.cpu._is_avx512_bf16_supported()  # (a CPU with AMX has both)
+
+
+def scattered(*shape: int) -> Tensor:
+    """Return random numbers of many magnitudes, so that even sums of bfloat16 are rounded."""
+    magnitudes = torch.randint(-10, 11, shape)
+    return torch.randn(shape) * 2.0**magnitudes
+
+
+@cache
+@torch.random.fork_rng(devices=[])  # the caller's random numbers are left alone
+def fewest_rows(outputs: int, inputs: int, dtype: torch.dtype) -> int:
+    """Return how many rows `packed_product` must be given so that a row's result is the same to the
+    bit as among MAX_ROWS, and among any number in between, wherever the row is.
+
+    4,096 outputs are enough, even of a wide layer (an LM head has 49,152). Each is a sum of its
+    own, whose order depends on how the kernel cuts the inputs, not on how many outputs there are.
+    """
+    # Each term w x comes with its negative: the second half of w is the first half negated.
+    half = (inputs + 1) // 2
+    w = scattered(min(outputs, 4096), half)
+    w = torch.cat([w, -w], dim=1)[:, :inputs].to(dtype)  # (out, in)
+    x = scattered(half).repeat(2)[:inputs].to(dtype)  # (in)
+    weight = reorder_weight(w)
+
+    def results(count: int) -> Tensor:
+        return packed_product(x.repeat(count, 1), weight)  # (count, out)
+
+    expected = results(MAX_ROWS)[:1]  # (1, out): of a row, as of all others
+    fewest = MAX_ROWS
+    while fewest > 1 and (results(fewest - 1) == expected).all():
+        fewest -= 1
+    return fewest
+
+
+# --- Attention ---
+#
+# On a CPU PyTorch's attention reads KEY_BLOCK keys at a time, and adds up what it gets from each
+# block. Within a block the order is found out here, with queries that are all the same, so that
+# their results have to be, too. An example, of an AMD EPYC: if the queries are a multiple of 4, all
+# agree. A block of 512 keys is cut into three sums, which end at 192, 384 and 512 keys. Blocks of
+# 16, 32, ..., 192 keys are summed as the beginning of a full one is. One of 256 is cut elsewhere.
+
+
+@dataclass(frozen=True)
+class AttentionLimits:
+    """What attention needs to add up the keys of a query in the same order in every pass."""
+
+    query_multiple: int  # pad the queries of a kv head to a multiple of this
+    most_tokens: int  # in a pass over more than these they no longer agree
+    lengths: tuple[int, ...]  # pad the keys of the last block to one of these
+    splits: tuple[int, ...]  # of a block: where one sum ends, and the next begins
+
+    def pad_queries(self, queries: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Add queries to those of each kv head (B, Hkv, T, D). They see everything, so mask (..., T,
+        S) grows, too. Their results are of no use."""
+        added = -queries.shape[2] % self.query_multiple
+        if added == 0:
+            return queries, mask
+        rows_at_end = (0, 0, 0, added)
+        return F.pad(queries, rows_at_end), F.pad(mask, rows_at_end, value=True)
+
+    def pad_keys(self, mask: Tensor) -> Tensor:
+        """Mask (..., S) the keys that are added."""
+        length = mask.shape[-1]
+        return F.pad(mask, (0, self.padded(length) - length), value=False)
+
+    def padded(self, length: int) -> int:
+        """Return how many keys attention must be given for `length` keys."""
+        last = length % KEY_BLOCK
+        if last == 0:
+            return length
+        return length - last + min(size for size in self.lengths if size >= last)
+
+    def next_split(self, slot: int) -> int:
+        """Return where the sum ends that a key in this slot belongs to."""
+        place = slot % KEY_BLOCK
+        return slot - place + min(split for split in self.splits if split > place)
+
+
+def attention_limits(weight: Tensor, head_dim: int, queries: int) -> AttentionLimits:
+    """Return the limits for attention in the dtype and on the device of this weight. On a GPU
+    nothing is added, and nothing is exact."""
+    if weight.device.type == "cpu":
+        return probe_attention(head_dim, queries, weight.dtype)
+    return AttentionLimits(query_multiple=1, most_tokens=0, lengths=(), splits=())
+
+
+@cache
+@torch.random.fork_rng(devices=[])
+def probe_attention(head_dim: int, queries: int, dtype: torch.dtype) -> AttentionLimits:
+    """Find out the limits for heads of this size, of which so many share a kv head: so many queries
+    a token."""
+    query = torch.randn(head_dim).to(dtype)
+    kv = cancelling_keys_values(KEY_BLOCK, head_dim).to(dtype)
+    slots = torch.arange(KEY_BLOCK)
+    expected = attend(query.repeat(32, 1), kv, slots, KEY_BLOCK)[:1]  # (1, D): of all 32
+
+    def agrees(count: int) -> bool:
+        results = attend(query.repeat(count, 1), kv, slots, KEY_BLOCK)
+        return bool((results == expected).all())
+
+    for multiple in (1, 2, 4, 8, 16, 32):
+        counts = range(multiple, queries * MAX_ROWS + multiple, multiple)
+        most_queries = max(takewhile(agrees, counts), default=0)
+        if most_queries >= 32:
+            break  # the least multiple that will do
+    lengths, splits = probe_keys(query.repeat(multiple, 1))
+    return AttentionLimits(multiple, min(MAX_ROWS, most_queries // queries), lengths, splits)
+
+
+def probe_keys(queries: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Find out the lengths and splits of `AttentionLimits`, with equal queries (T, D)."""
+    head_dim = queries.shape[1]
+    dtype = queries.dtype
+    lengths = []
+    splits = []
+    for end in range(KEY_UNIT, KEY_BLOCK + 1, KEY_UNIT):
+        kv = cancelling_keys_values(end, head_dim).to(dtype)
+        slots = torch.arange(end)
+        in_full_block = attend(queries, kv, slots, KEY_BLOCK)
+        if torch.equal(attend(queries, kv, slots, end), in_full_block):
+            lengths.append(end)
+        if end == KEY_BLOCK:
+            splits.append(end)
+            break
+        # If no sum ends here, the last keys may as well lie a little later.
+        slots[-KEY_UNIT:] += KEY_UNIT
+        if not torch.equal(attend(queries, kv, slots, KEY_BLOCK), in_full_block):
+            splits.append(end)
+    return tuple(lengths), tuple(splits)
+
+
+def cancelling_keys_values(count: int, head_dim: int) -> Tensor:
+    """Return keys and values, side by side (count, 2D), in random order. Each key is there twice,
+    with a value and with its negative."""
+    k = torch.randn(count // 2, head_dim)
+    v = scattered(count // 2, head_dim)
+    kv = torch.cat([torch.cat([k, v], dim=1), torch.cat([k, -v], dim=1)])
+    return kv[torch.randperm(count)]
+
+
+def attend(queries: Tensor, kv: Tensor, slots: Tensor, length: int) -> Tensor:
+    """Let queries (T, D) attend to keys and values (n, 2D) that lie in these n of `length` slots,
+    with the others masked: (T, D)."""
+    cache = torch.zeros(1, 1, length, kv.shape[1], dtype=kv.dtype)
+    cache[:, :, slots] = kv
+    k, v = cache.chunk(2, dim=-1)
+    mask = torch.zeros(len(queries), length, dtype=torch.bool)
+    mask[:, slots] = True
+    return F.scaled_dot_product_attention(queries[None, None], k, v, attn_mask=mask)[0, 0]

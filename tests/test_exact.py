@@ -1,0 +1,117 @@
+"""With drafts, greedy text and the logits behind it are those of the target alone, to the bit."""
+from functools import partial
+
+import pytest
+import torch
+
+from llama import GenerationConfig, PackedLlama, Sampling, load_model
+from moa import Draft, Drafter, load_drafter, pack_together, to_bfloat16
+from plumbing.hub import SHIPPED_DRAFTERS
+from plumbing.kernels import KEY_BLOCK, has_fast_bfloat16
+from speculate import (
+    CHAIN,
+    REMOTE_TREE,
+    TREE,
+    Lookup,
+    WindowedKVCache,
+    WindowedVerifier,
+    slots,
+    speculate,
+)
+
+# On a CPU without it the tests of bfloat16 run in float32, twice.
+BFLOAT16 = torch.bfloat16 if has_fast_bfloat16() else torch.float32
+PROMPT = "Write a story about a fox, a wolf and a crow."
+
+
+def load(name: str, dtype: torch.dtype) -> tuple[PackedLlama, Drafter]:
+    target = load_model(name, "cpu", dtype)
+    drafter = to_bfloat16(load_drafter(SHIPPED_DRAFTERS[name], target))
+    pack_together(target, [drafter])
+    return target, drafter
+
+
+@torch.inference_mode()
+def target_alone(target: PackedLlama, prompt: list[int], count: int):
+    """Return the target's tokens after a prompt, and the logits that each was chosen from."""
+    cache = target.new_cache(len(prompt) + count)
+    new = prompt
+    tokens = []
+    logits = []
+    for _ in range(count):
+        hidden = target.hidden(torch.tensor([new]), cache)
+        logits.append(target.lm_head(hidden[0, -1]))
+        new = [int(logits[-1].float().argmax())]
+        tokens += new
+    return tokens, logits
+
+
+class LogitsVerifier(WindowedVerifier):
+    """Keeps the logits that each token after the first was chosen from."""
+
+    def predict(self, draft):
+        hidden, self.logits = super().predict(draft)
+        return hidden, self.logits
+
+    def verify(self, draft):
+        result = super().verify(draft)
+        node = 0
+        self.kept.append(self.logits[node])
+        for token in result.accepted:
+            node = self.verified.child(node, token)
+            self.kept.append(self.logits[node])
+        return result
+
+
+def with_drafts(target: PackedLlama, drafter: Drafter, prompt, count, limits, lookup):
+    """Return the same as `target_alone`, but for the first logits."""
+    config = GenerationConfig(count)
+    capacity = slots(prompt, config, limits)
+    verifier = LogitsVerifier(target, drafter, capacity, Sampling())
+    assert isinstance(verifier.cache, WindowedKVCache)
+    verifier.kept = []
+    state = drafter.new_state(capacity, Sampling())
+    if lookup:
+        state = Lookup(state, target.config.vocab_size, Sampling())
+    tokens = []
+    for new in speculate(verifier, state, prompt, config, limits):
+        tokens += new
+    return tokens, verifier.kept
+
+
+def check(target: PackedLlama, drafter: Drafter, prompt: list[int], count: int, *methods) -> None:
+    expected, expected_logits = target_alone(target, prompt, count)
+    for limits, lookup in methods:
+        tokens, logits = with_drafts(target, drafter, prompt, count, limits, lookup)
+        assert tokens == expected
+        assert len(logits) >= len(tokens) - 1
+        for ours, theirs in zip(logits, expected_logits[1:]):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+def test_chains_trees_and_copies_are_exact_with_the_toy(toy, dtype):
+    target, drafter = load("toy", dtype)
+    prompt = toy[1].chat([{"role": "user", "content": PROMPT}])
+    check(
+        target, drafter, prompt, 48, (CHAIN, False), (TREE, False), (TREE, True), (REMOTE_TREE, False)
+    )
+    # Across a split of the kernel's sums, and across its block of keys.
+    for length in (180, KEY_BLOCK - 12):
+        text = (prompt * KEY_BLOCK)[:length]
+        check(target, drafter, text, 24, (TREE, False), (REMOTE_TREE, False))
+
+
+def test_chains_trees_and_copies_are_exact_with_the_default_target(smollm2):
+    target, drafter = load("smollm2", BFLOAT16)
+    prompt = smollm2[1].chat([{"role": "user", "content": PROMPT}])
+    check(target, drafter, prompt, 16, (CHAIN, False), (TREE, True), (REMOTE_TREE, False))
+    check(target, drafter, (prompt * KEY_BLOCK)[:KEY_BLOCK - 6], 10, (TREE, False))
+
+
+def draft_with_three_branches() -> Draft:
+    draft = Draft(5)
+    for token in (6, 7, 8):
+        draft.add(token, 0, 0.3)
+    draft.add(9, 1, 0.5)
+    return draft
