@@ -1,14 +1,16 @@
 """The target writes its own training data, and an interruption costs none of it."""
 import json
 import multiprocessing
-import os
 import random
+import runpy
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from test_bench import Done, assert_refused, command
 from tiny_models import ask
 from tiny_target import CHAT, STOP, make_tiny_target, write
@@ -19,7 +21,7 @@ from experiments.batching import Request
 from experiments.synthesize import SynthesisConfig
 from llama import Llama, load_model, load_tokenizer
 from plumbing.conversations import read_questions
-from plumbing.errors import InputError, run_command
+from plumbing.errors import InputError
 from plumbing.tokenizer import Tokenizer
 
 
@@ -213,23 +215,22 @@ def test_questions_may_be_prompts_of_the_benchmark(tmp_path, run):
     assert sorted(first_messages(tmp_path / "own")) == ["One?", "Two?"]
 
 
-def begin(tiny: Path, path: Path, count: int, *flags) -> multiprocessing.Process:
-    """The program in a process of its own."""
-
-    def run_alone() -> None:
-        os.dup2(os.open(f"{path}.err", os.O_CREAT | os.O_TRUNC | os.O_WRONLY), 2)
-        sys.stderr = open(2, "w", closefd=False)
-        sys.argv = ["synthesize", *map(str, arguments(tiny, path, count, *flags))]
-        run_command(synthesize.main)
-
-    process = multiprocessing.get_context("fork").Process(target=run_alone)
+def begin(monkeypatch, tiny: Path, path: Path, count: int, *flags) -> multiprocessing.Process:
+    """The program in a process of its own, which can be killed. (No fork of this process: that may
+    have threads.)"""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    argv = ["synthesize", *map(str, arguments(tiny, path, count, *flags))]
+    monkeypatch.setattr(sys, "argv", argv)
+    script = ("experiments.synthesize", None, "__main__")
+    process = context.Process(target=runpy.run_module, args=script)
     process.start()
     return process
 
 
 @pytest.mark.parametrize("with_questions", [False, True])
 def test_synthesis_killed_at_any_moment_and_resumed_loses_doubles_and_breaks_no_line(
-    tmp_path, tiny, run, with_questions
+    tmp_path, tiny, run, monkeypatch, with_questions
 ):
     path = tmp_path / "own"
     draws = random.Random(0)
@@ -241,7 +242,7 @@ def test_synthesis_killed_at_any_moment_and_resumed_loses_doubles_and_breaks_no_
     lines = []
     for more in (0, 1, 10, 5):
         before = lines
-        process = begin(tiny, path, 50, *flags)
+        process = begin(monkeypatch, tiny, path, 50, *flags)
         while process.is_alive() and path.read_bytes().count(b"\n") < len(before) + more:
             time.sleep(draws.uniform(0, 0.01))
         process.kill()
@@ -261,14 +262,17 @@ def test_synthesis_killed_at_any_moment_and_resumed_loses_doubles_and_breaks_no_
 def test_a_signal_ends_synthesis_with_what_it_wrote_and_how_to_go_on(tmp_path, tiny, sent):
     path = tmp_path / "own"
     path.touch()
-    process = begin(tiny, path, 100_000)
-    while path.read_bytes().count(b"\n") < 2:
+    program = [sys.executable, "-m", "experiments.synthesize"]
+    flags = map(str, arguments(tiny, path, 100_000))
+    process = subprocess.Popen(
+        [*program, *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and path.read_bytes().count(b"\n") < 2:
         time.sleep(0.01)
-    os.kill(process.pid, sent)
-    process.join()
-    assert process.exitcode == 128 + sent
+    process.send_signal(sent)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 128 + sent
     count = len(written(path))  # all lines are whole
-    told = Path(f"{path}.err").read_text()
     assert f"{count} of 100000 conversations are in {path}: the same command goes on" in told
     assert "Traceback" not in told
 
