@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from plumbing.errors import atomic_write, input_errors, run_command
-from plumbing.flags import Parser
+from plumbing.flags import Parser, path
 from plumbing.journal import read_log
 from plumbing.processes import say
 
@@ -94,7 +94,7 @@ def draw_panel(title: str, x_label: str, curves: list[Curve]) -> str:
     return panel
 
 
-def save_panels(path: Path, panels: list[str], names: list[str]) -> None:
+def save_panels(picture: Path, panels: list[str], names: list[str]) -> None:
     """Write diagrams as an SVG file, two in a row, and below them the names of their curves."""
     drawing = ""
     for i, panel in enumerate(panels):
@@ -114,14 +114,14 @@ def save_panels(path: Path, panels: list[str], names: list[str]) -> None:
         <rect width="100%" height="100%" fill="white"/>
         {drawing}
     </svg>"""
-    with atomic_write(path) as part:
+    with atomic_write(picture) as part:
         part.write_text(svg, encoding="utf-8", errors="replace")  # a folder may have any bytes
 
 
 # --- The command line ---
 
 
-def draw_runs(folders: list[str], path: Path) -> None:
+def draw_runs(folders: list[Path], picture: Path) -> None:
     """Draw the logs of runs. Raises InputError."""
     logs = []
     for folder in folders:
@@ -132,7 +132,7 @@ def draw_runs(folders: list[str], path: Path) -> None:
         panels.append(draw_panel(title, "updates", [update_curve(log, name) for log in logs]))
     curves = [depth_curve(log) for log in logs]
     panels.append(draw_panel("accuracy, last evaluation", "depth of the draft", curves))
-    save_panels(path, panels, folders)
+    save_panels(picture, panels, [str(folder) for folder in folders])
 
 
 def main() -> None:
@@ -140,7 +140,7 @@ def main() -> None:
         prog="python -m experiments.curves",
         description="Draw the logs of training runs side by side, in curves.svg.",
     )
-    parser.add_argument("folders", nargs="+", metavar="DIR", help="the folder of a run")
+    parser.add_argument("folders", type=path, nargs="+", metavar="DIR", help="the folder of a run")
     args = parser.parse_args()
     draw_runs(args.folders, Path("curves.svg"))
     say("see curves.svg")

@@ -26,7 +26,6 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr
 from datetime import date
 from functools import partial
@@ -206,26 +205,21 @@ def overall_rows(rows: list[dict]) -> dict[str, dict]:
 def train_drafters(experiments: list[str], code: str) -> None:
     """Train and score the drafters of experiments, as many at a time as there are cores. An
     experiment is written as soon as its own are scored, while others still train."""
-    # (spawn: a fork would inherit PyTorch's threads, which it cannot use.)
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(mp_context=spawn, max_tasks_per_child=1) as pool:
-        futures = {}
+    # (spawn: a fork would inherit PyTorch's threads, which it cannot use.) After Ctrl-C, or if a
+    # drafter fails, the end of the `with` ends all processes.
+    with multiprocessing.get_context("spawn").Pool(maxtasksperchild=1) as pool:
+        results = {}
         for experiment in experiments:
             for job in jobs_of(experiment):
-                if job not in futures and not is_done(*job):  # some are in several experiments
-                    futures[job] = pool.submit(train_and_score, *job, code)
-        try:
-            for experiment in experiments:
-                for job in jobs_of(experiment):
-                    if job in futures:
-                        futures[job].result()
-                        print("scored", *job, flush=True)
-                if experiment in EXPERIMENTS:
-                    write_experiment(experiment)
-        except BaseException as error:  # a drafter failed, or Ctrl-C
-            print(f"{error!r}: ending as soon as those under way have ended", file=sys.stderr)
-            pool.shutdown(cancel_futures=True)
-            raise
+                if job not in results and not is_done(*job):  # some are in several experiments
+                    results[job] = pool.apply_async(train_and_score, (*job, code))
+        for experiment in experiments:
+            for job in jobs_of(experiment):
+                if job in results:
+                    results[job].get()
+                    print("scored", *job, flush=True)
+            if experiment in EXPERIMENTS:
+                write_experiment(experiment)
 
 
 def write_experiment(experiment: str) -> None:

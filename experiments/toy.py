@@ -7,8 +7,8 @@ Python's own library. A question is the signature of a function, its answer the 
     def close(self):    ->    def close(self):
                                   self.file.close()
 
-    python -m experiments.toy runs/toy --dtype bfloat16             # minutes on two cores
-    python -m experiments.toy runs/toy --dtype bfloat16 --resume    # after any interruption
+    python -m experiments.toy runs/toy --dtype bfloat16     # minutes on two cores
+    python -m experiments.toy runs/toy --resume             # after any interruption
 
 The folder then holds the target as a Hugging Face directory, its training text (functions.jsonl)
 and text that it never saw (held_out.jsonl). The one in weights/toy was made in this way. This file
@@ -18,13 +18,13 @@ Shapes: B windows, T tokens, V tokens of the vocabulary.
 """
 import plumbing.start  # first: Ctrl-C or a missing package while PyTorch loads ends in one line
 
-import argparse
 import ast
 import json
 import random
 import sysconfig
 import textwrap
-from dataclasses import asdict, dataclass
+from argparse import ArgumentTypeError, Namespace
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Iterator
@@ -40,7 +40,7 @@ from llama import Config, Llama
 from plumbing.conversations import find_records, read_messages
 from plumbing.errors import InputError, atomic_write, run_command
 from plumbing.flags import DTYPES, Parser, number, path, positive_int, settle_device
-from plumbing.journal import Journal, begin_or_resume
+from plumbing.journal import Journal, begin_or_resume, read_settings
 from plumbing.tokenizer import CHATML_TEMPLATE, Tokenizer, read_hugging_face_tokenizer
 from train import apply_gradients, make_optimizers
 
@@ -241,40 +241,46 @@ def width(text: str) -> int:
     """An argparse type. Two heads of 32 share a kv head, so the width is a multiple of 64."""
     value = positive_int(text)
     if value % 64 != 0:
-        raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected a multiple of 64")
+        raise ArgumentTypeError(f"invalid value {text!r}: expected a multiple of 64")
     return value
 
 
-def main() -> None:
+def parse_arguments() -> Namespace:
     parser = Parser(
         prog="python -m experiments.toy",
         description="Make a toy target from the source code of Python's own library.",
+        examples="python -m experiments.toy runs/toy --dtype bfloat16\n"
+        "python -m experiments.toy runs/toy --resume",
     )
     add = parser.add_argument
-    default = ToyConfig()
+    count = partial(add, type=positive_int)
     add("folder", type=path, metavar="DIR", help="where to write it")
-    add("--layers", type=positive_int, default=default.layers, help="(default: %(default)s)")
-    add("--width", type=width, default=default.width, help="(default: %(default)s)")
+    count("--layers", help="(default: %(default)s)")
+    add("--width", type=width, help="(default: %(default)s)")
     # At least all bytes and two control tokens.
-    add("--vocabulary", type=number(int, 258), default=default.vocabulary, metavar="COUNT",
-        help="tokens (default: %(default)s)")
-    add("--updates", type=positive_int, default=default.updates, help="(default: %(default)s)")
-    add("--dtype", choices=("float32", "bfloat16"), default=default.dtype,
-        help="what to multiply in (default: %(default)s)")
-    add("--seed", type=number(int, 0, 2**63 - 1), default=default.seed,
-        help="of text and weights (default: %(default)s)")
-    add("--eval-every", type=positive_int, default=default.eval_every, metavar="UPDATES",
-        help="(default: %(default)s)")
-    add("--save-every", type=positive_int, default=default.save_every, metavar="UPDATES",
-        help="(default: %(default)s)")
+    add("--vocabulary", type=number(int, 258), metavar="COUNT", help="(default: %(default)s)")
+    count("--updates", help="(default: %(default)s)")
+    add("--dtype", choices=("float32", "bfloat16"), help="of products (default: %(default)s)")
+    add("--seed", type=number(int, 0, 2**63 - 1), help="(default: %(default)s)")
+    count("--eval-every", metavar="UPDATES", help="(default: %(default)s)")
+    count("--save-every", metavar="UPDATES", help="(default: %(default)s)")
     add("--device", default="cpu", help="cpu, cuda or mps (default: %(default)s)")
-    add("--resume", action="store_true", help="go on with the one in DIR")
-    choices = vars(parser.parse_args())
-    folder = choices.pop("folder")
-    device = choices.pop("device")
-    resume = choices.pop("resume")
-    settle_device(device, choices["dtype"])
-    make_toy(folder, ToyConfig(**choices), device, resume)
+    add("--resume", action="store_true",
+        help="go on with the one in DIR; flags not given are as they were")
+    parser.set_defaults(**asdict(ToyConfig()))
+    args = parser.parse_args()
+    if args.resume:
+        parser.set_defaults(**read_settings(args.folder))
+        args = parser.parse_args()
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    settle_device(args.device, args.dtype)
+    names = [field.name for field in fields(ToyConfig)]
+    config = ToyConfig(**{name: getattr(args, name) for name in names})
+    make_toy(args.folder, config, args.device, args.resume)
 
 
 if __name__ == "__main__":

@@ -217,6 +217,13 @@ def test_a_resumed_run_refuses_other_settings(make, made, capsys):
     assert "layers 2, not 3" in error and "seed 0, not 1" in error
 
 
+def test_resume_alone_reads_the_other_settings_from_the_checkpoint(made, monkeypatch):
+    before = (made / "log.jsonl").read_bytes()
+    monkeypatch.setattr(sys, "argv", ["toy", str(made), "--resume"])
+    toy.main()  # which has nothing left to do
+    assert (made / "log.jsonl").read_bytes() == before
+
+
 # --- The one that is shipped ---
 
 
