@@ -175,9 +175,13 @@ def train_and_score(name: str, seed: int, code: str) -> None:
         scores = score(target, drafter, recipe.drafter)
         if recipe.judged_offline:
             scores |= score_offline(folder)
-    scores |= {"drafter": name, "seed": seed, "prompts": PROMPT_COUNT} | circumstances(code)
-    scores["recipe"] = recipe.describe(updates, seed)
-    write_json(folder / "scores.json", scores)
+    row = {
+        "drafter": name,
+        "seed": seed,
+        "prompts": PROMPT_COUNT,
+        "recipe": recipe.describe(updates, seed),
+    }
+    write_json(folder / "scores.json", row | circumstances(code) | scores)
 
 
 def score_offline(folder: Path) -> dict:
