@@ -666,11 +666,11 @@ class PackedLlama(Llama):
     same.)"""
 
     def new_cache(self, capacity: int, batch: int = 1, layers: int | None = None) -> KVCache:
-        if layers is not None:  # a drafter's, which need not be exact
-            return super().new_cache(capacity, batch, layers)
         capacity += -capacity % KEY_BLOCK  # room for masked keys
-        kv = super().new_cache(capacity, batch).kv
-        return AlignedKVCache(kv, self.layers[0].self_attn.limits)
+        cache = super().new_cache(capacity, batch, layers)
+        if layers is not None:  # a drafter's, which need not be exact
+            return cache
+        return AlignedKVCache(cache.kv, self.layers[0].self_attn.limits)
 
     def hidden(
         self,

@@ -633,6 +633,10 @@ class RemoteVerifier:
     loop's draft (only `Lookup` still makes one) is thrown away, `draft_offline` lets the drafter
     write alone, and its text is unverified. Then the text may be 5 9 2 7 4 8, still with a memory
     of 5 9 2. The first reply after the outage brings that of 7 4 8.
+
+    (After a reconnection the server has read generated text as it reads a prompt, many tokens at
+    once. So the last bits of its logits may differ, and in rare cases the text: see
+    plumbing/kernels.py.)
     """
 
     def __init__(self, channel: Channel, state: RemoteDraftState, config: GenerationConfig):

@@ -906,6 +906,8 @@ def verdict(cycle: Cycle, path: list[int], node: int) -> str:
     parent = draft.parents[node]
     if parent not in path or draft.depth(parent) == len(cycle.tokens):
         return "not reached"  # after a token that was not accepted, or that ended the answer
+    if parent == path[-1] and draft.tokens[node] == cycle.result.token:
+        return "not tried"  # a server had no room for it (see `WindowedVerifier`)
     accepted = set(path) & set(draft.children(parent))
     if draft.q and accepted and node > min(accepted):
         return "not tried"  # drawn siblings are tried in order, and one before it was accepted

@@ -56,7 +56,7 @@ from plumbing.flags import (
     number,
     path,
     positive_int,
-    settle_device,
+    settle_for_training,
 )
 from plumbing.hub import resolve_path
 from plumbing.journal import (
@@ -705,7 +705,7 @@ def main() -> None:
     args = parse_arguments()
     args.run_length = tuple(args.run_length)
     device = join_processes(args.device)
-    args.dtype = settle_device(device, args.dtype)
+    args.dtype = settle_for_training(device, args.dtype)
     config = TrainConfig(**chosen(TrainConfig, args))
     sizes = DrafterSizes(**chosen(DrafterSizes, args))
     train_drafter(

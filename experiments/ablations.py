@@ -45,10 +45,17 @@ from plumbing.flags import (
     number,
     path,
     positive_int,
-    settle_device,
+    settle_for_training,
 )
 from plumbing.tokenizer import Tokenizer
-from speculate import LocalVerifier, acceptance_length, answer, cycles_with_drafts, rate
+from speculate import (
+    LocalVerifier,
+    WindowedVerifier,
+    acceptance_length,
+    answer,
+    cycles_with_drafts,
+    rate,
+)
 from train import DEPTHS, TrainConfig, read_conversations, train_drafter
 
 # Drafts of a fixed size, whatever the drafter thinks of them.
@@ -122,7 +129,7 @@ class NoLSADrafter(AblationDrafter):
         return self.Ekv2E(hidden.to(self.dtype))
 
 
-class LastStateVerifier(LocalVerifier):
+class LastStateVerifier(WindowedVerifier):
     """For drafters without LSA: it hands them the target's final states."""
 
     def memory_update(self, tokens: list[int], hidden: Tensor) -> MemoryUpdate:
@@ -301,12 +308,12 @@ class Ablation(NamedTuple):
     depths: int  # how many tokens of a draft one pass over a text can score
 
 
-FULL = Ablation(Drafter, LocalVerifier, DEPTHS)
+FULL = Ablation(Drafter, WindowedVerifier, DEPTHS)
 # Without CA, one pass over a text reads true memories where drafting reads predictions. So it
 # scores only the first token of a draft.
 ABLATIONS = {
     "no-lsa": Ablation(NoLSADrafter, LastStateVerifier, DEPTHS),
-    "no-ca": Ablation(NoCADrafter, LocalVerifier, 1),
+    "no-ca": Ablation(NoCADrafter, WindowedVerifier, 1),
     "neither": Ablation(NoLSANoCADrafter, LastStateVerifier, 1),
     "eagle": Ablation(EagleDrafter, LastStateVerifier, 1),
 }
@@ -391,7 +398,7 @@ def parse_arguments() -> Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    dtype = settle_device(args.device, args.dtype)
+    dtype = settle_for_training(args.device, args.dtype)
     config = TrainConfig(
         updates=args.updates,
         batch_size=args.batch_size,

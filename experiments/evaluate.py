@@ -26,7 +26,7 @@ from llama import Sampling, load_target
 from moa import Drafter, DraftLimits, load_drafter, pack_together
 from plumbing.conversations import NO_ANSWER, NO_FILE
 from plumbing.errors import InputError, run_command
-from plumbing.flags import DTYPES, Parser, add_model_arguments, number, path, settle_device
+from plumbing.flags import DTYPES, Parser, add_model_arguments, number, path, settle_for_training
 from speculate import LocalVerifier
 from train import (
     DEPTHS,
@@ -93,7 +93,7 @@ def main() -> None:
     for file in args.data:  # before the model is loaded, which takes longer
         if not file.exists():
             raise InputError(f"{file}: {NO_FILE}")
-    dtype = settle_device(args.device, args.dtype)
+    dtype = settle_for_training(args.device, args.dtype)
     target, tokenizer = load_target(args.model, args.device, DTYPES[dtype])
     context = target.config.max_position_embeddings // 64 * 64  # `collate` rounds lengths up
     if args.seq_len > context:

@@ -23,6 +23,7 @@ import torch
 
 from plumbing.errors import InputError, fail, input_errors
 from plumbing.hub import DEFAULT_MODEL, TOY_MODEL
+from plumbing.kernels import has_fast_bfloat16
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -115,7 +116,8 @@ def add_model_arguments(parser) -> None:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     add("--device", default=str(accelerator or "cpu"),
         help="cpu, cuda or mps (default here: %(default)s)")
-    add("--dtype", choices=DTYPES, help="default: float32 on a CPU, else bfloat16")
+    add("--dtype", choices=DTYPES,
+        help="default: bfloat16, but float32 on a CPU that is slow with it, or that trains")
     add("--seed", type=number(int, 0, 2**63 - 1), default=0,
         help="of all random draws (default: %(default)s)")
 
@@ -146,12 +148,20 @@ def read_prompt(text: str | None) -> str:
 
 def settle_device(device: str, dtype: str | None) -> str:
     """Check that this machine has the device. Return the name of the dtype to compute in: the one
-    given or, if None, the device's default. Raises InputError."""
+    given or, if None, what is fastest on the device. Raises InputError."""
     with input_errors(f"--device {device} cannot be used here", RuntimeError, AssertionError):
         torch.zeros(1, device=device).item()
     if dtype is None:
-        dtype = "float32" if device.startswith("cpu") else "bfloat16"
+        slow = device.startswith("cpu") and not has_fast_bfloat16()
+        dtype = "float32" if slow else "bfloat16"
     return dtype
+
+
+def settle_for_training(device: str, dtype: str | None) -> str:
+    """Do the same for what trains, or is compared with it: on a CPU the default is float32."""
+    if dtype is None and device.startswith("cpu"):
+        dtype = "float32"
+    return settle_device(device, dtype)
 
 
 def answer_length(context: int, prompt_length: int, max_new_tokens: int) -> int:

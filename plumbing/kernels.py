@@ -13,7 +13,9 @@ They do not differ if every pass gives the kernel a token's terms in the same wa
                     does for many; an added key is masked, and what is masked adds an exact zero
 
 (And in a tree of drafted tokens each must see its keys where the text would have them: see
-plumbing/windows.py.) How many to add depends on the processor and on the version of its libraries. No manual says it, so
+plumbing/windows.py.)
+
+How many to add depends on the processor and on the version of its libraries. No manual says it, so
 it is found out here, once for each shape in a process. The trick is to try the kernels on numbers
 whose sum would be zero: what comes out is nothing but rounding errors, and they show the order.
 """
@@ -79,15 +81,19 @@ def fewest_rows(outputs: int, inputs: int, dtype: torch.dtype) -> int:
     """
     # Each term w x comes with its negative: the second half of w is the first half negated.
     half = (inputs + 1) // 2
-    w = scattered(min(outputs, 4096), half)
-    w = torch.cat([w, -w], dim=1)[:, :inputs].to(dtype)  # (out, in)
-    x = scattered(half).repeat(2)[:inputs].to(dtype)  # (in)
+    outputs = min(outputs, 4096)
+    w = scattered(outputs, half)
+    w = torch.cat([w, -w], dim=1)
+    w = w[:, :inputs].to(dtype)  # (out, in)
     weight = reorder_weight(w)
+    x = scattered(1, half).repeat(1, 2)
+    x = x[:, :inputs].to(dtype)  # (1, in)
 
     def results(count: int) -> Tensor:
+        """Return the products of so many equal rows, which should be equal, too."""
         return packed_product(x.repeat(count, 1), weight)  # (count, out)
 
-    expected = results(MAX_ROWS)[:1]  # (1, out): of a row, as of all others
+    expected = results(MAX_ROWS)[:1]  # (1, out)
     fewest = MAX_ROWS
     while fewest > 1 and (results(fewest - 1) == expected).all():
         fewest -= 1
@@ -113,13 +119,14 @@ class AttentionLimits:
     splits: tuple[int, ...]  # of a block: where one sum ends, and the next begins
 
     def pad_queries(self, queries: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Add queries to those of each kv head (B, Hkv, T, D). They see everything, so mask (..., T,
-        S) grows, too. Their results are of no use."""
+        """Add queries to those of each kv head (B, Hkv, T, D). They see everything, so the mask
+        (..., T, S) grows, too. Their results are of no use."""
         added = -queries.shape[2] % self.query_multiple
-        if added == 0:
-            return queries, mask
-        rows_at_end = (0, 0, 0, added)
-        return F.pad(queries, rows_at_end), F.pad(mask, rows_at_end, value=True)
+        if added > 0:
+            rows_at_end = (0, 0, 0, added)
+            queries = F.pad(queries, rows_at_end)
+            mask = F.pad(mask, rows_at_end, value=True)
+        return queries, mask
 
     def pad_keys(self, mask: Tensor) -> Tensor:
         """Mask (..., S) the keys that are added."""
@@ -128,15 +135,17 @@ class AttentionLimits:
 
     def padded(self, length: int) -> int:
         """Return how many keys attention must be given for `length` keys."""
-        last = length % KEY_BLOCK
+        last = length % KEY_BLOCK  # keys of the last block
         if last == 0:
             return length
-        return length - last + min(size for size in self.lengths if size >= last)
+        padded_last = min(size for size in self.lengths if size >= last)
+        return length - last + padded_last
 
     def next_split(self, slot: int) -> int:
         """Return where the sum ends that a key in this slot belongs to."""
-        place = slot % KEY_BLOCK
-        return slot - place + min(split for split in self.splits if split > place)
+        place = slot % KEY_BLOCK  # in its block
+        split = min(split for split in self.splits if split > place)
+        return slot - place + split
 
 
 def attention_limits(weight: Tensor, head_dim: int, queries: int) -> AttentionLimits:
@@ -155,19 +164,25 @@ def probe_attention(head_dim: int, queries: int, dtype: torch.dtype) -> Attentio
     query = torch.randn(head_dim).to(dtype)
     kv = cancelling_keys_values(KEY_BLOCK, head_dim).to(dtype)
     slots = torch.arange(KEY_BLOCK)
-    expected = attend(query.repeat(32, 1), kv, slots, KEY_BLOCK)[:1]  # (1, D): of all 32
+
+    def results(count: int) -> Tensor:
+        """Let so many equal queries attend: (count, D)."""
+        return attend(query.repeat(count, 1), kv, slots, KEY_BLOCK)
+
+    expected = results(32)[:1]  # (1, D)
 
     def agrees(count: int) -> bool:
-        results = attend(query.repeat(count, 1), kv, slots, KEY_BLOCK)
-        return bool((results == expected).all())
+        same = results(count) == expected
+        return bool(same.all())
 
     for multiple in (1, 2, 4, 8, 16, 32):
         counts = range(multiple, queries * MAX_ROWS + multiple, multiple)
         most_queries = max(takewhile(agrees, counts), default=0)
         if most_queries >= 32:
             break  # the least multiple that will do
+    most_tokens = min(MAX_ROWS, most_queries // queries)
     lengths, splits = probe_keys(query.repeat(multiple, 1))
-    return AttentionLimits(multiple, min(MAX_ROWS, most_queries // queries), lengths, splits)
+    return AttentionLimits(multiple, most_tokens, lengths, splits)
 
 
 def probe_keys(queries: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -195,9 +210,11 @@ def probe_keys(queries: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def cancelling_keys_values(count: int, head_dim: int) -> Tensor:
     """Return keys and values, side by side (count, 2D), in random order. Each key is there twice,
     with a value and with its negative."""
-    k = torch.randn(count // 2, head_dim)
-    v = scattered(count // 2, head_dim)
-    kv = torch.cat([torch.cat([k, v], dim=1), torch.cat([k, -v], dim=1)])
+    half = count // 2
+    k = torch.randn(half, head_dim).repeat(2, 1)
+    v = scattered(half, head_dim)
+    v = torch.cat([v, -v])
+    kv = torch.cat([k, v], dim=1)
     return kv[torch.randperm(count)]
 
 
@@ -209,4 +226,6 @@ def attend(queries: Tensor, kv: Tensor, slots: Tensor, length: int) -> Tensor:
     k, v = cache.chunk(2, dim=-1)
     mask = torch.zeros(len(queries), length, dtype=torch.bool)
     mask[:, slots] = True
-    return F.scaled_dot_product_attention(queries[None, None], k, v, attn_mask=mask)[0, 0]
+    queries = queries.view(1, 1, *queries.shape)
+    out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)
+    return out.flatten(0, 2)

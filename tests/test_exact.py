@@ -1,11 +1,9 @@
 """With drafts, greedy text and the logits behind it are those of the target alone, to the bit."""
-from functools import partial
-
 import pytest
 import torch
 
 from llama import GenerationConfig, PackedLlama, Sampling, load_model
-from moa import Draft, Drafter, load_drafter, pack_together, to_bfloat16
+from moa import Drafter, DraftLimits, load_drafter, pack_together, to_bfloat16
 from plumbing.hub import SHIPPED_DRAFTERS
 from plumbing.kernels import KEY_BLOCK, has_fast_bfloat16
 from speculate import (
@@ -94,7 +92,7 @@ def test_chains_trees_and_copies_are_exact_with_the_toy(toy, dtype):
     target, drafter = load("toy", dtype)
     prompt = toy[1].chat([{"role": "user", "content": PROMPT}])
     check(
-        target, drafter, prompt, 48, (CHAIN, False), (TREE, False), (TREE, True), (REMOTE_TREE, False)
+        target, drafter, prompt, 40, (CHAIN, False), (TREE, False), (TREE, True), (REMOTE_TREE, False)
     )
     # Across a split of the kernel's sums, and across its block of keys.
     for length in (180, KEY_BLOCK - 12):
@@ -105,13 +103,25 @@ def test_chains_trees_and_copies_are_exact_with_the_toy(toy, dtype):
 def test_chains_trees_and_copies_are_exact_with_the_default_target(smollm2):
     target, drafter = load("smollm2", BFLOAT16)
     prompt = smollm2[1].chat([{"role": "user", "content": PROMPT}])
-    check(target, drafter, prompt, 16, (CHAIN, False), (TREE, True), (REMOTE_TREE, False))
-    check(target, drafter, (prompt * KEY_BLOCK)[:KEY_BLOCK - 6], 10, (TREE, False))
+    check(target, drafter, prompt, 12, (CHAIN, False), (TREE, True), (REMOTE_TREE, False))
+    check(target, drafter, (prompt * KEY_BLOCK)[:KEY_BLOCK - 4], 8, (TREE, False))
 
 
-def draft_with_three_branches() -> Draft:
-    draft = Draft(5)
-    for token in (6, 7, 8):
-        draft.add(token, 0, 0.3)
-    draft.add(9, 1, 0.5)
-    return draft
+def test_a_draft_of_too_many_tokens_keeps_its_likelier_paths_and_is_exact(toy):
+    target, drafter = load("toy", BFLOAT16)
+    prompt = toy[1].chat([{"role": "user", "content": PROMPT}])
+    wide = DraftLimits(depth=16, top_k=4, total_tokens=60)
+    check(target, drafter, prompt, 24, (wide, False), (DraftLimits(40), True))
+
+
+def test_a_sampled_draft_is_verified_as_it_was_drawn(toy):
+    target, drafter = load("toy", BFLOAT16)
+    prompt = toy[1].chat([{"role": "user", "content": PROMPT}])
+    sampling = GenerationConfig(temperature=1.0).new_sampling("cpu")
+    verifier = WindowedVerifier(target, drafter, 200, sampling)
+    state = drafter.new_state(200, sampling)
+    result = verifier.prefill(prompt)
+    state.append_verified(result.memory)
+    draft = state.draft(result.token, DraftLimits(depth=4, top_k=3, total_tokens=12))
+    verifier.verify(draft)
+    assert verifier.verified is draft
