@@ -198,7 +198,10 @@ def score_offline(folder: Path) -> dict:
 
 def bench_remote(prompts: Path, *flags: str) -> dict[str, dict]:
     """Run the benchmark with a server. Returns a row for each method, of all prompts together."""
-    printed = run_module("bench", str(prompts), "--remote", "--json", *flags)
+    # (In float32, so that figures of different processors can be compared.)
+    printed = run_module(
+        "bench", str(prompts), "--remote", "--json", "--dtype", "float32", *flags
+    )
     return overall_rows(json.loads(printed)["rows"])
 
 
