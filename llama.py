@@ -613,8 +613,8 @@ class PackedAttention(Attention):
         self.head_dim = attention.head_dim
         self.qkv_proj = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
         self.o_proj = pack(attention.o_proj)
-        queries = self.heads // self.kv_heads
-        self.limits = attention_limits(attention.q_proj.weight, self.head_dim, queries)
+        self.group = self.heads // self.kv_heads  # query heads that share a kv head
+        self.limits = attention_limits(attention.q_proj.weight, self.head_dim, self.group)
 
     def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         heads = self.split_heads(self.qkv_proj(x))  # (B, H + 2 Hkv, T, D)
@@ -640,7 +640,7 @@ class PackedAttention(Attention):
         rows = q.reshape(len(q), self.kv_heads, -1, self.head_dim)  # (B, Hkv, H T / Hkv, D)
         count = rows.shape[2]
         if mask is not None:
-            mask = torch.cat([mask] * (self.heads // self.kv_heads), dim=-2)
+            mask = torch.cat([mask] * self.group, dim=-2)
             rows, mask = self.limits.pad_queries(rows, mask)  # their results are dropped
         out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
         out = out[:, :, :count].reshape(q.shape)  # (B, H, T, D)

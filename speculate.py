@@ -477,22 +477,25 @@ class WindowedVerifier(LocalVerifier):
     def new_cache(self, capacity: int) -> KVCache:
         cache = super().new_cache(capacity)
         self.has_windows = isinstance(cache, AlignedKVCache) and self.sampling.temperature == 0
-        return WindowedKVCache(cache.kv, cache.limits) if self.has_windows else cache
+        if self.has_windows:
+            cache = WindowedKVCache(cache.kv, cache.limits)
+        return cache
 
     def verify(self, draft: Draft) -> VerifyResult:
+        cache = self.cache
         if self.has_windows:
-            nodes = fitting_nodes(draft.paths, self.cache.length, self.cache.limits)
-            draft = draft.keep(nodes)
+            draft = draft.keep(fitting_nodes(draft.paths, cache.length, cache.limits))
         self.verified = draft
         return super().verify(draft)
 
     def predict(self, draft: Draft) -> tuple[Tensor, Tensor]:
         if not self.has_windows:
             return super().predict(draft)
-        windows = open_windows(draft.paths, self.cache.length)
-        self.cache.windows = windows
+        cache = self.cache
+        windows = open_windows(draft.paths, cache.length, cache.limits.unit)
+        cache.windows = windows
         ids = torch.tensor([draft.tokens])
-        hidden = self.model.hidden(ids, self.cache, windows.positions, windows.mask)
+        hidden = self.model.hidden(ids, cache, windows.positions, windows.mask)
         return hidden, self.model.lm_head(hidden[0])
 
 

@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MAX_ROWS = 32  # tokens of a pass that is exact, at most
-KEY_UNIT = 16  # keys are added up to a multiple of this: no vector has more float32 numbers
 KEY_BLOCK = 512  # PyTorch's attention reads so many keys at a time
 
 
@@ -103,10 +102,10 @@ def fewest_rows(outputs: int, inputs: int, dtype: torch.dtype) -> int:
 # --- Attention ---
 #
 # On a CPU PyTorch's attention reads KEY_BLOCK keys at a time, and adds up what it gets from each
-# block. Within a block the order is found out here, with queries that are all the same, so that
-# their results have to be, too. An example, of an AMD EPYC: if the queries are a multiple of 4, all
-# agree. A block of 512 keys is cut into three sums, which end at 192, 384 and 512 keys. Blocks of
-# 16, 32, ..., 192 keys are summed as the beginning of a full one is. One of 256 is cut elsewhere.
+# block. Within a block the order is found out here. An example, of an AMD EPYC in bfloat16: if the
+# queries are a multiple of 4, all agree. The unit is 32: keys may all lie 32 slots later. A block
+# of 512 keys is cut into three sums, which end at 192, 384 and 512 keys. Blocks of 32, 64, ..., 192
+# keys are summed as the beginning of a full one is, but one of 256 is cut elsewhere.
 
 
 @dataclass(frozen=True)
@@ -115,6 +114,7 @@ class AttentionLimits:
 
     query_multiple: int  # pad the queries of a kv head to a multiple of this
     most_tokens: int  # in a pass over more than these they no longer agree
+    unit: int  # a key that lies a multiple of this later is added up in the same order
     lengths: tuple[int, ...]  # pad the keys of the last block to one of these
     splits: tuple[int, ...]  # of a block: where one sum ends, and the next begins
 
@@ -153,7 +153,9 @@ def attention_limits(weight: Tensor, head_dim: int, queries: int) -> AttentionLi
     nothing is added, and nothing is exact."""
     if weight.device.type == "cpu":
         return probe_attention(head_dim, queries, weight.dtype)
-    return AttentionLimits(query_multiple=1, most_tokens=0, lengths=(), splits=())
+    return AttentionLimits(
+        query_multiple=1, most_tokens=0, unit=1, lengths=(), splits=()
+    )
 
 
 @cache
@@ -161,71 +163,106 @@ def attention_limits(weight: Tensor, head_dim: int, queries: int) -> AttentionLi
 def probe_attention(head_dim: int, queries: int, dtype: torch.dtype) -> AttentionLimits:
     """Find out the limits for heads of this size, of which so many share a kv head: so many queries
     a token."""
-    query = torch.randn(head_dim).to(dtype)
-    kv = cancelling_keys_values(KEY_BLOCK, head_dim).to(dtype)
+    different = torch.randn(64, 1, head_dim)  # queries; with a single one an error may not show
+    # Half of the queries are for the sum of values, the others for the sum that softmax divides by
+    # (see `cancelling_keys_values`).
+    different[0::2, :, -1] = 0.0
+    different[1::2, :, -1] = head_dim**0.5
+    different = different.to(dtype)
+    multiple, most_queries = probe_queries(different[:8], queries * MAX_ROWS)
+    unit, lengths, splits = probe_keys(different.repeat(1, multiple, 1))
+    return AttentionLimits(
+        query_multiple=multiple,
+        most_tokens=min(MAX_ROWS, most_queries // queries),
+        unit=unit,
+        lengths=tuple(lengths),
+        splits=tuple(splits),
+    )
+
+
+def probe_queries(different: Tensor, most: int) -> tuple[int, int]:
+    """Find out which multiples of a query's copies agree: the least one, and how many copies there
+    may be, of `most`. different: (B, 1, D)."""
     slots = torch.arange(KEY_BLOCK)
+    kv = cancelling_keys_values(KEY_BLOCK, different)
 
     def results(count: int) -> Tensor:
-        """Let so many equal queries attend: (count, D)."""
-        return attend(query.repeat(count, 1), kv, slots, KEY_BLOCK)
+        return attend(different.repeat(1, count, 1), kv, slots, KEY_BLOCK)
 
-    expected = results(32)[:1]  # (1, D)
+    expected = results(32)[:, :1]
 
     def agrees(count: int) -> bool:
         same = results(count) == expected
         return bool(same.all())
 
     for multiple in (1, 2, 4, 8, 16, 32):
-        counts = range(multiple, queries * MAX_ROWS + multiple, multiple)
-        most_queries = max(takewhile(agrees, counts), default=0)
-        if most_queries >= 32:
-            break  # the least multiple that will do
-    most_tokens = min(MAX_ROWS, most_queries // queries)
-    lengths, splits = probe_keys(query.repeat(multiple, 1))
-    return AttentionLimits(multiple, most_tokens, lengths, splits)
+        counts = range(multiple, most + multiple, multiple)
+        most_agreeing = max(takewhile(agrees, counts), default=0)
+        if most_agreeing >= 32:
+            break
+    return multiple, most_agreeing
 
 
-def probe_keys(queries: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Find out the lengths and splits of `AttentionLimits`, with equal queries (T, D)."""
-    head_dim = queries.shape[1]
-    dtype = queries.dtype
+def probe_keys(queries: Tensor) -> tuple[int, list[int], list[int]]:
+    """Find out the unit, lengths and splits of `AttentionLimits`, with queries (B, T, D)."""
+    slots = torch.arange(128)
+    kv = cancelling_keys_values(128, queries)
+    expected = attend(queries, kv, slots, KEY_BLOCK)
+    for unit in (16, 32, 64):
+        moved = slots + unit * (slots >= 64)
+        if torch.equal(attend(queries, kv, moved, KEY_BLOCK), expected):
+            break
     lengths = []
     splits = []
-    for end in range(KEY_UNIT, KEY_BLOCK + 1, KEY_UNIT):
-        kv = cancelling_keys_values(end, head_dim).to(dtype)
+    for end in range(unit, KEY_BLOCK + 1, unit):
         slots = torch.arange(end)
+        kv = cancelling_keys_values(end, queries)
         in_full_block = attend(queries, kv, slots, KEY_BLOCK)
         if torch.equal(attend(queries, kv, slots, end), in_full_block):
             lengths.append(end)
         if end == KEY_BLOCK:
             splits.append(end)
             break
-        # If no sum ends here, the last keys may as well lie a little later.
-        slots[-KEY_UNIT:] += KEY_UNIT
+        # If no sum ends here, the last unit of keys may as well lie one unit later.
+        slots[-unit:] += unit
         if not torch.equal(attend(queries, kv, slots, KEY_BLOCK), in_full_block):
             splits.append(end)
-    return tuple(lengths), tuple(splits)
+    return unit, lengths, splits
 
 
-def cancelling_keys_values(count: int, head_dim: int) -> Tensor:
-    """Return keys and values, side by side (count, 2D), in random order. Each key is there twice,
-    with a value and with its negative."""
+def cancelling_keys_values(count: int, queries: Tensor) -> Tensor:
+    """Return keys and values for these queries, side by side (count, 2D), in random order. Each key
+    is there twice, with a value and with its negative.
+
+    Softmax's sum has no negative terms. To show its order, all but one of its terms are about
+    exp(-17), half of the distance between two float32 numbers at 1: added to 1 one by one they are
+    lost, two of them together are not. These are the scores of a query whose last number is
+    sqrt(D). One whose last number is 0 does not see the difference.
+    """
     half = count // 2
-    k = torch.randn(half, head_dim).repeat(2, 1)
+    head_dim = queries.shape[-1]
+    k = torch.randn(half, head_dim)
+    k[1:, -1] = -17.0
+    k[0, -1] = 0.0
+    k = k.repeat(2, 1)
     v = scattered(half, head_dim)
     v = torch.cat([v, -v])
     kv = torch.cat([k, v], dim=1)
-    return kv[torch.randperm(count)]
+    return kv[torch.randperm(count)].to(queries.dtype)
 
 
 def attend(queries: Tensor, kv: Tensor, slots: Tensor, length: int) -> Tensor:
-    """Let queries (T, D) attend to keys and values (n, 2D) that lie in these n of `length` slots,
-    with the others masked: (T, D)."""
+    """Let queries (B, T, D) attend to keys and values (n, 2D) that lie in these n of `length`
+    slots, with the others masked. Returns (B, T, D + 1): what they read and, because the outputs
+    are rounded to their dtype, the logarithm of the softmax's divisor, which is in float32."""
+    batch, count, _ = queries.shape
     cache = torch.zeros(1, 1, length, kv.shape[1], dtype=kv.dtype)
     cache[:, :, slots] = kv
-    k, v = cache.chunk(2, dim=-1)
-    mask = torch.zeros(len(queries), length, dtype=torch.bool)
-    mask[:, slots] = True
-    queries = queries.view(1, 1, *queries.shape)
-    out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)
-    return out.flatten(0, 2)
+    k, v = cache.expand(batch, -1, -1, -1).chunk(2, dim=-1)
+    mask = torch.full((count, length), -torch.inf, dtype=kv.dtype)  # is added to the scores
+    mask[:, slots] = 0.0
+    # This is what F.scaled_dot_product_attention calls on a CPU. It also returns the divisor.
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, divisor = kernel(queries.unsqueeze(1), k, v, attn_mask=mask)
+    out = out.squeeze(1).float()
+    return torch.cat([out, divisor.view(batch, count, 1)], dim=-1)

@@ -7,8 +7,8 @@ tree its ancestors lie anywhere, so their terms would go into other partial sums
 would be rounded in another way.
 
 So each path of the tree, from the root to a leaf, gets a *window* of the cache, which holds what
-the text would hold there: the text's tail, from the last multiple of KEY_UNIT on, then the path.
-Here are the windows of two paths after 34 tokens, as if KEY_UNIT were 8. Nodes 1 and 2 both follow
+the text would hold there: the text's tail, from the last multiple of a unit on, then the path.
+Here are the windows of two paths after 34 tokens, as if the unit were 8. Nodes 1 and 2 both follow
 the root, 0:
 
     slot     0 ... 31   32 33 34 35 36 37 38 39   40 41 42 43 44 45 46 47
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plumbing.kernels import KEY_UNIT, AttentionLimits
+from plumbing.kernels import AttentionLimits
 
 Path = list[int]
 
@@ -58,9 +58,9 @@ class Windows:
         return list(range(first, first + len(path)))
 
 
-def open_windows(paths: list[Path], length: int) -> Windows:
+def open_windows(paths: list[Path], length: int, unit: int) -> Windows:
     """Give each path to a leaf its window, after a text of `length` tokens."""
-    tail = length % KEY_UNIT
+    tail = length % unit
     base = length - tail
     source: list[int] = []
     starts = [0] * len(paths)
@@ -69,7 +69,7 @@ def open_windows(paths: list[Path], length: int) -> Windows:
             starts[node] = base + len(source)
         source += range(tail)
         source += [tail + node for node in path]
-        source += [0] * (-len(source) % KEY_UNIT)  # nobody sees these
+        source += [0] * (-len(source) % unit)  # nobody sees these
     first = torch.tensor(starts).unsqueeze(1)  # (nodes, 1)
     depths = torch.tensor([len(path) - 1 for path in paths])
     last = first + tail + depths.unsqueeze(1)
@@ -86,13 +86,13 @@ def fitting_nodes(paths: list[Path], length: int, limits: AttentionLimits) -> li
     The terms of a window must go into the same partial sums as the text's. So all windows have to
     end before the next split. (But not the first: it lies where the text will.)
     """
-    tail = length % KEY_UNIT
+    tail = length % limits.unit
     end = length - tail  # of the windows so far
     split = limits.next_split(end)
     kept: set[int] = set()
     for path in paths_to_leaves(paths):
         size = tail + len(path)
-        end_with_path = end + size + -size % KEY_UNIT
+        end_with_path = end + size + -size % limits.unit
         nodes = kept.union(path[:limits.most_tokens])
         if not kept or (end_with_path <= split and len(nodes) <= limits.most_tokens):
             kept = nodes

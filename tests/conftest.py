@@ -77,4 +77,5 @@ def checkpoint(tmp_path_factory) -> list[str]:
     save_file(tensors, target_folder / "model.safetensors")
     drafter = new_drafter(target, target_layer_inference=4, likeness=0.7)
     save_drafter(drafter, drafter_folder, torch.float32)
-    return ["--model", str(target_folder), "--drafter", str(drafter_folder), "--device", "cpu"]
+    flags = ["--model", str(target_folder), "--drafter", str(drafter_folder), "--device", "cpu"]
+    return [*flags, "--dtype", "float32"]  # what the tests compute beside it

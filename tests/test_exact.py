@@ -91,9 +91,8 @@ def check(target: PackedLlama, drafter: Drafter, prompt: list[int], count: int, 
 def test_chains_trees_and_copies_are_exact_with_the_toy(toy, dtype):
     target, drafter = load("toy", dtype)
     prompt = toy[1].chat([{"role": "user", "content": PROMPT}])
-    check(
-        target, drafter, prompt, 40, (CHAIN, False), (TREE, False), (TREE, True), (REMOTE_TREE, False)
-    )
+    methods = [(CHAIN, False), (TREE, False), (TREE, True), (REMOTE_TREE, False)]
+    check(target, drafter, prompt, 40, *methods)
     # Across a split of the kernel's sums, and across its block of keys.
     for length in (180, KEY_BLOCK - 12):
         text = (prompt * KEY_BLOCK)[:length]

@@ -4,7 +4,6 @@ import torch
 
 from plumbing.kernels import (
     KEY_BLOCK,
-    KEY_UNIT,
     MAX_ROWS,
     AttentionLimits,
     attention_limits,
@@ -20,8 +19,9 @@ if torch.ops.mkldnn._is_mkldnn_bf16_supported():
     DTYPES.append(torch.bfloat16)
 # The root 0 has the children 1, 2 and 3, and 4 follows 1.
 PATHS = [[0], [0, 1], [0, 2], [0, 3], [0, 1, 4]]
+UNIT = 16
 LIMITS = AttentionLimits(
-    query_multiple=1, most_tokens=32, lengths=(192, 512), splits=(192, 384, 512)
+    query_multiple=1, most_tokens=32, unit=UNIT, lengths=(192, 512), splits=(192, 384, 512)
 )
 
 
@@ -60,22 +60,22 @@ def test_keys_are_padded_to_a_length_whose_sums_are_split_like_those_of_longer_o
     found = attention_limits(torch.ones(1), head_dim=64, queries=3)
     assert found.lengths[-1] == found.splits[-1] == KEY_BLOCK
     assert found.padded(KEY_BLOCK) == KEY_BLOCK
-    assert KEY_UNIT <= found.padded(1) <= KEY_BLOCK
+    assert found.unit <= found.padded(1) <= KEY_BLOCK
     assert [LIMITS.padded(n) for n in (1, 192, 193, 512, 513)] == [192, 192, 512, 512, 704]
     assert [LIMITS.next_split(n) for n in (0, 191, 192, 511, 512)] == [192, 192, 384, 512, 704]
 
 
 def test_each_path_has_a_window_with_the_tail_of_the_text():
-    windows = open_windows(PATHS, length=34)
+    windows = open_windows(PATHS, length=34, unit=UNIT)
     # Windows from slot 32 on: of 0 1 4, of 0 2, of 0 3.
     assert windows.base == 32
-    source = windows.source.view(3, KEY_UNIT)
+    source = windows.source.view(3, UNIT)
     assert source[:, :5].tolist() == [[0, 1, 2, 3, 6], [0, 1, 2, 4, 0], [0, 1, 2, 5, 0]]
     assert windows.positions.tolist() == [34, 35, 35, 35, 36]
     assert windows.slots_of([0, 1, 4]) == [0, 1, 2]
-    assert windows.slots_of([0, 2]) == [KEY_UNIT, KEY_UNIT + 1]
+    assert windows.slots_of([0, 2]) == [UNIT, UNIT + 1]
     seen = windows.mask[2].nonzero().flatten().tolist()  # by node 2
-    start = 32 + KEY_UNIT
+    start = 32 + UNIT
     assert seen == [*range(32), *range(start, start + 4)]
 
 

@@ -38,6 +38,7 @@ from llama import (
     generate,
     load_model,
     load_tokenizer,
+    pack,
     probabilities,
 )
 from moa import Drafter, DraftLimits, RemoteDraftState
@@ -58,6 +59,7 @@ from netsim import (
     send_message,
 )
 from plumbing.errors import InputError, run_command
+from plumbing.flags import DTYPES, settle_device
 from speculate import (
     Cycle,
     Generation,
@@ -1059,7 +1061,9 @@ def test_the_command_line_gives_the_same_tokens_with_the_target_on_a_server_that
 
 def test_the_prompt_may_come_from_a_pipe_and_the_target_from_a_server_of_our_own(
         processes, smollm2):
-    model, tokenizer = smollm2
+    _, tokenizer = smollm2
+    dtype = DTYPES[settle_device("cpu", None)]
+    model = pack(load_model("smollm2", "cpu", dtype))  # exact, in bfloat16 too
     out = processes.piped.stdout.read()
     err = processes.piped.stderr.read()
     prompt = tokenizer.chat(ask("Say hi."))

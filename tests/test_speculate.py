@@ -387,7 +387,7 @@ def test_prompt_seed_and_temperature_determine_the_tokens_also_in_another_proces
     """Of the default model too, and of a prompt from a pipe: one whole command line."""
     model, tokenizer = smollm2
     flags = ["--max-new-tokens", "10", "--temperature", "1", "--seed", "3", "--json"]
-    whole = [sys.executable, ROOT / "speculate.py", "--device", "cpu", *flags]
+    whole = [sys.executable, ROOT / "speculate.py", "--device", "cpu", "--dtype", "float32", *flags]
     question = "Tell me a story."
     done = subprocess.run(whole, input=question + "\n", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -507,7 +507,7 @@ def test_the_toy_target_comes_with_a_drafter_that_is_accepted_and_changes_no_tok
     new_tokens = 0
     target_calls = 0
     for signature in ("def close(self):", "def read(self, size=-1):", "def __repr__(self):"):
-        question = ["--prompt", signature, "--max-new-tokens", 48, "--json"]
+        question = ["--prompt", signature, "--max-new-tokens", 48, "--dtype", "float32", "--json"]
         result = json.loads(command("--model", "toy", *question).out)
         assert result["tokens"] == list(generate(target, tokenizer.chat(ask(signature)), config))
         new_tokens += result["new_tokens"] - 1  # the first comes with the prompt
