@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -364,7 +363,7 @@ class DraftHead(nn.Module):
 
     def logits(self, features: Tensor) -> Tensor:
         """Map features (..., E) to logits (..., V')."""
-        return F.linear(features.to(self.weight.dtype), self.weight)
+        return nn.functional.linear(features.to(self.weight.dtype), self.weight)
 
     def token(self, output: int) -> int:
         """Return the token that an output stands for."""
@@ -873,6 +872,8 @@ def check_sizes(config: DrafterConfig, sizes: Config) -> None:
             f"target_layer_inference {config.target_layer_inference}: the target has only "
             f"{sizes.num_hidden_layers} layers (train.py: --tli)"
         )
+    if max(config.draft_vocabulary or [0]) >= sizes.vocab_size:
+        raise InputError(f"draft_vocabulary has tokens beyond the target's {sizes.vocab_size}")
     heads = config.num_attention_heads
     layer_heads = config.layer_self_attention_num_attention_heads
     layers = [
@@ -1065,17 +1066,13 @@ def load_models(
             f"no drafter is shipped for {model}: train one (python train.py --model {model} "
             "--data FILE) and name it with --drafter"
         )
-    last = reused_layers(folder) if remote else None
+    last = None  # all layers
+    if remote:
+        last = read_drafter_config(Path(folder)).get("target_layer_inference", 0)
     target, tokenizer = load_target(model, device, dtype, last)
     loaded = to_bfloat16(load_drafter(folder, target))
     pack_together(target, [loaded])
     return Models(target, tokenizer, loaded)
-
-
-def reused_layers(folder: str | Path) -> int:
-    """Return N of the drafter in a folder. A wrong value counts as 0: `load_drafter` refuses it."""
-    N = read_drafter_config(Path(folder)).get("target_layer_inference", 0)
-    return N if type(N) is int and N >= 0 else 0
 
 
 def read_drafter_config(path: Path) -> dict:
@@ -1083,11 +1080,30 @@ def read_drafter_config(path: Path) -> dict:
     for name in ("config.json", "model.safetensors"):
         if not (path / name).exists():
             message = f"{path}: no drafter is there ({name} is missing)"
-            for file in sorted(path.glob("**/config.json")):
-                if "kv_hidden_size" in read_json(file):  # what a drafter's states
+            for file in [*path.glob("*/config.json"), *path.glob("*/*/config.json")]:
+                if b"kv_hidden_size" in file.read_bytes():  # what a drafter's states
                     message += f"; one is in {file.parent}"
             raise InputError(message)
-    return read_json(path / "config.json")
+    stated = read_json(path / "config.json")
+    for name, kind in DrafterConfig.__annotations__.items():
+        value = stated.get(name)
+        # kind is a string, such as "int": annotations are not evaluated in this file.
+        if value is not None and not is_valid(value, kind):
+            raise InputError(f"{path / 'config.json'}: {name} is invalid: {value!r:.40}")
+    return stated
+
+
+def is_valid(value: object, kind: str) -> bool:
+    """Tell whether a field of config.json, annotated with `kind`, may have this value."""
+    if kind == "int":
+        return type(value) is int and value >= 0
+    if kind == "float":
+        return type(value) in (int, float) and 0 < value < math.inf
+    # The draft vocabulary, or nothing: distinct tokens.
+    if not isinstance(value, list) or not value:
+        return False
+    distinct = {token for token in value if type(token) is int and token >= 0}
+    return len(distinct) == len(value)
 
 
 def load_drafter(path: str | Path, target: Llama, kind: type[Drafter] = Drafter) -> Drafter:
@@ -1130,14 +1146,10 @@ def parse_drafter_config(
         "rms_norm_eps": sizes.rms_norm_eps,
         "rope_theta": sizes.rope_theta,
     }
-    for name, kind in DrafterConfig.__annotations__.items():
+    for name in DrafterConfig.__annotations__:
         value = stated.get(name)
-        if value is None:
-            continue
-        # kind is a string, such as "int": annotations are not evaluated in this file.
-        if not is_valid(value, kind, sizes.vocab_size):
-            raise InputError(f"{name} is invalid: {value!r:.40}")
-        values[name] = tuple(value) if isinstance(value, list) else value
+        if value is not None:
+            values[name] = tuple(value) if isinstance(value, list) else value
     rows = {name: len(tensor) for name, tensor in tensors.items()}
     for layer in ("self_attention", "cross_attention", "layer_self_attention"):
         heads = values.get(f"{layer}_num_attention_heads", values["num_attention_heads"])
@@ -1149,19 +1161,6 @@ def parse_drafter_config(
         values.setdefault(f"{layer}_num_key_value_heads", heads * k_rows // q_rows)
         values.setdefault(f"{layer}_intermediate_size", mlp_width)
     return DrafterConfig(**values)
-
-
-def is_valid(value: object, kind: str, vocab_size: int) -> bool:
-    """Tell whether a field of config.json, annotated with `kind`, may have this value."""
-    if kind == "int":
-        return type(value) is int and value >= 0
-    if kind == "float":
-        return type(value) in (int, float) and 0 < value < math.inf
-    # The draft vocabulary, or nothing: distinct tokens.
-    if not isinstance(value, list) or not value:
-        return False
-    distinct = {token for token in value if type(token) is int and 0 <= token < vocab_size}
-    return len(distinct) == len(value)
 
 
 def save_drafter(

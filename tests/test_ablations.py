@@ -200,7 +200,7 @@ def test_every_drafter_is_trained_and_measured_by_one_command_which_can_be_repea
         tmp_path, monkeypatch, capsys):
     model = make_tiny_target(tmp_path)
     data = write(tmp_path / "data.jsonl", *counting(20))
-    command = ["ablations", "--model", str(model), "--data", str(data), "--out",
+    command = ["ablations", "--device", "cpu", "--model", str(model), "--data", str(data), "--out",
                str(tmp_path / "parts"), "--updates", "3", "--seq-len", "64", "--max-new-tokens",
                "16", "--json"]
     monkeypatch.setattr("sys.argv", command)
