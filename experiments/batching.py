@@ -310,6 +310,7 @@ def sample_together(logits: Tensor, samplings: list[Sampling]) -> list[int]:
         noise = torch.empty_like(p)
         for row, row_noise in zip(rows, noise):
             row_noise.exponential_(generator=samplings[row].generator)
+        noise = noise.clamp(min=torch.finfo(p.dtype).tiny)  # 0 / 0 would be NaN
         tokens[rows] = (p / noise).argmax(-1)
     return tokens.tolist()
 

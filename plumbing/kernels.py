@@ -21,6 +21,7 @@ whose sum would be zero: what comes out is nothing but rounding errors, and they
 """
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -59,6 +60,8 @@ def packed_product(x: Tensor, weight: Tensor, fewest: int = 1) -> Tensor:
 
 def has_fast_bfloat16() -> bool:
     """Tell whether this CPU multiplies bfloat16 faster than float32."""
+    if not torch.backends.mkldnn.is_available():  # as on some Macs
+        return False
     can_multiply = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return can_multiply and torch.cpu._is_avx512_bf16_supported()  # (a CPU with AMX has both)
 
@@ -171,9 +174,14 @@ def probe_attention(head_dim: int, queries: int, dtype: torch.dtype) -> Attentio
     different = different.to(dtype)
     multiple, most_queries = probe_queries(different[:8], queries * MAX_ROWS)
     unit, lengths, splits = probe_keys(different.repeat(1, multiple, 1))
+    most_tokens = min(MAX_ROWS, most_queries // queries)
+    if most_tokens < 2:
+        # No case is known. Drafts work all the same, but their sums may be rounded in another way.
+        print("no exact attention was found on this CPU: texts may differ", file=sys.stderr)
+        most_tokens = MAX_ROWS
     return AttentionLimits(
         query_multiple=multiple,
-        most_tokens=min(MAX_ROWS, most_queries // queries),
+        most_tokens=most_tokens,
         unit=unit,
         lengths=tuple(lengths),
         splits=tuple(splits),

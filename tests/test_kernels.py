@@ -8,6 +8,7 @@ from plumbing.kernels import (
     AttentionLimits,
     attention_limits,
     fewest_rows,
+    has_fast_bfloat16,
     packed_product,
     probe_attention,
     reorder_weight,
@@ -15,7 +16,7 @@ from plumbing.kernels import (
 from plumbing.windows import fitting_nodes, open_windows
 
 DTYPES = [torch.float32]
-if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+if has_fast_bfloat16():
     DTYPES.append(torch.bfloat16)
 # The root 0 has the children 1, 2 and 3, and 4 follows 1.
 PATHS = [[0], [0, 1], [0, 2], [0, 3], [0, 1, 4]]
