@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from experiments.tables import Column, print_rows
 from llama import GenerationConfig, KVCache, Llama, Sampling, causal_mask, load_target
@@ -349,7 +350,8 @@ def measure_drafter(
         method = partial(
             cycles_with_drafts, target, drafter, limits, new_verifier=ablation.new_verifier
         )
-        generations = [answer(method, prompt, config) for prompt in prompts]
+        progress = tqdm(prompts, desc=f"answers, {name}s", leave=False)
+        generations = [answer(method, prompt, config) for prompt in progress]
         row[f"{name}_acceptance_length"] = acceptance_length(generations)
         row[f"{name}_tokens_per_second"] = rate(generations)
     return row
