@@ -495,7 +495,7 @@ def test_the_first_reply_of_a_new_connection_has_as_long_as_the_very_first(monke
     monkeypatch.setattr(netsim, "MIN_TIMEOUT", 0.02)
     with connected() as channel:
         ask(channel)
-        assert channel.reply_timeout() < 0.2
+        assert channel.reply_timeout() < netsim.FIRST_REPLY_SECONDS
         channel.connect()
         ask(channel, 0.3)  # seconds of work, as if to read a long text
         channel.slowest = 0.0
@@ -510,7 +510,7 @@ def test_an_outage_that_outlasts_the_reply_timeout_ends_a_stream_at_its_deadline
             stream(channel, [0.02] * 8, moments)
         lost = time.monotonic()
         assert len(moments) == 3
-        assert moments[-1] + 0.3 <= lost < moments[-1] + 0.8
+        assert moments[-1] + 0.3 <= lost < moments[-1] + 1.0  # before the outage ends
         assert channel.sock is None and channel.traffic.round_trips == 1
 
 
