@@ -50,11 +50,12 @@ from plumbing.gguf import read_gguf
 from plumbing.hub import resolve_path
 from plumbing.huggingface import load_weights, read_hugging_face
 from plumbing.kernels import (
+    FEWEST_ROWS,
     KEY_BLOCK,
     AttentionLimits,
-    attention_limits,
     fewest_rows,
     packed_product,
+    probe_attention,
     reorder_weight,
 )
 from plumbing.terminal import report, why_stopped
@@ -97,7 +98,7 @@ class RMSNorm(nn.Module):
 def rotary_table(
     length: int, head_dim: int, theta: float, device, factors: tuple[float, ...] | None = None
 ) -> Tensor:
-    """Return cosines and sines of every position times every frequency, (2, length, D/2).
+    """Return what `rotate` needs for every position: (2, length, D).
 
     Rotary position embedding (Su et al. 2021): a pair of coordinates is a point in a plane, which
     turns by an angle proportional to its token's position. So the product of a query and a key
@@ -109,19 +110,24 @@ def rotary_table(
     if factors is not None:
         frequencies = frequencies / torch.tensor(factors, device=device)
     angles = torch.outer(torch.arange(length, device=device), frequencies)  # (length, D/2)
-    return torch.stack([angles.cos(), angles.sin()])
+    cos = angles.cos()
+    sin = angles.sin()
+    return torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)])
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Turn each pair (x_i, x_{i+D/2}) by the angle of its position and frequency.
 
-    x (..., T, D), rope (2, T, D/2). Su et al. pair neighbours, x_2i and x_{2i+1}. In Hugging Face's
+    x (..., T, D), rope (2, T, D). Su et al. pair neighbours, x_2i and x_{2i+1}. In Hugging Face's
     checkpoints the rows of q_proj and k_proj are reordered, so that pairs are half a head apart.
+
+    By an angle a, (x, y) turns to (x cos a - y sin a, y cos a + x sin a): each coordinate times the
+    cosine, plus the other one times the sine, which is negative for the first.
     """
-    cos, sin = rope  # (T, D/2)
-    first, second = x.chunk(2, dim=-1)  # the two coordinates of each pair, (..., T, D/2)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return turned.type_as(x)
+    cos, sin = rope  # (T, D)
+    x32 = x.float()
+    others = x32.roll(x.shape[-1] // 2, dims=-1)  # of each coordinate the other of its pair
+    return (x32 * cos + others * sin).type_as(x)
 
 
 class Attention(nn.Module):
@@ -323,7 +329,7 @@ class Llama(nn.Module):
             device="cpu",  # and not meta, as it is computed, not loaded
             factors=config.rope_factors,
         )
-        self.register_buffer("rotary", table, persistent=False)  # (2, context, D/2)
+        self.register_buffer("rotary", table, persistent=False)  # (2, context, D)
 
     def tie_weights(self) -> None:
         """Let the LM head use the embeddings, where the model has no other weights for it."""
@@ -363,7 +369,7 @@ class Llama(nn.Module):
         if positions is None:
             positions = torch.arange(past, past + count, device=self.device)
             mask = causal_mask(count, past, self.device)
-        rope = self.rotary[:, positions]  # (2, T, D/2)
+        rope = self.rotary[:, positions]  # (2, T, D)
         x = self.embed_tokens(tokens)  # (B, T, E)
         for i, layer in enumerate(self.layers):
             x = layer(x, rope, mask, cache, i)
@@ -553,6 +559,7 @@ def pack(module: nn.Module) -> nn.Module:
         setattr(module, name, pack(part))
     if isinstance(module, Llama) and on_cpu:
         module.__class__ = PackedLlama  # in place: a drafter may hold this very object
+        module.find_limits()
     return module
 
 
@@ -574,8 +581,8 @@ class PackedLinear(nn.Module):
     def __init__(self, *layers: nn.Linear):
         super().__init__()
         self.weight = torch.cat([layer.weight for layer in layers]).detach()  # (out, in)
+        self.fewest_rows = 1  # that are multiplied together: see `PackedLlama`
         if self.weight.device.type == "cpu":
-            self.fewest_rows = fewest_rows(*self.weight.shape, self.weight.dtype)
             self.weight = reorder_weight(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -613,8 +620,6 @@ class PackedAttention(Attention):
         self.head_dim = attention.head_dim
         self.qkv_proj = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
         self.o_proj = pack(attention.o_proj)
-        self.group = self.heads // self.kv_heads  # query heads that share a kv head
-        self.limits = attention_limits(attention.q_proj.weight, self.head_dim, self.group)
 
     def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         heads = self.split_heads(self.qkv_proj(x))  # (B, H + 2 Hkv, T, D)
@@ -640,8 +645,11 @@ class PackedAttention(Attention):
         rows = q.reshape(len(q), self.kv_heads, -1, self.head_dim)  # (B, Hkv, H T / Hkv, D)
         count = rows.shape[2]
         if mask is not None:
-            mask = torch.cat([mask] * self.group, dim=-2)
-            rows, mask = self.limits.pad_queries(rows, mask)  # their results are dropped
+            if mask.shape[-2] == q.shape[2]:  # else `PackedLlama.hidden` has done the next line
+                mask = torch.cat([mask] * (self.heads // self.kv_heads), dim=-2)
+            added = mask.shape[-2] - count
+            if added > 0:
+                rows = F.pad(rows, (0, 0, 0, added))  # their results are dropped
         out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
         out = out[:, :, :count].reshape(q.shape)  # (B, H, T, D)
         return self.o_proj(out.transpose(1, 2).flatten(2))
@@ -665,12 +673,21 @@ class PackedLlama(Llama):
     as many tokens as the cache's limits allow. (A prompt is read in longer ones, but always in the
     same.)"""
 
+    def find_limits(self) -> None:
+        """Find out what it takes on this processor to be exact."""
+        for part in self.modules():
+            if isinstance(part, PackedLinear):
+                part.fewest_rows = fewest_rows(*part.weight.shape, part.weight.dtype)
+        config = self.config
+        self.group = config.num_attention_heads // config.num_key_value_heads
+        self.limits = probe_attention(config.head_dim, self.group, self.dtype)
+
     def new_cache(self, capacity: int, batch: int = 1, layers: int | None = None) -> KVCache:
         capacity += -capacity % KEY_BLOCK  # room for masked keys
         cache = super().new_cache(capacity, batch, layers)
         if layers is not None:  # a drafter's, which need not be exact
             return cache
-        return AlignedKVCache(cache.kv, self.layers[0].self_attn.limits)
+        return AlignedKVCache(cache.kv, self.limits)
 
     def hidden(
         self,
@@ -679,13 +696,24 @@ class PackedLlama(Llama):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        if isinstance(cache, AlignedKVCache):
-            if mask is None:
-                slots = torch.arange(cache.length + tokens.shape[1])
-                positions = slots[cache.length:]
-                mask = positions.unsqueeze(1) >= slots  # for a single token, too
-            mask = cache.limits.pad_keys(mask)
-        return super().hidden(tokens, cache, positions, mask)
+        if not isinstance(cache, AlignedKVCache):
+            return super().hidden(tokens, cache, positions, mask)
+        count = tokens.shape[1]
+        end = cache.length + count
+        if mask is None:
+            slots = torch.arange(end)
+            positions = slots[cache.length:]
+            mask = positions.unsqueeze(1) >= slots  # for a single token, too
+        # Each product would add rows to fewer than these. Here they are added once for all.
+        added = max(FEWEST_ROWS - count, 0)
+        tokens = F.pad(tokens, (0, added))
+        positions = F.pad(positions, (0, added))
+        mask = F.pad(mask, (0, 0, 0, added), value=True)
+        cache.new_tokens = count  # the others stay out of it
+        mask = self.limits.attention_mask(mask, self.group, self.dtype)
+        hidden = super().hidden(tokens, cache, positions, mask)
+        cache.length = end
+        return hidden[:, :count]
 
 
 class AlignedKVCache(KVCache):
@@ -695,9 +723,10 @@ class AlignedKVCache(KVCache):
     def __init__(self, kv: Tensor, limits: AttentionLimits):
         super().__init__(kv)
         self.limits = limits
+        self.new_tokens = 0  # of the pass that is running
 
     def append(self, layer: int, kv: Tensor) -> Tensor:
-        end = super().append(layer, kv).shape[2]
+        end = super().append(layer, kv[:, :, :self.new_tokens]).shape[2]
         return self.kv[layer, :, :, :self.limits.padded(end)]
 
 

@@ -178,8 +178,8 @@ class Drafter(nn.Module):
             theta=config.rope_theta,
             device=target.device,
         )
-        self.register_buffer("layer_rotary", layer_rotary, persistent=False)  # (2, L, D/2)
-        self.register_buffer("rotary", rotary, persistent=False)  # (2, context, D/2)
+        self.register_buffer("layer_rotary", layer_rotary, persistent=False)  # (2, L, D)
+        self.register_buffer("rotary", rotary, persistent=False)  # (2, context, D)
 
     @property
     def N(self) -> int:
@@ -604,7 +604,7 @@ class DraftState:
         drafter = self.drafter
         self.expanded += frontier  # cached from now on: each node sees itself, too
         mask = self.tree_mask(draft, frontier)  # (F, S)
-        # Nodes of one level have the same position, so one angle serves them all: (2, 1, D/2).
+        # Nodes of one level have the same position, so one angle serves them all: (2, 1, D).
         position = self.text_length + draft.depth(frontier[0])
         rope = drafter.rotary[:, position:position + 1]
         target_rope = drafter.target.rotary[:, position:position + 1]

@@ -466,8 +466,10 @@ class WindowedKVCache(AlignedKVCache):
         return self.kv[layer, :, :, :self.limits.padded(end)]
 
     def keep_path(self, start: int, path: list[int]) -> None:
-        super().keep_path(start, self.windows.slots_of(path))
-        self.windows = None
+        if self.windows is not None:
+            path = self.windows.slots_of(path)
+            self.windows = None
+        super().keep_path(start, path)
 
 
 class WindowedVerifier(LocalVerifier):
@@ -489,8 +491,8 @@ class WindowedVerifier(LocalVerifier):
         return super().verify(draft)
 
     def predict(self, draft: Draft) -> tuple[Tensor, Tensor]:
-        if not self.has_windows:
-            return super().predict(draft)
+        if draft.is_chain or not self.has_windows:
+            return super().predict(draft)  # (the slots of a chain are those of the text)
         cache = self.cache
         windows = open_windows(draft.paths, cache.length, cache.limits.unit)
         cache.windows = windows

@@ -48,7 +48,7 @@ class Windows:
         slots: a layer's, (1, Hkv, capacity, 2D). Returns where the last window ends."""
         tail = slots[:, :, self.base:self.length]
         end = self.base + len(self.source)
-        slots[:, :, self.base:end] = torch.cat([tail, new], dim=2)[:, :, self.source]
+        slots[:, :, self.base:end] = torch.cat([tail, new], dim=2).index_select(2, self.source)
         return end
 
     def slots_of(self, path: Path) -> list[int]:

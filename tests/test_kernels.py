@@ -6,7 +6,6 @@ from plumbing.kernels import (
     KEY_BLOCK,
     MAX_ROWS,
     AttentionLimits,
-    attention_limits,
     fewest_rows,
     has_fast_bfloat16,
     packed_product,
@@ -58,7 +57,7 @@ def test_probing_leaves_the_random_numbers_of_the_caller_alone():
 
 
 def test_keys_are_padded_to_a_length_whose_sums_are_split_like_those_of_longer_ones():
-    found = attention_limits(torch.ones(1), head_dim=64, queries=3)
+    found = probe_attention(64, 3, torch.float32)
     assert found.lengths[-1] == found.splits[-1] == KEY_BLOCK
     assert found.padded(KEY_BLOCK) == KEY_BLOCK
     assert found.unit <= found.padded(1) <= KEY_BLOCK
