@@ -29,13 +29,11 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from threading import Timer
 from time import monotonic, perf_counter
 from typing import Callable, Iterator
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from llama import (
     AlignedKVCache,
@@ -68,6 +66,7 @@ from netsim import (
     MAX_DRAFT_TOKENS,
     Channel,
     Link,
+    RemoteResult,
     RemoteVerifier,
     Traffic,
     add_link_arguments,
@@ -84,6 +83,7 @@ from plumbing.errors import InputError, run_command
 from plumbing.terminal import (
     GREEN,
     YELLOW,
+    PromptProgress,
     draw_cycle,
     newest_turns,
     paint,
@@ -478,22 +478,20 @@ class WindowedVerifier(LocalVerifier):
 
     def new_cache(self, capacity: int) -> KVCache:
         cache = super().new_cache(capacity)
-        self.has_windows = isinstance(cache, AlignedKVCache) and self.sampling.temperature == 0
-        if self.has_windows:
-            cache = WindowedKVCache(cache.kv, cache.limits)
+        if isinstance(cache, AlignedKVCache) and self.sampling.temperature == 0:
+            return WindowedKVCache(cache.kv, cache.limits)
         return cache
 
     def verify(self, draft: Draft) -> VerifyResult:
         cache = self.cache
-        if self.has_windows:
+        if isinstance(cache, WindowedKVCache):
             draft = draft.keep(fitting_nodes(draft.paths, cache.length, cache.limits))
-        self.verified = draft
         return super().verify(draft)
 
     def predict(self, draft: Draft) -> tuple[Tensor, Tensor]:
-        if draft.is_chain or not self.has_windows:
-            return super().predict(draft)  # (the slots of a chain are those of the text)
         cache = self.cache
+        if draft.is_chain or not isinstance(cache, WindowedKVCache):
+            return super().predict(draft)  # (the slots of a chain are those of the text)
         windows = open_windows(draft.paths, cache.length, cache.limits.unit)
         cache.windows = windows
         ids = torch.tensor([draft.tokens])
@@ -532,7 +530,7 @@ class Cycle:
     @property
     def link(self) -> str:
         """Return the state of the link to a server. A target on this machine is "connected"."""
-        return getattr(self.result, "link", "connected")
+        return self.result.link if isinstance(self.result, RemoteResult) else "connected"
 
     @property
     def origins(self) -> list[Origin]:
@@ -573,7 +571,6 @@ class Recorder:
     def record(self, draft: Draft, call: Callable, argument: list[int] | Draft) -> VerifyResult:
         called = perf_counter()
         result = call(argument)
-        draft = getattr(self.verifier, "verified", draft)  # some paths may have been left out
         self.cycle = Cycle(draft, result, called - self.resumed, perf_counter() - called)
         return result
 
@@ -818,7 +815,8 @@ class Printer:
 
 @dataclass
 class TracedResult(VerifyResult):
-    p: Tensor  # the target's distribution after each node of the draft, (1 + K, V)
+    draft: Draft  # what was verified: of the draft perhaps not all
+    p: Tensor  # the target's distribution after each of its nodes, (1 + K, V)
 
 
 class TracingVerifier(WindowedVerifier):
@@ -826,11 +824,13 @@ class TracingVerifier(WindowedVerifier):
 
     def predict(self, draft: Draft) -> tuple[Tensor, Tensor]:
         hidden, logits = super().predict(draft)
+        self.draft = draft
         self.p = draft_distributions(logits, self.sampling)  # made of logits as q is
         return hidden, logits
 
     def verify(self, draft: Draft) -> TracedResult:
-        return TracedResult(**vars(super().verify(draft)), p=self.p)
+        result = super().verify(draft)
+        return TracedResult(**vars(result), draft=self.draft, p=self.p)
 
 
 @dataclass
@@ -857,6 +857,8 @@ class Trace:
 
     def emit(self, cycle: Cycle) -> None:
         self.cycles += 1
+        if isinstance(cycle.result, TracedResult):
+            cycle = replace(cycle, draft=cycle.result.draft)
         record = self.record(cycle)
         lines = [json.dumps(record)] if self.as_json else draw_cycle(record)
         print(*lines, sep="\n", flush=True)
@@ -886,7 +888,9 @@ class Trace:
             return []  # the draft was lost
         draft = cycle.draft
         path = cycle.path
-        p = getattr(cycle.result, "p", None)
+        p = None
+        if isinstance(cycle.result, TracedResult):
+            p = cycle.result.p
         nodes = []
         for i, token in enumerate(draft.tokens[1:], start=1):
             parent = draft.parents[i]
@@ -930,8 +934,6 @@ REMOTE_TREE = DraftLimits(
 )
 
 OWN_SERVER = ("", 0)  # --remote without an address
-PATIENCE = 1.0  # seconds to wait for a server's first token, after which a line says so
-LONG_PROMPT = 256  # tokens: from here on reading a prompt has a progress bar
 
 EXAMPLES = """\
   python speculate.py --prompt "Explain why the sky is blue." --show
@@ -1113,7 +1115,11 @@ class Terminal:
             emit = ignore
         if args.trace and args.json:
             print(json.dumps({"prompt": messages[-1]["content"], "tokens": prompt}))
-        generation = self.answer_patiently(prompt, config, emit)
+        method = self.method
+        with PromptProgress(len(prompt), remote=bool(args.remote)) as progress:
+            if not args.remote:
+                method = partial(method, on_piece=progress.update)
+            generation = answer(method, prompt, config, progress.until_first(emit))
         text = tokenizer.decode(generation.tokens)
         if not generation.tokens:  # only Ctrl-C can do that
             raise KeyboardInterrupt
@@ -1134,37 +1140,6 @@ class Terminal:
         elif generation.disconnected:
             print("the network was down for a while; all tokens are the target's", file=sys.stderr)
         return generation
-
-    def answer_patiently(
-        self, prompt: list[int], config: GenerationConfig, emit: Emit
-    ) -> Generation:
-        """Answer a prompt. Until the first token comes, show what takes so long."""
-        remote = bool(self.args.remote)
-        method = self.method
-        note = "connecting, and waiting for the server to read the prompt ..."
-        connecting = Timer(PATIENCE, print, [note], {"file": sys.stderr})
-        progress = tqdm(
-            total=len(prompt),
-            desc="reading the prompt",
-            unit=" tokens",
-            leave=False,
-            disable=remote or len(prompt) < LONG_PROMPT,
-        )
-        if remote:
-            connecting.start()
-        else:
-            method = partial(method, on_piece=lambda read: progress.update(read - progress.n))
-
-        def emit_after_prompt(cycle: Cycle) -> None:
-            connecting.cancel()
-            progress.close()
-            emit(cycle)
-
-        try:
-            return answer(method, prompt, config, emit_after_prompt)
-        finally:
-            connecting.cancel()
-            progress.close()
 
     def chat(self, greeting: str) -> None:
         """Answer one question after the other, with the conversation so far as context."""

@@ -37,7 +37,7 @@ from moa import (
     load_drafter,
     pack_together,
 )
-from plumbing.conversations import Sequence, hold_out
+from plumbing.conversations import hold_out
 from plumbing.errors import InputError, read_json, run_command
 from plumbing.flags import (
     DTYPES,

@@ -156,6 +156,8 @@ class Journal:
                 file.truncate(min(file.tell(), state["log_bytes"]))
         self.done = state["update"]
         self.position = state["position"]
+        if self.done >= self.updates:
+            say(f"the run in {self.out} has its {self.done} updates already")
 
 
 def read_checkpoint(out: Path) -> dict:

@@ -16,8 +16,10 @@ They do not differ if every pass gives the kernel a token's terms in the same wa
 plumbing/windows.py.)
 
 How many to add depends on the processor and on the version of its libraries. No manual says it, so
-it is found out here, once for each shape in a process. The trick is to try the kernels on numbers
-whose sum would be zero: what comes out is nothing but rounding errors, and they show the order.
+it is found out here, once for each shape in a process. With ordinary numbers two orders differ in
+the last bit or not at all. So the kernels are tried on terms that cancel: 1e8, 1, -1e8 and -1 add
+up to 0, but in float32 from left to right to -1, because 1e8 + 1 is 1e8. What comes out is nothing
+but rounding errors, and they show the order.
 """
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MAX_ROWS = 32  # tokens of a pass that is exact, at most
+# Tokens of a pass that is exact, at most: all CPUs met agree up to here. With AMX, 33 rows are
+# multiplied in another order.
+MAX_ROWS = 32
 # To read the weights for one row takes longer than for four: measured on an AMD EPYC and, with AMX,
 # on an Intel Xeon.
 FEWEST_ROWS = 4
@@ -78,8 +82,9 @@ def scattered(*shape: int) -> Tensor:
 @cache
 @torch.random.fork_rng(devices=[])  # the caller's random numbers are left alone
 def fewest_rows(outputs: int, inputs: int, dtype: torch.dtype) -> int:
-    """Return how many rows `packed_product` must be given so that a row's result is the same to the
-    bit as among MAX_ROWS, and among any number in between, wherever the row is.
+    """Return how many rows, and no less than FEWEST_ROWS, `packed_product` must be given so that a
+    row's result is the same to the bit as among MAX_ROWS, and among any number in between, wherever
+    the row is.
 
     4,096 outputs are enough, even of a wide layer (an LM head has 49,152). Each is a sum of its
     own, whose order depends on how the kernel cuts the inputs, not on how many outputs there are.
@@ -230,10 +235,10 @@ def cancelling_keys_values(count: int, queries: Tensor) -> Tensor:
     """Return keys and values for these queries, side by side (count, 2D), in random order. Each key
     is there twice, with a value and with its negative.
 
-    Softmax's sum has no negative terms. To show its order, all but one of its terms are about
-    exp(-17), half of the distance between two float32 numbers at 1: added to 1 one by one they are
-    lost, two of them together are not. These are the scores of a query whose last number is
-    sqrt(D). One whose last number is 0 does not see the difference.
+    Softmax's sum has no negative terms. To show its order, two of its terms are 1, and the others
+    about exp(-17) = 4e-8. In float32 2 + 4e-8 is 2, but 2 + 16e-8 is 2.0000002: added one by one
+    they are lost, and four of them together are not. A query whose last number is sqrt(D) has these
+    scores. For one whose last number is 0 all scores are ordinary.
     """
     half = count // 2
     head_dim = queries.shape[-1]

@@ -9,7 +9,10 @@ import json
 import os
 import select
 import sys
+from threading import Timer
 from typing import Callable, Iterator
+
+from tqdm import tqdm
 
 GREEN = "\033[32m"
 YELLOW = "\033[33m"
@@ -22,6 +25,50 @@ def paint(text: str, color: str) -> str:
     if not color or not text or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
     return color + text + PLAIN
+
+
+# --- While a prompt is read ---
+
+PATIENCE = 1.0  # seconds without a sign of a server, after which a line says what it does
+LONG_PROMPT = 256  # tokens: from here on reading a prompt has a progress bar
+
+
+class PromptProgress:
+    """Shows, until the first token comes, what takes so long: with a server a line, and here a
+    progress bar.
+
+        with PromptProgress(len(prompt), remote=False) as progress:
+            read(prompt, on_piece=progress.update, emit=progress.until_first(emit))
+    """
+
+    def __init__(self, length: int, remote: bool):
+        note = "connecting, and waiting for the server to read the prompt ..."
+        self.timer = Timer(PATIENCE, print, [note], {"file": sys.stderr})
+        if remote:
+            self.timer.start()
+        hidden = remote or length < LONG_PROMPT
+        self.bar = tqdm(
+            total=length, desc="reading the prompt", unit=" tokens", leave=False, disable=hidden
+        )
+
+    def update(self, tokens_read: int) -> None:
+        self.bar.update(tokens_read - self.bar.n)
+
+    def until_first(self, emit: Callable[[object], None]) -> Callable[[object], None]:
+        """Return an `emit` that ends this before it does what the given one does."""
+
+        def end_and_emit(what: object) -> None:
+            self.__exit__()
+            emit(what)
+
+        return end_and_emit
+
+    def __enter__(self) -> PromptProgress:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.timer.cancel()
+        self.bar.close()
 
 
 # --- The statistics of an answer ---
@@ -146,7 +193,10 @@ def read_line() -> str:
 
 def more_is_pasted() -> bool:
     """Tell whether another line is there already: a text that was pasted is one question."""
-    ready, _, _ = select.select([sys.stdin], [], [], PASTE_SECONDS)
+    try:
+        ready, _, _ = select.select([sys.stdin], [], [], PASTE_SECONDS)
+    except OSError:  # Windows cannot tell: there every line is a question
+        return False
     return bool(ready)
 
 

@@ -1,7 +1,6 @@
 """Claims about drafters without a part: what they compute, draft by draft and in one pass, that
 their drafts change no text, and that they are trained, saved, loaded and measured."""
 import json
-from dataclasses import asdict
 from functools import partial
 
 import pytest
@@ -24,10 +23,9 @@ from tiny_models import PROMPT, new_target, target_alone
 from tiny_target import counting, make_tiny_target, write
 from torch import nn
 
-import moa
 from experiments import ablations
-from experiments.ablations import ABLATIONS, ALL, Ablation, NoCADrafter, load_ablation
-from llama import GenerationConfig, Llama, Sampling, load_model
+from experiments.ablations import ABLATIONS, ALL, Ablation, load_ablation
+from llama import GenerationConfig, Llama, Sampling
 from moa import Drafter, DraftLimits, DraftState, load_drafter, save_drafter
 from plumbing.errors import InputError, run_command
 from plumbing.journal import read_log

@@ -11,6 +11,7 @@ from speculate import (
     REMOTE_TREE,
     TREE,
     Lookup,
+    TracingVerifier,
     WindowedKVCache,
     WindowedVerifier,
     slots,
@@ -48,6 +49,7 @@ class LogitsVerifier(WindowedVerifier):
     """Keeps the logits that each token after the first was chosen from."""
 
     def predict(self, draft):
+        self.draft = draft
         hidden, self.logits = super().predict(draft)
         return hidden, self.logits
 
@@ -56,7 +58,7 @@ class LogitsVerifier(WindowedVerifier):
         node = 0
         self.kept.append(self.logits[node])
         for token in result.accepted:
-            node = self.verified.child(node, token)
+            node = self.draft.child(node, token)
             self.kept.append(self.logits[node])
         return result
 
@@ -117,10 +119,9 @@ def test_a_sampled_draft_is_verified_as_it_was_drawn(toy):
     target, drafter = load("toy", BFLOAT16)
     prompt = toy[1].chat([{"role": "user", "content": PROMPT}])
     sampling = GenerationConfig(temperature=1.0).new_sampling("cpu")
-    verifier = WindowedVerifier(target, drafter, 200, sampling)
+    verifier = TracingVerifier(target, drafter, 200, sampling)
     state = drafter.new_state(200, sampling)
     result = verifier.prefill(prompt)
     state.append_verified(result.memory)
     draft = state.draft(result.token, DraftLimits(depth=4, top_k=3, total_tokens=12))
-    verifier.verify(draft)
-    assert verifier.verified is draft
+    assert verifier.verify(draft).draft is draft

@@ -17,7 +17,6 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT

@@ -46,7 +46,8 @@ from moa import (
     likeliest_choices,
     quantize_probabilities,
 )
-from netsim import Channel, Link, Message, Network, TargetSession
+from netsim import Channel, Link, Network, TargetSession
+from plumbing.messages import Message
 from speculate import (
     Acceptance,
     Cycle,

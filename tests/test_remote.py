@@ -25,7 +25,8 @@ from typing import Callable, NamedTuple
 import pytest
 import torch
 from conftest import ROOT
-from test_netsim import LIMIT, channel_to, frame, replace_replies, serving, soon, wait_for
+from test_messages import LIMIT, frame, serving, soon, wait_for
+from test_netsim import channel_to
 from tiny_models import PROMPT, ask, new_drafter, new_target, target_alone
 
 import netsim
@@ -48,18 +49,17 @@ from netsim import (
     Channel,
     ConnectionLost,
     Link,
-    MessageServer,
     Network,
     Outage,
     RemoteVerifier,
     TargetSession,
     dequantize_memory,
     quantize_memory,
-    receive_message,
-    send_message,
 )
+from plumbing import messages
 from plumbing.errors import InputError, run_command
 from plumbing.flags import DTYPES, settle_device
+from plumbing.messages import MessageServer, receive_message, send_message
 from speculate import (
     Cycle,
     Generation,
@@ -509,7 +509,7 @@ def test_malformed_replies_count_as_lost(fields, name, damage, impatient, monkey
             changed = {name: damage(right_tensors[name])} if name else {}
             send_message(sock, right_fields | fields, right_tensors | changed)
 
-    replace_replies(monkeypatch, send_malformed)
+    monkeypatch.setattr(messages, "send_message", send_malformed)
     with serving_models(target, drafter) as server:
         method = over(channel_to(server), drafter)
         result = answer(method, PROMPT, GenerationConfig(24), emit)
@@ -526,7 +526,7 @@ def test_accepted_tokens_of_a_reply_are_ints_even_if_it_says_floats(monkeypatch)
         floats = {"accepted": [float(token) for token in fields.get("accepted", [])]}
         send_message(sock, fields | floats, tensors)
 
-    replace_replies(monkeypatch, send_floats)
+    monkeypatch.setattr(messages, "send_message", send_floats)
     with serving_models(target, drafter) as server:
         result = answer(over(channel_to(server), drafter), PROMPT, CONFIG)
     assert result.tokens == target_alone(target, 24)
@@ -579,7 +579,7 @@ def test_a_target_that_produces_nan_ends_in_one_line(drafts, capsys):
 
 @pytest.mark.parametrize("part", [b"", b"MoAs"])
 def test_a_client_that_sends_nothing_more_is_disconnected(models, part, monkeypatch, capsys):
-    monkeypatch.setattr(netsim, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(messages, "IDLE_SECONDS", 0.1)
     with serving_models(*models) as server:
         sock, _ = connect(server)
         with sock:
@@ -594,7 +594,7 @@ def read_text(sock: socket.socket, text: list[int], count: int = 24) -> None:
 
 
 def test_a_new_client_gets_the_place_of_the_one_that_has_been_idle_longest(models, monkeypatch):
-    monkeypatch.setattr(netsim, "SPARE_SECONDS", 0.1)
+    monkeypatch.setattr(messages, "SPARE_SECONDS", 0.1)
     target, drafter = models
     with serving_models(*models) as server, contextlib.ExitStack() as stack:
         server.places = threading.Semaphore(3)
@@ -614,7 +614,7 @@ def test_a_new_client_gets_the_place_of_the_one_that_has_been_idle_longest(model
 
 
 def test_a_client_that_lost_its_place_while_it_was_idle_reconnects(models, monkeypatch):
-    monkeypatch.setattr(netsim, "SPARE_SECONDS", 0.05)
+    monkeypatch.setattr(messages, "SPARE_SECONDS", 0.05)
     target, drafter = models
     with serving_models(*models) as server:
         server.places = threading.Semaphore(1)
@@ -632,7 +632,7 @@ def test_a_client_that_lost_its_place_while_it_was_idle_reconnects(models, monke
 
 
 def test_if_all_clients_are_busy_a_new_one_is_refused_in_one_line(models, monkeypatch):
-    monkeypatch.setattr(netsim, "SPARE_SECONDS", 0.1)
+    monkeypatch.setattr(messages, "SPARE_SECONDS", 0.1)
     _, drafter = models
     with stopped_worker(*models) as (server, _), contextlib.ExitStack() as stack:
         server.places = threading.Semaphore(2)

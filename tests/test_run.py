@@ -58,7 +58,7 @@ def test_the_page_of_the_default_target_names_each_of_its_results_files():
 @pytest.mark.parametrize("name", FILES)
 def test_each_results_file_names_its_command_machine_and_date_and_has_the_seeds_it_says(name):
     result = json.loads((RESULTS / f"{name}.json").read_text())
-    before = f"python results/run.py {name}"  # in the third edition
+    before = f"python results/run.py {name}"  # up to commit 26e90ba
     assert result["command"] in (before, f"python -m experiments.run {name}")
     assert result["machine"] and result["date"]
     seeds = Counter(row["seed"] for row in result["rows"])

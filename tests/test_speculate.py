@@ -53,10 +53,11 @@ from moa import (
     pack_together,
     to_bfloat16,
 )
-from netsim import Channel, Link, MessageServer, Network, Outage
+from netsim import Channel, Link, Network, Outage
 from plumbing import terminal
 from plumbing.errors import InputError, run_command
 from plumbing.hub import SHIPPED_DRAFTERS
+from plumbing.messages import MessageServer
 from plumbing.terminal import GREEN, PLAIN, RED, draw_cycle
 from plumbing.tokenizer import TextStream
 from speculate import (
@@ -914,7 +915,7 @@ def test_show_colors_what_was_written_without_the_target_on_a_terminal(
 def test_a_link_that_takes_long_to_the_first_token_says_that_it_is_connecting(
     models, capsys, monkeypatch, latency, count, said
 ):
-    monkeypatch.setattr(speculate, "PATIENCE", 0.5)
+    monkeypatch.setattr(terminal, "PATIENCE", 0.5)
     with serving_models(models.target, models.drafter) as server:
         network = Network(Link(latency))
         client = terminal_over([network], server, models, "--json", "--max-new-tokens", count)
