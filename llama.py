@@ -23,7 +23,7 @@ keys, and of its values.
 """
 from __future__ import annotations
 
-import plumbing.start  # first: Ctrl-C or a missing package while PyTorch loads ends in one line
+import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
 
 import math
 import time
@@ -43,19 +43,19 @@ from plumbing.flags import (
     add_generation_arguments,
     add_model_arguments,
     answer_length,
+    choose_dtype,
     read_prompt,
-    settle_device,
 )
 from plumbing.gguf import read_gguf
 from plumbing.hub import resolve_path
 from plumbing.huggingface import load_weights, read_hugging_face
 from plumbing.kernels import (
-    FEWEST_ROWS,
     KEY_BLOCK,
+    MIN_ROWS,
     AttentionLimits,
-    fewest_rows,
     packed_product,
     probe_attention,
+    probe_rows,
     reorder_weight,
 )
 from plumbing.terminal import report, why_stopped
@@ -75,7 +75,7 @@ class Config:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rms_norm_eps: float = 1e-5  # this and the next: Llama-3's, for models without a checkpoint
+    rms_norm_eps: float = 1e-5  # this and rope_theta: Llama-3's, for models without a checkpoint
     rope_theta: float = 500000.0
     rope_factors: tuple[float, ...] | None = None  # D/2 divisors of the rotary frequencies
     max_position_embeddings: int = 8192
@@ -257,13 +257,15 @@ class KVCache:
         the layers advances it once, after the last one, as `Llama.hidden` does.
         """
         end = self.length + kv.shape[2]
+        if end > self.kv.shape[3]:
+            raise ValueError(f"the cache has {self.kv.shape[3]} slots, too few for {end} tokens")
         self.kv[layer, :, :, self.length:end] = kv
         return self.kv[layer, :, :, :end]
 
     def by_token(self, start: int, end: int) -> Tensor:
         """Return what the drafter reads of the tokens in slots `start` to `end`: (B, T, L, 2 Ekv).
 
-        The 2 Ekv numbers are in this order: key of head 1, value of head 1, key of head 2, ... The
+        The 2 Ekv numbers are in this order: key of head 0, value of head 0, key of head 1, ... The
         authors' weights expect it.
         """
         kv = self.kv[:, :, :, start:end]  # (L, B, Hkv, T, 2D)
@@ -362,7 +364,8 @@ class Llama(nn.Module):
         """Return hidden states (B, T, E) after the final norm, which the LM head reads.
 
         tokens (B, T) follow those in the cache. But a draft may branch: then the caller gives
-        positions (T), and a mask (T, S) of what each token sees. Give both or neither.
+        positions (T), and a mask (T, S) of what each token sees. Give both or neither. (Rows of a
+        batch may differ: then they are (B, 1, T) and (B, 1, T, S).)
         """
         count = tokens.shape[1]
         past = cache.length if cache is not None else 0
@@ -476,7 +479,7 @@ def check_logits(logits: Tensor) -> None:
     """Raises InputError for logits that overflowed, as float16 does with some models: every token
     would be 0."""
     if not logits.max() < math.inf:  # nor is NaN
-        raise InputError("the target computes NaN: use --dtype bfloat16 or float32")
+        raise InputError("the target's logits are NaN or infinite: use --dtype bfloat16 or float32")
 
 
 PIECE = 512  # tokens of a prompt that are read at once
@@ -531,9 +534,10 @@ def generate(
 # nn.Linear. One wide product is also faster than several narrow ones of the same input, on a GPU
 # too. So the modules of a finished model are replaced by these.
 #
-# On a CPU they are also exact: what they compute of a token is the same, to the bit, in a pass over
-# that token alone and in one over a whole draft. plumbing/kernels.py says why that is not a matter
-# of course, and finds out what it takes: some rows, queries and masked keys more than there are.
+# On a CPU a `PackedLlama` is also exact: with its own cache, what it computes of a token is the
+# same, to the bit, in a pass over that token alone and in one over a whole draft of up to 31.
+# plumbing/kernels.py says why that is not guaranteed, and finds out what it takes: a few more rows,
+# queries and masked keys.
 
 
 def pack(module: nn.Module) -> nn.Module:
@@ -542,10 +546,6 @@ def pack(module: nn.Module) -> nn.Module:
     weight = next(module.parameters(), None)
     if weight is None or not can_pack(weight):
         return module
-    # On a GPU PyTorch may let cuDNN attend, which plans again for each new shape, for tens of
-    # milliseconds (experiments/results/smollm2/README.md). While generating, every pass has a new
-    # shape, as the cache grows. So turn it off, in the whole process.
-    torch.backends.cuda.enable_cudnn_sdp(False)
     if isinstance(module, Attention):
         return PackedAttention(module)
     if isinstance(module, MLP):
@@ -560,6 +560,11 @@ def pack(module: nn.Module) -> nn.Module:
     if isinstance(module, Llama) and on_cpu:
         module.__class__ = PackedLlama  # in place: a drafter may hold this very object
         module.find_limits()
+    elif isinstance(module, Llama):
+        # On a GPU PyTorch may let cuDNN attend, which plans again for each new shape, for tens of
+        # milliseconds (experiments/results/smollm2/README.md). While generating, every pass has a
+        # new shape, as the cache grows. So turn it off, in the whole process.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return module
 
 
@@ -581,21 +586,21 @@ class PackedLinear(nn.Module):
     def __init__(self, *layers: nn.Linear):
         super().__init__()
         self.weight = torch.cat([layer.weight for layer in layers]).detach()  # (out, in)
-        self.fewest_rows = 1  # that are multiplied together: see `PackedLlama`
+        self.min_rows = 1  # that are multiplied together: see `PackedLlama`
         if self.weight.device.type == "cpu":
             self.weight = reorder_weight(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.weight.is_mkldnn:
             return F.linear(x, self.weight)
-        return packed_product(x, self.weight, self.fewest_rows)
+        return packed_product(x, self.weight, self.min_rows)
 
 
 class PackedRMSNorm(nn.Module):
     """The same norm in four operations. On a CPU F.rms_norm is made of more.
 
     x / sqrt(mean(x^2) + eps) = sqrt(size) x / sqrt(|x|^2 + size eps), and hypot(a, b) is
-    sqrt(a^2 + b^2) in one operation. Computed in float32. For bfloat16 that takes two casts more.
+    sqrt(a^2 + b^2) in one operation. Computed in float32, which takes two more casts for bfloat16.
     """
 
     def __init__(self, norm: RMSNorm):
@@ -645,7 +650,7 @@ class PackedAttention(Attention):
         rows = q.reshape(len(q), self.kv_heads, -1, self.head_dim)  # (B, Hkv, H T / Hkv, D)
         count = rows.shape[2]
         if mask is not None:
-            if mask.shape[-2] == q.shape[2]:  # else `PackedLlama.hidden` has done the next line
+            if mask.dtype == torch.bool:  # a row for each token; else see `attention_mask`
                 mask = torch.cat([mask] * (self.heads // self.kv_heads), dim=-2)
             added = mask.shape[-2] - count
             if added > 0:
@@ -669,15 +674,14 @@ class PackedMLP(nn.Module):
 
 
 class PackedLlama(Llama):
-    """A packed Llama on a CPU. With a cache, what it computes of a token is exact in each pass over
-    as many tokens as the cache's limits allow. (A prompt is read in longer ones, but always in the
-    same.)"""
+    """A packed Llama on a CPU. With a cache of its own it is exact in every pass over no more
+    tokens than its limits allow. (Prompts are read in longer pieces, but always in the same.)"""
 
     def find_limits(self) -> None:
         """Find out what it takes on this processor to be exact."""
         for part in self.modules():
             if isinstance(part, PackedLinear):
-                part.fewest_rows = fewest_rows(*part.weight.shape, part.weight.dtype)
+                part.min_rows = probe_rows(*part.weight.shape, part.weight.dtype)
         config = self.config
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.limits = probe_attention(config.head_dim, self.group, self.dtype)
@@ -705,7 +709,7 @@ class PackedLlama(Llama):
             positions = slots[cache.length:]
             mask = positions.unsqueeze(1) >= slots  # for a single token, too
         # Each product would add rows to fewer than these. Here they are added once for all.
-        added = max(FEWEST_ROWS - count, 0)
+        added = max(MIN_ROWS - count, 0)
         tokens = F.pad(tokens, (0, added))
         positions = F.pad(positions, (0, added))
         mask = F.pad(mask, (0, 0, 0, added), value=True)
@@ -787,7 +791,7 @@ def main() -> None:
     add_generation_arguments(parser.add_argument_group("answer"))
     args = parser.parse_args()
     question = read_prompt(args.prompt)
-    dtype = DTYPES[settle_device(args.device, args.dtype)]
+    dtype = DTYPES[choose_dtype(args.device, args.dtype)]
     model, tokenizer = load_target(args.model, args.device, dtype)
     model = pack(model)
     prompt = tokenizer.chat([{"role": "user", "content": question}])

@@ -49,6 +49,7 @@ from llama import (
 from plumbing.errors import InputError, atomic_write, checksum, input_errors, read_json
 from plumbing.hub import SHIPPED_DRAFTERS, resolve_path
 from plumbing.huggingface import load_weights, read_tensors
+from plumbing.kernels import has_fast_bfloat16
 from plumbing.tokenizer import Tokenizer
 
 LSA_TOKENS = 64  # LSA reads so many at a time: a whole prompt, times L layers, may not fit in RAM
@@ -125,7 +126,7 @@ class CrossAttentionLayer(DecoderLayer):
 class Drafter(nn.Module):
     """Trainable: LSA, the projection, SA and CA. All else is the target's, and frozen.
 
-    The layers have the names of the authors' checkpoints, the methods that run them are verbs.
+    The layers have the names of the authors' checkpoints. The methods that run them are verbs.
     """
 
     checkpoint_hash = ""  # set by `load_drafter`: a client and its server compare theirs
@@ -194,8 +195,8 @@ class Drafter(nn.Module):
         (B, T, E), which the LM head reads.
 
         tokens (B, T); kv (B, T, L, 2 Ekv) from the target's cache; horizon (B, T): the last
-        position whose memory query i may read, -1 for none. (Training calls the two steps itself,
-        because it compares the result of both.)
+        position whose memory query i may read, -1 for none. (`distill` of train.py takes the same
+        two steps one by one: it needs the result of the first, too.)
         """
         x = self.mix_attentions(tokens, kv, horizon)  # LSA, SA, CA: (B, T, E)
         return self.infer_target_layers(x, kv, horizon)  # TLI: (B, T, E)
@@ -334,8 +335,8 @@ class MemoryUpdate:
     """
 
     tokens: list[int]
-    cross_kv: Tensor  # CA's keys and values of the memory, (1, Hkv, T, 2D)
-    reused_kv: Tensor  # keys and values in the target's last N layers, (N, 1, Hkv, T, 2D)
+    cross_kv: Tensor | None  # CA's keys and values of the memory, (1, Hkv, T, 2D)
+    reused_kv: Tensor | None  # those in the target's last N layers, (N, 1, Hkv, T, 2D)
 
 
 @dataclass
@@ -345,7 +346,8 @@ class VerifyResult:
 
     accepted: list[int]  # the drafted tokens that it keeps
     token: int  # its own, which comes after them
-    memory: MemoryUpdate  # of what is now verified: the prompt, or the root and accepted tokens
+    # Of what is now verified: the prompt, or the root and accepted tokens. (None: nobody needs it.)
+    memory: MemoryUpdate | None
 
 
 class DraftHead(nn.Module):
@@ -1007,8 +1009,8 @@ def to_bfloat16(drafter: Drafter) -> Drafter:
     Drafts need not be exact: a worse one costs time, never text.
     """
     weight = drafter.Ekv2E.weight
-    is_plain = weight.device.type == "cpu" and weight.dtype == torch.float32
-    if is_plain and can_pack(weight) and torch.cpu._is_avx512_bf16_supported():
+    is_on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
+    if is_on_cpu and has_fast_bfloat16():
         for parameter in drafter.parameters():  # (drafter.bfloat16() would round the angles, too)
             parameter.data = parameter.data.bfloat16()
         if isinstance(drafter.head, LimitedHead):  # the plain head's weight is the target's

@@ -4,7 +4,7 @@ The drafter runs on a consumer device and the target on a server. How much that 
 depends on the network between them. Here one machine stands for both ends of any network. Messages
 cross a real TCP socket at once, so they have their real sizes. When a reply is here, the client
 computes when it would have arrived over the simulated link, and sleeps until that moment. A seed
-repeats all delays.
+repeats the random draws: jitter and lost packets.
 
     python speculate.py --remote --network 4g --prompt "Why is the sky blue?" --trace
 
@@ -270,10 +270,9 @@ class Channel:
         start = monotonic()
         if network.outage.overlaps(start, start):  # now, that is
             raise ConnectionLost("the network is down")
-        # The simulated handshake may take as long as a reply and one lost packet. `is_new` still
-        # describes the previous connection. Where there was none, or where it brought no reply,
-        # reply_timeout() is a minute. Else it is ten times `slowest`, so that a dead network is
-        # noticed soon.
+        # The simulated handshake may take as long as a reply and one lost packet. How long a reply
+        # may take is still that of the previous connection: if it brought replies, not the first
+        # one's minute, so that a dead network is noticed soon.
         timeout = INITIAL_RTO + self.reply_timeout()
         deadline = start + min(CONNECT_SECONDS, timeout)  # of the real handshake
         host, port = self.address
@@ -548,7 +547,7 @@ class TargetSession:
     worker: futures.ThreadPoolExecutor
     new_verifier: Callable  # of (model, drafter, capacity, sampling): see LocalVerifier
     has_left: Callable[[], bool]  # tells whether the client has closed the connection
-    verifier: object = None  # of the text that was read last
+    verifier: object = None  # a LocalVerifier, of the text that was read last
     root: int = 0  # of the next draft: the newest token
 
     @property
@@ -765,7 +764,7 @@ def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
 
 def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) -> MemoryUpdate:
     """Read the memory of these tokens off a reply. Raises LookupError, RuntimeError, ValueError."""
-    # Any slots of our caches, one for each token: the memory must have their shape.
+    # Any slots of our caches, one for each token: the memory must have as many numbers.
     count = len(tokens)
     cross_slots = state.cross_cache.kv[0, :, :, :count]
     reused_slots = state.reused_cache.kv[:, :, :, :count]

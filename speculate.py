@@ -18,7 +18,7 @@ Shapes: T tokens, K drafted tokens, S tokens in the cache, E hidden size, V voca
 """
 from __future__ import annotations
 
-import plumbing.start  # first: Ctrl-C or a missing package while PyTorch loads ends in one line
+import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
 
 import json
 import math
@@ -26,6 +26,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -152,14 +153,12 @@ class LocalVerifier:
     ) -> VerifyResult:
         """Read a prompt, and choose the token after it. A long one is read in pieces: after each,
         `on_piece` is told how many tokens have been read, and may raise to stop."""
-        pieces = []
         for hidden in read_in_pieces(self.model, prompt, self.cache):
-            pieces.append(hidden)
             if on_piece is not None:
                 on_piece(self.cache.length)
-        hidden = torch.cat(pieces, dim=1)  # (1, T, E)
-        token = sample_next(self.model.lm_head(hidden[0, -1]), self.sampling)
-        return VerifyResult([], token, self.memory_update(prompt, hidden))
+        logits = self.model.lm_head(hidden[0, -1])  # of the last piece's last token, (V)
+        token = sample_next(logits, self.sampling)
+        return VerifyResult([], token, self.drafter.memory_update(prompt, self.cache))
 
     def verify(self, draft: Draft) -> VerifyResult:
         """Decide which tokens of a draft to keep. The cache keeps the root and those.
@@ -171,25 +170,19 @@ class LocalVerifier:
         that of the token after all of them.
         """
         start = self.cache.length
-        hidden, logits = self.predict(draft)
+        logits = self.predict(draft)  # (1 + K, V)
         acceptance = accept_draft(logits, draft, self.sampling)
-        path = acceptance.path
-        self.cache.keep_path(start, path)
-        verified = [draft.tokens[node] for node in path]  # the root, then the accepted tokens
-        memory = self.memory_update(verified, hidden[:, path])
+        self.cache.keep_path(start, acceptance.path)
+        verified = [draft.tokens[node] for node in acceptance.path]  # the root, then accepted ones
+        memory = self.drafter.memory_update(verified, self.cache)
         return VerifyResult(verified[1:], acceptance.token, memory)
 
-    def predict(self, draft: Draft) -> tuple[Tensor, Tensor]:
-        """Run the target on a draft. Returns hidden states (1, 1 + K, E) and logits (1 + K, V)."""
+    def predict(self, draft: Draft) -> Tensor:
+        """Run the target on a draft. Returns logits (1 + K, V): row i is what follows node i."""
         ids = torch.tensor([draft.tokens], device=self.model.device)  # (1, 1 + K)
         positions, mask = draft_layout(draft, self.cache.length, self.model.device)
         hidden = self.model.hidden(ids, self.cache, positions, mask)  # (1, 1 + K, E)
-        return hidden, self.model.lm_head(hidden[0])
-
-    def memory_update(self, tokens: list[int], hidden: Tensor) -> MemoryUpdate:
-        """Return what the drafter needs of the newest tokens in the cache. (Their hidden states
-        (1, T, E) are not used: they are for drafters that read them instead of the cache.)"""
-        return self.drafter.memory_update(tokens, self.cache)
+        return self.model.lm_head(hidden[0])
 
 
 def draft_layout(draft: Draft, start: int, device) -> tuple[Tensor, Tensor]:
@@ -472,9 +465,14 @@ class WindowedKVCache(AlignedKVCache):
         super().keep_path(start, path)
 
 
+@dataclass
+class WindowedResult(VerifyResult):
+    draft: Draft  # what was verified: all of the draft or, without room, its likelier paths
+
+
 class WindowedVerifier(LocalVerifier):
-    """A verifier that is exact at temperature 0, with a `PackedLlama`. (Above it a draft has to be
-    proposed as it was drawn, and what is promised is the distribution.)"""
+    """A verifier that is exact at temperature 0, with a `PackedLlama`. (Above it nothing may be
+    left out of a draft, because its tokens were drawn, so only the distribution is promised.)"""
 
     def new_cache(self, capacity: int) -> KVCache:
         cache = super().new_cache(capacity)
@@ -482,13 +480,13 @@ class WindowedVerifier(LocalVerifier):
             return WindowedKVCache(cache.kv, cache.limits)
         return cache
 
-    def verify(self, draft: Draft) -> VerifyResult:
+    def verify(self, draft: Draft) -> WindowedResult:
         cache = self.cache
         if isinstance(cache, WindowedKVCache):
             draft = draft.keep(fitting_nodes(draft.paths, cache.length, cache.limits))
-        return super().verify(draft)
+        return WindowedResult(**vars(super().verify(draft)), draft=draft)
 
-    def predict(self, draft: Draft) -> tuple[Tensor, Tensor]:
+    def predict(self, draft: Draft) -> Tensor:
         cache = self.cache
         if draft.is_chain or not isinstance(cache, WindowedKVCache):
             return super().predict(draft)  # (the slots of a chain are those of the text)
@@ -496,7 +494,7 @@ class WindowedVerifier(LocalVerifier):
         cache.windows = windows
         ids = torch.tensor([draft.tokens])
         hidden = self.model.hidden(ids, cache, windows.positions, windows.mask)
-        return hidden, self.model.lm_head(hidden[0])
+        return self.model.lm_head(hidden[0])
 
 
 # --- One answer, and what it cost ---
@@ -557,7 +555,8 @@ class Recorder:
         """on_piece: for a LocalVerifier's prefill."""
         self.verifier = verifier
         self.on_piece = on_piece
-        self.resumed = perf_counter()  # when the loop went on after the newest cycle
+        self.cycle: Cycle | None = None  # the newest
+        self.resumed = perf_counter()  # when the loop went on after it
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
         prefill = self.verifier.prefill
@@ -571,6 +570,8 @@ class Recorder:
     def record(self, draft: Draft, call: Callable, argument: list[int] | Draft) -> VerifyResult:
         called = perf_counter()
         result = call(argument)
+        if isinstance(result, WindowedResult):
+            draft = result.draft
         self.cycle = Cycle(draft, result, called - self.resumed, perf_counter() - called)
         return result
 
@@ -814,23 +815,20 @@ class Printer:
 
 
 @dataclass
-class TracedResult(VerifyResult):
-    draft: Draft  # what was verified: of the draft perhaps not all
-    p: Tensor  # the target's distribution after each of its nodes, (1 + K, V)
+class TracedResult(WindowedResult):
+    p: Tensor  # the target's distribution after each node of the draft, (1 + K, V)
 
 
 class TracingVerifier(WindowedVerifier):
     """Keeps the target's distributions for --trace."""
 
-    def predict(self, draft: Draft) -> tuple[Tensor, Tensor]:
-        hidden, logits = super().predict(draft)
-        self.draft = draft
+    def predict(self, draft: Draft) -> Tensor:
+        logits = super().predict(draft)
         self.p = draft_distributions(logits, self.sampling)  # made of logits as q is
-        return hidden, logits
+        return logits
 
     def verify(self, draft: Draft) -> TracedResult:
-        result = super().verify(draft)
-        return TracedResult(**vars(result), draft=self.draft, p=self.p)
+        return TracedResult(**vars(super().verify(draft)), p=self.p)
 
 
 @dataclass
@@ -857,8 +855,6 @@ class Trace:
 
     def emit(self, cycle: Cycle) -> None:
         self.cycles += 1
-        if isinstance(cycle.result, TracedResult):
-            cycle = replace(cycle, draft=cycle.result.draft)
         record = self.record(cycle)
         lines = [json.dumps(record)] if self.as_json else draw_cycle(record)
         print(*lines, sep="\n", flush=True)
@@ -916,7 +912,7 @@ def verdict(cycle: Cycle, path: list[int], node: int) -> str:
     if parent not in path or draft.depth(parent) == len(cycle.tokens):
         return "not reached"  # after a token that was not accepted, or that ended the answer
     if parent == path[-1] and draft.tokens[node] == cycle.result.token:
-        return "not tried"  # a server had no room for it (see `WindowedVerifier`)
+        return "left out"  # a server had no room for it (see `WindowedVerifier`)
     accepted = set(path) & set(draft.children(parent))
     if draft.q and accepted and node > min(accepted):
         return "not tried"  # drawn siblings are tried in order, and one before it was accepted
@@ -1116,7 +1112,7 @@ class Terminal:
         if args.trace and args.json:
             print(json.dumps({"prompt": messages[-1]["content"], "tokens": prompt}))
         method = self.method
-        with PromptProgress(len(prompt), remote=bool(args.remote)) as progress:
+        with closing(PromptProgress(len(prompt), remote=bool(args.remote))) as progress:
             if not args.remote:
                 method = partial(method, on_piece=progress.update)
             generation = answer(method, prompt, config, progress.until_first(emit))
@@ -1207,7 +1203,7 @@ def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
     check_arguments(parser, args)
-    dtype = flags.DTYPES[flags.settle_device(args.device, args.dtype)]
+    dtype = flags.DTYPES[flags.choose_dtype(args.device, args.dtype)]
     if args.serve:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         serve(args.serve, load(args, dtype), WindowedVerifier, announce_on_terminal)

@@ -20,7 +20,7 @@ positions. In code, h is `final` and h' is `predicted`.
 """
 from __future__ import annotations
 
-import plumbing.start  # noqa: F401 (first: Ctrl-C while PyTorch is imported ends in silence)
+import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
 
 import argparse
 import itertools
@@ -53,10 +53,10 @@ from plumbing.flags import (
     DTYPES,
     Parser,
     add_model_arguments,
+    choose_training_dtype,
     number,
     path,
     positive_int,
-    settle_for_training,
 )
 from plumbing.hub import resolve_path
 from plumbing.journal import (
@@ -71,7 +71,7 @@ from plumbing.processes import all_reduce, join_processes, leave_processes, rank
 from plumbing.tokenizer import Tokenizer
 
 CLIP = 1.0  # the gradient's norm, at most
-LOGITS = 2**25  # how many numbers of distributions exist at once: 128 MiB
+LOGITS = 2**25  # how many logits exist at once: 128 MiB, and a few tensors as large made of them
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class TrainConfig:
 
     updates: int | None = None  # None: one pass over the data
     batch_size: int = 32  # sequences in an update
-    micro_batch_size: int = 1  # sequences that are read at once: changes only time and memory
+    micro_batch_size: int = 1  # sequences that are read at once: costs memory, saves time
     seq_len: int = 2048  # tokens of a sequence, at most
     run_length: tuple[int, int] = (5, 15)  # tokens of a run, see below
     kl_weight: float = 0.1
@@ -140,19 +140,16 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     horizons 3, 6 and 10.
     """
     horizons = []
-    next_run = None  # where the next run begins; None outside answers
+    begin = None  # where the answer begins; None outside answers
     for position, in_answer in enumerate(answer.tolist()):
         if not in_answer:
-            next_run = None
+            begin = None
             horizons.append(position)  # has no effect: nothing is trained outside answers
             continue
-        if next_run is None:  # the first run of an answer
-            run_begins = position
-            next_run = run_begins + length - phase
-        elif position == next_run:
-            run_begins = position
-            next_run = run_begins + length
-        horizons.append(run_begins - 1)  # the token before the run
+        if begin is None:
+            begin = position
+        place = (position - begin + phase) % length  # in its run, as if the first one were whole
+        horizons.append(max(begin, position - place) - 1)  # the token before the run
     return torch.tensor(horizons)
 
 
@@ -705,7 +702,7 @@ def main() -> None:
     args = parse_arguments()
     args.run_length = tuple(args.run_length)
     device = join_processes(args.device)
-    args.dtype = settle_for_training(device, args.dtype)
+    args.dtype = choose_training_dtype(device, args.dtype)
     config = TrainConfig(**chosen(TrainConfig, args))
     sizes = DrafterSizes(**chosen(DrafterSizes, args))
     train_drafter(

@@ -12,11 +12,11 @@ experiments.synthesize` writes them). experiments/results/README.md has the resu
 """
 from __future__ import annotations
 
-import plumbing.start  # first: Ctrl-C or a missing package while PyTorch loads ends in one line
+import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
 
 import json
 from argparse import Namespace
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -33,24 +33,27 @@ from moa import (
     DrafterConfig,
     DraftLimits,
     DraftState,
-    MemoryUpdate,
+    VerifyResult,
     load_drafter,
     pack_together,
 )
+from netsim import match_path
 from plumbing.conversations import hold_out
 from plumbing.errors import InputError, read_json, run_command
 from plumbing.flags import (
     DTYPES,
     Parser,
     add_model_arguments,
+    choose_training_dtype,
     number,
     path,
     positive_int,
-    settle_for_training,
 )
 from plumbing.tokenizer import Tokenizer
 from speculate import (
     LocalVerifier,
+    OnPiece,
+    WindowedResult,
     WindowedVerifier,
     acceptance_length,
     answer,
@@ -125,17 +128,51 @@ class NoLSADrafter(AblationDrafter):
         memory = self.project_states(self.target.hidden(tokens))
         return self.cross_attend(self.self_attend(tokens), memory, horizon)
 
+    def memory_update(self, tokens: list[int], cache: KVCache) -> None:
+        """The cache is not read: see `LastStateVerifier`."""
+
     def project_states(self, hidden: Tensor) -> Tensor:
         """Turn final hidden states (B, T, E) into memories (B, T, E)."""
         return self.Ekv2E(hidden.to(self.dtype))
 
 
-class LastStateVerifier(WindowedVerifier):
-    """For drafters without LSA: it hands them the target's final states."""
+class RecordingTarget:
+    """A target that keeps the final states of its passes."""
 
-    def memory_update(self, tokens: list[int], hidden: Tensor) -> MemoryUpdate:
-        memory = self.drafter.project_states(hidden)  # (1, T, E)
-        return self.drafter.update_from_memory(tokens, memory, self.cache)
+    def __init__(self, target: Llama):
+        self.target = target
+        self.passes: list[Tensor] = []  # (1, T, E) each
+
+    def __getattr__(self, name: str):
+        return getattr(self.target, name)
+
+    def hidden(self, *args) -> Tensor:
+        self.passes.append(self.target.hidden(*args))
+        return self.passes[-1]
+
+
+class LastStateVerifier(WindowedVerifier):
+    """For drafters without LSA: it hands them the target's final states, not its cache."""
+
+    def __init__(self, model: Llama, drafter: Drafter, capacity: int, sampling: Sampling):
+        super().__init__(RecordingTarget(model), drafter, capacity, sampling)
+
+    def prefill(self, prompt: list[int], on_piece: OnPiece | None = None) -> VerifyResult:
+        result = super().prefill(prompt, on_piece)
+        return self.with_states(result, prompt, path=list(range(len(prompt))))
+
+    def verify(self, draft: Draft) -> WindowedResult:
+        result = super().verify(draft)
+        path = match_path(result.draft, result.accepted)
+        return self.with_states(result, [draft.tokens[0], *result.accepted], path)
+
+    def with_states(self, result: VerifyResult, tokens: list[int], path: list[int]) -> VerifyResult:
+        """Return the result with what the drafter makes of the states of these tokens. path: their
+        places in the passes since the last call."""
+        hidden = torch.cat(self.model.passes, dim=1)[:, path]  # (1, T, E)
+        self.model.passes.clear()
+        memory = self.drafter.project_states(hidden)
+        return replace(result, memory=self.drafter.update_from_memory(tokens, memory, self.cache))
 
 
 # --- Without CA ---
@@ -351,7 +388,11 @@ def measure_drafter(
             cycles_with_drafts, target, drafter, limits, new_verifier=ablation.new_verifier
         )
         progress = tqdm(prompts, desc=f"answers, {name}s", leave=False)
-        generations = [answer(method, prompt, config) for prompt in progress]
+        generations = []
+        for prompt in progress:
+            generations.append(answer(method, prompt, config))
+            if generations[-1].interrupted:  # by Ctrl-C, which `answer` takes for an answer's end
+                raise KeyboardInterrupt
         row[f"{name}_acceptance_length"] = acceptance_length(generations)
         row[f"{name}_tokens_per_second"] = rate(generations)
     return row
@@ -400,7 +441,7 @@ def parse_arguments() -> Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    dtype = settle_for_training(args.device, args.dtype)
+    dtype = choose_training_dtype(args.device, args.dtype)
     config = TrainConfig(
         updates=args.updates,
         batch_size=args.batch_size,

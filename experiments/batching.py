@@ -22,7 +22,7 @@ size, H heads, Hkv kv heads, D head size, L layers, V vocabulary, V' tokens that
 """
 from __future__ import annotations
 
-import plumbing.start  # first: Ctrl-C or a missing package while PyTorch loads ends in one line
+import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
 
 import json
 from argparse import Namespace
@@ -61,9 +61,9 @@ from plumbing.flags import (
     Parser,
     add_generation_arguments,
     add_model_arguments,
+    choose_dtype,
     number,
     path,
-    settle_device,
 )
 from speculate import accept_draft
 
@@ -373,7 +373,7 @@ class BatchDraftState:
         ids = torch.tensor(tokens, device=target.device).unsqueeze(1)  # (B, 1)
         context = target.config.max_position_embeddings
         new = RaggedPass(self.self_cache, 0, ids.shape, context)
-        rope = drafter.rotary[:, new.positions]  # (2, B, 1, 1, D/2)
+        rope = drafter.rotary[:, new.positions]  # (2, B, 1, 1, D)
         x = drafter.self_attention(drafter.embed(ids), rope, new.mask, new, 0)  # (B, 1, E)
         x = self.read_memory(x, rope)
         new = RaggedPass(self.reused_cache, 0, ids.shape, context)
@@ -554,7 +554,7 @@ def parse_arguments() -> Namespace:
 def main() -> None:
     args = parse_arguments()
     prompts = read_prompts(args.file)
-    dtype = DTYPES[settle_device(args.device, args.dtype)]
+    dtype = DTYPES[choose_dtype(args.device, args.dtype)]
     models = load_models(args.model, args.drafter, args.device, dtype)
     stop_ids = frozenset(models.tokenizer.stop_ids)
     config = GenerationConfig(

@@ -21,7 +21,7 @@ makes a row of each category and method.
 """
 from __future__ import annotations
 
-import plumbing.start  # first: Ctrl-C or a missing package while PyTorch loads ends in one line
+import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
 
 import json
 import math
@@ -74,8 +74,8 @@ from plumbing.flags import (
     add_model_arguments,
     address,
     answer_length,
+    choose_dtype,
     path,
-    settle_device,
     time_limit,
 )
 from plumbing.tokenizer import Tokenizer
@@ -467,7 +467,7 @@ def main() -> None:
     args = parse_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     prompts = read_prompts(args.file)
-    dtype = DTYPES[settle_device(args.device, args.dtype)]
+    dtype = DTYPES[choose_dtype(args.device, args.dtype)]
     models, drafters = load(args, dtype)
     if args.remote:
         contenders = choose_remote(args, models.drafter, dtype)

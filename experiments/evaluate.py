@@ -13,7 +13,7 @@ of any kind alike: those without CA read their own predictions here.
 """
 from __future__ import annotations
 
-import plumbing.start  # first: Ctrl-C or a missing package while PyTorch loads ends in one line
+import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
 
 import itertools
 import json
@@ -26,7 +26,7 @@ from llama import Sampling, load_target
 from moa import Drafter, DraftLimits, load_drafter, pack_together
 from plumbing.conversations import NO_ANSWER, NO_FILE
 from plumbing.errors import InputError, run_command
-from plumbing.flags import DTYPES, Parser, add_model_arguments, number, path, settle_for_training
+from plumbing.flags import DTYPES, Parser, add_model_arguments, choose_training_dtype, number, path
 from speculate import LocalVerifier
 from train import (
     DEPTHS,
@@ -93,7 +93,7 @@ def main() -> None:
     for file in args.data:  # before the model is loaded, which takes longer
         if not file.exists():
             raise InputError(f"{file}: {NO_FILE}")
-    dtype = settle_for_training(args.device, args.dtype)
+    dtype = choose_training_dtype(args.device, args.dtype)
     target, tokenizer = load_target(args.model, args.device, DTYPES[dtype])
     context = target.config.max_position_embeddings // 64 * 64  # `collate` rounds lengths up
     if args.seq_len > context:

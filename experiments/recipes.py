@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from experiments.ablations import ABLATIONS, FULL, Ablation
-from llama import causal_mask
-from moa import Drafter
+from llama import Llama, causal_mask
+from moa import Drafter, DrafterConfig
 from train import DrafterSizes, TrainConfig
 
 UPDATES = 6400
@@ -44,8 +44,11 @@ class StaircaseDrafter(Drafter):
     share falls from one to none over the first half of training."""
 
     updates = LENGTHS["quarter"]  # of its training
-    passes = 0  # so far: one for each update
-    draws = random.Random(0)
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        self.passes = 0  # so far: one for each update
+        self.draws = random.Random(0)
 
     def mix_attentions(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
         if not torch.is_grad_enabled():  # in an evaluation SA sees the whole text

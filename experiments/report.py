@@ -7,7 +7,7 @@
 A table has a line for each drafter (or network), with the mean over the seeds and half of their
 range. It shows what experiments/run.py has written to experiments/results/NAME.json.
 """
-import plumbing.start  # first: Ctrl-C or a missing package while PyTorch loads ends in one line
+import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
 
 from pathlib import Path
 from typing import Callable
@@ -25,13 +25,13 @@ RARE = 0.05  # a depth that a smaller share of the chains comes to is left out
 CHAIN_LENGTH = 4
 
 Row = dict  # of a results file
-Column = Callable[[Row], float | None]  # its value in a row; None if there is none
+Value = Callable[[Row], float | None]  # of a column in a row; None if there is none
 
 
 # --- Columns ---
 
 
-def accuracy_at(depth: int) -> Column:
+def accuracy_at(depth: int) -> Value:
     """Return a column: how often the token at a depth is right, if all before it are."""
 
     def value(row: Row) -> float | None:
@@ -45,13 +45,13 @@ def accuracy_at(depth: int) -> Column:
     return value
 
 
-def speedup_at(cost: float) -> Column:
+def speedup_at(cost: float) -> Value:
     """Return a column: how much faster chains make the target, if a step of the drafter costs this
     share of a pass of the target."""
     return lambda row: row["chain"] / (1 + CHAIN_LENGTH * cost)
 
 
-def key(name: str, inner: str | None = None) -> Column:
+def key(name: str, inner: str | None = None) -> Value:
     """Return the column of a key, or of a key inside the object that it holds."""
     if inner is None:
         return lambda row: row[name]
@@ -148,7 +148,7 @@ def compare_trees(rows: list[Row], first: list[Row]) -> str:
     return cell(changes, sign="+", unit="%")
 
 
-def make_table(columns: dict[str, Column], lines: dict[str, list[Row]]) -> str:
+def make_table(columns: dict[str, Value], lines: dict[str, list[Row]]) -> str:
     headings = ["", *columns]
     compares = "trees" in columns
     if compares:

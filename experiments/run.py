@@ -15,7 +15,7 @@ runs/DRAFTER-SEED/scores.json, with its recipe. As long as the recipe is the sam
 not trained again: delete the file after a change of the code. Drafters that were being trained, and
 everything that measures time, begin again.
 """
-import plumbing.start  # first: Ctrl-C or a missing package while PyTorch loads ends in one line
+import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
 
 import itertools
 import json

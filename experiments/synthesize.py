@@ -17,7 +17,7 @@ turn reads the text so far again.
 """
 from __future__ import annotations
 
-import plumbing.start  # first: Ctrl-C or a missing package while PyTorch loads ends in one line
+import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
 
 import itertools
 import json
@@ -34,16 +34,16 @@ from tqdm import tqdm
 
 from experiments.batching import Batch, Request
 from llama import GenerationConfig, Llama, load_target, pack
-from plumbing.conversations import next_role, read_questions
+from plumbing.conversations import next_role, read_first_questions
 from plumbing.errors import InputError, run_command
 from plumbing.flags import (
     DTYPES,
     Parser,
     add_model_arguments,
+    choose_dtype,
     number,
     path,
     positive_int,
-    settle_device,
 )
 from plumbing.processes import say
 from plumbing.tokenizer import Tokenizer
@@ -190,7 +190,7 @@ def synthesize(
         file.truncate(content.rfind(b"\n") + 1)
         written = content.count(b"\n")
         if questions is not None:
-            answered = set(read_questions(out))
+            answered = set(read_first_questions(out))
             asked = dict.fromkeys(questions)  # each once
             questions = [question for question in asked if question not in answered]
         # The seed depends on what is there already, or the same conversations would come again.
@@ -244,10 +244,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     questions = None
     if args.questions is not None:
-        questions = list(read_questions(args.questions))
+        questions = list(read_first_questions(args.questions))
         if not questions:
             raise InputError(f"{args.questions}: no conversation with a question")
-    dtype = DTYPES[settle_device(args.device, args.dtype)]
+    dtype = DTYPES[choose_dtype(args.device, args.dtype)]
     target, tokenizer = load_target(args.model, args.device, dtype)
     context = target.config.max_position_embeddings
     if args.seq_len > context:

@@ -16,7 +16,7 @@ is also the shortest example of how a language model is trained here.
 
 Shapes: B windows, T tokens, V tokens of the vocabulary.
 """
-import plumbing.start  # first: Ctrl-C or a missing package while PyTorch loads ends in one line
+import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
 
 import ast
 import json
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from llama import Config, Llama
 from plumbing.conversations import find_records, read_messages
 from plumbing.errors import InputError, atomic_write, run_command
-from plumbing.flags import DTYPES, Parser, number, path, positive_int, settle_device
+from plumbing.flags import DTYPES, Parser, choose_dtype, number, path, positive_int
 from plumbing.journal import Journal, begin_or_resume, read_settings
 from plumbing.tokenizer import CHATML_TEMPLATE, Tokenizer, read_hugging_face_tokenizer
 from train import apply_gradients, make_optimizers
@@ -77,10 +77,10 @@ def library_functions() -> dict[str, str]:
     """
     library = Path(sysconfig.get_path("stdlib"))
     functions = {}
-    for path in sorted(library.rglob("*.py")):
-        if NOT_LIBRARY.intersection(path.relative_to(library).parts):
+    for file in sorted(library.rglob("*.py")):
+        if NOT_LIBRARY.intersection(file.relative_to(library).parts):
             continue
-        text = path.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
         lines = text.split("\n")  # as `ast` counts them (splitlines() also splits at form feeds)
         for node in find_functions(ast.parse(text)):
             source = textwrap.dedent("\n".join(lines[node.lineno - 1:node.end_lineno]))
@@ -277,7 +277,7 @@ def parse_arguments() -> Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    settle_device(args.device, args.dtype)
+    choose_dtype(args.device, args.dtype)
     names = [field.name for field in fields(ToyConfig)]
     config = ToyConfig(**{name: getattr(args, name) for name in names})
     make_toy(args.folder, config, args.device, args.resume)

@@ -412,7 +412,7 @@ def parse_prompt(text: bytes) -> Prompt:
     return Prompt(category, turns)
 
 
-def read_questions(path: str | Path) -> Iterator[str]:
+def read_first_questions(path: str | Path) -> Iterator[str]:
     """Read what the user asks first in each record of a file of conversations or prompts. Raises
     InputError."""
     for record in find_records(path):

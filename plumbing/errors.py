@@ -1,4 +1,4 @@
-"""Errors of the user's in one line, and files that are written completely or not at all.
+"""User errors, reported in one line, and files that are written completely or not at all.
 
 What the user gives may be missing, damaged or wrong. It is checked once, where it enters. Then the
 command ends in one line, which says what is wrong and what to do, and in exit status 2. A traceback

@@ -146,9 +146,9 @@ def read_prompt(text: str | None) -> str:
     return text
 
 
-def settle_device(device: str, dtype: str | None) -> str:
-    """Check that this machine has the device. Return the name of the dtype to compute in: the one
-    given or, if None, what is fastest on the device. Raises InputError."""
+def choose_dtype(device: str, dtype: str | None) -> str:
+    """Return the name of the dtype to compute in: the one given or, if None, what is fastest on the
+    device. Raises InputError if this machine does not have it."""
     with input_errors(f"--device {device} cannot be used here", RuntimeError, AssertionError):
         torch.zeros(1, device=device).item()
     if dtype is None:
@@ -157,11 +157,12 @@ def settle_device(device: str, dtype: str | None) -> str:
     return dtype
 
 
-def settle_for_training(device: str, dtype: str | None) -> str:
-    """Do the same for what trains, or is compared with it: on a CPU the default is float32."""
+def choose_training_dtype(device: str, dtype: str | None) -> str:
+    """Return the name of the dtype to train in, or to score what was trained: as `choose_dtype`,
+    but on a CPU the default is float32."""
     if dtype is None and device.startswith("cpu"):
         dtype = "float32"
-    return settle_device(device, dtype)
+    return choose_dtype(device, dtype)
 
 
 def answer_length(context: int, prompt_length: int, max_new_tokens: int) -> int:

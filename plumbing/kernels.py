@@ -37,8 +37,9 @@ from torch import Tensor
 MAX_ROWS = 32
 # To read the weights for one row takes longer than for four: measured on an AMD EPYC and, with AMX,
 # on an Intel Xeon.
-FEWEST_ROWS = 4
+MIN_ROWS = 4
 KEY_BLOCK = 512  # PyTorch's attention reads so many keys at a time
+MAX_UNIT = 64  # of its lanes, see `AttentionLimits`: no CPU met has more than 32
 
 
 # --- Linear layers ---
@@ -50,16 +51,16 @@ def reorder_weight(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows_expected)
 
 
-def packed_product(x: Tensor, weight: Tensor, fewest: int = 1) -> Tensor:
-    """Return x W^T (..., out) for x (..., in) and a reordered weight. To fewer rows than `fewest`
+def packed_product(x: Tensor, weight: Tensor, min_rows: int = 1) -> Tensor:
+    """Return x W^T (..., out) for x (..., in) and a reordered weight. To fewer rows than `min_rows`
     some are added, whose results are dropped.
 
     PyTorch has no public call for this, which is why requirements.txt states its version.
     """
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
-    if count < fewest:
-        rows = F.pad(rows, (0, 0, 0, fewest - count))
+    if count < min_rows:
+        rows = F.pad(rows, (0, 0, 0, min_rows - count))
     # None: no bias. The rest: no activation after it.
     out = torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
     return out[:count].reshape(*x.shape[:-1], -1)
@@ -81,14 +82,15 @@ def scattered(*shape: int) -> Tensor:
 
 @cache
 @torch.random.fork_rng(devices=[])  # the caller's random numbers are left alone
-def fewest_rows(outputs: int, inputs: int, dtype: torch.dtype) -> int:
-    """Return how many rows, and no less than FEWEST_ROWS, `packed_product` must be given so that a
+def probe_rows(outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> int:
+    """Return how many rows, and no less than MIN_ROWS, `packed_product` must be given so that a
     row's result is the same to the bit as among MAX_ROWS, and among any number in between, wherever
     the row is.
 
     4,096 outputs are enough, even of a wide layer (an LM head has 49,152). Each is a sum of its
     own, whose order depends on how the kernel cuts the inputs, not on how many outputs there are.
     """
+    torch.manual_seed(seed)
     # Each term w x comes with its negative: the second half of w is the first half negated.
     half = (inputs + 1) // 2
     outputs = min(outputs, 4096)
@@ -104,10 +106,10 @@ def fewest_rows(outputs: int, inputs: int, dtype: torch.dtype) -> int:
         return packed_product(x.repeat(count, 1), weight)  # (count, out)
 
     expected = results(MAX_ROWS)[:1]  # (1, out)
-    fewest = MAX_ROWS
-    while fewest > FEWEST_ROWS and (results(fewest - 1) == expected).all():
-        fewest -= 1
-    return fewest
+    count = MAX_ROWS
+    while count > MIN_ROWS and (results(count - 1) == expected).all():
+        count -= 1
+    return count
 
 
 # --- Attention ---
@@ -130,9 +132,9 @@ class AttentionLimits:
     splits: tuple[int, ...]  # of a block: where one sum ends, and the next begins
 
     def attention_mask(self, mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-        """Make of a mask of tokens (T, S) that of their queries: of each kv head there are T for
-        each of the `group` heads that share it. Queries that are added see everything, and nobody
-        sees keys that are added. What is returned is added to the scores: 0, or -inf."""
+        """Repeat a mask of tokens (T, S) for each of the `group` query heads that share a kv head,
+        and pad it. Added queries see everything, and nobody sees added keys. What is returned is
+        to be added to the scores: 0, or -inf."""
         mask = torch.cat([mask] * group)  # (group T, S)
         queries, keys = mask.shape
         mask = F.pad(mask, (0, self.padded(keys) - keys), value=False)
@@ -156,41 +158,47 @@ class AttentionLimits:
 
 @cache
 @torch.random.fork_rng(devices=[])
-def probe_attention(head_dim: int, queries: int, dtype: torch.dtype) -> AttentionLimits:
-    """Find out the limits for heads of this size, of which so many share a kv head: so many queries
-    a token."""
-    different = torch.randn(64, 1, head_dim)  # queries; with a single one an error may not show
+def probe_attention(
+    head_dim: int, group: int, dtype: torch.dtype, seed: int = 0
+) -> AttentionLimits:
+    """Find out the limits for heads of this size, of which `group` share a kv head: each token has
+    so many queries for it."""
+    torch.manual_seed(seed)
+    queries = torch.randn(64, 1, head_dim)  # with a single one an error may not show
     # Half of the queries are for the sum of values, the others for the sum that softmax divides by
     # (see `cancelling_keys_values`).
-    different[0::2, :, -1] = 0.0
-    different[1::2, :, -1] = head_dim**0.5
-    different = different.to(dtype)
-    multiple, most_queries = probe_queries(different[:8], queries * MAX_ROWS)
-    unit, lengths, splits = probe_keys(different.repeat(1, multiple, 1))
-    most_tokens = min(MAX_ROWS, most_queries // queries)
-    if most_tokens < 2:
-        # No case is known. Drafts work all the same, but their sums may be rounded in another way.
+    queries[0::2, :, -1] = 0.0
+    queries[1::2, :, -1] = head_dim**0.5
+    queries = queries.to(dtype)
+    multiple, most_queries = probe_queries(queries[:8], group * MAX_ROWS)
+    copies = queries.repeat(1, multiple, 1)
+    unit = probe_unit(copies)
+    lengths, splits = probe_lengths(copies, unit or MAX_UNIT)
+    most_tokens = min(MAX_ROWS, most_queries // group)
+    if most_tokens < 2 or unit is None:
+        # No such CPU is known. Drafts work all the same, but their sums may be rounded otherwise.
         print("no exact attention was found on this CPU: texts may differ", file=sys.stderr)
         most_tokens = MAX_ROWS
     return AttentionLimits(
         query_multiple=multiple,
         most_tokens=most_tokens,
-        unit=unit,
+        unit=unit or MAX_UNIT,
         lengths=tuple(lengths),
         splits=tuple(splits),
     )
 
 
-def probe_queries(different: Tensor, most: int) -> tuple[int, int]:
+def probe_queries(queries: Tensor, most: int) -> tuple[int, int]:
     """Find out which multiples of a query's copies agree: the least one, and how many copies there
-    may be, of `most`. different: (B, 1, D)."""
+    may be, of `most`. queries: (B, 1, D), each to be tried with copies of itself."""
     slots = torch.arange(KEY_BLOCK)
-    kv = cancelling_keys_values(KEY_BLOCK, different)
+    kv = cancelling_keys_values(KEY_BLOCK, queries)
 
     def results(count: int) -> Tensor:
-        return attend(different.repeat(1, count, 1), kv, slots, KEY_BLOCK)
+        return attend(queries.repeat(1, count, 1), kv, slots, KEY_BLOCK)
 
-    expected = results(32)[:, :1]
+    many = 32  # a multiple of all that are tried
+    expected = results(many)[:, :1]
 
     def agrees(count: int) -> bool:
         same = results(count) == expected
@@ -199,20 +207,26 @@ def probe_queries(different: Tensor, most: int) -> tuple[int, int]:
     for multiple in (1, 2, 4, 8, 16, 32):
         counts = range(multiple, most + multiple, multiple)
         most_agreeing = max(takewhile(agrees, counts), default=0)
-        if most_agreeing >= 32:
+        if most_agreeing >= many:
             break
     return multiple, most_agreeing
 
 
-def probe_keys(queries: Tensor) -> tuple[int, list[int], list[int]]:
-    """Find out the unit, lengths and splits of `AttentionLimits`, with queries (B, T, D)."""
-    slots = torch.arange(128)
-    kv = cancelling_keys_values(128, queries)
+def probe_unit(queries: Tensor) -> int | None:
+    """Find out the unit of `AttentionLimits`, with queries (B, T, D): half of the keys are moved by
+    it, and the results must not change. None: no unit was found."""
+    slots = torch.arange(2 * MAX_UNIT)
+    kv = cancelling_keys_values(len(slots), queries)
     expected = attend(queries, kv, slots, KEY_BLOCK)
-    for unit in (16, 32, 64):
-        moved = slots + unit * (slots >= 64)
+    for unit in (16, 32, MAX_UNIT):
+        moved = slots + unit * (slots >= MAX_UNIT)
         if torch.equal(attend(queries, kv, moved, KEY_BLOCK), expected):
-            break
+            return unit
+    return None
+
+
+def probe_lengths(queries: Tensor, unit: int) -> tuple[list[int], list[int]]:
+    """Find out the lengths and splits of `AttentionLimits`, with queries (B, T, D)."""
     lengths = []
     splits = []
     for end in range(unit, KEY_BLOCK + 1, unit):
@@ -228,7 +242,7 @@ def probe_keys(queries: Tensor) -> tuple[int, list[int], list[int]]:
         slots[-unit:] += unit
         if not torch.equal(attend(queries, kv, slots, KEY_BLOCK), in_full_block):
             splits.append(end)
-    return unit, lengths, splits
+    return lengths, splits
 
 
 def cancelling_keys_values(count: int, queries: Tensor) -> Tensor:

@@ -150,7 +150,7 @@ class MessageServer(socketserver.ThreadingTCPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.new_session = new_session
         self.places = threading.Semaphore(MAX_CLIENTS)
-        # The moment since when each client is idle, the longest first. Infinity: it is busy.
+        # The moment since when each client is idle. Infinity: it is busy.
         self.clients: dict[socket.socket, float] = {}
         super().__init__(address, ClientHandler)
 
@@ -160,7 +160,7 @@ class MessageServer(socketserver.ThreadingTCPServer):
         Returns False if all are busy."""
         if self.places.acquire(timeout=SPARE_SECONDS):
             return True
-        for sock, since in list(self.clients.items()):
+        for sock, since in sorted(self.clients.items(), key=lambda client: client[1]):
             if monotonic() > since + SPARE_SECONDS:
                 disconnect(sock)
                 return self.places.acquire(timeout=1.0)  # its thread is about to end
@@ -215,8 +215,7 @@ class ClientHandler(socketserver.StreamRequestHandler):
             session = self.server.new_session(self.has_left)
             send_message(self.connection, session.greeting, {})
             while True:
-                del clients[self.connection]
-                clients[self.connection] = monotonic()  # now at the end of the order
+                clients[self.connection] = monotonic()
                 deadline = monotonic() + IDLE_SECONDS
                 request = receive_message(self.connection, MAX_REQUEST, deadline)
                 clients[self.connection] = math.inf

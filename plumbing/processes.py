@@ -7,21 +7,21 @@ processes and a batch of five, process 0 has sequences 0, 2 and 4, and process 1
 
 `all_reduce` is a meeting: it returns once all processes have called it. So all of them must make
 the same calls in the same order, even one that has nothing to add; otherwise they wait for each
-other forever. Without torchrun there is one process, and the functions below do nothing.
+other forever. Without torchrun there is one process, and nothing to wait for.
 """
 from __future__ import annotations
 
-from datetime import timedelta
 import os
 import signal
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from plumbing.flags import settle_device
+from plumbing.flags import choose_dtype
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -45,7 +45,7 @@ def join_processes(device: str) -> str:
     if device.startswith("cuda"):
         backend = "nccl"
         device = f"cuda:{dist.get_node_local_rank()}"
-        settle_device(device, None)  # a plain error if there are fewer GPUs than processes
+        choose_dtype(device, None)  # a plain error if there are fewer GPUs than processes
         torch.cuda.set_device(device)
     # The others wait while process 0 evaluates, perhaps longer than the usual ten minutes.
     dist.init_process_group(backend, timeout=timedelta(hours=2))

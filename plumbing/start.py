@@ -1,11 +1,14 @@
-"""Imported first, before PyTorch, which takes seconds: what goes wrong until then ends in one line.
+"""Imported first, before PyTorch, which takes seconds. Until it is loaded Ctrl-C ends a script in
+silence, and a package that is not installed in one line.
 
-A script's own `run_command` only begins once everything is imported. Until then Ctrl-C, or a
-package that is not installed, would print a traceback.
+A script's own `run_command` only begins once everything is imported. Until then both would print a
+traceback. (Where these files are used as a library, nothing is changed.)
 """
 import sys
+from pathlib import Path
 
 REQUIREMENTS = ("torch", "numpy", "tokenizers", "safetensors", "tqdm")
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def print_exception(kind, error, traceback) -> None:
@@ -18,4 +21,6 @@ def print_exception(kind, error, traceback) -> None:
     sys.__excepthook__(kind, error, traceback)
 
 
-sys.excepthook = print_exception
+script = getattr(sys.modules["__main__"], "__file__", None)  # None: an interactive session
+if script and Path(script).resolve().is_relative_to(ROOT):
+    sys.excepthook = print_exception

@@ -35,11 +35,7 @@ LONG_PROMPT = 256  # tokens: from here on reading a prompt has a progress bar
 
 class PromptProgress:
     """Shows, until the first token comes, what takes so long: with a server a line, and here a
-    progress bar.
-
-        with PromptProgress(len(prompt), remote=False) as progress:
-            read(prompt, on_piece=progress.update, emit=progress.until_first(emit))
-    """
+    progress bar. It has to be closed."""
 
     def __init__(self, length: int, remote: bool):
         note = "connecting, and waiting for the server to read the prompt ..."
@@ -55,18 +51,15 @@ class PromptProgress:
         self.bar.update(tokens_read - self.bar.n)
 
     def until_first(self, emit: Callable[[object], None]) -> Callable[[object], None]:
-        """Return an `emit` that ends this before it does what the given one does."""
+        """Return an `emit` that closes this before it does what the given one does."""
 
-        def end_and_emit(what: object) -> None:
-            self.__exit__()
+        def close_and_emit(what: object) -> None:
+            self.close()
             emit(what)
 
-        return end_and_emit
+        return close_and_emit
 
-    def __enter__(self) -> PromptProgress:
-        return self
-
-    def __exit__(self, *_) -> None:
+    def close(self) -> None:
         self.timer.cancel()
         self.bar.close()
 

@@ -150,11 +150,12 @@ class Tokenizer:
                 raise InputError(f"eos_token_id is invalid: {token!r:.40}")
         self.backend = backend
         self.stop_ids = set(stop_ids)
-        known = [token for token in CONTROL_TOKENS if backend.token_to_id(token) is not None]
-        backend.add_special_tokens(known)
+        present = [token for token in CONTROL_TOKENS if backend.token_to_id(token) is not None]
+        backend.add_special_tokens(present)
         # The name misleads: True means that "<|im_end|>" within a message is encoded as plain text.
         backend.encode_special_tokens = True
         self.has_template = bool(template)
+        self.states_date = "Cutting Knowledge Date" in template  # as Llama-3.1's does
         self.format, self.refusal = choose_format(backend, template, bos_token)
         for known in (CHATML, LLAMA3):  # some checkpoints state only the base model's stop token
             end_of_turn = backend.token_to_id(known.end_turn.strip())
@@ -272,6 +273,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not tokenizer.has_template and tokenizer.format is not None:
         name = tokenizer.format.name
         print(f"{path} has no chat template: its format is taken for {name}'s", file=sys.stderr)
+    if tokenizer.states_date:
+        note = "states the date in a system turn, which is left out here"
+        print(f"{path}: the chat template {note}", file=sys.stderr)
     return tokenizer
 
 

@@ -15,7 +15,12 @@ the root, 0:
     holds    the text   32 33  0  1  .  .  .  .   32 33  0  2  .  .  .  .
 
 The first window is where the text itself goes on. Node 2 sees slots 0 to 31 and 40 to 43. If it is
-accepted, slots 42 and 43 move to 34 and 35.
+accepted, slots 42 and 43 move to 34 and 35. The root lies in both windows, and what is computed of
+it is the same there. Where a node has several windows, it looks at the last.
+
+In code, `source` says what the slots from 32 on get. It numbers the tail and the tree together:
+0 and 1 are tokens 32 and 33, and 2, 3 and 4 are the nodes 0, 1 and 2. So for the example it is
+0 1 2 3 . . . . 0 1 2 4 . . . .
 
 A tree is given as the paths to all of its nodes, of which each is the list of nodes from the root
 to the one at hand (see `Draft` of moa.py).
@@ -29,7 +34,7 @@ from torch import Tensor
 
 from plumbing.kernels import AttentionLimits
 
-Path = list[int]
+NodePath = list[int]  # from the root to a node
 
 
 @dataclass
@@ -51,14 +56,14 @@ class Windows:
         slots[:, :, self.base:end] = torch.cat([tail, new], dim=2).index_select(2, self.source)
         return end
 
-    def slots_of(self, path: Path) -> list[int]:
+    def slots_of(self, path: NodePath) -> list[int]:
         """Return where the nodes of this path lie together, as numbers of slots after the text."""
         # The window of the last node holds all of them, in order, after the tail.
         first = self.starts[path[-1]] - self.base
         return list(range(first, first + len(path)))
 
 
-def open_windows(paths: list[Path], length: int, unit: int) -> Windows:
+def open_windows(paths: list[NodePath], length: int, unit: int) -> Windows:
     """Give each path to a leaf its window, after a text of `length` tokens."""
     tail = length % unit
     base = length - tail
@@ -79,28 +84,31 @@ def open_windows(paths: list[Path], length: int, unit: int) -> Windows:
     return Windows(length, base, torch.tensor(source), starts, length + depths, mask)
 
 
-def fitting_nodes(paths: list[Path], length: int, limits: AttentionLimits) -> list[int]:
+def fitting_nodes(paths: list[NodePath], length: int, limits: AttentionLimits) -> list[int]:
     """Return the nodes that can be verified exactly in one pass, in order: all, or those of the
     likelier paths.
 
     The terms of a window must go into the same partial sums as the text's. So all windows have to
-    end before the next split. (But not the first: it lies where the text will.)
+    end before the next split. Only the first may cross it: it lies where the text will, and the
+    text crosses it in the same place.
     """
     tail = length % limits.unit
     end = length - tail  # of the windows so far
     split = limits.next_split(end)
     kept: set[int] = set()
     for path in paths_to_leaves(paths):
+        path = path[:limits.most_tokens]
+        nodes = kept.union(path)
         size = tail + len(path)
         end_with_path = end + size + -size % limits.unit
-        nodes = kept.union(path[:limits.most_tokens])
-        if not kept or (end_with_path <= split and len(nodes) <= limits.most_tokens):
+        is_first = not kept
+        if is_first or (end_with_path <= split and len(nodes) <= limits.most_tokens):
             kept = nodes
             end = end_with_path
     return sorted(kept)
 
 
-def paths_to_leaves(paths: list[Path]) -> list[Path]:
+def paths_to_leaves(paths: list[NodePath]) -> list[NodePath]:
     """Return the paths to nodes without children. Drafters add likelier children first, so the
     first of these paths follows the likeliest child of each node."""
     parents = {path[-2] for path in paths if len(path) > 1}

@@ -24,7 +24,7 @@ from plumbing.conversations import (
     find_records,
     read_messages,
     read_prompts,
-    read_questions,
+    read_first_questions,
 )
 from plumbing.errors import InputError
 
@@ -267,7 +267,7 @@ def test_prompts_are_read_in_every_form(tmp_path):
     questions = ["Hi", "Write.", "What is 2 + 2?", "Hi"]
     for file in (path, tmp_path / "array.json"):
         assert read_prompts(file) == prompts
-        assert list(read_questions(file)) == questions
+        assert list(read_first_questions(file)) == questions
 
 
 @pytest.mark.parametrize("line", [

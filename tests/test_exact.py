@@ -49,16 +49,15 @@ class LogitsVerifier(WindowedVerifier):
     """Keeps the logits that each token after the first was chosen from."""
 
     def predict(self, draft):
-        self.draft = draft
-        hidden, self.logits = super().predict(draft)
-        return hidden, self.logits
+        self.logits = super().predict(draft)
+        return self.logits
 
     def verify(self, draft):
         result = super().verify(draft)
         node = 0
         self.kept.append(self.logits[node])
         for token in result.accepted:
-            node = self.draft.child(node, token)
+            node = result.draft.child(node, token)
             self.kept.append(self.logits[node])
         return result
 

@@ -152,7 +152,16 @@ def test_a_packed_model_gives_the_same_logits_for_any_number_of_tokens(folder, d
         expected = model(TOKENS[:1, :count], cache)
         logits = packed(TOKENS[:1, :count], packed_cache)
         assert logits.dtype == dtype
+        assert not packed_cache.kv[:, :, :, packed_cache.length:].any()  # no padding
         assert (logits - expected).abs().max() < tolerance * expected.abs().max()
+
+
+def test_a_cache_that_is_full_is_an_error_and_never_drops_a_token():
+    model = new_target(16)
+    cache = model.new_cache(3)
+    model(torch.tensor([[1, 2, 3]]), cache)
+    with pytest.raises(ValueError, match="the cache has 3 slots, too few for 4 tokens"):
+        model(torch.tensor([[4]]), cache)
 
 
 @pytest.mark.parametrize("golden", SMOLLM2, ids=lambda golden: golden["prompt"][:12])

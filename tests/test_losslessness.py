@@ -53,6 +53,7 @@ from speculate import (
     Cycle,
     LocalVerifier,
     Lookup,
+    WindowedVerifier,
     accept_draft,
     answer,
     cycles_on_server,
@@ -563,7 +564,7 @@ def whole_answers(
     lookup: bool = False,
     alone: bool = False,
     remote: bool = False,
-    new_verifier: type[LocalVerifier] = LocalVerifier,
+    new_verifier: type[LocalVerifier] = WindowedVerifier,
     **choices,
 ) -> Comparison:
     """Of answers that are interrupted after so many drafts. choices: the drafter's."""

@@ -58,7 +58,7 @@ from netsim import (
 )
 from plumbing import messages
 from plumbing.errors import InputError, run_command
-from plumbing.flags import DTYPES, settle_device
+from plumbing.flags import DTYPES, choose_dtype
 from plumbing.messages import MessageServer, receive_message, send_message
 from speculate import (
     Cycle,
@@ -1062,7 +1062,7 @@ def test_the_command_line_gives_the_same_tokens_with_the_target_on_a_server_that
 def test_the_prompt_may_come_from_a_pipe_and_the_target_from_a_server_of_our_own(
         processes, smollm2):
     _, tokenizer = smollm2
-    dtype = DTYPES[settle_device("cpu", None)]
+    dtype = DTYPES[choose_dtype("cpu", None)]
     model = pack(load_model("smollm2", "cpu", dtype))  # exact, in bfloat16 too
     out = processes.piped.stdout.read()
     err = processes.piped.stderr.read()

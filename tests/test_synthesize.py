@@ -20,7 +20,7 @@ from experiments import synthesize
 from experiments.batching import Request
 from experiments.synthesize import SynthesisConfig
 from llama import Llama, load_model, load_tokenizer
-from plumbing.conversations import read_questions
+from plumbing.conversations import read_first_questions
 from plumbing.errors import InputError
 from plumbing.tokenizer import Tokenizer
 
@@ -150,7 +150,7 @@ def test_the_target_writes_its_own_training_data_and_answers_questions(tmp_path,
     records = [{"data": [f"Count to {i % 9}.", "1"]} for i in range(18)]
     questions = tmp_path / "questions.json"
     questions.write_text(json.dumps(records))  # an array will do
-    asked = set(read_questions(questions))
+    asked = set(read_first_questions(questions))
     assert len(asked) == 9
     own = tmp_path / "own"
     answers = tmp_path / "answers"

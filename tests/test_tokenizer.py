@@ -168,6 +168,14 @@ def test_without_a_template_a_line_says_which_format_is_assumed(
     assert capsys.readouterr().err == line
 
 
+def test_a_template_that_states_the_date_is_read_without_it_and_a_line_says_so(tmp_path, capsys):
+    byte_tokenizer(tmp_path, LLAMA3)
+    dated = "{# Cutting Knowledge Date: December 2023, Today Date: {{ date_string }} #}"
+    set_template(tmp_path, dated + LLAMA3_TEMPLATE, BOS)
+    assert chat_text(tmp_path, ask("Hi")) == BOS + LLAMA3_HI
+    assert "states the date in a system turn, which is left out here" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.jinja"])
 def test_a_system_message_of_the_templates_own_is_added_where_no_other_is_given(tmp_path, file):
     byte_tokenizer(tmp_path, CHATML)
