@@ -1,7 +1,7 @@
 """The drafter: a Mixture of Attentions (Zimmer et al., ICLR 2025, arXiv 2410.03804, section 3).
 
 The paper calls it M_Small. It reads the target's KV cache, and drafts the tokens that come next.
-Four kinds of layers make it, which the next section writes as formulas:
+It has four parts, which the next section writes as formulas:
 
     LSA  Layer Self-Attention reads the keys and values of one token in all layers of the target's
          cache, and makes one vector of them, that token's *memory*. (EAGLE, EAGLE-2 and Medusa see
@@ -76,12 +76,13 @@ LSA_TOKENS = 64  # LSA reads so many at a time: a whole prompt, times L layers, 
 #
 # h'_i predicts the target's final hidden state at token i, from which the target's own LM head
 # makes the distribution of the next token. With N > 0, CA's output predicts the state that enters
-# the last N layers: often a better draft, at a higher cost. For verified tokens these layers attend
-# to the target's own keys and values; for drafted ones, to those that they make of CA's output.
+# the last N layers: a better draft if N is large, at a higher cost. For verified tokens these
+# layers attend to the target's own keys and values; for drafted ones, to those that they make of
+# CA's output.
 #
 # Only verified tokens have a memory. So training must hide from each position the memory that it
 # will not have while drafting: all of it after the position's *horizon* (see train.py). This is
-# what the paper calls on-policy.
+# what the paper calls on-policy, by a "T-step bounded" mask.
 #
 # Shapes: as in llama.py, and N reused target layers, K drafted tokens, F nodes on the frontier of a
 # draft (see `DraftLimits`), V' tokens that may be drafted (above the bar all V of them). H, Hkv and
@@ -353,9 +354,9 @@ class VerifyResult:
 class DraftHead(nn.Module):
     """The target's LM head, frozen: features to logits.
 
-    The place of a logit, here called an *output*, is the number of its token. `LimitedHead`, below
-    the bar, has fewer outputs than there are tokens, so whoever needs a token or a distribution of
-    tokens asks for it here.
+    An *output* is an index into the logits. Here it equals the token's number. With `LimitedHead`,
+    below the bar, it is an index into a shorter list of tokens. So whoever needs a token or a
+    distribution of tokens asks for it here.
     """
 
     def __init__(self, weight: Tensor):
@@ -472,8 +473,8 @@ class DraftLimits:
     depth: int  # levels below the root: in a chain the number of drafted tokens, K
     top_k: int = 1  # nodes of a frontier, at most. With 1 the draft is a chain
     total_tokens: int = 64  # drafted tokens of a tree, at most
-    min_confidence: float = 0.0  # stop where the paths to a frontier together are less likely
-    min_probability: float = 0.0  # a tree does not grow for a path that is less likely
+    min_confidence: float = 0.0  # stop when the paths to a frontier sum to less than this
+    min_probability: float = 0.0  # a tree ignores paths below this probability
 
 
 def draft_distributions(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -699,9 +700,9 @@ class DraftState:
         all the same.
 
         (This is ours: a budget that follows likely paths, as in EAGLE-2, for children drawn without
-        replacement, as in Jeon et al. 2024. EAGLE-2 proposes the likeliest tokens at any
-        temperature. That is exact, too: a token that is certain to be proposed is accepted with
-        probability p.)
+        replacement, as in Jeon et al. 2024. The two were not compared. EAGLE-2 proposes the
+        likeliest tokens at any temperature. That is exact, too: a token that is certain to be
+        proposed is accepted with probability p.)
         """
         draft = Draft(root)
         frontier = [0]

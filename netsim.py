@@ -85,7 +85,8 @@ Replies = Iterator[tuple[dict, Tensors]]  # each one's fields and tensors
 # A packet can be lost. TCP sends it again if the other side has not confirmed it within the
 # retransmission timeout (RTO), and doubles this timeout each time. (Real TCP often notices a loss
 # sooner, by later packets that are confirmed or by a probe. That is left out, so losses cost too
-# much here. Congestion control, slow start and other people's traffic are left out, too.)
+# much here, above all with drafts, which wait for every reply. Congestion control, slow start and
+# other people's traffic are left out, too.)
 
 MSS = 1460  # bytes of a message in one packet: Ethernet's 1500, less the headers of IP and TCP
 INITIAL_RTO = 1.0  # seconds, as long as no round trip has been measured (RFC 6298)
@@ -97,7 +98,8 @@ class Link:
     """One direction of a network, in numbers.
 
     A message's latency is drawn from a normal distribution. A negative draw becomes 0, which makes
-    the mean a little longer: 10.8 ms for 10 with a jitter of 10.
+    the mean a little longer: 10.8 ms for 10 with a jitter of 10. (On `4g` every eighth is
+    negative.)
     """
 
     latency: float = 0.0  # seconds: the mean of that distribution

@@ -81,6 +81,7 @@ from netsim import (
 )
 from plumbing import flags
 from plumbing.errors import InputError, run_command
+from plumbing.layout import TreeLayout, lay_out_tree
 from plumbing.terminal import (
     GREEN,
     YELLOW,
@@ -93,7 +94,6 @@ from plumbing.terminal import (
     why_stopped,
 )
 from plumbing.tokenizer import TextStream, Tokenizer
-from plumbing.windows import Windows, fitting_nodes, open_windows
 
 
 @torch.inference_mode()
@@ -265,10 +265,10 @@ def rejection_sample(
     what `scaled` divides by. The two add up to p(x), whatever q is. A bad drafter costs time, and
     never changes the text.
 
-    An example with three tokens, p = (0.6, 0.3, 0.1) and q = (0.4, 0.5, 0.1). They are accepted
-    with probability 1, 0.6 and 1. The second is drafted and rejected with probability
-    0.5 * 0.4 = 0.2. Then scaled(max(p - q, 0)) = (1, 0, 0) puts the first in its place. So they
-    come out with probability 0.4 + 0.2, 0.5 * 0.6 and 0.1, which is p.
+    An example with three tokens a, b and c, p = (0.6, 0.3, 0.1) and q = (0.4, 0.5, 0.1). They are
+    accepted with probability 1, 0.6 and 1. b is drafted and rejected with probability
+    0.5 * 0.4 = 0.2. Then scaled(max(p - q, 0)) = (1, 0, 0) puts a in its place. So they come out
+    with probability 0.4 + 0.2, 0.5 * 0.6 and 0.1, which is p.
 
     The same holds for each token of the chain in turn. A token is tried only if those before it
     were accepted, so p and q are the distributions after exactly the text that precedes it. After
@@ -313,9 +313,9 @@ def rejection_sample_tree(
     with these two in place of p and q: p_left and q_left in the code. If all are rejected, the
     token is drawn from what is left of p.
 
-    Take p and q of the example in `rejection_sample`, and say that token 2 was drawn first, then
-    token 1. Token 2 is accepted with probability 0.6. If it is rejected, p_left is (1, 0, 0) and
-    q_left (0.8, 0, 0.2), so token 1 is accepted.
+    Take p and q of the example in `rejection_sample`, and say that b was drawn first, then a. b is
+    accepted with probability 0.6. If it is rejected, p_left is (1, 0, 0) and q_left (0.8, 0, 0.2),
+    so a is accepted.
 
     Why that is exact. Claim: given what was rejected so far, the token that in the end follows this
     node is distributed as the p_left of that moment. From the last child backwards:
@@ -443,57 +443,58 @@ class NoDrafter:
 
 # --- Exact: greedy text and logits of the target alone, to the bit ---
 #
-# See plumbing/kernels.py (why the same sum has two values) and plumbing/windows.py (what that means
+# See plumbing/kernels.py (why the same sum has two values) and plumbing/layout.py (what that means
 # for a tree).
 
 
-class WindowedKVCache(AlignedKVCache):
-    """A cache that has windows while a draft is verified: a place for each path of the tree."""
+class ExactKVCache(AlignedKVCache):
+    """A cache in which the nodes of a tree have slots that keep sums in order."""
 
-    windows: Windows | None = None
+    layout: TreeLayout | None = None  # of the tree that is being verified
 
     def append(self, layer: int, kv: Tensor) -> Tensor:
-        if self.windows is None:
+        if self.layout is None:
             return super().append(layer, kv)
-        end = self.windows.fill(self.kv[layer], kv)
+        end = self.layout.fill(self.kv[layer], kv)
         return self.kv[layer, :, :, :self.limits.padded(end)]
 
     def keep_path(self, start: int, path: list[int]) -> None:
-        if self.windows is not None:
-            path = self.windows.slots_of(path)
-            self.windows = None
+        if self.layout is not None:
+            path = [self.layout.slots[node] - start for node in path]
+            self.layout = None
         super().keep_path(start, path)
 
 
 @dataclass
-class WindowedResult(VerifyResult):
-    draft: Draft  # what was verified: all of the draft or, without room, its likelier paths
+class ExactResult(VerifyResult):
+    draft: Draft  # what was verified: all of the draft or, without room, its likelier tokens
 
 
-class WindowedVerifier(LocalVerifier):
+class ExactVerifier(LocalVerifier):
     """A verifier that is exact at temperature 0, with a `PackedLlama`. (Above it nothing may be
     left out of a draft, because its tokens were drawn, so only the distribution is promised.)"""
 
     def new_cache(self, capacity: int) -> KVCache:
         cache = super().new_cache(capacity)
         if isinstance(cache, AlignedKVCache) and self.sampling.temperature == 0:
-            return WindowedKVCache(cache.kv, cache.limits)
+            return ExactKVCache(cache.kv, cache.limits)
         return cache
 
-    def verify(self, draft: Draft) -> WindowedResult:
+    def verify(self, draft: Draft) -> ExactResult:
         cache = self.cache
-        if isinstance(cache, WindowedKVCache):
-            draft = draft.keep(fitting_nodes(draft.paths, cache.length, cache.limits))
-        return WindowedResult(**vars(super().verify(draft)), draft=draft)
+        if isinstance(cache, ExactKVCache):
+            probabilities = draft.path_probabilities
+            layout = lay_out_tree(draft.paths, probabilities, cache.length, cache.limits)
+            draft = draft.keep(layout.nodes)
+            cache.layout = None if draft.is_chain else layout  # a chain lies where the text will
+        return ExactResult(**vars(super().verify(draft)), draft=draft)
 
     def predict(self, draft: Draft) -> Tensor:
-        cache = self.cache
-        if draft.is_chain or not isinstance(cache, WindowedKVCache):
-            return super().predict(draft)  # (the slots of a chain are those of the text)
-        windows = open_windows(draft.paths, cache.length, cache.limits.unit)
-        cache.windows = windows
+        layout = self.cache.layout if isinstance(self.cache, ExactKVCache) else None
+        if layout is None:
+            return super().predict(draft)
         ids = torch.tensor([draft.tokens])
-        hidden = self.model.hidden(ids, cache, windows.positions, windows.mask)
+        hidden = self.model.hidden(ids, self.cache, layout.positions, layout.mask)
         return self.model.lm_head(hidden[0])
 
 
@@ -570,7 +571,7 @@ class Recorder:
     def record(self, draft: Draft, call: Callable, argument: list[int] | Draft) -> VerifyResult:
         called = perf_counter()
         result = call(argument)
-        if isinstance(result, WindowedResult):
+        if isinstance(result, ExactResult):
             draft = result.draft
         self.cycle = Cycle(draft, result, called - self.resumed, perf_counter() - called)
         return result
@@ -617,7 +618,7 @@ def cycles_with_drafts(
     prompt: list[int],
     config: GenerationConfig,
     lookup: bool = False,
-    new_verifier: type[LocalVerifier] = WindowedVerifier,
+    new_verifier: type[LocalVerifier] = ExactVerifier,
     on_piece: OnPiece | None = None,
 ) -> Iterator[Cycle]:
     """Let a drafter, lookup, or both draft, and let the target verify on this machine."""
@@ -815,11 +816,11 @@ class Printer:
 
 
 @dataclass
-class TracedResult(WindowedResult):
+class TracedResult(ExactResult):
     p: Tensor  # the target's distribution after each node of the draft, (1 + K, V)
 
 
-class TracingVerifier(WindowedVerifier):
+class TracingVerifier(ExactVerifier):
     """Keeps the target's distributions for --trace."""
 
     def predict(self, draft: Draft) -> Tensor:
@@ -912,7 +913,7 @@ def verdict(cycle: Cycle, path: list[int], node: int) -> str:
     if parent not in path or draft.depth(parent) == len(cycle.tokens):
         return "not reached"  # after a token that was not accepted, or that ended the answer
     if parent == path[-1] and draft.tokens[node] == cycle.result.token:
-        return "left out"  # a server had no room for it (see `WindowedVerifier`)
+        return "left out"  # a server had no room for it (see `ExactVerifier`)
     accepted = set(path) & set(draft.children(parent))
     if draft.q and accepted and node > min(accepted):
         return "not tried"  # drawn siblings are tried in order, and one before it was accepted
@@ -921,8 +922,8 @@ def verdict(cycle: Cycle, path: list[int], node: int) -> str:
 
 # --- Command line ---
 
-# Tuned on 48 prompts of Spec-Bench. A size on the command line switches the limits of confidence
-# off.
+# Tuned on 48 prompts of Spec-Bench, at temperature 0, on an Intel Xeon. A size on the command line
+# switches the limits of confidence off.
 TREE = DraftLimits(depth=6, top_k=3, total_tokens=8, min_confidence=0.15, min_probability=0.04)
 CHAIN = DraftLimits(depth=6, min_confidence=0.2)
 REMOTE_TREE = DraftLimits(
@@ -1080,7 +1081,7 @@ def choose_method(
         models.drafter,
         limits,
         lookup=args.lookup,
-        new_verifier=TracingVerifier if args.trace else WindowedVerifier,
+        new_verifier=TracingVerifier if args.trace else ExactVerifier,
     )
 
 
@@ -1180,7 +1181,7 @@ def run_terminal(args: Namespace, dtype: torch.dtype) -> None:
     models = load(args, dtype)
     server = args.remote
     if server == OWN_SERVER:
-        server = start_server(args.model, args.drafter, args.device, dtype, WindowedVerifier)
+        server = start_server(args.model, args.drafter, args.device, dtype, ExactVerifier)
     method = choose_method(args, models, server)
     stop_ids = frozenset(models.tokenizer.stop_ids)
     config = GenerationConfig(
@@ -1206,7 +1207,7 @@ def main() -> None:
     dtype = flags.DTYPES[flags.choose_dtype(args.device, args.dtype)]
     if args.serve:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        serve(args.serve, load(args, dtype), WindowedVerifier, announce_on_terminal)
+        serve(args.serve, load(args, dtype), ExactVerifier, announce_on_terminal)
     else:
         run_terminal(args, dtype)
 

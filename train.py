@@ -76,7 +76,8 @@ LOGITS = 2**25  # how many logits exist at once: 128 MiB, and a few tensors as l
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. Defaults are the paper's, as far as it or its code states them."""
+    """How to train. Defaults are the paper's, as far as it or its code states them. (What differs
+    from the authors' code: experiments/README.md.)"""
 
     updates: int | None = None  # None: one pass over the data
     batch_size: int = 32  # sequences in an update
@@ -223,8 +224,8 @@ def kl_divergence(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
     predicts (n, E), through the weight of the LM head (V', E). If the drafter may draft only some
     of the V tokens, then V' < V, and p as well is scaled to sum to 1 over those.
 
-    A smaller KL means more acceptance: a drafted token is rejected with probability
-    sum max(p - q, 0), which is at most sqrt(KL / 2) (Pinsker's inequality).
+    KL bounds how often a drafted token is rejected: with probability sum max(p - q, 0), which is
+    at most sqrt(KL / 2) (Pinsker's inequality).
     """
     # In float32: in bfloat16, a sum over V tokens would be mostly rounding.
     log_p = F.linear(final, head).log_softmax(-1, dtype=torch.float32)  # (n, V')
@@ -361,8 +362,8 @@ def learning_rate(update: int, config: TrainConfig, epoch_updates: int) -> float
 
     "cosine":
 
-        the first `warmup` updates     rises to the cosine
         up to the last update          lr (1 + cos(pi update / updates)) / 2: from lr to 0
+        the first `warmup` updates     that, times a factor that rises to 1 on a straight line
     """
     if config.schedule == "cosine":
         rise = min(1.0, (update + 1) / config.warmup)

@@ -51,10 +51,10 @@ from plumbing.flags import (
 )
 from plumbing.tokenizer import Tokenizer
 from speculate import (
+    ExactResult,
+    ExactVerifier,
     LocalVerifier,
     OnPiece,
-    WindowedResult,
-    WindowedVerifier,
     acceptance_length,
     answer,
     cycles_with_drafts,
@@ -151,7 +151,7 @@ class RecordingTarget:
         return self.passes[-1]
 
 
-class LastStateVerifier(WindowedVerifier):
+class LastStateVerifier(ExactVerifier):
     """For drafters without LSA: it hands them the target's final states, not its cache."""
 
     def __init__(self, model: Llama, drafter: Drafter, capacity: int, sampling: Sampling):
@@ -161,7 +161,7 @@ class LastStateVerifier(WindowedVerifier):
         result = super().prefill(prompt, on_piece)
         return self.with_states(result, prompt, path=list(range(len(prompt))))
 
-    def verify(self, draft: Draft) -> WindowedResult:
+    def verify(self, draft: Draft) -> ExactResult:
         result = super().verify(draft)
         path = match_path(result.draft, result.accepted)
         return self.with_states(result, [draft.tokens[0], *result.accepted], path)
@@ -346,12 +346,12 @@ class Ablation(NamedTuple):
     depths: int  # how many tokens of a draft one pass over a text can score
 
 
-FULL = Ablation(Drafter, WindowedVerifier, DEPTHS)
+FULL = Ablation(Drafter, ExactVerifier, DEPTHS)
 # Without CA, one pass over a text reads true memories where drafting reads predictions. So it
 # scores only the first token of a draft.
 ABLATIONS = {
     "no-lsa": Ablation(NoLSADrafter, LastStateVerifier, DEPTHS),
-    "no-ca": Ablation(NoCADrafter, WindowedVerifier, 1),
+    "no-ca": Ablation(NoCADrafter, ExactVerifier, 1),
     "neither": Ablation(NoLSANoCADrafter, LastStateVerifier, 1),
     "eagle": Ablation(EagleDrafter, LastStateVerifier, 1),
 }

@@ -84,10 +84,10 @@ from speculate import (
     OWN_SERVER,
     REMOTE_TREE,
     TREE,
+    ExactVerifier,
     Generation,
     Method,
     Origin,
-    WindowedVerifier,
     acceptance_length,
     add_draft_arguments,
     answer,
@@ -445,7 +445,7 @@ def choose_remote(args: Namespace, drafter: Drafter, dtype: torch.dtype) -> dict
     server = args.remote
     if server == OWN_SERVER:
         folder = args.drafter[0] if args.drafter else None
-        server = start_server(args.model, folder, args.device, dtype, WindowedVerifier)
+        server = start_server(args.model, folder, args.device, dtype, ExactVerifier)
     links = PROFILES
     link = link_of(
         args.network,

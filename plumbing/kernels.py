@@ -8,18 +8,20 @@ once in a while another token is then the likeliest.
 
 They do not differ if every pass gives the kernel a token's terms in the same way:
 
-    linear layers   with few rows (tokens), add some, until the kernel takes its usual path
-    attention       with few queries or keys, add some, until the kernel splits its sums as it
-                    does for many; an added key is masked, and what is masked adds an exact zero
+    linear layers   few rows (tokens) are padded, until the kernel takes its usual path; the results
+                    of added rows are dropped
+    attention       few queries or keys are padded, until the kernel splits its sums as it does for
+                    many; an added key is masked, and what is masked adds an exact zero
 
 (And in a tree of drafted tokens each must see its keys where the text would have them: see
-plumbing/windows.py.)
+plumbing/layout.py.)
 
 How many to add depends on the processor and on the version of its libraries. No manual says it, so
 it is found out here, once for each shape in a process. With ordinary numbers two orders differ in
 the last bit or not at all. So the kernels are tried on terms that cancel: 1e8, 1, -1e8 and -1 add
 up to 0, but in float32 from left to right to -1, because 1e8 + 1 is 1e8. What comes out is nothing
-but rounding errors, and they show the order.
+but rounding errors, and they show the order. That is evidence, not proof: one input is tried for
+each shape. So tests/test_exact.py compares whole answers, too.
 """
 from __future__ import annotations
 
@@ -32,14 +34,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Tokens of a pass that is exact, at most: all CPUs met agree up to here. With AMX, 33 rows are
-# multiplied in another order.
+# Tokens of a pass that is exact, at most: an AMD EPYC and an Intel Xeon agree up to here. With AMX,
+# 33 rows are multiplied in another order.
 MAX_ROWS = 32
 # To read the weights for one row takes longer than for four: measured on an AMD EPYC and, with AMX,
 # on an Intel Xeon.
 MIN_ROWS = 4
 KEY_BLOCK = 512  # PyTorch's attention reads so many keys at a time
-MAX_UNIT = 64  # of its lanes, see `AttentionLimits`: no CPU met has more than 32
+MAX_UNIT = 64  # of its lanes, see `AttentionLimits`: no CPU that was tried has more than 32
 
 
 # --- Linear layers ---
@@ -115,19 +117,23 @@ def probe_rows(outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> 
 # --- Attention ---
 #
 # On a CPU PyTorch's attention reads KEY_BLOCK keys at a time, and adds up what it gets from each
-# block. Within a block the order is found out here. An example, of an AMD EPYC in bfloat16: if the
-# queries are a multiple of 4, all agree. The unit is 32: keys may all lie 32 slots later. A block
-# of 512 keys is cut into three sums, which end at 192, 384 and 512 keys. Blocks of 32, 64, ..., 192
-# keys are summed as the beginning of a full one is, but one of 256 is cut elsewhere.
+# block. Within a block the order is found out here. It repeats: the kernel adds up the keys in
+# lanes, and after a number of slots, the *unit*, the lanes begin again. A key that lies a unit
+# later is added to the same partial sum. And a long block is cut into several sums; where one ends
+# there is a *split*. An example, of an AMD EPYC in bfloat16: if the queries are a multiple of 4,
+# all agree. The unit is 32. A block of 512 keys has splits at 192, 384 and 512. Blocks of 32, 64,
+# ..., 192 keys are summed as the beginning of a full one is, but one of 256 is cut elsewhere.
 
 
 @dataclass(frozen=True)
 class AttentionLimits:
-    """What attention needs to add up the keys of a query in the same order in every pass."""
+    """What attention needs to add up the keys of a query in the same order in every pass. For units
+    and splits see above."""
 
     query_multiple: int  # pad the queries of a kv head to a multiple of this
     most_tokens: int  # in a pass over more than these they no longer agree
-    unit: int  # a key that lies a multiple of this later is added up in the same order
+    unit: int  # keys that lie a multiple of this later are added up in the same order
+    grain: int  # but so many, from a multiple on, have to stay together
     lengths: tuple[int, ...]  # pad the keys of the last block to one of these
     splits: tuple[int, ...]  # of a block: where one sum ends, and the next begins
 
@@ -155,6 +161,10 @@ class AttentionLimits:
         split = min(split for split in self.splits if split > place)
         return slot - place + split
 
+    def same_sum(self, slot: int, other: int) -> bool:
+        """Tell whether keys in these two slots go into the same sum."""
+        return self.next_split(slot) == self.next_split(other)
+
 
 @cache
 @torch.random.fork_rng(devices=[])
@@ -173,16 +183,18 @@ def probe_attention(
     multiple, most_queries = probe_queries(queries[:8], group * MAX_ROWS)
     copies = queries.repeat(1, multiple, 1)
     unit = probe_unit(copies)
+    grain = probe_grain(copies, unit or MAX_UNIT)
     lengths, splits = probe_lengths(copies, unit or MAX_UNIT)
     most_tokens = min(MAX_ROWS, most_queries // group)
     if most_tokens < 2 or unit is None:
-        # No such CPU is known. Drafts work all the same, but their sums may be rounded otherwise.
+        # (On no CPU that was tried.) Drafts work all the same, but sums may be rounded otherwise.
         print("no exact attention was found on this CPU: texts may differ", file=sys.stderr)
         most_tokens = MAX_ROWS
     return AttentionLimits(
         query_multiple=multiple,
         most_tokens=most_tokens,
         unit=unit or MAX_UNIT,
+        grain=grain,
         lengths=tuple(lengths),
         splits=tuple(splits),
     )
@@ -223,6 +235,25 @@ def probe_unit(queries: Tensor) -> int | None:
         if torch.equal(attend(queries, kv, moved, KEY_BLOCK), expected):
             return unit
     return None
+
+
+def probe_grain(queries: Tensor, unit: int) -> int:
+    """Find out the grain of `AttentionLimits`, with queries (B, T, D): the keys from any multiple
+    of it on are moved by a unit, and the results must not change."""
+    slots = torch.arange(2 * MAX_UNIT)
+    kv = cancelling_keys_values(len(slots), queries)
+    expected = attend(queries, kv, slots, KEY_BLOCK)
+
+    def may_move_from(first: int) -> bool:
+        moved = slots + unit * (slots >= first)
+        return torch.equal(attend(queries, kv, moved, KEY_BLOCK), expected)
+
+    grain = 1
+    while grain < unit:
+        if all(may_move_from(first) for first in range(MAX_UNIT, MAX_UNIT + unit, grain)):
+            return grain
+        grain *= 2
+    return unit
 
 
 def probe_lengths(queries: Tensor, unit: int) -> tuple[list[int], list[int]]:

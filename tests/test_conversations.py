@@ -22,9 +22,9 @@ from plumbing.conversations import (
     Prompt,
     Stream,
     find_records,
+    read_first_questions,
     read_messages,
     read_prompts,
-    read_first_questions,
 )
 from plumbing.errors import InputError
 

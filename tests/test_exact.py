@@ -10,10 +10,10 @@ from speculate import (
     CHAIN,
     REMOTE_TREE,
     TREE,
+    ExactKVCache,
+    ExactVerifier,
     Lookup,
     TracingVerifier,
-    WindowedKVCache,
-    WindowedVerifier,
     slots,
     speculate,
 )
@@ -45,7 +45,7 @@ def target_alone(target: PackedLlama, prompt: list[int], count: int):
     return tokens, logits
 
 
-class LogitsVerifier(WindowedVerifier):
+class LogitsVerifier(ExactVerifier):
     """Keeps the logits that each token after the first was chosen from."""
 
     def predict(self, draft):
@@ -67,7 +67,7 @@ def with_drafts(target: PackedLlama, drafter: Drafter, prompt, count, limits, lo
     config = GenerationConfig(count)
     capacity = slots(prompt, config, limits)
     verifier = LogitsVerifier(target, drafter, capacity, Sampling())
-    assert isinstance(verifier.cache, WindowedKVCache)
+    assert isinstance(verifier.cache, ExactKVCache)
     verifier.kept = []
     state = drafter.new_state(capacity, Sampling())
     if lookup:

@@ -51,9 +51,9 @@ from plumbing.messages import Message
 from speculate import (
     Acceptance,
     Cycle,
+    ExactVerifier,
     LocalVerifier,
     Lookup,
-    WindowedVerifier,
     accept_draft,
     answer,
     cycles_on_server,
@@ -564,7 +564,7 @@ def whole_answers(
     lookup: bool = False,
     alone: bool = False,
     remote: bool = False,
-    new_verifier: type[LocalVerifier] = WindowedVerifier,
+    new_verifier: type[LocalVerifier] = ExactVerifier,
     **choices,
 ) -> Comparison:
     """Of answers that are interrupted after so many drafts. choices: the drafter's."""

@@ -661,7 +661,10 @@ def test_a_trace_says_what_became_of_each_draft(traced):
         path = [-1] + [i for i, draft in enumerate(drafts) if draft["accepted"]]
         expected = Counter()
         for i, draft in enumerate(drafts):
-            accepted_sibling = [j for j in path if j >= 0 and drafts[j]["parent"] == draft["parent"]]
+            accepted_sibling = []
+            for j in path:
+                if j >= 0 and drafts[j]["parent"] == draft["parent"]:
+                    accepted_sibling.append(j)
             if draft["parent"] not in path:
                 expected["not reached"] += 1
             elif i in path:
@@ -909,7 +912,8 @@ def test_show_colors_what_was_written_without_the_target_on_a_terminal(
 
 
 @pytest.mark.parametrize("latency, count, said", [
-    (0.1, "1", "connecting, and waiting for the server to read the prompt ...\n"),  # eight ways to the first token
+    # It takes eight ways to the first token.
+    (0.1, "1", "connecting, and waiting for the server to read the prompt ...\n"),
     (0.02, "48", ""),
 ])
 def test_a_link_that_takes_long_to_the_first_token_says_that_it_is_connecting(

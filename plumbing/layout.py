@@ -1,0 +1,131 @@
+"""Where the tokens of a tree lie in the cache, so that it is verified exactly, to the bit.
+
+See plumbing/kernels.py first: why the same sum has two values. Attention adds up a token's keys by
+their slots in the cache. In a chain a drafted token has the slot that it will have in the text. In
+a tree two tokens may want the same slot, and if one lies anywhere else, the keys of those after it
+are added up in another order.
+
+But a key may lie a *unit* of slots later, or several: then it is added up in the same place of the
+same partial sum, as what lies between is masked. Here is a tree after 34 tokens of text, as if the
+unit were 8. Nodes 1 and 2 both follow the root, 0, and node 3 follows node 2:
+
+    slot     0 ... 33   34 35 36 37 38 39 40 41 42 43 44
+    holds    the text    0  1  .  .  .  .  .  .  .  2  3
+
+Nodes 1 and 2 have the position 35. Node 1 lies there, node 2 a unit later, and node 3, which has
+the position 36, after node 2. Node 3 sees slots 0 to 34, 43 and 44. If it is accepted, slots 43 and
+44 move to 35 and 36.
+
+On some CPUs a kernel sums up a *grain* of neighbouring keys before it adds them to the rest. They
+have to stay together, so what lies before a moved token in its grain is copied along with it. If
+the grain were 4, the example would be this (text token 32 begins a grain):
+
+    slot     0 ... 31   32 33 34 35 36 37 38 39   40 41 42 43 44
+    holds    the text   32 33  0  1  .  .  .  .   32 33  0  2  3
+
+And it has to be within the same sum: before the next *split* (see plumbing/kernels.py). Tokens that
+have no place are left out of the draft.
+
+A tree is given as the paths to all of its nodes, of which each is the list of nodes from the root
+to the one at hand (see `Draft` of moa.py).
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plumbing.kernels import KEY_BLOCK, AttentionLimits
+
+NodePath = list[int]  # from the root to a node
+
+
+@dataclass
+class TreeLayout:
+    """Where the nodes of a tree lie while it is verified, and what each of them sees."""
+
+    nodes: list[int]  # those that have a place, in order; the following fields are of these
+    length: int  # of the text
+    base: int  # the first slot that is written
+    source: Tensor  # what each slot from the base on gets: a number in text's end and tree together
+    slots: list[int]  # where each node lies
+    positions: Tensor
+    mask: Tensor  # (nodes, slots)
+
+    def fill(self, cache: Tensor, new: Tensor) -> int:
+        """Write keys and values of the nodes (1, Hkv, nodes, 2D) into a layer's cache (1, Hkv,
+        capacity, 2D). Returns where the last one ends."""
+        text_end = cache[:, :, self.base:self.length]
+        end = self.base + len(self.source)
+        both = torch.cat([text_end, new], dim=2)
+        cache[:, :, self.base:end] = both.index_select(2, self.source)
+        return end
+
+
+def lay_out_tree(
+    paths: list[NodePath], probabilities: list[float], length: int, limits: AttentionLimits
+) -> TreeLayout:
+    """Give each node its slot after a text of `length` tokens, likelier nodes first. probabilities:
+    of the paths."""
+    base = length - length % limits.grain
+    # By node: the slots that it sees from the base on, by position; the last is its own.
+    seen = {0: list(range(base, length + 1))}
+    taken = set(seen[0])
+    likeliest_first = sorted(range(1, len(paths)), key=lambda node: -probabilities[node])
+    for node in likeliest_first:  # a parent is not less likely than its children
+        parent = paths[node][-2]
+        if parent in seen and len(seen) < limits.most_tokens:
+            found = find_slots(seen[parent], base, taken, limits)
+            if found is not None:
+                seen[node] = found
+                taken.update(found)
+    return describe_layout(seen, paths, length, base)
+
+
+def find_slots(
+    before: list[int], base: int, taken: set[int], limits: AttentionLimits
+) -> list[int] | None:
+    """Find slots for a node: what it sees from the base on, its own slot last. before: what its
+    parent sees. None: there is no place."""
+    position = base + len(before)
+    after_parent = before[-1] + 1
+    if after_parent not in taken and limits.same_sum(after_parent, position):
+        return before + [after_parent]
+    # The node and what stands before it in its grain move together.
+    first = position - position % limits.grain
+    kept = before[:first - base]
+    for shift in range(limits.unit, KEY_BLOCK, limits.unit):
+        moved = range(first + shift, position + shift + 1)
+        if not limits.same_sum(moved[-1], position):
+            return None
+        in_order = not kept or moved[0] > kept[-1]
+        if in_order and taken.isdisjoint(moved):
+            return kept + list(moved)
+    return None
+
+
+def describe_layout(
+    seen: dict[int, list[int]], paths: list[NodePath], length: int, base: int
+) -> TreeLayout:
+    """Turn what each node sees into tensors."""
+    nodes = sorted(seen)
+    end = max(slots[-1] for slots in seen.values()) + 1
+    mask = torch.zeros(len(nodes), end, dtype=torch.bool)
+    mask[:, :base] = True
+    source = [0] * (end - base)  # (nobody sees the slots between)
+    numbers = {node: length - base + i for i, node in enumerate(nodes)}  # after those of the text
+    for row, node in enumerate(nodes):
+        mask[row, seen[node]] = True
+        held = list(range(length - base)) + [numbers[other] for other in paths[node]]
+        for slot, number in zip(seen[node], held):
+            source[slot - base] = number
+    return TreeLayout(
+        nodes=nodes,
+        length=length,
+        base=base,
+        source=torch.tensor(source),
+        slots=[seen[node][-1] for node in nodes],
+        positions=torch.tensor([length + len(paths[node]) - 1 for node in nodes]),
+        mask=mask,
+    )

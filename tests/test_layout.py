@@ -1,0 +1,83 @@
+"""Where the nodes of a tree lie in the cache, and what they see there."""
+from dataclasses import replace
+
+import torch
+
+from plumbing.kernels import AttentionLimits
+from plumbing.layout import TreeLayout, lay_out_tree
+
+# The root 0 has the children 1 and 2, and 3 follows 2.
+PATHS = [[0], [0, 1], [0, 2], [0, 2, 3]]
+PROBABILITIES = [1.0, 0.5, 0.4, 0.3]
+UNIT = 8
+LIMITS = AttentionLimits(
+    query_multiple=1, most_tokens=32, unit=UNIT, grain=1, lengths=(192, 512), splits=(192, 384, 512)
+)
+GRAINY = replace(LIMITS, grain=4)
+
+
+def lay_out(length: int, limits: AttentionLimits = LIMITS, paths=PATHS, p=PROBABILITIES):
+    return lay_out_tree(paths, p, length, limits)
+
+
+def held_by(layout: TreeLayout) -> list[int]:
+    """What each slot holds after `fill`: 100 + i is token i of the text, and i is node i."""
+    cache = torch.zeros(1, 1, 600, 1)
+    cache[0, 0, :layout.length, 0] = 100 + torch.arange(layout.length)
+    end = layout.fill(cache, torch.tensor(layout.nodes).view(1, 1, -1, 1).float())
+    return cache[0, 0, :end, 0].int().tolist()
+
+
+def seen_by(layout: TreeLayout, row: int) -> list[int]:
+    return [slot for slot, seen in enumerate(layout.mask[row].tolist()) if seen]
+
+
+def test_a_node_whose_slot_is_taken_lies_a_unit_later_and_its_children_after_it():
+    layout = lay_out(34)
+    assert layout.slots == [34, 35, 43, 44]
+    assert layout.positions.tolist() == [34, 35, 35, 36]
+    assert seen_by(layout, 3) == [*range(35), 43, 44]
+    assert [held_by(layout)[slot] for slot in layout.slots] == [0, 1, 2, 3]
+
+
+def test_what_lies_before_a_moved_node_in_its_grain_is_copied_along():
+    layout = lay_out(34, GRAINY)
+    held = held_by(layout)
+    assert held[32:36] == [132, 133, 0, 1]
+    assert held[40:45] == [132, 133, 0, 2, 3]
+    assert seen_by(layout, 3) == [*range(32), *range(40, 45)]
+    assert layout.slots == [34, 35, 43, 44]
+
+
+def test_every_node_sees_the_text_and_its_path_in_lanes_and_in_the_order_of_positions():
+    paths = [[0], [0, 1], [0, 2], [0, 3], [0, 1, 4], [0, 1, 5], [0, 2, 6], [0, 2, 6, 7], [0, 3, 8]]
+    p = [0.9**node for node in range(len(paths))]
+    for limits in (LIMITS, GRAINY):
+        for length in range(20, 60):
+            layout = lay_out(length, limits, paths, p)
+            assert layout.nodes == list(range(9))
+            held = held_by(layout)
+            for row, path in enumerate(paths):
+                slots = seen_by(layout, row)
+                text = [100 + i for i in range(length)]
+                assert [held[slot] for slot in slots] == text + path
+                assert [slot % UNIT for slot in slots] == [i % UNIT for i in range(len(slots))]
+                # What shares a grain in the text shares it here.
+                for i, (slot, after) in enumerate(zip(slots, slots[1:])):
+                    assert after == slot + 1 or (i + 1) % limits.grain == 0
+
+
+def test_nodes_without_a_place_before_the_next_split_are_left_out_unlikelier_ones_first():
+    assert lay_out(170).nodes == [0, 1, 2, 3]
+    assert lay_out(182).nodes == [0, 1, 2]  # node 3 would lie in slot 192
+    assert lay_out(183).nodes == [0, 1]
+    assert lay_out(183, p=[1.0, 0.3, 0.5, 0.4]).nodes == [0, 2, 3]
+    assert lay_out(190).nodes == [0, 1]
+    assert lay_out(191).nodes == [0, 1, 2, 3]  # the root ends a sum, and the next one is empty
+
+
+def test_a_draft_of_too_many_tokens_is_cut():
+    chain = [list(range(n)) for n in range(1, 41)]
+    layout = lay_out(100, paths=chain, p=[1.0] * 40)
+    assert layout.nodes == list(range(32))
+    assert layout.slots == list(range(100, 132))
