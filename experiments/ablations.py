@@ -215,7 +215,8 @@ class NoCADrafter(AblationDrafter):
         """Return what stands in for the memory of drafted tokens, given their features (F, E).
 
         A memory is made of keys and values, which a drafted token does not have. So a predicted
-        hidden state takes its place: a vector of another kind. That costs much, as the results say.
+        hidden state takes its place: a vector of another kind, which the layer has never seen in
+        training. So this is no fair measure of what CA brings.
         """
         return features.to(self.dtype)
 
