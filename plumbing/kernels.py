@@ -34,14 +34,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Tokens of a pass that is exact, at most: an AMD EPYC and an Intel Xeon agree up to here. With AMX,
-# 33 rows are multiplied in another order.
+# Tokens of a pass that is exact, at most. On an AMD EPYC and on an Intel Xeon a row's result is the
+# same with any number of rows up to this. With AMX, 33 rows are multiplied in another order.
 MAX_ROWS = 32
-# To read the weights for one row takes longer than for four: measured on an AMD EPYC and, with AMX,
-# on an Intel Xeon.
+# A product of one row takes longer than one of four, as the weights are read more slowly: measured
+# on an AMD EPYC and, with AMX, on an Intel Xeon.
 MIN_ROWS = 4
 KEY_BLOCK = 512  # PyTorch's attention reads so many keys at a time
-MAX_UNIT = 64  # of its lanes, see `AttentionLimits`: no CPU that was tried has more than 32
+MAX_UNIT = 64  # of its lanes, see below: no CPU that was tried has more than 32
 
 
 # --- Linear layers ---
@@ -86,8 +86,8 @@ def scattered(*shape: int) -> Tensor:
 @torch.random.fork_rng(devices=[])  # the caller's random numbers are left alone
 def probe_rows(outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> int:
     """Return how many rows, and no less than MIN_ROWS, `packed_product` must be given so that a
-    row's result is the same to the bit as among MAX_ROWS, and among any number in between, wherever
-    the row is.
+    row's result is the same to the bit as that of the first among MAX_ROWS, and as that of any row
+    among any number in between.
 
     4,096 outputs are enough, even of a wide layer (an LM head has 49,152). Each is a sum of its
     own, whose order depends on how the kernel cuts the inputs, not on how many outputs there are.
@@ -117,25 +117,32 @@ def probe_rows(outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> 
 # --- Attention ---
 #
 # On a CPU PyTorch's attention reads KEY_BLOCK keys at a time, and adds up what it gets from each
-# block. Within a block the order is found out here. It repeats: the kernel adds up the keys in
-# lanes, and after a number of slots, the *unit*, the lanes begin again. A key that lies a unit
-# later is added to the same partial sum. And a long block is cut into several sums; where one ends
-# there is a *split*. An example, of an AMD EPYC in bfloat16: if the queries are a multiple of 4,
-# all agree. The unit is 32. A block of 512 keys has splits at 192, 384 and 512. Blocks of 32, 64,
-# ..., 192 keys are summed as the beginning of a full one is, but one of 256 is cut elsewhere.
+# block. Within a block the order is found out here. It is as if the keys went into *lanes*, which
+# are added up at the end. A block of 24 keys with four lanes, for example:
+#
+#     slot    0  1  2  3   4  5  6  7   8  9 10 11 | 12 13 14 15  16 17 18 19  20 21 22 23
+#     lane    0  1  2  3   0  1  2  3   0  1  2  3 |  0  1  2  3   0  1  2  3   0  1  2  3
+#
+# Slots 0, 4 and 8 go into lane 0, one after the other. The number of lanes is the *unit*: a key
+# that lies a unit later goes into the same lane. At a *split*, here after 12 keys, the lanes are
+# added up, and begin again. Some kernels first add up a *grain*, a few neighbours, and only then
+# put them into a lane: then a grain may only move as a whole.
+#
+# On an AMD EPYC in bfloat16, for heads of 64 numbers, the unit is 32 and the grain 1. A block of
+# 512 keys has splits at 192, 384 and 512. Blocks of 32, 64, ..., 192 keys are summed as the
+# beginning of a full one is, but one of 256 is split elsewhere.
 
 
 @dataclass(frozen=True)
 class AttentionLimits:
-    """What attention needs to add up the keys of a query in the same order in every pass. For units
-    and splits see above."""
+    """What attention needs to add up the keys of a query in the same order in every pass."""
 
     query_multiple: int  # pad the queries of a kv head to a multiple of this
     most_tokens: int  # in a pass over more than these they no longer agree
-    unit: int  # keys that lie a multiple of this later are added up in the same order
-    grain: int  # but so many, from a multiple on, have to stay together
+    unit: int  # slots after which the lanes repeat
+    grain: int  # keys that only move together; the first is in a slot that is a multiple of this
+    splits: tuple[int, ...]  # of a block
     lengths: tuple[int, ...]  # pad the keys of the last block to one of these
-    splits: tuple[int, ...]  # of a block: where one sum ends, and the next begins
 
     def attention_mask(self, mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
         """Repeat a mask of tokens (T, S) for each of the `group` query heads that share a kv head,
@@ -180,7 +187,8 @@ def probe_attention(
     queries[0::2, :, -1] = 0.0
     queries[1::2, :, -1] = head_dim**0.5
     queries = queries.to(dtype)
-    multiple, most_queries = probe_queries(queries[:8], group * MAX_ROWS)
+    few = queries[:8]  # the next line takes the longest
+    multiple, most_queries = probe_queries(few, group * MAX_ROWS)
     copies = queries.repeat(1, multiple, 1)
     unit = probe_unit(copies)
     grain = probe_grain(copies, unit or MAX_UNIT)
@@ -195,8 +203,8 @@ def probe_attention(
         most_tokens=most_tokens,
         unit=unit or MAX_UNIT,
         grain=grain,
-        lengths=tuple(lengths),
         splits=tuple(splits),
+        lengths=tuple(lengths),
     )
 
 
@@ -226,7 +234,8 @@ def probe_queries(queries: Tensor, most: int) -> tuple[int, int]:
 
 def probe_unit(queries: Tensor) -> int | None:
     """Find out the unit of `AttentionLimits`, with queries (B, T, D): half of the keys are moved by
-    it, and the results must not change. None: no unit was found."""
+    it, and the results must not change. None: no unit was found, perhaps because there is a split
+    among the first 192 slots."""
     slots = torch.arange(2 * MAX_UNIT)
     kv = cancelling_keys_values(len(slots), queries)
     expected = attend(queries, kv, slots, KEY_BLOCK)
@@ -238,19 +247,20 @@ def probe_unit(queries: Tensor) -> int | None:
 
 
 def probe_grain(queries: Tensor, unit: int) -> int:
-    """Find out the grain of `AttentionLimits`, with queries (B, T, D): the keys from any multiple
-    of it on are moved by a unit, and the results must not change."""
-    slots = torch.arange(2 * MAX_UNIT)
+    """Find out the grain of `AttentionLimits`, with queries (B, T, D): one grain is moved by a unit
+    and what follows it by three, and the results must not change, wherever it is."""
+    slots = torch.arange(MAX_UNIT + unit)
     kv = cancelling_keys_values(len(slots), queries)
     expected = attend(queries, kv, slots, KEY_BLOCK)
 
-    def may_move_from(first: int) -> bool:
-        moved = slots + unit * (slots >= first)
+    def may_move(first: int, grain: int) -> bool:
+        moved = slots + unit * (slots >= first) + 2 * unit * (slots >= first + grain)
         return torch.equal(attend(queries, kv, moved, KEY_BLOCK), expected)
 
     grain = 1
     while grain < unit:
-        if all(may_move_from(first) for first in range(MAX_UNIT, MAX_UNIT + unit, grain)):
+        places = range(MAX_UNIT, MAX_UNIT + unit, grain)
+        if all(may_move(first, grain) for first in places):
             return grain
         grain *= 2
     return unit
@@ -280,10 +290,11 @@ def cancelling_keys_values(count: int, queries: Tensor) -> Tensor:
     """Return keys and values for these queries, side by side (count, 2D), in random order. Each key
     is there twice, with a value and with its negative.
 
-    Softmax's sum has no negative terms. To show its order, two of its terms are 1, and the others
-    about exp(-17) = 4e-8. In float32 2 + 4e-8 is 2, but 2 + 16e-8 is 2.0000002: added one by one
-    they are lost, and four of them together are not. A query whose last number is sqrt(D) has these
-    scores. For one whose last number is 0 all scores are ordinary.
+    Softmax's sum has no negative terms. To show its order, two of its terms are 1 (the largest
+    score is subtracted from all), and the others about exp(-17) = 4e-8. In float32 2 + 4e-8 is 2,
+    but 2 + 16e-8 is 2.0000002: added one by one they are lost, and four of them together are not. A
+    query whose last number is sqrt(D) has these scores. For one whose last number is 0 all scores
+    are ordinary.
     """
     half = count // 2
     head_dim = queries.shape[-1]

@@ -9,8 +9,8 @@ Where there is no answer, the field "refused" says why.
 
 `MessageServer` accepts clients. Each has a `ClientHandler`, in a thread of its own, and a session
 that knows what to do. `session.greeting`, a dict, has the fields of the first message to the
-client, and `session.answer(fields, tensors)` returns the replies to a request. If the request is
-malformed, it raises what `refuse_malformed` expects: at once, not with the replies.
+client, and `session.answer(fields, tensors)` returns the replies to a request. It must check the
+request before it returns, not when a reply is asked for: only the call is in `refuse_malformed`.
 
 Nothing is encrypted, and nobody has to prove who they are. So a server only listens to its own
 machine. To connect from elsewhere, go through SSH, which does both.

@@ -1,8 +1,8 @@
-"""Imported first, before PyTorch, which takes seconds. Until it is loaded Ctrl-C ends a script in
-silence, and a package that is not installed in one line.
+"""Imported first, before PyTorch, which takes seconds to load. Until then Ctrl-C ends a script in
+silence, and a missing package ends it with one line and exit status 2 instead of a traceback.
 
-A script's own `run_command` only begins once everything is imported. Until then both would print a
-traceback. (Where these files are used as a library, nothing is changed.)
+(A script's own `run_command` only begins once everything is imported. Where these files are used as
+a library, nothing is changed.)
 """
 import sys
 from pathlib import Path

@@ -70,7 +70,7 @@ class PromptProgress:
 def why_stopped(
     tokens: list[int], stop_ids: set[int] | frozenset[int], count: int, max_new_tokens: int
 ) -> str:
-    """Say why an answer ended. count: how many tokens the context had room for."""
+    """Say why an answer ended. count: how many tokens it could have had, in the context, too."""
     if tokens[-1] in stop_ids:
         return "stop token"
     return "max-new-tokens" if count == max_new_tokens else "context"
@@ -138,7 +138,8 @@ def draw_branch(drafts: list[dict], parent: int, indent: str, is_chain: bool) ->
 
 def quote(text: str) -> str:
     """Put a token's text in quotes, no longer than a line has room for."""
-    return json.dumps(text[:16] or "<end>", ensure_ascii=False)
+    shown = text if len(text) <= 16 else text[:15] + "…"
+    return json.dumps(shown or "<end>", ensure_ascii=False)
 
 
 # --- A chat ---
