@@ -448,10 +448,11 @@ class Draft:
         return torch.cat([text, torch.tensor(rows)], dim=1)
 
     def keep(self, kept: list[int]) -> Draft:
-        """Return the draft of these nodes only: in ascending order, with the root and all parents.
+        """Return the draft of these nodes only, in this order: the root first, and each parent
+        before its children.
 
-        For temperature 0 only: where tokens are drawn, all of them have to be proposed (see
-        `sample_tree`).
+        For temperature 0 only: where tokens are drawn, all of them have to be proposed, in the
+        order drawn (see `sample_tree`).
         """
         smaller = Draft(self.tokens[0])
         new_node = {0: 0}  # in the smaller draft, of each node kept
@@ -459,6 +460,12 @@ class Draft:
             parent = new_node[self.parents[node]]
             new_node[node] = smaller.add(self.tokens[node], parent, self.probabilities[node])
         return smaller
+
+    def likeliest_first(self) -> Draft:
+        """Return the same draft with its nodes in the order of their paths' probabilities. (A path
+        is not less likely than one that goes on from it.) For temperature 0 only."""
+        nodes = range(len(self.tokens))
+        return self.keep(sorted(nodes, key=lambda node: -self.path_probabilities[node]))
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,8 @@ class Link:
     """One direction of a network, in numbers.
 
     A message's latency is drawn from a normal distribution. A negative draw becomes 0, which makes
-    the mean a little longer: 10.8 ms for 10 with a jitter of 10. (On `4g` every eighth is
-    negative.)
+    the mean a little longer: 10.8 ms for 10 with a jitter of 10. (On `4g` one in seven
+    is negative.)
     """
 
     latency: float = 0.0  # seconds: the mean of that distribution
@@ -455,6 +455,8 @@ class RemoteVerifier:
 
     def verify_remote(self, draft: Draft) -> RemoteResult:
         """Let the server verify a draft. Raises ConnectionLost."""
+        if not draft.q:  # (nothing was drawn)
+            draft = draft.likeliest_first()  # if not all fit, the server leaves out the last ones
         # Without the root, which the server knows.
         fields = {"call": "verify", "drafts": draft.tokens[1:], "parents": draft.parents[1:]}
         tensors = {}
@@ -647,7 +649,7 @@ class TargetSession:
         for i, (token, parent) in enumerate(zip(tokens, fields["parents"], strict=True)):
             check_int(token, 0, sizes.vocab_size - 1)
             check_int(parent, 0, i)  # the root, or a token before this one
-            draft.add(token, parent, probability=1.0)  # which nobody reads on this side
+            draft.add(token, parent, probability=1.0)  # (likelier ones come first)
         cache = self.verifier.cache
         longest = max(map(len, draft.paths))
         check_int(cache.length + longest, 0, sizes.max_position_embeddings)  # positions

@@ -485,8 +485,8 @@ class ExactVerifier(LocalVerifier):
     def verify(self, draft: Draft) -> ExactResult:
         cache = self.cache
         if isinstance(cache, ExactKVCache):
-            probabilities = draft.path_probabilities
-            layout = lay_out_tree(draft.paths, probabilities, cache.length, cache.limits)
+            draft = draft.likeliest_first()
+            layout = lay_out_tree(draft.paths, cache.length, cache.limits)
             draft = draft.keep(layout.nodes)
             cache.layout = None if draft.is_chain else layout  # a chain lies where the text will
         return ExactResult(**vars(super().verify(draft)), draft=draft)
@@ -957,8 +957,8 @@ def make_parser() -> flags.Parser:
     flags.add_model_arguments(parser.add_argument_group("model"))
     flags.add_generation_arguments(parser.add_argument_group("text"))
     drafts = parser.add_argument_group(
-        "drafts (trees, unless --draft-length is given; at temperature 0 a CPU verifies 31 tokens "
-        "of one at most)"
+        "drafts (trees, unless --draft-length is given; a size given here is used in full, however "
+        "unsure the drafter is, but at temperature 0 a CPU verifies 31 tokens at most)"
     )
     add = drafts.add_argument
     add("--drafter", type=flags.path, metavar="DIR", help="default: the one shipped for the model")

@@ -225,7 +225,7 @@ def kl_divergence(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
     of the V tokens, then V' < V, and p as well is scaled to sum to 1 over those.
 
     KL bounds how often a drafted token is rejected: with probability sum max(p - q, 0), which is
-    at most sqrt(KL / 2) (Pinsker's inequality).
+    at most sqrt(KL / 2) (Pinsker's inequality; with V' < V, of the tokens that may be drafted).
     """
     # In float32: in bfloat16, a sum over V tokens would be mostly rounding.
     log_p = F.linear(final, head).log_softmax(-1, dtype=torch.float32)  # (n, V')

@@ -147,8 +147,8 @@ def read_prompt(text: str | None) -> str:
 
 
 def choose_dtype(device: str, dtype: str | None) -> str:
-    """Return the name of the dtype to compute in: the one given or, if None, what is fastest on the
-    device. Raises InputError if this machine does not have it."""
+    """Return the name of the dtype to compute in: the one given or, if None, bfloat16, but float32
+    on a CPU that is slow with it. Raises InputError if the device cannot be used."""
     with input_errors(f"--device {device} cannot be used here", RuntimeError, AssertionError):
         torch.zeros(1, device=device).item()
     if dtype is None:

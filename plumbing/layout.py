@@ -64,18 +64,14 @@ class TreeLayout:
         return end
 
 
-def lay_out_tree(
-    paths: list[NodePath], probabilities: list[float], length: int, limits: AttentionLimits
-) -> TreeLayout:
-    """Give each node its slot after a text of `length` tokens, likelier nodes first. probabilities:
-    of the paths."""
+def lay_out_tree(paths: list[NodePath], length: int, limits: AttentionLimits) -> TreeLayout:
+    """Give each node its slot after a text of `length` tokens, as long as there are places. The
+    nodes are in the order of their importance, and parents come first."""
     base = length - length % limits.grain
     # By node: the slots that it sees from the base on, by position; the last is its own.
     seen = {0: list(range(base, length + 1))}
     taken = set(seen[0])
-    # A parent comes before its children: it is not less likely, and `sorted` keeps ties in order.
-    likeliest_first = sorted(range(1, len(paths)), key=lambda node: -probabilities[node])
-    for node in likeliest_first:
+    for node in range(1, len(paths)):
         parent = paths[node][-2]
         if parent in seen and len(seen) < limits.most_tokens:
             found = find_slots(seen[parent], base, taken, limits)

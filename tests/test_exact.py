@@ -100,8 +100,9 @@ def test_chains_trees_and_copies_are_exact_with_the_toy(toy, dtype):
         check(target, drafter, text, 24, (TREE, False), (REMOTE_TREE, False))
 
 
-def test_chains_trees_and_copies_are_exact_with_the_default_target(smollm2):
-    target, drafter = load("smollm2", BFLOAT16)
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+def test_chains_trees_and_copies_are_exact_with_the_default_target(smollm2, dtype):
+    target, drafter = load("smollm2", dtype)
     prompt = smollm2[1].chat([{"role": "user", "content": PROMPT}])
     check(target, drafter, prompt, 12, (CHAIN, False), (TREE, True), (REMOTE_TREE, False))
     check(target, drafter, (prompt * KEY_BLOCK)[:KEY_BLOCK - 4], 8, (TREE, False))

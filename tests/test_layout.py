@@ -8,7 +8,6 @@ from plumbing.layout import TreeLayout, lay_out_tree
 
 # The root 0 has the children 1 and 2, and 3 follows 2.
 PATHS = [[0], [0, 1], [0, 2], [0, 2, 3]]
-PROBABILITIES = [1.0, 0.5, 0.4, 0.3]
 UNIT = 8
 LIMITS = AttentionLimits(
     query_multiple=1, most_tokens=32, unit=UNIT, grain=1, lengths=(192, 512), splits=(192, 384, 512)
@@ -16,8 +15,8 @@ LIMITS = AttentionLimits(
 GRAINY = replace(LIMITS, grain=4)
 
 
-def lay_out(length: int, limits: AttentionLimits = LIMITS, paths=PATHS, p=PROBABILITIES):
-    return lay_out_tree(paths, p, length, limits)
+def lay_out(length: int, limits: AttentionLimits = LIMITS, paths=PATHS) -> TreeLayout:
+    return lay_out_tree(paths, length, limits)
 
 
 def held_by(layout: TreeLayout) -> list[int]:
@@ -51,10 +50,9 @@ def test_what_lies_before_a_moved_node_in_its_grain_is_copied_along():
 
 def test_every_node_sees_the_text_and_its_path_in_lanes_and_in_the_order_of_positions():
     paths = [[0], [0, 1], [0, 2], [0, 3], [0, 1, 4], [0, 1, 5], [0, 2, 6], [0, 2, 6, 7], [0, 3, 8]]
-    p = [0.9**node for node in range(len(paths))]
     for limits in (LIMITS, GRAINY):
         for length in range(20, 60):
-            layout = lay_out(length, limits, paths, p)
+            layout = lay_out(length, limits, paths)
             assert layout.nodes == list(range(9))
             held = held_by(layout)
             for row, path in enumerate(paths):
@@ -67,17 +65,18 @@ def test_every_node_sees_the_text_and_its_path_in_lanes_and_in_the_order_of_posi
                     assert after == slot + 1 or (i + 1) % limits.grain == 0
 
 
-def test_nodes_without_a_place_before_the_next_split_are_left_out_unlikelier_ones_first():
+def test_nodes_without_a_place_before_the_next_split_are_left_out():
     assert lay_out(170).nodes == [0, 1, 2, 3]
     assert lay_out(182).nodes == [0, 1, 2]  # node 3 would lie in slot 192
     assert lay_out(183).nodes == [0, 1]
-    assert lay_out(183, p=[1.0, 0.3, 0.5, 0.4]).nodes == [0, 2, 3]
+    other_order = [[0], [0, 1], [0, 1, 2], [0, 3]]
+    assert lay_out(183, paths=other_order).nodes == [0, 1, 2]
     assert lay_out(190).nodes == [0, 1]
     assert lay_out(191).nodes == [0, 1, 2, 3]  # the root ends a sum, and the next one is empty
 
 
 def test_a_draft_of_too_many_tokens_is_cut():
     chain = [list(range(n)) for n in range(1, 41)]
-    layout = lay_out(100, paths=chain, p=[1.0] * 40)
+    layout = lay_out(100, paths=chain)
     assert layout.nodes == list(range(32))
     assert layout.slots == list(range(100, 132))
