@@ -1057,13 +1057,14 @@ class PackedHead(nn.Module):
 class Models(NamedTuple):
     target: Llama
     tokenizer: Tokenizer
-    drafter: Drafter
+    drafter: Drafter | None  # None: the target alone
 
 
 def load_models(
     model: str, drafter: str | None, device: str, dtype: torch.dtype, remote: bool = False
 ) -> Models:
-    """Load a target, its tokenizer and a drafter, packed.
+    """Load a target, its tokenizer and a drafter, packed. The drafter is in bfloat16 where a CPU is
+    fast with it, whatever the target's dtype.
 
     drafter: its folder; None: the shipped one for this model. remote: the target is on a server. To
     draft, a client needs of it the embeddings, the LM head and the last N layers: only these are

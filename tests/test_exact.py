@@ -105,7 +105,8 @@ def test_chains_trees_and_copies_are_exact_with_the_default_target(smollm2, dtyp
     target, drafter = load("smollm2", dtype)
     prompt = smollm2[1].chat([{"role": "user", "content": PROMPT}])
     check(target, drafter, prompt, 12, (CHAIN, False), (TREE, True), (REMOTE_TREE, False))
-    check(target, drafter, (prompt * KEY_BLOCK)[:KEY_BLOCK - 4], 8, (TREE, False))
+    if dtype == BFLOAT16:  # the default, across a block of keys
+        check(target, drafter, (prompt * KEY_BLOCK)[:KEY_BLOCK - 4], 8, (TREE, False))
 
 
 def test_a_draft_of_too_many_tokens_keeps_its_likelier_paths_and_is_exact(toy):

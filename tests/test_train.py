@@ -429,7 +429,7 @@ def on_toy(monkeypatch, capsys):
     return run
 
 
-def test_forty_updates_make_a_drafter_whose_drafts_are_accepted(tmp_path, on_toy):
+def test_thirty_updates_make_a_drafter_whose_drafts_are_accepted(tmp_path, on_toy):
     """On a real model and real text. Without training it would be 1.0 tokens a call."""
     library = library_functions()
     signatures = [name for name, source in sorted(library.items()) if 200 <= len(source) <= 600]
@@ -438,12 +438,12 @@ def test_forty_updates_make_a_drafter_whose_drafts_are_accepted(tmp_path, on_toy
         question = {"role": "user", "content": signature}
         answer = {"role": "assistant", "content": library[signature]}
         records.append({"messages": [question, answer]})
-    recipe = "--updates 40 --batch-size 4 --seq-len 256 --eval-every 1000 --kl-weight 1"
-    recipe += " --micro-batch-size 4"
+    recipe = "--updates 30 --batch-size 3 --seq-len 256 --eval-every 1000 --kl-weight 1"
+    recipe += " --micro-batch-size 3"
     schedule = "--optimizer muon --lr 2e-2 --schedule cosine --warmup 10"
     task = ["--data", write(tmp_path / "functions.jsonl", *records), "--out", tmp_path]
     trained = on_toy("train.py", *task, *recipe.split(), *schedule.split())
-    assert trained["update"] == 40
+    assert trained["update"] == 30
     new_tokens = 0
     target_calls = 0
     for signature in ("def close(self):", "def read(self, size=-1):", "def __repr__(self):"):
@@ -451,4 +451,4 @@ def test_forty_updates_make_a_drafter_whose_drafts_are_accepted(tmp_path, on_toy
         drafted = on_toy("speculate.py", "--drafter", tmp_path, "--draft-length", 4, *question)
         new_tokens += drafted["new_tokens"] - 1  # the first comes with the prompt
         target_calls += drafted["target_calls"]
-    assert new_tokens / target_calls > 1.25  # about 1.6, with other seeds 1.5 and 1.7
+    assert new_tokens / target_calls > 1.25  # about 1.45, with other seeds 1.5 and 1.3
