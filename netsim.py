@@ -649,7 +649,7 @@ class TargetSession:
         for i, (token, parent) in enumerate(zip(tokens, fields["parents"], strict=True)):
             check_int(token, 0, sizes.vocab_size - 1)
             check_int(parent, 0, i)  # the root, or a token before this one
-            draft.add(token, parent, probability=1.0)  # (likelier ones come first)
+            draft.add(token, parent, probability=1.0)  # not known: likelier come first
         cache = self.verifier.cache
         longest = max(map(len, draft.paths))
         check_int(cache.length + longest, 0, sizes.max_position_embeddings)  # positions

@@ -456,6 +456,7 @@ class ExactKVCache(AlignedKVCache):
     def append(self, layer: int, kv: Tensor) -> Tensor:
         if self.layout is None:
             return super().append(layer, kv)
+        # (`fill` takes what it places. Tokens that only pad the pass come last, and have no place.)
         end = self.layout.fill(self.kv[layer], kv)
         return self.kv[layer, :, :, :self.limits.padded(end)]
 
