@@ -456,8 +456,9 @@ class ExactKVCache(AlignedKVCache):
     def append(self, layer: int, kv: Tensor) -> Tensor:
         if self.layout is None:
             return super().append(layer, kv)
-        # (`fill` takes what it places. Tokens that only pad the pass come last, and have no place.)
-        end = self.layout.fill(self.kv[layer], kv)
+        # (It writes what has a place. Tokens that only pad the pass come last, and have none.)
+        self.layout.write(self.kv[layer], kv)
+        end = self.layout.mask.shape[1]
         return self.kv[layer, :, :, :self.limits.padded(end)]
 
     def keep_path(self, start: int, path: list[int]) -> None:
@@ -489,7 +490,9 @@ class ExactVerifier(LocalVerifier):
             draft = draft.likeliest_first()
             layout = lay_out_tree(draft.paths, cache.length, cache.limits)
             draft = draft.keep(layout.nodes)
-            cache.layout = None if draft.is_chain else layout  # a chain lies where the text will
+            if not draft.is_chain:  # (a chain lies where the text will)
+                layout.copy_text(cache.kv)
+                cache.layout = layout
         return ExactResult(**vars(super().verify(draft)), draft=draft)
 
     def predict(self, draft: Draft) -> Tensor:

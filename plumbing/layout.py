@@ -46,22 +46,24 @@ NodePath = list[int]  # from the root to a node
 class TreeLayout:
     """Where the nodes of a tree lie while it is verified, and what each of them sees."""
 
-    nodes: list[int]  # those that have a place, in order; the following fields are of these
-    length: int  # of the text
-    base: int  # the first slot that is written
-    source: Tensor  # what each slot from the base on gets: an index into the text's end + the nodes
+    nodes: list[int]  # those that have a place, in order; the next three fields are of these
     slots: list[int]  # where each node lies
     positions: Tensor
     mask: Tensor  # (nodes, slots)
+    # Copies that share a grain with a moved node: (from, to).
+    copied_text: list[tuple[int, int]]  # slots
+    written: Tensor  # slots that get keys and values of nodes
+    holds: Tensor  # of which node each: an index into `nodes`
 
-    def fill(self, cache: Tensor, new: Tensor) -> int:
+    def copy_text(self, cache: Tensor) -> None:
+        """Copy what is needed of the text within a cache of all layers (..., capacity, 2D)."""
+        for source, slot in self.copied_text:
+            cache[..., slot, :] = cache[..., source, :]
+
+    def write(self, cache: Tensor, new: Tensor) -> None:
         """Write keys and values of the nodes (1, Hkv, nodes, 2D) into a layer's cache (1, Hkv,
-        capacity, 2D). Returns where the last one ends."""
-        text_end = cache[:, :, self.base:self.length]
-        end = self.base + len(self.source)
-        both = torch.cat([text_end, new], dim=2)
-        cache[:, :, self.base:end] = both.index_select(2, self.source)
-        return end
+        capacity, 2D)."""
+        cache.index_copy_(2, self.written, new.index_select(2, self.holds))
 
 
 def lay_out_tree(paths: list[NodePath], length: int, limits: AttentionLimits) -> TreeLayout:
@@ -106,24 +108,26 @@ def find_slots(
 def describe_layout(
     seen: dict[int, list[int]], paths: list[NodePath], length: int, base: int
 ) -> TreeLayout:
-    """Turn what each node sees into tensors."""
+    """Turn what each node sees into lists and tensors."""
     nodes = sorted(seen)
     end = max(slots[-1] for slots in seen.values()) + 1
     mask = torch.zeros(len(nodes), end, dtype=torch.bool)
     mask[:, :base] = True
-    source = [0] * (end - base)  # (nobody sees the slots between)
-    numbers = {node: length - base + i for i, node in enumerate(nodes)}  # after those of the text
+    copied = {}  # slot: the slot of the text that it is a copy of
+    held = {}  # slot: the node that it holds
     for row, node in enumerate(nodes):
         mask[row, seen[node]] = True
-        held = list(range(length - base)) + [numbers[other] for other in paths[node]]
-        for slot, number in zip(seen[node], held):
-            source[slot - base] = number
+        of_text = length - base  # so many of what it sees from the base on; the others are nodes
+        for source, slot in enumerate(seen[node][:of_text], start=base):
+            if slot != source:
+                copied[slot] = source
+        held.update(zip(seen[node][of_text:], paths[node]))
     return TreeLayout(
         nodes=nodes,
-        length=length,
-        base=base,
-        source=torch.tensor(source),
         slots=[seen[node][-1] for node in nodes],
         positions=torch.tensor([length + len(paths[node]) - 1 for node in nodes]),
         mask=mask,
+        copied_text=[(source, slot) for slot, source in copied.items()],
+        written=torch.tensor(list(held)),
+        holds=torch.tensor([nodes.index(node) for node in held.values()]),
     )

@@ -19,12 +19,14 @@ def lay_out(length: int, limits: AttentionLimits = LIMITS, paths=PATHS) -> TreeL
     return lay_out_tree(paths, length, limits)
 
 
-def held_by(layout: TreeLayout) -> list[int]:
-    """What each slot holds after `fill`: 100 + i is token i of the text, and i is node i."""
+def held_by(layout: TreeLayout, length: int) -> list[int]:
+    """What each slot holds of a text of this length (100 + i is its token i) and of a tree (i is
+    node i)."""
     cache = torch.zeros(1, 1, 600, 1)
-    cache[0, 0, :layout.length, 0] = 100 + torch.arange(layout.length)
-    end = layout.fill(cache, torch.tensor(layout.nodes).view(1, 1, -1, 1).float())
-    return cache[0, 0, :end, 0].int().tolist()
+    cache[0, 0, :length, 0] = 100 + torch.arange(length)
+    layout.copy_text(cache)
+    layout.write(cache, torch.tensor(layout.nodes).view(1, 1, -1, 1).float())
+    return cache.flatten().int().tolist()
 
 
 def seen_by(layout: TreeLayout, row: int) -> list[int]:
@@ -36,12 +38,12 @@ def test_a_node_whose_slot_is_taken_lies_a_unit_later_and_its_children_after_it(
     assert layout.slots == [34, 35, 43, 44]
     assert layout.positions.tolist() == [34, 35, 35, 36]
     assert seen_by(layout, 3) == [*range(35), 43, 44]
-    assert [held_by(layout)[slot] for slot in layout.slots] == [0, 1, 2, 3]
+    assert [held_by(layout, 34)[slot] for slot in layout.slots] == [0, 1, 2, 3]
 
 
 def test_what_lies_before_a_moved_node_in_its_grain_is_copied_along():
     layout = lay_out(34, GRAINY)
-    held = held_by(layout)
+    held = held_by(layout, 34)
     assert held[32:36] == [132, 133, 0, 1]
     assert held[40:45] == [132, 133, 0, 2, 3]
     assert seen_by(layout, 3) == [*range(32), *range(40, 45)]
@@ -54,7 +56,7 @@ def test_every_node_sees_the_text_and_its_path_in_lanes_and_in_the_order_of_posi
         for length in range(20, 60):
             layout = lay_out(length, limits, paths)
             assert layout.nodes == list(range(9))
-            held = held_by(layout)
+            held = held_by(layout, length)
             for row, path in enumerate(paths):
                 slots = seen_by(layout, row)
                 text = [100 + i for i in range(length)]
