@@ -42,9 +42,7 @@ from plumbing.flags import (
     Parser,
     add_generation_arguments,
     add_model_arguments,
-    answer_length,
     choose_dtype,
-    read_prompt,
 )
 from plumbing.gguf import read_gguf
 from plumbing.hub import resolve_path
@@ -58,6 +56,7 @@ from plumbing.kernels import (
     probe_rows,
     reorder_weight,
 )
+from plumbing.prompts import answer_length, read_prompt
 from plumbing.terminal import report, why_stopped
 from plumbing.tokenizer import TextStream, Tokenizer, load_tokenizer
 

@@ -46,7 +46,8 @@ from llama import (
     rotary_table,
     sample,
 )
-from plumbing.errors import InputError, atomic_write, checksum, input_errors, read_json
+from plumbing.errors import InputError, input_errors
+from plumbing.files import atomic_write, checksum, read_json
 from plumbing.hub import SHIPPED_DRAFTERS, resolve_path
 from plumbing.huggingface import load_weights, read_tensors
 from plumbing.kernels import has_fast_bfloat16

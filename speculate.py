@@ -82,12 +82,12 @@ from netsim import (
 from plumbing import flags
 from plumbing.errors import InputError, run_command
 from plumbing.layout import TreeLayout, lay_out_tree
+from plumbing.prompts import answer_length, newest_turns, read_prompt
 from plumbing.terminal import (
     GREEN,
     YELLOW,
     PromptProgress,
     draw_cycle,
-    newest_turns,
     paint,
     read_questions,
     report,
@@ -1112,7 +1112,7 @@ class Terminal:
         tokenizer = self.models.tokenizer
         prompt = tokenizer.chat(messages)
         context = self.models.target.config.max_position_embeddings
-        count = flags.answer_length(context, len(prompt), self.config.max_new_tokens)
+        count = answer_length(context, len(prompt), self.config.max_new_tokens)
         config = replace(self.config, max_new_tokens=count)
         printer = Printer(TextStream(tokenizer), args.show)
         emit = printer.emit
@@ -1187,7 +1187,7 @@ def run_terminal(args: Namespace, dtype: torch.dtype) -> None:
     """Answer one prompt, or chat."""
     chatting = args.prompt is None and sys.stdin is not None and sys.stdin.isatty()
     # Read before the models are loaded: if there is nothing to read, no time is lost.
-    question = "" if chatting else flags.read_prompt(args.prompt)
+    question = "" if chatting else read_prompt(args.prompt)
     models = load(args, dtype)
     server = args.remote
     if server == OWN_SERVER:

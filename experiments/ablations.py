@@ -39,7 +39,8 @@ from moa import (
 )
 from netsim import match_path
 from plumbing.conversations import hold_out
-from plumbing.errors import InputError, read_json, run_command
+from plumbing.errors import InputError, run_command
+from plumbing.files import read_json
 from plumbing.flags import (
     DTYPES,
     Parser,

@@ -54,7 +54,6 @@ from moa import (
     extend_chain,
     load_models,
 )
-from plumbing.conversations import Prompt, read_prompts
 from plumbing.errors import InputError, run_command
 from plumbing.flags import (
     DTYPES,
@@ -65,6 +64,7 @@ from plumbing.flags import (
     number,
     path,
 )
+from plumbing.prompts import Prompt, read_prompts
 from speculate import accept_draft
 
 # --- A cache of rows of different lengths ---

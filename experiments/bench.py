@@ -65,7 +65,6 @@ from netsim import (
     open_channel,
     start_server,
 )
-from plumbing.conversations import Prompt, read_prompts
 from plumbing.errors import InputError, run_command
 from plumbing.flags import (
     DTYPES,
@@ -73,11 +72,11 @@ from plumbing.flags import (
     add_generation_arguments,
     add_model_arguments,
     address,
-    answer_length,
     choose_dtype,
     path,
     time_limit,
 )
+from plumbing.prompts import Prompt, answer_length, read_prompts
 from plumbing.tokenizer import Tokenizer
 from speculate import (
     CHAIN,

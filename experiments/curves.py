@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from plumbing.errors import atomic_write, input_errors, run_command
+from plumbing.errors import input_errors, run_command
+from plumbing.files import atomic_write
 from plumbing.flags import Parser, path
 from plumbing.journal import read_log
 from plumbing.processes import say

@@ -17,7 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from plumbing.errors import InputError, atomic_write, input_errors, run_command
+from plumbing.errors import InputError, input_errors, run_command
+from plumbing.files import atomic_write
 from plumbing.flags import Parser, path
 
 TEMPLATE = Path(__file__).with_name("page.html")

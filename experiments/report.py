@@ -16,7 +16,8 @@ import numpy as np
 
 from experiments.curves import draw_panel, save_panels
 from experiments.tables import format_markdown
-from plumbing.errors import read_json, run_command
+from plumbing.errors import run_command
+from plumbing.files import read_json
 from plumbing.flags import Parser
 from train import DEPTHS
 

@@ -47,9 +47,10 @@ from experiments.report import FIGURES, RESULTS, print_experiment, save_figure
 from experiments.scores import ANSWER_TOKENS, PROMPT_COUNT, PROMPTS, TEST, TOY, score
 from llama import GenerationConfig, load_model, load_tokenizer
 from moa import Drafter, load_drafter, pack_together
-from plumbing.conversations import read_prompts
-from plumbing.errors import atomic_write, read_json, run_command
+from plumbing.errors import run_command
+from plumbing.files import atomic_write, read_json
 from plumbing.flags import Parser
+from plumbing.prompts import read_prompts
 from speculate import cycles_alone, cycles_with_drafts
 from train import train_drafter
 

@@ -20,7 +20,8 @@ from experiments.ablations import LIMITS, Ablation
 from experiments.evaluate import evaluate_drafting
 from llama import GenerationConfig, Llama, Sampling, generate, load_tokenizer
 from moa import Draft, Drafter, DraftLimits
-from plumbing.conversations import Sequence, read_prompts
+from plumbing.conversations import Sequence
+from plumbing.prompts import read_prompts
 from speculate import LocalVerifier, acceptance_length, answer, cycles_with_drafts
 from train import DEPTHS, TrainConfig, evaluate, loss_mask, read_conversations, target_pass
 

@@ -34,7 +34,6 @@ from tqdm import tqdm
 
 from experiments.batching import Batch, Request
 from llama import GenerationConfig, Llama, load_target, pack
-from plumbing.conversations import next_role, read_first_questions
 from plumbing.errors import InputError, run_command
 from plumbing.flags import (
     DTYPES,
@@ -46,6 +45,8 @@ from plumbing.flags import (
     positive_int,
 )
 from plumbing.processes import say
+from plumbing.prompts import read_first_questions
+from plumbing.records import next_role
 from plumbing.tokenizer import Tokenizer
 
 TEMPERATURES = {  # of a turn, drawn from these

@@ -37,10 +37,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from llama import Config, Llama
-from plumbing.conversations import find_records, read_messages
-from plumbing.errors import InputError, atomic_write, run_command
+from plumbing.errors import InputError, run_command
+from plumbing.files import atomic_write
 from plumbing.flags import DTYPES, Parser, choose_dtype, number, path, positive_int
 from plumbing.journal import Journal, begin_or_resume, read_settings
+from plumbing.records import find_records, read_messages
 from plumbing.tokenizer import CHATML_TEMPLATE, Tokenizer, read_hugging_face_tokenizer
 from train import apply_gradients, make_optimizers
 

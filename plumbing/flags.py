@@ -14,14 +14,13 @@ import argparse
 import math
 import os
 import re
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Callable, Iterable, NoReturn
 
 import torch
 
-from plumbing.errors import InputError, fail, input_errors
+from plumbing.errors import fail, input_errors
 from plumbing.hub import DEFAULT_MODEL, TOY_MODEL
 from plumbing.kernels import has_fast_bfloat16
 
@@ -133,24 +132,16 @@ def add_generation_arguments(parser) -> None:
     add("--json", action="store_true", help="print one JSON object instead of the text")
 
 
-def read_prompt(text: str | None) -> str:
-    """Return the prompt given or, if None, the one piped in. Raises InputError."""
-    if text is None:
-        if sys.stdin is None or sys.stdin.isatty():
-            raise InputError("no prompt: give one with --prompt TEXT, or pipe one in")
-        with input_errors("the piped prompt is not valid text", UnicodeError):
-            text = sys.stdin.read()
-        text = text.removesuffix("\n")  # of the line that `echo` writes
-    if not text.strip():
-        raise InputError("the prompt is empty")
-    return text
+def check_device(device: str) -> None:
+    """Raise InputError if the device cannot be used."""
+    with input_errors(f"--device {device} cannot be used here", RuntimeError, AssertionError):
+        torch.zeros(1, device=device).item()
 
 
 def choose_dtype(device: str, dtype: str | None) -> str:
     """Return the name of the dtype to compute in: the one given or, if None, bfloat16, but float32
     on a CPU that is slow with it. Raises InputError if the device cannot be used."""
-    with input_errors(f"--device {device} cannot be used here", RuntimeError, AssertionError):
-        torch.zeros(1, device=device).item()
+    check_device(device)
     if dtype is None:
         slow = device.startswith("cpu") and not has_fast_bfloat16()
         dtype = "float32" if slow else "bfloat16"
@@ -163,19 +154,3 @@ def choose_training_dtype(device: str, dtype: str | None) -> str:
     if dtype is None and device.startswith("cpu"):
         dtype = "float32"
     return choose_dtype(device, dtype)
-
-
-def answer_length(context: int, prompt_length: int, max_new_tokens: int) -> int:
-    """Return how many new tokens the context has room for, up to max_new_tokens. Warn if fewer.
-
-    Raises InputError.
-    """
-    room = context - prompt_length
-    if room < 1:
-        raise InputError(
-            f"the prompt has {prompt_length} tokens and the context is {context}: shorten it"
-        )
-    if room < max_new_tokens:
-        warning = f"the context leaves room for {room} new tokens, not {max_new_tokens}"
-        print(warning, file=sys.stderr)
-    return min(room, max_new_tokens)

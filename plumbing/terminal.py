@@ -192,20 +192,3 @@ def more_is_pasted() -> bool:
     except OSError:  # Windows cannot tell: there every line is a question
         return False
     return bool(ready)
-
-
-def newest_turns(
-    messages: list[dict], count_tokens: Callable[[list[dict]], int], context: int, room: int
-) -> list[dict]:
-    """Return the newest of these messages that leave room for an answer of so many tokens. A turn
-    is a question and its answer; the last question always stays."""
-    newest = messages
-    length = count_tokens(newest)
-    while len(newest) > 1 and length > context - room:
-        newest = newest[2:]
-        length = count_tokens(newest)
-    left_out = (len(messages) - len(newest)) // 2
-    if left_out and length < context:  # else the question alone is too long, and refused
-        turns = "turn is" if left_out == 1 else f"{left_out} turns are"
-        print(f"the context is full: the oldest {turns} left out", file=sys.stderr)
-    return newest

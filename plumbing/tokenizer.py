@@ -20,7 +20,8 @@ from typing import Iterator
 
 import tokenizers
 
-from plumbing.errors import InputError, input_errors, read_json
+from plumbing.errors import InputError, input_errors
+from plumbing.files import read_json
 from plumbing.gguf import parse_gguf
 from plumbing.hub import resolve_path
 from plumbing.huggingface import read_stop_ids

@@ -35,8 +35,8 @@ from experiments.tables import Column, format_markdown, print_rows
 from llama import GenerationConfig
 from moa import Draft, DraftLimits, VerifyResult
 from netsim import Link, open_channel
-from plumbing.conversations import Prompt, read_prompts
 from plumbing.errors import run_command
+from plumbing.prompts import Prompt, read_prompts
 from speculate import Cycle, Generation, Origin
 
 

@@ -17,16 +17,10 @@ from tiny_target import CHAT, STOP, counting, make_tiny_target, write
 import llama
 import train
 from plumbing import conversations
-from plumbing.conversations import (
-    Conversations,
-    Prompt,
-    Stream,
-    find_records,
-    read_first_questions,
-    read_messages,
-    read_prompts,
-)
+from plumbing.conversations import Conversations, Stream
 from plumbing.errors import InputError
+from plumbing.prompts import Prompt, read_first_questions, read_prompts
+from plumbing.records import find_records, read_messages
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ import sys
 import pytest
 from conftest import ROOT, raises
 
-from plumbing.errors import InputError, atomic_write, checksum, read_json, run_command
+from plumbing.errors import InputError, run_command
+from plumbing.files import atomic_write, checksum, read_json
 
 
 @pytest.mark.parametrize("error, line", [

@@ -9,6 +9,7 @@ from conftest import case_name, raises
 
 from plumbing import flags
 from plumbing.flags import bandwidth, duration, loss_rate
+from plumbing.prompts import answer_length, read_prompt
 
 
 @pytest.mark.parametrize("quantity, text, value", [
@@ -72,15 +73,15 @@ def test_help_has_groups_and_ends_with_the_examples_as_they_are_written(capsys):
 
 
 def test_a_prompt_that_leaves_no_room_in_the_context_is_an_input_error(capsys):
-    raises("512 tokens", flags.answer_length, 512, 512, 1)
-    assert flags.answer_length(512, 510, 64) == 2
+    raises("512 tokens", answer_length, 512, 512, 1)
+    assert answer_length(512, 510, 64) == 2
     assert "room for 2" in capsys.readouterr().err
 
 
 def test_a_given_prompt_is_taken_as_it_is_and_a_piped_one_without_its_last_line_break(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n two\nlines \n\n"))
-    assert flags.read_prompt(" Hi\n") == " Hi\n"
-    assert flags.read_prompt(None) == "\n two\nlines \n"
+    assert read_prompt(" Hi\n") == " Hi\n"
+    assert read_prompt(None) == "\n two\nlines \n"
 
 
 @pytest.mark.parametrize("piped, culprit", [
@@ -88,4 +89,4 @@ def test_a_given_prompt_is_taken_as_it_is_and_a_piped_one_without_its_last_line_
 ], ids=case_name)
 def test_a_piped_prompt_that_is_empty_or_no_text_is_an_input_error(piped, culprit, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped), "utf-8"))
-    raises(culprit, flags.read_prompt, None)
+    raises(culprit, read_prompt, None)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import SIX_BITS
 
 from llama import Config, Llama, load_model
-from plumbing.errors import read_json
+from plumbing.files import read_json
 from plumbing.huggingface import load_weights, parse_config, read_hugging_face
 
 SCALING = json.loads((TIED / "config.json").read_text())["rope_scaling"]

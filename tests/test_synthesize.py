@@ -20,8 +20,8 @@ from experiments import synthesize
 from experiments.batching import Request
 from experiments.synthesize import SynthesisConfig
 from llama import Llama, load_model, load_tokenizer
-from plumbing.conversations import read_first_questions
 from plumbing.errors import InputError
+from plumbing.prompts import read_first_questions
 from plumbing.tokenizer import Tokenizer
 
 

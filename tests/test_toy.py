@@ -17,8 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from experiments import toy
 from llama import GenerationConfig, generate, load_model, load_tokenizer
-from plumbing.conversations import read_messages, read_prompts
 from plumbing.errors import run_command
+from plumbing.prompts import read_prompts
+from plumbing.records import read_messages
 from plumbing.tokenizer import Tokenizer
 from train import read_conversations
 
