@@ -26,6 +26,7 @@ from __future__ import annotations
 import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
 
 import math
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,6 @@ from typing import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from plumbing.errors import InputError, input_errors, run_command
@@ -305,7 +305,7 @@ class Llama(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # Like nn.Embedding(V, E), but faster to make on the meta device (see `load_model`).
+        # (nn.Embedding(V, E) takes a second longer to make on the meta device: see `load_model`.)
         embeddings = torch.randn(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
         self.layers = nn.ModuleList()
@@ -345,11 +345,10 @@ class Llama(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.embed_tokens.weight.dtype
 
-    def new_cache(self, capacity: int, batch: int = 1, layers: int | None = None) -> KVCache:
-        """Return an empty cache for `capacity` tokens. layers: how many, by default all."""
+    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
+        """Return an empty cache for `capacity` tokens."""
         config = self.config
-        if layers is None:
-            layers = config.num_hidden_layers
+        layers = config.num_hidden_layers
         shape = (layers, batch, config.num_key_value_heads, capacity, 2 * config.head_dim)
         return KVCache(torch.zeros(shape, dtype=self.dtype, device=self.device))
 
@@ -389,8 +388,8 @@ class Llama(nn.Module):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one answer are drawn. Target and drafter share one, and so the generator
-    that random numbers come from. (A target on a server has its own.)"""
+    """How the tokens of one answer are drawn. Target and drafter share one, with its generator of
+    random numbers. (A target on a server has its own.)"""
 
     temperature: float = 0.0  # 0: greedy, always the likeliest token
     top_p: float = 1.0
@@ -451,8 +450,9 @@ def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
         reached = descending.cumsum(-1)  # with each token and all before it
         if (reached[..., -1] >= top_p).all():
             break
-    # One token, and one more for each sum that does not reach top_p.
-    last = (reached[..., :-1] < top_p).sum(-1, keepdim=True)  # its place in this order
+    # The last token of the nucleus is the first with which the sum reaches top_p. Its place is the
+    # number of sums before it, which do not reach it.
+    last = (reached[..., :-1] < top_p).sum(-1, keepdim=True)
     return descending.gather(-1, last)
 
 
@@ -475,43 +475,45 @@ def sample_next(logits: Tensor, sampling: Sampling) -> int:
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raises InputError for logits that overflowed, as float16 does with some models: every token
-    would be 0."""
-    if not logits.max() < math.inf:  # nor is NaN
+    """Raises InputError for logits that overflowed, as they do in float16 with some models."""
+    if not torch.isfinite(logits.max()):  # the maximum is NaN if any of them is
         raise InputError("the target's logits are NaN or infinite: use --dtype bfloat16 or float32")
 
 
 PIECE = 512  # tokens of a prompt that are read at once
 
 
-def read_in_pieces(model: Llama, tokens: list[int], cache: KVCache) -> Iterator[Tensor]:
-    """Read a prompt into the cache, piece by piece. Yield each piece's hidden states (1, T, E).
+OnPiece = Callable[[int], None]  # is told how many tokens of a prompt have been read
+
+
+def read_in_pieces(
+    model: Llama, tokens: list[int], cache: KVCache, on_piece: OnPiece | None = None
+) -> Tensor:
+    """Read a prompt into the cache, piece by piece. Returns the last token's hidden state (E).
 
     Read at once, a prompt of T tokens would need a mask of T x T. In pieces memory is linear in T.
+    `on_piece` is called after each, and may raise to stop.
     """
     for piece in torch.tensor([tokens], device=model.device).split(PIECE, dim=1):
-        yield model.hidden(piece, cache)
+        hidden = model.hidden(piece, cache)  # (1, T, E)
+        if on_piece is not None:
+            on_piece(cache.length)
+    return hidden[0, -1]
 
 
 @torch.inference_mode()
 def generate(
-    model: Llama,
-    prompt: list[int],
-    config: GenerationConfig,
-    on_piece: Callable[[int], None] | None = None,
+    model: Llama, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None = None
 ) -> Iterator[int]:
     """Generate with the target alone, token by token, up to and including a stop token.
 
     At temperature 0 speculative decoding must give these same tokens, above it tokens of the same
-    distribution. Prompt and answer must fit the model's context. `on_piece` is told how many tokens
-    of the prompt are read, after each piece.
+    distribution. Prompt and answer must fit the model's context.
     """
     sampling = config.new_sampling(model.device)
     cache = model.new_cache(len(prompt) + config.max_new_tokens)
-    for hidden in read_in_pieces(model, prompt, cache):
-        if on_piece is not None:
-            on_piece(cache.length)
-    token = sample_next(model.lm_head(hidden[0, -1]), sampling)
+    hidden = read_in_pieces(model, prompt, cache, on_piece)  # (E)
+    token = sample_next(model.lm_head(hidden), sampling)
     yield token
     for _ in range(config.max_new_tokens - 1):
         if token in config.stop_ids:
@@ -529,15 +531,14 @@ def generate(
 # Most of a pass over one token is spent reading the weights. So verifying a few drafted tokens
 # should cost no more. But for 2 to 16 rows (tokens) nn.Linear on a CPU takes two to three times as
 # long as for one. oneDNN (in PyTorch: mkldnn) can store a weight in blocks, in the order in which
-# its kernel reads them. Then two to six rows cost no more than one, four of them even less, and
-# more rows cost less than with nn.Linear (measured on an AMD EPYC). One wide product is also faster
-# than several narrow ones of the same input, on a GPU too. So the modules of a finished model are
-# replaced by these.
+# its kernel reads them. Then up to six rows cost no more than one (measured on an AMD EPYC), and
+# more rows cost less than with nn.Linear. One wide product is also faster than several narrow ones
+# of the same input, on a GPU too. So the modules of a finished model are replaced by these.
 #
-# On a CPU a `PackedLlama` is also exact: with its own cache, what it computes of a token is the
-# same, to the bit, in a pass over that token alone and in one over a whole draft of up to 31.
-# plumbing/kernels.py says why that is not guaranteed, and finds out what it takes: a few more rows,
-# queries and masked keys.
+# On a CPU a `PackedLlama` is also exact, as far as could be tested: what it computes of a token is
+# the same, to the bit, in a pass over that token alone and in one over a whole draft.
+# plumbing/kernels.py says why that is not a matter of course, and finds out what it takes: a few
+# more rows, queries and masked keys.
 
 
 def pack(module: nn.Module) -> nn.Module:
@@ -562,7 +563,7 @@ def pack(module: nn.Module) -> nn.Module:
         module.find_limits()
     elif isinstance(module, Llama):
         # On a GPU PyTorch may let cuDNN attend, which plans again for each new shape, for tens of
-        # milliseconds (experiments/results/smollm2/README.md). While generating, every pass has a
+        # milliseconds (experiments/results/smollm2/gpu.json). While generating, every pass has a
         # new shape, as the cache grows. So turn it off, in the whole process.
         torch.backends.cuda.enable_cudnn_sdp(False)
     return module
@@ -586,7 +587,7 @@ class PackedLinear(nn.Module):
     def __init__(self, *layers: nn.Linear):
         super().__init__()
         self.weight = torch.cat([layer.weight for layer in layers]).detach()  # (out, in)
-        self.min_rows = 1  # that are multiplied together: see `PackedLlama`
+        self.min_rows = 1  # fewer are padded to so many: see `PackedLlama.find_limits`
         if self.weight.device.type == "cpu":
             self.weight = reorder_weight(self.weight)
 
@@ -600,7 +601,7 @@ class PackedRMSNorm(nn.Module):
     """The same norm in four operations. On a CPU F.rms_norm is made of more.
 
     x / sqrt(mean(x^2) + eps) = sqrt(size) x / sqrt(|x|^2 + size eps), and hypot(a, b) is
-    sqrt(a^2 + b^2) in one operation. Computed in float32, which takes two more casts for bfloat16.
+    sqrt(a^2 + b^2) in one operation. All four are in float32, with a cast before and after.
     """
 
     def __init__(self, norm: RMSNorm):
@@ -650,11 +651,11 @@ class PackedAttention(Attention):
         rows = q.reshape(len(q), self.kv_heads, -1, self.head_dim)  # (B, Hkv, H T / Hkv, D)
         count = rows.shape[2]
         if mask is not None:
-            if mask.dtype == torch.bool:  # a row for each token; else see `attention_mask`
+            if mask.shape[-2] < count:  # (T, S): every head's rows need a copy of it
                 mask = torch.cat([mask] * (self.heads // self.kv_heads), dim=-2)
+            # A mask that `PackedLlama` has prepared has these copies, and perhaps more rows.
             added = mask.shape[-2] - count
-            if added > 0:
-                rows = F.pad(rows, (0, 0, 0, added))  # their results are dropped
+            rows = F.pad(rows, (0, 0, 0, added))  # their results are dropped
         out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
         out = out[:, :, :count].reshape(q.shape)  # (B, H, T, D)
         return self.o_proj(out.transpose(1, 2).flatten(2))
@@ -678,18 +679,24 @@ class PackedLlama(Llama):
     tokens than its limits allow. (Prompts are read in longer pieces, cut in the same places.)"""
 
     def find_limits(self) -> None:
-        """Find out what it takes on this processor to be exact."""
-        for part in self.modules():
-            if isinstance(part, PackedLinear):
-                part.min_rows = probe_rows(*part.weight.shape, part.weight.dtype)
+        """Find out what it takes on this processor to be exact. `limits` is None if it cannot be."""
         config = self.config
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.limits = probe_attention(config.head_dim, self.group, self.dtype)
+        for part in self.modules():
+            if isinstance(part, PackedLinear):
+                min_rows = probe_rows(*part.weight.shape, part.weight.dtype)
+                if min_rows is None:
+                    self.limits = None
+                else:
+                    part.min_rows = min_rows
+        if self.limits is None:
+            print("no exact kernels were found on this CPU: texts may differ", file=sys.stderr)
 
-    def new_cache(self, capacity: int, batch: int = 1, layers: int | None = None) -> KVCache:
+    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         capacity += -capacity % KEY_BLOCK  # room for masked keys
-        cache = super().new_cache(capacity, batch, layers)
-        if layers is not None:  # a drafter's, which need not be exact
+        cache = super().new_cache(capacity, batch)
+        if self.limits is None:
             return cache
         return AlignedKVCache(cache.kv, self.limits)
 
@@ -747,18 +754,17 @@ def load_model(
     """
     path = resolve_path(path)
     read_checkpoint = read_gguf if path.suffix == ".gguf" else read_hugging_face
-    sizes, tensors = read_checkpoint(path)
+    sizes, read_tensors = read_checkpoint(path)
     config = Config(**sizes)
     first = 0 if last is None else config.num_hidden_layers - last
     skipped = tuple(f"layers.{i}." for i in range(first))
     # PyTorch refuses impossible sizes in more than one way.
-    with input_errors(path, RuntimeError, TypeError, SafetensorError, OSError):
+    with input_errors(path, RuntimeError, TypeError):
         with torch.device("meta"):
             model = Llama(config)
         for i in range(first):
             model.layers[i] = None
-        used = ((name, read()) for name, read in tensors if not name.startswith(skipped))
-        load_weights(model, used, path, device, dtype)
+        load_weights(model, read_tensors(skipped), path, device, dtype)
         model.tie_weights()  # to the embeddings that were loaded
     return model.to(device)  # the rotary table
 
@@ -810,7 +816,7 @@ def main() -> None:
             print(stream.add(token), end="", flush=True)
     end = time.perf_counter()
     if not args.json:
-        print(stream.rest())
+        print(stream.pending_text())
     statistics = {
         "seconds": end - start,
         "tokens_per_second": len(tokens) / (end - start),

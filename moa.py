@@ -12,22 +12,21 @@ It has four parts, which the next section writes as formulas:
     TLI  Target Layer Inference runs the target's last N layers on CA's output. With N = 0 it does
          nothing, and CA's output already predicts the target's final hidden state.
 
-`Drafter` has these layers, and its `features` runs them over all positions in one pass, as training
-does. `DraftState` runs them step by step, with caches, and makes chains and trees of drafted
-tokens. There is no command here: train.py trains a drafter, speculate.py drafts with it. Read as
-far as the bar, the line that says where the method ends.
+`Drafter` has these layers, and runs them over all positions in one pass, for training. `DraftState`
+runs them step by step, with caches, and makes chains and trees of drafted tokens. There is no
+command here: train.py trains a drafter, speculate.py drafts with it. Read as far as the bar, the
+line that says where the method ends.
 """
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -36,9 +35,7 @@ from llama import (
     DecoderLayer,
     KVCache,
     Llama,
-    PackedLinear,
     Sampling,
-    can_pack,
     causal_mask,
     load_target,
     pack,
@@ -128,7 +125,7 @@ class CrossAttentionLayer(DecoderLayer):
 class Drafter(nn.Module):
     """Trainable: LSA, the projection, SA and CA. All else is the target's, and frozen.
 
-    The layers have the names of the authors' checkpoints. The methods that run them are verbs.
+    The layers have the names of the authors' checkpoints.
     """
 
     checkpoint_hash = ""  # set by `load_drafter`: a client and its server compare theirs
@@ -137,7 +134,7 @@ class Drafter(nn.Module):
         super().__init__()
         self.config = config
         self.__dict__["target"] = target  # no submodule: its weights are not to be trained or saved
-        self.head = DraftHead(target.lm_head.weight)
+        self.head = DraftHead(target.lm_head)
         sizes = target.config
         hidden_size = sizes.hidden_size
         heads = config.num_attention_heads
@@ -189,8 +186,12 @@ class Drafter(nn.Module):
         return self.config.target_layer_inference
 
     @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    @property
     def dtype(self) -> torch.dtype:
-        return self.Ekv2E.weight.dtype
+        return self.Ekv2E.weight.dtype  # `pack` leaves this one as it is
 
     def features(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
         """Run the whole drafter over all positions. Returns predicted final hidden states
@@ -303,7 +304,8 @@ class Drafter(nn.Module):
     def update_from_memory(
         self, tokens: list[int], memory: Tensor, cache: KVCache
     ) -> MemoryUpdate:
-        """Return what drafting needs, given the memory (1, T, E) of these tokens."""
+        """Return what drafting needs, given the memory (1, T, E) of these tokens. (Ablations make
+        the memory in other ways.)"""
         start = cache.length - len(tokens)
         rope = self.rotary[:, start:cache.length]
         cross_kv = self.cross_attention.keys_values(memory, rope)  # (1, Hkv, T, 2D)
@@ -350,9 +352,11 @@ class VerifyResult:
     token: int  # its own, which comes after them
     # Of what is now verified: the prompt, or the root and accepted tokens. (None: nobody needs it.)
     memory: MemoryUpdate | None
+    draft: Draft  # what was verified: a verifier may leave unlikely tokens out
+    p: Tensor | None = None  # (1 + K, V), the target's distributions, where they are asked for
 
 
-class DraftHead(nn.Module):
+class DraftHead:
     """The target's LM head, frozen: features to logits.
 
     An *output* is an index into the logits. Here it equals the token's number. With `LimitedHead`,
@@ -360,14 +364,12 @@ class DraftHead(nn.Module):
     distribution of tokens asks for it here.
     """
 
-    def __init__(self, weight: Tensor):
-        super().__init__()
-        # A buffer that is not saved: neither trained, nor part of the drafter's checkpoint.
-        self.register_buffer("weight", weight, persistent=False)  # (V', E)
+    def __init__(self, linear: nn.Module):
+        self.linear = linear  # its weight: (V', E)
 
     def logits(self, features: Tensor) -> Tensor:
         """Map features (..., E) to logits (..., V')."""
-        return nn.functional.linear(features.to(self.weight.dtype), self.weight)
+        return self.linear(features.to(self.linear.weight.dtype))
 
     def token(self, output: int) -> int:
         """Return the token that an output stands for."""
@@ -543,13 +545,16 @@ class DraftState:
         config = drafter.config
         self.drafter = drafter
         self.sampling = sampling
-        self.self_cache = drafter_cache(
-            drafter, config.self_attention_num_key_value_heads, capacity
+        target = drafter.target
+        head_dim = target.config.hidden_size // config.num_attention_heads
+        self_heads = config.self_attention_num_key_value_heads
+        cross_heads = config.cross_attention_num_key_value_heads
+        target_heads = target.config.num_key_value_heads
+        self.self_cache = empty_cache(drafter, (1, 1, self_heads, capacity, 2 * head_dim))
+        self.cross_cache = empty_cache(drafter, (1, 1, cross_heads, capacity, 2 * head_dim))
+        self.reused_cache = empty_cache(
+            target, (drafter.N, 1, target_heads, capacity, 2 * target.config.head_dim)
         )
-        self.cross_cache = drafter_cache(
-            drafter, config.cross_attention_num_key_value_heads, capacity
-        )
-        self.reused_cache = drafter.target.new_cache(capacity, layers=drafter.N)
         self.expanded: list[int] = []  # the draft's nodes that are in the caches, in their order
 
     @property
@@ -592,10 +597,10 @@ class DraftState:
     def draft_chain(self, root: int, limits: DraftLimits) -> Draft:
         """Draft up to K tokens, each chosen from q after those before it (algorithm 1).
 
-        It may stop early, and the text is still the target's, because what decides is known before
-        the next token is drawn. Say that " lies" is followed by " in", drawn with q = 0.1. The
-        chain may stop there since 0.1 is little, but " in" has to be proposed: to drop it would
-        change the text's distribution, as `sample_tree` shows with numbers.
+        It may stop early, and the text is still the target's, if that is decided before the next
+        token is drawn. Say that " in" was drawn after " lies" with q = 0.1. As that is little, the
+        chain may stop after " in". But " in" itself has to be proposed: to drop it would change the
+        text's distribution, as `sample_tree` shows with numbers.
         """
         draft = Draft(root)
         for last in range(limits.depth):  # the last node so far: those of a chain are 0, 1, 2, ...
@@ -635,11 +640,11 @@ class DraftState:
         if draft.is_chain:
             return None
         mask = draft.mask(frontier, self.expanded, self.text_length)
-        return None if mask.all() else mask.to(self.drafter.target.device)
+        return None if mask.all() else mask.to(self.drafter.device)
 
     def embed(self, tokens: list[int]) -> Tensor:
         """Look up embeddings of tokens: (1, T, E)."""
-        return self.drafter.embed(torch.tensor([tokens], device=self.drafter.target.device))
+        return self.drafter.embed(torch.tensor([tokens], device=self.drafter.device))
 
     # Trees: several tokens that may follow the same one.
 
@@ -650,8 +655,8 @@ class DraftState:
         level:
 
         1. Run the drafter on the frontier.
-        2. Of all tokens that may follow the frontier, add the `total_tokens` likeliest. More can
-           never be kept.
+        2. Of all tokens that may follow the frontier, add the `total_tokens` likeliest, but none
+           below `min_probability`. More than `total_tokens` can never be kept.
         3. The `top_k` likeliest of these are the next frontier.
 
         At the end keep the `total_tokens` likeliest of all levels. An example with depth 2, top_k 2
@@ -737,11 +742,9 @@ class DraftState:
         return children
 
 
-def drafter_cache(drafter: Drafter, kv_heads: int, capacity: int) -> KVCache:
-    """Return an empty cache for SA or CA."""
-    head_dim = drafter.target.config.hidden_size // drafter.config.num_attention_heads
-    shape = (1, 1, kv_heads, capacity, 2 * head_dim)
-    return KVCache(torch.zeros(shape, dtype=drafter.dtype, device=drafter.target.device))
+def empty_cache(owner: Drafter | Llama, shape: tuple[int, ...]) -> KVCache:
+    """Return an empty cache for layers of this model: its shape is (L, B, Hkv, capacity, 2D)."""
+    return KVCache(torch.zeros(shape, dtype=owner.dtype, device=owner.device))
 
 
 def worth_expanding(draft: Draft, frontier: list[int], limits: DraftLimits) -> bool:
@@ -844,8 +847,9 @@ def default_config(target: Llama) -> DrafterConfig:
     heads = sizes.num_attention_heads
     kv_heads = math.gcd(heads, max(1, heads // 8))  # one for eight heads, if that divides them
     kv_width = 2 * sizes.num_key_value_heads * sizes.head_dim  # LSA's width
-    # LSA has the target's number of heads, which need not divide kv_width (SmolLM2: 9 of 42 in
-    # 384). RoPE needs an even size: else take fewer, at the least the kv heads, of size 2 D.
+    # LSA has the target's number of heads, which need not divide kv_width. (SmolLM2 has 9 heads of
+    # size 42, which fill 378 of 384 numbers.) RoPE needs an even size. If it is odd, take fewer
+    # heads: at the least as many as there are kv heads, whose size is then 2 D.
     layer_heads = heads
     while kv_width // layer_heads % 2 != 0:
         layer_heads -= sizes.num_key_value_heads
@@ -885,12 +889,11 @@ def check_sizes(config: DrafterConfig, sizes: Config) -> None:
         )
     if max(config.draft_vocabulary or [0]) >= sizes.vocab_size:
         raise InputError(f"draft_vocabulary has tokens beyond the target's {sizes.vocab_size}")
-    heads = config.num_attention_heads
-    layer_heads = config.layer_self_attention_num_attention_heads
+    kv_width = 2 * sizes.num_key_value_heads * sizes.head_dim
     layers = [
-        ("self_attention", sizes.hidden_size, heads),
-        ("cross_attention", sizes.hidden_size, heads),
-        ("layer_self_attention", 2 * sizes.num_key_value_heads * sizes.head_dim, layer_heads),
+        ("self_attention", sizes.hidden_size, config.num_attention_heads),
+        ("cross_attention", sizes.hidden_size, config.num_attention_heads),
+        ("layer_self_attention", kv_width, config.layer_self_attention_num_attention_heads),
     ]
     for layer, width, heads in layers:
         kv_heads = getattr(config, f"{layer}_num_key_value_heads")
@@ -912,10 +915,12 @@ class LimitedHead(DraftHead):
     """
 
     def __init__(self, target: Llama, tokens: tuple[int, ...]):
-        token_ids = torch.tensor(tokens, device=target.device)  # of each output, (V')
-        super().__init__(target.lm_head.weight[token_ids])
-        self.register_buffer("token_ids", token_ids, persistent=False)
-        self.tokens = tokens  # the same as a tuple: faster to look up one by one
+        self.tokens = tokens  # of each output
+        self.token_ids = torch.tensor(tokens, device=target.device)  # the same, (V')
+        weight = target.lm_head.weight[self.token_ids]
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        super().__init__(linear)
         self.vocab_size = target.config.vocab_size
 
     def token(self, output: int) -> int:
@@ -964,8 +969,8 @@ class RemoteDraftState(DraftState):
         draft_unverified(root, 4)                                   18   10   18         8
         append_verified of 9 tokens: the server is back             19   19   19         0
 
-    Each call caches its root and its tokens but the last, the next root. The 9 are the first root
-    and all 8.
+    A call caches its root and all of its four tokens but the last, which is the next root. The 9
+    verified tokens are the first root and all 8 that were written.
     """
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
@@ -1022,8 +1027,8 @@ def to_bfloat16(drafter: Drafter) -> Drafter:
     if is_on_cpu and has_fast_bfloat16():
         for parameter in drafter.parameters():  # (drafter.bfloat16() would round the angles, too)
             parameter.data = parameter.data.bfloat16()
-        if isinstance(drafter.head, LimitedHead):  # the plain head's weight is the target's
-            drafter.head.weight = drafter.head.weight.bfloat16()
+        if isinstance(drafter.head, LimitedHead):  # the plain head is the target's own
+            drafter.head.linear.bfloat16()
     return drafter
 
 
@@ -1032,24 +1037,10 @@ def pack_together(target: Llama, drafters: list[Drafter]) -> None:
     pack(target)
     for drafter in drafters:
         pack(drafter)
-        if not isinstance(drafter.head, LimitedHead):
-            drafter.head = PackedHead(drafter.head, target.lm_head)
-        elif can_pack(drafter.head.weight):
-            drafter.head = PackedHead(drafter.head, PackedLinear(drafter.head))
-
-
-class PackedHead(nn.Module):
-    """A `DraftHead` whose product is computed by a packed layer."""
-
-    def __init__(self, head: DraftHead, linear: nn.Module):
-        super().__init__()
-        self.linear = linear
-        self.token = head.token
-        self.over_all_tokens = head.over_all_tokens
-        head.weight = None  # the packed layer has it
-
-    def logits(self, features: Tensor) -> Tensor:
-        return self.linear(features.to(self.linear.weight.dtype))
+        if isinstance(drafter.head, LimitedHead):
+            drafter.head.linear = pack(drafter.head.linear)
+        else:
+            drafter.head.linear = target.lm_head  # which is packed by now
 
 
 # --- Checkpoints, in the authors' names and shapes ---
@@ -1093,29 +1084,27 @@ def read_drafter_config(path: Path) -> dict:
         if not (path / name).exists():
             message = f"{path}: no drafter is there ({name} is missing)"
             for file in [*path.glob("*/config.json"), *path.glob("*/*/config.json")]:
-                if b"kv_hidden_size" in file.read_bytes():  # what a drafter's states
+                if b"kv_hidden_size" in file.read_bytes():  # only a drafter's config states it
                     message += f"; one is in {file.parent}"
             raise InputError(message)
     stated = read_json(path / "config.json")
-    for name, kind in DrafterConfig.__annotations__.items():
-        value = stated.get(name)
-        # kind is a string, such as "int": annotations are not evaluated in this file.
-        if value is not None and not is_valid(value, kind):
-            raise InputError(f"{path / 'config.json'}: {name} is invalid: {value!r:.40}")
+    for field in fields(DrafterConfig):
+        value = stated.get(field.name)
+        if value is not None and not is_valid(field.name, value):
+            raise InputError(f"{path / 'config.json'}: {field.name} is invalid: {value!r:.40}")
     return stated
 
 
-def is_valid(value: object, kind: str) -> bool:
-    """Tell whether a field of config.json, annotated with `kind`, may have this value."""
-    if kind == "int":
-        return type(value) is int and value >= 0
-    if kind == "float":
+def is_valid(name: str, value: object) -> bool:
+    """Tell whether this field of a drafter's config.json may have this value."""
+    if name in ("rms_norm_eps", "rope_theta"):
         return type(value) in (int, float) and 0 < value < math.inf
-    # The draft vocabulary, or nothing: distinct tokens.
-    if not isinstance(value, list) or not value:
-        return False
-    distinct = {token for token in value if type(token) is int and token >= 0}
-    return len(distinct) == len(value)
+    if name == "draft_vocabulary":  # a list of distinct tokens
+        if not isinstance(value, list) or not value:
+            return False
+        distinct = {token for token in value if type(token) is int and token >= 0}
+        return len(distinct) == len(value)
+    return type(value) is int and value >= 0  # all others are counts
 
 
 def load_drafter(path: str | Path, target: Llama, kind: type[Drafter] = Drafter) -> Drafter:
@@ -1135,8 +1124,7 @@ def load_drafter(path: str | Path, target: Llama, kind: type[Drafter] = Drafter)
             raise InputError(
                 f"{path}: a drafter without {part}; only python -m experiments.ablations uses it"
             )
-    with input_errors(weights_file, SafetensorError):  # a type that PyTorch lacks
-        tensors = {name: read() for name, read in read_tensors(weights_file)}
+    tensors = dict(read_tensors([weights_file]))
     # What sizes that do not fit may raise: our own checks, PyTorch, a division by no rows.
     kinds = (InputError, RuntimeError, TypeError, ZeroDivisionError)
     with input_errors(config_file, *kinds), torch.device("meta"):
@@ -1158,10 +1146,10 @@ def parse_drafter_config(
         "rms_norm_eps": sizes.rms_norm_eps,
         "rope_theta": sizes.rope_theta,
     }
-    for name in DrafterConfig.__annotations__:
-        value = stated.get(name)
+    for field in fields(DrafterConfig):
+        value = stated.get(field.name)
         if value is not None:
-            values[name] = tuple(value) if isinstance(value, list) else value
+            values[field.name] = tuple(value) if isinstance(value, list) else value
     rows = {name: len(tensor) for name, tensor in tensors.items()}
     for layer in ("self_attention", "cross_attention", "layer_self_attention"):
         heads = values.get(f"{layer}_num_attention_heads", values["num_attention_heads"])

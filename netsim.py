@@ -1,16 +1,20 @@
 """The network between drafter and target: a simulated link, a real protocol (paper, section 5).
 
 The drafter runs on a consumer device and the target on a server. How much that slows them down
-depends on the network between them. Here one machine stands for both ends of any network. Messages
-cross a real TCP socket at once, so they have their real sizes. When a reply is here, the client
-computes when it would have arrived over the simulated link, and sleeps until that moment. A seed
-repeats the random draws: jitter and lost packets.
+depends on the network between them. Here any network can be tried on one machine. Messages cross a
+real TCP socket at once, so they have their real sizes. When a reply is here, the client computes
+when it would have arrived over the simulated link, and sleeps until that moment. A seed repeats the
+random draws: jitter and lost packets.
 
     python speculate.py --remote --network 4g --prompt "Why is the sky blue?" --trace
 
-The link comes first and stands alone. The client's channel follows, a real connection (of messages
-as in plumbing/messages.py) on which the link is simulated. Last come the paper's client and server,
-`RemoteVerifier` and `TargetSession`, and what they send.
+The server may also be on another machine. Then the simulated delays come on top of the real ones,
+and without flags such as --network nothing is simulated.
+
+The link comes first and stands alone. The client's channel follows, a real connection on which the
+link is simulated. Then come the paper's client, `RemoteVerifier`, its server, `TargetSession`, and
+the contents of their messages. Last are plain API use, with which the paper compares, and the flags
+that describe a link.
 
 Everywhere, durations are in seconds, sizes in bytes and bandwidths in bits per second. A moment is
 a value of time.monotonic().
@@ -29,15 +33,15 @@ from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection
 from time import monotonic, sleep
-from typing import Callable, Iterator
+from typing import Callable, Iterator, Protocol
 
 import torch
 from torch import Tensor
 
-from llama import GenerationConfig, Llama, generate
+from llama import GenerationConfig, KVCache, Llama, OnPiece, Sampling, generate
 from moa import (
     Q_TOKENS,
     Draft,
@@ -56,16 +60,17 @@ from plumbing.errors import InputError, input_errors, run_command
 from plumbing.messages import (
     MAX_FIELDS,
     Address,
+    HasLeft,
     Message,
-    MessageServer,
+    Replies,
     Tensors,
+    check_ids,
+    check_int,
     receive_message,
     refuse_malformed,
     send_message,
+    serve_sessions,
 )
-
-Replies = Iterator[tuple[dict, Tensors]]  # each one's fields and tensors
-
 
 # --- The link ---
 #
@@ -79,14 +84,14 @@ Replies = Iterator[tuple[dict, Tensors]]  # each one's fields and tensors
 #     the client has the reply             30 ms        73.1 ms    21 ms, 8 * 2500 bits at 20e6/s
 #
 # The client has the reply after 30 ms, sleeps for another 43.1 ms, and then uses it. The server
-# knows nothing of the simulation. It only says in each reply how long it has worked ("elapsed"),
-# and everything else is arithmetic of the client: see `Channel.request`.
+# knows nothing of the simulation. Each reply only states how long the server took for it, and
+# everything else is arithmetic of the client: see `Channel.receive`.
 #
 # A packet can be lost. TCP sends it again if the other side has not confirmed it within the
-# retransmission timeout (RTO), and doubles this timeout each time. (Real TCP often notices a loss
+# retransmission timeout (RTO), and doubles this timeout each time. Real TCP often notices a loss
 # sooner, by later packets that are confirmed or by a probe. That is left out, so losses cost too
 # much here, above all with drafts, which wait for every reply. Congestion control, slow start and
-# other people's traffic are left out, too.)
+# other people's traffic are left out, too.
 
 MSS = 1460  # bytes of a message in one packet: Ethernet's 1500, less the headers of IP and TCP
 INITIAL_RTO = 1.0  # seconds, as long as no round trip has been measured (RFC 6298)
@@ -95,11 +100,10 @@ MIN_RTO_MARGIN = 0.2  # seconds: Linux adds no less to the mean round trip (its 
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a network, in numbers.
+    """The properties of one direction of a network.
 
     A message's latency is drawn from a normal distribution. A negative draw becomes 0, which makes
-    the mean a little longer: 10.8 ms for 10 with a jitter of 10. (On `4g` one in seven
-    is negative.)
+    the mean a little longer: 10.8 ms for 10 with a jitter of 10.
     """
 
     latency: float = 0.0  # seconds: the mean of that distribution
@@ -126,8 +130,8 @@ PROFILES = {  # latency, jitter, bandwidth, loss
 
 @dataclass
 class Outage:
-    """The one outage that a network may have, both ways. It begins when `after` tokens have come,
-    and lasts `seconds`.
+    """The one outage that a network may have, in both directions. It begins when `after` tokens
+    have come, and lasts `seconds`.
 
     It loses no message for good, because TCP sends again until it gets through. So a message that
     is in flight during the outage arrives later: by what is left of the outage when the message is
@@ -163,8 +167,8 @@ class Outage:
         return sent < self.ends and self.begins <= arrival
 
 
-class Direction:
-    """One direction of a network, with random draws of its own."""
+class SimulatedPath:
+    """Computes when messages arrive that are sent over a link, with random draws of its own."""
 
     def __init__(self, link: Link, outage: Outage, seed: int):
         self.link = link
@@ -208,12 +212,12 @@ class Direction:
 
 
 class Network:
-    """A link both ways, and perhaps an outage."""
+    """The same link in both directions, and perhaps an outage."""
 
     def __init__(self, link: Link, seed: int = 0, outage: Outage | None = None):
         self.outage = outage or Outage()  # which never begins
-        self.up = Direction(link, self.outage, 2 * seed)  # two seeds, so that the two differ
-        self.down = Direction(link, self.outage, 2 * seed + 1)
+        self.up = SimulatedPath(link, self.outage, 2 * seed)  # two seeds, so that the two differ
+        self.down = SimulatedPath(link, self.outage, 2 * seed + 1)
 
 
 def wait(arrival: float, deadline: float) -> None:
@@ -226,40 +230,50 @@ def wait(arrival: float, deadline: float) -> None:
 
 # --- The client's channel ---
 #
-# There are two kinds of timeouts. That of the simulated TCP, the RTO, only delays a message. After
-# that of the client, `reply_timeout`, the connection is given up.
+# If the server takes too long, the client gives the connection up. It waits
+#
+#     for the first reply     FIRST_REPLY_SECONDS, because the server has a text to read
+#     for any other reply     ten times as long as for the slowest so far, at least MIN_TIMEOUT
+#     for a new connection    as long as for the next reply, plus INITIAL_RTO for one lost packet
+#
+# With --timeout it waits that long for every reply.
 
-CONNECT_SECONDS = 10.0  # a server that is not there must not hold us
+FIRST_REPLY_SECONDS = 60.0  # the first of each connection: after a loss a text is read again
+MIN_TIMEOUT = 1.0  # seconds: mostly enough for a packet that is lost twice
+CONNECT_SECONDS = 10.0  # at most for the real handshake: a server may not be there
 MAX_REPLY = 1 << 30  # bytes: enough for the memory of a prompt of 131,072 tokens, 8,000 bytes each
-FIRST_REPLY_SECONDS = 60.0  # for a connection's first reply, for which the server reads a text
-MIN_TIMEOUT = 1.0  # seconds for any other: a packet that is lost twice mostly comes in time
 
 
 class ConnectionLost(Exception):
-    """The server did not answer in time, or not in a way that can be understood."""
+    """The server cannot be reached, refuses, is too late, or sends what cannot be understood."""
 
 
 @dataclass
 class Traffic:
-    """What a client has sent, received and waited for. (Connecting counts in bytes only.)"""
+    """What a client has sent, received and waited for. Of connecting, only bytes are counted."""
 
     bytes_up: int = 0
     bytes_down: int = 0
     round_trips: int = 0  # requests
-    network_seconds: float = 0.0  # waited for replies, less the server's work on them
+    network_seconds: float = 0.0  # to send and to wait for replies, less the server's own time
 
 
 @dataclass
 class Channel:
-    """The client's end of a connection. If anything goes wrong, the connection is closed, and
-    `connect` makes another."""
+    """The client's end of a connection on which a network is simulated.
+
+    `send` sends a request, and each call of `receive` waits for one reply to it. Call both, and
+    use what has come, within `closed_on_failure`: if anything fails there, the connection is
+    closed. `connect` makes the first one and, if the caller wants to go on, another.
+    """
 
     address: Address
     network: Network
-    timeout: float | None = None  # seconds to wait for a reply; None: see reply_timeout
+    timeout: float | None = None  # seconds to wait for every reply; None: see reply_timeout
     sock: socket.socket | None = None
     is_new: bool = True  # no reply has come over this connection yet
     slowest: float = 0.0  # seconds waited for the slowest reply, over all connections
+    server_clock: float = 0.0  # simulated: when it had the request or its last reply ready
     traffic: Traffic = field(default_factory=Traffic)
 
     def connect(self) -> dict:
@@ -272,13 +286,12 @@ class Channel:
         start = monotonic()
         if network.outage.overlaps(start, start):  # now, that is
             raise ConnectionLost("the network is down")
-        # The simulated handshake may take as long as a reply and one lost packet. How long a reply
-        # may take is still that of the previous connection: if it brought replies, not the first
-        # one's minute, so that a dead network is noticed soon.
+        # `reply_timeout` is still that of the connection before. If replies came over it, this is
+        # short, so that a dead network is noticed soon.
         timeout = INITIAL_RTO + self.reply_timeout()
         deadline = start + min(CONNECT_SECONDS, timeout)  # of the real handshake
         host, port = self.address
-        with self.closed_on_failure(f"no server at {host}:{port}"):
+        with self.closed_on_failure(f"no connection to {host}:{port}"):
             self.sock = socket.create_connection(self.address, deadline - start)
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send at once
             greeting = receive_message(self.sock, MAX_FIELDS, deadline)
@@ -300,65 +313,59 @@ class Channel:
 
     @contextmanager
     def closed_on_failure(self, complaint: str = "no answer from the server") -> Iterator[None]:
-        """Use the connection in here, and what comes over it. If any of this fails, the connection
-        is closed, and ConnectionLost raised."""
+        """Close the connection and raise ConnectionLost if an OSError occurs in here, or if what
+        has come is malformed."""
         try:
-            with refuse_malformed("data"):  # also a host name like a..b
+            with refuse_malformed("data"):  # an invalid host name, like a..b, is a ValueError, too
                 yield
         except OSError as error:
             self.close()
             raise ConnectionLost(f"{complaint}: {error}")
 
     def reply_timeout(self) -> float:
-        """Return the seconds after which a reply counts as lost: `timeout` or, without one, ten
-        times the slowest so far, and at least MIN_TIMEOUT (for a connection's first reply at least
-        FIRST_REPLY_SECONDS).
+        """Return how many seconds to wait for the next reply.
 
-        The reply to the prompt, which is usually the slowest, counts, too: while the server reads
-        another client's prompt, it answers us as late.
+        The first reply, for which the server reads a text, is usually the slowest. It counts for
+        the later ones, too: while the server reads another client's text, they take as long.
         """
         if self.timeout is not None:
             return self.timeout
         least = FIRST_REPLY_SECONDS if self.is_new else MIN_TIMEOUT
         return max(least, 10 * self.slowest)
 
-    def request(self, fields: dict, tensors: Tensors) -> Iterator[Message]:
-        """Send a request. Yields its replies, each when it has arrived: ask for no more than will
-        come.
-
-        A reply's `elapsed` is how long the server has worked since the request or, for a further
-        reply, since the one before. So server_clock, which begins when the simulated request
-        arrives, moves by it from reply to reply.
-
-        Call it, and read its replies, within `closed_on_failure`.
-        """
+    def send(self, fields: dict, tensors: Tensors) -> None:
+        """Send a request."""
         if self.sock is None:
             raise ConnectionLost("not connected")
-        # Moments of one clock: sent, asked and deadline are real; server_clock and arrival, which
-        # lie later, are simulated.
         sent = monotonic()
         size = send_message(self.sock, fields, tensors)
+        self.traffic.network_seconds += monotonic() - sent
         self.traffic.bytes_up += size
         self.traffic.round_trips += 1
-        server_clock = self.network.up.send(sent, size)  # simulated: it has the request
-        asked = sent
-        while True:  # one round for each reply
-            deadline = asked + self.reply_timeout()
-            reply = receive_message(self.sock, MAX_REPLY, deadline)
-            elapsed = max(0.0, float(reply.fields["elapsed"]))  # NaN becomes 0
-            server_clock += elapsed  # it has sent this reply
-            arrival = self.network.down.send(server_clock, reply.size)
-            wait(arrival, deadline)
-            waited = monotonic() - asked
-            self.traffic.network_seconds += max(0.0, waited - elapsed)
-            self.traffic.bytes_down += reply.size
-            self.slowest = max(self.slowest, waited)
-            self.is_new = False
-            yield reply
-            asked = monotonic()  # the caller's own work does not count
+        self.server_clock = self.network.up.send(sent, size)
+
+    def receive(self) -> Message:
+        """Return the next reply, at the moment when it would arrive over the simulated network.
+
+        Its `elapsed` is how long it took the server, since it had the request or, if it is a
+        further reply, since the one before was ready.
+        """
+        start = monotonic()
+        deadline = start + self.reply_timeout()
+        reply = receive_message(self.sock, MAX_REPLY, deadline)
+        elapsed = max(0.0, float(reply.fields["elapsed"]))  # NaN becomes 0
+        self.server_clock += elapsed
+        arrival = self.network.down.send(self.server_clock, reply.size)
+        wait(arrival, deadline)
+        waited = monotonic() - start
+        self.traffic.network_seconds += max(0.0, waited - elapsed)
+        self.traffic.bytes_down += reply.size
+        self.slowest = max(self.slowest, waited)
+        self.is_new = False
+        return reply
 
 
-# --- The paper's client and server: the drafter here, the target there ---
+# --- The paper's client and server: what they say to each other ---
 #
 # The server greets a client with the hash of its drafter. Then the client calls:
 #
@@ -388,7 +395,7 @@ OFFLINE_TOKENS = 8  # that the drafter writes alone, before it looks again wheth
 INITIAL_BACKOFF = 0.5  # seconds between two attempts; doubles with each that fails
 
 
-# The client.
+# --- The paper's client: the drafter is here ---
 
 
 @dataclass
@@ -406,23 +413,24 @@ class RemoteResult(VerifyResult):
 class RemoteVerifier:
     """Verifies the drafts of one conversation by a target on a server.
 
-    Say that the prompt was 5 9 2, and the server's token after it 7, the next root. The drafter has
-    a memory of 5 9 2. When the server does not answer, a new connection is made, over which it
-    reads the text again, and only the draft is lost. As long as that fails, we are offline: the
-    loop's draft (only `Lookup` still makes one) is thrown away, `draft_offline` lets the drafter
-    write alone, and its text is unverified. Then the text may be 5 9 2 7 4 8, still with a memory
-    of 5 9 2. The first reply after the outage brings that of 7 4 8.
+    When the server is lost, it is asked over a new connection to read the text so far. If it does,
+    only the draft is lost. If not, the drafter writes alone, and what it writes is unverified. The
+    next call tries again. An example, in which `text` always ends with the next root:
 
-    (After a reconnection the server has read generated text as it reads a prompt, many tokens at
-    once. So the last bits of its logits may differ, and in rare cases the text: see
-    plumbing/kernels.py.)
+        what happens                                       text              has a memory
+        prefill: the server's token is 7                   5 9 2 7           5 9 2
+        verify: no reply, the drafter writes 4 8 alone     5 9 2 7 4 8       5 9 2
+        verify: connected again, the server's token is 1   5 9 2 7 4 8 1     5 9 2 7 4 8
+
+    A server that reads generated text again reads many tokens at once, as in a prompt. So the last
+    bits of its logits may differ from before and, in rare cases, the text: see plumbing/kernels.py.
     """
 
     def __init__(self, channel: Channel, state: RemoteDraftState, config: GenerationConfig):
         self.channel = channel
         self.state = state
         self.config = config
-        self.text: list[int] = []  # prompt and answer, with the newest token, the next root
+        self.text: list[int] = []  # prompt and answer, up to the next root
         self.full_length = 0  # of the text with the longest answer that is allowed
         self.retry_at = 0.0  # the moment from which on to reconnect
         self.backoff = INITIAL_BACKOFF  # seconds
@@ -437,7 +445,7 @@ class RemoteVerifier:
 
     def verify(self, draft: Draft) -> RemoteResult:
         """Let the server verify a draft. If it does not answer, reconnect at once: it may only have
-        restarted, or closed an idle connection. If that fails too, let the drafter go on alone."""
+        restarted, or closed an idle connection. If that fails too, let the drafter write alone."""
         try:
             return self.verify_remote(draft)
         except ConnectionLost as loss:
@@ -447,22 +455,25 @@ class RemoteVerifier:
                 return self.draft_offline(f"{loss}; then {error}")
 
     def draft_offline(self, reason: str) -> RemoteResult:
-        """Let the drafter go on alone."""
+        """Let the drafter write alone, in place of a draft that nobody would verify."""
         count = min(OFFLINE_TOKENS, self.full_length - len(self.text))
-        tokens = self.state.draft_unverified(self.text[-1], count)
+        draft = Draft(self.text[-1])  # of nothing
+        tokens = self.state.draft_unverified(draft.tokens[0], count)
         self.text += tokens
-        return RemoteResult(tokens[:-1], tokens[-1], memory=None, link="offline", reason=reason)
+        return RemoteResult(
+            tokens[:-1], tokens[-1], memory=None, draft=draft, link="offline", reason=reason
+        )
 
     def verify_remote(self, draft: Draft) -> RemoteResult:
         """Let the server verify a draft. Raises ConnectionLost."""
-        if not draft.q:  # (nothing was drawn)
-            draft = draft.likeliest_first()  # if not all fit, the server leaves out the last ones
-        # Without the root, which the server knows.
+        if not draft.q:  # nothing was drawn, so the order is free
+            draft = draft.likeliest_first()  # a server without room for all leaves out the last
+        # All but the root, which the server knows.
         fields = {"call": "verify", "drafts": draft.tokens[1:], "parents": draft.parents[1:]}
         tensors = {}
         if draft.q:
-            # In the order of the parents. Quantizing loses nothing: q was quantized before tokens
-            # were drawn from it, and a second time gives the same weights.
+            # The server expects the order of the parents. Quantizing loses nothing: q was quantized
+            # before tokens were drawn from it, and a second time gives the same weights.
             q = torch.stack([draft.q[parent] for parent in sorted(draft.q)])
             ids, weights = quantize_probabilities(q)
             tensors = {"ids": ids.cpu(), "weights": weights.cpu()}
@@ -505,17 +516,18 @@ class RemoteVerifier:
     def request(self, fields: dict, tensors: Tensors, draft: Draft) -> RemoteResult:
         """Send a request, and read the result off the reply. Raises ConnectionLost."""
         with self.channel.closed_on_failure():
-            reply = next(self.channel.request(fields, tensors))
+            self.channel.send(fields, tensors)
+            reply = self.channel.receive()
             path = match_path(draft, reply.fields["accepted"])
-            accepted = [draft.tokens[node] for node in path[1:]]  # our ints: a reply may say 9.0
+            accepted = [draft.tokens[node] for node in path[1:]]  # ints, even if the reply has 9.0
             vocab_size = self.state.drafter.target.config.vocab_size
             token = check_int(reply.fields["token"], 0, vocab_size - 1)
-            # What has a memory from now on: the text that had none yet (the root and, after an
-            # outage, what was written offline), then what is accepted.
+            # The reply has the memory of all text that had none yet, which is the root and, after
+            # an outage, what was written offline, and of what is accepted.
             verified = self.text[self.state.verified:] + accepted
             memory = dequantize_memory(reply.tensors, verified, self.state)
         self.text += accepted + [token]
-        return RemoteResult(accepted, token, memory)
+        return RemoteResult(accepted, token, memory, draft)
 
 
 def text_request(call: str, text: list[int], config: GenerationConfig) -> tuple[dict, Tensors]:
@@ -524,23 +536,30 @@ def text_request(call: str, text: list[int], config: GenerationConfig) -> tuple[
     return fields, {"tokens": torch.tensor(text, dtype=torch.int32)}
 
 
-def match_path(draft: Draft, accepted: list) -> list[int]:
-    """Find the path of accepted tokens from the root. Raises ValueError if there is none."""
-    path = [0]
-    for token in accepted:
-        child = draft.child(path[-1], token)
-        if child is None:
-            raise ValueError(f"token {token!r:.20} was not drafted there")
-        path.append(child)
-    return path
+# --- The paper's server: the target is there ---
 
 
-# The server.
+class Verifier(Protocol):
+    """The target's side of one text: what TargetSession uses of `speculate.LocalVerifier`."""
+
+    model: Llama
+    cache: KVCache
+    sampling: Sampling
+
+    def prefill(self, prompt: list[int]) -> VerifyResult:
+        """Read a prompt, and choose the token after it."""
+
+    def verify(self, draft: Draft) -> VerifyResult:
+        """Decide which tokens of a draft to keep."""
+
+
+# Makes one for a cache of so many slots.
+NewVerifier = Callable[[Llama, Drafter, int, Sampling, OnPiece], Verifier]
 
 
 @dataclass
 class TargetSession:
-    """The server's side of one client, a session of MessageServer.
+    """The server's side of one client: a `Session` of plumbing/messages.py.
 
     One worker thread does the models' passes of all clients in turn: PyTorch keeps a pool of
     threads for each thread that calls it, and several pools would fight for the cores.
@@ -549,24 +568,59 @@ class TargetSession:
     model: Llama
     drafter: Drafter
     worker: futures.ThreadPoolExecutor
-    new_verifier: Callable  # of (model, drafter, capacity, sampling): see LocalVerifier
-    has_left: Callable[[], bool]  # tells whether the client has closed the connection
-    verifier: object = None  # a LocalVerifier, of the text that was read last
+    new_verifier: NewVerifier
+    has_left: HasLeft
+    verifier: Verifier | None = None  # of the text that was read last
     root: int = 0  # of the next draft: the newest token
 
     @property
     def greeting(self) -> dict:
         return {"drafter": self.drafter.checkpoint_hash}
 
-    def answer(self, fields: dict, tensors: Tensors) -> Replies:
-        """Reply to a request. Raises one of many exceptions if it is malformed: at once, before a
-        reply is made."""
-        calls = {"read": self.read, "verify": self.verify, "generate": self.generate}
-        return self.run_models(calls[fields["call"]](fields, tensors))
+    def parse(self, fields: dict, tensors: Tensors) -> Callable[[], Replies]:
+        """Check a request. Returns a function that makes its replies."""
+        call = fields["call"]
+        if call == "verify":
+            work = partial(self.verify, parse_draft(fields, tensors, self.verifier, self.root))
+        elif call == "read":
+            tokens, config = parse_text(fields, tensors, self.model)
+            known = check_int(fields.get("known", 0), 0, len(tokens) - 1)
+            work = partial(self.read, tokens, config, known)
+        elif call == "generate":
+            work = partial(self.generate, *parse_text(fields, tensors, self.model))
+        else:
+            raise ValueError(f"unknown call {call!r:.40}")
+        return partial(self.run_in_worker, work)
 
-    def run_models(self, replies: Replies) -> Replies:
-        """Run the models for each reply, in the worker's thread: `replies` does so when it is asked
-        for the next one. Raises ConnectionError as soon as the client has left."""
+    def read(self, tokens: list[int], config: GenerationConfig, known: int) -> Replies:
+        """Begin a text, or begin it again after a lost connection."""
+        # The whole text, and after it a draft that may yet be rejected: its root and its tokens.
+        capacity = len(tokens) + config.max_new_tokens + 1 + MAX_DRAFT_TOKENS
+        sampling = config.new_sampling(self.model.device)
+        self.verifier = self.new_verifier(
+            self.model, self.drafter, capacity, sampling, self.stop_if_client_left
+        )
+        yield self.make_reply(self.verifier.prefill(tokens), known)
+
+    def verify(self, draft: Draft) -> Replies:
+        """Verify a draft that follows the newest token."""
+        yield self.make_reply(self.verifier.verify(draft))
+
+    def make_reply(self, result: VerifyResult, known: int = 0) -> tuple[dict, Tensors]:
+        """Note the next root. The reply leaves out the memory of the first `known` tokens."""
+        self.root = result.token
+        fields = {"accepted": result.accepted, "token": result.token}
+        return fields, quantize_memory(result.memory, known)
+
+    def generate(self, tokens: list[int], config: GenerationConfig) -> Replies:
+        """Write alone, as a plain API does: a reply for each token."""
+        for token in generate(self.model, tokens, config, self.stop_if_client_left):
+            yield {"token": token}, {}
+
+    def run_in_worker(self, work: Callable[[], Replies]) -> Replies:
+        """Let the worker make each reply of `work`, when it is asked for. Raises ConnectionError as
+        soon as the client has left."""
+        replies = work()
         while True:
             task = self.worker.submit(self.make_next, replies)
             while not futures.wait([task], timeout=0.1).done:
@@ -578,7 +632,7 @@ class TargetSession:
 
     @torch.inference_mode()
     def make_next(self, replies: Replies) -> tuple[dict, Tensors] | None:
-        self.stop_if_client_left()  # while others were served
+        self.stop_if_client_left()  # it may have left while others were served
         return next(replies, None)
 
     def stop_if_client_left(self, tokens_read: int = 0) -> None:
@@ -587,120 +641,17 @@ class TargetSession:
         if self.has_left():
             raise ConnectionError("the client has left")
 
-    def read(self, fields: dict, tensors: Tensors) -> Replies:
-        """Begin a text, or begin it again after a lost connection."""
-        tokens, config = self.parse_text(fields, tensors)
-        known = check_int(fields.get("known", 0), 0, len(tokens) - 1)
-        # The whole text, and after it a draft that may yet be rejected: its root and its tokens.
-        capacity = len(tokens) + config.max_new_tokens + 1 + MAX_DRAFT_TOKENS
-        sampling = config.new_sampling(self.model.device)
-
-        def read_text() -> VerifyResult:  # by the worker
-            self.verifier = self.new_verifier(self.model, self.drafter, capacity, sampling)
-            return self.verifier.prefill(tokens, self.stop_if_client_left)
-
-        return self.reply(read_text, known)
-
-    def verify(self, fields: dict, tensors: Tensors) -> Replies:
-        """Verify a draft that follows the newest token."""
-        draft = self.parse_draft(fields, tensors)
-        return self.reply(partial(self.verifier.verify, draft))
-
-    def reply(self, call: Callable, known: int = 0) -> Replies:
-        """Call the verifier, and note the next root. The reply leaves out the memory of the first
-        `known` tokens."""
-        result = call()
-        self.root = result.token
-        fields = {"accepted": result.accepted, "token": result.token}
-        yield fields, quantize_memory(result.memory, known)
-
-    def generate(self, fields: dict, tensors: Tensors) -> Replies:
-        """Write alone, as a plain API does: a reply for each token."""
-        tokens, config = self.parse_text(fields, tensors)
-        stream = generate(self.model, tokens, config, self.stop_if_client_left)
-        return (({"token": token}, {}) for token in stream)
-
-    def parse_text(self, fields: dict, tensors: Tensors) -> tuple[list[int], GenerationConfig]:
-        """Read a text off a request, and how to go on after it within the context."""
-        context = self.model.config.max_position_embeddings
-        tokens = check_ids(tensors["tokens"], self.model.config.vocab_size)
-        length = check_int(len(tokens), 1, context - 1)
-        temperature = float(fields["temperature"])
-        top_p = float(fields["top_p"])
-        if not 0 <= temperature <= 100 or not 0 < top_p <= 1:
-            raise ValueError(f"invalid sampling: temperature {temperature}, top-p {top_p}")
-        config = GenerationConfig(
-            max_new_tokens=check_int(fields["max_new_tokens"], 1, context - length),
-            temperature=temperature,
-            top_p=top_p,
-            seed=check_int(fields["seed"], 0, 2**63 - 1),
-            stop_ids=frozenset(fields["stop_ids"]),
-        )
-        return tokens, config
-
-    def parse_draft(self, fields: dict, tensors: Tensors) -> Draft:
-        """Read a draft off a request. It must fit the model, the text and its context."""
-        if self.verifier is None:
-            raise ValueError("drafts must follow a text")
-        sizes = self.model.config
-        tokens = fields["drafts"]
-        check_int(len(tokens), 0, MAX_DRAFT_TOKENS)
-        draft = Draft(self.root)
-        for i, (token, parent) in enumerate(zip(tokens, fields["parents"], strict=True)):
-            check_int(token, 0, sizes.vocab_size - 1)
-            check_int(parent, 0, i)  # the root, or a token before this one
-            draft.add(token, parent, probability=1.0)  # not known: likelier come first
-        cache = self.verifier.cache
-        longest = max(map(len, draft.paths))
-        check_int(cache.length + longest, 0, sizes.max_position_embeddings)  # positions
-        check_int(cache.length + len(draft.tokens), 0, cache.kv.shape[3])  # slots
-        if self.verifier.sampling.temperature > 0 and tokens:
-            draft.q = self.parse_distributions(draft, tensors)
-        return draft
-
-    def parse_distributions(self, draft: Draft, tensors: Tensors) -> dict[int, Tensor]:
-        """Read off a request what the children of each parent were drawn from."""
-        vocab_size = self.model.config.vocab_size
-        parents = sorted(set(draft.parents[1:]))
-        ids = tensors["ids"]
-        weights = tensors["weights"]
-        shape = (len(parents), min(Q_TOKENS, vocab_size))
-        check_ids(ids.flatten(), vocab_size)
-        if ids.shape != shape or weights.shape != shape or weights.dtype != torch.uint8:
-            raise ValueError("q does not fit the drafts")
-        q = dequantize_probabilities(ids, weights, vocab_size)  # NaN where all weights are 0
-        rows = [parents.index(parent) for parent in draft.parents[1:]]
-        if not (q[rows, draft.tokens[1:]] > 0).all():
-            raise ValueError("q does not fit the drafts: one cannot have been drawn from it")
-        return dict(zip(parents, q.to(self.model.device)))
-
-
-def check_int(value: object, low: int, high: int) -> int:
-    """Return the value if it is an int within [low, high]. Raises ValueError."""
-    if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"invalid value {value!r:.40}: expected an int from {low} to {high}")
-    return value
-
-
-def check_ids(tensor: Tensor, end: int) -> list[int]:
-    """Return the values of an int32 vector if they are within [0, end). Raises ValueError."""
-    if tensor.dtype != torch.int32 or tensor.dim() != 1:
-        raise ValueError("expected an int32 vector")
-    return [check_int(value, 0, end - 1) for value in tensor.tolist()]
-
 
 def serve(
-    address: Address, models: Models, new_verifier: Callable, announce: Callable[[Address], None]
+    address: Address,
+    models: Models,
+    new_verifier: NewVerifier,
+    announce: Callable[[Address], None],
 ) -> None:
-    """Serve without end. `announce` is told the address."""
-    host, port = address
+    """Serve without end. `announce` is told the address. Raises InputError."""
     with futures.ThreadPoolExecutor(1) as worker:
         new_session = partial(TargetSession, models.target, models.drafter, worker, new_verifier)
-        with input_errors(f"cannot serve at {host}:{port}", OSError):
-            server = MessageServer(address, new_session)
-        with server:
-            announce(server.server_address[:2])  # IPv6 adds two numbers
-            server.serve_forever()
+        serve_sessions(address, new_session, announce)
 
 
 def announce_on_terminal(address: Address) -> None:
@@ -714,7 +665,7 @@ def announce_on_terminal(address: Address) -> None:
 
 
 def start_server(
-    model: str, drafter: str | None, device: str, dtype: torch.dtype, new_verifier: Callable
+    model: str, drafter: str | None, device: str, dtype: torch.dtype, new_verifier: NewVerifier
 ) -> Address:
     """Start a server in a process of its own, which loads the models. Returns its address."""
     # More threads hardly speed a drafter up, and the server needs the cores.
@@ -733,8 +684,9 @@ def start_server(
         raise InputError("the server did not start: see above")
 
 
-def serve_until_parent_ends(pipe, new_verifier: Callable, *what_to_load) -> None:
-    """Load models and serve until the parent process ends, however it ends."""
+def serve_until_parent_ends(pipe: Connection, new_verifier: NewVerifier, *what_to_load) -> None:
+    """Load models and serve until the parent process ends, however it ends. The pipe takes the
+    server's address. what_to_load: the arguments of `load_models`."""
 
     def end_with_parent() -> None:
         parent_process().join()
@@ -747,7 +699,7 @@ def serve_until_parent_ends(pipe, new_verifier: Callable, *what_to_load) -> None
     run_command(load_and_serve)
 
 
-# What crosses the network: memories in 8 bits.
+# --- What their messages hold: memories in 8 bits, texts and drafts ---
 
 
 def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
@@ -768,23 +720,94 @@ def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
 
 def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) -> MemoryUpdate:
     """Read the memory of these tokens off a reply. Raises LookupError, RuntimeError, ValueError."""
-    # Any slots of our caches, one for each token: the memory must have as many numbers.
-    count = len(tokens)
-    cross_slots = state.cross_cache.kv[0, :, :, :count]
-    reused_slots = state.reused_cache.kv[:, :, :, :count]
     memory = []
-    for name, slots in (("cross", cross_slots), ("reused", reused_slots)):
-        halves = slots.unflatten(-1, (2, -1))  # (..., 2, D)
-        integers = tensors[name].view_as(halves)
-        scale = tensors[name + "_scale"].view_as(halves[..., :1])
+    for name, cache in (("cross", state.cross_cache), ("reused", state.reused_cache)):
+        layers, batch, kv_heads, _, width = cache.kv.shape  # width: 2D
+        shape = (layers, batch, kv_heads, len(tokens), 2)
+        integers = tensors[name].view(*shape, width // 2)
+        scale = tensors[name + "_scale"].view(*shape, 1)
         kv = integers.float() * scale.float()
         if not kv.isfinite().all():
             raise ValueError("the memory holds NaN or infinity")
-        memory.append(kv.flatten(-2).to(slots))  # their dtype and device
-    return MemoryUpdate(tokens, *memory)
+        memory.append(kv.flatten(-2).to(cache.kv))  # the cache's dtype and device
+    cross_kv, reused_kv = memory
+    return MemoryUpdate(tokens, cross_kv[0], reused_kv)  # CA has one layer
 
 
-# Plain API use: what the paper compares with.
+# The next functions check what has come over the network. If it is malformed, they raise one of the
+# exceptions that `refuse_malformed` catches.
+
+
+def match_path(draft: Draft, accepted: list) -> list[int]:
+    """Find the path of accepted tokens from the root. Raises ValueError if there is none."""
+    path = [0]
+    for token in accepted:
+        child = draft.child(path[-1], token)
+        if child is None:
+            raise ValueError(f"token {token!r:.20} was not drafted there")
+        path.append(child)
+    return path
+
+
+def parse_text(fields: dict, tensors: Tensors, model: Llama) -> tuple[list[int], GenerationConfig]:
+    """Read a text off a request, and how to go on after it within the context."""
+    context = model.config.max_position_embeddings
+    tokens = check_ids(tensors["tokens"], model.config.vocab_size)
+    length = check_int(len(tokens), 1, context - 1)
+    temperature = float(fields["temperature"])
+    top_p = float(fields["top_p"])
+    if not 0 <= temperature <= 100 or not 0 < top_p <= 1:
+        raise ValueError(f"invalid sampling: temperature {temperature}, top-p {top_p}")
+    config = GenerationConfig(
+        max_new_tokens=check_int(fields["max_new_tokens"], 1, context - length),
+        temperature=temperature,
+        top_p=top_p,
+        seed=check_int(fields["seed"], 0, 2**63 - 1),
+        stop_ids=frozenset(fields["stop_ids"]),
+    )
+    return tokens, config
+
+
+def parse_draft(fields: dict, tensors: Tensors, verifier: Verifier | None, root: int) -> Draft:
+    """Read a draft off a request. It must fit the model, the text and its context."""
+    if verifier is None:
+        raise ValueError("drafts must follow a text")
+    sizes = verifier.model.config
+    tokens = fields["drafts"]
+    check_int(len(tokens), 0, MAX_DRAFT_TOKENS)
+    draft = Draft(root)
+    for i, (token, parent) in enumerate(zip(tokens, fields["parents"], strict=True)):
+        check_int(token, 0, sizes.vocab_size - 1)
+        check_int(parent, 0, i)  # the root, or a token before this one
+        # The client sends likelier tokens first. Equal probabilities keep that order.
+        draft.add(token, parent, probability=1.0)
+    cache = verifier.cache
+    longest = max(map(len, draft.paths))
+    check_int(cache.length + longest, 0, sizes.max_position_embeddings)  # positions
+    check_int(cache.length + len(draft.tokens), 0, cache.kv.shape[3])  # slots
+    if verifier.sampling.temperature > 0 and tokens:
+        draft.q = parse_distributions(draft, tensors, verifier.model)
+    return draft
+
+
+def parse_distributions(draft: Draft, tensors: Tensors, model: Llama) -> dict[int, Tensor]:
+    """Read off a request what the children of each parent were drawn from."""
+    vocab_size = model.config.vocab_size
+    parents = sorted(set(draft.parents[1:]))
+    ids = tensors["ids"]
+    weights = tensors["weights"]
+    shape = (len(parents), min(Q_TOKENS, vocab_size))
+    check_ids(ids.flatten(), vocab_size)
+    if ids.shape != shape or weights.shape != shape or weights.dtype != torch.uint8:
+        raise ValueError("q does not fit the drafts")
+    q = dequantize_probabilities(ids, weights, vocab_size)  # NaN where all weights are 0
+    rows = [parents.index(parent) for parent in draft.parents[1:]]
+    if not (q[rows, draft.tokens[1:]] > 0).all():
+        raise ValueError("q does not fit the drafts: one cannot have been drawn from it")
+    return dict(zip(parents, q.to(model.device)))
+
+
+# --- Plain API use, with which the paper compares ---
 
 
 def call_api(
@@ -794,9 +817,9 @@ def call_api(
     with input_errors("the answer ends here", ConnectionLost):
         channel.connect()
         with channel.closed_on_failure():
-            replies = channel.request(*text_request("generate", prompt, config))
-            for reply in islice(replies, config.max_new_tokens):
-                token = check_int(reply.fields["token"], 0, vocab_size - 1)
+            channel.send(*text_request("generate", prompt, config))
+            for _ in range(config.max_new_tokens):
+                token = check_int(channel.receive().fields["token"], 0, vocab_size - 1)
                 yield token
                 if token in config.stop_ids:
                     return
@@ -833,7 +856,7 @@ def open_channel(
     outage_for: float = math.inf,
     timeout: float | None = None,
 ) -> Channel:
-    """Return a channel for one answer. Its delays are seeded by the prompt, too, so that they come
-    again when the answer is asked for again. outage_after: tokens."""
+    """Return a channel for one answer. The prompt is a part of the seed: each has delays of its
+    own, and asking one again repeats them. outage_after: tokens."""
     outage = Outage(outage_after, outage_for)
     return Channel(address, Network(link, seed + sum(prompt), outage), timeout)

@@ -2,8 +2,8 @@
 
 The target needs one pass for each token that it writes, and most of a pass is spent reading its
 weights. So a drafter proposes the next few tokens, and one pass of the target verifies all of them.
-It keeps them up to the first that it would not have written itself, and adds a token of its own.
-Wherever the drafter is right, a pass yields several tokens, and the text is still the target's.
+It keeps them up to the first that it rejects, and adds a token of its own. Wherever the drafter is
+right, a pass yields several tokens, and the text is still the target's.
 
 `speculate` is the loop, and `LocalVerifier` the target's side of it. *Acceptance* decides which
 drafted tokens are kept, and shows why the text is distributed exactly as the target's own.
@@ -41,6 +41,7 @@ from llama import (
     GenerationConfig,
     KVCache,
     Llama,
+    OnPiece,
     Sampling,
     check_logits,
     generate,
@@ -82,11 +83,13 @@ from netsim import (
 from plumbing import flags
 from plumbing.errors import InputError, run_command
 from plumbing.layout import TreeLayout, lay_out_tree
-from plumbing.prompts import answer_length, newest_turns, read_prompt
+from plumbing.prompts import answer_length, newest_exchanges, read_prompt
 from plumbing.terminal import (
     GREEN,
     YELLOW,
-    PromptProgress,
+    PromptBar,
+    WaitingNote,
+    closing_first,
     draw_cycle,
     paint,
     read_questions,
@@ -96,6 +99,15 @@ from plumbing.terminal import (
 from plumbing.tokenizer import TextStream, Tokenizer
 
 
+@dataclass
+class Cycle:
+    """One round of the loop: a draft and its verification. The first one reads the prompt, and its
+    draft is empty."""
+
+    result: VerifyResult
+    tokens: list[int]  # new ones of the answer
+
+
 @torch.inference_mode()
 def speculate(
     verifier: LocalVerifier,  # or RemoteVerifier: anything with `prefill` and `verify`
@@ -103,15 +115,15 @@ def speculate(
     prompt: list[int],
     config: GenerationConfig,
     limits: DraftLimits,
-) -> Iterator[list[int]]:
-    """Run algorithm 1. Yields the token after the prompt, then the tokens of each cycle: of one
-    draft and its verification. Ends after a stop token, or after max_new_tokens. Prompt and answer
-    must fit the model's context."""
+) -> Iterator[Cycle]:
+    """Run algorithm 1. Yields each cycle as soon as it is complete. The first one brings the token
+    after the prompt. Ends after a stop token, or after max_new_tokens. Prompt and answer must fit
+    the model's context."""
     left = config.max_new_tokens
     result = verifier.prefill(prompt)  # the first token, and the memory of the prompt
     while True:
         tokens = cut(result.accepted + [result.token], config.stop_ids)
-        yield tokens
+        yield Cycle(result, tokens)
         left -= len(tokens)
         if left == 0 or tokens[-1] in config.stop_ids:
             return
@@ -137,28 +149,31 @@ class LocalVerifier:
     target is on a server, the server runs LSA and sends only what CA needs of its output.
     """
 
-    def __init__(self, model: Llama, drafter: Drafter, capacity: int, sampling: Sampling):
+    def __init__(
+        self,
+        model: Llama,
+        drafter: Drafter,
+        capacity: int,
+        sampling: Sampling,
+        on_piece: OnPiece | None = None,
+    ):
         """drafter: only its `memory_update` is used here. capacity: how many tokens of text and
-        draft the cache has room for."""
+        draft the cache has room for. on_piece: see `read_in_pieces`."""
         self.model = model
         self.drafter = drafter
         self.sampling = sampling
+        self.on_piece = on_piece
         self.cache = self.new_cache(capacity)
 
     def new_cache(self, capacity: int) -> KVCache:
         return self.model.new_cache(capacity)
 
-    def prefill(
-        self, prompt: list[int], on_piece: Callable[[int], None] | None = None
-    ) -> VerifyResult:
-        """Read a prompt, and choose the token after it. A long one is read in pieces: after each,
-        `on_piece` is told how many tokens have been read, and may raise to stop."""
-        for hidden in read_in_pieces(self.model, prompt, self.cache):
-            if on_piece is not None:
-                on_piece(self.cache.length)
-        logits = self.model.lm_head(hidden[0, -1])  # of the last piece's last token, (V)
-        token = sample_next(logits, self.sampling)
-        return VerifyResult([], token, self.drafter.memory_update(prompt, self.cache))
+    def prefill(self, prompt: list[int]) -> VerifyResult:
+        """Read a prompt, and choose the token after it."""
+        hidden = read_in_pieces(self.model, prompt, self.cache, self.on_piece)  # (E)
+        token = sample_next(self.model.lm_head(hidden), self.sampling)
+        memory = self.drafter.memory_update(prompt, self.cache)
+        return VerifyResult([], token, memory, draft=Draft(prompt[-1]))
 
     def verify(self, draft: Draft) -> VerifyResult:
         """Decide which tokens of a draft to keep. The cache keeps the root and those.
@@ -170,17 +185,21 @@ class LocalVerifier:
         that of the token after all of them. (In a tree each token is judged by that of its parent.)
         """
         start = self.cache.length
-        logits = self.predict(draft)  # (1 + K, V)
+        draft, positions, mask = self.lay_out(draft)
+        logits = self.predict(draft, positions, mask)  # (1 + K, V)
         acceptance = accept_draft(logits, draft, self.sampling)
         self.cache.keep_path(start, acceptance.path)
         verified = [draft.tokens[node] for node in acceptance.path]  # the root, then accepted ones
         memory = self.drafter.memory_update(verified, self.cache)
-        return VerifyResult(verified[1:], acceptance.token, memory)
+        return VerifyResult(verified[1:], acceptance.token, memory, draft)
 
-    def predict(self, draft: Draft) -> Tensor:
+    def lay_out(self, draft: Draft) -> tuple[Draft, Tensor, Tensor]:
+        """Return what is verified of a draft (here: all of it), its positions and its mask."""
+        return draft, *draft_layout(draft, self.cache.length, self.model.device)
+
+    def predict(self, draft: Draft, positions: Tensor, mask: Tensor) -> Tensor:
         """Run the target on a draft. Returns logits (1 + K, V): row i is what follows node i."""
         ids = torch.tensor([draft.tokens], device=self.model.device)  # (1, 1 + K)
-        positions, mask = draft_layout(draft, self.cache.length, self.model.device)
         hidden = self.model.hidden(ids, self.cache, positions, mask)  # (1, 1 + K, E)
         return self.model.lm_head(hidden[0])
 
@@ -323,9 +342,9 @@ def rejection_sample_tree(
 
     1. The last child was drawn from its q_left. If it is rejected, the token is drawn from the
        residual of p_left. That is the chain's rule, so p_left comes out.
-    2. A child before it was drawn from its q_left, too. If it is rejected, the residual becomes the
-       next p_left, and by the claim for the next child that is what comes out. So this rejection,
-       too, is followed by a token from the residual: the chain's rule again.
+    2. A child before it was drawn from its q_left, too. If it is rejected, the next child starts
+       with the residual as its p_left, so by the claim a token from the residual comes out. That is
+       the chain's rule again.
     3. For the first child p_left is p. So p comes out.
 
     This needs every child to be drawn from its q_left, and every child that was drawn to be
@@ -468,15 +487,12 @@ class ExactKVCache(AlignedKVCache):
         super().keep_path(start, path)
 
 
-@dataclass
-class ExactResult(VerifyResult):
-    draft: Draft  # what was verified: all of the draft or, without room, its likelier tokens
-
-
 class ExactVerifier(LocalVerifier):
-    """A verifier that is exact at temperature 0, with a `PackedLlama`. (Above it every token that
-    was drawn has to be proposed, so none can be left out to make a tree fit. Then bits may differ,
-    but the distribution is right.)"""
+    """A verifier that is exact at temperature 0, with a `PackedLlama`.
+
+    Above temperature 0 every token that was drawn has to be proposed, so none can be left out to
+    make a tree fit. Then bits may differ, but the distribution is right.
+    """
 
     def new_cache(self, capacity: int) -> KVCache:
         cache = super().new_cache(capacity)
@@ -484,53 +500,46 @@ class ExactVerifier(LocalVerifier):
             return ExactKVCache(cache.kv, cache.limits)
         return cache
 
-    def verify(self, draft: Draft) -> ExactResult:
+    def lay_out(self, draft: Draft) -> tuple[Draft, Tensor, Tensor]:
         cache = self.cache
-        if isinstance(cache, ExactKVCache):
-            draft = draft.likeliest_first()
-            layout = lay_out_tree(draft.paths, cache.length, cache.limits)
-            draft = draft.keep(layout.nodes)
-            if not draft.is_chain:  # (a chain lies where the text will)
-                layout.copy_text(cache.kv)
-                cache.layout = layout
-        return ExactResult(**vars(super().verify(draft)), draft=draft)
-
-    def predict(self, draft: Draft) -> Tensor:
-        layout = self.cache.layout if isinstance(self.cache, ExactKVCache) else None
-        if layout is None:
-            return super().predict(draft)
-        ids = torch.tensor([draft.tokens])
-        hidden = self.model.hidden(ids, self.cache, layout.positions, layout.mask)
-        return self.model.lm_head(hidden[0])
+        if not isinstance(cache, ExactKVCache):
+            return super().lay_out(draft)
+        draft = draft.likeliest_first()
+        layout = lay_out_tree(draft.paths, cache.length, cache.limits)
+        draft = draft.keep(layout.nodes)
+        if draft.is_chain:  # its tokens lie where they will in the text
+            return super().lay_out(draft)
+        cache.layout = layout
+        return draft, layout.positions, layout.mask
 
 
 # --- One answer, and what it cost ---
 #
-# The loop knows nothing of clocks and counters. It is given a `Recorder`, which passes its calls on
-# to the real verifier and notes each round as a `Cycle`. There are several ways to answer a prompt,
-# and each is a function that yields cycles. `answer` adds them up in a `Generation`.
+# The loop knows nothing of clocks and counters. Here every cycle is timed. There are several ways
+# to answer a prompt, and each is a function that yields timed cycles. `answer` adds them up in a
+# `Generation`.
 
 
 class Origin(Enum):
-    """Who wrote a token. The value is its color with --show."""
+    """Who wrote a token."""
 
-    TARGET = ""
-    DRAFT = GREEN
-    UNVERIFIED = YELLOW
+    TARGET = "the target"
+    DRAFT = "the drafter, and the target accepted it"
+    UNVERIFIED = "the drafter alone"
 
 
 @dataclass
-class Cycle:
-    """One round of the loop: a draft and its verification. The first is the prompt's, without a
-    draft. With the target alone every cycle is one token."""
+class TimedCycle(Cycle):
+    """A cycle, and what it cost. With the target alone every token is a cycle."""
 
-    draft: Draft
-    result: VerifyResult
     draft_seconds: float
     verify_seconds: float
-    tokens: list[int] = field(default_factory=list)  # new ones of the answer
     traffic: Traffic | None = None  # if the target is on a server
     is_late: bool = False  # the network was down for a while
+
+    @property
+    def draft(self) -> Draft:
+        return self.result.draft
 
     @property
     def link(self) -> str:
@@ -539,7 +548,7 @@ class Cycle:
 
     @property
     def origins(self) -> list[Origin]:
-        """Who wrote each token."""
+        """Return who wrote each token."""
         if self.link == "offline":
             return [Origin.UNVERIFIED] * len(self.tokens)
         origins = [Origin.DRAFT] * len(self.result.accepted) + [Origin.TARGET]
@@ -547,74 +556,70 @@ class Cycle:
 
     @property
     def path(self) -> list[int]:
-        """The nodes of the draft that are in the answer: the root, then accepted ones."""
+        """Return the nodes of the draft that are in the answer: the root, then accepted ones."""
         return match_path(self.draft, self.tokens[:self.origins.count(Origin.DRAFT)])
 
 
-class Recorder:
-    """A verifier that passes each call on to another, and notes it as a Cycle.
+class Stopwatch:
+    """A verifier that passes each call on to another, and notes when it began and ended."""
 
-    The time between two calls counts as drafting, and LSA as verification: it runs beside the
-    target's cache. (On an accelerator it is still running when `verify` returns, and its time
-    counts as drafting, of the next draft.)
-    """
-
-    def __init__(self, verifier: LocalVerifier | RemoteVerifier, on_piece: OnPiece | None = None):
-        """on_piece: for a LocalVerifier's prefill."""
+    def __init__(self, verifier: LocalVerifier | RemoteVerifier):
         self.verifier = verifier
-        self.on_piece = on_piece
-        self.cycle: Cycle | None = None  # the newest
-        self.resumed = perf_counter()  # when the loop went on after it
+        self.began = 0.0  # the newest call, in seconds of `perf_counter`
+        self.ended = 0.0
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
-        prefill = self.verifier.prefill
-        if self.on_piece is not None:
-            prefill = partial(prefill, on_piece=self.on_piece)
-        return self.record(Draft(prompt[-1]), prefill, prompt)
+        return self.time(self.verifier.prefill, prompt)
 
     def verify(self, draft: Draft) -> VerifyResult:
-        return self.record(draft, self.verifier.verify, draft)
+        return self.time(self.verifier.verify, draft)
 
-    def record(self, draft: Draft, call: Callable, argument: list[int] | Draft) -> VerifyResult:
-        called = perf_counter()
+    def time(self, call: Callable, argument: list[int] | Draft) -> VerifyResult:
+        self.began = perf_counter()
         result = call(argument)
-        if isinstance(result, ExactResult):
-            draft = result.draft
-        self.cycle = Cycle(draft, result, called - self.resumed, perf_counter() - called)
+        self.ended = perf_counter()
         return result
 
-    def cycles(
-        self,
-        state: DraftState | Lookup,
-        prompt: list[int],
-        config: GenerationConfig,
-        limits: DraftLimits,
-    ) -> Iterator[Cycle]:
-        """Run the loop."""
-        for tokens in speculate(self, state, prompt, config, limits):
-            self.cycle.tokens = tokens
-            yield self.cycle
-            self.resumed = perf_counter()
+
+def timed_cycles(
+    verifier: LocalVerifier | RemoteVerifier,
+    state: DraftState | Lookup,
+    prompt: list[int],
+    config: GenerationConfig,
+    limits: DraftLimits,
+) -> Iterator[TimedCycle]:
+    """Run the loop, and time its cycles.
+
+    The time between two calls of the verifier counts as drafting, and LSA as verification: it runs
+    beside the target's cache. (On an accelerator it is still running when `verify` returns, and its
+    time counts as drafting, of the next draft.)
+    """
+    watch = Stopwatch(verifier)
+    resumed = perf_counter()  # when the loop went on
+    for cycle in speculate(watch, state, prompt, config, limits):
+        draft_seconds = watch.began - resumed
+        verify_seconds = watch.ended - watch.began
+        yield TimedCycle(cycle.result, cycle.tokens, draft_seconds, verify_seconds)
+        resumed = perf_counter()
 
 
-OnPiece = Callable[[int], None]  # see LocalVerifier.prefill
 # A way to answer a prompt: `partial` makes one of each of the next functions.
-Method = Callable[[list[int], GenerationConfig], Iterator[Cycle]]
+Method = Callable[[list[int], GenerationConfig], Iterator[TimedCycle]]
 
 
 def cycles_alone(
     model: Llama, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None = None
-) -> Iterator[Cycle]:
+) -> Iterator[TimedCycle]:
     """Let the target write alone."""
     return cycles_of_tokens(generate(model, prompt, config, on_piece), prompt)
 
 
-def cycles_of_tokens(tokens: Iterator[int], prompt: list[int]) -> Iterator[Cycle]:
+def cycles_of_tokens(tokens: Iterator[int], prompt: list[int]) -> Iterator[TimedCycle]:
     """Make a cycle of each token."""
     start = perf_counter()
     for token in tokens:
-        result = VerifyResult([], token, memory=None)
-        yield Cycle(Draft(prompt[-1]), result, 0.0, perf_counter() - start, [token])
+        result = VerifyResult([], token, memory=None, draft=Draft(prompt[-1]))
+        yield TimedCycle(result, [token], 0.0, perf_counter() - start)
         start = perf_counter()
 
 
@@ -627,21 +632,21 @@ def cycles_with_drafts(
     lookup: bool = False,
     new_verifier: type[LocalVerifier] = ExactVerifier,
     on_piece: OnPiece | None = None,
-) -> Iterator[Cycle]:
+) -> Iterator[TimedCycle]:
     """Let a drafter, lookup, or both draft, and let the target verify on this machine."""
     sampling = config.new_sampling(model.device)
     capacity = slots(prompt, config, limits)
     state = drafter.new_state(capacity, sampling) if drafter else None
     if lookup:
         state = Lookup(state, model.config.vocab_size, sampling)
-    verifier = new_verifier(model, drafter or NoDrafter(), capacity, sampling)
-    return Recorder(verifier, on_piece).cycles(state, prompt, config, limits)
+    verifier = new_verifier(model, drafter or NoDrafter(), capacity, sampling, on_piece)
+    return timed_cycles(verifier, state, prompt, config, limits)
 
 
 def slots(prompt: list[int], config: GenerationConfig, limits: DraftLimits) -> int:
     """Return how many slots the caches of both sides need: for the text, the root of the newest
-    draft and the draft. Of that the target's cache holds at most total_tokens, and the drafter's
-    the expanded nodes, at most top_k on each level."""
+    draft, and the draft. Of a draft the target's cache holds all tokens, at most total_tokens, and
+    the drafter's the nodes that it expands, at most top_k on each level."""
     drafted = max(limits.total_tokens, limits.depth * limits.top_k)
     return len(prompt) + config.max_new_tokens + 1 + drafted
 
@@ -656,7 +661,7 @@ def cycles_on_server(
     prompt: list[int],
     config: GenerationConfig,
     lookup: bool = False,
-) -> Iterator[Cycle]:
+) -> Iterator[TimedCycle]:
     """Draft here, as `cycles_with_drafts` does, and let a server verify."""
     channel = new_channel(prompt)
     sampling = config.new_sampling(drafter.target.device)
@@ -664,19 +669,19 @@ def cycles_on_server(
     verifier = RemoteVerifier(channel, state, config)
     if lookup:
         state = Lookup(state, drafter.target.config.vocab_size, sampling)
-    return count_traffic(channel, Recorder(verifier).cycles(state, prompt, config, limits))
+    return count_traffic(channel, timed_cycles(verifier, state, prompt, config, limits))
 
 
 def cycles_of_api(
     new_channel: NewChannel, vocab_size: int, prompt: list[int], config: GenerationConfig
-) -> Iterator[Cycle]:
+) -> Iterator[TimedCycle]:
     """Let the server write alone, as a plain API does."""
     channel = new_channel(prompt)
     tokens = call_api(channel, prompt, config, vocab_size)
     return count_traffic(channel, cycles_of_tokens(tokens, prompt))
 
 
-def count_traffic(channel: Channel, cycles: Iterator[Cycle]) -> Iterator[Cycle]:
+def count_traffic(channel: Channel, cycles: Iterator[TimedCycle]) -> Iterator[TimedCycle]:
     """Note the traffic of each cycle, and whether an outage delayed it. Closes the channel at the
     end."""
     outage = channel.network.outage  # simulated, after a number of tokens
@@ -714,7 +719,7 @@ class Generation:
     disconnected: bool = False  # the network was down, or the connection had to be made again
     interrupted: bool = False  # by Ctrl-C
 
-    def add(self, cycle: Cycle) -> None:
+    def add(self, cycle: TimedCycle) -> None:
         """Add a cycle."""
         if not self.tokens:  # the prompt's
             self.prompt_seconds = cycle.verify_seconds
@@ -767,10 +772,10 @@ def rate(answers: list[Generation]) -> float:
     return sum(len(g.tokens) for g in answers) / sum(g.seconds for g in answers)
 
 
-Emit = Callable[[Cycle], None]  # what a caller does with each cycle as soon as it is complete
+Emit = Callable[[TimedCycle], None]  # what a caller does with each cycle as soon as it is complete
 
 
-def ignore(cycle: Cycle) -> None:
+def ignore(cycle: TimedCycle) -> None:
     pass
 
 
@@ -800,6 +805,8 @@ def answer(
 
 # --- Watching: the answer as it comes, and every cycle of it with --trace ---
 
+COLORS = {Origin.TARGET: "", Origin.DRAFT: GREEN, Origin.UNVERIFIED: YELLOW}  # with --show
+
 
 @dataclass
 class Printer:
@@ -809,7 +816,7 @@ class Printer:
     show: bool  # in colors
     offline: bool = False
 
-    def emit(self, cycle: Cycle) -> None:
+    def emit(self, cycle: TimedCycle) -> None:
         offline = cycle.link == "offline"
         if offline != self.offline:
             self.offline = offline
@@ -819,24 +826,19 @@ class Printer:
             print(f"\n[{note}]", file=sys.stderr)
         for token, origin in zip(cycle.tokens, cycle.origins):
             text = self.stream.add(token)
-            print(paint(text, origin.value) if self.show else text, end="", flush=True)
-
-
-@dataclass
-class TracedResult(ExactResult):
-    p: Tensor  # the target's distribution after each node of the draft, (1 + K, V)
+            print(paint(text, COLORS[origin]) if self.show else text, end="", flush=True)
 
 
 class TracingVerifier(ExactVerifier):
     """Keeps the target's distributions for --trace."""
 
-    def predict(self, draft: Draft) -> Tensor:
-        logits = super().predict(draft)
+    def predict(self, draft: Draft, positions: Tensor, mask: Tensor) -> Tensor:
+        logits = super().predict(draft, positions, mask)
         self.p = draft_distributions(logits, self.sampling)  # made of logits as q is
         return logits
 
-    def verify(self, draft: Draft) -> TracedResult:
-        return TracedResult(**vars(super().verify(draft)), p=self.p)
+    def verify(self, draft: Draft) -> VerifyResult:
+        return replace(super().verify(draft), p=self.p)
 
 
 @dataclass
@@ -861,13 +863,13 @@ class Trace:
     as_json: bool
     cycles: int = 0
 
-    def emit(self, cycle: Cycle) -> None:
+    def emit(self, cycle: TimedCycle) -> None:
         self.cycles += 1
         record = self.record(cycle)
         lines = [json.dumps(record)] if self.as_json else draw_cycle(record)
         print(*lines, sep="\n", flush=True)
 
-    def record(self, cycle: Cycle) -> dict:
+    def record(self, cycle: TimedCycle) -> dict:
         """Return a line of --trace --json."""
         offline = cycle.link == "offline"
         shown = cycle.tokens if offline else [cycle.result.token]
@@ -886,15 +888,13 @@ class Trace:
             record["link"] = {"state": cycle.link, **vars(cycle.traffic)}
         return record
 
-    def drafted_nodes(self, cycle: Cycle) -> list[dict]:
+    def drafted_nodes(self, cycle: TimedCycle) -> list[dict]:
         """Describe each drafted token. parent: an index of this list, -1 for the root."""
         if cycle.link != "connected":
             return []  # the draft was lost
         draft = cycle.draft
         path = cycle.path
-        p = None
-        if isinstance(cycle.result, TracedResult):
-            p = cycle.result.p
+        p = cycle.result.p
         nodes = []
         for i, token in enumerate(draft.tokens[1:], start=1):
             parent = draft.parents[i]
@@ -911,14 +911,15 @@ class Trace:
         return nodes
 
 
-def verdict(cycle: Cycle, path: list[int], node: int) -> str:
+def verdict(cycle: TimedCycle, path: list[int], node: int) -> str:
     """Say what became of a drafted token. path: the cycle's."""
     draft = cycle.draft
     if node in path:
         return "accepted"
     parent = draft.parents[node]
-    if parent not in path or draft.depth(parent) == len(cycle.tokens):
-        return "not reached"  # after a token that was not accepted, or that ended the answer
+    ended_at_parent = draft.depth(parent) == len(cycle.tokens)
+    if parent not in path or ended_at_parent:
+        return "not reached"
     if parent == path[-1] and draft.tokens[node] == cycle.result.token:
         return "left out"  # a server had no room for it (see `ExactVerifier`)
     accepted = set(path) & set(draft.children(parent))
@@ -932,7 +933,6 @@ def verdict(cycle: Cycle, path: list[int], node: int) -> str:
 # Tuned on 48 prompts of Spec-Bench, at temperature 0, on an Intel Xeon. A size on the command line
 # switches the limits of confidence off.
 TREE = DraftLimits(depth=6, top_k=3, total_tokens=8, min_confidence=0.15, min_probability=0.04)
-CHAIN = DraftLimits(depth=6, min_confidence=0.2)  # of experiments/bench.py
 REMOTE_TREE = DraftLimits(
     depth=16, top_k=3, total_tokens=31, min_confidence=0.1, min_probability=0.02
 )
@@ -955,34 +955,39 @@ def make_parser() -> flags.Parser:
         description="Generate with a drafter: the target's own text, only sooner.",
         examples=EXAMPLES,
     )
-    task = parser.add_mutually_exclusive_group().add_argument
-    task("--prompt", metavar="TEXT", help="default: standard input or, on a terminal, a chat")
-    task("--serve", type=flags.address, metavar="[HOST:]PORT", help="be the server of --remote")
+    task = parser.add_mutually_exclusive_group()
+    task.add_argument("--prompt", metavar="TEXT",
+                      help="default: standard input or, on a terminal, a chat")
+    task.add_argument("--serve", type=flags.address, metavar="[HOST:]PORT",
+                      help="be the server of --remote")
     flags.add_model_arguments(parser.add_argument_group("model"))
     flags.add_generation_arguments(parser.add_argument_group("text"))
     drafts = parser.add_argument_group(
-        "drafts (trees, unless --draft-length is given; a size given here is used in full, however "
-        "unsure the drafter is, but at temperature 0 a CPU verifies 31 tokens at most)"
+        "drafts",
+        "Trees, unless --draft-length is given. Without a size here, drafts end early where the "
+        "drafter is unsure. At temperature 0 a CPU verifies at most 31 tokens of a draft.",
     )
-    add = drafts.add_argument
-    add("--drafter", type=flags.path, metavar="DIR", help="default: the one shipped for the model")
+    drafts.add_argument("--drafter", type=flags.path, metavar="DIR",
+                        help="default: the one shipped for the model")
     add_draft_arguments(drafts)
-    add("--lookup", action="store_true",
-        help="draft what followed the last three tokens before; ask the drafter elsewhere")
-    add("--no-speculation", action="store_true", help="the target alone")
-    add("--show", action="store_true", help="color accepted tokens green, unverified ones yellow")
-    add("--trace", action="store_true", help="show every draft, and what is kept of it")
+    drafts.add_argument("--lookup", action="store_true",
+                        help="where the last three tokens occurred before, draft what followed")
+    drafts.add_argument("--no-speculation", action="store_true", help="the target alone")
+    drafts.add_argument("--show", action="store_true",
+                        help="color accepted tokens green, unverified ones yellow")
+    drafts.add_argument("--trace", action="store_true",
+                        help="show every draft, and what is kept of it")
     remote = parser.add_argument_group("the target on a server")
-    add = remote.add_argument
-    add("--remote", nargs="?", const=OWN_SERVER, type=flags.address, metavar="HOST:PORT",
-        help="there or, without an address, in a process of our own")
+    remote.add_argument("--remote", nargs="?", const=OWN_SERVER, type=flags.address,
+                        metavar="HOST:PORT", help="default: a second process on this machine")
     add_link_arguments(remote)
-    add("--timeout", type=flags.time_limit,
-        help="for a reply (default: ten times the slowest; a minute for that to a text)")
-    add("--disconnect-after", type=flags.positive_int, default=math.inf, metavar="N",
-        help="the network goes down when N tokens have come")
-    add("--disconnect-for", type=flags.duration, default=math.inf, metavar="TIME",
-        help="and is back after so long (default: never)")
+    remote.add_argument("--timeout", type=flags.time_limit,
+                        help="for a reply (default: ten times the slowest so far; for a prompt's, "
+                        "a minute)")
+    remote.add_argument("--disconnect-after", type=flags.positive_int, default=math.inf,
+                        metavar="N", help="the network goes down when N tokens have come")
+    remote.add_argument("--disconnect-for", type=flags.duration, default=math.inf, metavar="TIME",
+                        help="and is back after so long (default: never)")
     return parser
 
 
@@ -1123,15 +1128,18 @@ class Terminal:
         if args.trace and args.json:
             print(json.dumps({"prompt": messages[-1]["content"], "tokens": prompt}))
         method = self.method
-        with closing(PromptProgress(len(prompt), remote=bool(args.remote))) as progress:
-            if not args.remote:
-                method = partial(method, on_piece=progress.update)
-            generation = answer(method, prompt, config, progress.until_first(emit))
+        if args.remote:
+            progress = WaitingNote()
+        else:
+            progress = PromptBar(len(prompt))
+            method = partial(method, on_piece=progress.update)
+        with closing(progress):
+            generation = answer(method, prompt, config, closing_first(progress, emit))
         text = tokenizer.decode(generation.tokens)
         if not generation.tokens:  # only Ctrl-C can do that
             raise KeyboardInterrupt
         if not args.json:
-            print(f"\n{text}" if args.trace else printer.stream.rest(), flush=True)
+            print(f"\n{text}" if args.trace else printer.stream.pending_text(), flush=True)
         self.answers.append(generation)
         stopped = why_stopped(generation.tokens, config.stop_ids, count, args.max_new_tokens)
         if generation.interrupted:
@@ -1176,7 +1184,9 @@ class Terminal:
         tokenizer = self.models.tokenizer
         context = self.models.target.config.max_position_embeddings
         room = min(self.config.max_new_tokens, context // 2)  # for an answer
-        messages = newest_turns(messages, lambda turns: len(tokenizer.chat(turns)), context, room)
+        messages = newest_exchanges(
+            messages, lambda kept: len(tokenizer.chat(kept)), context, room
+        )
         generation = self.respond(messages)
         if generation.interrupted:
             raise KeyboardInterrupt

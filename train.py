@@ -8,9 +8,10 @@ position is
     0.1 KL(p || q) + 1.0 SmoothL1(h, h')
 
 The file shows how one pass lets every position of an answer see exactly the memory that it would
-see while drafting (up to its *horizon*), then the losses, one update, and the loop.
+see while drafting (up to its *horizon*), then the losses, and one update. What follows is an
+ordinary training script.
 
-    python train.py --data ultrachat.jsonl             # the paper's, but once over the data
+    python train.py --data ultrachat.jsonl             # the paper's settings, one epoch
     python train.py --out runs/drafter --resume        # go on after any interruption
     torchrun --nproc-per-node 4 train.py --data FILE   # on four GPUs
 
@@ -29,6 +30,7 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -43,12 +45,13 @@ from moa import Drafter, default_config, new_drafter, save_drafter
 from plumbing.conversations import (
     NO_FILE,
     Conversations,
-    Sequence,
     Stream,
+    TokenizedConversation,
     frequent_tokens,
     hold_out,
 )
 from plumbing.errors import InputError, run_command
+from plumbing.fingerprint import fingerprint_files, fingerprint_model
 from plumbing.flags import (
     DTYPES,
     Parser,
@@ -59,15 +62,19 @@ from plumbing.flags import (
     positive_int,
 )
 from plumbing.hub import resolve_path
-from plumbing.journal import (
-    Journal,
-    begin_or_resume,
-    fingerprint,
-    model_files,
-    read_log,
-    read_settings,
+from plumbing.journal import Journal, end_stopped_run, find_run, read_log, read_settings
+from plumbing.processes import (
+    all_reduce,
+    join_processes,
+    leave_processes,
+    progress_bar,
+    rank,
+    say,
+    true_in_any,
+    world_size,
 )
-from plumbing.processes import all_reduce, join_processes, leave_processes, rank, say, world_size
+from plumbing.signals import StopSignals
+from plumbing.terminal import draw_scores
 from plumbing.tokenizer import Tokenizer
 
 CLIP = 1.0  # the gradient's norm, at most
@@ -76,21 +83,21 @@ LOGITS = 2**25  # how many logits exist at once: 128 MiB, and a few tensors as l
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. Defaults are the paper's, as far as it or its code states them. (What differs
-    from the authors' code: experiments/README.md.)"""
+    """How to train. Defaults are the paper's, as far as it or its code states them. What differs
+    from the authors' code is listed in experiments/README.md."""
 
     updates: int | None = None  # None: one pass over the data
     batch_size: int = 32  # sequences in an update
-    micro_batch_size: int = 1  # sequences that are read at once: costs memory, saves time
+    micro_batch_size: int = 1  # sequences that are read at once: more cost memory and save time
     seq_len: int = 2048  # tokens of a sequence, at most
     run_length: tuple[int, int] = (5, 15)  # tokens of a run, see below
     kl_weight: float = 0.1
     feature_weight: float = 1.0  # of Smooth L1
-    lr: float = 3e-5
-    schedule: str = "paper"  # or "cosine"
+    lr: float = 3e-5  # the schedule "paper" peaks at 20 times this
+    schedule: str = "paper"  # or "cosine"; see `learning_rate`
     warmup: int = 50  # updates
     optimizer: str = "adamw"  # or "muon"
-    dtype: str = "float32"  # in which matrices are multiplied
+    dtype: str = "float32"  # of the target, and of the drafter's products; its weights are float32
     seed: int = 0
     eval_every: int = 200  # updates
     save_every: int = 50  # updates
@@ -155,15 +162,24 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
 
 
 class Example(NamedTuple):
-    """A sequence with the horizons of one update. After `collate` it is a batch, with the dimension
-    B before T."""
+    """A conversation with the horizons that it has in one update."""
 
     tokens: Tensor  # (T)
     answer: Tensor  # (T), True at what the assistant wrote, its stop tokens included
     horizon: Tensor  # (T)
 
 
-def draw_examples(batch: list[Sequence], update: int, config: TrainConfig) -> list[Example]:
+class MicroBatch(NamedTuple):
+    """Examples that are read at once, padded to one length."""
+
+    tokens: Tensor  # (B, T)
+    answer: Tensor  # (B, T)
+    horizon: Tensor  # (B, T)
+
+
+def draw_examples(
+    batch: list[TokenizedConversation], update: int, config: TrainConfig
+) -> list[Example]:
     """Cut the answers of a batch into runs.
 
     What is drawn depends only on the seed and on `update`, so a resumed run draws the same.
@@ -201,8 +217,11 @@ class TargetStates(NamedTuple):
 
 @torch.no_grad()
 def target_pass(target: Llama, tokens: Tensor, N: int) -> TargetStates:
-    """Run the target over tokens (B, T), as `Llama.hidden` does, and keep what enters the last N
-    layers."""
+    """Run the target over tokens (B, T), and keep what enters its last N layers.
+
+    `Llama.hidden` has the same loop, but returns only its end. Here the cache is read once and
+    never continued, so its length stays 0.
+    """
     batch, count = tokens.shape
     first_reused = len(target.layers) - N
     rope = target.rotary[:, :count]
@@ -224,8 +243,9 @@ def kl_divergence(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
     predicts (n, E), through the weight of the LM head (V', E). If the drafter may draft only some
     of the V tokens, then V' < V, and p as well is scaled to sum to 1 over those.
 
-    KL bounds how often a drafted token is rejected: with probability sum max(p - q, 0), which is
-    at most sqrt(KL / 2) (Pinsker's inequality; with V' < V, of the tokens that may be drafted).
+    KL bounds how often a drafted token is rejected. That happens with probability
+    sum max(p - q, 0), which is at most sqrt(KL / 2) by Pinsker's inequality. If V' < V, the
+    target's probability of all tokens that may not be drafted adds to this bound.
     """
     # In float32: in bfloat16, a sum over V tokens would be mostly rounding.
     log_p = F.linear(final, head).log_softmax(-1, dtype=torch.float32)  # (n, V')
@@ -264,16 +284,16 @@ class Distillation(NamedTuple):
     final: Tensor  # h, (n, E)
 
 
-def distill(drafter: Drafter, batch: Example, config: TrainConfig) -> Distillation:
-    """Run the target and the drafter once over a batch, and compare them."""
-    tokens, answer, horizon = batch  # (B, T) each
+def distill(drafter: Drafter, micro_batch: MicroBatch, config: TrainConfig) -> Distillation:
+    """Run the target and the drafter once over a micro-batch, and compare them."""
+    tokens, answer, horizon = micro_batch
     trained = loss_mask(answer)  # True at n positions
     states = target_pass(drafter.target, tokens, drafter.N)
     ca_output = drafter.mix_attentions(tokens, states.kv, horizon)  # LSA, SA, CA: (B, T, E)
     output = drafter.infer_target_layers(ca_output, states.kv, horizon)  # TLI: the same if N = 0
     predicted = output[trained].float()  # (n, E)
     final = states.final[trained].float()  # (n, E)
-    kl = kl_in_pieces(predicted, final, drafter.head.weight)
+    kl = kl_in_pieces(predicted, final, drafter.head.linear.weight)
     smooth_l1 = smooth_l1_loss(predicted, final)
     if drafter.N > 0:
         # CA's output is then a prediction as well, of the states that enter the reused layers. As
@@ -288,7 +308,7 @@ def distill(drafter: Drafter, batch: Example, config: TrainConfig) -> Distillati
 # --- One update ---
 
 
-def collate(examples: list[Example], device: torch.device) -> Example:
+def collate(examples: list[Example], device: torch.device) -> MicroBatch:
     """Pad examples to one length, and stack them. The padding is on the right, where no causal
     query looks, and not in an answer, so it is not trained."""
     longest = max(len(example.tokens) for example in examples)
@@ -301,7 +321,7 @@ def collate(examples: list[Example], device: torch.device) -> Example:
         padded = [F.pad(tensor, (0, longest - len(tensor))) for tensor in tensors]  # zeros or False
         return torch.stack(padded).to(device)  # (B, T)
 
-    return Example(
+    return MicroBatch(
         tokens=stack([example.tokens for example in examples]),
         answer=stack([example.answer for example in examples]),
         horizon=stack([example.horizon for example in examples]),
@@ -317,7 +337,7 @@ class Losses(NamedTuple):
 
 
 def compute_gradients(
-    drafter: Drafter, batch: list[Sequence], update: int, config: TrainConfig
+    drafter: Drafter, batch: list[TokenizedConversation], update: int, config: TrainConfig
 ) -> Losses:
     """Compute the gradients of one update. Its loss is one mean, over all trained positions of the
     batch.
@@ -336,8 +356,9 @@ def compute_gradients(
     sums = torch.zeros(3, device=device)  # of the loss, its KL, its Smooth L1
     for first in range(0, len(examples), config.micro_batch_size):
         micro_batch = collate(examples[first:first + config.micro_batch_size], device)
-        # Only products are computed in bfloat16. The weights stay in float32: an update is much
-        # smaller than a weight, and would mostly be rounded away.
+        # With --dtype bfloat16 the frozen target was loaded in bfloat16. The drafter's weights stay
+        # in float32, because an update is much smaller than a weight, and would mostly be rounded
+        # away. Only the products are computed in bfloat16.
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             result = distill(drafter, micro_batch, config)
         (result.loss / total).backward()
@@ -348,13 +369,14 @@ def compute_gradients(
     return Losses(*(sums / total).tolist())
 
 
-# --- The loop ---
+# --- The learning rate, and the step ---
 
 
 def learning_rate(update: int, config: TrainConfig, epoch_updates: int) -> float:
     """Return the learning rate of an update, counted from 0. An epoch has `epoch_updates`.
 
-    "paper", as in the authors' code. (In a short epoch, the rise takes half of it.)
+    "paper", as in the authors' code. In an epoch shorter than two warm-ups, the rise takes half of
+    it.
 
         the first `warmup` updates     rises on a straight line to 20 lr
         up to the end of the epoch     falls on a straight line to lr
@@ -363,7 +385,7 @@ def learning_rate(update: int, config: TrainConfig, epoch_updates: int) -> float
     "cosine":
 
         up to the last update          lr (1 + cos(pi update / updates)) / 2: from lr to 0
-        the first `warmup` updates     that, times a factor that rises to 1 on a straight line
+        the first `warmup` updates     the same, times a factor that rises to 1 on a straight line
     """
     if config.schedule == "cosine":
         rise = min(1.0, (update + 1) / config.warmup)
@@ -398,73 +420,124 @@ def apply_gradients(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
         optimizer.step()
 
 
-def train(
+def train_step(
     drafter: Drafter,
     optimizers: list[torch.optim.Optimizer],
-    stream: Stream,
-    journal: Journal,
+    batch: list[TokenizedConversation],
+    update: int,
     config: TrainConfig,
     epoch_updates: int,
-) -> None:
-    """Train up to config.updates. Raises InputError if a gradient is not finite.
+) -> dict[str, float]:
+    """Make one update. Returns its losses, learning rate and gradient norm, for the log.
 
-    stream: shuffled sequences without end. journal: logs, evaluates and saves; journal.done is how
-    many updates an earlier run has done.
+    Raises InputError if a gradient is not finite.
     """
-    sequences = iter(stream)
-    for update in range(journal.done, config.updates):
-        batch = list(itertools.islice(sequences, config.batch_size))
-        losses = compute_gradients(drafter, batch, update, config)
-        norm = nn.utils.clip_grad_norm_(drafter.parameters(), CLIP).item()
-        if not math.isfinite(norm):
-            raise InputError(
-                f"update {update + 1}: the gradient is not finite; begin again with a lower --lr, "
-                "in another --out"
-            )
-        lr = learning_rate(update, config, epoch_updates)
-        apply_gradients(optimizers, lr)
-        measured = losses._asdict() | {"lr": lr, "grad_norm": norm}
-        tokens = sum(len(sequence.tokens) for sequence in batch)
-        journal.record(update + 1, measured, tokens, stream.position)
+    losses = compute_gradients(drafter, batch, update, config)
+    norm = nn.utils.clip_grad_norm_(drafter.parameters(), CLIP).item()
+    if not math.isfinite(norm):
+        raise InputError(
+            f"update {update + 1}: the gradient is not finite; begin again with a lower --lr, in "
+            "another --out"
+        )
+    lr = learning_rate(update, config, epoch_updates)
+    apply_gradients(optimizers, lr)
+    return losses._asdict() | {"lr": lr, "grad_norm": norm}
 
 
 # --- The method ends here: what follows makes it a program ---
 #
-# Evaluation while training, then a whole run as a function of values, then the command line.
+# The loop, which logs, evaluates and saves; evaluation; a whole run; the command line.
+
+
+# --- The loop ---
+
+
+def train(
+    drafter: Drafter,
+    optimizers: list[torch.optim.Optimizer],
+    stream: Stream,
+    held_out: list[TokenizedConversation],
+    journal: Journal,
+    config: TrainConfig,
+    epoch_updates: int,
+    max_depth: int,
+) -> None:
+    """Train up to config.updates. An earlier run may have done journal.done of them.
+
+    stream: shuffled conversations without end. held_out, max_depth: for `evaluate`. Raises
+    InputError if a gradient is not finite, and SystemExit after Ctrl-C or SIGTERM.
+    """
+    conversations = iter(stream)
+    with (
+        StopSignals("stopping after this update, or evaluation") as signals,
+        progress_bar(journal.done, config.updates) as progress,
+    ):
+        for update in range(journal.done, config.updates):
+            began = perf_counter()
+            batch = list(itertools.islice(conversations, config.batch_size))
+            measured = train_step(drafter, optimizers, batch, update, config, epoch_updates)
+            tokens = sum(len(conversation.tokens) for conversation in batch)
+            speed = tokens / (perf_counter() - began)
+
+            done = update + 1
+            is_last = done == config.updates
+            journal.log(done, measured | {"tokens_per_second": speed})
+            progress.set_postfix_str(f"loss {measured['loss']:.3f}, {speed:.0f} tokens/s")
+            progress.update()
+            if rank() == 0 and (is_last or done % config.eval_every == 0):
+                scores = evaluate(drafter, held_out, config, max_depth)
+                journal.log(done, scores)
+                say(draw_scores(scores, done))
+            # All processes have to stop at the same update, whichever of them got the signal.
+            stops = true_in_any(bool(signals.received))
+            if stops or is_last or done % config.save_every == 0:
+                journal.save(done, stream.position)
+            if stops:
+                break
+    if journal.done < config.updates:
+        end_stopped_run(journal.done, signals)
 
 
 # --- Evaluation ---
 
-DEPTHS = 8  # tokens of a draft, or of a run, that are scored
+EVALUATION_RUN = 8  # tokens of a run in evaluations, which therefore score no greater depths
 
 
 @torch.no_grad()
 def evaluate(
-    drafter: Drafter, sequences: list[Sequence], config: TrainConfig, depths: int = DEPTHS
+    drafter: Drafter,
+    sequences: list[TokenizedConversation],
+    config: TrainConfig,
+    max_depth: int = EVALUATION_RUN,
 ) -> dict:
-    """Return losses, and `depth_scores` up to a depth: one cut of each answer into runs of 8, all
-    positions in one pass, as in training."""
+    """Return the held-out losses, and `depth_scores` up to max_depth.
+
+    As in training, each answer is cut into runs, and one pass over a conversation scores all of its
+    positions. Here all runs but the first of an answer have EVALUATION_RUN tokens, and no position
+    is scored at more than one depth.
+    """
     device = drafter.target.device
     dtype = DTYPES[config.dtype]
     sums = torch.zeros(3, device=device)
     runs = []
     for i, (tokens, answer) in enumerate(tqdm(sequences, desc="evaluation", leave=False)):
-        phase = i % DEPTHS  # in turn, so that runs begin anywhere in an answer
-        horizon = run_horizon(answer, DEPTHS, phase)  # (T)
-        example = collate([Example(tokens, answer, horizon)], device)
+        phase = i % EVALUATION_RUN  # in turn, so that runs begin anywhere in an answer
+        horizon = run_horizon(answer, EVALUATION_RUN, phase)  # (T)
+        micro_batch = collate([Example(tokens, answer, horizon)], device)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            result = distill(drafter, example, config)
+            result = distill(drafter, micro_batch, config)
             right = first_choices_match(drafter, result)  # n
         sums += result.parts
         depth = (torch.arange(len(tokens)) - horizon)[loss_mask(answer)]  # (n)
-        for is_first, is_right in zip((depth == 1).tolist(), right):
-            if is_first:  # positions come in order, so here a run begins
+        begins = depth == 1  # at the first position of a run, and at no other
+        for is_first, is_right in zip(begins.tolist(), right):
+            if is_first:
                 runs.append([])
             runs[-1].append(is_right)
     count = sum(len(run) for run in runs)
     loss, kl, smooth_l1 = (sums / count).tolist()
     losses = {"held_out_loss": loss, "held_out_kl": kl, "held_out_smooth_l1": smooth_l1}
-    return losses | depth_scores(runs, depths)
+    return losses | depth_scores(runs, max_depth)
 
 
 def first_choices_match(drafter: Drafter, result: Distillation) -> list[bool]:
@@ -480,14 +553,21 @@ def first_choices_match(drafter: Drafter, result: Distillation) -> list[bool]:
 
 
 def depth_scores(runs: list[list[bool]], max_depth: int) -> dict:
-    """Return how often a token drafted at each depth is the target's first choice, provided that
-    all before it in its run were. run[d] says whether the token at depth d + 1 is right. The list
-    ends before the first depth that no run reaches in this way.
+    """Return the "depth_accuracy" of some runs, and the "implied_acceptance_length".
 
-    If a_d is that share at depth d, a cycle brings 1 + a_1 + a_1 a_2 + ... tokens: the implied
-    acceptance length. It is optimistic. These runs begin anywhere, but a cycle mostly begins after
-    a token that the drafter got wrong. And where the text is not what the target would choose, a
-    draft counts as right if it is the target's choice, but the run goes on with the text's token.
+    run[d - 1] says whether the drafted token at depth d is the target's first choice. The accuracy
+    at depth d is the share of right tokens at this depth, among the runs whose first d - 1 are
+    right. The list ends before the first depth that no such run has. With these two runs
+
+        True True False
+        True False
+
+    the accuracies are 2/2, 1/2 and 0/1.
+
+    If they are a_1, a_2, ..., a cycle brings 1 + a_1 + a_1 a_2 + ... tokens: the implied acceptance
+    length. It is optimistic. These runs begin anywhere, but a cycle mostly begins after a token
+    that the drafter got wrong. And where the text is not what the target would choose, a draft
+    counts as right if it is the target's choice, but the run goes on with the text's token.
     """
     accuracies = []
     for depth in range(max_depth):
@@ -528,15 +608,16 @@ def train_drafter(
     device: str = "cpu",
     resume: bool = False,
     kind: type[Drafter] = Drafter,
-    depths: int = DEPTHS,
+    max_depth: int = EVALUATION_RUN,
 ) -> None:
     """Train a drafter for a model on files of conversations, into the folder `out`.
 
-    kind: Drafter, or a variant of it. depths: how many depths of a draft are scored in evaluations.
-    Raises InputError.
+    kind: Drafter, or a variant of it. max_depth: evaluations score drafts up to this depth. For
+    variants that read their own predictions while drafting, one pass over a text scores depth 1
+    only. Raises InputError, and SystemExit after Ctrl-C or SIGTERM.
     """
     out = Path(out)
-    resumes = begin_or_resume(out, resume)
+    resumes = find_run(out, resume)
     for file in data:  # before the model is loaded, which takes longer
         if not Path(file).exists():
             raise InputError(f"{file}: {NO_FILE}")
@@ -550,24 +631,21 @@ def train_drafter(
     config = replace(config, updates=config.updates or epoch_updates)
     drafter = make_drafter(target, conversations, training, sizes, config.seed, kind)
     optimizers = make_optimizers(drafter, config.optimizer)
-    # The paper's schedule does not depend on the number of updates: such a run can be made longer.
-    longer = {"updates"} if config.schedule == "paper" else set()
     journal = Journal(
+        out,
         drafter,
         optimizers,
-        evaluate=partial(evaluate, drafter, held_out, config, depths),
         save_model=partial(save_drafter, drafter, out, target_name=model),
-        out=out,
-        updates=config.updates,
-        eval_every=config.eval_every,
-        save_every=config.save_every,
         settings=describe_run(model, data, config, sizes, kind),
-        resumes=resumes,
-        may_differ=MAY_DIFFER | longer,
     )
+    if resumes:
+        # A run with the paper's schedule, which does not depend on updates, can be made longer.
+        longer = {"updates"} if config.schedule == "paper" else set()
+        journal.resume(config.updates, MAY_DIFFER | longer)
+    else:
+        journal.begin()
     stream = Stream(conversations, training, config.seed, journal.position)
-    with journal:
-        train(drafter, optimizers, stream, journal, config, epoch_updates)
+    train(drafter, optimizers, stream, held_out, journal, config, epoch_updates, max_depth)
     say(f"the drafter is in {out}: python speculate.py --model {model} --drafter {out}")
 
 
@@ -578,9 +656,9 @@ def describe_run(
     return asdict(config) | asdict(sizes) | {
         "kind": kind.__name__,
         "model": str(model),
-        "model_checksum": fingerprint(model_files(resolve_path(model))),
+        "model_checksum": fingerprint_model(resolve_path(model)),
         "data": [str(file) for file in data],
-        "data_checksum": fingerprint(data),
+        "data_checksum": fingerprint_files(data),
     }
 
 
@@ -629,7 +707,7 @@ EXAMPLES = """\
 
 
 def parse_arguments() -> argparse.Namespace:
-    """With --resume, flags that are not given are those of the checkpoint."""
+    """Return the command line. With --resume, a flag that is not given is as it was saved."""
     parser = Parser(
         description="Distil a target into a Mixture-of-Attentions drafter.", examples=EXAMPLES
     )
@@ -644,11 +722,9 @@ def parse_arguments() -> argparse.Namespace:
     add_model_arguments(parser)
     add_drafter_arguments(parser)
     add_training_arguments(parser)
-    parser.set_defaults(**asdict(TrainConfig()), **asdict(DrafterSizes()))
-    parser.set_defaults(dtype=None)  # depends on the device
     args = parser.parse_args()
     if args.resume:
-        saved = read_settings(Path(args.out))
+        saved = read_settings(args.out)
         parser.set_defaults(**{name: saved[name] for name in saved if hasattr(args, name)})
         args = parser.parse_args()
     if not args.data:
@@ -667,26 +743,34 @@ def add_training_arguments(parser: Parser) -> None:
     count = partial(add, type=positive_int)
     factor = partial(add, type=number(float, 0))
     count("--updates", help="default: one pass over the data")
-    count("--batch-size", help="sequences in an update (default: %(default)s)")
-    count("--micro-batch-size", help="sequences read at once (default: %(default)s)")
-    add("--seq-len", type=number(int, 16), help="tokens (default: %(default)s)")
-    factor("--lr", help="--schedule paper peaks at 20 times this (default: %(default)s)")
-    add("--schedule", choices=("paper", "cosine"),
+    count("--batch-size", default=TrainConfig.batch_size,
+          help="sequences in an update (default: %(default)s)")
+    count("--micro-batch-size", default=TrainConfig.micro_batch_size,
+          help="sequences read at once (default: %(default)s)")
+    add("--seq-len", type=number(int, 16), default=TrainConfig.seq_len,
+        help="tokens (default: %(default)s)")
+    factor("--lr", default=TrainConfig.lr,
+           help="--schedule paper peaks at 20 times this (default: %(default)s)")
+    add("--schedule", choices=("paper", "cosine"), default=TrainConfig.schedule,
         help="of the learning rate; paper: that of its authors' code (default: %(default)s)")
-    count("--warmup", help="updates (default: %(default)s)")
-    add("--optimizer", choices=("adamw", "muon"),
+    count("--warmup", default=TrainConfig.warmup, help="updates (default: %(default)s)")
+    add("--optimizer", choices=("adamw", "muon"), default=TrainConfig.optimizer,
         help="muon: for matrices, with adamw for the rest (default: %(default)s)")
-    factor("--kl-weight", help="of KL(p || q) (default: %(default)s)")
-    factor("--feature-weight", help="of Smooth L1 on hidden states (default: %(default)s)")
-    count("--run-length", nargs=2, metavar=("LOW", "HIGH"), help="tokens of a run (default: 5 15)")
-    count("--eval-every", help="updates (default: %(default)s)")
-    count("--save-every", help="updates (default: %(default)s)")
+    factor("--kl-weight", default=TrainConfig.kl_weight,
+           help="of KL(p || q) (default: %(default)s)")
+    factor("--feature-weight", default=TrainConfig.feature_weight,
+           help="of Smooth L1 on hidden states (default: %(default)s)")
+    count("--run-length", nargs=2, metavar=("LOW", "HIGH"), default=TrainConfig.run_length,
+          help="tokens of a run (default: 5 15)")
+    count("--eval-every", default=TrainConfig.eval_every, help="updates (default: %(default)s)")
+    count("--save-every", default=TrainConfig.save_every, help="updates (default: %(default)s)")
 
 
 def add_drafter_arguments(parser: Parser) -> None:
     add = parser.add_argument_group("the drafter (sizes default to the paper's proportions)")
     count = partial(add.add_argument, type=positive_int)
-    add.add_argument("--tli", type=number(int, 0), metavar="N", help="target layers to reuse")
+    add.add_argument("--tli", type=number(int, 0), default=0, metavar="N",
+                     help="target layers to reuse (default: %(default)s)")
     count("--lsa-heads", help="heads of LSA")
     count("--lsa-mlp", help="width of LSA's MLP")
     count("--mlp", help="width of SA's and CA's MLPs")
@@ -694,24 +778,23 @@ def add_drafter_arguments(parser: Parser) -> None:
     count("--draft-vocabulary", metavar="COUNT", help="draft only the most frequent tokens")
 
 
-def chosen(kind: type, args: argparse.Namespace) -> dict:
-    """Return the arguments that are fields of a dataclass."""
-    return {field.name: getattr(args, field.name) for field in fields(kind)}
+def from_arguments(kind: type, args: argparse.Namespace):
+    """Return a dataclass of this kind. Each of its fields is the argument of the same name."""
+    return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
 
 
 def main() -> None:
     args = parse_arguments()
-    args.run_length = tuple(args.run_length)
+    args.run_length = tuple(args.run_length)  # argparse makes a list
     device = join_processes(args.device)
     args.dtype = choose_training_dtype(device, args.dtype)
-    config = TrainConfig(**chosen(TrainConfig, args))
-    sizes = DrafterSizes(**chosen(DrafterSizes, args))
+    config = from_arguments(TrainConfig, args)
+    sizes = from_arguments(DrafterSizes, args)
     train_drafter(
         args.model, args.data, args.out, config, sizes, device=device, resume=args.resume
     )
     if args.json and rank() == 0:
-        log = read_log(args.out)
-        # (Empty if the log of a finished run was deleted.)
+        log = read_log(args.out)  # empty, if the log of a finished run was deleted
         print(json.dumps(log[-1] if log else {}))
     leave_processes()
 

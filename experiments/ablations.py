@@ -52,16 +52,14 @@ from plumbing.flags import (
 )
 from plumbing.tokenizer import Tokenizer
 from speculate import (
-    ExactResult,
     ExactVerifier,
     LocalVerifier,
-    OnPiece,
     acceptance_length,
     answer,
     cycles_with_drafts,
     rate,
 )
-from train import DEPTHS, TrainConfig, read_conversations, train_drafter
+from train import EVALUATION_RUN, TrainConfig, read_conversations, train_drafter
 
 # Drafts of a fixed size, whatever the drafter thinks of them.
 LIMITS = {
@@ -155,14 +153,14 @@ class RecordingTarget:
 class LastStateVerifier(ExactVerifier):
     """For drafters without LSA: it hands them the target's final states, not its cache."""
 
-    def __init__(self, model: Llama, drafter: Drafter, capacity: int, sampling: Sampling):
-        super().__init__(RecordingTarget(model), drafter, capacity, sampling)
+    def __init__(self, model: Llama, *others):
+        super().__init__(RecordingTarget(model), *others)
 
-    def prefill(self, prompt: list[int], on_piece: OnPiece | None = None) -> VerifyResult:
-        result = super().prefill(prompt, on_piece)
+    def prefill(self, prompt: list[int]) -> VerifyResult:
+        result = super().prefill(prompt)
         return self.with_states(result, prompt, path=list(range(len(prompt))))
 
-    def verify(self, draft: Draft) -> ExactResult:
+    def verify(self, draft: Draft) -> VerifyResult:
         result = super().verify(draft)
         path = match_path(result.draft, result.accepted)
         return self.with_states(result, [draft.tokens[0], *result.accepted], path)
@@ -345,14 +343,14 @@ class Ablation(NamedTuple):
 
     kind: type[Drafter]
     new_verifier: type[LocalVerifier]
-    depths: int  # how many tokens of a draft one pass over a text can score
+    max_depth: int  # of the tokens of a draft that one pass over a text can score
 
 
-FULL = Ablation(Drafter, ExactVerifier, DEPTHS)
+FULL = Ablation(Drafter, ExactVerifier, EVALUATION_RUN)
 # Without CA, one pass over a text reads true memories where drafting reads predictions. So it
 # scores only the first token of a draft.
 ABLATIONS = {
-    "no-lsa": Ablation(NoLSADrafter, LastStateVerifier, DEPTHS),
+    "no-lsa": Ablation(NoLSADrafter, LastStateVerifier, EVALUATION_RUN),
     "no-ca": Ablation(NoCADrafter, ExactVerifier, 1),
     "neither": Ablation(NoLSANoCADrafter, LastStateVerifier, 1),
     "eagle": Ablation(EagleDrafter, LastStateVerifier, 1),
@@ -465,7 +463,7 @@ def main() -> None:
             device=args.device,
             resume=(args.out / name).exists(),
             kind=ALL[name].kind,
-            depths=ALL[name].depths,
+            max_depth=ALL[name].max_depth,
         )
     target, tokenizer = load_target(args.model, args.device, DTYPES[dtype])
     prompts = held_out_prompts(args, tokenizer, target.config.max_position_embeddings)

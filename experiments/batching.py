@@ -180,10 +180,9 @@ class Batch:
     def add(self, key: object, prompt: list[int], config: GenerationConfig) -> None:
         """Read a prompt, and choose the first token after it."""
         row = self.open_row(key, config)
-        for hidden in read_in_pieces(self.model, prompt, self.cache.rows[row]):
-            last = hidden[:, -1]  # (1, E)
+        last = read_in_pieces(self.model, prompt, self.cache.rows[row])  # (E)
         self.on_verified(row, prompt)
-        self.choose_first_tokens(row, last)
+        self.choose_first_tokens(row, last.unsqueeze(0))
 
     def add_all(self, new: list[tuple[object, list[int], GenerationConfig]]) -> None:
         """Add several, each of them (key, prompt, config)."""

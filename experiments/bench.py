@@ -79,7 +79,6 @@ from plumbing.flags import (
 from plumbing.prompts import Prompt, answer_length, read_prompts
 from plumbing.tokenizer import Tokenizer
 from speculate import (
-    CHAIN,
     OWN_SERVER,
     REMOTE_TREE,
     TREE,
@@ -100,6 +99,8 @@ from speculate import (
 )
 
 # --- What is compared ---
+
+CHAIN = DraftLimits(depth=6, min_confidence=0.2)  # tuned as TREE of speculate.py was
 
 
 class Contender(NamedTuple):

@@ -61,34 +61,68 @@ def depth_curve(log: list[dict]) -> Curve:
 # --- Drawing ---
 
 
-def axis_end(values: list[float]) -> float:
-    """Return a round number, at or a little above all of them: 0.22 for 0.218, 9 for 8.9."""
-    highest = max(values, default=1) or 1e-9
-    unit = 10 ** math.floor(math.log10(highest)) / 5
-    return unit * math.ceil(highest / unit)
+def axis_ticks(lowest: float, highest: float) -> list[float]:
+    """Return round numbers, up to six, from `lowest` to at or above `highest`: 0, 0.05, ..., 0.25
+    for 0 and 0.218."""
+    length = highest - lowest or 1.0
+    unit = 10 ** math.floor(math.log10(length))
+    for factor in (0.1, 0.2, 0.5, 1, 2):
+        step = unit * factor
+        count = math.ceil(length / step - 1e-9)
+        if count <= 5:
+            break
+    return [lowest + step * i for i in range(count + 1)]
 
 
-def draw_panel(title: str, x_label: str, curves: list[Curve]) -> str:
-    """Draw one diagram, 300 wide and 200 high, with a curve for each run. Both axes begin at 0."""
+def draw_panel(
+    title: str,
+    x_label: str,
+    curves: list[Curve],
+    lowest: float = 0.0,
+    highest: float | None = None,
+    marked: float | None = None,
+) -> str:
+    """Draw one diagram, 300 wide and 200 high, with a curve for each run.
+
+    lowest, highest: where y begins and ends, by default at 0 and at the highest point. marked: a y
+    that gets a dashed line.
+    """
     points = list(itertools.chain(*curves))
-    right = axis_end([x for x, _ in points])
-    top = axis_end([y for _, y in points])
+    x_ticks = axis_ticks(0, max([x for x, _ in points], default=1))
+    if highest is None:
+        highest = max([y for _, y in points], default=1)
+    y_ticks = axis_ticks(lowest, highest)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        right = 300 * x / x_ticks[-1]
+        down = 200 - 200 * (y - lowest) / (y_ticks[-1] - lowest)
+        return round(right, 1), round(down, 1)
+
     panel = f"""
         <text y="-14" font-weight="bold">{title}</text>
         <text x="150" y="234" text-anchor="middle">{x_label}</text>
         <path d="M0 0v200h300" stroke="black" fill="none"/>
     """
-    for share in (0, 0.25, 0.5, 0.75, 1):
-        x = 300 * share
-        y = 200 - 200 * share
+    for tick in x_ticks:
+        x, _ = place(tick, lowest)
         panel += f"""
             <path d="M{x} 200v5" stroke="black"/>
-            <text x="{x}" y="218" text-anchor="middle">{right * share:.4g}</text>
-            <path d="M0 {y}h300" stroke="#ddd"/>
-            <text x="-6" y="{y + 4}" text-anchor="end">{top * share:.4g}</text>
+            <text x="{x}" y="218" text-anchor="middle">{tick:.4g}</text>
         """
+    for tick in y_ticks:
+        _, y = place(0, tick)
+        panel += f"""
+            <path d="M0 {y}h300" stroke="#ddd"/>
+            <text x="-6" y="{y + 4}" text-anchor="end">{tick:.4g}</text>
+        """
+    if marked is not None:
+        _, y = place(0, marked)
+        panel += f'<path d="M0 {y}h300" stroke="black" stroke-dasharray="4 4"/>'
     for curve, color in zip(curves, itertools.cycle(COLORS)):
-        places = [f"{300 * x / right:.1f},{200 - 200 * y / top:.1f}" for x, y in curve]
+        places = []
+        for point in curve:
+            x, y = place(*point)
+            places.append(f"{x},{y}")
         line = " ".join(places[:1] + places)  # the first one twice: so a single point is a dot
         style = f'fill="none" stroke="{color}" stroke-width="2" stroke-linecap="round"'
         panel += f'<polyline points="{line}" {style}/>\n'

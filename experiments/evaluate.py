@@ -24,13 +24,12 @@ from tqdm import tqdm
 
 from llama import Sampling, load_target
 from moa import Drafter, DraftLimits, load_drafter, pack_together
-from plumbing.conversations import NO_ANSWER, NO_FILE
+from plumbing.conversations import NO_ANSWER, NO_FILE, TokenizedConversation
 from plumbing.errors import InputError, run_command
 from plumbing.flags import DTYPES, Parser, add_model_arguments, choose_training_dtype, number, path
 from speculate import LocalVerifier
 from train import (
-    DEPTHS,
-    Sequence,
+    EVALUATION_RUN,
     TrainConfig,
     depth_scores,
     evaluate,
@@ -42,7 +41,7 @@ from train import (
 @torch.no_grad()
 def evaluate_drafting(
     drafter: Drafter,
-    sequences: list[Sequence],
+    sequences: list[TokenizedConversation],
     new_verifier: type[LocalVerifier] = LocalVerifier,
 ) -> dict:
     """Return `depth_scores` of chains that are drafted from every eighth trained position.
@@ -54,17 +53,17 @@ def evaluate_drafting(
         tokens = sequence.tokens.tolist()
         verifier = new_verifier(drafter.target, drafter, len(tokens), Sampling())
         state = drafter.new_state(len(tokens), Sampling())
-        trained = loss_mask(sequence.answer)[:-DEPTHS]  # not the last few: a chain must fit
-        starts = trained.nonzero().flatten().tolist()[::DEPTHS]
+        trained = loss_mask(sequence.answer)[:-EVALUATION_RUN]  # not the last few: a chain must fit
+        starts = trained.nonzero().flatten().tolist()[::EVALUATION_RUN]
         for read, start in itertools.pairwise([0, *starts]):
             state.append_verified(verifier.prefill(tokens[read:start]).memory)
-            draft = state.draft(tokens[start], DraftLimits(depth=DEPTHS))
+            draft = state.draft(tokens[start], DraftLimits(depth=EVALUATION_RUN))
             accepted = verifier.verify(draft).accepted
             runs.append([True] * len(accepted) + [False])  # (there is no ninth depth)
             verifier.cache.length = start  # drop root and draft: the text may go on otherwise
     if not runs:
         raise InputError("--by-drafting: no answer is long enough to draft in")
-    return depth_scores(runs, DEPTHS)
+    return depth_scores(runs, EVALUATION_RUN)
 
 
 # --- Command line ---

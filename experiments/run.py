@@ -169,7 +169,7 @@ def train_and_score(name: str, seed: int, code: str) -> None:
         train_drafter(
             str(TOY), [str(RUNS / f"{recipe.text}.jsonl")], folder,
             recipe.training(updates, seed), recipe.sizes(),
-            kind=recipe.drafter.kind, depths=recipe.drafter.depths,
+            kind=recipe.drafter.kind, max_depth=recipe.drafter.max_depth,
         )
         target = load_model(TOY)
         drafter = load_drafter(folder, target, recipe.drafter.kind)

@@ -20,10 +20,10 @@ from experiments.ablations import LIMITS, Ablation
 from experiments.evaluate import evaluate_drafting
 from llama import GenerationConfig, Llama, Sampling, generate, load_tokenizer
 from moa import Draft, Drafter, DraftLimits
-from plumbing.conversations import Sequence
+from plumbing.conversations import TokenizedConversation
 from plumbing.prompts import read_prompts
 from speculate import LocalVerifier, acceptance_length, answer, cycles_with_drafts
-from train import DEPTHS, TrainConfig, evaluate, loss_mask, read_conversations, target_pass
+from train import EVALUATION_RUN, TrainConfig, evaluate, loss_mask, read_conversations, target_pass
 
 TOY = Path("runs/toy")
 TEST = Path("runs/test.jsonl")  # the target's own answers, which nobody was trained on
@@ -40,8 +40,8 @@ def score(target: Llama, drafter: Drafter, ablation: Ablation) -> dict:
     data = read_conversations([str(TEST)], load_tokenizer(TOY), SEQ_LEN)
     sequences = list(data.read_usable(range(len(data))))
     scores = {"parameters": sum(parameter.numel() for parameter in drafter.parameters())}
-    scores |= evaluate(drafter, sequences, TrainConfig(), ablation.depths)
-    if ablation.depths == 1:  # there is no CA
+    scores |= evaluate(drafter, sequences, TrainConfig(), ablation.max_depth)
+    if ablation.max_depth == 1:  # there is no CA
         scores["states"] = score_states(target, drafter, sequences, ablation.new_verifier)
     scores["drafting"] = evaluate_drafting(drafter, sequences, ablation.new_verifier)
     measure = partial(measure_acceptance, target, drafter, ablation.new_verifier)
@@ -77,7 +77,10 @@ def measure_acceptance(
 
 @torch.no_grad()
 def score_states(
-    target: Llama, drafter: Drafter, sequences: list[Sequence], new_verifier: NewVerifier
+    target: Llama,
+    drafter: Drafter,
+    sequences: list[TokenizedConversation],
+    new_verifier: NewVerifier,
 ) -> dict:
     """Find what a drafter without CA loses by reading its own predictions while it drafts.
 
@@ -88,10 +91,11 @@ def score_states(
     predicted = []  # for each place, whether the token at each depth was right
     true = []
     for sequence in sequences:
-        trained = loss_mask(sequence.answer)[:-DEPTHS]
-        for start in trained.nonzero()[::DEPTHS, 0].tolist():
+        trained = loss_mask(sequence.answer)[:-EVALUATION_RUN]
+        for start in trained.nonzero()[::EVALUATION_RUN, 0].tolist():
             text = sequence.tokens[:start + 1].tolist()  # its last token is the root
-            chain = list(generate(target, text, GenerationConfig(DEPTHS)))  # the right tokens
+            # The right tokens.
+            chain = list(generate(target, text, GenerationConfig(EVALUATION_RUN)))
             drafted = draft_along(target, drafter, text, chain, new_verifier)
             predicted.append([a == b for a, b in zip(drafted, chain)])
             drafted = predict_along(target, drafter, text, chain)

@@ -27,6 +27,7 @@ from argparse import ArgumentTypeError, Namespace
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Iterator
 
 import numpy as np
@@ -40,15 +41,22 @@ from llama import Config, Llama
 from plumbing.errors import InputError, run_command
 from plumbing.files import atomic_write
 from plumbing.flags import DTYPES, Parser, choose_dtype, number, path, positive_int
-from plumbing.journal import Journal, begin_or_resume, read_settings
-from plumbing.records import find_records, read_messages
-from plumbing.tokenizer import CHATML_TEMPLATE, Tokenizer, read_hugging_face_tokenizer
+from plumbing.journal import Journal, end_stopped_run, find_run, read_settings
+from plumbing.processes import progress_bar, say
+from plumbing.records import find_records, parse_record, read_messages
+from plumbing.signals import StopSignals
+from plumbing.tokenizer import Tokenizer, read_hugging_face_tokenizer
 from train import apply_gradients, make_optimizers
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # folders
 FUNCTION_CHARACTERS = 1500  # longer functions, which would not fit in a window, are left out
 HELD_OUT_FUNCTIONS = 200
 CONTROLS = ["<|im_start|>", "<|im_end|>"]  # of ChatML: ids 0 and 1; the latter ends a turn
+CHATML_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
+    "+ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 WINDOW = 512  # tokens of a training example
 WINDOWS = 4  # of an update
 PEAK_LR = 6e-3  # the highest learning rate
@@ -131,7 +139,7 @@ def read_windows(path: Path, tokenizer: Tokenizer) -> Tensor:
     """
     ids = []
     for record in find_records(path):
-        messages = read_messages(record.text)
+        messages, _ = read_messages(parse_record(record.text))
         ids += tokenizer.chat(messages, add_generation_prompt=False)[:WINDOW]
     return torch.tensor(ids).unfold(0, WINDOW + 1, 1)
 
@@ -195,7 +203,7 @@ def learning_rate(update: int, updates: int) -> float:
 
 def make_toy(folder: Path, config: ToyConfig, device: str = "cpu", resume: bool = False) -> None:
     """Make a toy target in a folder, or go on with one. Raises InputError."""
-    resumes = begin_or_resume(folder, resume)
+    resumes = find_run(folder, resume)
     if not resumes:
         write_functions(folder, config.vocabulary, config.seed)
     tokenizer = read_hugging_face_tokenizer(folder)
@@ -205,21 +213,33 @@ def make_toy(folder: Path, config: ToyConfig, device: str = "cpu", resume: bool 
     # Muon for the layers' matrices, and AdamW for the embeddings, as is usual beside Muon.
     optimizers = make_optimizers(model.layers, "muon")
     optimizers += make_optimizers(nn.ModuleList([model.embed_tokens, model.norm]), "adamw")
-    journal = Journal(
-        model,
-        optimizers,
-        evaluate=partial(evaluate_target, model, held_out, config.dtype),
-        save_model=partial(save_target, folder, model),
-        out=folder,
-        updates=config.updates,
-        eval_every=config.eval_every,
-        save_every=config.save_every,
-        settings=asdict(config),
-        resumes=resumes,
-        may_differ=frozenset({"eval_every", "save_every"}),
-    )
-    with journal:
+    save_model = partial(save_target, folder, model)
+    journal = Journal(folder, model, optimizers, save_model, asdict(config))
+    if resumes:
+        journal.resume(config.updates, may_differ={"eval_every", "save_every"})
+    else:
+        journal.begin()
+    train_target(model, optimizers, training, held_out, journal, config)
+
+
+def train_target(
+    model: Llama,
+    optimizers: list[torch.optim.Optimizer],
+    training: Tensor,
+    held_out: Tensor,
+    journal: Journal,
+    config: ToyConfig,
+) -> None:
+    """Train up to config.updates. training, held_out: windows, (.., WINDOW + 1).
+
+    Raises InputError if the loss is not finite, and SystemExit after Ctrl-C or SIGTERM.
+    """
+    with (
+        StopSignals("stopping after this update, or evaluation") as signals,
+        progress_bar(journal.done, config.updates) as progress,
+    ):
         for update in range(journal.done, config.updates):
+            began = perf_counter()
             # The draws depend on seed and update alone, so that --resume repeats them.
             draws = np.random.default_rng((config.seed, update))
             windows = training[draws.integers(len(training), size=WINDOWS)]  # (B, WINDOW + 1)
@@ -232,7 +252,23 @@ def make_toy(folder: Path, config: ToyConfig, device: str = "cpu", resume: bool 
             loss.backward()
             apply_gradients(optimizers, learning_rate(update, config.updates))
             model.zero_grad()
-            journal.record(update + 1, {"loss": loss.item()}, windows.numel())
+            speed = windows.numel() / (perf_counter() - began)
+
+            done = update + 1
+            is_last = done == config.updates
+            journal.log(done, {"loss": loss.item(), "tokens_per_second": speed})
+            progress.set_postfix_str(f"loss {loss.item():.3f}, {speed:.0f} tokens/s")
+            progress.update()
+            if is_last or done % config.eval_every == 0:
+                scores = evaluate_target(model, held_out, config.dtype)
+                journal.log(done, scores)
+                say(f"update {done}: held-out loss {scores['held_out_loss']:.3f}")
+            if signals.received or is_last or done % config.save_every == 0:
+                journal.save(done, position=0)  # draws depend on the update alone
+            if signals.received:
+                break
+    if journal.done < config.updates:
+        end_stopped_run(journal.done, signals)
 
 
 # --- The command line ---

@@ -1,9 +1,9 @@
 """Conversations to train on, as tokens: found in files, shuffled, and some of them held out.
 
-`Conversations` finds the usable records of some files without holding them all in RAM: a first
-pass notes where each one lies (file, offset, length), and a record is read again when its turn
-comes. (Only a file that is one JSON array is in RAM during the first pass, for a moment twice.)
-`Stream` shuffles them, again in each epoch, and can go on from any place.
+`Conversations` does not hold the text of its files in RAM: a first pass notes where each usable
+record lies (file, offset, length), and a record is read again when its tokens are needed. (A file
+that is one JSON array is an exception during the first pass, which holds its bytes and their text.)
+`Stream` shuffles the conversations, again in each epoch, and can go on from any place.
 """
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from plumbing.errors import InputError
 from plumbing.processes import say
-from plumbing.records import find_records, read_messages, usable_part
+from plumbing.records import UnusableRecord, find_records, parse_record, usable_messages
 from plumbing.tokenizer import Tokenizer
 
-# The first conversations that are read stay in RAM as tokens, so many of them: 0.4 GB at most if
-# they have 2,048 tokens each. With a target as small as the default one, a GPU trains on a text
-# faster than a tokenizer reads it again.
+# So many conversations stay in RAM as tokens, the first ones that are read. With 2,048 tokens each
+# they take 0.4 GB. Without this, a GPU that trains on a target as small as the default one would
+# wait for the tokenizer.
 MAX_KEPT = 20_000
-MAX_NAMED = 5  # skipped records; the rest are counted
+MAX_NAMED = 5  # skipped records that are named one by one, before they are only counted
 EXAMPLE = (
     '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}'
 )
@@ -38,18 +38,25 @@ NO_FILE = (
 NO_ANSWER = "--data: no answer within --seq-len tokens; raise it"
 
 
-class Sequence(NamedTuple):
-    """A conversation as tokens."""
-
+class TokenizedConversation(NamedTuple):
     tokens: Tensor  # (T)
     answer: Tensor  # (T), True at what the assistant wrote, its stop tokens included
 
 
-class Conversations:
-    """The conversations in some files, without the records that `index_records` skips.
+class Span(NamedTuple):
+    """Where a record lies. Offset and length are in bytes."""
 
-    is_usable: tells from an `answer`, as in Sequence, whether there is anything to train on.
-    Raises InputError for a file that cannot be read, or if none has a usable conversation.
+    path: str | Path
+    offset: int
+    length: int
+
+
+class Conversations:
+    """The conversations in some files, as tokens and cut at seq_len. The files are read when it is
+    made, and again when a conversation is needed.
+
+    is_usable: tells from an `answer`, as in TokenizedConversation, whether there is anything to
+    train on. Raises InputError for a file that cannot be read, or if no record is usable.
     """
 
     def __init__(
@@ -62,101 +69,100 @@ class Conversations:
         self.tokenizer = tokenizer
         self.seq_len = seq_len
         self.is_usable = is_usable
-        self.places = index_records(paths)
-        self.kept: dict[int, Sequence | None] = {}  # by index
+        self.spans = index_records(paths)
+        self.kept: dict[int, TokenizedConversation] = {}  # by index
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.spans)
 
-    def __getitem__(self, index: int) -> Sequence | None:
-        """Return a conversation, cut at seq_len. None where nothing usable is left."""
+    def __getitem__(self, index: int) -> TokenizedConversation:
+        """Return a conversation, even if seq_len leaves nothing to train on in it."""
         if index in self.kept:
             return self.kept[index]
-        sequence = self.read(index)
+        conversation = self.read(index)
         if len(self.kept) < MAX_KEPT:
-            self.kept[index] = sequence
-        return sequence
+            self.kept[index] = conversation
+        return conversation
 
-    def read(self, index: int) -> Sequence | None:
-        """Read a conversation from its file again, now for its tokens."""
-        path, offset, length = self.places[index]
+    def read(self, index: int) -> TokenizedConversation:
+        """Read a conversation from its file, and tokenize it."""
+        path, offset, length = self.spans[index]
         with open(path, "rb") as file:
             file.seek(offset)
-            messages, _ = usable_part(read_messages(file.read(length)))
+            text = file.read(length)
+        messages, _ = usable_messages(parse_record(text))
         tokens = []
         answer = []
         for piece, is_answer in self.tokenizer.turns(messages):
             tokens += piece
             answer += [is_answer] * len(piece)
-        tokens = torch.tensor(tokens[:self.seq_len])
-        answer = torch.tensor(answer[:self.seq_len])
-        return Sequence(tokens, answer) if self.is_usable(answer) else None
+        return TokenizedConversation(
+            torch.tensor(tokens[:self.seq_len]), torch.tensor(answer[:self.seq_len])
+        )
 
-    def read_usable(self, indices: Iterable[int]) -> Iterator[Sequence]:
-        """Yield those of them that have something to train on."""
+    def read_usable(self, indices: Iterable[int]) -> Iterator[TokenizedConversation]:
+        """Yield the conversations at these indices, without those that have nothing to train on."""
         for index in indices:
-            sequence = self[index]
-            if sequence is not None:
-                yield sequence
+            conversation = self[index]
+            if self.is_usable(conversation.answer):
+                yield conversation
 
 
-def index_records(paths: list[str | Path]) -> list[tuple[str | Path, int, int]]:
-    """Return where each usable record lies: its file, its offset, and its length in bytes. Say how
-    many records were skipped or cut, and why.
+def index_records(paths: list[str | Path]) -> list[Span]:
+    """Return where each usable record lies. Say how many records were skipped or cut, and why.
 
     Raises InputError for a file that cannot be read, or if no record is usable.
     """
-    places = []
+    spans = []
     skipped = 0
     counts = Counter()
     for path in paths:
         for place, offset, text in find_records(path):
             try:
-                _, cuts = usable_part(read_messages(text))
-                counts.update(cuts)
-                places.append((path, offset, len(text)))
-            except ValueError as error:
+                _, cuts = usable_messages(parse_record(text))
+            except UnusableRecord as error:
                 skipped += 1
                 if skipped <= MAX_NAMED:
                     say(f"skipped {path}, {place}: {error}")
-                reason, _, _ = str(error).partition(": ")
-                counts[f"skipped: {reason}"] += 1
-    say(f"{len(places)} conversations, {skipped} records skipped")
+                counts[f"skipped: {error.reason}"] += 1
+            else:
+                counts.update(cuts)
+                spans.append(Span(path, offset, len(text)))
+    say(f"{len(spans)} conversations, {skipped} records skipped")
     for reason, count in counts.items():
         say(f"  {count} {reason}")
-    if not places:
+    if not spans:
         names = " ".join(map(str, paths))
         raise InputError(f"{names}: no usable conversation; one line of a file is {EXAMPLE}")
-    return places
+    return spans
 
 
 @dataclass
 class Stream:
     """Conversations without end, shuffled again in each epoch.
 
-    Iterating goes on from `position`, whoever iterated before. The order of an epoch depends only
-    on the seed and the number of the epoch. So it can be made again, and all that a checkpoint
-    needs is `position`.
+    The order of an epoch depends only on the seed and on the number of the epoch, so `position` is
+    all that a checkpoint needs. It belongs to the stream: each iterator goes on where the last one
+    stopped. At least one index must be usable, as `hold_out` makes sure.
     """
 
     data: Conversations
     indices: np.ndarray
     seed: int
-    position: int = 0  # grows by one with each conversation that is drawn
+    position: int = 0  # grows by one with each conversation drawn, usable or not
 
-    def __iter__(self) -> Iterator[Sequence]:
-        """Yield what is usable (`hold_out` has checked that something is)."""
+    def __iter__(self) -> Iterator[TokenizedConversation]:
         while True:
             epoch, first = divmod(self.position, len(self.indices))
             order = np.random.default_rng((self.seed, epoch)).permutation(self.indices)
             for index in order[first:]:
-                sequence = self.data[index]
                 self.position += 1
-                if sequence is not None:
-                    yield sequence
+                yield from self.data.read_usable([index])
 
 
-def hold_out(data: Conversations, seed: int) -> tuple[np.ndarray, list[Sequence]]:
+def hold_out(
+    data: Conversations, seed: int
+) -> tuple[np.ndarray, list[TokenizedConversation]]:
     """Return shuffled indices to train on, and conversations to evaluate on: a tenth, at most 64.
 
     Raises InputError if there is nothing to train on.
@@ -169,7 +175,7 @@ def hold_out(data: Conversations, seed: int) -> tuple[np.ndarray, list[Sequence]
         raise InputError(NO_ANSWER)
     held_out = list(data.read_usable(order[:count]))
     if not held_out:
-        # No error: it is reasonable to try things on a handful of conversations.
+        # This is no error: it is reasonable to try things on a handful of conversations.
         say("nothing to hold out (fewer than ten conversations, or none that fits): evaluated on "
             "one that is trained on")
         held_out = [usable]
@@ -179,11 +185,11 @@ def hold_out(data: Conversations, seed: int) -> tuple[np.ndarray, list[Sequence]
 def frequent_tokens(
     data: Conversations, indices: np.ndarray, vocab_size: int, count: int
 ) -> tuple[int, ...]:
-    """Return the `count` tokens that answers use most, sorted by id. Stop tokens count as the most
-    frequent ones."""
+    """Return the `count` tokens that answers use most, sorted by id. Stop tokens are always among
+    them, as if they were the most frequent ones."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for tokens, answer in data.read_usable(indices[:5000]):  # these are enough
+    for tokens, answer in data.read_usable(indices[:5000]):  # more would hardly change the ranking
         counts += tokens[answer].bincount(minlength=vocab_size)
     counts[list(data.tokenizer.stop_ids)] = counts.max() + 1
-    order = counts.argsort(descending=True, stable=True)  # the same on every machine
+    order = counts.argsort(descending=True, stable=True)  # stable: the same on every machine
     return tuple(sorted(order[:count].tolist()))

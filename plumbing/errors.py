@@ -1,8 +1,12 @@
-"""User errors, reported in one line.
+"""Errors that are not bugs end a command in one line and exit status 2. Bugs show a traceback.
 
-What the user gives may be missing, damaged or wrong. It is checked once, where it enters. Then the
-command ends in one line, which says what is wrong and what to do, and in exit status 2. A traceback
-is for bugs. Every script calls its `main` through `run_command`:
+What the user gives may be missing, damaged or wrong. It is checked once, where it enters, and an
+InputError says what is wrong and what to do. The machine may lack something, too: memory, room on a
+disk, the permission to read a file. Python raises OSError for all but the first, and its message
+names the cause and the file. So every OSError ends in one line, although a bug that opens a wrong
+file then shows no traceback.
+
+Every script calls its `main` through `run_command`:
 
     if __name__ == "__main__":
         run_command(main)
@@ -13,6 +17,10 @@ import os
 import sys
 from contextlib import contextmanager
 from typing import Callable, Iterator, NoReturn
+
+import torch
+
+MAX_MESSAGE = 400  # characters: what others' errors quote may be a whole file
 
 
 class InputError(ValueError):
@@ -33,15 +41,23 @@ def input_errors(what: object, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def fail(message: str) -> NoReturn:
-    """End the command with one line and exit status 2."""
-    line = " ".join(message.split())
+    """End the command with a message, on one line of at most MAX_MESSAGE characters, and exit
+    status 2."""
+    line = " ".join(message.split())[:MAX_MESSAGE]
     name = os.path.basename(sys.argv[0])
-    print(f"{name}: error: {line[:400]}", file=sys.stderr)
+    print(f"{name}: error: {line}", file=sys.stderr)
     sys.exit(2)
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Tell whether PyTorch had too little memory. Its error has a type of its own on CUDA devices,
+    and only a message on others, such as "can't allocate memory: you tried to allocate 8 bytes"."""
+    return isinstance(error, torch.OutOfMemoryError) or "tried to allocate" in str(error).lower()
+
+
 def run_command(main: Callable[[], None]) -> None:
-    """Run a script's main. Bad input ends in one line and status 2."""
+    """Run a script's main. Errors that are not bugs end it in one line and status 2. Ctrl-C (status
+    130) and a closed pipe (status 1) end it in silence."""
     if sys.stderr is None:  # closed: `print` would take stdout instead
         sys.stderr = open(os.devnull, "w")
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout lacks it, a closed one is None
@@ -53,10 +69,10 @@ def run_command(main: Callable[[], None]) -> None:
         # Python flushes stdout again when it exits. Let that go nowhere, or it fails again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (InputError, OSError) as error:  # an OSError: the disk is full, for example
+    except (InputError, OSError) as error:
         fail(str(error))
     except RuntimeError as error:
-        if "allocate" not in str(error):
+        if not is_out_of_memory(error):
             raise
         fail(f"not enough memory: {error}")
     except KeyboardInterrupt:

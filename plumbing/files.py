@@ -15,17 +15,21 @@ from plumbing.errors import InputError, input_errors
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a file to write, which replaces `path` once it is complete. Makes its folder. Raises
-    InputError."""
+    """Yield a file to write, which replaces `path` once it is complete.
+
+    It makes the folder, too. If an exception ends the writing, `path` stays as it was. Raises
+    InputError if the disk is full or the place cannot be written.
+    """
     part = Path(f"{path}.part")
+    # On a full disk Python raises OSError, torch.save RuntimeError and safetensors its own error.
     with input_errors(f"{path} cannot be written", OSError, RuntimeError, SafetensorError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.unlink(missing_ok=True)  # of a process that was killed
+        part.unlink(missing_ok=True)  # a process that was killed may have left it
         part.touch()
-        permissions = part.stat().st_mode  # those that the user's umask gives to a new file
+        permissions = part.stat().st_mode  # the user's umask gives these to a new file
         try:
             yield part
-            part.chmod(permissions)  # safetensors writes files that only their owner may read
+            part.chmod(permissions)  # safetensors makes files that only their owner may read
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
@@ -43,6 +47,6 @@ def read_json(path: Path) -> dict:
 
 
 def checksum(path: str | Path) -> str:
-    """Hash all bytes of a file, with SHA-256."""
+    """Return the SHA-256 of a file's bytes, in hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

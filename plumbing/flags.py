@@ -1,4 +1,5 @@
-"""Command lines: a parser that ends in one line, types of values, and the flags that scripts share.
+"""Command lines: a parser whose errors are one line, the types of values, the flags that scripts
+share, and the dtype that follows from them.
 
 A value is checked where it enters: `argparse` calls its type, and what the type raises becomes one
 line that says what was expected.
@@ -14,7 +15,6 @@ import argparse
 import math
 import os
 import re
-from functools import partial
 from pathlib import Path
 from typing import Callable, Iterable, NoReturn
 
@@ -74,9 +74,15 @@ def path(text: str) -> Path:
     return Path(os.path.expanduser(text))
 
 
-def quantity(units: dict[str, float], low: float, high: float, expected: str, text: str) -> float:
-    """Return the value of "21ms" or the like, in the unit that counts as 1.0. Raises
-    ArgumentTypeError unless it lies within [low, high]."""
+SECONDS = {"ms": 1e-3, "s": 1.0}
+BITS_PER_SECOND = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
+
+
+def quantity(text: str, units: dict[str, float], low: float, high: float, expected: str) -> float:
+    """Return the value of a number with a unit: 0.021 for "21ms", if units is SECONDS.
+
+    Raises ArgumentTypeError, which says what was expected, unless it lies within [low, high].
+    """
     value = math.nan  # lies within nothing
     match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([A-Za-z%]+)", text)
     if match:
@@ -86,29 +92,50 @@ def quantity(units: dict[str, float], low: float, high: float, expected: str, te
     return value
 
 
-SECONDS = {"ms": 1e-3, "s": 1.0}
-BITS = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}  # a second
-SHARE = {"%": 1e-2}
-duration = partial(quantity, SECONDS, 0.0, 3600.0, "a duration like 21ms or 0.5s, an hour at most")
-time_limit = partial(quantity, SECONDS, 1e-3, 3600.0, "a duration from 1ms to an hour, like 5s")
-bandwidth = partial(quantity, BITS, 1e3, 1e15, "a bandwidth like 20Mbit or 1Gbit, 1kbit at least")
-# If all packets were lost, TCP would never end.
-loss_rate = partial(quantity, SHARE, 0.0, 0.9, "a share like 0.1%, 90% at most")
+def duration(text: str) -> float:
+    """Return seconds."""
+    expected = "a duration like 21ms or 0.5s, an hour at most"
+    return quantity(text, SECONDS, low=0.0, high=3600.0, expected=expected)
+
+
+def time_limit(text: str) -> float:
+    """Return seconds, and not 0."""
+    expected = "a duration from 1ms to an hour, like 5s"
+    return quantity(text, SECONDS, low=1e-3, high=3600.0, expected=expected)
+
+
+def bandwidth(text: str) -> float:
+    """Return bits per second."""
+    expected = "a bandwidth like 20Mbit or 1Gbit, 1kbit at least"
+    return quantity(text, BITS_PER_SECOND, low=1e3, high=1e15, expected=expected)
+
+
+def loss_rate(text: str) -> float:
+    """Return the share of packets that are lost. If all were, TCP would never end."""
+    return quantity(text, {"%": 1e-2}, low=0.0, high=0.9, expected="a share like 0.1%, 90% at most")
 
 
 def address(text: str) -> tuple[str, int]:
     """Return the host and the port of "HOST:PORT", or of "PORT", which is on this machine. An IPv6
     address stands in brackets: "[::1]:7000". Raises ArgumentTypeError."""
-    match = re.fullmatch(r"(?:(?:\[([^]/]+)\]|([^]:/]+)):)?([0-9]{1,5})", text)
-    if not match or int(match[3]) > 65535:
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        host = "localhost"
+    has_brackets = host.startswith("[") and host.endswith("]")
+    if has_brackets:
+        host = host[1:-1]
+    is_host = host != "" and "/" not in host and (has_brackets or ":" not in host)
+    is_port = port.isascii() and port.isdigit() and int(port) <= 65535
+    if not (is_host and is_port):
         raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected HOST:PORT")
-    return match[1] or match[2] or "localhost", int(match[3])
+    return host, int(port)
 
 
 # --- Flags that scripts share. `parser` may be a group of one ---
 
 
 def add_model_arguments(parser) -> None:
+    """Add which model to run, and how: --model, --device, --dtype, and the --seed of all draws."""
     add = parser.add_argument
     add("--model", type=os.path.expanduser, default=DEFAULT_MODEL,
         help=f"folder, .gguf file, hub id or {TOY_MODEL} (default: %(default)s)")
@@ -122,6 +149,7 @@ def add_model_arguments(parser) -> None:
 
 
 def add_generation_arguments(parser) -> None:
+    """Add how to write an answer, and whether to print it as JSON."""
     add = parser.add_argument
     add("--max-new-tokens", type=positive_int, default=256,
         help="the most tokens an answer may have (default: %(default)s)")

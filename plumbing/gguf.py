@@ -13,9 +13,9 @@ items. Quantized types store weights in blocks of 32, with float16 scales:
     Q4_0    scale, 32 half bytes             weight = (half byte - 8) * scale
     Q4_1    scale, minimum, 32 half bytes    weight = half byte * scale + minimum
 
-(Q6_K has blocks of 256, with a scale for all and one for each 16. Llama.cpp writes the LM head of
-Q4_0 files in it.) They are decoded here, once: nothing in this repository multiplies quantized
-weights.
+Q6_K has blocks of 256, with a scale for all and one for each 16. Llama.cpp writes the LM head of
+Q4_0 files in it. All are decoded to floats when they are loaded: nothing in this repository
+multiplies quantized weights.
 """
 from __future__ import annotations
 
@@ -24,19 +24,15 @@ import mmap
 import struct
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Callable, Iterator, NamedTuple
 
 import torch
 from torch import Tensor
 
 from plumbing.errors import InputError, input_errors
-from plumbing.huggingface import Readers, parse_config
+from plumbing.huggingface import ReadTensors, parse_config
 
-GGUF_NUMBERS = "BbHhIif?__Qqd"  # `struct`'s letters for type ids 0 to 12, except these two:
-GGUF_STRING = 8
-GGUF_ARRAY = 9
-
-GGUF_CONFIG = {
+CONFIG_KEYS = {  # what a config.json calls it: what a GGUF file calls it
     "model_type": "general.architecture",
     "hidden_size": "llama.embedding_length",
     "intermediate_size": "llama.feed_forward_length",
@@ -51,7 +47,7 @@ GGUF_CONFIG = {
     "rotary_dim": "llama.rope.dimension_count",
     "max_position_embeddings": "llama.context_length",
 }
-GGUF_NAMES = {
+TENSOR_NAMES = {  # parts of the names in a GGUF file, and of ours
     "blk": "layers",
     "token_embd": "embed_tokens",
     "output_norm": "norm",
@@ -67,27 +63,14 @@ GGUF_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 
-
-class GGUFTensor(NamedTuple):
-    """Where a tensor lies in a GGUF file."""
-
-    shape: tuple[int, ...]
-    type_id: int
-    start: int  # in the file's data
-
-
-class GGUFFile(NamedTuple):
-    """What a GGUF file holds. The data, bytes, are memory-mapped."""
-
-    path: Path
-    metadata: dict
-    tensors: dict[str, GGUFTensor]
-    data: Tensor
+# --- Types of tensors ---
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Split bytes into numbers of 2 or 4 bits: the lowest bits of all bytes, then the next."""
-    parts = [packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
+    """Split bytes into numbers of 2 or 4 bits: first the lowest bits of all bytes, then the next
+    ones. (n, bytes) -> (n, bytes * 8 / bits)."""
+    mask = 2**bits - 1
+    parts = [(packed >> shift) & mask for shift in range(0, 8, bits)]
     return torch.cat(parts, dim=-1).float()
 
 
@@ -103,27 +86,38 @@ def decode_q4_1(scale: Tensor, minimum: Tensor, packed: Tensor) -> Tensor:
     return unpack(packed, bits=4) * scale.view(torch.float16) + minimum.view(torch.float16)
 
 
-def decode_q6_k(low: Tensor, high: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
-    """Weights of 6 bits, 128 at a time: 64 bytes hold their low 4 bits, 32 bytes their high 2."""
-    low = unpack(low.unflatten(1, (2, 64)), bits=4)  # (n, 2, 128)
-    high = unpack(high.unflatten(1, (2, 32)), bits=2)  # (n, 2, 128)
+def decode_q6_k(low_bits: Tensor, high_bits: Tensor, scales: Tensor, block_scale: Tensor) -> Tensor:
+    """Decode weights of 6 bits, 128 at a time: 64 bytes hold their low 4 bits, 32 bytes their high
+    2."""
+    low = unpack(low_bits.unflatten(1, (2, 64)), bits=4)  # (n, 2, 128)
+    high = unpack(high_bits.unflatten(1, (2, 32)), bits=2)  # (n, 2, 128)
     weights = (low + 16 * high - 32).view(-1, 16, 16)
-    scales = scales.view(torch.int8).float() * scale.view(torch.float16)  # (n, 16)
-    return weights * scales.unsqueeze(-1)
+    group_scales = scales.view(torch.int8).float() * block_scale.view(torch.float16)  # (n, 16)
+    return weights * group_scales.unsqueeze(-1)
 
 
-# By type id: the weights in a block, how many bytes each of its parts has, and what turns the parts
-# of n blocks, each (n, bytes), into their weights.
-GGUF_TYPES = {
-    0: (1, [4], lambda stored: stored.view(torch.float32)),
-    1: (1, [2], lambda stored: stored.view(torch.float16)),
-    30: (1, [2], lambda stored: stored.view(torch.bfloat16)),
-    8: (32, [2, 32], decode_q8_0),
-    2: (32, [2, 16], decode_q4_0),
-    3: (32, [2, 2, 16], decode_q4_1),
-    14: (256, [128, 64, 16, 2], decode_q6_k),
+class BlockType(NamedTuple):
+    """How a type stores the weights of one block.
+
+    decode: turns the parts of n blocks, each (n, bytes), into the weights of these blocks.
+    """
+
+    name: str
+    weights: int  # in a block
+    part_bytes: list[int]  # the size of each part of a block
+    decode: Callable[..., Tensor]
+
+
+BLOCK_TYPES = {  # by type id
+    0: BlockType("F32", 1, [4], lambda stored: stored.view(torch.float32)),
+    1: BlockType("F16", 1, [2], lambda stored: stored.view(torch.float16)),
+    2: BlockType("Q4_0", 32, [2, 16], decode_q4_0),
+    3: BlockType("Q4_1", 32, [2, 2, 16], decode_q4_1),
+    8: BlockType("Q8_0", 32, [2, 32], decode_q8_0),
+    14: BlockType("Q6_K", 256, [128, 64, 16, 2], decode_q6_k),
+    30: BlockType("BF16", 1, [2], lambda stored: stored.view(torch.bfloat16)),
 }
-GGUF_UNSUPPORTED = {
+UNSUPPORTED_TYPES = {
     6: "Q5_0",
     7: "Q5_1",
     10: "Q2_K",
@@ -133,51 +127,78 @@ GGUF_UNSUPPORTED = {
     20: "IQ4_NL",
 }
 
+# --- A model ---
 
-def read_gguf(path: Path) -> tuple[dict, Readers]:
-    """Read the sizes and tensors of a GGUF file. Raises InputError.
 
-    The sizes are first named as in a Hugging Face config.json, so that `parse_config` checks both.
-    """
+class StoredTensor(NamedTuple):
+    """Where a tensor lies in a GGUF file."""
+
+    shape: tuple[int, ...]
+    type_id: int
+    start: int  # in the file's data, in bytes
+
+
+class GGUFFile(NamedTuple):
+    """What a GGUF file holds. The data, bytes, are memory-mapped."""
+
+    path: Path
+    metadata: dict
+    tensors: dict[str, StoredTensor]
+    data: Tensor
+
+
+def read_gguf(path: Path) -> tuple[dict, ReadTensors]:
+    """Return the sizes of the model in a GGUF file, and what reads its tensors. Raises
+    InputError."""
     file = parse_gguf(path)
     count = file.metadata.get("split.count")
     if count not in (None, 0, 1):
         raise InputError(
             f"{path} is one of {count!r:.40} parts: merge them with `llama-gguf-split --merge`"
         )
-    raw = {name: file.metadata.get(key) for name, key in GGUF_CONFIG.items()}
-    raw["tie_word_embeddings"] = "output.weight" not in file.tensors
+    # Sizes are named as in a config.json, so that `parse_config` checks those of both formats.
+    config = {name: file.metadata.get(key) for name, key in CONFIG_KEYS.items()}
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
     embedding = file.tensors.get("token_embd.weight")
     if embedding and embedding.shape:
-        raw["vocab_size"] = embedding.shape[0]
-    sizes = parse_config(raw, path)
+        config["vocab_size"] = embedding.shape[0]
+    sizes = parse_config(config, path)
     head_dim = sizes["head_dim"]
     if "rope_freqs.weight" in file.tensors:
-        factors = read_gguf_tensor(file, "rope_freqs.weight", head_dim)
+        factors = read_tensor(file, "rope_freqs.weight", head_dim)
         sizes["rope_factors"] = tuple(factors.tolist())
-    tensors = []
+    return sizes, partial(read_tensors, file, head_dim)
+
+
+def read_tensors(
+    file: GGUFFile, head_dim: int, skipped: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a GGUF file by our names, without those that begin with one of
+    `skipped`. Raises InputError."""
     for name in file.tensors:
         # blk.3.attn_q.weight -> layers.3.self_attn.q_proj.weight
-        parts = [GGUF_NAMES.get(part, part) for part in name.split(".")]
-        tensors.append((".".join(parts), partial(read_gguf_tensor, file, name, head_dim)))
-    return sizes, iter(tensors)
+        parts = [TENSOR_NAMES.get(part, part) for part in name.split(".")]
+        ours = ".".join(parts)
+        if not ours.startswith(skipped):
+            yield ours, read_tensor(file, name, head_dim)
 
 
-def read_gguf_tensor(file: GGUFFile, name: str, head_dim: int) -> Tensor:
-    """Read a tensor, decoded to floats. Raises InputError."""
+def read_tensor(file: GGUFFile, name: str, head_dim: int) -> Tensor:
+    """Return a tensor, decoded to floats. Raises InputError."""
     shape, type_id, start = file.tensors[name]
-    if type_id not in GGUF_TYPES:
-        type_name = GGUF_UNSUPPORTED.get(type_id, type_id)
+    if type_id not in BLOCK_TYPES:
+        type_name = UNSUPPORTED_TYPES.get(type_id, type_id)
         raise InputError(
             f"{file.path}: tensor {name} has the unsupported type {type_name}: "
             "use a Q8_0, Q4_0 or F16 file"
         )
-    weights, sizes, decode = GGUF_TYPES[type_id]
-    what = f"{file.path}: tensor {name} of shape {shape} is damaged"
-    with input_errors(what, Exception):  # PyTorch raises many kinds
-        end = start + math.prod(shape) // weights * sum(sizes)
-        blocks = file.data[start:end].view(-1, sum(sizes))
-        tensor = decode(*blocks.split(sizes, dim=1)).view(shape)
+    block = BLOCK_TYPES[type_id]
+    block_bytes = sum(block.part_bytes)
+    what = f"{file.path}: tensor {name} of type {block.name} and shape {shape} is damaged"
+    with input_errors(what, RuntimeError, TypeError):  # PyTorch raises both for a wrong shape
+        end = start + math.prod(shape) // block.weights * block_bytes
+        blocks = file.data[start:end].view(-1, block_bytes)
+        tensor = block.decode(*blocks.split(block.part_bytes, dim=1)).view(shape)
         if name.endswith(("attn_q.weight", "attn_k.weight")):
             # RoPE turns pairs of rows. GGUF has the two of a pair side by side, x0 y0 x1 y1 ...,
             # and we have them half a head apart, x0 x1 ... y0 y1 ...
@@ -186,44 +207,70 @@ def read_gguf_tensor(file: GGUFFile, name: str, head_dim: int) -> Tensor:
     return tensor
 
 
+# --- The file ---
+
+NUMBERS = {  # by type id: the letter for it in `struct`
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+STRING = 8  # the type ids that are no numbers
+ARRAY = 9
+
+
 def parse_gguf(path: Path) -> GGUFFile:
-    """Read a GGUF file's header. Raises InputError."""
+    """Read a GGUF file's header, and map its data. Raises InputError."""
     what = f"{path}: not a GGUF file, or a damaged one"
-    with input_errors(what, Exception), open(path, "rb") as opened:  # damage shows in many ways
+    # Damage may also show as a file that ends too early (struct.error), as an impossible length
+    # (OverflowError) or as arrays within arrays without end (RecursionError).
+    kinds = (OSError, ValueError, struct.error, OverflowError, RecursionError)
+    with input_errors(what, *kinds), open(path, "rb") as opened:
         file = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants it writable
-        magic, version, tensor_count, metadata_count = read_gguf_numbers(file, "4sIQQ")
+        magic, version, tensor_count, metadata_count = read_numbers(file, "4sIQQ")
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError("expected version 2 or 3")
         metadata = {}
         for _ in range(metadata_count):
-            key = read_gguf_value(file, GGUF_STRING)
-            (type_id,) = read_gguf_numbers(file, "I")
-            metadata[key] = read_gguf_value(file, type_id)
+            key = read_value(file, STRING)
+            (type_id,) = read_numbers(file, "I")
+            metadata[key] = read_value(file, type_id)
         tensors = {}
         for _ in range(tensor_count):
-            name = read_gguf_value(file, GGUF_STRING)
-            (dimensions,) = read_gguf_numbers(file, "I")
-            shape = read_gguf_numbers(file, f"{dimensions}Q")[::-1]  # GGUF reverses them
-            type_id, start = read_gguf_numbers(file, "IQ")
-            tensors[name] = GGUFTensor(shape, type_id, start)
+            name = read_value(file, STRING)
+            (dimensions,) = read_numbers(file, "I")
+            shape = read_numbers(file, f"{dimensions}Q")[::-1]  # GGUF reverses them
+            type_id, start = read_numbers(file, "IQ")
+            tensors[name] = StoredTensor(shape, type_id, start)
         alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise ValueError(f"general.alignment is invalid: {alignment!r:.40}")
         data_start = math.ceil(file.tell() / alignment) * alignment
         data = torch.frombuffer(file, dtype=torch.uint8)[data_start:]
         return GGUFFile(path, metadata, tensors, data)
 
 
-def read_gguf_value(file: mmap.mmap, type_id: int):
-    if type_id == GGUF_STRING:
-        (length,) = read_gguf_numbers(file, "Q")
+def read_value(file: mmap.mmap, type_id: int) -> str | int | float | bool | list:
+    if type_id == STRING:
+        (length,) = read_numbers(file, "Q")
         return file.read(length).decode(errors="replace")
-    if type_id == GGUF_ARRAY:
-        item_type, count = read_gguf_numbers(file, "IQ")
-        return [read_gguf_value(file, item_type) for _ in range(count)]
-    (number,) = read_gguf_numbers(file, GGUF_NUMBERS[type_id])
+    if type_id == ARRAY:
+        item_type, count = read_numbers(file, "IQ")
+        return [read_value(file, item_type) for _ in range(count)]
+    if type_id not in NUMBERS:
+        raise ValueError(f"unknown type id {type_id}")
+    (number,) = read_numbers(file, NUMBERS[type_id])
     return number
 
 
-def read_gguf_numbers(file: mmap.mmap, letters: str) -> tuple:
+def read_numbers(file: mmap.mmap, letters: str) -> tuple:
     """Read the next numbers, little-endian, of the types that these letters name in `struct`."""
     size = struct.calcsize("<" + letters)
     return struct.unpack("<" + letters, file.read(size))

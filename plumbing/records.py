@@ -1,16 +1,20 @@
-"""Records: the JSON documents in a file, and the conversation in each.
+"""Records: the JSON objects in a file of conversations or prompts, and what each of them says.
 
-Four forms of training data are read alike, one JSON object a line, or one JSON array in a file:
+Six forms are read alike, with one JSON object a line or with one JSON array in a file. Four are
+training data:
 
     {"messages": [{"role": "user", "content": "Hi"}, ...]}              UltraChat 200k, and others
     {"data": ["Hi", "Hello!", ...]}                                     UltraChat, the original
     {"conversations": [{"from": "human", "value": "Hi"}, ...]}          ShareGPT
     {"instruction": "Translate", "input": "Hi", "output": "Hallo"}      Alpaca
 
-and two of prompts, which have no answers:
+and two are prompts, which have no answers:
 
     {"prompt": "Hi"}
     {"category": "maths", "turns": ["Hi", ...]}                         Spec-Bench
+
+A turn is what one speaker says at once. In whatever form a turn is written, it is read as a
+message: {"role": "user", "content": "Hi"}.
 """
 from __future__ import annotations
 
@@ -24,52 +28,41 @@ from plumbing.tokenizer import check_message
 
 # --- Files: the records in them ---
 
-NOT_JSON = {  # how a file begins: what it is, and a command that converts it
-    b"PAR1": (
-        "Parquet",
-        "python -c \"import pandas; pandas.read_parquet('{0}').to_json('{0}.jsonl', "
-        "orient='records', lines=True)\"",
-    ),
-    b"ARROW1": (
-        "Arrow",
-        "python -c \"import pandas; pandas.read_feather('{0}').to_json('{0}.jsonl', "
-        "orient='records', lines=True)\"",
-    ),
-    b"\xff\xff\xff\xff": (
-        "an Arrow stream",
-        "python -c \"import datasets; datasets.Dataset.from_file('{0}').to_json('{0}.jsonl')\"",
-    ),
-    b"\x1f\x8b": ("gzip", "gunzip {}"),
-    b"BZh": ("bzip2", "bunzip2 {}"),
-    b"\xfd7zXZ": ("xz", "unxz {}"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd {}"),
-    b"PK\x03\x04": ("a zip archive", "unzip {}"),
-    (b"\xff\xfe", b"\xfe\xff"): ("UTF-16", "iconv -f UTF-16 -t UTF-8 {0} > {0}.utf8"),
+OTHER_FORMATS = {  # the first bytes of a file; what it is, and what to do with it
+    b"PAR1": "Parquet: convert it with pandas (read_parquet, then to_json with lines=True)",
+    b"\x1f\x8b": "gzip: unpack it with gunzip",
+    b"BZh": "bzip2: unpack it with bunzip2",
+    b"\xfd7zXZ": "xz: unpack it with unxz",
+    b"\x28\xb5\x2f\xfd": "zstd: unpack it with unzstd",
+    b"PK\x03\x04": "a zip archive: unpack it with unzip",
+    b"\xff\xfe": "UTF-16: convert it with iconv -f UTF-16 -t UTF-8",
 }
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs begin a UTF-8 file with it
 
 
 class Record(NamedTuple):
-    """One JSON document of a file."""
+    """The text of one JSON object of a file, not parsed yet."""
 
-    place: str  # "line 3"
+    place: str  # "line 3" or "record 3", for messages to the user
     offset: int  # in bytes
     text: bytes
 
 
 def find_records(path: str | Path) -> Iterator[Record]:
-    """Find the records of a file, one a line or all in one JSON array. Raises InputError."""
+    """Yield the records of a file, one a line or all in one JSON array. Raises InputError."""
     if Path(path).is_dir():
         raise InputError(f"{path} is a folder: name the files in it, as in {path}/*.jsonl")
     with input_errors(f"{path}: cannot be read", OSError), open(path, "rb") as file:
         begin = file.peek()
-        for magic, (kind, command) in NOT_JSON.items():
+        for magic, what in OTHER_FORMATS.items():
             if begin.startswith(magic):
-                raise InputError(f"{path} is {kind}, not JSON; try: {command.format(path)}")
+                raise InputError(f"{path} is not JSON but {what}")
         if b"\0" in begin:
             raise InputError(f"{path} is a binary file, not JSON")
-        if begin.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-            # latin-1 makes one character of each byte, so an index into the text is one into the
-            # bytes. JSON's own characters are ASCII, and what strings hold does not matter here.
+        if begin.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
+            # `json` works on text and counts characters, but a record's offset is in bytes. Decoded
+            # as latin-1, each byte is one character, so the two are equal. What this does to other
+            # letters is undone when `array_records` encodes a record's text again.
             yield from array_records(path, file.read().decode("latin-1"))
         else:
             for count, line in enumerate(file, 1):
@@ -78,7 +71,8 @@ def find_records(path: str | Path) -> Iterator[Record]:
 
 
 def array_records(path: str | Path, text: str) -> Iterator[Record]:
-    """Find the elements of a JSON array, one after the other. Raises InputError."""
+    """Yield the elements of a JSON array. `text` is the file, decoded as latin-1. Raises
+    InputError."""
     decode = json.JSONDecoder().raw_decode
     between = re.compile(r"[,\s]*")
     index = between.match(text, text.index("[") + 1).end()
@@ -106,63 +100,100 @@ ROLE_NAMES = {  # ShareGPT's
 TOOL_ROLES = ("tool", "function", "tool_call", "function_call", "observation")
 
 
-def read_messages(text: bytes) -> list[dict]:
-    """Read a record as a conversation: one of the four forms, or a prompt, which has no answers.
+class UnusableRecord(InputError):
+    """A record that holds no conversation of use.
 
-    Raises ValueError (InputError is a kind of it). Its message begins with the reason, up to a
-    colon: `index_records` counts reasons.
+    Records with the same fault have the same `reason`, so that they can be counted. The message
+    adds a detail of this one.
     """
-    with input_errors("not valid JSON", ValueError, RecursionError):
+
+    def __init__(self, reason: str, detail: object = ""):
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+def parse_record(text: bytes) -> dict:
+    """Return a record's JSON object. Raises UnusableRecord."""
+    try:
         record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnusableRecord("not valid JSON", error) from None
+    if not isinstance(record, dict):
+        raise UnusableRecord("not a JSON object")
+    return record
+
+
+def read_messages(record: dict) -> tuple[list[dict], bool]:
+    """Return the messages of a record, and whether they end where a tool comes into play.
+
+    Each model has a format of its own for calling a tool and for what the tool returns. So a
+    conversation is read only up to there. Raises UnusableRecord.
+    """
+    messages = []
+    for turn in find_turns(record):
+        if isinstance(turn, str):  # without a role: user and assistant take turns
+            turn = {"role": next_role(messages), "content": turn}
+        if not isinstance(turn, dict):
+            raise UnusableRecord("an unusable turn", f"{turn!r:.60}")
+        if uses_tool(turn):
+            return messages, True
+        messages.append(read_turn(turn))
+    return messages, False
+
+
+def find_turns(record: dict) -> list:
+    """Return the turns of a record of any form, as they are written there. Raises
+    UnusableRecord."""
     match record:
         case {"messages": list(turns)} | {"conversations": list(turns)} | {"data": list(turns)}:
-            pass
+            return turns
         case {"instruction": str(question), "output": answer}:
             more = record.get("input") or ""
             if not isinstance(more, str):
-                raise ValueError(f"an input that is not text: {more!r:.60}")
-            turns = [f"{question}\n\n{more}" if more else question, answer]
+                raise UnusableRecord("an input that is not text", f"{more!r:.60}")
+            return [f"{question}\n\n{more}" if more else question, answer]
         case {"turns": list(questions)}:
-            turns = [{"role": "user", "content": question} for question in questions]
+            return [{"role": "user", "content": question} for question in questions]
         case {"prompt": question}:
-            turns = [{"role": "user", "content": question}]
-        case _:
-            raise ValueError("neither messages, data or conversations nor instruction and output")
-    messages = []
-    for turn in turns:
-        if isinstance(turn, str):  # without a role: user and assistant take turns
-            turn = {"role": next_role(messages), "content": turn}
-        with input_errors("an unusable turn", ValueError, LookupError, TypeError, AttributeError):
-            if uses_tool(turn):
-                messages.append({"role": next_role(messages), "content": ""})
-                break  # here `usable_part` cuts it
-            role = turn.get("role", turn.get("from"))
-            content = turn["value"] if "value" in turn else turn["content"]
-            message = {"role": ROLE_NAMES.get(role, role), "content": text_of(content)}
-            check_message(message)
-        messages.append(message)
-    return messages
+            return [{"role": "user", "content": question}]
+    raise UnusableRecord("neither messages, data or conversations nor instruction and output")
 
 
 def uses_tool(turn: dict) -> bool:
-    """Tell whether a turn calls a tool or is what it returned. Each model has its own format for
-    these, so a conversation is read only up to there."""
+    """Tell whether a turn calls a tool or is what a tool returned."""
     role = turn.get("role", turn.get("from"))
     return bool(turn.get("tool_calls") or turn.get("function_call") or role in TOOL_ROLES)
 
 
-def text_of(content: str | list | None) -> str:
-    """Return a turn's content, which may be in parts: [{"type": "text", "text": "Hi"}, ...]. Raises
-    ValueError for a part that is no text, such as an image."""
+def read_turn(turn: dict) -> dict:
+    """Return a turn as a message. Raises UnusableRecord."""
+    match turn:
+        case {"role": str(role), "content": content} | {"from": str(role), "value": content}:
+            message = {"role": ROLE_NAMES.get(role, role), "content": join_parts(content)}
+        case _:
+            raise UnusableRecord("an unusable turn", f"no role or no content in {turn!r:.60}")
+    try:
+        check_message(message)
+    except InputError as error:
+        raise UnusableRecord("an unusable turn", error) from None
+    return message
+
+
+def join_parts(content: object) -> object:
+    """Return the content of a turn, joined if it comes in parts: [{"type": "text", "text": "Hi"},
+    ...]. It is "" instead of null. Raises UnusableRecord for a part that is no text, such as an
+    image."""
+    if content is None:
+        return ""
     if not isinstance(content, list):
-        return "" if content is None else content  # (`check_message` refuses what is no text)
+        return content
     texts = []
     for part in content:
         match part:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
             case _:
-                raise ValueError(f"a part that is not text: {part!r:.60}")
+                raise UnusableRecord("an unusable turn", f"a part that is not text: {part!r:.60}")
     return "".join(texts)
 
 
@@ -171,25 +202,29 @@ def next_role(messages: list[dict]) -> str:
     return "assistant" if len(messages) % 2 else "user"
 
 
-def usable_part(messages: list[dict]) -> tuple[list[dict], list[str]]:
-    """Return a conversation from its first question up to its first turn that is empty or uses a
-    tool, and what was cut.
+def usable_messages(record: dict) -> tuple[list[dict], list[str]]:
+    """Return the messages of a record to train on, and what was cut.
 
-    Raises ValueError if what is left has no answer.
+    Answers before the first question are left out, and all from the first turn on that is empty
+    (unless it is the system's) or uses a tool. Raises UnusableRecord, also if no answer is left.
     """
+    messages, is_cut = read_messages(record)
     kept = []
     cuts = []
-    asked = False
+    has_question = False
     for message in messages:
         role = message["role"]
         if role != "system" and not message["content"].strip():
-            cuts.append("cut at a turn that is empty or uses a tool")
+            is_cut = True
             break
-        asked = asked or role == "user"
-        if role == "assistant" and not asked:
+        if role == "user":
+            has_question = True
+        if role == "assistant" and not has_question:
             cuts.append("answers before any question left out")
         else:
             kept.append(message)
+    if is_cut:
+        cuts.append("cut at a turn that is empty or uses a tool")
     if "assistant" not in [message["role"] for message in kept]:
-        raise ValueError("no answer")
+        raise UnusableRecord("no answer")
     return kept, cuts

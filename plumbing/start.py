@@ -1,26 +1,31 @@
-"""Imported first, before PyTorch, which takes seconds to load. Until then Ctrl-C ends a script in
-silence, and a missing package ends it with one line and exit status 2 instead of a traceback.
+"""Loads the packages that scripts need. Scripts import it before everything else.
 
-(A script's own `run_command` only begins once everything is imported. Where these files are used as
-a library, nothing is changed.)
+PyTorch takes seconds to load, and a script's own `run_command` begins after that. If Ctrl-C comes
+meanwhile, the script ends in silence. If a package is missing, it ends in one line and exit status
+2. Whoever imports a script as a library gets the exception.
 """
 import sys
 from pathlib import Path
 
-REQUIREMENTS = ("torch", "numpy", "tokenizers", "safetensors", "tqdm")
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def print_exception(kind, error, traceback) -> None:
-    """Print an exception that nothing caught, as `sys.excepthook` does."""
-    if kind is KeyboardInterrupt:
-        return
-    if kind is ModuleNotFoundError and error.name in REQUIREMENTS:
-        print(f"error: {error}: run `pip install -r requirements.txt`", file=sys.stderr)
-        sys.exit(2)
-    sys.__excepthook__(kind, error, traceback)
+def is_script() -> bool:
+    """Tell whether the program that runs is one of this repository's scripts."""
+    file = getattr(sys.modules["__main__"], "__file__", None)  # None: an interactive session
+    return file is not None and Path(file).resolve().is_relative_to(ROOT)
 
 
-script = getattr(sys.modules["__main__"], "__file__", None)  # None: an interactive session
-if script and Path(script).resolve().is_relative_to(ROOT):
-    sys.excepthook = print_exception
+try:
+    import numpy  # noqa: F401
+    import safetensors  # noqa: F401
+    import tokenizers  # noqa: F401
+    import torch  # noqa: F401
+    import tqdm  # noqa: F401
+except (KeyboardInterrupt, ModuleNotFoundError) as error:
+    if not is_script():
+        raise
+    if isinstance(error, KeyboardInterrupt):
+        sys.exit(130)
+    print(f"error: {error}: run `pip install -r requirements.txt`", file=sys.stderr)
+    sys.exit(2)

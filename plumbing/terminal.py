@@ -1,7 +1,8 @@
-"""What a person sees: colors, one answer's statistics, a traced cycle, and what a chat needs.
+"""What a person sees on a terminal, and types there: progress while a prompt is read, an answer's
+statistics, a traced cycle, a drafter's scores, the questions of a chat.
 
-A cycle is drawn from the record that --trace --json prints, so both show the same. Names, numbers
-and text come in; nothing here knows a model.
+All of it is made from text and from plain records, such as --trace --json prints. Nothing here
+knows a model.
 """
 from __future__ import annotations
 
@@ -28,52 +29,68 @@ def paint(text: str, color: str) -> str:
 
 
 # --- While a prompt is read ---
+#
+# Until the first token comes, nothing would be seen. A long prompt that is read here has a progress
+# bar. A server says nothing while it reads, so there is a line of text. Both have to be closed.
 
-PATIENCE = 1.0  # seconds without a sign of a server, after which a line says what it does
-LONG_PROMPT = 256  # tokens: from here on reading a prompt has a progress bar
+LONG_PROMPT = 256  # tokens, from which on reading a prompt has a progress bar
+PATIENCE = 1.0  # seconds to wait for a server in silence
 
 
-class PromptProgress:
-    """Shows, until the first token comes, what takes so long: with a server a line, and here a
-    progress bar. It has to be closed."""
+class PromptBar:
+    """A progress bar while a prompt of so many tokens is read on this machine."""
 
-    def __init__(self, length: int, remote: bool):
-        note = "connecting, and waiting for the server to read the prompt ..."
-        self.timer = Timer(PATIENCE, print, [note], {"file": sys.stderr})
-        if remote:
-            self.timer.start()
-        hidden = remote or length < LONG_PROMPT
+    def __init__(self, length: int):
         self.bar = tqdm(
-            total=length, desc="reading the prompt", unit=" tokens", leave=False, disable=hidden
+            total=length,
+            desc="reading the prompt",
+            unit=" tokens",
+            leave=False,
+            disable=length < LONG_PROMPT,
         )
 
     def update(self, tokens_read: int) -> None:
         self.bar.update(tokens_read - self.bar.n)
 
-    def until_first(self, emit: Callable[[object], None]) -> Callable[[object], None]:
-        """Return an `emit` that closes this before it does what the given one does."""
+    def close(self) -> None:
+        self.bar.close()
 
-        def close_and_emit(what: object) -> None:
-            self.close()
-            emit(what)
 
-        return close_and_emit
+class WaitingNote:
+    """A line that is printed unless this is closed within PATIENCE seconds."""
+
+    def __init__(self):
+        note = "connecting, and waiting for the server to read the prompt ..."
+        self.timer = Timer(PATIENCE, print, [note], {"file": sys.stderr})
+        self.timer.start()
 
     def close(self) -> None:
         self.timer.cancel()
-        self.bar.close()
+
+
+def closing_first(
+    progress: PromptBar | WaitingNote, emit: Callable[[object], None]
+) -> Callable[[object], None]:
+    """Return an `emit` that closes the display of progress, then calls the given one."""
+
+    def close_and_emit(cycle: object) -> None:
+        progress.close()
+        emit(cycle)
+
+    return close_and_emit
 
 
 # --- The statistics of an answer ---
 
 
 def why_stopped(
-    tokens: list[int], stop_ids: set[int] | frozenset[int], count: int, max_new_tokens: int
+    tokens: list[int], stop_ids: set[int] | frozenset[int], limit: int, max_new_tokens: int
 ) -> str:
-    """Say why an answer ended. count: how many tokens it could have had, in the context, too."""
+    """Say why an answer ended. limit: the most tokens it could have, which is max_new_tokens, or
+    less if the context had no room for so many."""
     if tokens[-1] in stop_ids:
         return "stop token"
-    return "max-new-tokens" if count == max_new_tokens else "context"
+    return "context" if limit < max_new_tokens else "max-new-tokens"
 
 
 def report(text: str, tokens: list[int], statistics: dict, as_json: bool) -> None:
@@ -114,12 +131,12 @@ def draw_cycle(record: dict) -> Iterator[str]:
     if record["offline"]:
         yield paint("  offline: the drafter alone wrote, unverified,", YELLOW)
         yield paint(f"  {json.dumps(record['text'], ensure_ascii=False)}", YELLOW)
-    elif len(record["tokens"]) > accepted:  # no stop token came before it
+    elif len(record["tokens"]) > accepted:  # else an accepted stop token ended the answer
         yield f"  the target's own: {quote(record['text'])}"
 
 
 def draw_branch(drafts: list[dict], parent: int, indent: str, is_chain: bool) -> Iterator[str]:
-    """Draw the tokens after a parent, and what follows each."""
+    """Draw the drafted tokens that follow a parent, and below each those that follow it."""
     children = [i for i, node in enumerate(drafts) if node["parent"] == parent]
     for i in children:
         node = drafts[i]
@@ -140,6 +157,21 @@ def quote(text: str) -> str:
     """Put a token's text in quotes, no longer than a line has room for."""
     shown = text if len(text) <= 16 else text[:15] + "…"
     return json.dumps(shown or "<end>", ensure_ascii=False)
+
+
+# --- The scores of a drafter that is being trained ---
+
+
+def draw_scores(scores: dict, update: int) -> str:
+    """Draw what `evaluate` of train.py returns, with a bar for the accuracy at each depth."""
+    lines = [
+        f"update {update}: held-out loss {scores['held_out_loss']:.3f}",
+        f"  KL {scores['held_out_kl']:.3f}, implied acceptance length "
+        f"{scores['implied_acceptance_length']:.2f}, and how often drafts are right, by depth:",
+    ]
+    for depth, accuracy in enumerate(scores["depth_accuracy"], 1):
+        lines.append(f"  {depth}  {accuracy:4.0%}  {'█' * round(40 * accuracy)}")
+    return "\n".join(lines)
 
 
 # --- A chat ---

@@ -1,13 +1,14 @@
 """Text and conversations to token ids, and back.
 
 A chat model has learned conversations in one format, in which control tokens such as <|im_end|>
-mark who speaks and where a turn ends. In ChatML a question, and the opening of its answer:
+mark who speaks and where a turn ends. (A turn is what one speaker says at once.) In ChatML a
+question, and the opening of its answer:
 
     <|im_start|>user\\nWhy is the sky blue?<|im_end|>\\n<|im_start|>assistant\\n
 
-Which format it is, the model's own chat template says. That is a program in a language of its own
-(Jinja), which is not run here: ChatML's and Llama-3's are recognised by the control tokens in their
-text, and anything else is refused. Control tokens are written by their ids. The same characters in
+The model's own chat template says which format it is. A template is a program in a language of its
+own (Jinja), which is not run here: ChatML's and Llama-3's are recognised by the turn that they
+write, and anything else is refused. Control tokens are written by their ids. The same characters in
 a message stay plain text, so that a message can neither end its turn nor open another.
 """
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Iterator
 
@@ -45,11 +47,11 @@ class ChatFormat:
     """How a conversation is written."""
 
     name: str
-    begin: str  # the token before everything, if there is one
-    open_turn: str
+    begin: str  # the token before everything, or ""
+    open_turn: str  # with {role} in it
     end_turn: str
-    strips: bool  # drop spaces around a message
-    system: str = ""  # the message that begins a conversation without a system message
+    strips: bool  # whether spaces around a message are dropped
+    system: str = ""  # the system message of a conversation that brings none
 
 
 CHATML = ChatFormat("ChatML", "", "<|im_start|>{role}\n", "<|im_end|>\n", strips=False)
@@ -60,57 +62,95 @@ LLAMA3 = ChatFormat(
     "<|eot_id|>",
     strips=True,
 )
-# A chat template that writes ChatML.
-CHATML_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
-    "+ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
+SUPPORTED_FORMATS = "only ChatML and Llama-3 are supported"
+OTHER_FORMAT = f"the model's chat template is of another format: {SUPPORTED_FORMATS}"
 
 
-def recognise_format(template: str, bos_token: str) -> ChatFormat | None:
-    """Return the format that a chat template writes, or None if it is no known one."""
-    text = re.sub(r"['\"]\s*\+\s*['\"]", "", template)  # 'a' + 'b' -> 'ab'
-    text = text.replace("\\n", "\n")
-    for known in (CHATML, LLAMA3):
-        if known.open_turn.format(role="assistant") in text and known.end_turn in text:
-            begin = ""
-            if "bos_token" in text:
-                begin = bos_token or known.begin
-            elif LLAMA3.begin in text:
-                begin = LLAMA3.begin
-            # Some templates have a system message of their own. With quotes or braces of Jinja in
-            # between, it is the conversation's that is put together there.
-            opening = re.escape(known.open_turn.format(role="system"))
-            match = re.search(opening + r"([^'\"{}]+)" + re.escape(known.end_turn), text)
-            if match is None and "You are" in text:  # one that is written in another way
-                return None
-            system = match[1] if match else ""
-            strips = "trim" in text or ".strip()" in text
-            return replace(known, begin=begin, strips=strips, system=system)
-    return None
-
-
-def choose_format(
+def detect_chat_format(
     backend: tokenizers.Tokenizer, template: str, bos_token: str
-) -> tuple[ChatFormat | None, str]:
-    """Return a model's chat format or, without one, why its conversations cannot be written."""
-    formats = "only ChatML and Llama-3 are supported"
+) -> ChatFormat:
+    """Return a model's chat format: what its template writes or, if that is "", what its control
+    tokens suggest. Raises InputError if conversations cannot be written for it."""
     if template:
-        chosen = recognise_format(template, bos_token)
-        if chosen is None:
-            return None, f"the model's chat template is of another format: {formats}"
+        chosen = recognise_template(template, bos_token)
     else:
         chosen = CHATML if backend.token_to_id("<|im_start|>") is not None else LLAMA3
     for token in CONTROL_PATTERN.findall(chosen.open_turn + chosen.end_turn) + [chosen.begin]:
         if token and backend.token_to_id(token) is None:
-            return None, f"the tokenizer has no token {token} of a chat format: {formats}"
+            raise InputError(
+                f"the tokenizer has no token {token} of a chat format: {SUPPORTED_FORMATS}"
+            )
     if marks_beginnings(backend):
-        return None, (
+        raise InputError(
             "the tokenizer marks where a text begins, as SentencePiece does, and so cannot encode "
             "a conversation in pieces: use a model with a byte-level tokenizer"
         )
-    return chosen, ""
+    return chosen
+
+
+def recognise_template(template: str, bos_token: str) -> ChatFormat:
+    """Return the format that a chat template writes. Raises InputError if it is no known one."""
+    text = written_text(template)
+    for known in (CHATML, LLAMA3):
+        contents = turn_contents(text, known)
+        # With both, what is stripped would depend on the role, which is not supported.
+        if len(contents) == 1:
+            begin = ""
+            if "bos_token" in template:  # a variable of the template
+                begin = bos_token or known.begin
+            elif LLAMA3.begin in template:
+                begin = LLAMA3.begin
+            strips = contents == {"{stripped}"}
+            system = own_system_message(template, known)
+            return replace(known, begin=begin, strips=strips, system=system)
+    raise InputError(OTHER_FORMAT)
+
+
+def turn_contents(text: str, known: ChatFormat) -> set[str]:
+    """Return what stands for the message in the turns of a format: {content}, {stripped}, both, or
+    nothing if `text`, which is a template's `written_text`, has no such turn."""
+    contents = set()
+    for role in ("{role}", "user", "assistant"):  # written for all roles alike, or for each one
+        for content in ("{content}", "{stripped}"):
+            turn = known.open_turn + content + known.end_turn
+            if turn.replace("{role}", role) in text:
+                contents.add(content)
+    return contents
+
+
+def written_text(template: str) -> str:
+    """Return a chat template without Jinja's quotes and plus signs. Where it inserts a message's
+    role or content, {role} or {content} stands, or {stripped} for content without the spaces
+    around it.
+
+    For example, '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>'
+    becomes <|im_start|>{role}\\n{stripped}<|im_end|>.
+    """
+    text = template.replace("\\n", "\n")
+    for name in ("role", "content"):
+        text = re.sub(rf"\w+(\.{name}\b|\[['\"]{name}['\"]\])", f"{{{name}}}", text)
+    text = re.sub(r"\{content\}(\s*\|\s*trim\b|\.strip\(\))", "{stripped}", text)
+    return re.sub(r"['\"]|\s*\+\s*", "", text)
+
+
+def own_system_message(template: str, known: ChatFormat) -> str:
+    """Return the system message that a template writes if a conversation brings none, or "".
+
+    It is the plain text between the opening and the end of a system turn. If quotes or braces stand
+    between, the template inserts the conversation's own system message there.
+
+    Raises InputError if the template has one in another place, such as a variable. It could only be
+    read by running the template, and without it the model would answer differently.
+    """
+    text = template.replace("\\n", "\n")
+    text = re.sub(r"['\"]\s*\+\s*['\"]", "", text)  # 'a' + 'b' -> 'ab'
+    opening = re.escape(known.open_turn.format(role="system"))
+    match = re.search(opening + r"([^'\"{}]+)" + re.escape(known.end_turn), text)
+    if match is not None:
+        return match[1]
+    if "You are" in text:  # as nearly every such message begins
+        raise InputError(OTHER_FORMAT)
+    return ""
 
 
 def marks_beginnings(backend: tokenizers.Tokenizer) -> bool:
@@ -124,7 +164,7 @@ def marks_beginnings(backend: tokenizers.Tokenizer) -> bool:
 
 
 def check_message(message: dict) -> None:
-    """Raises InputError for what is not a turn of a chat."""
+    """Raises InputError if this is no message of a chat."""
     role = message.get("role")
     content = message.get("content")
     if role not in ROLES or not isinstance(content, str):
@@ -136,32 +176,20 @@ def check_message(message: dict) -> None:
         content.encode()  # JSON and the command line may hold half a surrogate pair
 
 
+@dataclass
 class Tokenizer:
-    """Text and conversations to token ids, and back."""
+    """Text and conversations to token ids, and back. `build_tokenizer` makes one."""
 
-    def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        stop_ids: list[int],
-        template: str = "",
-        bos_token: str = "",
-    ):
-        for token in stop_ids:
-            if type(token) is not int or token < 0:
-                raise InputError(f"eos_token_id is invalid: {token!r:.40}")
-        self.backend = backend
-        self.stop_ids = set(stop_ids)
-        present = [token for token in CONTROL_TOKENS if backend.token_to_id(token) is not None]
-        backend.add_special_tokens(present)
-        # The name misleads: True means that "<|im_end|>" within a message is encoded as plain text.
-        backend.encode_special_tokens = True
-        self.has_template = bool(template)
-        self.states_date = "Cutting Knowledge Date" in template  # as Llama-3.1's does
-        self.format, self.refusal = choose_format(backend, template, bos_token)
-        for known in (CHATML, LLAMA3):  # some checkpoints state only the base model's stop token
-            end_of_turn = backend.token_to_id(known.end_turn.strip())
-            if end_of_turn is not None:
-                self.stop_ids.add(end_of_turn)
+    backend: tokenizers.Tokenizer
+    stop_ids: set[int]
+    template: str = ""  # the model's chat template, if it has one
+    bos_token: str = ""
+
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        """How the model's conversations are written. Raises InputError if that is unknown: then
+        the tokenizer is only good for plain text."""
+        return detect_chat_format(self.backend, self.template, self.bos_token)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of plain text, even of "<|im_end|>"."""
@@ -184,36 +212,33 @@ class Tokenizer:
 
     def opening(self, role: str) -> list[int]:
         """Return the ids that open a turn of `role`. Raises InputError."""
-        if self.format is None:
-            raise InputError(self.refusal)
-        return self.encode_template(self.format.open_turn, role=role)
+        return self.encode_template(self.chat_format.open_turn, role=role)
 
     def turns(self, messages: list[dict]) -> Iterator[tuple[list[int], bool]]:
         """Yield a conversation in pieces (ids, whether they are the assistant's own).
 
         Raises InputError.
         """
-        if self.format is None:
-            raise InputError(self.refusal)
-        is_without_system = not messages or messages[0].get("role") != "system"
-        if self.format.system and is_without_system:
-            messages = [{"role": "system", "content": self.format.system}, *messages]
-        if self.format.begin:
-            yield [self.backend.token_to_id(self.format.begin)], False
+        chat_format = self.chat_format
+        has_system = bool(messages) and messages[0].get("role") == "system"
+        if chat_format.system and not has_system:
+            messages = [{"role": "system", "content": chat_format.system}, *messages]
+        if chat_format.begin:
+            yield [self.backend.token_to_id(chat_format.begin)], False
         for message in messages:
             check_message(message)
             role = message["role"]
             content = message["content"]
-            if self.format.strips:
+            if chat_format.strips:
                 content = content.strip()
             if role == "assistant":  # encoded apart from its opening, as it was generated
                 # "<|im_end|>", which is the assistant's own, and "\n", which is not.
-                end, *separator = self.encode_template(self.format.end_turn)
+                end, *separator = self.encode_template(chat_format.end_turn)
                 yield self.opening(role), False
                 yield [*self.encode(content), end], True
                 yield separator, False
             else:
-                turn = self.format.open_turn + "{content}" + self.format.end_turn
+                turn = chat_format.open_turn + "{content}" + chat_format.end_turn
                 yield self.encode_template(turn, role=role, content=content), False
 
     def chat(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
@@ -232,24 +257,27 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.before: list[int] = []  # those whose text was returned last, a context for the next
-        self.pending: list[int] = []  # tokens after them that do not end on a whole character yet
+        self.before: list[int] = []  # the tokens whose text was returned last
+        self.pending: list[int] = []  # the tokens after them, which do not end on a whole character
 
     def add(self, token: int) -> str:
         """Return the text up to this token, or nothing as long as it ends inside a character."""
         self.pending.append(token)
-        text = self.rest()
-        # A character has at most 4 bytes. Tokens may split several in a row: but after 8 tokens
-        # without a whole one, take it for damaged, and wait no longer.
+        text = self.pending_text()
+        # A character has at most 4 bytes. But a token may hold the end of one and the beginning of
+        # another, so it may take more than 4 tokens until one ends on a whole character. After 8
+        # the bytes are taken for damaged, and returned as they are.
         if text.endswith("\ufffd") and len(self.pending) < 8:
             return ""
         self.before = self.pending
         self.pending = []
         return text
 
-    def rest(self) -> str:
-        """Return the text of the pending tokens: at the end of an answer, half a character."""
-        # Some decoders drop a leading space: only after other tokens a token has its full text.
+    def pending_text(self) -> str:
+        """Return the text that `add` still holds back: at the end of an answer, nothing or half a
+        character."""
+        # Some decoders drop the space before the first token. So the text of these tokens is what
+        # they add to the text of the tokens before.
         text = self.tokenizer.decode(self.before + self.pending)
         return text[len(self.tokenizer.decode(self.before)):]
 
@@ -262,8 +290,10 @@ LLAMA3_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # Kinds of tokens in a GGUF file:
-GGUF_CONTROL = 3
-GGUF_USER_DEFINED = 4  # text, but never split
+CONTROL = 3
+USER_DEFINED = 4  # text, but never split
+# Llama-3.1's template writes a system turn that begins with these words and states today's date.
+KNOWLEDGE_DATE = "Cutting Knowledge Date"
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -271,24 +301,50 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = resolve_path(path)
     read = read_gguf_tokenizer if path.suffix == ".gguf" else read_hugging_face_tokenizer
     tokenizer = read(path)
-    if not tokenizer.has_template and tokenizer.format is not None:
-        name = tokenizer.format.name
+    print_notes(path, tokenizer)
+    return tokenizer
+
+
+def print_notes(path: Path, tokenizer: Tokenizer) -> None:
+    """Tell the user what is assumed about the chat format, or left out of it."""
+    try:
+        name = tokenizer.chat_format.name
+    except InputError:  # it is raised again if the user asks for a conversation
+        return
+    if not tokenizer.template:
         print(f"{path} has no chat template: its format is taken for {name}'s", file=sys.stderr)
-    if tokenizer.states_date:
+    if KNOWLEDGE_DATE in tokenizer.template:
         note = "states the date in a system turn, which is left out here"
         print(f"{path}: the chat template {note}", file=sys.stderr)
-    return tokenizer
+
+
+def build_tokenizer(
+    backend: tokenizers.Tokenizer, stop_ids: list[int], template: str, bos_token: str
+) -> Tokenizer:
+    """Make a tokenizer of what a checkpoint states. Raises InputError for invalid stop ids."""
+    for token in stop_ids:
+        if type(token) is not int or token < 0:
+            raise InputError(f"eos_token_id is invalid: {token!r:.40}")
+    # Not every checkpoint marks its control tokens as such.
+    present = [token for token in CONTROL_TOKENS if backend.token_to_id(token) is not None]
+    backend.add_special_tokens(present)
+    # The name misleads: True means that "<|im_end|>" within a message is encoded as plain text.
+    backend.encode_special_tokens = True
+    # Some checkpoints state only the base model's stop token.
+    ends = [CHATML.end_turn.strip(), LLAMA3.end_turn]
+    end_ids = [backend.token_to_id(token) for token in ends if token in present]
+    return Tokenizer(backend, {*stop_ids, *end_ids}, template, bos_token)
 
 
 def read_hugging_face_tokenizer(path: Path) -> Tokenizer:
     """Read the tokenizer and the chat template of a folder. Raises InputError."""
     file = path / "tokenizer.json"
-    with input_errors(f"{file}: not a tokenizer", Exception):  # tokenizers raises no other
+    with input_errors(f"{file}: not a tokenizer", Exception):  # tokenizers raises nothing narrower
         backend = tokenizers.Tokenizer.from_file(str(file))
     backend.no_truncation()  # which the file may ask for, from the model's training
     backend.no_padding()
     template, bos_token = read_template(path)
-    return Tokenizer(backend, read_stop_ids(path), template, bos_token)
+    return build_tokenizer(backend, read_stop_ids(path), template, bos_token)
 
 
 def read_template(path: Path) -> tuple[str, str]:
@@ -299,7 +355,8 @@ def read_template(path: Path) -> tuple[str, str]:
         stated = read_json(path / "tokenizer_config.json")
     template = stated.get("chat_template") or ""
     if isinstance(template, list):  # several, each with a name
-        named = {one.get("name"): one.get("template") for one in template}
+        with input_errors(f"{path}: the list of chat templates is invalid", AttributeError):
+            named = {one.get("name"): one.get("template") for one in template}
         template = named.get("default") or ""
     if (path / "chat_template.jinja").exists():
         template = (path / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
@@ -320,11 +377,11 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     stop_ids = [metadata[key] for key in keys if key in metadata]
     template = str(metadata.get("tokenizer.chat_template", ""))
-    return Tokenizer(backend, stop_ids, template, bos_token)
+    return build_tokenizer(backend, stop_ids, template, bos_token)
 
 
 def build_gguf_tokenizer(metadata: dict) -> tokenizers.Tokenizer:
-    """Byte-level BPE from a vocabulary and merges. Raises many kinds of exceptions."""
+    """Make byte-level BPE from a vocabulary and merges. Damaged metadata raise any exception."""
     # BPE first splits a text into pieces, and no token crosses a piece. The file only names the
     # rule for that. Llama-3's is one pattern. SmolLM's cuts out single digits, then splits as GPT-2
     # does, which is what use_regex means below.
@@ -345,8 +402,8 @@ def build_gguf_tokenizer(metadata: dict) -> tokenizers.Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.Sequence([splits[split_name], byte_level])
     backend.decoder = tokenizers.decoders.ByteLevel()
     for token, kind in zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True):
-        if kind == GGUF_CONTROL:
+        if kind == CONTROL:
             backend.add_special_tokens([token])
-        if kind == GGUF_USER_DEFINED:
+        if kind == USER_DEFINED:
             backend.add_tokens([token])
     return backend

@@ -25,11 +25,12 @@ from torch import nn
 
 from experiments import ablations
 from experiments.ablations import ABLATIONS, ALL, Ablation, load_ablation
+from experiments.bench import CHAIN
 from llama import GenerationConfig, Llama, Sampling
 from moa import Drafter, DraftLimits, DraftState, load_drafter, save_drafter
 from plumbing.errors import InputError, run_command
 from plumbing.journal import read_log
-from speculate import CHAIN, TREE, answer, cycles_with_drafts
+from speculate import TREE, answer, cycles_with_drafts
 
 NO_LSA = ["no-lsa", "neither", "eagle"]
 NO_CA = ["no-ca", "neither", "eagle"]

@@ -37,7 +37,7 @@ from moa import Draft, DraftLimits, VerifyResult
 from netsim import Link, open_channel
 from plumbing.errors import run_command
 from plumbing.prompts import Prompt, read_prompts
-from speculate import Cycle, Generation, Origin
+from speculate import Generation, Origin, TimedCycle
 
 
 class Done(NamedTuple):
@@ -147,8 +147,8 @@ def test_all_methods_go_on_after_the_targets_own_answer():
     def ask(name: str, tokens: list[int], prompt: list[int], config: GenerationConfig):
         asked[name].append(prompt)
         for token in tokens:
-            result = VerifyResult([], token, memory=None)
-            yield Cycle(Draft(prompt[-1]), result, 0.0, 0.0, [token])
+            result = VerifyResult([], token, memory=None, draft=Draft(prompt[-1]))
+            yield TimedCycle(result, [token], 0.0, 0.0)
 
     contenders = {
         "target": Contender(partial(ask, "target", [1, 2])),

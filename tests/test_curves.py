@@ -58,7 +58,7 @@ def test_each_point_is_drawn_where_its_value_is_on_the_axes(tmp_path, monkeypatc
     write_run(tmp_path / "run", LOSSES, [0.9])
     panel = draw(monkeypatch, "run").find("svg:g", SPACE)
     labels = [text.text for text in panel.findall("svg:text", SPACE)]
-    assert labels[2::2] == ["0", "2", "4", "6", "8"]
+    assert labels[2:7] == ["0", "2", "4", "6", "8"]
     top = float(labels[-1])
     drawn = panel.find("svg:polyline", SPACE).get("points").split()[1:]
     for update, (point, loss) in enumerate(zip(drawn, LOSSES, strict=True), 1):
@@ -67,12 +67,15 @@ def test_each_point_is_drawn_where_its_value_is_on_the_axes(tmp_path, monkeypatc
         assert y == pytest.approx(200 - 200 * loss / top, abs=0.2)
 
 
-@pytest.mark.parametrize("values, end", [
-    ([0.2, 0.218], 0.22), ([8], 8), ([1.0], 1), ([8.9], 9), ([186_000], 200_000), ([0.0], 1e-9),
-    ([], 1),
+@pytest.mark.parametrize("lowest, highest, ticks", [
+    (0, 0.218, [0, 0.05, 0.1, 0.15, 0.2, 0.25]),
+    (0, 8, [0, 2, 4, 6, 8]),
+    (0, 186_000, [0, 50_000, 100_000, 150_000, 200_000]),
+    (0.6, 0.97, [0.6, 0.7, 0.8, 0.9, 1.0]),
+    (0, 0, [0, 0.2, 0.4, 0.6, 0.8, 1]),
 ])
-def test_an_axis_ends_at_a_round_number(values, end):
-    assert curves.axis_end(values) == pytest.approx(end)
+def test_an_axis_has_round_numbers_up_to_its_highest_value(lowest, highest, ticks):
+    assert curves.axis_ticks(lowest, highest) == pytest.approx(ticks)
 
 
 def test_a_long_curve_is_averaged():

@@ -20,6 +20,7 @@ from experiments.batching import Batch, ChainBatch, answer_all
 from experiments.evaluate import evaluate_drafting
 from llama import GenerationConfig, Llama, load_tokenizer
 from moa import Drafter, DraftLimits
+from plumbing.conversations import TokenizedConversation
 from speculate import (
     Generation,
     Trace,
@@ -27,7 +28,7 @@ from speculate import (
     cycles_on_server,
     cycles_with_drafts,
 )
-from train import Sequence, TrainConfig
+from train import TrainConfig
 
 aten = torch.ops.aten
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -269,13 +270,13 @@ def losses_on(device, ablation: Ablation, choices: dict) -> list[float]:
     batch = []
     for size in (18, 25, 21):
         positions = torch.arange(size)
-        batch.append(Sequence(positions % 20, positions >= 6))
+        batch.append(TokenizedConversation(positions % 20, positions >= 6))
     _, drafter = models(device, kind=ablation.kind, **choices)
     drafter.requires_grad_(True)
     losses = train.compute_gradients(drafter, batch, 0, config)
     for optimizer in train.make_optimizers(drafter, "muon"):
         optimizer.step()
-    scores = train.evaluate(drafter, batch, config, ablation.depths)
+    scores = train.evaluate(drafter, batch, config, ablation.max_depth)
     return [*losses, scores["held_out_loss"]]
 
 
@@ -293,7 +294,7 @@ def test_training_stays_on_its_device_and_learns_what_it_learns_on_a_cpu(
 def scores_on(device) -> dict:
     _, drafter = models(device)
     positions = torch.arange(18)
-    return evaluate_drafting(drafter, [Sequence(positions, positions >= 6)])
+    return evaluate_drafting(drafter, [TokenizedConversation(positions, positions >= 6)])
 
 
 def test_an_evaluation_of_real_drafting_stays_on_its_device_too(device):

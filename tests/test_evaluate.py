@@ -13,7 +13,8 @@ from experiments import evaluate
 from experiments.ablations import ABLATIONS
 from llama import Llama, load_model, load_tokenizer
 from moa import DraftLimits, load_drafter, save_drafter
-from train import Sequence, TrainConfig, read_conversations
+from plumbing.conversations import TokenizedConversation
+from train import TrainConfig, read_conversations
 from train import evaluate as evaluate_in_one_pass
 
 
@@ -54,7 +55,7 @@ def test_by_drafting_scores_what_is_right_of_chains_drafted_one_by_one(target, a
         new_verifier = ABLATIONS[ablation].new_verifier
     drafter = new_drafter(target, **choices)
     tokens = torch.randint(256, (65,))
-    sequence = Sequence(tokens, torch.arange(65) >= 5)
+    sequence = TokenizedConversation(tokens, torch.arange(65) >= 5)
     tried = Counter()
     right = Counter()
     for start in range(5, 65 - 8, 8):

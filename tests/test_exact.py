@@ -2,12 +2,12 @@
 import pytest
 import torch
 
+from experiments.bench import CHAIN
 from llama import GenerationConfig, PackedLlama, Sampling, load_model
 from moa import Drafter, DraftLimits, load_drafter, pack_together, to_bfloat16
 from plumbing.hub import SHIPPED_DRAFTERS
 from plumbing.kernels import KEY_BLOCK, has_fast_bfloat16
 from speculate import (
-    CHAIN,
     REMOTE_TREE,
     TREE,
     ExactKVCache,
@@ -48,8 +48,8 @@ def target_alone(target: PackedLlama, prompt: list[int], count: int):
 class LogitsVerifier(ExactVerifier):
     """Keeps the logits that each token after the first was chosen from."""
 
-    def predict(self, draft):
-        self.logits = super().predict(draft)
+    def predict(self, *call):
+        self.logits = super().predict(*call)
         return self.logits
 
     def verify(self, draft):
@@ -73,8 +73,8 @@ def with_drafts(target: PackedLlama, drafter: Drafter, prompt, count, limits, lo
     if lookup:
         state = Lookup(state, target.config.vocab_size, Sampling())
     tokens = []
-    for new in speculate(verifier, state, prompt, config, limits):
-        tokens += new
+    for cycle in speculate(verifier, state, prompt, config, limits):
+        tokens += cycle.tokens
     return tokens, verifier.kept
 
 

@@ -1,15 +1,11 @@
-"""Claims about command lines: values, prompts and what is refused."""
+"""Claims about command lines: values, and what is refused."""
 import argparse
-import io
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import case_name, raises
 
 from plumbing import flags
 from plumbing.flags import bandwidth, duration, loss_rate
-from plumbing.prompts import answer_length, read_prompt
 
 
 @pytest.mark.parametrize("quantity, text, value", [
@@ -47,7 +43,10 @@ def test_an_address_is_a_host_and_a_port_and_this_machine_where_there_is_no_host
     assert flags.address("10.0.0.1:0") == ("10.0.0.1", 0)
     assert flags.address("[::1]:7000") == ("::1", 7000)
     assert flags.address("7000") == ("localhost", 7000)
-    for text in ("", "host", "host:", "host:x", "host:70000", "http://host:80", "::1:7000", "[]:7"):
+    for text in (
+        "", ":", ":7000", "host", "host:", "host:x", "host:-1", "host:70000", "host:²", "host:١",
+        "http://host:80", "host/path:80", "::1:7000", "[::1:7000", "[]:7",
+    ):
         with pytest.raises(argparse.ArgumentTypeError, match="expected HOST:PORT"):
             flags.address(text)
 
@@ -70,23 +69,3 @@ def test_help_has_groups_and_ends_with_the_examples_as_they_are_written(capsys):
     text = capsys.readouterr().out
     assert "\nmodel:\n  --model" in text
     assert text.endswith("\n\nexamples:\n  a --b   c\n  d\n")
-
-
-def test_a_prompt_that_leaves_no_room_in_the_context_is_an_input_error(capsys):
-    raises("512 tokens", answer_length, 512, 512, 1)
-    assert answer_length(512, 510, 64) == 2
-    assert "room for 2" in capsys.readouterr().err
-
-
-def test_a_given_prompt_is_taken_as_it_is_and_a_piped_one_without_its_last_line_break(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n two\nlines \n\n"))
-    assert read_prompt(" Hi\n") == " Hi\n"
-    assert read_prompt(None) == "\n two\nlines \n"
-
-
-@pytest.mark.parametrize("piped, culprit", [
-    (b"", "the prompt is empty"), (b" \n\n", "the prompt is empty"), (b"\xff", "not valid text"),
-], ids=case_name)
-def test_a_piped_prompt_that_is_empty_or_no_text_is_an_input_error(piped, culprit, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped), "utf-8"))
-    raises(culprit, read_prompt, None)

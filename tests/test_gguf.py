@@ -14,7 +14,7 @@ from tiny_models import LETTERS
 
 from llama import Llama, load_model
 from plumbing.errors import InputError
-from plumbing.gguf import GGUF_CONFIG, GGUF_NAMES, decode_q6_k
+from plumbing.gguf import CONFIG_KEYS, TENSOR_NAMES, decode_q6_k
 from plumbing.tokenizer import load_tokenizer
 
 TOKENS = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(0))
@@ -100,13 +100,13 @@ def convert(folder: Path, path: Path, kind: str = "F32", changes: dict = {}) -> 
     """
     raw = json.loads((folder / "config.json").read_text())
     model = load_model(folder)
-    entries = {theirs: raw.get(ours) for ours, theirs in GGUF_CONFIG.items()}
+    entries = {theirs: raw.get(ours) for ours, theirs in CONFIG_KEYS.items()}
     if model.config.rope_factors:
         factors = torch.tensor(model.config.rope_factors)
         entries["rope_freqs.weight"] = (0, tuple(factors.shape), factors.numpy().tobytes())
     for name, weight in model.named_parameters():  # a tied head is not among them
         gguf_name = name
-        for theirs, ours in GGUF_NAMES.items():
+        for theirs, ours in TENSOR_NAMES.items():
             gguf_name = re.sub(rf"\b{ours}\b", theirs, gguf_name)
         rows = weight
         if "q_proj" in name or "k_proj" in name:  # the two halves of a head, interleaved
@@ -170,6 +170,7 @@ def test_a_weight_of_q6_k_is_put_together_from_its_four_and_its_two_bits():
     ({"output_norm.weight": (0, (32,), bytes(128))}, "(32,)"),
     ({"token_embd.weight": (0, (), bytes(4))}, "tiny.gguf"),
     ({"token_embd.weight": None}, "vocab_size"),
+    ({"blk.0.attn_q.weight": (0, (), bytes(4))}, "attn_q.weight of type F32 and shape () is"),
     ({"rope_freqs.weight": (0, (3,), bytes(12))}, "tiny.gguf"),
     ({"blk.1.attn_k.weight": (0, (31, 64), bytes(31 * 256))}, "tiny.gguf"),
     ({"blk.0.ffn_up.weight": (2, (0, 64), b"")}, "layers.0.mlp.up_proj.weight"),

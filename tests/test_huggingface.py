@@ -171,8 +171,8 @@ def test_a_head_of_its_own_is_used_even_if_the_config_says_that_it_is_tied(copy,
 def test_a_bfloat16_checkpoint_is_loaded_without_a_float32_copy(copy):
     halves = {name: weight.bfloat16() for name, weight in load_file(copy / WEIGHTS).items()}
     save_file(halves, copy / WEIGHTS)
-    sizes, tensors = read_hugging_face(copy)
-    read = {name: read_tensor() for name, read_tensor in tensors}
+    sizes, read_tensors = read_hugging_face(copy)
+    read = dict(read_tensors())
     with torch.device("meta"):
         model = Llama(Config(**sizes))
     load_weights(model, iter(read.items()), copy, "cpu", torch.bfloat16)

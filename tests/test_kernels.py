@@ -1,4 +1,6 @@
-"""What is found out of a CPU's kernels."""
+"""What the trials of a CPU's kernels find out."""
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -6,10 +8,16 @@ from plumbing.kernels import (
     KEY_BLOCK,
     MAX_ROWS,
     AttentionLimits,
+    Trial,
+    cancelling_numbers,
     has_fast_bfloat16,
     packed_product,
     probe_attention,
+    probe_grain,
+    probe_lengths,
+    probe_period,
     probe_rows,
+    probe_splits,
     reorder_weight,
 )
 
@@ -17,14 +25,77 @@ DTYPES = [torch.float32]
 if has_fast_bfloat16():
     DTYPES.append(torch.bfloat16)
 LIMITS = AttentionLimits(
-    query_multiple=1, most_tokens=32, unit=16, grain=1, lengths=(192, 512), splits=(192, 384, 512)
+    query_multiple=4,
+    most_tokens=32,
+    period=16,
+    grain=1,
+    splits=(192, 384, 512),
+    lengths=(192, 512),
 )
 
 
+@dataclass(frozen=True)
+class LaneKernel(Trial):
+    """A kernel whose order is known: lanes of grains, and splits as on an AMD EPYC. Like the real
+    one, it splits a block of 193 to 383 keys elsewhere."""
+
+    lanes: int = 16
+    grain: int = 1
+
+    def attend(self, slots, length=KEY_BLOCK):
+        _, kv = cancelling_numbers(len(slots), self.head_dim, self.dtype, self.seed)
+        terms = torch.zeros(length, self.head_dim)
+        terms[list(slots)] = kv[0, :, self.head_dim:]  # a sum of values, with equal weights
+        splits = (64, length) if 192 < length < 384 else (192, 384, KEY_BLOCK)
+        total = torch.zeros(self.head_dim)
+        start = 0
+        for end in splits:
+            for lane in self.lane_sums(terms[start:end]):
+                total = total + lane
+            start = end
+        return total
+
+    def lane_sums(self, terms):
+        sums = torch.zeros(self.lanes, self.head_dim)
+        for row in terms.split(self.lanes * self.grain):
+            grains = row.unflatten(0, (-1, self.grain))  # (lanes or fewer, grain, D)
+            grain_sums = grains[:, 0]
+            for i in range(1, self.grain):
+                grain_sums = grain_sums + grains[:, i]
+            sums[:len(grains)] += grain_sums
+        return sums
+
+
+@pytest.mark.parametrize("lanes, grain", [(16, 1), (32, 1), (64, 1), (8, 2), (16, 2), (2, 16)])
+def test_lanes_grains_splits_and_lengths_are_found(lanes, grain):
+    kernel = LaneKernel(64, torch.float32, seed=0, lanes=lanes, grain=grain)
+    period = lanes * grain
+    assert probe_period(kernel) == period
+    assert probe_grain(kernel, period) == grain
+    assert probe_splits(kernel, period) == (192, 384, 512)
+    lengths = range(period, KEY_BLOCK + 1, period)
+    assert probe_lengths(kernel, period) == tuple(n for n in lengths if not 192 < n < 384)
+
+
+def test_fewer_lanes_than_are_tried_are_found_as_a_multiple():
+    assert probe_period(LaneKernel(64, torch.float32, seed=0, lanes=4)) == 16
+
+
+def test_no_period_is_found_where_keys_may_not_move():
+    assert probe_period(LaneKernel(64, torch.float32, seed=0, lanes=128)) is None
+    assert probe_period(LaneKernel(64, torch.float32, seed=0, lanes=24)) is None
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_found_holds_for_other_numbers_too(dtype):
+def test_what_is_found_does_not_depend_on_the_random_numbers_of_a_trial(dtype):
+    found = probe_attention(64, 3, dtype)
+    for seed in (1, 2, 7):
+        assert probe_attention(64, 3, dtype, seed) == found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_rows_that_are_found_make_products_of_other_numbers_exact(dtype):
     torch.manual_seed(7)
-    assert probe_attention(64, 3, dtype, seed=7) == probe_attention(64, 3, dtype)
     for outputs, inputs in ((576, 1536), (960, 576), (77, 33)):
         min_rows = probe_rows(outputs, inputs, dtype)
         assert probe_rows(outputs, inputs, dtype, seed=7) == min_rows
@@ -56,7 +127,21 @@ def test_keys_are_padded_to_a_length_whose_sums_are_split_like_those_of_longer_o
     found = probe_attention(64, 3, torch.float32)
     assert found.lengths[-1] == found.splits[-1] == KEY_BLOCK
     assert found.padded(KEY_BLOCK) == KEY_BLOCK
-    assert found.unit <= found.padded(1) <= KEY_BLOCK
+    assert found.period <= found.padded(1) <= KEY_BLOCK
     assert [LIMITS.padded(n) for n in (1, 192, 193, 512, 513)] == [192, 192, 512, 512, 704]
+
+
+def test_two_slots_are_in_the_same_sum_if_no_split_is_between_them():
     assert [LIMITS.next_split(n) for n in (0, 191, 192, 511, 512)] == [192, 192, 384, 512, 704]
-    assert LIMITS.same_sum(0, 191) and not LIMITS.same_sum(191, 192)
+    assert LIMITS.same_sum(0, 191)
+    assert not LIMITS.same_sum(191, 192)
+
+
+def test_a_mask_is_repeated_for_each_query_head_and_padded():
+    seen = torch.tensor([[True, False, True]])  # one token, three keys
+    mask = LIMITS.attention_mask(seen, 3, torch.float32)
+    assert mask.shape == (4, 192)  # three query heads, padded to four
+    for row in mask[:3]:
+        assert row[:3].tolist() == [0.0, -torch.inf, 0.0]
+        assert (row[3:] == -torch.inf).all()  # nobody sees added keys
+    assert (mask[3] == 0.0).all()  # an added query sees everything

@@ -102,18 +102,18 @@ def test_keeping_a_path_of_a_tree_equals_a_forward_over_only_that_path(tiny, pat
 
 
 @pytest.mark.parametrize("length", [1, 512, 513, 1100])
-def test_a_prompt_read_in_pieces_gives_the_logits_of_one_pass(length):
+def test_a_prompt_read_in_pieces_gives_the_cache_and_the_last_state_of_one_pass(length):
     model = new_target(50, context=1200)
     prompt = torch.randint(50, (1, length))
-    whole = model.hidden(prompt)
+    whole_cache = model.new_cache(length)
+    whole = model.hidden(prompt, whole_cache)
     cache = model.new_cache(length)
-    pieces = list(llama.read_in_pieces(model, prompt[0].tolist(), cache))
-    assert cache.length == length
-    assert max(piece.shape[1] for piece in pieces) <= 512
-    close(model.lm_head(torch.cat(pieces, dim=1)), model.lm_head(whole))
     read = []
-    next(llama.generate(model, prompt[0].tolist(), llama.GenerationConfig(1), read.append))
-    assert read[-1] == length and len(read) == len(pieces)
+    last = llama.read_in_pieces(model, prompt[0].tolist(), cache, read.append)
+    close(model.lm_head(last), model.lm_head(whole[0, -1]))
+    close(cache.kv, whole_cache.kv)
+    assert cache.length == length
+    assert read == [*range(512, length, 512), length]
 
 
 def test_a_long_prompt_takes_memory_in_proportion_to_its_length():

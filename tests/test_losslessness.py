@@ -50,10 +50,10 @@ from netsim import Channel, Link, Network, TargetSession
 from plumbing.messages import Message
 from speculate import (
     Acceptance,
-    Cycle,
     ExactVerifier,
     LocalVerifier,
     Lookup,
+    TimedCycle,
     accept_draft,
     answer,
     cycles_on_server,
@@ -474,7 +474,7 @@ def one_cycle(
     else:
         kind = TableDraftState if q_tokens is None else RemoteTableDraftState
         state = kind(drafter, 16, sampling)
-        state.table = Table(seed + 100, limits.depth, len(drafter.head.weight))
+        state.table = Table(seed + 100, limits.depth, len(drafter.head.linear.weight))
 
     def run() -> list[int]:
         draft = state.draft(2, limits)
@@ -530,9 +530,11 @@ class InProcess(Channel):
     def connect(self) -> dict:
         return self.session.greeting
 
-    def request(self, fields: dict, tensors: dict) -> Iterator[Message]:
-        for reply, reply_tensors in self.session.answer(fields, tensors):
-            yield Message(reply, reply_tensors, size=0)
+    def send(self, fields: dict, tensors: dict) -> None:
+        self.replies = self.session.parse(fields, tensors)()
+
+    def receive(self) -> Message:
+        return Message(*next(self.replies), size=0)
 
 
 def in_process(
@@ -582,7 +584,7 @@ def whole_answers(
         def run() -> list[int]:
             seen = []
 
-            def emit(cycle: Cycle) -> None:
+            def emit(cycle: TimedCycle) -> None:
                 seen.append(cycle)
                 if len(seen) > cycles:  # the first one is the prompt's
                     raise KeyboardInterrupt

@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 import tracemalloc
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from plumbing.messages import (
     VERSION,
     MessageServer,
     ProtocolError,
+    Refused,
     receive_message,
     send_message,
 )
@@ -102,6 +104,12 @@ def test_a_message_that_is_too_long_is_refused(ends):
     size = send_message(ends[0], *EXAMPLE)
     with pytest.raises(ProtocolError, match="too long"):
         receive_message(ends[1], size - 1, soon())
+
+
+def test_a_refusal_is_received_as_an_error_that_says_why(ends):
+    send_message(ends[0], {"refused": "full"}, {})
+    with pytest.raises(Refused, match="^refused: 'full'$"):
+        receive_message(ends[1], LIMIT, soon())
 
 
 def test_every_truncation_is_noticed():
@@ -202,8 +210,11 @@ class Session:
     def __init__(self, has_left):
         pass
 
-    def answer(self, fields, tensors):
-        for number, seconds in enumerate(fields["work"], start=1):
+    def parse(self, fields, tensors):
+        return partial(self.replies, fields["work"], tensors)
+
+    def replies(self, work, tensors):
+        for number, seconds in enumerate(work, start=1):
             time.sleep(seconds)
             yield {"number": number}, tensors
 
@@ -228,7 +239,7 @@ def serving(new_session=Session, host: str = "localhost"):
             server.shutdown()
             thread.join()
     assert threading.active_count() == before
-    assert not server.clients
+    assert not server.connections
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1"])

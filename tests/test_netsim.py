@@ -1,7 +1,6 @@
 """The network: links against their formulas, outages, the client's channel."""
 import argparse
 import contextlib
-import itertools
 import math
 import socket
 import statistics
@@ -19,10 +18,10 @@ from netsim import (
     PROFILES,
     Channel,
     ConnectionLost,
-    Direction,
     Link,
     Network,
     Outage,
+    SimulatedPath,
     add_link_arguments,
     announce_on_terminal,
     link_of,
@@ -38,12 +37,12 @@ SAMPLES = 20000
 
 def delays(link: Link, size: int = 100) -> list[float]:
     """Seconds that messages of `size` bytes take which never meet: they are sent hours apart."""
-    direction = Network(link, seed=1).up
-    direction.send(0.0, 0)  # the first of a connection has another timeout
+    path = Network(link, seed=1).up
+    path.send(0.0, 0)  # the first of a connection has another timeout
     observed = []
     for i in range(1, SAMPLES + 1):
         sent = i * 10000.0
-        observed.append(direction.send(sent, size) - sent)
+        observed.append(path.send(sent, size) - sent)
     return observed
 
 
@@ -81,12 +80,12 @@ def test_propagation_is_normal_but_never_negative(name):
 
 
 def test_bytes_take_their_time_and_queue_after_the_bytes_before_them():
-    direction = Network(Link(latency=0.01, bandwidth=1e6)).up
-    assert direction.send(0.0, 12500) == pytest.approx(0.11)
-    assert direction.send(0.05, 12500) == pytest.approx(0.21)  # starts at 0.1
-    assert direction.send(0.5, 10**7) == pytest.approx(80.51)  # the link is idle since 0.2
-    direction.reset()
-    assert direction.send(1.1, 12500) == pytest.approx(1.21)  # over a new connection
+    path = Network(Link(latency=0.01, bandwidth=1e6)).up
+    assert path.send(0.0, 12500) == pytest.approx(0.11)
+    assert path.send(0.05, 12500) == pytest.approx(0.21)  # starts at 0.1
+    assert path.send(0.5, 10**7) == pytest.approx(80.51)  # the link is idle since 0.2
+    path.reset()
+    assert path.send(1.1, 12500) == pytest.approx(1.21)  # over a new connection
 
 
 def test_a_lost_packet_costs_a_timeout_that_doubles_with_every_further_loss():
@@ -105,11 +104,11 @@ def test_a_message_waits_for_all_of_its_packets():
 
 
 def test_the_first_message_of_a_connection_waits_a_second_for_a_lost_packet():
-    direction = Network(Link(loss=0.3), seed=1).up
+    path = Network(Link(loss=0.3), seed=1).up
     observed = []
     for _ in range(SAMPLES):
-        direction.reset()
-        observed.append(direction.send(0.0, 0))  # TCP's handshake: a packet without bytes
+        path.reset()
+        observed.append(path.send(0.0, 0))  # TCP's handshake: a packet without bytes
     for losses in range(4):
         cost = INITIAL_RTO * (2**losses - 1)
         assert_share([abs(delay - cost) < 1e-3 for delay in observed], 0.3**losses * 0.7)
@@ -127,8 +126,8 @@ def test_the_retransmission_timeout_is_that_of_rfc_6298_with_the_minimum_of_linu
     assert link.retransmission_timeout() == pytest.approx(timeout, rel=0.02)
 
 
-def arrivals_of(direction: Direction) -> list[float]:
-    return [direction.send(i * 0.001, 100) for i in range(3000)]
+def arrivals_of(path: SimulatedPath) -> list[float]:
+    return [path.send(i * 0.001, 100) for i in range(3000)]
 
 
 def test_messages_arrive_in_order():
@@ -138,11 +137,11 @@ def test_messages_arrive_in_order():
 
 
 def test_a_seed_repeats_exactly_but_no_two_directions_share_their_random_draws():
-    directions = []
+    paths = []
     for seed in (0, 1, 2):
         network = Network(Link(0.02, 0.02, loss=0.05), seed)
-        directions += [network.up, network.down]
-    first = [arrivals_of(direction) for direction in directions]
+        paths += [network.up, network.down]
+    first = [arrivals_of(path) for path in paths]
     assert len(set(map(tuple, first))) == 6
     assert arrivals_of(Network(Link(0.02, 0.02, loss=0.05), 2).down) == first[-1]
 
@@ -168,24 +167,24 @@ def network_with_outage(link: Link, seconds: float) -> Network:
 
 
 def test_a_message_stands_still_in_an_outage_and_goes_on_one_timeout_after_its_end():
-    direction = network_with_outage(Link(latency=0.02), 0.3).down
-    assert direction.send(0.97, 100) == pytest.approx(0.99)  # has arrived before
+    path = network_with_outage(Link(latency=0.02), 0.3).down
+    assert path.send(0.97, 100) == pytest.approx(0.99)  # has arrived before
     resumed = 1.3 + 0.04 + 0.2
-    assert direction.send(0.99, 100) == pytest.approx(resumed + 0.01)  # half of its way is left
-    assert direction.send(1.10, 100) == pytest.approx(resumed + 0.02)
-    assert direction.send(1.40, 100) == pytest.approx(resumed + 0.02)  # in order: with the last
-    assert direction.send(2.00, 100) == pytest.approx(2.02)
+    assert path.send(0.99, 100) == pytest.approx(resumed + 0.01)  # half of its way is left
+    assert path.send(1.10, 100) == pytest.approx(resumed + 0.02)
+    assert path.send(1.40, 100) == pytest.approx(resumed + 0.02)  # in order: with the last
+    assert path.send(2.00, 100) == pytest.approx(2.02)
 
 
 def test_a_long_message_loses_the_whole_outage_and_no_more():
-    direction = network_with_outage(Link(bandwidth=1e6), 0.3).up
-    assert direction.send(0.5, 10**6) == pytest.approx(8.5 + 0.3 + 0.2)
+    path = network_with_outage(Link(bandwidth=1e6), 0.3).up
+    assert path.send(0.5, 10**6) == pytest.approx(8.5 + 0.3 + 0.2)
 
 
 def test_what_meets_an_outage_without_end_never_arrives():
-    direction = network_with_outage(Link(0.01), math.inf).up
-    assert direction.send(0.97, 100) == pytest.approx(0.98)
-    assert direction.send(1.5, 100) == math.inf
+    path = network_with_outage(Link(0.01), math.inf).up
+    assert path.send(0.97, 100) == pytest.approx(0.98)
+    assert path.send(1.5, 100) == math.inf
 
 
 # --- The channel ---
@@ -211,7 +210,9 @@ TENSORS = {"x": torch.arange(3)}
 def replies_to(channel: Channel, work: list[float]):
     """Yields the replies of a Session, each when it comes."""
     with channel.closed_on_failure():
-        yield from itertools.islice(channel.request({"work": work}, TENSORS), len(work))
+        channel.send({"work": work}, TENSORS)
+        for _ in work:
+            yield channel.receive()
 
 
 def ask(channel: Channel, *work: float) -> list[Message]:
@@ -303,7 +304,8 @@ def test_a_late_reply_is_lost_after_ten_times_the_slowest_and_a_new_connection_w
     monkeypatch.setattr(netsim, "MIN_TIMEOUT", 0.01)
     with connected(Link(0.02), after=3, seconds=1.0) as channel:
         ask(channel)
-        assert channel.slowest >= 2 * 0.02
+        assert channel.slowest > 0.03  # both ways, less the time to send
+        assert channel.traffic.network_seconds >= 2 * 0.02
         channel.slowest = 0.03  # also on a busy machine
         start = time.monotonic()
         patience = 10 * channel.slowest
@@ -364,11 +366,11 @@ def test_an_impossible_time_of_work_is_no_failure(monkeypatch):
 
 
 @pytest.mark.parametrize("greeting, complaint", [
-    (NOISE, "no server at 127.0.0.1:"),
-    (HUGE, "no server at 127.0.0.1:"),
-    (raw(b"[]"), "no server at 127.0.0.1:"),
-    (frame({})[:-1], "no server at 127.0.0.1:"),
-    (frame({"refused": "full"}), "no server at 127.0.0.1:[0-9]+: refused: 'full'")])
+    (NOISE, "no connection to 127.0.0.1:"),
+    (HUGE, "no connection to 127.0.0.1:"),
+    (raw(b"[]"), "no connection to 127.0.0.1:"),
+    (frame({})[:-1], "no connection to 127.0.0.1:"),
+    (frame({"refused": "full"}), "no connection to 127.0.0.1:[0-9]+: refused: 'full'")])
 def test_a_greeting_that_is_none_is_lost_in_one_line(greeting, complaint, monkeypatch):
     with sending(monkeypatch, greeting) as channel:
         monkeypatch.setattr(netsim, "CONNECT_SECONDS", 0.3)
@@ -380,7 +382,7 @@ def test_a_greeting_that_is_none_is_lost_in_one_line(greeting, complaint, monkey
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "a..b"])
 def test_an_address_without_a_server_is_lost_in_one_line(host):
-    with pytest.raises(ConnectionLost, match=f"no server at {host}:9: ") as lost:
+    with pytest.raises(ConnectionLost, match=f"no connection to {host}:9: ") as lost:
         Channel((host, 9), Network(Link())).connect()
     assert "\n" not in str(lost.value)
 

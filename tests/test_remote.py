@@ -61,11 +61,11 @@ from plumbing.errors import InputError, run_command
 from plumbing.flags import DTYPES, choose_dtype
 from plumbing.messages import MessageServer, receive_message, send_message
 from speculate import (
-    Cycle,
     Generation,
     LocalVerifier,
     Method,
     Origin,
+    TimedCycle,
     answer,
     cycles_of_api,
     cycles_on_server,
@@ -269,7 +269,7 @@ def test_an_outage_shorter_than_the_timeout_delays_tokens_and_loses_none(models,
     moments = []  # of each cycle
     counts = []  # of its tokens
 
-    def emit(cycle: Cycle) -> None:
+    def emit(cycle: TimedCycle) -> None:
         moments.append(time.monotonic())
         counts.append(len(cycle.tokens))
 
@@ -365,7 +365,7 @@ def test_eight_clients_at_once_get_their_own_answers_from_one_thread(monkeypatch
 # --- Without the server ---
 
 
-def check(target: Llama, result: Generation, cycles: list[Cycle], count: int) -> list[bool]:
+def check(target: Llama, result: Generation, cycles: list[TimedCycle], count: int) -> list[bool]:
     """Of an answer during which the server was lost: no token is lost or comes twice, and those
     that are called verified are the target's own choice after all text before them.
 
@@ -402,7 +402,7 @@ def test_an_outage_costs_verification_only_for_as_long_as_it_lasts(
         channel = Channel(server.server_address, network)
         method = over(channel, drafter, limits, lookup)
         result = answer(method, PROMPT, GenerationConfig(100), cycles.append)
-        wait_for(lambda: not server.clients)
+        wait_for(lambda: not server.connections)
     assert len(os.listdir("/proc/self/fd")) == open_files
     verified = check(target, result, cycles, 100)
     first_lost = (verified + [False]).index(False)
@@ -436,7 +436,7 @@ def test_a_server_that_is_lost_costs_verification_until_it_is_back(
     cycles = []
     states = []
 
-    def emit(cycle: Cycle) -> None:
+    def emit(cycle: TimedCycle) -> None:
         before = sum(len(earlier.tokens) for earlier in cycles)
         cycles.append(cycle)
         states.append(cycle.link)
@@ -498,7 +498,7 @@ def test_malformed_replies_count_as_lost(fields, name, damage, impatient, monkey
     cycles = []
     states = []
 
-    def emit(cycle: Cycle) -> None:
+    def emit(cycle: TimedCycle) -> None:
         cycles.append(cycle)
         states.append(cycle.link)
 
@@ -593,56 +593,40 @@ def read_text(sock: socket.socket, text: list[int], count: int = 24) -> None:
     send_message(sock, *netsim.text_request("read", text, GenerationConfig(count)))
 
 
-def test_a_new_client_gets_the_place_of_the_one_that_has_been_idle_longest(models, monkeypatch):
-    monkeypatch.setattr(messages, "SPARE_SECONDS", 0.1)
+def test_one_client_too_many_is_refused_in_one_line_until_another_leaves(models, monkeypatch):
+    monkeypatch.setattr(messages, "PLACE_SECONDS", 0.1)
     target, drafter = models
     with serving_models(*models) as server, contextlib.ExitStack() as stack:
-        server.places = threading.Semaphore(3)
-        idle = []
-        for _ in range(3):
+        sockets = []
+        for _ in range(messages.MAX_CLIENTS):
             sock, _ = connect(server)
-            idle.append(stack.enter_context(sock))
-            time.sleep(0.02)
-        read_text(idle[0], PROMPT)
-        receive_message(idle[0], LIMIT, soon())  # so it has not been idle for as long as idle[1]
-        result = answer(over(channel_to(server), drafter), PROMPT, CONFIG)
-        assert result.tokens == target_alone(target, 24)
-        assert idle[1].recv(1) == b""  # it was disconnected
-        for sock in (idle[0], idle[2]):  # and the others were not
+            sockets.append(stack.enter_context(sock))
+        with pytest.raises(InputError, match="refused: .* already has 8 clients") as error:
+            answer(over(channel_to(server), drafter), PROMPT, CONFIG)
+        assert "\n" not in str(error.value)
+        for sock in sockets[1:]:  # those that were there go on
             read_text(sock, PROMPT)
             receive_message(sock, LIMIT, soon())
+        sockets[0].close()
+        monkeypatch.setattr(messages, "PLACE_SECONDS", 10.0)
+        result = answer(over(channel_to(server), drafter), PROMPT, CONFIG)
+    assert result.tokens == target_alone(target, 24)
 
 
-def test_a_client_that_lost_its_place_while_it_was_idle_reconnects(models, monkeypatch):
-    monkeypatch.setattr(messages, "SPARE_SECONDS", 0.05)
+def test_a_client_that_was_disconnected_while_it_was_idle_reconnects(models, monkeypatch):
+    monkeypatch.setattr(messages, "IDLE_SECONDS", 0.3)
     target, drafter = models
+    pauses = []
+
+    def emit(cycle: TimedCycle) -> None:
+        if len(pauses) < 3:
+            pauses.append(cycle)
+            time.sleep(0.5)
+
     with serving_models(*models) as server:
-        server.places = threading.Semaphore(1)
-        others = []
-
-        def emit(cycle: Cycle) -> None:
-            if len(others) < 3:
-                others.append(connect(server))
-
         result = answer(over(channel_to(server), drafter), PROMPT, CONFIG, emit)
-        for sock, _ in others:
-            sock.close()
     assert result.tokens == target_alone(target, 24)
     assert result.unverified == 0 and result.network["round_trips"] >= 1 + result.target_calls + 3
-
-
-def test_if_all_clients_are_busy_a_new_one_is_refused_in_one_line(models, monkeypatch):
-    monkeypatch.setattr(messages, "SPARE_SECONDS", 0.1)
-    _, drafter = models
-    with stopped_worker(*models) as (server, _), contextlib.ExitStack() as stack:
-        server.places = threading.Semaphore(2)
-        for _ in range(2):
-            sock, _ = connect(server)
-            read_text(stack.enter_context(sock), PROMPT)
-        wait_for(lambda: list(server.clients.values()) == [math.inf] * 2)
-        with pytest.raises(InputError, match="refused: .* clients are busy") as error:
-            answer(over(channel_to(server), drafter), PROMPT, CONFIG)
-    assert "\n" not in str(error.value)
 
 
 @contextlib.contextmanager
@@ -659,8 +643,12 @@ def stopped_worker(target: Llama, drafter: Drafter):
 
 def test_the_work_of_clients_that_have_left_is_dropped_and_their_places_are_free_at_once(
         models, monkeypatch):
+    requests = []
     prefills = []
+    parse = TargetSession.parse
     prefill = LocalVerifier.prefill
+    monkeypatch.setattr(TargetSession, "parse", lambda *call: (
+        requests.append(call) or parse(*call)))
     monkeypatch.setattr(LocalVerifier, "prefill", lambda *call: (
         prefills.append(call) or prefill(*call)))
     target, drafter = models
@@ -669,8 +657,9 @@ def test_the_work_of_clients_that_have_left_is_dropped_and_their_places_are_free
             sock, _ = connect(server)
             with sock:
                 read_text(sock, PROMPT)
-                wait_for(lambda: math.inf in server.clients.values())
-            wait_for(lambda: not server.clients)
+                wait_for(lambda: requests)
+            wait_for(lambda: not server.connections)
+            requests.clear()
         threading.Timer(0.3, begin.set).start()
         result = answer(over(channel_to(server), drafter), PROMPT, CONFIG)
     assert result.tokens == target_alone(target, 24)
@@ -697,7 +686,7 @@ def test_a_prompt_whose_client_has_left_is_not_read_to_its_end(monkeypatch):
                 config = GenerationConfig(24)
                 send_message(sock, *netsim.text_request(call, PROMPT * 2000, config))
                 wait_for(lambda: len(pieces) >= 2)
-            wait_for(lambda: not server.clients)
+            wait_for(lambda: not server.connections)
         assert len(pieces) < 8  # a prompt of 8000 tokens has more
 
 
@@ -781,6 +770,12 @@ def request(right: dict, changes: dict) -> tuple[dict, dict]:
     return fields, tensors
 
 
+def reply_to(session: TargetSession, right: dict, changes: dict) -> list[tuple[dict, dict]]:
+    """All replies to such a request."""
+    compute_replies = session.parse(*request(right, changes))
+    return list(compute_replies())
+
+
 @pytest.mark.parametrize("right, wrong", [
     *((READ, wrong) for wrong in WRONG_TEXTS + [{"known": -1}, {"known": 4}, {"known": "all"}]),
     *((READ | {"call": "generate"}, wrong) for wrong in ({"tokens": None}, {"max_new_tokens": 61})),
@@ -790,11 +785,11 @@ def test_a_malformed_request_is_refused_and_a_right_one_after_it_is_answered(mod
         session = new_session(*models, worker)(lambda: False)
         if right is VERIFY:
             with pytest.raises(ValueError, match="drafts must follow a text"):
-                list(session.answer(*request(VERIFY, {})))
-            list(session.answer(*request(READ, {})))
+                reply_to(session, VERIFY, {})
+            reply_to(session, READ, {})
         with pytest.raises((LookupError, TypeError, ValueError)):
-            list(session.answer(*request(right, wrong)))
-        (fields, _), *more = session.answer(*request(right, {}))
+            reply_to(session, right, wrong)
+        (fields, _), *more = reply_to(session, right, {})
         assert 0 <= fields["token"] < 16
         assert len(more) == (2 if right["call"] == "generate" else 0)
 
@@ -805,12 +800,12 @@ def test_a_malformed_request_is_refused_and_a_right_one_after_it_is_answered(mod
 def test_drafts_beyond_what_was_asked_for_are_refused(models, verified, parents, most):
     with ThreadPoolExecutor(1) as worker:
         session = new_session(*models, worker)(lambda: False)
-        list(session.answer(*request(READ, {"temperature": 0})))
+        reply_to(session, READ, {"temperature": 0})
         for _ in range(verified):  # each adds a token to the server's cache
-            list(session.answer(*request(VERIFY, {"drafts": [], "parents": []})))
+            reply_to(session, VERIFY, {"drafts": [], "parents": []})
         too_many = {"drafts": [1] * 64, "parents": parents}
         with pytest.raises(ValueError, match=f"expected an int from 0 to {most}$"):
-            list(session.answer(*request(VERIFY, too_many)))
+            reply_to(session, VERIFY, too_many)
 
 
 ODD = [
@@ -868,15 +863,12 @@ def test_hundreds_of_malformed_frames_leave_the_server_serving(capsys):
                 sock.shutdown(socket.SHUT_WR)
                 while sock.recv(1 << 16):
                     pass
-        wait_for(lambda: not server.clients)
+        wait_for(lambda: not server.connections)
         result = answer(over(channel_to(server), drafter), PROMPT, CONFIG)
         assert result.tokens == target_alone(target, 24)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 200
     assert all(line.startswith("127.0.0.1: ") for line in lines)
-
-
-# --- What a user sees of it ---
 
 
 # --- Whole command lines, in processes of their own ---
@@ -1088,10 +1080,10 @@ REMOTE = ["--prompt", "Hi", "--remote"]
     ([*REMOTE, "http://localhost:7000"], "HOST:PORT"),
     ([*REMOTE, "localhost:99999"], "HOST:PORT"),
     (["--serve", "0.0.0.0:7000"], "ssh -L 7000:localhost:7000 server"),
-    ([*REMOTE, "a..b:7000"], "no server at a..b:7000"),
-    ([*REMOTE, "127.0.0.1:9"], "no server at 127.0.0.1:9"),
-    ([*REMOTE, "[::1]:9"], "no server at ::1:9"),
-    ([*REMOTE, "127.0.0.1:9", "--no-speculation"], "no server at 127.0.0.1:9")], ids=str)
+    ([*REMOTE, "a..b:7000"], "no connection to a..b:7000"),
+    ([*REMOTE, "127.0.0.1:9"], "no connection to 127.0.0.1:9"),
+    ([*REMOTE, "[::1]:9"], "no connection to ::1:9"),
+    ([*REMOTE, "127.0.0.1:9", "--no-speculation"], "no connection to 127.0.0.1:9")], ids=str)
 def test_bad_input_ends_in_one_line_and_exit_status_2(arguments, complaint, command, impatient):
     status, out, err = command(*arguments)
     assert status == 2 and out == ""

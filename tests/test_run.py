@@ -20,7 +20,7 @@ from train import make_drafter
 
 RESULTS = ROOT / "experiments/results"
 FILES = sorted(path.stem for path in RESULTS.glob("*.json"))
-# Comparisons early in training, and two others: the page only tells what came out.
+# Comparisons early in training, and three others: the page only tells what came out.
 EARLY = {name for name in FILES if name.endswith("_early")}
 TOLD = (EARLY - {"text_early"}) | {"staircase", "text"}
 PAGES = {name: RESULTS / "README.md" for name in FILES}
@@ -33,10 +33,19 @@ PAGES["network"] = RESULTS / "smollm2/README.md"  # the one that is about the de
 @pytest.mark.parametrize("name", [name for name in FILES if name not in TOLD])
 def test_a_page_shows_the_table_of_each_results_file(name, capsys):
     report.print_experiment(name)
-    title, *tables = capsys.readouterr().out.strip().split("\n\n")
-    assert title == name and tables
+    tables = capsys.readouterr().out.strip().split("\n\n")[1:]  # after the experiment's name
+    assert tables
     for table in tables:
         assert table in PAGES[name].read_text()
+
+
+def test_each_figure_with_an_uncertainty_on_the_page_is_one_that_the_report_prints(capsys):
+    for name in FILES:
+        report.print_experiment(name)
+    printed = capsys.readouterr().out.split("\n")
+    rows = [line for line in (RESULTS / "README.md").read_text().split("\n") if " ± " in line]
+    for row in rows:
+        assert not row.startswith("|") or row in printed
 
 
 @pytest.mark.parametrize("name", sorted(TOLD))
@@ -151,9 +160,8 @@ def test_a_trained_drafter_has_all_scores_that_its_tables_show(runs, name):
     for experiment, drafters in recipes.EXPERIMENTS.items():
         if name not in drafters:
             continue
-        rows = report.rows_by_depth([row]) if experiment == "states" else [row]
         for columns in report.TABLES.get(experiment, [report.ACCEPTANCE]):
-            table = report.make_table(columns, {name: rows[:1]})
+            table = report.make_table(columns, {name: [row]})
             assert table.count("\n") == 2 and name in table
     assert run.is_done(name, 0)
 

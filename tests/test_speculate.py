@@ -31,6 +31,7 @@ from test_remote import CountedOutage, impatient, serving_models  # noqa: F401 (
 from tiny_models import PROMPT, ask, new_drafter, new_target, target_alone
 
 import speculate
+from experiments.bench import CHAIN
 from llama import (
     GenerationConfig,
     Llama,
@@ -61,13 +62,12 @@ from plumbing.messages import MessageServer
 from plumbing.terminal import GREEN, PLAIN, RED, draw_cycle
 from plumbing.tokenizer import TextStream
 from speculate import (
-    CHAIN,
     EXAMPLES,
     TREE,
-    Cycle,
     Generation,
     Lookup,
     Origin,
+    TimedCycle,
     Trace,
     TracingVerifier,
     accept_draft,
@@ -228,7 +228,7 @@ def test_every_token_is_emitted_once_as_a_draft_or_as_the_targets_own():
         tokens = []
         origins = []
 
-        def emit(cycle: Cycle) -> None:
+        def emit(cycle: TimedCycle) -> None:
             tokens.extend(cycle.tokens)
             origins.extend(cycle.origins)
 
@@ -811,7 +811,7 @@ def test_a_chat_whose_context_is_full_goes_on_without_its_oldest_turns(chat, tin
     done = chat([long, long, "b"], "--max-new-tokens", 10, "--json")
     assert done.status == 0
     assert done.err.count("the context is full") == 1
-    assert "the context is full: the oldest turn is left out\n" in done.err
+    assert "the context is full: the oldest question and its answer are left out\n" in done.err
     answers = [json.loads(line)["tokens"] for line in done.out.splitlines()]
     assert answers[0] == answers[1] == answer_alone(tiny, ask(long), 10)
     _, after_one = conversation(tiny, [long, "b"], 10)
@@ -820,7 +820,7 @@ def test_a_chat_whose_context_is_full_goes_on_without_its_oldest_turns(chat, tin
 
 def test_a_full_context_drops_another_turn_rather_than_cut_the_answer(chat):
     done = chat(["a" * 1000, "a" * 880], "--max-new-tokens", 100, "--json")
-    assert "the context is full: the oldest turn is left out\n" in done.err
+    assert "the context is full: the oldest question and its answer are left out\n" in done.err
     answers = [json.loads(line) for line in done.out.splitlines()]
     assert [answer["new_tokens"] for answer in answers] == [100, 100]
 

@@ -6,14 +6,14 @@ import pytest
 import tokenizers
 import torch
 from conftest import case_name, raises
-from tiny_models import CHATML, LLAMA3, LLAMA3_TEMPLATE, ask, byte_tokenizer
+from tiny_models import CHATML, CHATML_TEMPLATE, LLAMA3, LLAMA3_TEMPLATE, ask, byte_tokenizer
 
-from plumbing.tokenizer import CHATML_TEMPLATE, TextStream, Tokenizer, load_tokenizer
+from plumbing.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 
 def stream_all(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     stream = TextStream(tokenizer)
-    return [stream.add(token) for token in ids] + [stream.rest()]
+    return [stream.add(token) for token in ids] + [stream.pending_text()]
 
 
 @pytest.mark.parametrize("text", [
@@ -36,7 +36,7 @@ def test_a_decoder_that_drops_leading_spaces_runs_no_streamed_words_together():
     vocabulary = {"\u2581this": 0, "\u2581is": 1, "\u2581it": 2, "s": 3}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     backend.decoder = tokenizers.decoders.Metaspace()
-    assert stream_all(Tokenizer(backend, [], ""), [0, 1, 2, 3]) == [
+    assert stream_all(Tokenizer(backend, set()), [0, 1, 2, 3]) == [
         "this", " is", " it", "s", ""
     ]
 
@@ -49,7 +49,7 @@ def test_a_stream_goes_on_after_bytes_that_are_no_character():
     decoders = tokenizers.decoders
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     ids = torch.randint(258, (3000,)).tolist() + [256] * 3
-    assert "".join(stream_all(Tokenizer(backend, [], ""), ids)).endswith("aaa")
+    assert "".join(stream_all(Tokenizer(backend, set()), ids)).endswith("aaa")
 
 
 @pytest.mark.parametrize("control_tokens, begin, opening, end, strip", [
@@ -120,6 +120,12 @@ LLAMA3_HI = (
 )
 BOS = "<|begin_of_text|>"
 OTHER_TEMPLATE = "{% for message in messages %}User: {{ message['content'] }}{% endfor %}Assistant:"
+BRANCHES_TEMPLATE = (  # ChatML with a branch for each role, as fine-tunes have it
+    "{% for message in messages %}{% if message.role == 'user' %}"
+    "{{ '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}{% else %}"
+    "{{ '<|im_start|>assistant\\n' + message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+)
+TRIMMED_SYSTEM = "{% set system_message = messages[0]['content'] | trim %}"
 
 
 @pytest.mark.parametrize("template, bos_token, text", [
@@ -145,6 +151,7 @@ def test_the_models_own_template_decides_on_the_format_whatever_tokens_there_are
     CHATML_TEMPLATE.replace("<|im_end|>\\n", "<|im_end|>"),  # does not end its turns as ChatML does
     LLAMA3_TEMPLATE.replace("\n\n", "\n"),
     "{% set system_message = 'You are of help.' %}" + CHATML_TEMPLATE,
+    BRANCHES_TEMPLATE.replace("message.content", "message.content | trim", 1),  # only the user's
 ], ids=case_name)
 def test_a_template_of_another_format_is_an_input_error_that_names_the_supported_ones(
         tmp_path, template):
@@ -154,6 +161,29 @@ def test_a_template_of_another_format_is_an_input_error_that_names_the_supported
     complaint = "the model's chat template is of another format: only ChatML and Llama-3"
     raises(complaint, tokenizer.chat, ask("Hi"))
     raises(complaint, tokenizer.opening, "user")
+
+
+@pytest.mark.parametrize("template, content", [
+    (CHATML_TEMPLATE, " Hi\n"),
+    (TRIMMED_SYSTEM + CHATML_TEMPLATE, " Hi\n"),  # it strips something else
+    (BRANCHES_TEMPLATE, " Hi\n"),
+    (BRANCHES_TEMPLATE.replace("message.content", "message.content.strip()"), "Hi"),
+    (BRANCHES_TEMPLATE.replace("message.content", "message.content|trim"), "Hi"),
+    (LLAMA3_TEMPLATE, "Hi"),
+    (LLAMA3_TEMPLATE.replace(" | trim", ""), " Hi\n"),
+], ids=case_name)
+def test_spaces_around_a_message_are_dropped_only_if_the_template_drops_them(
+        tmp_path, template, content):
+    byte_tokenizer(tmp_path, LLAMA3 + CHATML)
+    set_template(tmp_path, template, BOS)
+    text = BOS + LLAMA3_HI if "<|eot_id|>" in template else CHATML_HI
+    assert chat_text(tmp_path, ask(" Hi\n")) == text.replace("Hi", content)
+
+
+def test_a_list_of_templates_that_holds_none_is_an_input_error(tmp_path):
+    byte_tokenizer(tmp_path, CHATML)
+    set_template(tmp_path, ["default"])
+    raises("the list of chat templates is invalid", load_tokenizer, tmp_path)
 
 
 @pytest.mark.parametrize("control_tokens, name, text", [

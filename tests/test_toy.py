@@ -161,7 +161,7 @@ def test_the_held_out_loss_falls_to_the_one_that_the_saved_target_has(made):
     tokenizer = load_tokenizer(made)
     texts = []
     for line in read_lines(made / "held_out.jsonl"):
-        messages = read_messages(json.dumps(line).encode())
+        messages, _ = read_messages(line)
         texts.append(text_of(tokenizer, messages)[:WINDOW])
     text = torch.cat(texts)
     expected = []

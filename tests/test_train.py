@@ -30,7 +30,7 @@ import moa
 import speculate
 import train
 from experiments.toy import library_functions
-from plumbing.conversations import Sequence
+from plumbing.conversations import TokenizedConversation
 from plumbing.journal import read_log
 from train import TrainConfig
 
@@ -58,13 +58,14 @@ def random_drafter(target: llama.Llama, **choices) -> moa.Drafter:
     return new_drafter(target, **choices).requires_grad_(True)
 
 
-def sequences(*sizes: tuple[int, int]) -> list[Sequence]:
+def sequences(*sizes: tuple[int, int]) -> list[TokenizedConversation]:
     """Random ones, each of a prompt and an answer of these sizes."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for prompt, answer in sizes:
         tokens = torch.randint(256, (prompt + answer,), generator=generator)
-        made.append(Sequence(tokens, torch.arange(prompt + answer) >= prompt))
+        answered = torch.arange(prompt + answer) >= prompt
+        made.append(TokenizedConversation(tokens, answered))
     return made
 
 
@@ -134,7 +135,7 @@ def test_losses_are_the_authors(N):
     tokens = F.pad(golden["input_ids"][0], (0, 1))
     answer = F.pad(response, (0, 1), value=True)
     horizon = train.run_horizon(answer, length=len(answer), phase=0)
-    batch = train.Example(tokens[None], answer[None], horizon[None])
+    batch = train.MicroBatch(tokens[None], answer[None], horizon[None])
     loss, kl, hidden = train.distill(drafter, batch, PLAIN).parts / response.sum()
     distribution = torch.distributions.Categorical(logits=golden["target_logits"][0, response])
     entropy = distribution.entropy().mean()
@@ -335,13 +336,16 @@ def test_a_drafter_that_knows_the_hidden_state_is_always_right(target, vocabular
     assert scores["depth_accuracy"] == [1.0] * 8
     assert scores["implied_acceptance_length"] == 9
     assert scores["held_out_loss"] == pytest.approx(0, abs=1e-5)
-    assert train.evaluate(oracle, batch, PLAIN, depths=1)["depth_accuracy"] == [1.0]
+    assert train.evaluate(oracle, batch, PLAIN, max_depth=1)["depth_accuracy"] == [1.0]
     ordinary = train.evaluate(random_drafter(target), batch, PLAIN)  # without its gift
     assert ordinary["implied_acceptance_length"] < 4
 
 
 def right_but_for(
-    monkeypatch, target: llama.Llama, batch: list[Sequence], *wrong: tuple[int, int]
+    monkeypatch,
+    target: llama.Llama,
+    batch: list[TokenizedConversation],
+    *wrong: tuple[int, int],
 ) -> moa.Drafter:
     """A drafter that is right but for some (sequence, position)."""
     drafter = random_drafter(target)

@@ -12,7 +12,6 @@ import torch
 import moa
 from llama import Config, GenerationConfig, Llama, generate
 from moa import Drafter
-from plumbing.tokenizer import CHATML_TEMPLATE
 
 PROMPT = [0, 3, 1, 4]
 CHATML = ["<|im_start|>", "<|im_end|>"]
@@ -23,6 +22,11 @@ LLAMA3 = [
     "<|end_header_id|>",
     "<|eot_id|>",
 ]
+CHATML_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
+    "+ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 LLAMA3_TEMPLATE = (  # as published with Llama-3
     "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
     "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim"

@@ -1,0 +1,94 @@
+"""Claims about prompts: read from files and from standard input, and fitted into the context."""
+import io
+import json
+import sys
+
+import pytest
+from conftest import case_name, raises
+from tiny_target import CHAT, write
+
+from plumbing.errors import InputError
+from plumbing.prompts import (
+    Prompt,
+    answer_length,
+    newest_exchanges,
+    read_first_questions,
+    read_prompt,
+    read_prompts,
+)
+
+
+def test_prompts_are_read_in_every_form(tmp_path):
+    records = [
+        {"prompt": "Hi"},
+        {"category": "writing", "turns": ["Write.", "Again."]},
+        {"messages": CHAT},
+        {"data": ["Hi", "Hello!"]},
+    ]
+    path = write(tmp_path / "prompts", *records)
+    (tmp_path / "array.json").write_text("\ufeff" + json.dumps(records), encoding="utf-8")
+    prompts = [
+        Prompt("other", ["Hi"]),
+        Prompt("writing", ["Write.", "Again."]),
+        Prompt("other", ["What is 2 + 2?", "Döner?"]),
+        Prompt("other", ["Hi"]),
+    ]
+    questions = ["Hi", "Write.", "What is 2 + 2?", "Hi"]
+    for file in (path, tmp_path / "array.json"):
+        assert read_prompts(file) == prompts
+        assert list(read_first_questions(file)) == questions
+
+
+@pytest.mark.parametrize("line", [
+    "Write a haiku.", "[1]", "3", '{"turns": []}', '{"prompt": 3}', '{"prompt": " \\n"}',
+    '{"turns": ["a", ""]}', '{"prompt": "\\ud800"}', '{"prompt": "a", "category": "overall"}',
+    '{"messages": [{"role": "assistant", "content": "a"}]}',
+    '{"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}',
+])
+def test_a_malformed_or_empty_prompt_is_an_error_that_names_its_line_and_shows_a_right_one(
+    tmp_path, line
+):
+    path = write(tmp_path / "prompts", {"prompt": "a"}, line)
+    with pytest.raises(InputError, match=r'prompts, line 2: .*\{"prompt": '):
+        read_prompts(path)
+
+
+def test_a_file_without_prompts_is_an_error(tmp_path):
+    with pytest.raises(InputError, match="no prompts"):
+        read_prompts(write(tmp_path / "empty", ""))
+
+
+@pytest.mark.parametrize("room, kept, line", [
+    (60, 0, ""),
+    (30, 2, "the context is full: the oldest question and its answer are left out\n"),
+    (15, 4, "the context is full: the oldest 2 questions and their answers are left out\n"),
+    (5, 4, "the context is full: the oldest 2 questions and their answers are left out\n"),
+])
+def test_the_oldest_questions_and_answers_make_room_for_an_answer_but_the_last_question_stays(
+        room, kept, line, capsys):
+    def count_characters(messages: list[dict]) -> int:
+        return sum(len(message["content"]) for message in messages)
+
+    messages = [*CHAT, {"role": "user", "content": "Thanks."}]  # 14 + 8 + 6 + 14 + 7 characters
+    assert newest_exchanges(messages, count_characters, 60, 60 - room) == messages[kept:]
+    assert capsys.readouterr().err == line
+
+
+def test_a_prompt_that_leaves_no_room_in_the_context_is_an_input_error(capsys):
+    raises("512 tokens", answer_length, 512, 512, 1)
+    assert answer_length(512, 510, 64) == 2
+    assert "room for 2" in capsys.readouterr().err
+
+
+def test_a_given_prompt_is_taken_as_it_is_and_a_piped_one_without_its_last_line_break(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n two\nlines \n\n"))
+    assert read_prompt(" Hi\n") == " Hi\n"
+    assert read_prompt(None) == "\n two\nlines \n"
+
+
+@pytest.mark.parametrize("piped, culprit", [
+    (b"", "the prompt is empty"), (b" \n\n", "the prompt is empty"), (b"\xff", "not valid text"),
+], ids=case_name)
+def test_a_piped_prompt_that_is_empty_or_no_text_is_an_input_error(piped, culprit, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped), "utf-8"))
+    raises(culprit, read_prompt, None)

@@ -1,0 +1,50 @@
+"""Claims about what a person sees while a prompt is read, and why an answer is said to have ended."""
+import time
+
+import pytest
+
+from plumbing import terminal
+from plumbing.terminal import PromptBar, WaitingNote, closing_first, why_stopped
+
+
+@pytest.mark.parametrize("length, is_shown", [
+    (terminal.LONG_PROMPT, True), (terminal.LONG_PROMPT - 1, False)
+])
+def test_a_long_prompt_has_a_bar_that_is_gone_before_the_first_token_is_printed(
+    length, is_shown, capsys
+):
+    bar = PromptBar(length)
+    bar.update(64)
+    bar.update(128)
+    assert bar.bar.disable != is_shown
+    told = capsys.readouterr().err
+    assert ("reading the prompt" in told) == is_shown
+    closing_first(bar, lambda token: print(token, end=""))("Hi")
+    shown = capsys.readouterr()
+    assert shown.out == "Hi"
+    assert shown.err.strip() == ""  # spaces, where the bar was
+
+
+def test_a_server_that_sends_nothing_for_a_while_is_explained(capsys, monkeypatch):
+    monkeypatch.setattr(terminal, "PATIENCE", 0.05)
+    note = WaitingNote()
+    note.timer.join()
+    note.close()
+    assert "waiting for the server to read the prompt" in capsys.readouterr().err
+
+
+def test_a_server_that_answers_soon_is_not(capsys, monkeypatch):
+    monkeypatch.setattr(terminal, "PATIENCE", 0.05)
+    note = WaitingNote()
+    closing_first(note, print)("Hi")
+    time.sleep(0.1)
+    assert capsys.readouterr() == ("Hi\n", "")
+
+
+@pytest.mark.parametrize("tokens, limit, reason", [
+    ([3, 4, 0], 3, "stop token"),
+    ([3, 4, 5], 3, "max-new-tokens"),
+    ([3, 4], 2, "context"),
+])
+def test_why_an_answer_ended(tokens, limit, reason):
+    assert why_stopped(tokens, {0}, limit, max_new_tokens=3) == reason
