@@ -482,7 +482,8 @@ class ExactKVCache(AlignedKVCache):
 
     def keep_path(self, start: int, path: list[int]) -> None:
         if self.layout is not None:
-            path = [self.layout.slots[node] - start for node in path]
+            slots = self.layout.slots.tolist()
+            path = [slots[node] - start for node in path]
             self.layout = None
         super().keep_path(start, path)
 

@@ -56,7 +56,7 @@ class TreeLayout:
     """
 
     nodes: list[int]  # those that have a slot; the next three fields are of these, in order
-    slots: list[int]
+    slots: Tensor
     positions: Tensor
     mask: Tensor  # (nodes, slots), True where a node sees a slot
     copies: dict[int, int]  # slots that hold a copy, and the slot of which each is one
@@ -64,7 +64,7 @@ class TreeLayout:
     def write(self, cache: Tensor, new: Tensor) -> None:
         """Write keys and values of the nodes (1, Hkv, T, 2D), and what has to be copied, into a
         layer's cache (1, Hkv, capacity, 2D). Tokens after the nodes are padding, and left out."""
-        cache[:, :, self.slots] = new[:, :, :len(self.slots)]
+        cache.index_copy_(2, self.slots, new[:, :, :len(self.slots)])
         if self.copies:
             originals = list(self.copies.values())
             cache[:, :, list(self.copies)] = cache[:, :, originals]
@@ -135,7 +135,7 @@ def describe_layout(
                 copies[slot] = original
     return TreeLayout(
         nodes=list(seen),
-        slots=list(slot_of.values()),
+        slots=torch.tensor(list(slot_of.values())),
         positions=torch.tensor([length + len(paths[node]) - 1 for node in seen]),
         mask=mask,
         copies=copies,
