@@ -475,7 +475,7 @@ def sample_next(logits: Tensor, sampling: Sampling) -> int:
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raises InputError for logits that overflowed, as they do in float16 with some models."""
+    """Raises InputError for logits that are NaN or overflowed, as in float16 with some models."""
     if not torch.isfinite(logits.max()):  # the maximum is NaN if any of them is
         raise InputError("the target's logits are NaN or infinite: use --dtype bfloat16 or float32")
 
@@ -542,8 +542,9 @@ def generate(
 
 
 def pack(module: nn.Module) -> nn.Module:
-    """Return the packed form of a module or, where it has none (a `Llama`, a `Drafter`), the same
-    module with its parts replaced. What is packed can be neither trained, nor saved, nor moved."""
+    """Pack a module. Returns the layer to use in its place: for a whole `Llama` or `Drafter` that
+    is the same object, with its parts replaced. What is packed can be neither trained, nor saved,
+    nor moved."""
     weight = next(module.parameters(), None)
     if weight is None or not can_pack(weight):
         return module
@@ -559,7 +560,8 @@ def pack(module: nn.Module) -> nn.Module:
     for name, part in module.named_children():
         setattr(module, name, pack(part))
     if isinstance(module, Llama) and on_cpu:
-        module.__class__ = PackedLlama  # in place: a drafter may hold this very object
+        # The same object gets a class whose passes are exact: a drafter may hold it already.
+        module.__class__ = PackedLlama
         module.find_limits()
     elif isinstance(module, Llama):
         # On a GPU PyTorch may let cuDNN attend, which plans again for each new shape, for tens of
@@ -587,7 +589,7 @@ class PackedLinear(nn.Module):
     def __init__(self, *layers: nn.Linear):
         super().__init__()
         self.weight = torch.cat([layer.weight for layer in layers]).detach()  # (out, in)
-        self.min_rows = 1  # fewer are padded to so many: see `PackedLlama.find_limits`
+        self.min_rows = 1  # a product of fewer rows is padded: see `PackedLlama.find_limits`
         if self.weight.device.type == "cpu":
             self.weight = reorder_weight(self.weight)
 
@@ -675,8 +677,9 @@ class PackedMLP(nn.Module):
 
 
 class PackedLlama(Llama):
-    """A packed Llama on a CPU. With a cache of its own it is exact in every pass over no more
-    tokens than its limits allow. (Prompts are read in longer pieces, cut in the same places.)"""
+    """A packed Llama on a CPU. If its own `new_cache` has made the cache, a pass over up to
+    `limits.most_tokens` tokens is exact. Prompts are read in longer pieces, but the same prompt in
+    the same pieces each time."""
 
     def find_limits(self) -> None:
         """Find out what it takes on this processor to be exact. `limits` is None if it cannot be."""
@@ -749,8 +752,8 @@ def load_model(
 ) -> Llama:
     """Load a frozen Llama from a Hugging Face folder, a .gguf file, a hub id, "smollm2" or "toy".
 
-    last: load only so many layers, the last ones, and leave None in place of the others. (A client
-    runs no more than these, in `run_target_layers` of moa.py.) Raises InputError.
+    last: how many layers to load, the last ones, with None in place of the others. (A client runs
+    no more than these, in `run_target_layers` of moa.py.) Raises InputError.
     """
     path = resolve_path(path)
     read_checkpoint = read_gguf if path.suffix == ".gguf" else read_hugging_face

@@ -50,7 +50,7 @@ from plumbing.huggingface import load_weights, read_tensors
 from plumbing.kernels import has_fast_bfloat16
 from plumbing.tokenizer import Tokenizer
 
-LSA_TOKENS = 64  # LSA reads so many at a time: a whole prompt, times L layers, may not fit in RAM
+LSA_TOKENS = 64  # that LSA reads at a time: a whole prompt, times L layers, may not fit in RAM
 
 
 # --- The method in formulas ---
@@ -264,8 +264,8 @@ class Drafter(nn.Module):
         pass has to serve all queries. So the layers get both for every position, 2 T in all, and
         the mask holds such a picture for each query.
 
-        (Positions 4 and 5 are of the same run as 6, and so have the same horizon. What the layers
-        make of them here is what they make of them in a draft that begins at 4.)
+        (Positions 4 and 5 belong to the same run as 6, and so have the same horizon. So their keys
+        and values here are those that they have in a draft that begins at 4.)
         """
         if self.N == 0:
             return x
@@ -350,10 +350,11 @@ class VerifyResult:
 
     accepted: list[int]  # the drafted tokens that it keeps
     token: int  # its own, which comes after them
-    # Of what is now verified: the prompt, or the root and accepted tokens. (None: nobody needs it.)
+    # Of what is now verified: the prompt, or the root and accepted tokens. None while a server is
+    # out of reach, and where the target writes alone.
     memory: MemoryUpdate | None
     draft: Draft  # what was verified: a verifier may leave unlikely tokens out
-    p: Tensor | None = None  # (1 + K, V), the target's distributions, where they are asked for
+    logits: Tensor | None = None  # of its nodes, (1 + K, V). A server does not send them
 
 
 class DraftHead:
@@ -432,6 +433,17 @@ class Draft:
             if self.tokens[node] == token:
                 return node
         return None
+
+    def path_of(self, tokens: list[int]) -> list[int]:
+        """Return the nodes of a path with these tokens: the root, then a node for each. Raises
+        ValueError if they were not drafted."""
+        path = [0]
+        for token in tokens:
+            child = self.child(path[-1], token)
+            if child is None:
+                raise ValueError(f"token {token!r:.20} was not drafted there")
+            path.append(child)
+        return path
 
     def depth(self, node: int) -> int:
         """Return how far a node is from the root."""
@@ -848,8 +860,8 @@ def default_config(target: Llama) -> DrafterConfig:
     kv_heads = math.gcd(heads, max(1, heads // 8))  # one for eight heads, if that divides them
     kv_width = 2 * sizes.num_key_value_heads * sizes.head_dim  # LSA's width
     # LSA has the target's number of heads, which need not divide kv_width. (SmolLM2 has 9 heads of
-    # size 42, which fill 378 of 384 numbers.) RoPE needs an even size. If it is odd, take fewer
-    # heads: at the least as many as there are kv heads, whose size is then 2 D.
+    # size 42, which fill 378 of 384 numbers.) But RoPE needs an even size. If it is odd, take fewer
+    # heads. With as many heads as kv heads the size is 2 D, which is even.
     layer_heads = heads
     while kv_width // layer_heads % 2 != 0:
         layer_heads -= sizes.num_key_value_heads

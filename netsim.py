@@ -8,8 +8,8 @@ random draws: jitter and lost packets.
 
     python speculate.py --remote --network 4g --prompt "Why is the sky blue?" --trace
 
-The server may also be on another machine. Then the simulated delays come on top of the real ones,
-and without flags such as --network nothing is simulated.
+The server may also be on another machine. Then a round trip takes as long as the slower of the two
+networks, the real and the simulated one. Without flags such as --network nothing is simulated.
 
 The link comes first and stands alone. The client's channel follows, a real connection on which the
 link is simulated. Then come the paper's client, `RemoteVerifier`, its server, `TargetSession`, and
@@ -133,11 +133,9 @@ class Outage:
     """The one outage that a network may have, in both directions. It begins when `after` tokens
     have come, and lasts `seconds`.
 
-    It loses no message for good, because TCP sends again until it gets through. So a message that
-    is in flight during the outage arrives later: by what is left of the outage when the message is
-    sent, or by all of it if the outage begins after that, plus one RTO.
-
-    An example: an outage from 1.0 s to 1.3 s on a link of 20 ms, whose RTO is 0.24 s.
+    It loses no message for good, because TCP sends again until it gets through. A message that is
+    in flight during the outage is late by as much of the outage as comes after it is sent, plus one
+    RTO. An example: an outage from 1.0 s to 1.3 s on a link of 20 ms, whose RTO is 0.24 s.
 
         sent      would arrive    outage left    arrives
         0.99 s       1.01 s          0.3 s       1.01 + 0.3 + 0.24 = 1.55 s
@@ -518,7 +516,7 @@ class RemoteVerifier:
         with self.channel.closed_on_failure():
             self.channel.send(fields, tensors)
             reply = self.channel.receive()
-            path = match_path(draft, reply.fields["accepted"])
+            path = draft.path_of(reply.fields["accepted"])
             accepted = [draft.tokens[node] for node in path[1:]]  # ints, even if the reply has 9.0
             vocab_size = self.state.drafter.target.config.vocab_size
             token = check_int(reply.fields["token"], 0, vocab_size - 1)
@@ -553,7 +551,7 @@ class Verifier(Protocol):
         """Decide which tokens of a draft to keep."""
 
 
-# Makes one for a cache of so many slots.
+# The int is the capacity of its cache, in slots.
 NewVerifier = Callable[[Llama, Drafter, int, Sampling, OnPiece], Verifier]
 
 
@@ -667,8 +665,11 @@ def announce_on_terminal(address: Address) -> None:
 def start_server(
     model: str, drafter: str | None, device: str, dtype: torch.dtype, new_verifier: NewVerifier
 ) -> Address:
-    """Start a server in a process of its own, which loads the models. Returns its address."""
-    # More threads hardly speed a drafter up, and the server needs the cores.
+    """Start a server in a process of its own, which loads the models. Returns its address.
+
+    This process gets by with a quarter of its threads from then on: more of them hardly speed a
+    drafter up, and the server needs the cores.
+    """
     torch.set_num_threads(max(1, torch.get_num_threads() // 4))
     context = get_context("spawn")
     pipe, server_pipe = context.Pipe()
@@ -736,17 +737,6 @@ def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) ->
 
 # The next functions check what has come over the network. If it is malformed, they raise one of the
 # exceptions that `refuse_malformed` catches.
-
-
-def match_path(draft: Draft, accepted: list) -> list[int]:
-    """Find the path of accepted tokens from the root. Raises ValueError if there is none."""
-    path = [0]
-    for token in accepted:
-        child = draft.child(path[-1], token)
-        if child is None:
-            raise ValueError(f"token {token!r:.20} was not drafted there")
-        path.append(child)
-    return path
 
 
 def parse_text(fields: dict, tensors: Tensors, model: Llama) -> tuple[list[int], GenerationConfig]:

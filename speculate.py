@@ -75,7 +75,6 @@ from netsim import (
     announce_on_terminal,
     call_api,
     link_of,
-    match_path,
     open_channel,
     serve,
     start_server,
@@ -110,8 +109,8 @@ class Cycle:
 
 @torch.inference_mode()
 def speculate(
-    verifier: LocalVerifier,  # or RemoteVerifier: anything with `prefill` and `verify`
-    state: DraftState,  # or Lookup: anything with `append_verified` and `draft`
+    verifier: LocalVerifier | RemoteVerifier,
+    state: DraftState | Lookup,
     prompt: list[int],
     config: GenerationConfig,
     limits: DraftLimits,
@@ -186,22 +185,19 @@ class LocalVerifier:
         """
         start = self.cache.length
         draft, positions, mask = self.lay_out(draft)
-        logits = self.predict(draft, positions, mask)  # (1 + K, V)
+        ids = torch.tensor([draft.tokens], device=self.model.device)  # (1, 1 + K)
+        hidden = self.model.hidden(ids, self.cache, positions, mask)  # (1, 1 + K, E)
+        logits = self.model.lm_head(hidden[0])  # (1 + K, V): row i is what follows node i
         acceptance = accept_draft(logits, draft, self.sampling)
         self.cache.keep_path(start, acceptance.path)
         verified = [draft.tokens[node] for node in acceptance.path]  # the root, then accepted ones
         memory = self.drafter.memory_update(verified, self.cache)
-        return VerifyResult(verified[1:], acceptance.token, memory, draft)
+        return VerifyResult(verified[1:], acceptance.token, memory, draft, logits)
 
     def lay_out(self, draft: Draft) -> tuple[Draft, Tensor, Tensor]:
         """Return what is verified of a draft (here: all of it), its positions and its mask."""
-        return draft, *draft_layout(draft, self.cache.length, self.model.device)
-
-    def predict(self, draft: Draft, positions: Tensor, mask: Tensor) -> Tensor:
-        """Run the target on a draft. Returns logits (1 + K, V): row i is what follows node i."""
-        ids = torch.tensor([draft.tokens], device=self.model.device)  # (1, 1 + K)
-        hidden = self.model.hidden(ids, self.cache, positions, mask)  # (1, 1 + K, E)
-        return self.model.lm_head(hidden[0])
+        positions, mask = draft_layout(draft, self.cache.length, self.model.device)
+        return draft, positions, mask
 
 
 def draft_layout(draft: Draft, start: int, device) -> tuple[Tensor, Tensor]:
@@ -386,6 +382,14 @@ def without(q: Tensor, x: int) -> Tensor:
 #     Command line   flags, one prompt or a chat
 
 
+# The sizes of trees, if the command line states none. They were tuned on 48 prompts of Spec-Bench,
+# at temperature 0, on an Intel Xeon.
+TREE = DraftLimits(depth=6, top_k=3, total_tokens=8, min_confidence=0.15, min_probability=0.04)
+REMOTE_TREE = DraftLimits(
+    depth=16, top_k=3, total_tokens=31, min_confidence=0.1, min_probability=0.02
+)
+
+
 # --- Lookup: copy what followed the same tokens before ---
 
 
@@ -558,7 +562,7 @@ class TimedCycle(Cycle):
     @property
     def path(self) -> list[int]:
         """Return the nodes of the draft that are in the answer: the root, then accepted ones."""
-        return match_path(self.draft, self.tokens[:self.origins.count(Origin.DRAFT)])
+        return self.draft.path_of(self.tokens[:self.origins.count(Origin.DRAFT)])
 
 
 class Stopwatch:
@@ -604,7 +608,8 @@ def timed_cycles(
         resumed = perf_counter()
 
 
-# A way to answer a prompt: `partial` makes one of each of the next functions.
+# A way to answer a prompt: `partial` makes one of each of the next functions. (The two that answer
+# on this machine also take on_piece.)
 Method = Callable[[list[int], GenerationConfig], Iterator[TimedCycle]]
 
 
@@ -830,18 +835,6 @@ class Printer:
             print(paint(text, COLORS[origin]) if self.show else text, end="", flush=True)
 
 
-class TracingVerifier(ExactVerifier):
-    """Keeps the target's distributions for --trace."""
-
-    def predict(self, draft: Draft, positions: Tensor, mask: Tensor) -> Tensor:
-        logits = super().predict(draft, positions, mask)
-        self.p = draft_distributions(logits, self.sampling)  # made of logits as q is
-        return logits
-
-    def verify(self, draft: Draft) -> VerifyResult:
-        return replace(super().verify(draft), p=self.p)
-
-
 @dataclass
 class Trace:
     """Shows every cycle: what was drafted, and what was kept of it.
@@ -861,6 +854,7 @@ class Trace:
     """
 
     tokenizer: Tokenizer
+    sampling: Sampling
     as_json: bool
     cycles: int = 0
 
@@ -895,7 +889,9 @@ class Trace:
             return []  # the draft was lost
         draft = cycle.draft
         path = cycle.path
-        p = cycle.result.p
+        p = None  # the target's distribution after each node, (1 + K, V)
+        if cycle.result.logits is not None:
+            p = draft_distributions(cycle.result.logits, self.sampling)  # made of logits as q is
         nodes = []
         for i, token in enumerate(draft.tokens[1:], start=1):
             parent = draft.parents[i]
@@ -930,13 +926,6 @@ def verdict(cycle: TimedCycle, path: list[int], node: int) -> str:
 
 
 # --- Command line ---
-
-# Tuned on 48 prompts of Spec-Bench, at temperature 0, on an Intel Xeon. A size on the command line
-# switches the limits of confidence off.
-TREE = DraftLimits(depth=6, top_k=3, total_tokens=8, min_confidence=0.15, min_probability=0.04)
-REMOTE_TREE = DraftLimits(
-    depth=16, top_k=3, total_tokens=31, min_confidence=0.1, min_probability=0.02
-)
 
 OWN_SERVER = ("", 0)  # --remote without an address
 
@@ -1091,14 +1080,7 @@ def choose_method(
         return partial(cycles_on_server, new_channel, models.drafter, limits, lookup=args.lookup)
     if args.no_speculation:
         return partial(cycles_alone, models.target)
-    return partial(
-        cycles_with_drafts,
-        models.target,
-        models.drafter,
-        limits,
-        lookup=args.lookup,
-        new_verifier=TracingVerifier if args.trace else ExactVerifier,
-    )
+    return partial(cycles_with_drafts, models.target, models.drafter, limits, lookup=args.lookup)
 
 
 @dataclass
@@ -1123,7 +1105,7 @@ class Terminal:
         printer = Printer(TextStream(tokenizer), args.show)
         emit = printer.emit
         if args.trace:
-            emit = Trace(tokenizer, args.json).emit
+            emit = Trace(tokenizer, config.new_sampling("cpu"), args.json).emit
         elif args.json:
             emit = ignore
         if args.trace and args.json:

@@ -120,7 +120,7 @@ class TrainConfig:
 #        8         0 .. 8           0 .. 7               9            1     the next run
 #
 # The horizon is the end of the memory column: 3 in the first run, 7 in the second. The depth is
-# the token's place in a draft, counted from the first token of the run.
+# the place of the drafted token in the draft of its run.
 #
 # While drafting, tokens 5 to 7 would be the drafter's own. If the text was written by the target,
 # greedily, that hardly matters: as long as drafts are right they are the tokens of the text, and
@@ -143,9 +143,9 @@ class TrainConfig:
 def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     """Return the horizon of each query, (T). answer (T) is True at what the assistant wrote.
 
-    Runs have `length` tokens, but the first one of an answer has `phase` fewer. An answer that
-    begins at position 4, with length 4 and phase 1, has the runs 4 5 6 | 7 8 9 10 | 11 .. and the
-    horizons 3, 6 and 10.
+    Runs have `length` tokens. But the first one of an answer has `phase` fewer, and the last one
+    ends with the answer. An answer that begins at position 4, with length 4 and phase 1, has the
+    runs 4 5 6 | 7 8 9 10 | 11 .. and the horizons 3, 6 and 10.
     """
     horizons = []
     begin = None  # where the answer begins; None outside answers
@@ -247,7 +247,7 @@ def kl_divergence(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
     sum max(p - q, 0), which is at most sqrt(KL / 2) by Pinsker's inequality. If V' < V, the
     target's probability of all tokens that may not be drafted adds to this bound.
     """
-    # In float32: in bfloat16, a sum over V tokens would be mostly rounding.
+    # The softmax is in float32: in bfloat16, a sum over V tokens would be mostly rounding.
     log_p = F.linear(final, head).log_softmax(-1, dtype=torch.float32)  # (n, V')
     log_q = F.linear(predicted, head).log_softmax(-1, dtype=torch.float32)  # (n, V')
     return (log_p.exp() * (log_p - log_q)).sum()
@@ -513,8 +513,8 @@ def evaluate(
     """Return the held-out losses, and `depth_scores` up to max_depth.
 
     As in training, each answer is cut into runs, and one pass over a conversation scores all of its
-    positions. Here all runs but the first of an answer have EVALUATION_RUN tokens, and no position
-    is scored at more than one depth.
+    positions. Here runs have EVALUATION_RUN tokens, but for the first and the last of an answer.
+    Each position is scored at one depth, its own in its run.
     """
     device = drafter.target.device
     dtype = DTYPES[config.dtype]

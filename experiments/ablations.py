@@ -37,7 +37,6 @@ from moa import (
     load_drafter,
     pack_together,
 )
-from netsim import match_path
 from plumbing.conversations import hold_out
 from plumbing.errors import InputError, run_command
 from plumbing.files import read_json
@@ -162,7 +161,7 @@ class LastStateVerifier(ExactVerifier):
 
     def verify(self, draft: Draft) -> VerifyResult:
         result = super().verify(draft)
-        path = match_path(result.draft, result.accepted)
+        path = result.draft.path_of(result.accepted)
         return self.with_states(result, [draft.tokens[0], *result.accepted], path)
 
     def with_states(self, result: VerifyResult, tokens: list[int], path: list[int]) -> VerifyResult:

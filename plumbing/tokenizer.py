@@ -1,15 +1,17 @@
-"""Text and conversations to token ids, and back.
+r"""Text and conversations to token ids, and back.
 
 A chat model has learned conversations in one format, in which control tokens such as <|im_end|>
-mark who speaks and where a turn ends. (A turn is what one speaker says at once.) In ChatML a
-question, and the opening of its answer:
+mark who speaks and where a turn ends. A turn is what one speaker says at once. In ChatML a
+question, and the opening of its answer, are:
 
-    <|im_start|>user\\nWhy is the sky blue?<|im_end|>\\n<|im_start|>assistant\\n
+    <|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n
 
-The model's own chat template says which format it is. A template is a program in a language of its
-own (Jinja), which is not run here: ChatML's and Llama-3's are recognised by the turn that they
-write, and anything else is refused. Control tokens are written by their ids. The same characters in
-a message stay plain text, so that a message can neither end its turn nor open another.
+Control tokens are written by their ids. The same characters in a message stay plain text, so a
+message can neither end its turn nor open another.
+
+Two formats are supported, ChatML and Llama-3. Which one a model has learned is stated in its chat
+template. That is a program in a language of its own, Jinja, and it is not run here: the last part
+of this file recognises the format by the turns that the template writes, and refuses all others.
 """
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Iterator
 
 import tokenizers
+from tokenizers import pre_tokenizers
 
 from plumbing.errors import InputError, input_errors
 from plumbing.files import read_json
@@ -44,7 +47,7 @@ CONTROL_PATTERN = re.compile(r"(<\|\w+\|>)")
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How a conversation is written."""
+    """How a conversation is written. The texts contain control tokens."""
 
     name: str
     begin: str  # the token before everything, or ""
@@ -62,105 +65,6 @@ LLAMA3 = ChatFormat(
     "<|eot_id|>",
     strips=True,
 )
-SUPPORTED_FORMATS = "only ChatML and Llama-3 are supported"
-OTHER_FORMAT = f"the model's chat template is of another format: {SUPPORTED_FORMATS}"
-
-
-def detect_chat_format(
-    backend: tokenizers.Tokenizer, template: str, bos_token: str
-) -> ChatFormat:
-    """Return a model's chat format: what its template writes or, if that is "", what its control
-    tokens suggest. Raises InputError if conversations cannot be written for it."""
-    if template:
-        chosen = recognise_template(template, bos_token)
-    else:
-        chosen = CHATML if backend.token_to_id("<|im_start|>") is not None else LLAMA3
-    for token in CONTROL_PATTERN.findall(chosen.open_turn + chosen.end_turn) + [chosen.begin]:
-        if token and backend.token_to_id(token) is None:
-            raise InputError(
-                f"the tokenizer has no token {token} of a chat format: {SUPPORTED_FORMATS}"
-            )
-    if marks_beginnings(backend):
-        raise InputError(
-            "the tokenizer marks where a text begins, as SentencePiece does, and so cannot encode "
-            "a conversation in pieces: use a model with a byte-level tokenizer"
-        )
-    return chosen
-
-
-def recognise_template(template: str, bos_token: str) -> ChatFormat:
-    """Return the format that a chat template writes. Raises InputError if it is no known one."""
-    text = written_text(template)
-    for known in (CHATML, LLAMA3):
-        contents = turn_contents(text, known)
-        # With both, what is stripped would depend on the role, which is not supported.
-        if len(contents) == 1:
-            begin = ""
-            if "bos_token" in template:  # a variable of the template
-                begin = bos_token or known.begin
-            elif LLAMA3.begin in template:
-                begin = LLAMA3.begin
-            strips = contents == {"{stripped}"}
-            system = own_system_message(template, known)
-            return replace(known, begin=begin, strips=strips, system=system)
-    raise InputError(OTHER_FORMAT)
-
-
-def turn_contents(text: str, known: ChatFormat) -> set[str]:
-    """Return what stands for the message in the turns of a format: {content}, {stripped}, both, or
-    nothing if `text`, which is a template's `written_text`, has no such turn."""
-    contents = set()
-    for role in ("{role}", "user", "assistant"):  # written for all roles alike, or for each one
-        for content in ("{content}", "{stripped}"):
-            turn = known.open_turn + content + known.end_turn
-            if turn.replace("{role}", role) in text:
-                contents.add(content)
-    return contents
-
-
-def written_text(template: str) -> str:
-    """Return a chat template without Jinja's quotes and plus signs. Where it inserts a message's
-    role or content, {role} or {content} stands, or {stripped} for content without the spaces
-    around it.
-
-    For example, '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>'
-    becomes <|im_start|>{role}\\n{stripped}<|im_end|>.
-    """
-    text = template.replace("\\n", "\n")
-    for name in ("role", "content"):
-        text = re.sub(rf"\w+(\.{name}\b|\[['\"]{name}['\"]\])", f"{{{name}}}", text)
-    text = re.sub(r"\{content\}(\s*\|\s*trim\b|\.strip\(\))", "{stripped}", text)
-    return re.sub(r"['\"]|\s*\+\s*", "", text)
-
-
-def own_system_message(template: str, known: ChatFormat) -> str:
-    """Return the system message that a template writes if a conversation brings none, or "".
-
-    It is the plain text between the opening and the end of a system turn. If quotes or braces stand
-    between, the template inserts the conversation's own system message there.
-
-    Raises InputError if the template has one in another place, such as a variable. It could only be
-    read by running the template, and without it the model would answer differently.
-    """
-    text = template.replace("\\n", "\n")
-    text = re.sub(r"['\"]\s*\+\s*['\"]", "", text)  # 'a' + 'b' -> 'ab'
-    opening = re.escape(known.open_turn.format(role="system"))
-    match = re.search(opening + r"([^'\"{}]+)" + re.escape(known.end_turn), text)
-    if match is not None:
-        return match[1]
-    if "You are" in text:  # as nearly every such message begins
-        raise InputError(OTHER_FORMAT)
-    return ""
-
-
-def marks_beginnings(backend: tokenizers.Tokenizer) -> bool:
-    """Tell whether a text gets a mark or a space before its first word."""
-    text = "a"
-    if backend.normalizer is not None:
-        text = backend.normalizer.normalize_str(text)
-    if backend.pre_tokenizer is not None:
-        text = "".join(piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text))
-    return text != "a"
 
 
 def check_message(message: dict) -> None:
@@ -176,9 +80,12 @@ def check_message(message: dict) -> None:
         content.encode()  # JSON and the command line may hold half a surrogate pair
 
 
+# --- Text and conversations to ids, and back ---
+
+
 @dataclass
 class Tokenizer:
-    """Text and conversations to token ids, and back. `build_tokenizer` makes one."""
+    """Text and conversations to token ids, and back. `load_tokenizer` makes one."""
 
     backend: tokenizers.Tokenizer
     stop_ids: set[int]
@@ -192,18 +99,21 @@ class Tokenizer:
         return detect_chat_format(self.backend, self.template, self.bos_token)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of plain text, even of "<|im_end|>"."""
+        """Return the ids of plain text. Even "<|im_end|>" is plain text here."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, without the control tokens."""
         return self.backend.decode(ids, skip_special_tokens=True)
 
-    def encode_template(self, template: str, **fields: str) -> list[int]:
-        """Return the ids of a part of the chat format: control tokens, and text with the fields
-        filled in."""
+    def encode_markup(self, markup: str, **fields: str) -> list[int]:
+        r"""Return the ids of a piece of the chat format, such as "<|im_start|>{role}\n".
+
+        The fields in braces are filled in after the control tokens are found. So a control token in
+        a field stays plain text.
+        """
         ids = []
-        for part in CONTROL_PATTERN.split(template):
+        for part in CONTROL_PATTERN.split(markup):
             if part in CONTROL_TOKENS:
                 ids.append(self.backend.token_to_id(part))
             else:
@@ -212,10 +122,21 @@ class Tokenizer:
 
     def opening(self, role: str) -> list[int]:
         """Return the ids that open a turn of `role`. Raises InputError."""
-        return self.encode_template(self.chat_format.open_turn, role=role)
+        return self.encode_markup(self.chat_format.open_turn, role=role)
 
     def turns(self, messages: list[dict]) -> Iterator[tuple[list[int], bool]]:
-        """Yield a conversation in pieces (ids, whether they are the assistant's own).
+        r"""Yield a conversation in pieces: the ids of each, and whether the assistant generates
+        them. One exchange in ChatML has four pieces:
+
+            <|im_start|>user\nHi<|im_end|>\n    False
+            <|im_start|>assistant\n             False
+            Hello!<|im_end|>                    True
+            \n                                  False
+
+        An answer is encoded apart from its opening. Together their characters might merge into
+        other tokens: an answer that begins with "\n" into "\n\n". But when the answer is generated,
+        the opening is there already, encoded by itself. So the ids that a drafter is trained on are
+        those that it sees in generation.
 
         Raises InputError.
         """
@@ -231,15 +152,15 @@ class Tokenizer:
             content = message["content"]
             if chat_format.strips:
                 content = content.strip()
-            if role == "assistant":  # encoded apart from its opening, as it was generated
-                # "<|im_end|>", which is the assistant's own, and "\n", which is not.
-                end, *separator = self.encode_template(chat_format.end_turn)
+            if role == "assistant":
+                # The first token of `end_turn` ends the turn. ChatML has a "\n" after it.
+                end, *separator = self.encode_markup(chat_format.end_turn)
                 yield self.opening(role), False
                 yield [*self.encode(content), end], True
                 yield separator, False
             else:
                 turn = chat_format.open_turn + "{content}" + chat_format.end_turn
-                yield self.encode_template(turn, role=role, content=content), False
+                yield self.encode_markup(turn, role=role, content=content), False
 
     def chat(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
         """Return the ids of a conversation [{"role", "content"}, ...] and, by default, those that
@@ -258,7 +179,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.before: list[int] = []  # the tokens whose text was returned last
-        self.pending: list[int] = []  # the tokens after them, which do not end on a whole character
+        self.pending: list[int] = []  # the tokens after them, whose text was not returned yet
 
     def add(self, token: int) -> str:
         """Return the text up to this token, or nothing as long as it ends inside a character."""
@@ -284,14 +205,6 @@ class TextStream:
 
 # --- From files ---
 
-# How Llama-3 splits text before merging, from its tokenizer.json.
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# Kinds of tokens in a GGUF file:
-CONTROL = 3
-USER_DEFINED = 4  # text, but never split
 # Llama-3.1's template writes a system turn that begins with these words and states today's date.
 KNOWLEDGE_DATE = "Cutting Knowledge Date"
 
@@ -336,6 +249,9 @@ def build_tokenizer(
     return Tokenizer(backend, {*stop_ids, *end_ids}, template, bos_token)
 
 
+# --- From a Hugging Face folder ---
+
+
 def read_hugging_face_tokenizer(path: Path) -> Tokenizer:
     """Read the tokenizer and the chat template of a folder. Raises InputError."""
     file = path / "tokenizer.json"
@@ -366,6 +282,31 @@ def read_template(path: Path) -> tuple[str, str]:
     return str(template), str(bos_token)
 
 
+# --- From a GGUF file ---
+
+# Kinds of tokens:
+CONTROL = 3
+USER_DEFINED = 4  # text, but never split
+LLAMA3_PATTERN = (  # from Llama-3's tokenizer.json
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# BPE first splits a text into pieces, and no token crosses the border between two. A GGUF file only
+# names the rule for that.
+PRE_TOKENIZERS = {
+    "smollm": [  # cuts out single digits, then splits as GPT-2 does, which is use_regex
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+    ],
+    "llama-bpe": [
+        pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+}
+# With these rules a piece that is itself a token is taken as that token, and nothing is merged.
+IGNORE_MERGES = {"llama-bpe"}
+
+
 def read_gguf_tokenizer(path: Path) -> Tokenizer:
     """Read the tokenizer and the chat template of a GGUF file. Raises InputError."""
     metadata = parse_gguf(path).metadata
@@ -382,24 +323,13 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
 
 def build_gguf_tokenizer(metadata: dict) -> tokenizers.Tokenizer:
     """Make byte-level BPE from a vocabulary and merges. Damaged metadata raise any exception."""
-    # BPE first splits a text into pieces, and no token crosses a piece. The file only names the
-    # rule for that. Llama-3's is one pattern. SmolLM's cuts out single digits, then splits as GPT-2
-    # does, which is what use_regex means below.
-    pre_tokenizers = tokenizers.pre_tokenizers
-    splits = {
-        "smollm": pre_tokenizers.Digits(individual_digits=True),
-        "llama-bpe": pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), "isolated"),
-    }
-    split_name = metadata["tokenizer.ggml.pre"]
-    is_llama3 = split_name == "llama-bpe"
+    rule = metadata["tokenizer.ggml.pre"]
     tokens = metadata["tokenizer.ggml.tokens"]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    # ignore_merges: Llama-3 takes a piece that is itself a token as that token, and merges nothing.
-    model = tokenizers.models.BPE(vocabulary, merges, ignore_merges=is_llama3)
+    model = tokenizers.models.BPE(vocabulary, merges, ignore_merges=rule in IGNORE_MERGES)
     backend = tokenizers.Tokenizer(model)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not is_llama3)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([splits[split_name], byte_level])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(PRE_TOKENIZERS[rule])
     backend.decoder = tokenizers.decoders.ByteLevel()
     for token, kind in zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True):
         if kind == CONTROL:
@@ -407,3 +337,115 @@ def build_gguf_tokenizer(metadata: dict) -> tokenizers.Tokenizer:
         if kind == USER_DEFINED:
             backend.add_tokens([token])
     return backend
+
+
+# --- Which chat format a model has learned ---
+
+SUPPORTED_FORMATS = "only ChatML and Llama-3 are supported"
+
+
+def detect_chat_format(
+    backend: tokenizers.Tokenizer, template: str, bos_token: str
+) -> ChatFormat:
+    """Return a model's chat format: what its template writes or, if that is "", what its control
+    tokens suggest. Raises InputError if conversations cannot be written for it."""
+    if template:
+        chosen = recognise_template(template, bos_token)
+    elif backend.token_to_id("<|im_start|>") is not None:
+        chosen = CHATML
+    else:
+        chosen = LLAMA3
+    for token in CONTROL_PATTERN.findall(chosen.open_turn + chosen.end_turn) + [chosen.begin]:
+        if token and backend.token_to_id(token) is None:
+            raise InputError(
+                f"the tokenizer has no token {token} of a chat format: {SUPPORTED_FORMATS}"
+            )
+    if marks_beginnings(backend):
+        raise InputError(
+            "the tokenizer marks where a text begins, as SentencePiece does, and so cannot encode "
+            "a conversation in pieces: use a model with a byte-level tokenizer"
+        )
+    return chosen
+
+
+def marks_beginnings(backend: tokenizers.Tokenizer) -> bool:
+    """Tell whether a text gets a mark or a space before its first word."""
+    text = "a"
+    if backend.normalizer is not None:
+        text = backend.normalizer.normalize_str(text)
+    if backend.pre_tokenizer is not None:
+        text = "".join(piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text))
+    return text != "a"
+
+
+def recognise_template(template: str, bos_token: str) -> ChatFormat:
+    """Return the format that a chat template writes. Raises InputError if it is no known one."""
+    text = written_text(template)
+    for known in (CHATML, LLAMA3):
+        contents = turn_contents(text, known)
+        # With both, what is stripped would depend on the role, which is not supported.
+        if len(contents) == 1:
+            return replace(
+                known,
+                begin=beginning(template, bos_token, known),
+                strips=contents == {"{stripped}"},
+                system=own_system_message(template, known),
+            )
+    raise InputError(f"the model's chat template is of another format: {SUPPORTED_FORMATS}")
+
+
+def written_text(template: str) -> str:
+    r"""Return a chat template without Jinja's quotes and plus signs. Where it inserts a message's
+    role or content, {role} or {content} stands, or {stripped} for content without the spaces
+    around it.
+
+    For example, '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>'
+    becomes <|im_start|>{role}\n{stripped}<|im_end|>.
+    """
+    text = template.replace("\\n", "\n")
+    for name in ("role", "content"):
+        text = re.sub(rf"\w+(\.{name}\b|\[['\"]{name}['\"]\])", f"{{{name}}}", text)
+    text = re.sub(r"\{content\}(\s*\|\s*trim\b|\.strip\(\))", "{stripped}", text)
+    return re.sub(r"['\"]|\s*\+\s*", "", text)
+
+
+def turn_contents(text: str, known: ChatFormat) -> set[str]:
+    """Return what stands for the message in the turns of a format: {content}, {stripped}, both, or
+    nothing if `text`, which is a template's `written_text`, has no such turn."""
+    contents = set()
+    for role in ("{role}", "user", "assistant"):  # written for all roles alike, or for each one
+        for content in ("{content}", "{stripped}"):
+            turn = known.open_turn + content + known.end_turn
+            if turn.replace("{role}", role) in text:
+                contents.add(content)
+    return contents
+
+
+def beginning(template: str, bos_token: str, known: ChatFormat) -> str:
+    """Return the token that a template writes before everything, or ""."""
+    if "bos_token" in template:  # a variable, which the tokenizer's own files give a value
+        return bos_token or known.begin
+    return LLAMA3.begin if LLAMA3.begin in template else ""
+
+
+def own_system_message(template: str, known: ChatFormat) -> str:
+    """Return the system message that a template writes if a conversation brings none, or "".
+
+    It is the plain text between the opening and the end of a system turn. If quotes or braces stand
+    between, the template inserts the conversation's own system message there.
+
+    Raises InputError if the template seems to have one in another place, such as a variable. It
+    could only be read by running the template, and without it the model would answer differently.
+    """
+    text = template.replace("\\n", "\n")
+    text = re.sub(r"['\"]\s*\+\s*['\"]", "", text)  # 'a' + 'b' -> 'ab'
+    opening = re.escape(known.open_turn.format(role="system"))
+    match = re.search(opening + r"([^'\"{}]+)" + re.escape(known.end_turn), text)
+    if match is not None:
+        return match[1]
+    if "You are" in text:  # nearly every system message begins with these words
+        raise InputError(
+            "the model's chat template has the words \"You are\", so probably a system message, "
+            "outside a system turn: that is not supported, use another model"
+        )
+    return ""

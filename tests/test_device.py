@@ -24,7 +24,6 @@ from plumbing.conversations import TokenizedConversation
 from speculate import (
     Generation,
     Trace,
-    TracingVerifier,
     cycles_on_server,
     cycles_with_drafts,
 )
@@ -201,8 +200,8 @@ def answer_on(
             method = partial(cycles_on_server, lambda prompt: channel_to(server), drafter, limits)
             return speculate.answer(method, PROMPT, config)
     if where == "here":
-        trace = Trace(load_tokenizer("toy"), as_json=True)
-        method = partial(with_drafts, lookup=True, new_verifier=TracingVerifier)
+        trace = Trace(load_tokenizer("toy"), config.new_sampling(device), as_json=True)
+        method = partial(with_drafts, lookup=True)
         return speculate.answer(method, PROMPT, config, trace.emit)
     method = partial(with_drafts, new_verifier=ablation.new_verifier)
     return speculate.answer(method, PROMPT, config)

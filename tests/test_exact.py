@@ -1,10 +1,11 @@
 """With drafts, greedy text and the logits behind it are those of the target alone, to the bit."""
 import pytest
 import torch
+from torch import Tensor
 
 from experiments.bench import CHAIN
 from llama import GenerationConfig, PackedLlama, Sampling, load_model
-from moa import Drafter, DraftLimits, load_drafter, pack_together, to_bfloat16
+from moa import Drafter, DraftLimits, VerifyResult, load_drafter, pack_together, to_bfloat16
 from plumbing.hub import SHIPPED_DRAFTERS
 from plumbing.kernels import KEY_BLOCK, has_fast_bfloat16
 from speculate import (
@@ -13,7 +14,6 @@ from speculate import (
     ExactKVCache,
     ExactVerifier,
     Lookup,
-    TracingVerifier,
     slots,
     speculate,
 )
@@ -45,37 +45,32 @@ def target_alone(target: PackedLlama, prompt: list[int], count: int):
     return tokens, logits
 
 
-class LogitsVerifier(ExactVerifier):
-    """Keeps the logits that each token after the first was chosen from."""
-
-    def predict(self, *call):
-        self.logits = super().predict(*call)
-        return self.logits
-
-    def verify(self, draft):
-        result = super().verify(draft)
-        node = 0
-        self.kept.append(self.logits[node])
-        for token in result.accepted:
-            node = result.draft.child(node, token)
-            self.kept.append(self.logits[node])
-        return result
+def chosen_from(result: VerifyResult) -> list[Tensor]:
+    """Return the logits that each new token of a cycle was chosen from."""
+    node = 0
+    logits = [result.logits[node]]
+    for token in result.accepted:
+        node = result.draft.child(node, token)
+        logits.append(result.logits[node])
+    return logits
 
 
 def with_drafts(target: PackedLlama, drafter: Drafter, prompt, count, limits, lookup):
     """Return the same as `target_alone`, but for the first logits."""
     config = GenerationConfig(count)
     capacity = slots(prompt, config, limits)
-    verifier = LogitsVerifier(target, drafter, capacity, Sampling())
+    verifier = ExactVerifier(target, drafter, capacity, Sampling())
     assert isinstance(verifier.cache, ExactKVCache)
-    verifier.kept = []
     state = drafter.new_state(capacity, Sampling())
     if lookup:
         state = Lookup(state, target.config.vocab_size, Sampling())
     tokens = []
+    logits = []
     for cycle in speculate(verifier, state, prompt, config, limits):
         tokens += cycle.tokens
-    return tokens, verifier.kept
+        if cycle.result.logits is not None:  # the prompt's cycle has none
+            logits += chosen_from(cycle.result)
+    return tokens, logits
 
 
 def check(target: PackedLlama, drafter: Drafter, prompt: list[int], count: int, *methods) -> None:
@@ -120,7 +115,7 @@ def test_a_sampled_draft_is_verified_as_it_was_drawn(toy):
     target, drafter = load("toy", BFLOAT16)
     prompt = toy[1].chat([{"role": "user", "content": PROMPT}])
     sampling = GenerationConfig(temperature=1.0).new_sampling("cpu")
-    verifier = TracingVerifier(target, drafter, 200, sampling)
+    verifier = ExactVerifier(target, drafter, 200, sampling)
     state = drafter.new_state(200, sampling)
     result = verifier.prefill(prompt)
     state.append_verified(result.memory)

@@ -69,7 +69,6 @@ from speculate import (
     Origin,
     TimedCycle,
     Trace,
-    TracingVerifier,
     accept_draft,
     accept_greedy,
     acceptance_length,
@@ -694,7 +693,7 @@ def test_a_trace_says_that_what_was_drafted_after_a_stop_token_was_not_reached()
     target = new_target(16, sharpness=10.0)
     drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)  # the target itself
     stop = target_alone(target, 5)[2]  # the second of four drafted tokens
-    trace = Trace(load_tokenizer("toy"), as_json=True)
+    trace = Trace(load_tokenizer("toy"), Sampling(), as_json=True)
     records = []
     config = GenerationConfig(20, stop_ids=frozenset([stop]))
     method = partial(cycles_with_drafts, target, drafter, CHAIN_OF_4)
@@ -726,10 +725,10 @@ def test_a_trace_of_a_long_chain_fits_80_columns_too_and_is_plain_text_in_a_pipe
 def test_a_trace_of_the_default_target_fits_80_columns_too(smollm2, packed, capsys):
     tokenizer = smollm2[1]
     limits = DraftLimits(12, top_k=3, total_tokens=24)
-    method = partial(cycles_with_drafts, *packed, limits, new_verifier=TracingVerifier)
+    method = partial(cycles_with_drafts, *packed, limits)
     prompt = tokenizer.chat(ask("请用一句话介绍北京。"))
     config = GenerationConfig(8, temperature=1.5)
-    answer(method, prompt, config, Trace(tokenizer, as_json=False).emit)
+    answer(method, prompt, config, Trace(tokenizer, config.new_sampling("cpu"), as_json=False).emit)
     lines = capsys.readouterr().out.splitlines()
     assert len(matches(ROW, lines)) >= 24
     for line in lines:

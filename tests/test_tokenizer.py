@@ -150,7 +150,6 @@ def test_the_models_own_template_decides_on_the_format_whatever_tokens_there_are
     OTHER_TEMPLATE,
     CHATML_TEMPLATE.replace("<|im_end|>\\n", "<|im_end|>"),  # does not end its turns as ChatML does
     LLAMA3_TEMPLATE.replace("\n\n", "\n"),
-    "{% set system_message = 'You are of help.' %}" + CHATML_TEMPLATE,
     BRANCHES_TEMPLATE.replace("message.content", "message.content | trim", 1),  # only the user's
 ], ids=case_name)
 def test_a_template_of_another_format_is_an_input_error_that_names_the_supported_ones(
@@ -224,6 +223,14 @@ def test_a_system_message_of_the_templates_own_is_added_where_no_other_is_given(
         set_template(tmp_path, template)
     assert chat_text(tmp_path, [question]) == with_default
     assert chat_text(tmp_path, [other, question]) == with_other
+
+
+def test_a_system_message_of_the_templates_own_that_is_in_no_turn_is_an_input_error(tmp_path):
+    byte_tokenizer(tmp_path, CHATML)
+    set_template(tmp_path, "{% set system_message = 'You are of help.' %}" + CHATML_TEMPLATE)
+    tokenizer = load_tokenizer(tmp_path)
+    raises("probably a system message, outside a system turn", tokenizer.chat, ask("Hi"))
+    raises("probably a system message, outside a system turn", tokenizer.opening, "user")
 
 
 @pytest.mark.parametrize("part, value", [
