@@ -829,7 +829,7 @@ def main() -> None:
         "prompt_seconds": prompt_read - start,
         "draft_seconds": 0.0,
         "verify_seconds": end - prompt_read,
-        "stopped": why_stopped(tokens, stop_ids, count, args.max_new_tokens),
+        "stopped": why_stopped(tokens, stop_ids, args.max_new_tokens),
         "seed": args.seed,
     }
     report(tokenizer.decode(tokens), tokens, statistics, args.json)

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from time import monotonic, perf_counter
-from typing import Callable, Iterator
+from typing import Callable, Iterator, Protocol
 
 import torch
 from torch import Tensor
@@ -520,9 +520,9 @@ class ExactVerifier(LocalVerifier):
 
 # --- One answer, and what it cost ---
 #
-# The loop knows nothing of clocks and counters. Here every cycle is timed. There are several ways
-# to answer a prompt, and each is a function that yields timed cycles. `answer` adds them up in a
-# `Generation`.
+# The loop knows nothing of clocks and counters. Here every cycle is timed. There are four ways to
+# answer a prompt, and each is a class whose `cycles` yields timed cycles. `answer` adds them up in
+# a `Generation`.
 
 
 class Origin(Enum):
@@ -608,45 +608,90 @@ def timed_cycles(
         resumed = perf_counter()
 
 
-# A way to answer a prompt: `partial` makes one of each of the next functions. (The two that answer
-# on this machine also take on_piece.)
-Method = Callable[[list[int], GenerationConfig], Iterator[TimedCycle]]
+class Method(Protocol):
+    """A way to answer prompts. The next four classes are such ways."""
+
+    def cycles(
+        self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None = None
+    ) -> Iterator[TimedCycle]:
+        """Answer a prompt, cycle by cycle. on_piece: see `read_in_pieces`. A server does not say
+        how far it has read, so it is called only where the target is on this machine."""
 
 
-def cycles_alone(
-    model: Llama, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None = None
-) -> Iterator[TimedCycle]:
-    """Let the target write alone."""
-    return cycles_of_tokens(generate(model, prompt, config, on_piece), prompt)
+@dataclass
+class Alone:
+    """The target writes alone."""
+
+    model: Llama
+
+    def cycles(
+        self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None = None
+    ) -> Iterator[TimedCycle]:
+        return cycles_of_tokens(generate(self.model, prompt, config, on_piece), prompt)
 
 
-def cycles_of_tokens(tokens: Iterator[int], prompt: list[int]) -> Iterator[TimedCycle]:
-    """Make a cycle of each token."""
-    start = perf_counter()
-    for token in tokens:
-        result = VerifyResult([], token, memory=None, draft=Draft(prompt[-1]))
-        yield TimedCycle(result, [token], 0.0, perf_counter() - start)
-        start = perf_counter()
+@dataclass
+class WithDrafts:
+    """A drafter, lookup, or both draft, and the target verifies on this machine."""
+
+    model: Llama
+    drafter: Drafter | None  # None: with lookup only
+    limits: DraftLimits
+    lookup: bool = False
+    new_verifier: type[LocalVerifier] = ExactVerifier
+
+    def cycles(
+        self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None = None
+    ) -> Iterator[TimedCycle]:
+        sampling = config.new_sampling(self.model.device)
+        capacity = slots(prompt, config, self.limits)
+        state = self.drafter.new_state(capacity, sampling) if self.drafter else None
+        if self.lookup:
+            state = Lookup(state, self.model.config.vocab_size, sampling)
+        verifier = self.new_verifier(
+            self.model, self.drafter or NoDrafter(), capacity, sampling, on_piece
+        )
+        return timed_cycles(verifier, state, prompt, config, self.limits)
 
 
-def cycles_with_drafts(
-    model: Llama,
-    drafter: Drafter | None,  # None: with lookup only
-    limits: DraftLimits,
-    prompt: list[int],
-    config: GenerationConfig,
-    lookup: bool = False,
-    new_verifier: type[LocalVerifier] = ExactVerifier,
-    on_piece: OnPiece | None = None,
-) -> Iterator[TimedCycle]:
-    """Let a drafter, lookup, or both draft, and let the target verify on this machine."""
-    sampling = config.new_sampling(model.device)
-    capacity = slots(prompt, config, limits)
-    state = drafter.new_state(capacity, sampling) if drafter else None
-    if lookup:
-        state = Lookup(state, model.config.vocab_size, sampling)
-    verifier = new_verifier(model, drafter or NoDrafter(), capacity, sampling, on_piece)
-    return timed_cycles(verifier, state, prompt, config, limits)
+NewChannel = Callable[[list[int]], Channel]  # to a server, for a prompt
+
+
+@dataclass
+class OnServer:
+    """Drafts are made here, as in `WithDrafts`, and a server verifies."""
+
+    new_channel: NewChannel
+    drafter: Drafter
+    limits: DraftLimits
+    lookup: bool = False
+
+    def cycles(
+        self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None = None
+    ) -> Iterator[TimedCycle]:
+        channel = self.new_channel(prompt)
+        target = self.drafter.target
+        sampling = config.new_sampling(target.device)
+        state = RemoteDraftState(self.drafter, slots(prompt, config, self.limits), sampling)
+        verifier = RemoteVerifier(channel, state, config)
+        if self.lookup:
+            state = Lookup(state, target.config.vocab_size, sampling)
+        return count_traffic(channel, timed_cycles(verifier, state, prompt, config, self.limits))
+
+
+@dataclass
+class PlainApi:
+    """A server writes alone, as behind a plain API."""
+
+    new_channel: NewChannel
+    vocab_size: int
+
+    def cycles(
+        self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None = None
+    ) -> Iterator[TimedCycle]:
+        channel = self.new_channel(prompt)
+        tokens = call_api(channel, prompt, config, self.vocab_size)
+        return count_traffic(channel, cycles_of_tokens(tokens, prompt))
 
 
 def slots(prompt: list[int], config: GenerationConfig, limits: DraftLimits) -> int:
@@ -657,34 +702,13 @@ def slots(prompt: list[int], config: GenerationConfig, limits: DraftLimits) -> i
     return len(prompt) + config.max_new_tokens + 1 + drafted
 
 
-NewChannel = Callable[[list[int]], Channel]  # to a server, for a prompt
-
-
-def cycles_on_server(
-    new_channel: NewChannel,
-    drafter: Drafter,
-    limits: DraftLimits,
-    prompt: list[int],
-    config: GenerationConfig,
-    lookup: bool = False,
-) -> Iterator[TimedCycle]:
-    """Draft here, as `cycles_with_drafts` does, and let a server verify."""
-    channel = new_channel(prompt)
-    sampling = config.new_sampling(drafter.target.device)
-    state = RemoteDraftState(drafter, slots(prompt, config, limits), sampling)
-    verifier = RemoteVerifier(channel, state, config)
-    if lookup:
-        state = Lookup(state, drafter.target.config.vocab_size, sampling)
-    return count_traffic(channel, timed_cycles(verifier, state, prompt, config, limits))
-
-
-def cycles_of_api(
-    new_channel: NewChannel, vocab_size: int, prompt: list[int], config: GenerationConfig
-) -> Iterator[TimedCycle]:
-    """Let the server write alone, as a plain API does."""
-    channel = new_channel(prompt)
-    tokens = call_api(channel, prompt, config, vocab_size)
-    return count_traffic(channel, cycles_of_tokens(tokens, prompt))
+def cycles_of_tokens(tokens: Iterator[int], prompt: list[int]) -> Iterator[TimedCycle]:
+    """Make a cycle of each token."""
+    start = perf_counter()
+    for token in tokens:
+        result = VerifyResult([], token, memory=None, draft=Draft(prompt[-1]))
+        yield TimedCycle(result, [token], 0.0, perf_counter() - start)
+        start = perf_counter()
 
 
 def count_traffic(channel: Channel, cycles: Iterator[TimedCycle]) -> Iterator[TimedCycle]:
@@ -787,16 +811,21 @@ def ignore(cycle: TimedCycle) -> None:
 
 @torch.inference_mode()
 def answer(
-    method: Method, prompt: list[int], config: GenerationConfig, emit: Emit = ignore
+    method: Method,
+    prompt: list[int],
+    config: GenerationConfig,
+    emit: Emit = ignore,
+    on_piece: OnPiece | None = None,
 ) -> Generation:
-    """Answer a prompt. `emit` gets each cycle as it happens, and Ctrl-C ends the answer.
+    """Answer a prompt. `emit` gets each cycle as it happens, and Ctrl-C ends the answer. on_piece:
+    see `Method.cycles`.
 
     Raises InputError if a server sends no first token or, without drafts, no further one: then
     there is nobody who could go on.
     """
     generation = Generation(prompt)
     start = perf_counter()
-    cycles = method(prompt, config)
+    cycles = method.cycles(prompt, config, on_piece)
     try:
         for cycle in cycles:
             generation.add(cycle)
@@ -1076,11 +1105,11 @@ def choose_method(
             timeout=args.timeout,
         )
         if args.no_speculation:
-            return partial(cycles_of_api, new_channel, models.target.config.vocab_size)
-        return partial(cycles_on_server, new_channel, models.drafter, limits, lookup=args.lookup)
+            return PlainApi(new_channel, models.target.config.vocab_size)
+        return OnServer(new_channel, models.drafter, limits, args.lookup)
     if args.no_speculation:
-        return partial(cycles_alone, models.target)
-    return partial(cycles_with_drafts, models.target, models.drafter, limits, lookup=args.lookup)
+        return Alone(models.target)
+    return WithDrafts(models.target, models.drafter, limits, args.lookup)
 
 
 @dataclass
@@ -1110,21 +1139,22 @@ class Terminal:
             emit = ignore
         if args.trace and args.json:
             print(json.dumps({"prompt": messages[-1]["content"], "tokens": prompt}))
-        method = self.method
+        on_piece = None
         if args.remote:
             progress = WaitingNote()
         else:
             progress = PromptBar(len(prompt))
-            method = partial(method, on_piece=progress.update)
+            on_piece = progress.update
         with closing(progress):
-            generation = answer(method, prompt, config, closing_first(progress, emit))
+            emit = closing_first(progress, emit)
+            generation = answer(self.method, prompt, config, emit, on_piece)
         text = tokenizer.decode(generation.tokens)
         if not generation.tokens:  # only Ctrl-C can do that
             raise KeyboardInterrupt
         if not args.json:
             print(f"\n{text}" if args.trace else printer.stream.pending_text(), flush=True)
         self.answers.append(generation)
-        stopped = why_stopped(generation.tokens, config.stop_ids, count, args.max_new_tokens)
+        stopped = why_stopped(generation.tokens, config.stop_ids, args.max_new_tokens)
         if generation.interrupted:
             stopped = "interrupted"
         statistics = {**generation.statistics(), "stopped": stopped, "seed": args.seed}

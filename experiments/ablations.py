@@ -17,7 +17,6 @@ import plumbing.start  # first: no traceback for Ctrl-C or a missing package whi
 import json
 from argparse import Namespace
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,9 +52,9 @@ from plumbing.tokenizer import Tokenizer
 from speculate import (
     ExactVerifier,
     LocalVerifier,
+    WithDrafts,
     acceptance_length,
     answer,
-    cycles_with_drafts,
     rate,
 )
 from train import EVALUATION_RUN, TrainConfig, read_conversations, train_drafter
@@ -383,9 +382,7 @@ def measure_drafter(
     config = GenerationConfig(max_new_tokens=count)
     row = {}
     for name, limits in LIMITS.items():
-        method = partial(
-            cycles_with_drafts, target, drafter, limits, new_verifier=ablation.new_verifier
-        )
+        method = WithDrafts(target, drafter, limits, new_verifier=ablation.new_verifier)
         progress = tqdm(prompts, desc=f"answers, {name}s", leave=False)
         generations = []
         for prompt in progress:

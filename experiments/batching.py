@@ -64,7 +64,7 @@ from plumbing.flags import (
     number,
     path,
 )
-from plumbing.prompts import Prompt, read_prompts
+from plumbing.prompts import Prompt, read_prompt_file
 from speculate import accept_draft
 
 # --- A cache of rows of different lengths ---
@@ -552,7 +552,7 @@ def parse_arguments() -> Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    prompts = read_prompts(args.file)
+    prompts = read_prompt_file(args.file)
     dtype = DTYPES[choose_dtype(args.device, args.dtype)]
     models = load_models(args.model, args.drafter, args.device, dtype)
     stop_ids = frozenset(models.tokenizer.stop_ids)

@@ -76,24 +76,24 @@ from plumbing.flags import (
     path,
     time_limit,
 )
-from plumbing.prompts import Prompt, answer_length, read_prompts
+from plumbing.prompts import Prompt, answer_length, read_prompt_file
 from plumbing.tokenizer import Tokenizer
 from speculate import (
     OWN_SERVER,
     REMOTE_TREE,
     TREE,
+    Alone,
     ExactVerifier,
     Generation,
     Method,
+    OnServer,
     Origin,
+    PlainApi,
+    WithDrafts,
     acceptance_length,
     add_draft_arguments,
     answer,
     choose_limits,
-    cycles_alone,
-    cycles_of_api,
-    cycles_on_server,
-    cycles_with_drafts,
     rate,
     tree_limits,
 )
@@ -122,19 +122,19 @@ def local_contenders(
 ) -> dict[str, Contender]:
     """Return what is compared on one machine. drafters: by name. Of several, chains and trees of
     each are compared, without lookup."""
-    methods = {"target": partial(cycles_alone, target)}
+    methods = {"target": Alone(target)}
     if len(drafters) > 1:
         for name, drafter in drafters.items():
-            methods[f"chain {name}"] = partial(cycles_with_drafts, target, drafter, chain)
-            methods[f"tree {name}"] = partial(cycles_with_drafts, target, drafter, tree)
+            methods[f"chain {name}"] = WithDrafts(target, drafter, chain)
+            methods[f"tree {name}"] = WithDrafts(target, drafter, tree)
     else:
         drafter = next(iter(drafters.values()))
-        with_chains = partial(cycles_with_drafts, target, drafter, chain)
-        with_trees = partial(cycles_with_drafts, target, drafter, tree)
+        with_chains = WithDrafts(target, drafter, chain)
+        with_trees = WithDrafts(target, drafter, tree)
         methods["chain"] = with_chains
         methods["tree"] = with_trees
-        methods["lookup"] = partial(cycles_with_drafts, target, None, chain, lookup=True)
-        methods["tree+lookup"] = partial(with_trees, lookup=True)
+        methods["lookup"] = WithDrafts(target, None, chain, lookup=True)
+        methods["tree+lookup"] = replace(with_trees, lookup=True)
     return {name: Contender(method) for name, method in methods.items()}
 
 
@@ -153,12 +153,12 @@ def remote_contenders(
     contenders = {}
     for name, new_channel in channels.items():
         lost = partial(new_channel, outage_after=outage_after)
-        with_drafts = partial(cycles_on_server, new_channel, drafter, limits)
+        with_drafts = OnServer(new_channel, drafter, limits)
         methods = {
-            f"api:{name}": partial(cycles_of_api, new_channel, vocab_size),
+            f"api:{name}": PlainApi(new_channel, vocab_size),
             f"remote:{name}": with_drafts,
-            f"remote+lookup:{name}": partial(with_drafts, lookup=True),
-            f"disconnected:{name}": partial(cycles_on_server, lost, drafter, limits),
+            f"remote+lookup:{name}": replace(with_drafts, lookup=True),
+            f"disconnected:{name}": OnServer(lost, drafter, limits),
         }
         for method_name, method in methods.items():
             contenders[method_name] = Contender(method, base=f"api:{name}")
@@ -417,7 +417,7 @@ def choose_local(
     contenders = local_contenders(target, drafters, chain, tree_limits(args, TREE))
     unpacked = faster_unpacked(target, args.model)
     if unpacked is not None:
-        contenders[UNPACKED] = Contender(partial(cycles_alone, unpacked))
+        contenders[UNPACKED] = Contender(Alone(unpacked))
     return contenders
 
 
@@ -466,7 +466,7 @@ def choose_remote(args: Namespace, drafter: Drafter, dtype: torch.dtype) -> dict
 def main() -> None:
     args = parse_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    prompts = read_prompts(args.file)
+    prompts = read_prompt_file(args.file)
     dtype = DTYPES[choose_dtype(args.device, args.dtype)]
     models, drafters = load(args, dtype)
     if args.remote:

@@ -28,7 +28,6 @@ import subprocess
 import sys
 from contextlib import redirect_stderr
 from datetime import date
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,8 +49,8 @@ from moa import Drafter, load_drafter, pack_together
 from plumbing.errors import run_command
 from plumbing.files import atomic_write, read_json
 from plumbing.flags import Parser
-from plumbing.prompts import read_prompts
-from speculate import cycles_alone, cycles_with_drafts
+from plumbing.prompts import read_prompt_file
+from speculate import Alone, WithDrafts
 from train import train_drafter
 
 RUNS = Path("runs")
@@ -263,18 +262,16 @@ def time_drafters(names: list[str], seed: int) -> list[dict]:
         recipe, _ = find_recipe(name)
         drafters[name] = load_drafter(folder_of(name, seed), target, recipe.drafter.kind)
     pack_together(target, list(drafters.values()))
-    contenders = {"target": Contender(partial(cycles_alone, target))}
+    contenders = {"target": Contender(Alone(target))}
     for name, drafter in drafters.items():
         recipe, _ = find_recipe(name)
         for kind, limits in LIMITS.items():
-            method = partial(
-                cycles_with_drafts, target, drafter, limits,
-                new_verifier=recipe.drafter.new_verifier,
-            )
+            verifier = recipe.drafter.new_verifier
+            method = WithDrafts(target, drafter, limits, new_verifier=verifier)
             contenders[f"{kind} {name}"] = Contender(method)
     config = GenerationConfig(ANSWER_TOKENS, stop_ids=frozenset(tokenizer.stop_ids))
     context = target.config.max_position_embeddings
-    turns = bench_prompts(tokenizer, context, contenders, read_prompts(FEW_PROMPTS), config)
+    turns = bench_prompts(tokenizer, context, contenders, read_prompt_file(FEW_PROMPTS), config)
     rows = summarize(target, contenders, list(turns), config)
     return list(overall_rows(rows).values())
 

@@ -21,8 +21,8 @@ from experiments.evaluate import evaluate_drafting
 from llama import GenerationConfig, Llama, Sampling, generate, load_tokenizer
 from moa import Draft, Drafter, DraftLimits
 from plumbing.conversations import TokenizedConversation
-from plumbing.prompts import read_prompts
-from speculate import LocalVerifier, acceptance_length, answer, cycles_with_drafts
+from plumbing.prompts import read_prompt_file
+from speculate import LocalVerifier, WithDrafts, acceptance_length, answer
 from train import EVALUATION_RUN, TrainConfig, evaluate, loss_mask, read_conversations, target_pass
 
 TOY = Path("runs/toy")
@@ -60,9 +60,9 @@ def measure_acceptance(
 ) -> float:
     """Answer the prompts with drafts. Returns new tokens for each pass of the target."""
     tokenizer = load_tokenizer(TOY)
-    method = partial(cycles_with_drafts, target, drafter, limits, new_verifier=new_verifier)
+    method = WithDrafts(target, drafter, limits, new_verifier=new_verifier)
     answers = []
-    for seed, prompt in enumerate(read_prompts(PROMPTS)):
+    for seed, prompt in enumerate(read_prompt_file(PROMPTS)):
         ids = tokenizer.chat([{"role": "user", "content": prompt.turns[0]}])
         stop_ids = frozenset(tokenizer.stop_ids)
         config = GenerationConfig(ANSWER_TOKENS, temperature, seed=seed, stop_ids=stop_ids)

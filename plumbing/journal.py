@@ -11,8 +11,9 @@ A run that saves every 50 updates is killed during update 71, and then resumed:
     checkpoint.pt    is that of update 50, and says how long the log was then
     --resume         cuts the log back to update 50, and goes on with update 51
 
-Updates 51 to 70 are done a second time and come out the same, because everything that is drawn
-depends only on the seed, the place in the data, and the number of the update.
+Updates 51 to 70 are done a second time. On the same machine they come out the same, because
+everything that is drawn depends only on the seed, the place in the data, and the number of the
+update.
 """
 from __future__ import annotations
 
@@ -81,8 +82,8 @@ class Journal:
             self.write_checkpoint()
 
     def resume(self, updates: int, may_differ: Collection[str]) -> None:
-        """Go back to the checkpoint, to go on until there are so many updates. may_differ: the
-        settings that may have changed since.
+        """Go back to the checkpoint, to go on until `updates` are done. may_differ: the settings
+        that may have changed since.
 
         Raises InputError if the checkpoint is damaged, or is of another run.
         """
@@ -112,7 +113,9 @@ class Journal:
         self.done = done
         self.position = position
         if rank() == 0:
-            # The model comes first. Once the last checkpoint is there, no run saves it again.
+            # The model comes first. If the run is killed in between, it resumes from the checkpoint
+            # before this one, and saves the model again. In the other order it might find that all
+            # updates are done, and leave an old model.
             self.save_model()
             self.write_checkpoint()
 

@@ -1,29 +1,35 @@
-"""What a CPU's kernels need so that a token's logits are the same, to the bit, in every pass.
+"""How many rows, queries and keys to add to a pass, so that greedy text is exact on a CPU.
 
-Greedy speculative decoding promises the text of the target alone. In exact arithmetic it is the
-same text: a token has the same logits in a pass over that token alone and in one over a whole
-draft. But a computer rounds each partial sum, so the value of a sum depends on its order:
+You do not need this file to understand the paper. Speculative decoding promises that greedy text is
+the target's own, and in exact arithmetic it is: a token has the same logits in a pass over that
+token alone and in one over a whole draft. But a computer rounds each partial sum, so the value of a
+sum depends on its order:
 
     (1e8 + 1) - 1e8 = 0        in float32, which rounds 1e8 + 1 to 1e8
     (1e8 - 1e8) + 1 = 1
 
 A kernel, the code that multiplies two matrices or attends, chooses its order by the shapes that it
-is given. It adds up in one order for a single token and in another for ten. So the last bits of the
-logits differ between passes, and once in a while another token is then the likeliest.
+is given. For example, let a linear layer have 1536 inputs, in float32 on an AMD EPYC. The same row
+of inputs gives one output as
 
-The remedy is padding: no pass is given a shape for which the order is another one.
+    -16.507423      in a pass over this row alone
+    -16.507454      in a pass over this row and 31 others
 
-    linear layers   To few rows (tokens) others are added. Their results are dropped.
-    attention       To few queries others are added, whose results are dropped, and to the keys
-                    others that are masked. A masked key has the weight 0, which changes no sum.
+Such a difference grows from layer to layer, and once in a while another token is then the
+likeliest. The remedy is padding. No pass is given a shape for which the order is another one:
+
+    linear layers   If a pass has few rows (tokens), rows are added. Their results are dropped.
+    attention       If a pass has few queries, queries are added. Their results are dropped. Keys
+                    are added, too, and masked. A masked key has weight 0 and changes no sum.
 
 How much padding it takes depends on the processor and on the version of PyTorch, and no manual says
 it. So `probe_rows` and `probe_attention` find it out by trial, once for each shape in a process.
-Most numbers would not show another order, as two orders often round to the same result. So the
-trials add up numbers that cancel: 1e8 + 1 - 1e8 - 1 is 0, but from left to right float32 makes it
--1. What comes out is made of rounding errors alone, and another order makes other errors. If two
-passes give the same bits, they are taken to add up in the same order. That is evidence, not proof,
-which is why tests/test_exact.py also compares whole answers.
+If two passes give the same bits, they are taken to add up in the same order. That is evidence, not
+proof, which is why tests/test_exact.py also compares whole answers.
+
+With most numbers two orders often round to the same result, so the trials use numbers that cancel.
+1e8 + 1 - 1e8 - 1 is 0, but from left to right float32 makes it -1. Such a sum is made of rounding
+errors alone, and another order makes other errors.
 
 A tree of drafted tokens needs one thing more: see plumbing/layout.py.
 """
@@ -37,13 +43,15 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-# An exact pass has at most so many tokens: the newest one, and a draft of 31. On an Intel Xeon with
-# AMX 33 rows were multiplied in another order than 32.
+# The trials try passes over up to 32 rows. So an exact pass has at most 32 tokens: the newest one
+# and a draft of 31. On an Intel Xeon with AMX a product of 33 rows adds up in another order than a
+# product of 32.
 MAX_ROWS = 32
-# A product of one row takes longer than one of four, as the weights are read more slowly: measured
-# on an AMD EPYC and, with AMX, on an Intel Xeon. So an exact pass never has fewer.
+# An exact pass has at least four rows, even where fewer would be exact. On an AMD EPYC and on an
+# Intel Xeon with AMX a product of four rows was faster than a product of one: for one row oneDNN
+# reads the weights more slowly.
 MIN_ROWS = 4
-KEY_BLOCK = 512  # PyTorch's attention on a CPU reads so many keys at a time
+KEY_BLOCK = 512  # keys that PyTorch's attention on a CPU reads at a time
 
 
 # --- Linear layers ---
@@ -58,8 +66,8 @@ def reorder_weight(weight: Tensor) -> Tensor:
 
 
 def packed_product(x: Tensor, weight: Tensor, min_rows: int = 1) -> Tensor:
-    """Return x W^T (..., out) for x (..., in) and a reordered weight. Fewer rows than `min_rows`
-    are padded to so many.
+    """Return x W^T (..., out) for x (..., in) and a reordered weight. If x has fewer rows than
+    `min_rows`, it is padded to `min_rows` for the product.
 
     PyTorch has no public call for this, which is why requirements.txt states its version.
     """
@@ -87,12 +95,12 @@ def probe_rows(outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> 
     It is the least number n, from MIN_ROWS up, for which passes over n, n + 1, ..., MAX_ROWS equal
     rows give every row the same result. None if not even the rows of one pass over MAX_ROWS agree.
 
-    4,096 outputs are enough, even of a wide layer (an LM head has 49,152). Each is a sum of its
-    own, whose order depends on how the kernel cuts the inputs, not on how many outputs there are.
+    At most 4,096 outputs are tried, of the 49,152 of an LM head. We assume that the number of
+    outputs does not matter: each is a sum of its own, over the inputs.
     """
     generator = Generator().manual_seed(seed)
-    # For each term w x there is another one, -w x: the second half of w is the first half negated,
-    # and the second half of x is the first half again.
+    # The sums cancel: for each term w x there is another one, -w x. The second half of w is the
+    # first half negated, and the second half of x is the first half again.
     half = (inputs + 1) // 2
     w = scattered(min(outputs, 4096), half, generator)
     w = torch.cat([w, -w], dim=1)
@@ -102,7 +110,7 @@ def probe_rows(outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> 
     x = x[:, :inputs].to(dtype)  # (1, in)
 
     def results(count: int) -> Tensor:
-        """Return the products of so many equal rows."""
+        """Return the products of `count` equal rows."""
         return packed_product(x.repeat(count, 1), weight)  # (count, out)
 
     expected = results(MAX_ROWS)[:1]  # (1, out)
@@ -120,7 +128,7 @@ def scattered(rows: int, columns: int, generator: Generator) -> Tensor:
     return torch.randn(rows, columns, generator=generator) * 2.0**magnitudes
 
 
-# --- Attention ---
+# --- Attention: what keeps its order ---
 #
 # For each query attention adds up exp(score), which softmax divides by, and exp(score) * value over
 # all keys. PyTorch's kernel does so for a block of KEY_BLOCK keys at a time, and adds up the blocks
@@ -140,8 +148,9 @@ def scattered(rows: int, columns: int, generator: Generator) -> Tensor:
 #
 # `AttentionLimits` describes such a kernel by four facts. The first three say where a key may lie:
 #
-#     period    The lanes repeat after so many slots, here 4. The key of slot 5 may lie in slot 9
-#               instead, if slot 5 is masked: it goes into the same lane, after the key of slot 1.
+#     period    The lanes repeat after a period of slots, here 4. The key of slot 5 may lie in slot
+#               9 instead, if slot 5 is masked: its lane is the same, and so is the key before it in
+#               the lane, that of slot 1.
 #     grain     Some kernels add up a few neighbours first, a grain, and put their sum into a lane.
 #               Then a grain can only move as a whole. A grain of 1, as here, is a key on its own.
 #     splits    At these slots the lanes are added up, here at 12 and 24. A key may not move beyond.
@@ -166,8 +175,8 @@ class AttentionLimits:
     """What attention needs to add up the keys of a query in the same order in every pass."""
 
     query_multiple: int  # the queries of a kv head are padded to a multiple of this
-    most_tokens: int  # a pass over more tokens is not exact
-    period: int  # a key may lie so many slots later, or a multiple of it
+    most_tokens: int  # a pass over more is not exact; never more than MAX_ROWS
+    period: int  # a key may lie a multiple of this later
     grain: int  # keys that move together; the first is in a slot that is a multiple of this
     splits: tuple[int, ...]  # where sums end in a block; no key may move beyond one
     lengths: tuple[int, ...]  # the keys of the last block are padded to one of these
@@ -176,8 +185,8 @@ class AttentionLimits:
         """Turn a mask of tokens (T, S) into one of queries and keys that need no more padding.
 
         It has the mask of the tokens for each of the `group` query heads that share a kv head, one
-        below the other, then rows for added queries, which see everything, and columns for added
-        keys, which only these see. It is to be added to the scores: 0, or -inf.
+        below the other. Rows for added queries follow, which see everything, and columns for added
+        keys, which only the added queries see. It is to be added to the scores: 0, or -inf.
         """
         mask = torch.cat([mask] * group)  # (group T, S)
         queries, keys = mask.shape
@@ -199,26 +208,55 @@ class AttentionLimits:
         split = min(split for split in self.splits if split > place)
         return slot - place + split
 
-    def same_sum(self, slot: int, other: int) -> bool:
-        """Tell whether there is no split between these two slots."""
-        return self.next_split(slot) == self.next_split(other)
+
+# --- Attention: the trials that find it out ---
 
 
-# --- Attention: the trials ---
-#
-# Each probe asks whether results stay the same, to the bit, if one thing is different:
-#
-#     probe_queries    a pass has fewer or more queries
-#     probe_period     half of the keys lie so many slots later
-#     probe_grain      the keys from any slot on do
-#     probe_splits     the last keys do
-#     probe_lengths    the block ends with the keys, where otherwise masked slots follow
+@cache
+def probe_attention(
+    head_dim: int, group: int, dtype: torch.dtype, seed: int = 0
+) -> AttentionLimits | None:
+    """Find out the limits for heads of `head_dim` numbers, `group` of which share a kv head.
+
+    Each probe asks whether results stay the same, to the bit, if one thing is different:
+
+        probe_queries    a pass has fewer or more queries
+        probe_period     the second half of the keys lies a period later
+        probe_grain      the keys from any multiple of the grain on lie a period later
+        probe_splits     only the last keys lie a period later
+        probe_lengths    the block ends with the keys, where otherwise masked slots follow
+
+    Returns None if the kernel works otherwise than described above, or if passes over two tokens
+    would not be exact.
+    """
+    trial = Trial(head_dim, dtype, seed)
+    # A pass over T tokens has group * T queries for a kv head.
+    found = probe_queries(trial, group * MAX_ROWS)
+    if found is None:
+        return None
+    query_multiple, most_queries = found
+    most_tokens = min(MAX_ROWS, most_queries // group)
+    trial = replace(trial, copies=query_multiple)
+    period = probe_period(trial)
+    if period is None or most_tokens < 2:
+        return None
+    return AttentionLimits(
+        query_multiple=query_multiple,
+        most_tokens=most_tokens,
+        period=period,
+        grain=probe_grain(trial, period),
+        splits=probe_splits(trial, period),
+        lengths=probe_lengths(trial, period),
+    )
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Attention over numbers whose sums are rounding errors. As many keys are the same keys in each
-    call, so results differ only where sums have another order."""
+    """Attention over numbers whose sums are rounding errors.
+
+    Two calls with the same number of keys have the same keys, in the same order. So their results
+    differ only if their sums have another order.
+    """
 
     head_dim: int
     dtype: torch.dtype
@@ -226,7 +264,7 @@ class Trial:
     copies: int = 1  # T: how often each query is in a pass
 
     def attend(self, slots: Sequence[int], length: int = KEY_BLOCK) -> Tensor:
-        """Let queries attend to keys in these of `length` slots. The other slots are masked.
+        """Attend to a block of `length` slots, with keys in these slots. The others are masked.
 
         Returns (B, T, D + 1): what the queries read and, because that is rounded to the dtype, also
         the logarithm of the sum of exp(score), which is in float32.
@@ -258,36 +296,9 @@ class Trial:
         return torch.equal(self.attend(moved), self.attend(range(count)))
 
 
-@cache
-def probe_attention(
-    head_dim: int, group: int, dtype: torch.dtype, seed: int = 0
-) -> AttentionLimits | None:
-    """Find out the limits for heads of this size, of which `group` share a kv head, so that a pass
-    has so many queries a token for it. None: the kernel works otherwise than described above, or
-    exact passes would have fewer than two tokens."""
-    trial = Trial(head_dim, dtype, seed)
-    found = probe_queries(trial, group * MAX_ROWS)
-    if found is None:
-        return None
-    query_multiple, most_queries = found
-    most_tokens = min(MAX_ROWS, most_queries // group)
-    trial = replace(trial, copies=query_multiple)
-    period = probe_period(trial)
-    if period is None or most_tokens < 2:
-        return None
-    return AttentionLimits(
-        query_multiple=query_multiple,
-        most_tokens=most_tokens,
-        period=period,
-        grain=probe_grain(trial, period),
-        splits=probe_splits(trial, period),
-        lengths=probe_lengths(trial, period),
-    )
-
-
 def probe_queries(trial: Trial, most: int) -> tuple[int, int] | None:
     """Return the least multiple to which queries have to be padded, and up to how many queries, of
-    `most`, that is enough. None: there is no such multiple up to 32.
+    `most`, that is enough. Returns None if there is no such multiple up to 32.
 
     Copies of a query have equal results, unless their number changes the order. On an AMD EPYC all
     numbers from 4 to 32 agree with each other, but 1, 2, 3 and 33, 34, 35 do not: a kernel takes 32
@@ -314,14 +325,15 @@ def probe_queries(trial: Trial, most: int) -> tuple[int, int] | None:
     return None
 
 
-# The next two probes move 128 keys by up to 64 slots. A split among the first 192 slots would look
-# to them like lanes that do not repeat. On an AMD EPYC the first one is at 192.
+# The next two probes move the second half of 128 keys by up to 64 slots, so up to slot 191. A split
+# before that would look to them like lanes that do not repeat. On an AMD EPYC the first one is at
+# slot 192.
 KEYS_TO_MOVE = 128
 PERIODS = (16, 32, 64)  # those tried; no CPU that was tried needs more than 32
 
 
 def probe_period(trial: Trial) -> int | None:
-    """Return the least of PERIODS by which keys may move. None: there is none.
+    """Return the least of PERIODS by which keys may move, or None if there is none.
 
     With a period of 16 the keys from slot 64 on are tried in the slots from 80 on. With 16 lanes,
     or 8 or 4, each comes into its own lane again. With 32 lanes key 64 does not: slot 64 belongs to
@@ -359,10 +371,12 @@ def probe_grain(trial: Trial, period: int) -> int:
 def probe_splits(trial: Trial, period: int) -> tuple[int, ...]:
     """Return after how many keys of a block a sum ends.
 
-    If a sum does not end after n keys, the last ones may move. With a period of 32 the last 32 of
-    160 keys may move from slot 128 to slot 160, but those of 192 keys not from 160 to 192, if there
-    is a split at 192. (Where a period is a single grain, so that there is one lane, the first split
-    does not show: the last term of the first sum is then added to that sum in any case.)
+    If a sum does not end after n keys, the last of these keys may move. With a period of 32 and a
+    split at 192, the last 32 of 160 keys may move from slot 128 to slot 160, but the last 32 of 192
+    keys may not move from slot 160 to slot 192.
+
+    With a single lane the first split is not found: there the last grain is added to all that came
+    before it, whether the split lies before or after it.
     """
     splits = []
     for count in range(period, KEY_BLOCK, period):
@@ -372,8 +386,8 @@ def probe_splits(trial: Trial, period: int) -> tuple[int, ...]:
 
 
 def probe_lengths(trial: Trial, period: int) -> tuple[int, ...]:
-    """Return which numbers of keys are summed in a block of their own as in a full block, of which
-    the rest is masked."""
+    """Return the numbers of keys at which a block may end: its sums are the same as if masked slots
+    followed, up to KEY_BLOCK."""
     lengths = []
     for count in range(period, KEY_BLOCK + 1, period):
         keys = range(count)
@@ -382,27 +396,45 @@ def probe_lengths(trial: Trial, period: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
+# --- Attention: the numbers of a trial ---
+
+
 @lru_cache(maxsize=1)  # most trials use the same numbers again
 def cancelling_numbers(
     count: int, head_dim: int, dtype: torch.dtype, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Return B = 16 queries (B, 1, D) and, for each, its own keys and values, side by side (B,
-    count, 2D). They show in which order two sums are added up:
-
-    exp(score) * value    Each key is there twice, with a value and with its negative. So the sum is
-                          0, but for rounding errors. Two queries, with ordinary scores, show them.
-    exp(score)            No term is negative. But one is 1, and the others are about 4e-8: in
-                          float32 1 + 4e-8 is 1, and 1 + (4e-8 + 4e-8) is 1.0000001. So it matters
-                          which terms meet the 1, and when. The other 14 queries have such scores.
-
-    The last number of a query makes the difference. If it is sqrt(D), the last number of each key
-    is part of the score: -17, and exp(-17) is 4e-8. (Only the first key has the score 0.) If it is
-    0, the score is that of the other numbers, which are random.
-    """
+    """Return B = 16 queries (B, 1, D), and for each of them the `cancelling_keys` in another order
+    (B, count, 2D)."""
     generator = Generator().manual_seed(seed)
     queries = torch.randn(16, 1, head_dim, generator=generator)
-    queries[:2, :, -1] = 0.0  # on an AMD EPYC each of these shows another order
-    queries[2:, :, -1] = head_dim**0.5  # and two in five of these do, so there are more of them
+    # On an AMD EPYC each of the first two shows another order, and two in five of the others do.
+    # So there are more of the others.
+    queries[:2, :, -1] = 0.0
+    queries[2:, :, -1] = head_dim**0.5
+    kv = cancelling_keys(count, head_dim, generator).to(dtype)
+    orders = torch.rand(len(queries), count, generator=generator).argsort(dim=1)
+    return queries.to(dtype), kv[orders]
+
+
+def cancelling_keys(count: int, head_dim: int, generator: Generator) -> Tensor:
+    """Return keys and values, side by side (count, 2D), with which each of attention's two sums
+    shows the order of its terms.
+
+    The second half of the keys repeats the first, with negative values. The last number of a key is
+    -17, and that of the first key 0. The score is query * key / sqrt(D). So four keys give these
+    scores, where t and u are random:
+
+        key                                   0        1        2        3
+        value                                 v        w       -v       -w
+        score, if a query ends in 0           0        t        0        t
+        score, if a query ends in sqrt(D)     0      u-17     -17      u-17
+
+    The sum of exp(score) * value is 0 for a query that ends in 0, but for rounding errors.
+
+    The sum of exp(score) has no negative terms that could cancel. But for a query that ends in
+    sqrt(D) one term is 1, and the others are about exp(-17), which is 4e-8. In float32 1 + 4e-8 is
+    1, and 1 + (4e-8 + 4e-8) is 1.0000001. So it matters which terms meet the 1, and when.
+    """
     half = count // 2
     k = torch.randn(half, head_dim, generator=generator)
     k[0] = 0.0
@@ -410,6 +442,4 @@ def cancelling_numbers(
     k[1:, -1] = -17.0
     v = scattered(half, head_dim, generator)
     v = torch.cat([v, -v])  # (count, D)
-    kv = torch.cat([k, v], dim=1).to(dtype)
-    orders = torch.rand(len(queries), count, generator=generator).argsort(dim=1)
-    return queries.to(dtype), kv[orders]
+    return torch.cat([k, v], dim=1)

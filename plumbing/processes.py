@@ -9,7 +9,7 @@ has sequences 0, 2 and 4, and process 1 has 1 and 3.
 the same calls in the same order, even one that has nothing to add; otherwise they wait for each
 other forever. Without torchrun there is one process, and nothing to wait for.
 
-Process 0 alone writes files, and it alone prints, with `say` and `progress_bar`.
+Process 0 alone writes files. What `say` and `progress_bar` print is printed by process 0 alone.
 """
 from __future__ import annotations
 

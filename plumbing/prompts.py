@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
 from plumbing.errors import InputError, input_errors
-from plumbing.records import UnusableRecord, find_records, parse_record, read_messages
+from plumbing.records import (
+    UnusableRecord,
+    find_records,
+    parse_record,
+    read_messages,
+    read_turn,
+)
 
 
 def read_prompt(text: str | None) -> str:
@@ -27,7 +33,7 @@ class Prompt(NamedTuple):
     turns: list[str]  # what the user says, one after the other
 
 
-def read_prompts(path: str | Path) -> list[Prompt]:
+def read_prompt_file(path: str | Path) -> list[Prompt]:
     """Read the prompts of a file: {"prompt": text}, Spec-Bench's {"category", "turns"}, or what the
     user says in conversations. Raises InputError."""
     form = 'expected {"prompt": text}, {"category": name, "turns": [...]} or {"messages": [...]}'
@@ -43,7 +49,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 def parse_prompt(record: dict) -> Prompt:
     """Return the prompt in a record. Raises InputError."""
     if "prompt" in record:  # perhaps beside a conversation that begins with it
-        messages, _ = read_messages({"prompt": record["prompt"]})
+        messages = [read_turn({"role": "user", "content": record["prompt"]})]
     else:
         messages, _ = read_messages(record)
     if "system" in [message["role"] for message in messages]:
@@ -79,7 +85,7 @@ def user_turns(messages: list[dict]) -> list[str]:
 
 def answer_length(context: int, prompt_length: int, max_new_tokens: int) -> int:
     """Return how many new tokens the context has room for, up to max_new_tokens. Warn if it has
-    room for fewer. All three are in tokens.
+    room for fewer. All three arguments are in tokens.
 
     Raises InputError if there is room for none.
     """
@@ -98,7 +104,7 @@ def newest_exchanges(
     messages: list[dict], count_tokens: Callable[[list[dict]], int], context: int, room: int
 ) -> list[dict]:
     """Return the newest messages of a chat that leave `room` tokens of the context for an answer.
-    Tell the user if any are left out.
+    Print how many are left out.
 
     The messages are question, answer, question, answer, ..., question, without a system message. So
     two at a time are left out: a question and its answer. The last question always stays.

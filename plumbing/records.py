@@ -71,10 +71,12 @@ def find_records(path: str | Path) -> Iterator[Record]:
 
 
 def array_records(path: str | Path, text: str) -> Iterator[Record]:
-    """Yield the elements of a JSON array. `text` is the file, decoded as latin-1. Raises
-    InputError."""
+    """Yield the elements of a JSON array. `text` is the file, decoded as latin-1.
+
+    A comma that is missing or doubled does no harm. Raises InputError for other damage.
+    """
     decode = json.JSONDecoder().raw_decode
-    between = re.compile(r"[,\s]*")
+    between = re.compile(r"[,\s]*")  # two elements
     index = between.match(text, text.index("[") + 1).end()
     count = 0
     while not text.startswith("]", index):
@@ -156,7 +158,9 @@ def find_turns(record: dict) -> list:
             return [{"role": "user", "content": question} for question in questions]
         case {"prompt": question}:
             return [{"role": "user", "content": question}]
-    raise UnusableRecord("neither messages, data or conversations nor instruction and output")
+    raise UnusableRecord(
+        "none of messages, data, conversations, instruction with output, turns, and prompt"
+    )
 
 
 def uses_tool(turn: dict) -> bool:
@@ -205,17 +209,19 @@ def next_role(messages: list[dict]) -> str:
 def usable_messages(record: dict) -> tuple[list[dict], list[str]]:
     """Return the messages of a record to train on, and what was cut.
 
-    Answers before the first question are left out, and all from the first turn on that is empty
-    (unless it is the system's) or uses a tool. Raises UnusableRecord, also if no answer is left.
+    Answers before the first question are left out, and all from the first turn on that is empty or
+    uses a tool. Only a system message may be empty. Raises UnusableRecord, also if no answer is
+    left.
     """
-    messages, is_cut = read_messages(record)
+    messages, ends_at_tool = read_messages(record)
+    ends_at_empty = False
     kept = []
     cuts = []
     has_question = False
     for message in messages:
         role = message["role"]
         if role != "system" and not message["content"].strip():
-            is_cut = True
+            ends_at_empty = True
             break
         if role == "user":
             has_question = True
@@ -223,7 +229,7 @@ def usable_messages(record: dict) -> tuple[list[dict], list[str]]:
             cuts.append("answers before any question left out")
         else:
             kept.append(message)
-    if is_cut:
+    if ends_at_tool or ends_at_empty:
         cuts.append("cut at a turn that is empty or uses a tool")
     if "assistant" not in [message["role"] for message in kept]:
         raise UnusableRecord("no answer")

@@ -4,6 +4,7 @@ PyTorch takes seconds to load, and a script's own `run_command` begins after tha
 meanwhile, the script ends in silence. If a package is missing, it ends in one line and exit status
 2. Whoever imports a script as a library gets the exception.
 """
+import importlib
 import sys
 from pathlib import Path
 
@@ -17,11 +18,8 @@ def is_script() -> bool:
 
 
 try:
-    import numpy  # noqa: F401
-    import safetensors  # noqa: F401
-    import tokenizers  # noqa: F401
-    import torch  # noqa: F401
-    import tqdm  # noqa: F401
+    for package in ("numpy", "safetensors", "tokenizers", "torch", "tqdm"):
+        importlib.import_module(package)
 except (KeyboardInterrupt, ModuleNotFoundError) as error:
     if not is_script():
         raise

@@ -38,7 +38,7 @@ PATIENCE = 1.0  # seconds to wait for a server in silence
 
 
 class PromptBar:
-    """A progress bar while a prompt of so many tokens is read on this machine."""
+    """A progress bar while a prompt of `length` tokens is read on this machine."""
 
     def __init__(self, length: int):
         self.bar = tqdm(
@@ -84,13 +84,13 @@ def closing_first(
 
 
 def why_stopped(
-    tokens: list[int], stop_ids: set[int] | frozenset[int], limit: int, max_new_tokens: int
+    tokens: list[int], stop_ids: set[int] | frozenset[int], max_new_tokens: int
 ) -> str:
-    """Say why an answer ended. limit: the most tokens it could have, which is max_new_tokens, or
-    less if the context had no room for so many."""
+    """Return why an answer ended that was not interrupted."""
     if tokens[-1] in stop_ids:
         return "stop token"
-    return "context" if limit < max_new_tokens else "max-new-tokens"
+    # Without a stop token it has `max_new_tokens`, or as many as the context had room for.
+    return "context" if len(tokens) < max_new_tokens else "max-new-tokens"
 
 
 def report(text: str, tokens: list[int], statistics: dict, as_json: bool) -> None:

@@ -1,7 +1,6 @@
 """Claims about drafters without a part: what they compute, draft by draft and in one pass, that
 their drafts change no text, and that they are trained, saved, loaded and measured."""
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from llama import GenerationConfig, Llama, Sampling
 from moa import Drafter, DraftLimits, DraftState, load_drafter, save_drafter
 from plumbing.errors import InputError, run_command
 from plumbing.journal import read_log
-from speculate import TREE, answer, cycles_with_drafts
+from speculate import TREE, WithDrafts, answer
 
 NO_LSA = ["no-lsa", "neither", "eagle"]
 NO_CA = ["no-ca", "neither", "eagle"]
@@ -155,7 +154,7 @@ def test_greedy_tokens_are_those_of_the_target_alone(name, choices):
     verifier = ABLATIONS[name].new_verifier
     alone = target_alone(target, 20)
     for limits in LIMITS:
-        method = partial(cycles_with_drafts, target, drafter, limits, new_verifier=verifier)
+        method = WithDrafts(target, drafter, limits, new_verifier=verifier)
         assert answer(method, PROMPT, GenerationConfig(20)).tokens == alone
 
 

@@ -36,7 +36,7 @@ from llama import GenerationConfig
 from moa import Draft, DraftLimits, VerifyResult
 from netsim import Link, open_channel
 from plumbing.errors import run_command
-from plumbing.prompts import Prompt, read_prompts
+from plumbing.prompts import Prompt, read_prompt_file
 from speculate import Generation, Origin, TimedCycle
 
 
@@ -144,15 +144,19 @@ def test_all_methods_go_on_after_the_targets_own_answer():
     target = new_target(16)
     asked = {"target": [], "other": []}
 
-    def ask(name: str, tokens: list[int], prompt: list[int], config: GenerationConfig):
-        asked[name].append(prompt)
-        for token in tokens:
-            result = VerifyResult([], token, memory=None, draft=Draft(prompt[-1]))
-            yield TimedCycle(result, [token], 0.0, 0.0)
+    class Asked(NamedTuple):
+        name: str
+        tokens: list[int]
+
+        def cycles(self, prompt: list[int], *_):
+            asked[self.name].append(prompt)
+            for token in self.tokens:
+                result = VerifyResult([], token, memory=None, draft=Draft(prompt[-1]))
+                yield TimedCycle(result, [token], 0.0, 0.0)
 
     contenders = {
-        "target": Contender(partial(ask, "target", [1, 2])),
-        "other": Contender(partial(ask, "other", [3])),
+        "target": Contender(Asked("target", [1, 2])),
+        "other": Contender(Asked("other", [3])),
     }
     prompts = [Prompt("a", ["one", "two"]), Prompt("b", ["three"])]
     context = target.config.max_position_embeddings
@@ -308,7 +312,7 @@ def test_the_program_starts_a_server_of_its_own(checkpoint, prompt_file):
 
 
 def test_the_default_prompt_set_has_several_prompts_of_each_of_six_categories():
-    counts = Counter(prompt.category for prompt in read_prompts(bench.DEFAULT_PROMPTS))
+    counts = Counter(prompt.category for prompt in read_prompt_file(bench.DEFAULT_PROMPTS))
     assert len(counts) == 6 and min(counts.values()) > 1
 
 

@@ -85,7 +85,7 @@ BROKEN = {  # a line, and what is wrong with it
     "{half": "not valid JSON: Expecting",
     '{"a":' + "[" * 100_000: "recursion",
     '"text"': "not a JSON object",
-    '{"data": 3}': "neither messages",
+    '{"data": 3}': "none of messages",
     '{"messages": []}': "no answer",
     '{"messages": [3]}': "an unusable turn",
     '{"data": ["a", 3]}': "an unusable turn",
@@ -101,7 +101,7 @@ BROKEN = {  # a line, and what is wrong with it
 REASONS = [
     "  2 skipped: not valid JSON",
     "  1 skipped: not a JSON object",
-    "  1 skipped: neither messages, data or conversations nor instruction and output",
+    "  1 skipped: none of messages, data, conversations, instruction with output, turns, and prompt",
     "  2 skipped: no answer",
     "  8 skipped: an unusable turn",
     "  1 skipped: an input that is not text",
@@ -152,7 +152,7 @@ def test_a_json_array_is_read_as_its_records_one_a_line_would_be(tmp_path, token
     for i in range(5):
         assert torch.equal(data[i].tokens, lines[i].tokens)
     named, *_ = capsys.readouterr().err.splitlines()
-    assert named.startswith(f"skipped {path}, record 6: neither messages")
+    assert named.startswith(f"skipped {path}, record 6: none of messages")
 
 
 def test_the_time_to_read_an_array_grows_with_its_length_only(tmp_path, tokenizer):

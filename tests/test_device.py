@@ -3,7 +3,7 @@
 The made-up device's tensors say that they are on `made` and are computed on the CPU. To mix them
 with others is an error, as on a GPU.
 """
-from functools import partial
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,9 +23,9 @@ from moa import Drafter, DraftLimits
 from plumbing.conversations import TokenizedConversation
 from speculate import (
     Generation,
+    OnServer,
     Trace,
-    cycles_on_server,
-    cycles_with_drafts,
+    WithDrafts,
 )
 from train import TrainConfig
 
@@ -194,16 +194,16 @@ def answer_on(
     ablation = ABLATIONS.get(where, FULL)
     target, drafter = models(device, kind=ablation.kind, **choices)
     config = GenerationConfig(6, temperature, top_p=0.9)
-    with_drafts = partial(cycles_with_drafts, target, drafter, limits)
+    with_drafts = WithDrafts(target, drafter, limits)
     if where == "server":
         with serving_models(target, drafter) as server:
-            method = partial(cycles_on_server, lambda prompt: channel_to(server), drafter, limits)
+            method = OnServer(lambda prompt: channel_to(server), drafter, limits)
             return speculate.answer(method, PROMPT, config)
     if where == "here":
         trace = Trace(load_tokenizer("toy"), config.new_sampling(device), as_json=True)
-        method = partial(with_drafts, lookup=True)
+        method = replace(with_drafts, lookup=True)
         return speculate.answer(method, PROMPT, config, trace.emit)
-    method = partial(with_drafts, new_verifier=ablation.new_verifier)
+    method = replace(with_drafts, new_verifier=ablation.new_verifier)
     return speculate.answer(method, PROMPT, config)
 
 

@@ -176,7 +176,7 @@ def test_a_weight_of_q6_k_is_put_together_from_its_four_and_its_two_bits():
     ({"blk.0.ffn_up.weight": (2, (0, 64), b"")}, "layers.0.mlp.up_proj.weight"),
     ({"output_norm.weight": (2, (48,), bytes(36))}, "output_norm.weight"),  # a block and a half
     ({"blk.0.ffn_up.weight": (12, (160, 64), b"")},
-     "blk.0.ffn_up.weight has the unsupported type Q4_K: use a Q8_0, Q4_0 or F16 file"),
+     "blk.0.ffn_up.weight has the unsupported type Q4_K: use a Q8_0, Q4_0, Q4_1 or F16 file"),
     ({"blk.0.ffn_up.weight": (99, (160, 64), b"")}, "unsupported type 99"),
 ], ids=case_name)
 def test_a_broken_gguf_file_is_an_input_error_that_names_the_culprit(tmp_path, changes, culprit):

@@ -131,10 +131,8 @@ def test_keys_are_padded_to_a_length_whose_sums_are_split_like_those_of_longer_o
     assert [LIMITS.padded(n) for n in (1, 192, 193, 512, 513)] == [192, 192, 512, 512, 704]
 
 
-def test_two_slots_are_in_the_same_sum_if_no_split_is_between_them():
+def test_a_sum_ends_at_the_next_split_of_its_block():
     assert [LIMITS.next_split(n) for n in (0, 191, 192, 511, 512)] == [192, 192, 384, 512, 704]
-    assert LIMITS.same_sum(0, 191)
-    assert not LIMITS.same_sum(191, 192)
 
 
 def test_a_mask_is_repeated_for_each_query_head_and_padded():

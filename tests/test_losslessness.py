@@ -53,11 +53,11 @@ from speculate import (
     ExactVerifier,
     LocalVerifier,
     Lookup,
+    OnServer,
     TimedCycle,
+    WithDrafts,
     accept_draft,
     answer,
-    cycles_on_server,
-    cycles_with_drafts,
     rejection_sample_tree,
 )
 
@@ -573,13 +573,11 @@ def whole_answers(
     target = new_target(VOCABULARY, layers=LAYERS)
     drafter = None if alone else new_drafter(target, **choices)
     config = GenerationConfig(max_new_tokens, temperature, top_p)
-    method = partial(
-        cycles_with_drafts, target, drafter, limits, lookup=lookup, new_verifier=new_verifier
-    )
+    method = WithDrafts(target, drafter, limits, lookup, new_verifier)
     with ThreadPoolExecutor(1) as worker:
         if remote:
             connect = partial(in_process, target, drafter, worker)
-            method = partial(cycles_on_server, connect, drafter, limits, lookup=lookup)
+            method = OnServer(connect, drafter, limits, lookup=lookup)
 
         def run() -> list[int]:
             seen = []

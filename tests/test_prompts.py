@@ -14,7 +14,7 @@ from plumbing.prompts import (
     newest_exchanges,
     read_first_questions,
     read_prompt,
-    read_prompts,
+    read_prompt_file,
 )
 
 
@@ -35,7 +35,7 @@ def test_prompts_are_read_in_every_form(tmp_path):
     ]
     questions = ["Hi", "Write.", "What is 2 + 2?", "Hi"]
     for file in (path, tmp_path / "array.json"):
-        assert read_prompts(file) == prompts
+        assert read_prompt_file(file) == prompts
         assert list(read_first_questions(file)) == questions
 
 
@@ -50,12 +50,12 @@ def test_a_malformed_or_empty_prompt_is_an_error_that_names_its_line_and_shows_a
 ):
     path = write(tmp_path / "prompts", {"prompt": "a"}, line)
     with pytest.raises(InputError, match=r'prompts, line 2: .*\{"prompt": '):
-        read_prompts(path)
+        read_prompt_file(path)
 
 
 def test_a_file_without_prompts_is_an_error(tmp_path):
     with pytest.raises(InputError, match="no prompts"):
-        read_prompts(write(tmp_path / "empty", ""))
+        read_prompt_file(write(tmp_path / "empty", ""))
 
 
 @pytest.mark.parametrize("room, kept, line", [

@@ -14,8 +14,8 @@ from plumbing.records import UnusableRecord, find_records, read_messages, usable
 
 
 def messages_of(record: dict) -> list[dict]:
-    messages, is_cut = read_messages(record)
-    assert not is_cut
+    messages, ends_at_tool = read_messages(record)
+    assert not ends_at_tool
     return messages
 
 

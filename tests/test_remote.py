@@ -64,11 +64,11 @@ from speculate import (
     Generation,
     LocalVerifier,
     Method,
+    OnServer,
     Origin,
+    PlainApi,
     TimedCycle,
     answer,
-    cycles_of_api,
-    cycles_on_server,
 )
 
 CHAIN = DraftLimits(4)
@@ -135,12 +135,12 @@ def over(
     channel: Channel, drafter: Drafter, limits: DraftLimits = CHAIN, lookup: bool = False
 ) -> Method:
     """By drafts that the server at the other end of a channel verifies."""
-    return partial(cycles_on_server, lambda prompt: channel, drafter, limits, lookup=lookup)
+    return OnServer(lambda prompt: channel, drafter, limits, lookup=lookup)
 
 
 def api_over(channel: Channel, target: Llama) -> Method:
     """By plain use of an API."""
-    return partial(cycles_of_api, lambda prompt: channel, target.config.vocab_size)
+    return PlainApi(lambda prompt: channel, target.config.vocab_size)
 
 
 class CountedOutage(Network):

@@ -61,6 +61,52 @@ def test_the_page_of_the_default_target_names_each_of_its_results_files():
         assert f"`{path.name}`" in page
 
 
+def speedups(name: str, method: str) -> list[str]:
+    """Return the speed-up of a method for all prompts and then for each kind, as the page of the
+    default target prints them."""
+    rows = json.loads((RESULTS / f"smollm2/{name}.json").read_text())["rows"]
+    values = {row["category"]: f"{row['speedup']:.2f}" for row in rows if row["method"] == method}
+    return [values.pop("overall"), *values.values()]
+
+
+def test_the_page_of_the_default_target_has_the_speed_ups_of_its_benchmark():
+    page = (RESULTS / "smollm2/README.md").read_text()
+    benchmarks = {
+        "bfloat16: trees": speedups("local_bfloat16", "tree"),
+        "bfloat16: trees with lookup": speedups("local_bfloat16", "tree+lookup"),
+        "float32: trees": speedups("local_float32", "tree"),
+        "float32: trees with lookup": speedups("local_float32", "tree+lookup"),
+        "the benchmark's, 128 tokens": speedups("local", "tree"),
+    }
+    for name, values in benchmarks.items():
+        assert f"| {name} | {' | '.join(values)} |\n" in page
+
+
+def test_the_page_of_the_default_target_has_the_speeds_of_batches():
+    page = (RESULTS / "smollm2/README.md").read_text()
+    lines: dict[int, list[str]] = {}
+    for row in json.loads((RESULTS / "smollm2/batch.json").read_text())["rows"]:
+        conversations = min(row["batch"], 12)  # the benchmark has no more
+        cells = lines.setdefault(conversations, [str(conversations)])
+        cells.append(f"{row['tokens_per_second']:.1f}")
+        if row["method"] == "chain":
+            cells.append(f"{row['speedup']:.2f}")
+    for cells in lines.values():
+        assert f"| {' | '.join(cells)} |\n" in page
+
+
+def test_the_page_of_the_default_target_has_the_speeds_on_each_network():
+    page = (RESULTS / "smollm2/README.md").read_text()
+    result = json.loads((RESULTS / "smollm2/remote.json").read_text())
+    rows = {row["method"]: row for row in result["rows"] if row["category"] == "overall"}
+    for network in ("wan", "5g", "4g"):
+        speed = rows[f"api:{network}"]["tokens_per_second"]
+        drafts = rows[f"remote:{network}"]["speedup"]
+        lookup = rows[f"remote+lookup:{network}"]["speedup"]
+        line, = [line for line in page.split("\n") if line.startswith(f"| `{network}`")]
+        assert line.endswith(f"| {speed:.1f} | {drafts:.2f} | {lookup:.2f} |")
+
+
 # --- The files ---
 
 

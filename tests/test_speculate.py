@@ -21,7 +21,6 @@ import traceback
 import unicodedata
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -66,16 +65,16 @@ from speculate import (
     TREE,
     Generation,
     Lookup,
+    OnServer,
     Origin,
     TimedCycle,
     Trace,
+    WithDrafts,
     accept_draft,
     accept_greedy,
     acceptance_length,
     answer,
     check_arguments,
-    cycles_on_server,
-    cycles_with_drafts,
     make_parser,
 )
 
@@ -92,7 +91,7 @@ def draft_and_verify(
     **choices,
 ) -> Generation:
     """An answer to PROMPT of so many tokens. choices: of its GenerationConfig."""
-    method = partial(cycles_with_drafts, target, drafter, limits, lookup=lookup)
+    method = WithDrafts(target, drafter, limits, lookup=lookup)
     return answer(method, PROMPT, GenerationConfig(count, **choices))
 
 
@@ -231,7 +230,7 @@ def test_every_token_is_emitted_once_as_a_draft_or_as_the_targets_own():
             tokens.extend(cycle.tokens)
             origins.extend(cycle.origins)
 
-        method = partial(cycles_with_drafts, target, drafter, limits)
+        method = WithDrafts(target, drafter, limits)
         result = answer(method, PROMPT, GenerationConfig(48), emit)
         assert tokens == result.tokens and len(tokens) == 48
         assert origins == result.origins
@@ -298,7 +297,7 @@ def test_with_the_shipped_drafter_every_token_is_the_default_targets_own_choice(
     config = GenerationConfig(16, stop_ids=frozenset(tokenizer.stop_ids))
     kinds = [TREE, CHAIN] if number in (0, 6) else [TREE]  # a chain takes as long again
     for limits in kinds:
-        tokens = answer(partial(cycles_with_drafts, *packed, limits), prompt, config).tokens
+        tokens = answer(WithDrafts(*packed, limits), prompt, config).tokens
         assert len(tokens) == 16 or tokens[-1] in tokenizer.stop_ids
         hidden = model.hidden(torch.tensor([prompt + tokens[:-1]]))[0, len(prompt) - 1:]
         logits = model.lm_head(hidden)
@@ -392,7 +391,7 @@ def test_prompt_seed_and_temperature_determine_the_tokens_also_in_another_proces
     done = subprocess.run(whole, input=question + "\n", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     there = json.loads(done.stdout)
-    method = partial(cycles_with_drafts, *packed, TREE)
+    method = WithDrafts(*packed, TREE)
     config = GenerationConfig(10, temperature=1.0, seed=3, stop_ids=frozenset(tokenizer.stop_ids))
     prompt = tokenizer.chat(ask(question))
     other = answer(method, prompt, replace(config, seed=4))
@@ -696,7 +695,7 @@ def test_a_trace_says_that_what_was_drafted_after_a_stop_token_was_not_reached()
     trace = Trace(load_tokenizer("toy"), Sampling(), as_json=True)
     records = []
     config = GenerationConfig(20, stop_ids=frozenset([stop]))
-    method = partial(cycles_with_drafts, target, drafter, CHAIN_OF_4)
+    method = WithDrafts(target, drafter, CHAIN_OF_4)
     answer(method, PROMPT, config, lambda cycle: records.append(trace.record(cycle)))
     last = records[-1]
     assert last["tokens"][-1] == stop
@@ -725,7 +724,7 @@ def test_a_trace_of_a_long_chain_fits_80_columns_too_and_is_plain_text_in_a_pipe
 def test_a_trace_of_the_default_target_fits_80_columns_too(smollm2, packed, capsys):
     tokenizer = smollm2[1]
     limits = DraftLimits(12, top_k=3, total_tokens=24)
-    method = partial(cycles_with_drafts, *packed, limits)
+    method = WithDrafts(*packed, limits)
     prompt = tokenizer.chat(ask("请用一句话介绍北京。"))
     config = GenerationConfig(8, temperature=1.5)
     answer(method, prompt, config, Trace(tokenizer, config.new_sampling("cpu"), as_json=False).emit)
@@ -851,7 +850,7 @@ def terminal_over(
         return Channel(server.server_address, next(connections))
 
     args = make_parser().parse_args(["--remote", "--max-new-tokens", "48", *flags])
-    method = partial(cycles_on_server, new_channel, models.drafter, CHAIN)
+    method = OnServer(new_channel, models.drafter, CHAIN)
     config = GenerationConfig(args.max_new_tokens, args.temperature)
     return speculate.Terminal(args, models, method, config)
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from experiments import toy
 from llama import GenerationConfig, generate, load_model, load_tokenizer
 from plumbing.errors import run_command
-from plumbing.prompts import read_prompts
+from plumbing.prompts import read_prompt_file
 from plumbing.records import read_messages
 from plumbing.tokenizer import Tokenizer
 from train import read_conversations
@@ -129,7 +129,7 @@ def test_training_and_the_benchmark_read_the_functions(made):
     sequence = read_conversations([str(path)], tokenizer, 512)[0]
     question, answer = read_lines(path)[0]["data"]
     assert tokenizer.decode(sequence.tokens[sequence.answer].tolist()) == answer
-    assert read_prompts(path)[0].turns == [question]
+    assert read_prompt_file(path)[0].turns == [question]
 
 
 # --- The target ---
