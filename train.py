@@ -51,7 +51,7 @@ from plumbing.conversations import (
     hold_out,
 )
 from plumbing.errors import InputError, run_command
-from plumbing.fingerprint import fingerprint_files, fingerprint_model
+from plumbing.files import fingerprint_files, fingerprint_model
 from plumbing.flags import (
     DTYPES,
     Parser,

@@ -169,7 +169,7 @@ SUPPORTED = {  # the only values of these that are supported; each may also be l
     "attention_bias": [False],
     "mlp_bias": [False],
     "hidden_act": ["silu"],
-    "rope_type": ["default", "none", "llama3"],  # "none" only in GGUF files
+    "rope_type": ["default", "none", "llama3"],  # GGUF files say "none" for "default"
     "partial_rotary_factor": [1],
 }
 LLAMA3_ROPE = (
