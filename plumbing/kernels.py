@@ -146,7 +146,8 @@ def scattered(rows: int, columns: int, generator: Generator) -> Tensor:
 #             20  21  22  23
 #             --------------   a split, and the end of the block
 #
-# `AttentionLimits` describes such a kernel by four facts. The first three say where a key may lie:
+# `AttentionLimits` has four facts about the keys of such a kernel. The first three say where a key
+# may lie:
 #
 #     period    The lanes repeat after a period of slots, here 4. The key of slot 5 may lie in slot
 #               9 instead, if slot 5 is masked: its lane is the same, and so is the key before it in
@@ -157,8 +158,9 @@ def scattered(rows: int, columns: int, generator: Generator) -> Tensor:
 #     lengths   A last block of fewer keys may be split elsewhere. At these lengths it is not: it is
 #               summed as the beginning of a full block is, so it is padded to one of them.
 #
-# On an AMD EPYC in bfloat16, for heads of 64 numbers, three of which share a kv head, they are the
-# following. A last block of 200 keys is padded to 384: blocks of 224 to 352 are split elsewhere.
+# Two more are about queries: see `probe_queries`. On an AMD EPYC in bfloat16, for heads of 64
+# numbers, three of which share a kv head, all six are the following. A last block of 200 keys is
+# padded to 384: blocks of 224 to 352 are split elsewhere.
 #
 #     AttentionLimits(
 #         query_multiple=4,

@@ -340,6 +340,9 @@ def build_gguf_tokenizer(metadata: dict) -> tokenizers.Tokenizer:
 
 
 # --- Which chat format a model has learned ---
+#
+# Four things are read off a chat template, as text: the turns that it writes, whether it drops the
+# spaces around a message, the token that it begins with, and a system message of its own.
 
 SUPPORTED_FORMATS = "only ChatML and Llama-3 are supported"
 
@@ -355,8 +358,11 @@ def detect_chat_format(
         chosen = CHATML
     else:
         chosen = LLAMA3
-    for token in CONTROL_PATTERN.findall(chosen.open_turn + chosen.end_turn) + [chosen.begin]:
-        if token and backend.token_to_id(token) is None:
+    needed = CONTROL_PATTERN.findall(chosen.open_turn + chosen.end_turn)
+    if chosen.begin:
+        needed.append(chosen.begin)
+    for token in needed:
+        if backend.token_to_id(token) is None:
             raise InputError(
                 f"the tokenizer has no token {token} of a chat format: {SUPPORTED_FORMATS}"
             )
@@ -383,7 +389,7 @@ def recognise_template(template: str, bos_token: str) -> ChatFormat:
     text = written_text(template)
     for known in (CHATML, LLAMA3):
         contents = turn_contents(text, known)
-        # With both, what is stripped would depend on the role, which is not supported.
+        # If there are both, it drops the spaces for some roles only, which is not supported.
         if len(contents) == 1:
             return replace(
                 known,
@@ -403,17 +409,18 @@ def written_text(template: str) -> str:
     becomes <|im_start|>{role}\n{stripped}<|im_end|>.
     """
     text = template.replace("\\n", "\n")
-    for name in ("role", "content"):
+    for name in ("role", "content"):  # message['role'] or message.role -> {role}
         text = re.sub(rf"\w+(\.{name}\b|\[['\"]{name}['\"]\])", f"{{{name}}}", text)
+    # {content} | trim or {content}.strip() -> {stripped}
     text = re.sub(r"\{content\}(\s*\|\s*trim\b|\.strip\(\))", "{stripped}", text)
-    return re.sub(r"['\"]|\s*\+\s*", "", text)
+    return re.sub(r"['\"]|\s*\+\s*", "", text)  # 'a' + 'b' -> ab
 
 
 def turn_contents(text: str, known: ChatFormat) -> set[str]:
-    """Return what stands for the message in the turns of a format: {content}, {stripped}, both, or
-    nothing if `text`, which is a template's `written_text`, has no such turn."""
+    """Return what stands for the message in a format's turns: {content}, {stripped} or both. It is
+    nothing if `text`, the `written_text` of a template, has no such turn."""
     contents = set()
-    for role in ("{role}", "user", "assistant"):  # written for all roles alike, or for each one
+    for role in ("{role}", "user", "assistant"):  # a turn for all roles, or one for each
         for content in ("{content}", "{stripped}"):
             turn = known.open_turn + content + known.end_turn
             if turn.replace("{role}", role) in text:
