@@ -682,7 +682,7 @@ class PackedLlama(Llama):
     the same pieces each time."""
 
     def find_limits(self) -> None:
-        """Find out what it takes on this processor to be exact. `limits` is None if it cannot be."""
+        """Find out what it takes on this CPU to be exact. `limits` is None if it cannot be."""
         config = self.config
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.limits = probe_attention(config.head_dim, self.group, self.dtype)

@@ -88,7 +88,6 @@ from plumbing.terminal import (
     YELLOW,
     PromptBar,
     WaitingNote,
-    closing_first,
     draw_cycle,
     paint,
     read_questions,
@@ -1145,9 +1144,13 @@ class Terminal:
         else:
             progress = PromptBar(len(prompt))
             on_piece = progress.update
+
+        def close_and_emit(cycle: TimedCycle) -> None:
+            progress.close()  # a token has come
+            emit(cycle)
+
         with closing(progress):
-            emit = closing_first(progress, emit)
-            generation = answer(self.method, prompt, config, emit, on_piece)
+            generation = answer(self.method, prompt, config, close_and_emit, on_piece)
         text = tokenizer.decode(generation.tokens)
         if not generation.tokens:  # only Ctrl-C can do that
             raise KeyboardInterrupt

@@ -11,7 +11,7 @@ import os
 import select
 import sys
 from threading import Timer
-from typing import Callable, Iterator
+from typing import Iterator
 
 from tqdm import tqdm
 
@@ -66,18 +66,6 @@ class WaitingNote:
 
     def close(self) -> None:
         self.timer.cancel()
-
-
-def closing_first(
-    progress: PromptBar | WaitingNote, emit: Callable[[object], None]
-) -> Callable[[object], None]:
-    """Return an `emit` that closes the display of progress, then calls the given one."""
-
-    def close_and_emit(cycle: object) -> None:
-        progress.close()
-        emit(cycle)
-
-    return close_and_emit
 
 
 # --- The statistics of an answer ---

@@ -4,13 +4,13 @@ import time
 import pytest
 
 from plumbing import terminal
-from plumbing.terminal import PromptBar, WaitingNote, closing_first, why_stopped
+from plumbing.terminal import PromptBar, WaitingNote, why_stopped
 
 
 @pytest.mark.parametrize("length, is_shown", [
     (terminal.LONG_PROMPT, True), (terminal.LONG_PROMPT - 1, False)
 ])
-def test_a_long_prompt_has_a_bar_that_is_gone_before_the_first_token_is_printed(
+def test_a_long_prompt_has_a_bar_of_which_nothing_is_left(
     length, is_shown, capsys
 ):
     bar = PromptBar(length)
@@ -19,10 +19,8 @@ def test_a_long_prompt_has_a_bar_that_is_gone_before_the_first_token_is_printed(
     assert bar.bar.disable != is_shown
     told = capsys.readouterr().err
     assert ("reading the prompt" in told) == is_shown
-    closing_first(bar, lambda token: print(token, end=""))("Hi")
-    shown = capsys.readouterr()
-    assert shown.out == "Hi"
-    assert shown.err.strip() == ""  # spaces, where the bar was
+    bar.close()
+    assert capsys.readouterr().err.strip() == ""  # spaces, where the bar was
 
 
 def test_a_server_that_sends_nothing_for_a_while_is_explained(capsys, monkeypatch):
@@ -36,9 +34,9 @@ def test_a_server_that_sends_nothing_for_a_while_is_explained(capsys, monkeypatc
 def test_a_server_that_answers_soon_is_not(capsys, monkeypatch):
     monkeypatch.setattr(terminal, "PATIENCE", 0.05)
     note = WaitingNote()
-    closing_first(note, print)("Hi")
+    note.close()
     time.sleep(0.1)
-    assert capsys.readouterr() == ("Hi\n", "")
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("tokens, reason", [
