@@ -203,8 +203,9 @@ def synthesize(
                 line = json.dumps(messages, ensure_ascii=False).encode()
                 file.write(LINE_BEGINS + line + b"}\n")
                 file.flush()
-                written += 1
-        finally:  # also where Ctrl-C or SIGTERM ends it
+        finally:  # also where Ctrl-C or SIGTERM ends it, between any two statements
+            file.seek(0)
+            written = file.read().count(b"\n")
             more = "a larger COUNT" if written >= count else "the same command"
             say(f"{written} of {count} conversations are in {out}: {more} goes on")
     return written
