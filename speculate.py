@@ -331,16 +331,16 @@ def rejection_sample_tree(
     accepted with probability 0.6. If it is rejected, p_left is (1, 0, 0) and q_left (0.8, 0, 0.2),
     so a is accepted.
 
-    Why that is exact. The number of children is fixed before any is drawn. Claim: given which of
-    them were rejected so far, the token that in the end follows the newest accepted one is
-    distributed as the p_left of that moment. From the last child backwards:
+    Why that is exact, by induction over the children that are left. Claim: the token that follows
+    the newest accepted one comes out as p_left says.
 
-    1. The last child was drawn from its q_left. If it is rejected, the token is drawn from the
-       residual of p_left. That is the chain's rule, so p_left comes out.
-    2. A child before it was drawn from its q_left, too. If it is rejected, the next child starts
-       with the residual as its p_left, so by the claim a token from the residual comes out. That is
-       the chain's rule again.
-    3. For the first child p_left is p. So p comes out.
+    - No child is left: the token is drawn from p_left.
+    - Else the next child was drawn from its q_left, and is accepted as in a chain. If it is
+      rejected, the residual becomes p_left, and one child less is left. So by induction a token
+      from the residual comes out. That is the chain's rule, and what comes out is p_left.
+
+    For the first child p_left is p. So p comes out. (The number of children is fixed before any is
+    drawn.)
 
     This needs every child to be drawn from its q_left, and every child that was drawn to be
     proposed. `sample_tree` of moa.py drafts in this way.
