@@ -331,19 +331,18 @@ def rejection_sample_tree(
     accepted with probability 0.6. If it is rejected, p_left is (1, 0, 0) and q_left (0.8, 0, 0.2),
     so a is accepted.
 
-    Why that is exact, by induction over the children that are left. Claim: the token that follows
-    the newest accepted one comes out as p_left says.
+    Why that is exact, by induction over the children that are left. Claim: given which children
+    were rejected so far, the token that comes out is distributed as p_left.
 
     - No child is left: the token is drawn from p_left.
     - Else the next child was drawn from its q_left, and is accepted as in a chain. If it is
       rejected, the residual becomes p_left, and one child less is left. So by induction a token
       from the residual comes out. That is the chain's rule, and what comes out is p_left.
 
-    For the first child p_left is p. So p comes out. (The number of children is fixed before any is
-    drawn.)
+    For the first child p_left is p. So p comes out.
 
-    This needs every child to be drawn from its q_left, and every child that was drawn to be
-    proposed. `sample_tree` of moa.py drafts in this way.
+    This needs every child to be drawn from its q_left, every child that was drawn to be proposed,
+    and their number to be fixed before any is drawn. `sample_tree` of moa.py drafts in this way.
     """
     path = [0]
     while True:
