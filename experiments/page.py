@@ -55,6 +55,7 @@ def read_trace(lines: list[str], source: str) -> dict:
             "prompt_tokens": len(first["tokens"]),
             "cycles": [cycle for cycle in cycles if cycle["tokens"]],
             "summary": summary,
+            "stopped": totals["stopped"],
         }
 
 
@@ -88,7 +89,7 @@ PICTURE = """\
 
 def answer_pieces(trace: dict) -> list[tuple[str, str]]:
     """Return the answer in pieces, each with its class in the picture: "draft" for what was drafted
-    and accepted, "own" for the target's."""
+    and accepted, "own" for the target's. An answer that was cut ends in an ellipsis."""
     pieces = []
     for cycle in trace["cycles"]:
         accepted = [node for node in cycle["drafts"] if node["accepted"]]
@@ -96,6 +97,8 @@ def answer_pieces(trace: dict) -> list[tuple[str, str]]:
             pieces.append((node["text"], "draft"))
         if len(cycle["tokens"]) > len(accepted):
             pieces.append((cycle["text"], "own"))
+    if trace["stopped"] != "stop token":
+        pieces.append((" …", "own"))
     return pieces
 
 
@@ -151,7 +154,10 @@ def make_picture(trace: dict) -> str:
     tokens = sum(len(cycle["tokens"]) for cycle in trace["cycles"])
     drafted = sum(kind == "draft" for _, kind in pieces)
     passes = len(trace["cycles"])
-    caption = f"{tokens} tokens in {passes} passes of the target. Green: drafted, {drafted} tokens."
+    caption = (
+        f"{tokens} tokens in {passes} passes of the target, {tokens / passes:.1f} in each. "
+        f"Green: drafted and accepted, {drafted}."
+    )
     body.append(text_line(caption, 24, y, "quiet"))
     width = 48 + COLUMNS * CHARACTER
     return PICTURE.format(
