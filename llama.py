@@ -718,7 +718,8 @@ class PackedLlama(Llama):
             slots = torch.arange(end)
             positions = slots[cache.length:]
             mask = positions.unsqueeze(1) >= slots  # for a single token, too
-        # Every product needs MIN_ROWS rows. To pad the tokens once saves padding in each of them.
+        # Every product needs at least MIN_ROWS rows. To pad the tokens once saves most padding in
+        # the products.
         added = max(MIN_ROWS - count, 0)
         tokens = F.pad(tokens, (0, added))
         positions = F.pad(positions, (0, added))

@@ -542,7 +542,7 @@ class DraftState:
     The accepted tokens are not kept from the draft but appended again: only now do they have a
     memory, and the target's own keys and values.
 
-    Where each layer runs, in `Drafter.features` and here:
+    Where each layer runs, in training and here:
 
                over all positions       step by step
         LSA    build_memory             memory_update, once for every verified token

@@ -230,7 +230,7 @@ def wait(arrival: float, deadline: float) -> None:
 #
 # If the server takes too long, the client gives the connection up. It waits
 #
-#     for the first reply     FIRST_REPLY_SECONDS, because the server has a text to read
+#     for the first reply     at least FIRST_REPLY_SECONDS, because the server has a text to read
 #     for any other reply     ten times as long as for the slowest so far, at least MIN_TIMEOUT
 #     for a new connection    as long as for the next reply, plus INITIAL_RTO for one lost packet
 #

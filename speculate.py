@@ -593,9 +593,9 @@ def timed_cycles(
 ) -> Iterator[TimedCycle]:
     """Run the loop, and time its cycles.
 
-    The time between two calls of the verifier counts as drafting, and LSA as verification: it runs
-    beside the target's cache. (On an accelerator it is still running when `verify` returns, and its
-    time counts as drafting, of the next draft.)
+    What the loop does between two calls of the verifier counts as drafting, and LSA as
+    verification: it runs beside the target's cache. (On an accelerator it is still running when
+    `verify` returns, and its time counts as drafting, of the next draft.)
     """
     watch = Stopwatch(verifier)
     resumed = perf_counter()  # when the loop went on
@@ -730,8 +730,8 @@ def count_traffic(channel: Channel, cycles: Iterator[TimedCycle]) -> Iterator[Ti
 
 @dataclass
 class Generation:
-    """One answer, and what it cost. The prompt's pass is left out of target_calls, draft_seconds
-    and verify_seconds. (But the drafter's work on the prompt is in the first draft's time.)"""
+    """One answer, and what it cost. The prompt's pass, LSA included, is left out of target_calls,
+    draft_seconds and verify_seconds."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
@@ -941,7 +941,7 @@ def verdict(cycle: TimedCycle, path: list[int], node: int) -> str:
     if node in path:
         return "accepted"
     parent = draft.parents[node]
-    ended_at_parent = draft.depth(parent) == len(cycle.tokens)
+    ended_at_parent = draft.depth(parent) == len(cycle.tokens)  # by a stop token, say
     if parent not in path or ended_at_parent:
         return "not reached"
     if parent == path[-1] and draft.tokens[node] == cycle.result.token:

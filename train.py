@@ -526,7 +526,7 @@ def evaluate(
         micro_batch = collate([Example(tokens, answer, horizon)], device)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             result = distill(drafter, micro_batch, config)
-            right = first_choices_match(drafter, result)  # n
+            right = first_choices_match(drafter, result)  # (n)
         sums += result.parts
         depth = (torch.arange(len(tokens)) - horizon)[loss_mask(answer)]  # (n)
         begins = depth == 1  # at the first position of a run, and at no other

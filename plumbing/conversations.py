@@ -21,9 +21,9 @@ from plumbing.processes import say
 from plumbing.records import UnusableRecord, find_records, parse_record, usable_messages
 from plumbing.tokenizer import Tokenizer
 
-# So many conversations stay in RAM as tokens, the first ones that are read. With 2,048 tokens each
-# they take 0.4 GB. Without this, a GPU that trains on a target as small as the default one would
-# wait for the tokenizer.
+# The first conversations that are read stay in RAM as tokens. With 2,048 tokens each they take 0.4
+# GB. Without this, a GPU that trains on a target as small as the default one would wait for the
+# tokenizer.
 MAX_KEPT = 20_000
 MAX_NAMED = 5  # skipped records that are named one by one, before they are only counted
 EXAMPLE = (

@@ -28,6 +28,7 @@ TOY_MODEL = "toy"  # weights/README.md says what it is
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
 SHIPPED_DRAFTERS = {
     DEFAULT_MODEL: WEIGHTS / "smollm2",
+    # The same model with its full weights, from which the 4-bit ones were made. (Not tried.)
     "HuggingFaceTB/SmolLM2-135M-Instruct": WEIGHTS / "smollm2",
     TOY_MODEL: WEIGHTS / "toy" / "drafter",
 }

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def is_script() -> bool:
     """Tell whether the program that runs is one of this repository's scripts."""
     file = getattr(sys.modules["__main__"], "__file__", None)  # None: an interactive session
-    return file is not None and Path(file).resolve().is_relative_to(ROOT)
+    return file is not None and Path(file).resolve().parent in (ROOT, ROOT / "experiments")
 
 
 try:
