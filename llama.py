@@ -47,15 +47,8 @@ from plumbing.flags import (
 from plumbing.gguf import read_gguf
 from plumbing.hub import resolve_path
 from plumbing.huggingface import load_weights, read_hugging_face
-from plumbing.kernels import (
-    KEY_BLOCK,
-    MIN_ROWS,
-    AttentionLimits,
-    packed_product,
-    probe_attention,
-    probe_rows,
-    reorder_weight,
-)
+from plumbing.kernels import KEY_BLOCK, MIN_ROWS, AttentionLimits, probe_attention, probe_rows
+from plumbing.onednn import packed_product, reorder_weight
 from plumbing.prompts import answer_length, read_prompt
 from plumbing.terminal import report, why_stopped
 from plumbing.tokenizer import TextStream, Tokenizer, load_tokenizer
@@ -176,6 +169,7 @@ class Attention(nn.Module):
         """Attend with queries (B, H, T, D) to kv (B, Hkv, S, 2D) -> (B, T, E).
 
         mask (T, S) or (B, 1, T, S) is True where a query may look. Without one it looks everywhere.
+        (As in PyTorch, a mask of numbers is added to the scores.)
         """
         k, v = kv.chunk(2, dim=-1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
@@ -264,8 +258,8 @@ class KVCache:
     def by_token(self, start: int, end: int) -> Tensor:
         """Return what the drafter reads of the tokens in slots `start` to `end`: (B, T, L, 2 Ekv).
 
-        The 2 Ekv numbers are in this order: key of head 0, value of head 0, key of head 1, ... The
-        authors' weights expect it.
+        The 2 Ekv numbers are in this order: key of head 0, value of head 0, key of head 1, ... It
+        is the order in the authors' code.
         """
         kv = self.kv[:, :, :, start:end]  # (L, B, Hkv, T, 2D)
         kv = kv.permute(1, 3, 0, 2, 4)  # (B, T, L, Hkv, 2D)

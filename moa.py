@@ -24,7 +24,7 @@ import math
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -47,10 +47,10 @@ from plumbing.errors import InputError, input_errors
 from plumbing.files import atomic_write, checksum, read_json
 from plumbing.hub import SHIPPED_DRAFTERS, resolve_path
 from plumbing.huggingface import load_weights, read_tensors
-from plumbing.kernels import has_fast_bfloat16
+from plumbing.onednn import has_fast_bfloat16
 from plumbing.tokenizer import Tokenizer
 
-LSA_TOKENS = 64  # that LSA reads at a time: a whole prompt, times L layers, may not fit in RAM
+LSA_TOKENS = 64  # LSA reads this many at a time: a whole prompt, times L layers, may not fit in RAM
 
 
 # --- The method in formulas ---
@@ -341,6 +341,16 @@ class MemoryUpdate:
     tokens: list[int]
     cross_kv: Tensor | None  # CA's keys and values of the memory, (1, Hkv, T, 2D)
     reused_kv: Tensor | None  # those in the target's last N layers, (N, 1, Hkv, T, 2D)
+
+
+class Verifier(Protocol):
+    """The target's side of one conversation, here or on a server."""
+
+    def prefill(self, prompt: list[int]) -> VerifyResult:
+        """Read a prompt, and choose the token after it."""
+
+    def verify(self, draft: Draft) -> VerifyResult:
+        """Decide which tokens of a draft to keep."""
 
 
 @dataclass
@@ -1030,13 +1040,11 @@ class RemoteDraftState(DraftState):
 
 
 def to_bfloat16(drafter: Drafter) -> Drafter:
-    """Turn a drafter's weights into bfloat16, if they are on a CPU with instructions for it.
+    """Turn a drafter's float32 weights into bfloat16, on a CPU with instructions for it.
 
     Drafts need not be exact: a worse one costs time, never text.
     """
-    weight = drafter.Ekv2E.weight
-    is_on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-    if is_on_cpu and has_fast_bfloat16():
+    if drafter.device.type == "cpu" and drafter.dtype == torch.float32 and has_fast_bfloat16():
         for parameter in drafter.parameters():  # (drafter.bfloat16() would round the angles, too)
             parameter.data = parameter.data.bfloat16()
         if isinstance(drafter.head, LimitedHead):  # the plain head is the target's own
@@ -1067,8 +1075,8 @@ class Models(NamedTuple):
 def load_models(
     model: str, drafter: str | None, device: str, dtype: torch.dtype, remote: bool = False
 ) -> Models:
-    """Load a target, its tokenizer and a drafter, packed. The drafter is in bfloat16 where a CPU is
-    fast with it, whatever the target's dtype.
+    """Load a target, its tokenizer and a drafter, packed. The drafter has the target's dtype, but
+    see `to_bfloat16`.
 
     drafter: its folder; None: the shipped one for this model. remote: the target is on a server. To
     draft, a client needs of it the embeddings, the LM head and the last N layers: only these are

@@ -50,6 +50,7 @@ from moa import (
     MemoryUpdate,
     Models,
     RemoteDraftState,
+    Verifier,
     VerifyResult,
     dequantize_probabilities,
     load_models,
@@ -232,7 +233,8 @@ def wait(arrival: float, deadline: float) -> None:
 #
 #     for the first reply     at least FIRST_REPLY_SECONDS, because the server has a text to read
 #     for any other reply     ten times as long as for the slowest so far, at least MIN_TIMEOUT
-#     for a new connection    as long as for the next reply, plus INITIAL_RTO for one lost packet
+#     for a new connection    as long as it would for a reply over the old one, plus INITIAL_RTO
+#                             for one lost packet
 #
 # With --timeout it waits that long for every reply.
 
@@ -537,22 +539,16 @@ def text_request(call: str, text: list[int], config: GenerationConfig) -> tuple[
 # --- The paper's server: the target is there ---
 
 
-class Verifier(Protocol):
-    """The target's side of one text: what TargetSession uses of `speculate.LocalVerifier`."""
+class CachedVerifier(Verifier, Protocol):
+    """What TargetSession uses of `speculate.LocalVerifier`."""
 
     model: Llama
     cache: KVCache
     sampling: Sampling
 
-    def prefill(self, prompt: list[int]) -> VerifyResult:
-        """Read a prompt, and choose the token after it."""
-
-    def verify(self, draft: Draft) -> VerifyResult:
-        """Decide which tokens of a draft to keep."""
-
 
 # The int is the capacity of its cache, in slots.
-NewVerifier = Callable[[Llama, Drafter, int, Sampling, OnPiece], Verifier]
+NewVerifier = Callable[[Llama, Drafter, int, Sampling, OnPiece], CachedVerifier]
 
 
 @dataclass
@@ -568,7 +564,7 @@ class TargetSession:
     worker: futures.ThreadPoolExecutor
     new_verifier: NewVerifier
     has_left: HasLeft
-    verifier: Verifier | None = None  # of the text that was read last
+    verifier: CachedVerifier | None = None  # of the text that was read last
     root: int = 0  # of the next draft: the newest token
 
     @property

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from time import monotonic, perf_counter
-from typing import Callable, Iterator, Protocol
+from typing import Callable, Generator, Iterator, Protocol
 
 import torch
 from torch import Tensor
@@ -59,6 +59,7 @@ from moa import (
     MemoryUpdate,
     Models,
     RemoteDraftState,
+    Verifier,
     VerifyResult,
     draft_distributions,
     load_models,
@@ -108,7 +109,7 @@ class Cycle:
 
 @torch.inference_mode()
 def speculate(
-    verifier: LocalVerifier | RemoteVerifier,
+    verifier: Verifier,
     state: DraftState | Lookup,
     prompt: list[int],
     config: GenerationConfig,
@@ -563,10 +564,13 @@ class TimedCycle(Cycle):
         return self.draft.path_of(self.tokens[:self.origins.count(Origin.DRAFT)])
 
 
+Cycles = Generator[TimedCycle, None, None]  # an iterator that can be closed
+
+
 class Stopwatch:
     """A verifier that passes each call on to another, and notes when it began and ended."""
 
-    def __init__(self, verifier: LocalVerifier | RemoteVerifier):
+    def __init__(self, verifier: Verifier):
         self.verifier = verifier
         self.began = 0.0  # the newest call, in seconds of `perf_counter`
         self.ended = 0.0
@@ -585,12 +589,12 @@ class Stopwatch:
 
 
 def timed_cycles(
-    verifier: LocalVerifier | RemoteVerifier,
+    verifier: Verifier,
     state: DraftState | Lookup,
     prompt: list[int],
     config: GenerationConfig,
     limits: DraftLimits,
-) -> Iterator[TimedCycle]:
+) -> Cycles:
     """Run the loop, and time its cycles.
 
     What the loop does between two calls of the verifier counts as drafting, and LSA as
@@ -611,7 +615,7 @@ class Method(Protocol):
 
     def cycles(
         self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None = None
-    ) -> Iterator[TimedCycle]:
+    ) -> Cycles:
         """Answer a prompt, cycle by cycle. on_piece: see `read_in_pieces`. A server does not say
         how far it has read, so it is called only where the target is on this machine."""
 
@@ -624,7 +628,7 @@ class Alone:
 
     def cycles(
         self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None = None
-    ) -> Iterator[TimedCycle]:
+    ) -> Cycles:
         return cycles_of_tokens(generate(self.model, prompt, config, on_piece), prompt)
 
 
@@ -640,7 +644,7 @@ class WithDrafts:
 
     def cycles(
         self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None = None
-    ) -> Iterator[TimedCycle]:
+    ) -> Cycles:
         sampling = config.new_sampling(self.model.device)
         capacity = slots(prompt, config, self.limits)
         state = self.drafter.new_state(capacity, sampling) if self.drafter else None
@@ -666,7 +670,7 @@ class OnServer:
 
     def cycles(
         self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None = None
-    ) -> Iterator[TimedCycle]:
+    ) -> Cycles:
         channel = self.new_channel(prompt)
         target = self.drafter.target
         sampling = config.new_sampling(target.device)
@@ -686,7 +690,7 @@ class PlainApi:
 
     def cycles(
         self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None = None
-    ) -> Iterator[TimedCycle]:
+    ) -> Cycles:
         channel = self.new_channel(prompt)
         tokens = call_api(channel, prompt, config, self.vocab_size)
         return count_traffic(channel, cycles_of_tokens(tokens, prompt))
@@ -700,7 +704,7 @@ def slots(prompt: list[int], config: GenerationConfig, limits: DraftLimits) -> i
     return len(prompt) + config.max_new_tokens + 1 + drafted
 
 
-def cycles_of_tokens(tokens: Iterator[int], prompt: list[int]) -> Iterator[TimedCycle]:
+def cycles_of_tokens(tokens: Iterator[int], prompt: list[int]) -> Cycles:
     """Make a cycle of each token."""
     start = perf_counter()
     for token in tokens:
@@ -709,7 +713,7 @@ def cycles_of_tokens(tokens: Iterator[int], prompt: list[int]) -> Iterator[Timed
         start = perf_counter()
 
 
-def count_traffic(channel: Channel, cycles: Iterator[TimedCycle]) -> Iterator[TimedCycle]:
+def count_traffic(channel: Channel, cycles: Cycles) -> Cycles:
     """Note the traffic of each cycle, and whether an outage delayed it. Closes the channel at the
     end."""
     outage = channel.network.outage  # simulated, after a number of tokens

@@ -22,7 +22,7 @@ import torch
 
 from plumbing.errors import fail, input_errors
 from plumbing.hub import DEFAULT_MODEL, TOY_MODEL
-from plumbing.kernels import has_fast_bfloat16
+from plumbing.onednn import has_fast_bfloat16
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

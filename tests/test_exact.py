@@ -7,7 +7,8 @@ from experiments.bench import CHAIN
 from llama import GenerationConfig, PackedLlama, Sampling, load_model
 from moa import Drafter, DraftLimits, VerifyResult, load_drafter, pack_together, to_bfloat16
 from plumbing.hub import SHIPPED_DRAFTERS
-from plumbing.kernels import KEY_BLOCK, has_fast_bfloat16
+from plumbing.kernels import KEY_BLOCK
+from plumbing.onednn import has_fast_bfloat16
 from speculate import (
     REMOTE_TREE,
     TREE,

@@ -10,16 +10,14 @@ from plumbing.kernels import (
     AttentionLimits,
     Trial,
     cancelling_numbers,
-    has_fast_bfloat16,
-    packed_product,
     probe_attention,
     probe_grain,
     probe_lengths,
     probe_period,
     probe_rows,
     probe_splits,
-    reorder_weight,
 )
+from plumbing.onednn import has_fast_bfloat16, packed_product, reorder_weight
 
 DTYPES = [torch.float32]
 if has_fast_bfloat16():
