@@ -142,7 +142,7 @@ def make_table(columns: dict[str, Value], lines: dict[str, list[Row]]) -> str:
     headings = ["", *columns]
     compares = "trees" in columns
     if compares:
-        headings.append("trees, relative")
+        headings.append("trees, against the first line")
     first = next(iter(lines.values()))
     table = []
     for name, rows in lines.items():
