@@ -195,7 +195,8 @@ class LocalVerifier:
         return VerifyResult(verified[1:], acceptance.token, memory, draft, logits)
 
     def lay_out(self, draft: Draft) -> tuple[Draft, Tensor, Tensor]:
-        """Return what is verified of a draft (here: all of it), its positions and its mask."""
+        """Return what is verified of a draft, its positions and its mask. Here all of it is: only
+        `ExactVerifier`, below the bar, may have no room for some nodes of a tree."""
         positions, mask = draft_layout(draft, self.cache.length, self.model.device)
         return draft, positions, mask
 
