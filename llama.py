@@ -36,14 +36,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import InputError, input_errors, run_command
-from plumbing.flags import (
-    DTYPES,
-    Parser,
-    add_generation_arguments,
-    add_model_arguments,
-    choose_dtype,
-)
+from plumbing.flags import Parser, add_generation_arguments, add_model_arguments
 from plumbing.gguf import read_gguf
 from plumbing.hub import resolve_path
 from plumbing.huggingface import load_weights, read_hugging_face

@@ -81,6 +81,7 @@ from netsim import (
     start_server,
 )
 from plumbing import flags
+from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import InputError, run_command
 from plumbing.layout import TreeLayout, lay_out_tree
 from plumbing.prompts import answer_length, newest_exchanges, read_prompt
@@ -1244,7 +1245,7 @@ def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
     check_arguments(parser, args)
-    dtype = flags.DTYPES[flags.choose_dtype(args.device, args.dtype)]
+    dtype = DTYPES[choose_dtype(args.device, args.dtype)]
     if args.serve:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         serve(args.serve, load(args, dtype), ExactVerifier, announce_on_terminal)

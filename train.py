@@ -50,19 +50,20 @@ from plumbing.conversations import (
     frequent_tokens,
     hold_out,
 )
+from plumbing.devices import DTYPES, choose_training_dtype
 from plumbing.errors import InputError, run_command
-from plumbing.files import fingerprint_files, fingerprint_model
-from plumbing.flags import (
-    DTYPES,
-    Parser,
-    add_model_arguments,
-    choose_training_dtype,
-    number,
-    path,
-    positive_int,
-)
+from plumbing.flags import Parser, add_model_arguments, number, path, positive_int
 from plumbing.hub import resolve_path
-from plumbing.journal import Journal, end_stopped_run, find_run, read_log, read_settings
+from plumbing.journal import (
+    Journal,
+    draw_scores,
+    end_stopped_run,
+    find_run,
+    fingerprint_files,
+    fingerprint_model,
+    read_log,
+    read_settings,
+)
 from plumbing.processes import (
     all_reduce,
     join_processes,
@@ -74,7 +75,6 @@ from plumbing.processes import (
     world_size,
 )
 from plumbing.signals import StopSignals
-from plumbing.terminal import draw_scores
 from plumbing.tokenizer import Tokenizer
 
 CLIP = 1.0  # the gradient's norm, at most

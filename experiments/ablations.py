@@ -37,17 +37,10 @@ from moa import (
     pack_together,
 )
 from plumbing.conversations import hold_out
+from plumbing.devices import DTYPES, choose_training_dtype
 from plumbing.errors import InputError, run_command
 from plumbing.files import read_json
-from plumbing.flags import (
-    DTYPES,
-    Parser,
-    add_model_arguments,
-    choose_training_dtype,
-    number,
-    path,
-    positive_int,
-)
+from plumbing.flags import Parser, add_model_arguments, number, path, positive_int
 from plumbing.tokenizer import Tokenizer
 from speculate import (
     ExactVerifier,

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from experiments.bench import COLUMNS, DEFAULT_PROMPTS, compare_texts
+from experiments.prompts import Prompt, read_prompt_file
 from experiments.tables import Column, print_rows
 from llama import (
     GenerationConfig,
@@ -54,17 +55,9 @@ from moa import (
     extend_chain,
     load_models,
 )
+from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import InputError, run_command
-from plumbing.flags import (
-    DTYPES,
-    Parser,
-    add_generation_arguments,
-    add_model_arguments,
-    choose_dtype,
-    number,
-    path,
-)
-from plumbing.prompts import Prompt, read_prompt_file
+from plumbing.flags import Parser, add_generation_arguments, add_model_arguments, number, path
 from speculate import accept_draft
 
 # --- A cache of rows of different lengths ---

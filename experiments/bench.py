@@ -39,6 +39,7 @@ from typing import Callable, Iterator, NamedTuple
 import torch
 from tqdm import tqdm
 
+from experiments.prompts import Prompt, read_prompt_file
 from experiments.tables import Column, print_rows
 from llama import (
     GenerationConfig,
@@ -65,18 +66,17 @@ from netsim import (
     open_channel,
     start_server,
 )
+from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import InputError, run_command
 from plumbing.flags import (
-    DTYPES,
     Parser,
     add_generation_arguments,
     add_model_arguments,
     address,
-    choose_dtype,
     path,
     time_limit,
 )
-from plumbing.prompts import Prompt, answer_length, read_prompt_file
+from plumbing.prompts import answer_length
 from plumbing.tokenizer import Tokenizer
 from speculate import (
     OWN_SERVER,

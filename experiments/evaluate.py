@@ -25,8 +25,9 @@ from tqdm import tqdm
 from llama import Sampling, load_target
 from moa import Drafter, DraftLimits, load_drafter, pack_together
 from plumbing.conversations import NO_ANSWER, NO_FILE, TokenizedConversation
+from plumbing.devices import DTYPES, choose_training_dtype
 from plumbing.errors import InputError, run_command
-from plumbing.flags import DTYPES, Parser, add_model_arguments, choose_training_dtype, number, path
+from plumbing.flags import Parser, add_model_arguments, number, path
 from speculate import LocalVerifier
 from train import (
     EVALUATION_RUN,

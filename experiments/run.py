@@ -34,6 +34,7 @@ import torch
 
 from experiments.ablations import LIMITS
 from experiments.bench import Contender, bench_prompts, summarize
+from experiments.prompts import read_prompt_file
 from experiments.recipes import (
     EXPERIMENTS,
     SEEDS,
@@ -49,7 +50,6 @@ from moa import Drafter, load_drafter, pack_together
 from plumbing.errors import run_command
 from plumbing.files import atomic_write, read_json
 from plumbing.flags import Parser
-from plumbing.prompts import read_prompt_file
 from speculate import Alone, WithDrafts
 from train import train_drafter
 

@@ -18,10 +18,10 @@ import torch
 
 from experiments.ablations import LIMITS, Ablation
 from experiments.evaluate import evaluate_drafting
+from experiments.prompts import read_prompt_file
 from llama import GenerationConfig, Llama, Sampling, generate, load_tokenizer
 from moa import Draft, Drafter, DraftLimits
 from plumbing.conversations import TokenizedConversation
-from plumbing.prompts import read_prompt_file
 from speculate import LocalVerifier, WithDrafts, acceptance_length, answer
 from train import EVALUATION_RUN, TrainConfig, evaluate, loss_mask, read_conversations, target_pass
 

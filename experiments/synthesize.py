@@ -33,19 +33,12 @@ import torch
 from tqdm import tqdm
 
 from experiments.batching import Batch, Request
+from experiments.prompts import read_first_questions
 from llama import GenerationConfig, Llama, load_target, pack
+from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import InputError, run_command
-from plumbing.flags import (
-    DTYPES,
-    Parser,
-    add_model_arguments,
-    choose_dtype,
-    number,
-    path,
-    positive_int,
-)
+from plumbing.flags import Parser, add_model_arguments, number, path, positive_int
 from plumbing.processes import say
-from plumbing.prompts import read_first_questions
 from plumbing.records import next_role
 from plumbing.tokenizer import Tokenizer
 

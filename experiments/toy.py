@@ -38,9 +38,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from llama import Config, Llama
+from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import InputError, run_command
 from plumbing.files import atomic_write
-from plumbing.flags import DTYPES, Parser, choose_dtype, number, path, positive_int
+from plumbing.flags import Parser, number, path, positive_int
 from plumbing.journal import Journal, end_stopped_run, find_run, read_settings
 from plumbing.processes import progress_bar, say
 from plumbing.records import find_records, parse_record, read_messages

@@ -1,4 +1,4 @@
-"""Files: written completely or not at all, read as JSON, and known again by their contents."""
+"""Files: written completely or not at all, and read as JSON."""
 from __future__ import annotations
 
 import hashlib
@@ -6,7 +6,7 @@ import json
 import os
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterable, Iterator
+from typing import Iterator
 
 from safetensors import SafetensorError
 
@@ -50,23 +50,3 @@ def checksum(path: str | Path) -> str:
     """Return the SHA-256 of a file's bytes, in hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def fingerprint_files(files: Iterable[str | Path]) -> str:
-    """Return a checksum of the contents of several files, in this order. Their names do not matter.
-
-    It has 16 digits, as people read it in messages.
-    """
-    checksums = [checksum(file) for file in files]
-    return hashlib.sha256(" ".join(checksums).encode()).hexdigest()[:16]
-
-
-def fingerprint_model(path: Path) -> str:
-    """Return a checksum of a .gguf file, or of all files of a Hugging Face folder that are of the
-    kinds that a model is read from."""
-    if path.is_file():
-        return fingerprint_files([path])
-    # The folder may hold other files. A toy target's also has its text and its training run.
-    suffixes = (".safetensors", ".json", ".jinja")
-    files = [file for file in path.iterdir() if file.suffix in suffixes]
-    return fingerprint_files(sorted(files))

@@ -1,5 +1,5 @@
-"""Command lines: a parser whose errors are one line, the types of values, the flags that scripts
-share, and the dtype that follows from them.
+"""Command lines: a parser whose errors are one line, the types of values, and the flags that scripts
+share.
 
 A value is checked where it enters: `argparse` calls its type, and what the type raises becomes one
 line that says what was expected.
@@ -20,11 +20,9 @@ from typing import Callable, Iterable, NoReturn
 
 import torch
 
-from plumbing.errors import fail, input_errors
+from plumbing.devices import DTYPES
+from plumbing.errors import fail
 from plumbing.hub import DEFAULT_MODEL, TOY_MODEL
-from plumbing.onednn import has_fast_bfloat16
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Parser(argparse.ArgumentParser):
@@ -158,27 +156,3 @@ def add_generation_arguments(parser) -> None:
     add("--top-p", type=number(float, 1e-6, 1), default=1.0,
         help="draw from the likeliest tokens that make up this share (default: %(default)s)")
     add("--json", action="store_true", help="print one JSON object instead of the text")
-
-
-def check_device(device: str) -> None:
-    """Raise InputError if the device cannot be used."""
-    with input_errors(f"--device {device} cannot be used here", RuntimeError, AssertionError):
-        torch.zeros(1, device=device).item()
-
-
-def choose_dtype(device: str, dtype: str | None) -> str:
-    """Return the name of the dtype to compute in: the one given or, if None, bfloat16, but float32
-    on a CPU that is slow with it. Raises InputError if the device cannot be used."""
-    check_device(device)
-    if dtype is None:
-        slow = device.startswith("cpu") and not has_fast_bfloat16()
-        dtype = "float32" if slow else "bfloat16"
-    return dtype
-
-
-def choose_training_dtype(device: str, dtype: str | None) -> str:
-    """Return the name of the dtype to train in, or to score what was trained: as `choose_dtype`,
-    but on a CPU the default is float32."""
-    if dtype is None and device.startswith("cpu"):
-        dtype = "float32"
-    return choose_dtype(device, dtype)

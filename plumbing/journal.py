@@ -17,16 +17,17 @@ update.
 """
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Collection, NoReturn
+from typing import Callable, Collection, Iterable, NoReturn
 
 import torch
 from torch import nn
 
 from plumbing.errors import InputError, input_errors
-from plumbing.files import atomic_write
+from plumbing.files import atomic_write, checksum
 from plumbing.processes import rank, say, wait_for_all
 from plumbing.signals import StopSignals
 
@@ -175,7 +176,39 @@ def check_settings(saved: dict, wanted: dict, may_differ: Collection[str], out: 
         )
 
 
+def fingerprint_files(files: Iterable[str | Path]) -> str:
+    """Return a checksum of the contents of several files, in this order. Their names do not matter.
+
+    It has 16 digits, as people read it in messages.
+    """
+    checksums = [checksum(file) for file in files]
+    return hashlib.sha256(" ".join(checksums).encode()).hexdigest()[:16]
+
+
+def fingerprint_model(path: Path) -> str:
+    """Return a checksum of a .gguf file, or of all files of a Hugging Face folder that are of the
+    kinds that a model is read from."""
+    if path.is_file():
+        return fingerprint_files([path])
+    # The folder may hold other files. A toy target's also has its text and its training run.
+    suffixes = (".safetensors", ".json", ".jinja")
+    files = [file for file in path.iterdir() if file.suffix in suffixes]
+    return fingerprint_files(sorted(files))
+
+
 def read_log(out: str | Path) -> list[dict]:
     """Return what a run has logged."""
     lines = Path(out, "log.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
+
+
+def draw_scores(scores: dict, update: int) -> str:
+    """Draw what `evaluate` of train.py returns, with a bar for the accuracy at each depth."""
+    lines = [
+        f"update {update}: held-out loss {scores['held_out_loss']:.3f}",
+        f"  KL {scores['held_out_kl']:.3f}, implied acceptance length "
+        f"{scores['implied_acceptance_length']:.2f}, and how often drafts are right, by depth:",
+    ]
+    for depth, accuracy in enumerate(scores["depth_accuracy"], 1):
+        lines.append(f"  {depth}  {accuracy:4.0%}  {'█' * round(40 * accuracy)}")
+    return "\n".join(lines)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from plumbing.flags import check_device
+from plumbing.devices import check_device
 
 
 def rank() -> int:

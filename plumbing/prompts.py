@@ -1,18 +1,10 @@
-"""Prompts: read from a file or from standard input, and fitted into the context."""
+"""Prompts: given or piped in, and fitted into the context."""
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable
 
 from plumbing.errors import InputError, input_errors
-from plumbing.records import (
-    UnusableRecord,
-    find_records,
-    parse_record,
-    read_messages,
-    read_turn,
-)
 
 
 def read_prompt(text: str | None) -> str:
@@ -26,58 +18,6 @@ def read_prompt(text: str | None) -> str:
     if not text.strip():
         raise InputError("the prompt is empty")
     return text
-
-
-class Prompt(NamedTuple):
-    category: str
-    turns: list[str]  # what the user says, one after the other
-
-
-def read_prompt_file(path: str | Path) -> list[Prompt]:
-    """Read the prompts of a file: {"prompt": text}, Spec-Bench's {"category", "turns"}, or what the
-    user says in conversations. Raises InputError."""
-    form = 'expected {"prompt": text}, {"category": name, "turns": [...]} or {"messages": [...]}'
-    prompts = []
-    for record in find_records(path):
-        with input_errors(f"{path}, {record.place}: {form}", InputError):
-            prompts.append(parse_prompt(parse_record(record.text)))
-    if not prompts:
-        raise InputError(f"{path}: no prompts")
-    return prompts
-
-
-def parse_prompt(record: dict) -> Prompt:
-    """Return the prompt in a record. Raises InputError."""
-    if "prompt" in record:  # perhaps beside a conversation that begins with it
-        messages = [read_turn({"role": "user", "content": record["prompt"]})]
-    else:
-        messages, _ = read_messages(record)
-    if "system" in [message["role"] for message in messages]:
-        raise InputError("system messages are not supported in prompts")
-    turns = user_turns(messages)
-    if not turns or not all(turn.strip() for turn in turns):
-        raise InputError("the prompt is empty")
-    category = str(record.get("category") or "other")
-    if category == "overall":
-        raise InputError("the category 'overall' is reserved for the rows of all prompts")
-    return Prompt(category, turns)
-
-
-def read_first_questions(path: str | Path) -> Iterator[str]:
-    """Yield what the user asks first in each record of a file of conversations or prompts, without
-    the records that are unusable. Raises InputError if the file cannot be read."""
-    for record in find_records(path):
-        try:
-            messages, _ = read_messages(parse_record(record.text))
-        except UnusableRecord:
-            continue
-        turns = user_turns(messages)
-        if turns and turns[0].strip():
-            yield turns[0]
-
-
-def user_turns(messages: list[dict]) -> list[str]:
-    return [message["content"] for message in messages if message["role"] == "user"]
 
 
 # --- What the context has room for ---

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Iterator, NamedTuple
 
 from plumbing.errors import InputError, input_errors
-from plumbing.tokenizer import check_message
 
 # --- Files: the records in them ---
 
@@ -99,6 +98,7 @@ ROLE_NAMES = {  # ShareGPT's
     "bing": "assistant",
     "bard": "assistant",
 }
+ROLES = ("system", "user", "assistant")
 TOOL_ROLES = ("tool", "function", "tool_call", "function_call", "observation")
 
 
@@ -181,6 +181,19 @@ def read_turn(turn: dict) -> dict:
     except InputError as error:
         raise UnusableRecord("an unusable turn", error) from None
     return message
+
+
+def check_message(message: dict) -> None:
+    """Raises InputError if this is no message of a chat."""
+    role = message.get("role")
+    content = message.get("content")
+    if role not in ROLES or not isinstance(content, str):
+        raise InputError(
+            f"a message needs a role ({', '.join(ROLES)}) and text as content, "
+            f"not {message!r:.100}"
+        )
+    with input_errors("the text is not valid UTF-8", UnicodeError):
+        content.encode()  # JSON and the command line may hold half a surrogate pair
 
 
 def join_parts(content: object) -> object:

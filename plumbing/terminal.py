@@ -147,21 +147,6 @@ def quote(text: str) -> str:
     return json.dumps(shown or "<end>", ensure_ascii=False)
 
 
-# --- The scores of a drafter that is being trained ---
-
-
-def draw_scores(scores: dict, update: int) -> str:
-    """Draw what `evaluate` of train.py returns, with a bar for the accuracy at each depth."""
-    lines = [
-        f"update {update}: held-out loss {scores['held_out_loss']:.3f}",
-        f"  KL {scores['held_out_kl']:.3f}, implied acceptance length "
-        f"{scores['implied_acceptance_length']:.2f}, and how often drafts are right, by depth:",
-    ]
-    for depth, accuracy in enumerate(scores["depth_accuracy"], 1):
-        lines.append(f"  {depth}  {accuracy:4.0%}  {'█' * round(40 * accuracy)}")
-    return "\n".join(lines)
-
-
 # --- A chat ---
 
 PASTE_SECONDS = 0.05  # lines that come within so short a time were not typed one after the other

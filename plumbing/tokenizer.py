@@ -29,24 +29,9 @@ from plumbing.files import read_json
 from plumbing.gguf import parse_gguf
 from plumbing.hub import resolve_path
 from plumbing.huggingface import read_stop_ids
+from plumbing.records import check_message
 
 # --- Text and conversations to ids, and back ---
-
-ROLES = ("system", "user", "assistant")
-
-
-def check_message(message: dict) -> None:
-    """Raises InputError if this is no message of a chat."""
-    role = message.get("role")
-    content = message.get("content")
-    if role not in ROLES or not isinstance(content, str):
-        raise InputError(
-            f"a message needs a role ({', '.join(ROLES)}) and text as content, "
-            f"not {message!r:.100}"
-        )
-    with input_errors("the text is not valid UTF-8", UnicodeError):
-        content.encode()  # JSON and the command line may hold half a surrogate pair
-
 
 @dataclass
 class Tokenizer:

@@ -31,12 +31,12 @@ from experiments.bench import (
     remote_contenders,
     summarize,
 )
+from experiments.prompts import Prompt, read_prompt_file
 from experiments.tables import Column, format_markdown, print_rows
 from llama import GenerationConfig
 from moa import Draft, DraftLimits, VerifyResult
 from netsim import Link, open_channel
 from plumbing.errors import run_command
-from plumbing.prompts import Prompt, read_prompt_file
 from speculate import Generation, Origin, TimedCycle
 
 

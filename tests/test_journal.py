@@ -31,7 +31,7 @@ from tiny_target import (
 )
 
 import train
-from plumbing.journal import read_log
+from plumbing.journal import fingerprint_files, fingerprint_model, read_log
 
 LONG = ["--updates", 8, "--save-every", 2, "--eval-every", 3, "--lr", 1e-3]  # a run of 8 updates
 
@@ -363,3 +363,22 @@ def test_paths_may_have_any_letters_whatever_the_locale(tmp_path, tiny, command)
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     subprocess.run(again, env=os.environ | ascii_only, check=True)
     assert len(losses(out)) == 2
+
+
+def test_files_are_known_again_by_their_contents_and_order_whatever_they_are_called(tmp_path):
+    for name, text in (("a", "1"), ("b", "2"), ("c", "1")):
+        (tmp_path / name).write_text(text)
+    a, b, c = (tmp_path / name for name in "abc")
+    assert fingerprint_files([a, b]) == fingerprint_files([c, b]) != fingerprint_files([b, a])
+
+
+def test_a_model_is_known_again_by_the_files_that_it_is_read_from(tmp_path):
+    for name in ("config.json", "model.safetensors", "chat_template.jinja"):
+        (tmp_path / name).write_text("a")
+    before = fingerprint_model(tmp_path)
+    (tmp_path / "log.txt").write_text("a")
+    assert fingerprint_model(tmp_path) == before
+    (tmp_path / "chat_template.jinja").write_text("b")
+    assert fingerprint_model(tmp_path) != before
+    weights = tmp_path / "model.safetensors"
+    assert fingerprint_model(weights) == fingerprint_files([weights])

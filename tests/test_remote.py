@@ -57,8 +57,8 @@ from netsim import (
     quantize_memory,
 )
 from plumbing import messages
+from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import InputError, run_command
-from plumbing.flags import DTYPES, choose_dtype
 from plumbing.messages import MessageServer, receive_message, send_message
 from speculate import (
     Generation,

@@ -18,10 +18,10 @@ from tiny_target import CHAT, STOP, make_tiny_target, write
 import train
 from experiments import synthesize
 from experiments.batching import Request
+from experiments.prompts import read_first_questions
 from experiments.synthesize import SynthesisConfig
 from llama import Llama, load_model, load_tokenizer
 from plumbing.errors import InputError
-from plumbing.prompts import read_first_questions
 from plumbing.tokenizer import Tokenizer
 
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from experiments import toy
+from experiments.prompts import read_prompt_file
 from llama import GenerationConfig, generate, load_model, load_tokenizer
 from plumbing.errors import run_command
-from plumbing.prompts import read_prompt_file
 from plumbing.records import read_messages
 from plumbing.tokenizer import Tokenizer
 from train import read_conversations

@@ -1,0 +1,33 @@
+"""Devices, and the dtypes to compute in on each."""
+from __future__ import annotations
+
+import torch
+
+from plumbing.errors import input_errors
+from plumbing.onednn import has_fast_bfloat16
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def check_device(device: str) -> None:
+    """Raise InputError if the device cannot be used."""
+    with input_errors(f"--device {device} cannot be used here", RuntimeError, AssertionError):
+        torch.zeros(1, device=device).item()
+
+
+def choose_dtype(device: str, dtype: str | None) -> str:
+    """Return the name of the dtype to compute in: the one given or, if None, bfloat16, but float32
+    on a CPU that is slow with it. Raises InputError if the device cannot be used."""
+    check_device(device)
+    if dtype is None:
+        slow = device.startswith("cpu") and not has_fast_bfloat16()
+        dtype = "float32" if slow else "bfloat16"
+    return dtype
+
+
+def choose_training_dtype(device: str, dtype: str | None) -> str:
+    """Return the name of the dtype to train in, or to score what was trained: as `choose_dtype`,
+    but on a CPU the default is float32."""
+    if dtype is None and device.startswith("cpu"):
+        dtype = "float32"
+    return choose_dtype(device, dtype)
