@@ -137,7 +137,7 @@ def find_recipe(name: str) -> tuple[Recipe, int]:
 
 # --- Experiments: the drafters of each ---
 
-PARTS = ["full", "no-lsa", "no-ca", "neither", "eagle"]
+PARTS = ["full", "neither", "eagle", "no-lsa", "no-ca"]
 EXPERIMENTS = {
     "on_policy": ["full", "run-1", "run-unbounded"],
     "parts": PARTS,
@@ -152,7 +152,7 @@ EXPERIMENTS = {
     "longest": ["full", "full-double", "neither-double"],
     "states": ["neither-double", "neither-eighth", "eagle-quarter"],
     "on_policy_early": [
-        "full-quarter", "run-2-8-quarter", "run-1-quarter", "run-unbounded-quarter",
+        "full-quarter", "run-1-quarter", "run-unbounded-quarter", "run-2-8-quarter",
     ],
     "parts_early": [f"{name}-quarter" for name in PARTS],
     "reused_layers_early": ["full-quarter", "n-1-quarter", "n-2-quarter", "n-4-quarter"],
