@@ -1,6 +1,6 @@
 """The target: Llama-3 inference from scratch, for one conversation. In the paper it is M_Large.
 
-A decoder layer adds to each token's vector x what attention and an MLP make of it:
+A decoder layer adds to each token's vector x the outputs of attention and of an MLP:
 
     attention   y = RMSNorm(x);  q, k, v = projections of y, with q and k rotated by position
                 x = x + o_proj(softmax(q k^T / sqrt(D)) v), where no token sees a later one
@@ -8,14 +8,14 @@ A decoder layer adds to each token's vector x what attention and an MLP make of 
                 x = x + down_proj(silu(gate_proj(y)) * up_proj(y))
 
 A token's keys k and values v never change once they are computed, so they are kept: the KV cache.
-Thanks to it a new token costs one pass over that token alone. And it is all that a later token can
-read of an earlier one: that is why the paper's drafter reads it. moa.py builds that drafter from
-the same `DecoderLayer`.
+Thanks to the cache a new token costs one pass over that token alone. A later token reads nothing
+else of an earlier one, which is why the paper's drafter reads the cache as well. moa.py builds that
+drafter from the same `DecoderLayer`.
 
     python llama.py --prompt "Why is the sky blue?"     # the default target, fetched on first use
 
-Read as far as the bar, the line that says where the method ends. What follows makes it fast and
-loads it: packed weights, checkpoints, the command line.
+Read as far as the bar, the line that says where the method ends. The code after the bar makes the
+method fast and usable: packed weights, checkpoints, the command line.
 
 Shapes: B batch, T new tokens, S tokens in the cache including the new ones, L layers, E hidden
 size, H heads, Hkv kv heads, D head size, V vocabulary. Ekv = Hkv * D is the width of one layer's
@@ -30,7 +30,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterator, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +43,7 @@ from plumbing.gguf import read_gguf
 from plumbing.hub import resolve_path
 from plumbing.huggingface import load_weights, read_hugging_face
 from plumbing.kernels import KEY_BLOCK, MIN_ROWS, AttentionLimits, probe_attention, probe_rows
-from plumbing.onednn import packed_product, reorder_weight
+from plumbing.onednn import can_multiply, packed_product, reorder_weight
 from plumbing.prompts import answer_length, read_prompt
 from plumbing.terminal import report, why_stopped
 from plumbing.tokenizer import TextStream, Tokenizer, load_tokenizer
@@ -62,7 +62,8 @@ class Config:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rms_norm_eps: float = 1e-5  # this and rope_theta: Llama-3's, for models without a checkpoint
+    # The defaults of the next two are Llama-3's. They are for models without a checkpoint.
+    rms_norm_eps: float = 1e-5
     rope_theta: float = 500000.0
     rope_factors: tuple[float, ...] | None = None  # D/2 divisors of the rotary frequencies
     max_position_embeddings: int = 8192
@@ -78,19 +79,19 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)  # in mixed precision x is bfloat16, the weight float32
+        weight = self.weight.to(x.dtype)  # in mixed precision x is bfloat16, the weight is float32
         return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 def rotary_table(
     length: int, head_dim: int, theta: float, device, factors: tuple[float, ...] | None = None
 ) -> Tensor:
-    """Return what `rotate` needs for every position: (2, length, D).
+    """Return the cosines and signed sines that `rotate` needs for every position: (2, length, D).
 
-    Rotary position embedding (Su et al. 2021): a pair of coordinates is a point in a plane, which
-    turns by an angle proportional to its token's position. So the product of a query and a key
-    depends on their positions only through the distance. Pair i has the frequency theta^(-2i / D).
-    `factors` divide the frequencies, as Llama-3.1 does for long contexts.
+    Rotary position embedding (Su et al. 2021): a pair of coordinates is a point in a plane, and is
+    rotated by an angle proportional to its token's position. The product of a query and a key
+    therefore depends on their positions only through the distance. Pair i has the frequency
+    theta^(-2i / D). `factors` divide the frequencies, as in Llama-3.1, for long contexts.
     """
     exponents = torch.arange(0, head_dim, 2, device=device) / head_dim  # (D/2)
     frequencies = theta**-exponents
@@ -103,26 +104,27 @@ def rotary_table(
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Turn each pair (x_i, x_{i+D/2}) by the angle of its position and frequency.
+    """Rotate each pair (x_i, x_{i+D/2}) by the angle of its position and frequency.
 
-    x (..., T, D), rope (2, T, D). Su et al. pair neighbours, x_2i and x_{2i+1}. In Hugging Face's
+    x (..., T, D), rope (2, T, D). Su et al. pair neighbors, x_2i and x_{2i+1}. In Hugging Face's
     checkpoints the rows of q_proj and k_proj are reordered, so that pairs are half a head apart.
 
-    By an angle a, (x, y) turns to (x cos a - y sin a, y cos a + x sin a): each coordinate times the
-    cosine, plus the other one times the sine, which is negative for the first.
+    A rotation by the angle a maps the pair (x, y) to (x cos a - y sin a, y cos a + x sin a). Each
+    coordinate is multiplied by the cosine, and its partner by the sine, which has a minus sign in
+    the first half of `rope`.
     """
     cos, sin = rope  # (T, D)
     x32 = x.float()
-    others = x32.roll(x.shape[-1] // 2, dims=-1)  # of each coordinate the other of its pair
-    return (x32 * cos + others * sin).type_as(x)
+    partners = x32.roll(x.shape[-1] // 2, dims=-1)  # the partner of each coordinate
+    return (x32 * cos + partners * sin).type_as(x)
 
 
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023): several query heads share a kv head.
 
-    Projecting and attending are separate methods, for two reasons. In between, new keys and values
-    go into a cache, and `forward` reads all that the cache holds. And in moa.py queries come from
-    one sequence, keys and values from another.
+    Projecting and attending are separate methods, for two reasons. New keys and values are first
+    written to a cache, and `forward` attends to everything the cache holds. Also, in moa.py the
+    queries come from one sequence, and the keys and values from a different one.
     """
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int):
@@ -144,27 +146,31 @@ class Attention(nn.Module):
         return rotate(self.split_heads(self.q_proj(x)), rope)
 
     def keys_values(self, x: Tensor, rope: Tensor) -> Tensor:
-        """Project x (B, T, E) to rotated keys, and values, side by side (B, Hkv, T, 2D).
+        """Project x (B, T, E) to rotated keys and to values, side by side (B, Hkv, T, 2D).
 
-        Side by side, because the drafter reads a token's key and value as one vector.
+        They are side by side because the drafter reads a token's key and value as one vector.
         """
         keys = rotate(self.split_heads(self.k_proj(x)), rope)  # (B, Hkv, T, D)
         values = self.split_heads(self.v_proj(x))  # (B, Hkv, T, D)
         return torch.cat([keys, values], dim=-1)
 
     def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries, and keys and values, of the same x.
+        """Project the same x (B, T, E) to queries (B, H, T, D), and to keys and values
+        (B, Hkv, T, 2D).
 
-        A method of its own, because `PackedAttention` (below the bar) computes all three as one
+        `PackedAttention` (below the bar) overrides this method: it computes all three as one
         product, which is faster than three narrow ones.
         """
         return self.queries(x, rope), self.keys_values(x, rope)
 
     def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend with queries (B, H, T, D) to kv (B, Hkv, S, 2D) -> (B, T, E).
+        """Attend with queries q (B, H, T, D) to keys and values kv (B, Hkv, S, 2D) -> (B, T, E).
 
-        mask (T, S) or (B, 1, T, S) is True where a query may look. Without one it looks everywhere.
-        (As in PyTorch, a mask of numbers is added to the scores.)
+        q and kv are projected already, by the methods above, because they come from different
+        places: kv from a cache or, in the drafter's cross-attention (CA), from another sequence.
+
+        mask (T, S) or (B, 1, T, S) is True where a query may attend. Without a mask every query
+        attends to all keys. (As in PyTorch, a mask of numbers is added to the scores.)
         """
         k, v = kv.chunk(2, dim=-1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
@@ -184,9 +190,17 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class KeysValues(Protocol):
+    """What a decoder layer needs of a cache. `KVCache` is one."""
+
+    def append(self, layer: int, kv: Tensor) -> Tensor:
+        """Take a layer's new keys and values (B, Hkv, T, 2D). Return those that the new tokens may
+        attend to, old and new ones (B, Hkv, S, 2D)."""
+
+
 class DecoderLayer(nn.Module):
-    """A pre-norm Llama layer. The target is a stack of L. The drafter's LSA, SA and CA are such
-    layers, too."""
+    """A pre-norm Llama layer. The target is a stack of L such layers, and the drafter's LSA, SA and
+    CA are built from the same layer."""
 
     def __init__(
         self, width: int, inner: int, heads: int, kv_heads: int, head_dim: int, eps: float
@@ -202,14 +216,14 @@ class DecoderLayer(nn.Module):
         x: Tensor,
         rope: Tensor,
         mask: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: KeysValues | None = None,
         layer: int = 0,
     ) -> Tensor:
         """Run self-attention, then the MLP: x (B, T, E) -> (B, T, E).
 
-        Without a mask everything sees everything. With a cache, x are new tokens: their keys and
-        values are appended to the cache's layer number `layer`, and they attend to all that it then
-        holds.
+        Without a mask every token sees all tokens. With a cache, x holds the new tokens only: their
+        keys and values are appended to the cache's layer number `layer`, and they attend to
+        everything that layer then holds.
         """
         q, kv = self.self_attn.queries_keys_values(self.input_layernorm(x), rope)
         if cache is not None:
@@ -217,21 +231,28 @@ class DecoderLayer(nn.Module):
         return self.feed_forward(x + self.self_attn(q, kv, mask))
 
     def keys_values(self, x: Tensor, rope: Tensor) -> Tensor:
-        """Return only the keys and values of x (B, T, E), (B, Hkv, T, 2D): what a cache holds."""
+        """Return only the keys and values (B, Hkv, T, 2D) of x (B, T, E), which a cache holds."""
         return self.self_attn.keys_values(self.input_layernorm(x), rope)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """Run the second half of the layer, the MLP."""
+        """Run the second half of the layer, the MLP: x (B, T, E) -> (B, T, E)."""
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class KVCache:
     """The keys and values of all tokens so far, in every layer, so that no token is read twice.
 
-    kv (L, B, Hkv, capacity, 2D). A place along `capacity` is a *slot*; the first `length` are in
-    use. In a text, slot and position are the same number. In a draft they are not: two tokens that
-    are alternatives for the same place have the same position, but each has a slot of its own. B is
-    1 while generating, and in training the batch, whose sequences are padded to one length.
+    kv (L, B, Hkv, capacity, 2D). A place along `capacity` is a *slot*; the first `length` slots are
+    in use. In a text, slot and position are the same number. In a draft they are not: two tokens
+    that are alternatives for the same place have the same position, but each has a slot of its own.
+    B is 1 while generating. In training it is the batch, whose sequences are padded to one length.
+
+    In one pass all layers write to the same slots. `append` therefore leaves `length` as it is, and
+    the code that runs the layers advances it once, after the last layer:
+
+        for i, layer in enumerate(layers):
+            x = layer(x, rope, mask, cache, i)  # calls cache.append(i, ...)
+        cache.length += x.shape[1]
     """
 
     def __init__(self, kv: Tensor):
@@ -239,11 +260,8 @@ class KVCache:
         self.length = 0
 
     def append(self, layer: int, kv: Tensor) -> Tensor:
-        """Write a layer's new keys and values (B, Hkv, T, 2D). Return all it has (B, Hkv, S, 2D).
-
-        All layers of a pass write to the same slots. So `length` does not change here: whoever runs
-        the layers advances it once, after the last one, as `Llama.hidden` does.
-        """
+        """Write a layer's new keys and values (B, Hkv, T, 2D) to the slots from `length` on. Return
+        the layer's old and new ones (B, Hkv, S, 2D). Raises ValueError if the cache is full."""
         end = self.length + kv.shape[2]
         if end > self.kv.shape[3]:
             raise ValueError(f"the cache has {self.kv.shape[3]} slots, too few for {end} tokens")
@@ -251,34 +269,37 @@ class KVCache:
         return self.kv[layer, :, :, :end]
 
     def by_token(self, start: int, end: int) -> Tensor:
-        """Return what the drafter reads of the tokens in slots `start` to `end`: (B, T, L, 2 Ekv).
+        """Return the keys and values of the tokens in slots `start` to `end` (exclusive), token by
+        token, as the drafter reads them: (B, T, L, 2 Ekv).
 
-        The 2 Ekv numbers are in this order: key of head 0, value of head 0, key of head 1, ... It
-        is the order in the authors' code.
+        The 2 Ekv numbers are in the order of the authors' code: key of head 0, value of head 0, key
+        of head 1, and so on.
         """
         kv = self.kv[:, :, :, start:end]  # (L, B, Hkv, T, 2D)
         kv = kv.permute(1, 3, 0, 2, 4)  # (B, T, L, Hkv, 2D)
         return kv.flatten(3)
 
     def keep_path(self, start: int, path: list[int]) -> None:
-        """Keep the slots start + i for each i of the path, and move them together from `start` on.
-        The other slots after `start` hold drafted tokens that were rejected: they are dropped.
+        """Keep the slots start + i for each i of the path, and move them, without gaps, to the
+        slots from `start` on. The other slots from `start` on hold drafted tokens that were
+        rejected. These tokens are dropped.
 
         After 10 tokens of text the path [0, 2, 5] keeps slots 10, 12 and 15, and moves them to
-        slots 10, 11 and 12. Their keys need no new rotation: they were rotated by position, not by
+        slots 10, 11 and 12. The keys need no new rotation: they were rotated by position, not by
         slot, and the three tokens had the positions 10, 11 and 12 from the beginning.
         """
-        kept = [start + i for i in path]  # slots
+        kept = [start + i for i in path]  # the slots to keep
         end = start + len(path)
-        self.kv[:, :, :, start:end] = self.kv[:, :, :, kept]  # (the right side is a copy)
+        self.kv[:, :, :, start:end] = self.kv[:, :, :, kept]  # the right side is a copy
         self.length = end
 
 
 def causal_mask(count: int, past: int, device) -> Tensor | None:
-    """Let each of T = `count` new tokens, after `past` others, see itself and what is before it.
+    """Return a mask (T, past + T) with which each of T = `count` new tokens sees itself, the new
+    tokens before it, and the `past` tokens in the cache.
 
-    (T, past + T), or None for a single token, which sees everything. (Not `is_causal` of PyTorch's
-    attention: with a past it would let the first new token see the first token only.)
+    Return None for a single new token, which sees everything. (PyTorch's `is_causal` would not do:
+    with a past it lets the first new token see the first token of the text only.)
     """
     if count == 1:
         return None
@@ -294,7 +315,8 @@ class Llama(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # (nn.Embedding(V, E) takes a second longer to make on the meta device: see `load_model`.)
+        # This is nn.Embedding(V, E), written in a way that saves `load_model` a second: on the meta
+        # device the shorter form would import PyTorch's compiler.
         embeddings = torch.randn(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
         self.layers = nn.ModuleList()
@@ -311,12 +333,12 @@ class Llama(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
-        self.requires_grad_(False)  # frozen: it is the drafter that is trained
+        self.requires_grad_(False)  # the target is frozen: only the drafter is trained
         table = rotary_table(
             length=config.max_position_embeddings,
             head_dim=config.head_dim,
             theta=config.rope_theta,
-            device="cpu",  # and not meta, as it is computed, not loaded
+            device="cpu",  # not the meta device of `load_model`: the table is in no checkpoint
             factors=config.rope_factors,
         )
         self.register_buffer("rotary", table, persistent=False)  # (2, context, D)
@@ -335,7 +357,7 @@ class Llama(nn.Module):
         return self.embed_tokens.weight.dtype
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
-        """Return an empty cache for `capacity` tokens."""
+        """Return an empty cache with `capacity` slots, for `batch` sequences."""
         config = self.config
         layers = config.num_hidden_layers
         shape = (layers, batch, config.num_key_value_heads, capacity, 2 * config.head_dim)
@@ -348,11 +370,11 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Return hidden states (B, T, E) after the final norm, which the LM head reads.
+        """Return hidden states (B, T, E) after the final norm. They are the input of the LM head.
 
-        tokens (B, T) follow those in the cache. But a draft may branch: then the caller gives
-        positions (T), and a mask (T, S) of what each token sees. Give both or neither. (Rows of a
-        batch may differ: then they are (B, 1, T) and (B, 1, T, S).)
+        tokens (B, T) follow the tokens in the cache, one after the other. If they branch, as a
+        draft may, give both their positions (T) and a mask (T, S), True where a token sees a slot.
+        If these differ between the rows of a batch, give (B, 1, T) and (B, 1, T, S).
         """
         count = tokens.shape[1]
         past = cache.length if cache is not None else 0
@@ -377,22 +399,21 @@ class Llama(nn.Module):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one answer are drawn. Target and drafter share one, with its generator of
-    random numbers. (A target on a server has its own.)"""
+    """How the tokens of one answer are drawn. Target and drafter share one Sampling and its random
+    generator. (A target on a server has its own.)"""
 
     temperature: float = 0.0  # 0: greedy, always the likeliest token
     top_p: float = 1.0
-    generator: torch.Generator | None = None
+    generator: torch.Generator | None = None  # not needed at temperature 0: nothing is drawn
 
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """What a caller asks for: how to go on after a prompt. `new_sampling` makes a Sampling of it,
-    with a random generator that is started at the seed.
+    """The settings of one answer. `new_sampling` turns them into a Sampling, seeded.
 
-    A target alone gives the same answer to the same prompt and config every time. Drafting draws
-    random numbers in another order. So above temperature 0 its answer differs, but not the
-    distribution of its answers.
+    A target alone gives the same answer to the same prompt and config every time. With a drafter
+    random numbers are drawn in a different order. Above temperature 0 the answer is therefore a
+    different one, but it comes from the same distribution.
     """
 
     max_new_tokens: int = 256
@@ -402,18 +423,19 @@ class GenerationConfig:
     stop_ids: frozenset[int] = frozenset()
 
     def new_sampling(self, device) -> Sampling:
-        """Start a sequence of random draws at the seed."""
+        """Return a Sampling whose random generator starts at the seed."""
         temperature = self.temperature
         if temperature < 1e-6:
-            temperature = 0.0  # greedy: divided by 1e-40, say, logits would overflow
-        return Sampling(temperature, self.top_p, torch.Generator(device).manual_seed(self.seed))
+            temperature = 0.0  # greedy: logits divided by 1e-40, say, would overflow
+        generator = torch.Generator(device).manual_seed(self.seed)
+        return Sampling(temperature, self.top_p, generator)
 
 
 def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
     """Return the distribution that tokens are drawn from: logits (..., V) -> float32 (..., V).
 
-    The temperature is above 0. With top_p below 1 (nucleus sampling, Holtzman et al. 2020) only the
-    likeliest tokens stay, as many as it takes to reach top_p together.
+    The temperature must be above 0. With top_p below 1 (nucleus sampling, Holtzman et al. 2020)
+    only the likeliest tokens are kept: the fewest that together reach top_p.
     """
     p = torch.softmax(logits.float() / temperature, dim=-1)
     if top_p < 1:
@@ -425,63 +447,61 @@ def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Ten
 def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
     """Return the probability (..., 1) of the least likely token in the nucleus of p (..., V).
 
-    Order the tokens from the likeliest down. A token is in the nucleus if those before it sum to
-    less than top_p. For p = (0.5, 0.3, 0.1, 0.1) and top_p = 0.7 these sums are 0, 0.5, 0.8 and
+    Order the tokens from the likeliest down. A token is in the nucleus if the tokens before it sum
+    to less than top_p. For p = (0.5, 0.3, 0.1, 0.1) and top_p = 0.7 these sums are 0, 0.5, 0.8 and
     0.9: the first two tokens are in the nucleus, and the threshold is 0.3.
 
-    (Tokens as likely as the last one are in it too. Otherwise the order in which a sort puts equal
-    numbers would decide, and in bfloat16 many are equal.)
+    (Tokens exactly as likely as the last one are also in the nucleus. Otherwise the order in which
+    a sort puts equal numbers would decide, and in bfloat16 many probabilities are equal.)
     """
-    # Sorting all of V would do. But a few tokens are mostly enough, and are found much faster. So
-    # look at the likeliest 64, if they are not enough at 1024, then at all.
+    # Sorting all of V would do, but usually a few tokens are enough, and they are found much
+    # faster: try the 64 likeliest, then 1024, then all V.
     for count in (64, 1024, p.shape[-1]):
         descending = p.topk(min(count, p.shape[-1])).values  # (..., count)
-        reached = descending.cumsum(-1)  # with each token and all before it
-        if (reached[..., -1] >= top_p).all():
+        sums = descending.cumsum(-1)  # up to and including each token
+        if (sums[..., -1] >= top_p).all():
             break
-    # The last token of the nucleus is the first with which the sum reaches top_p. Its place is the
-    # number of sums before it, which do not reach it.
-    last = (reached[..., :-1] < top_p).sum(-1, keepdim=True)
+    # The last token of the nucleus is the first whose sum reaches top_p. Its index is therefore the
+    # number of sums that are below top_p.
+    last = (sums[..., :-1] < top_p).sum(-1, keepdim=True)
     return descending.gather(-1, last)
 
 
-def sample(p: Tensor, generator: torch.Generator) -> int:
-    """Draw a token from p (V)."""
-    possible = p.nonzero().squeeze(-1)  # after top-p only a few of V: faster to draw from
+def sample(p: Tensor, generator: torch.Generator | None) -> int:
+    """Draw a token from p (V). Without a generator PyTorch's global one is used."""
+    possible = p.nonzero().squeeze(-1)  # after top-p only a few of V, which makes drawing faster
     choice = torch.multinomial(p[possible], 1, generator=generator)
     return int(possible[choice])
 
 
 def sample_next(logits: Tensor, sampling: Sampling) -> int:
-    """Choose the next token after logits (V): the likeliest at temperature 0, else draw one.
+    """Choose the next token from logits (V): the likeliest at temperature 0, otherwise a draw.
 
-    Raises InputError.
+    Raises InputError if the logits are NaN or infinite.
     """
     check_logits(logits)
     if sampling.temperature == 0:
-        return int(logits.float().argmax())  # on CPUs ten times as fast as in bfloat16
+        return int(logits.float().argmax())  # on CPUs argmax is ten times slower in bfloat16
     return sample(probabilities(logits, sampling.temperature, sampling.top_p), sampling.generator)
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raises InputError for logits that are NaN or overflowed, as in float16 with some models."""
-    if not torch.isfinite(logits.max()):  # the maximum is NaN if any of them is
+    """Raise InputError if a logit is NaN or infinite, as with some models in float16."""
+    if not torch.isfinite(logits.max()):  # the maximum is NaN if any logit is
         raise InputError("the target's logits are NaN or infinite: use --dtype bfloat16 or float32")
 
 
-PIECE = 512  # tokens of a prompt that are read at once
-
-
-OnPiece = Callable[[int], None]  # is told how many tokens of a prompt have been read
+PIECE = 512  # tokens of a prompt that are read in one pass
+OnPiece = Callable[[int], None]  # a function of the number of prompt tokens that have been read
 
 
 def read_in_pieces(
     model: Llama, tokens: list[int], cache: KVCache, on_piece: OnPiece | None = None
 ) -> Tensor:
-    """Read a prompt into the cache, piece by piece. Returns the last token's hidden state (E).
+    """Read a prompt into the cache, piece by piece. Return the last token's hidden state (E).
 
-    Read at once, a prompt of T tokens would need a mask of T x T. In pieces memory is linear in T.
-    `on_piece` is called after each, and may raise to stop.
+    In a single pass a prompt of T tokens would need a mask of T x T. In pieces memory is linear in
+    T. `on_piece` is called after each piece, and may raise an exception to stop.
     """
     for piece in torch.tensor([tokens], device=model.device).split(PIECE, dim=1):
         hidden = model.hidden(piece, cache)  # (1, T, E)
@@ -496,20 +516,19 @@ def generate(
 ) -> Iterator[int]:
     """Generate with the target alone, token by token, up to and including a stop token.
 
-    At temperature 0 speculative decoding must give these same tokens, above it tokens of the same
-    distribution. Prompt and answer must fit the model's context.
+    At temperature 0 speculative decoding must give these same tokens. Above temperature 0 it must
+    give tokens of the same distribution. Prompt and answer must fit the model's context.
     """
     sampling = config.new_sampling(model.device)
     cache = model.new_cache(len(prompt) + config.max_new_tokens)
     hidden = read_in_pieces(model, prompt, cache, on_piece)  # (E)
-    token = sample_next(model.lm_head(hidden), sampling)
-    yield token
-    for _ in range(config.max_new_tokens - 1):
-        if token in config.stop_ids:
-            return
-        hidden = model.hidden(torch.tensor([[token]], device=model.device), cache)  # (1, 1, E)
-        token = sample_next(model.lm_head(hidden[0, -1]), sampling)
+    for count in range(1, config.max_new_tokens + 1):
+        token = sample_next(model.lm_head(hidden), sampling)
         yield token
+        if token in config.stop_ids or count == config.max_new_tokens:
+            return
+        token_ids = torch.tensor([[token]], device=model.device)  # (1, 1)
+        hidden = model.hidden(token_ids, cache)[0, -1]  # (E)
 
 
 # --- The method ends here: what follows makes it fast and practical ---
@@ -517,23 +536,31 @@ def generate(
 
 # --- Packed weights: modules that are fast for a few tokens ---
 #
-# Most of a pass over one token is spent reading the weights. So verifying a few drafted tokens
-# should cost no more. But for 2 to 16 rows (tokens) nn.Linear on a CPU takes two to three times as
-# long as for one. oneDNN (in PyTorch: mkldnn) can store a weight in blocks, in the order in which
-# its kernel reads them. Then up to six rows cost no more than one (measured on an AMD EPYC), and
-# more rows cost less than with nn.Linear. One wide product is also faster than several narrow ones
-# of the same input, on a GPU too. So the modules of a finished model are replaced by these.
+# Most of a pass over one token is spent reading the weights, so verifying a few drafted tokens
+# should cost no more. However, for 2 to 16 rows (tokens) nn.Linear on a CPU takes two to three
+# times as long as for one. oneDNN (in PyTorch: mkldnn) can store a weight in blocks, in the order
+# in which its kernel reads them. With such a weight up to six rows cost no more than one (measured
+# on an AMD EPYC), and more rows cost less than with nn.Linear. One wide product is also faster than
+# several narrow ones of the same input, even on a GPU. For these reasons `pack` replaces the
+# modules of a finished model by the packed modules below.
 #
-# On a CPU a `PackedLlama` is also exact, as far as could be tested: what it computes of a token is
-# the same, to the bit, in a pass over that token alone and in one over a whole draft.
-# plumbing/kernels.py says why that is not a matter of course, and finds out what it takes: a few
-# more rows, queries and masked keys.
+# On a CPU a `PackedLlama` is also exact, as far as could be tested: a token's result is
+# bit-identical in a pass over that token alone and in a pass over a whole draft.
+# plumbing/kernels.py explains why this takes some care, and finds out how many rows, queries and
+# masked keys have to be added to a pass.
 
 
 def pack(module: nn.Module) -> nn.Module:
-    """Pack a module. Returns the layer to use in its place: for a whole `Llama` or `Drafter` that
-    is the same object, with its parts replaced. What is packed can be neither trained, nor saved,
-    nor moved."""
+    """Pack a module, and return the module to use in its place. A `Llama` or a `Drafter` is packed
+    in place, and the same object is returned. A packed module cannot be trained, saved or moved.
+
+    Packing a Llama has one more effect. On a CPU the object's class becomes `PackedLlama`, whose
+    passes are exact. Changing the class is unusual, but a drafter may already hold this object, and
+    its weights and buffers can stay where they are. On a GPU cuDNN's attention is turned off, for
+    the whole process: it plans again for each new shape, which takes tens of milliseconds
+    (experiments/results/smollm2/gpu.json), and while generating every pass has a new shape, because
+    the cache grows.
+    """
     weight = next(module.parameters(), None)
     if weight is None or not can_pack(weight):
         return module
@@ -549,36 +576,28 @@ def pack(module: nn.Module) -> nn.Module:
     for name, part in module.named_children():
         setattr(module, name, pack(part))
     if isinstance(module, Llama) and on_cpu:
-        # The same object gets a class whose passes are exact: a drafter may hold it already.
         module.__class__ = PackedLlama
         module.find_limits()
     elif isinstance(module, Llama):
-        # On a GPU PyTorch may let cuDNN attend, which plans again for each new shape, for tens of
-        # milliseconds (experiments/results/smollm2/gpu.json). While generating, every pass has a
-        # new shape, as the cache grows. So turn it off, in the whole process.
         torch.backends.cuda.enable_cudnn_sdp(False)
     return module
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Tell whether packing helps: on NVIDIA's GPUs, and on a CPU in a type that oneDNN's kernels
-    multiply in."""
+    """Tell whether packing helps: on NVIDIA's GPUs, and on a CPU if oneDNN can multiply weights of
+    this dtype."""
     if weight.device.type == "cuda":
         return True
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if weight.dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32
+    return weight.device.type == "cpu" and can_multiply(weight.dtype)
 
 
 class PackedLinear(nn.Module):
-    """Linear layers of the same input as one product, their outputs side by side."""
+    """Linear layers of the same input as one product, with their outputs side by side."""
 
     def __init__(self, *layers: nn.Linear):
         super().__init__()
         self.weight = torch.cat([layer.weight for layer in layers]).detach()  # (out, in)
-        self.min_rows = 1  # a product of fewer rows is padded: see `PackedLlama.find_limits`
+        self.min_rows = 1  # inputs with fewer rows are padded; `PackedLlama.find_limits` raises it
         if self.weight.device.type == "cpu":
             self.weight = reorder_weight(self.weight)
 
@@ -589,10 +608,11 @@ class PackedLinear(nn.Module):
 
 
 class PackedRMSNorm(nn.Module):
-    """The same norm in four operations. On a CPU F.rms_norm is made of more.
+    """RMSNorm in four operations. On a CPU F.rms_norm consists of more.
 
     x / sqrt(mean(x^2) + eps) = sqrt(size) x / sqrt(|x|^2 + size eps), and hypot(a, b) is
-    sqrt(a^2 + b^2) in one operation. All four are in float32, with a cast before and after.
+    sqrt(a^2 + b^2) in one operation. All four operations are in float32, with a cast before the
+    first and after the last.
     """
 
     def __init__(self, norm: RMSNorm):
@@ -608,10 +628,10 @@ class PackedRMSNorm(nn.Module):
 
 
 class PackedAttention(Attention):
-    """Queries, keys and values as one product."""
+    """Attention that computes queries, keys and values as one product."""
 
     def __init__(self, attention: Attention):
-        nn.Module.__init__(self)  # not Attention's: it would make projections that are not packed
+        nn.Module.__init__(self)  # Attention's own would create projections that are not packed
         self.heads = attention.heads
         self.kv_heads = attention.kv_heads
         self.head_dim = attention.head_dim
@@ -625,8 +645,8 @@ class PackedAttention(Attention):
         return q, torch.cat([k, v], dim=-1)
 
     def queries(self, x: Tensor, rope: Tensor) -> Tensor:
-        # Only CA asks for queries alone. The keys and values that come with them are thrown away:
-        # for one layer that costs less than to hold q_proj a second time.
+        # Only CA asks for queries alone. The keys and values computed with them are thrown away.
+        # For a single layer this costs less than holding q_proj a second time.
         q, _ = self.queries_keys_values(x, rope)
         return q
 
@@ -635,25 +655,27 @@ class PackedAttention(Attention):
         return kv
 
     def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None = None) -> Tensor:
-        # With a mask enable_gqa copies keys and values for every query head. Instead, put the
-        # queries of heads that share a kv head below each other: with 4 heads, 2 kv heads and T
-        # tokens, 2 T rows attend to the first kv head, and 2 T to the second.
+        # With a mask enable_gqa copies keys and values for every query head. Instead, stack the
+        # queries of the heads that share a kv head: with 4 heads, 2 kv heads and T tokens, 2 T rows
+        # attend to the first kv head, and 2 T rows to the second.
         k, v = kv.chunk(2, dim=-1)
-        rows = q.reshape(len(q), self.kv_heads, -1, self.head_dim)  # (B, Hkv, H T / Hkv, D)
-        count = rows.shape[2]
+        group = self.heads // self.kv_heads
+        tokens = q.shape[2]
+        rows = q.reshape(len(q), self.kv_heads, group * tokens, self.head_dim)
         if mask is not None:
-            if mask.shape[-2] < count:  # (T, S): every head's rows need a copy of it
-                mask = torch.cat([mask] * (self.heads // self.kv_heads), dim=-2)
-            # A mask that `PackedLlama` has prepared has these copies, and perhaps more rows.
-            added = mask.shape[-2] - count
-            rows = F.pad(rows, (0, 0, 0, added))  # their results are dropped
+            # A mask has one row for each token, unless it comes from `PackedLlama.hidden`. Such a
+            # mask has one row for each of `rows`, followed by rows for padding.
+            if mask.shape[-2] == tokens:
+                mask = torch.cat([mask] * group, dim=-2)  # (group T, S)
+            padding = mask.shape[-2] - group * tokens
+            rows = F.pad(rows, (0, 0, 0, padding))
         out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
-        out = out[:, :, :count].reshape(q.shape)  # (B, H, T, D)
+        out = out[:, :, :group * tokens].reshape(q.shape)  # (B, H, T, D), without the padding
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class PackedMLP(nn.Module):
-    """Gate and up projection as one product."""
+    """An MLP that computes the gate and up projections as one product."""
 
     def __init__(self, mlp: MLP):
         super().__init__()
@@ -666,12 +688,13 @@ class PackedMLP(nn.Module):
 
 
 class PackedLlama(Llama):
-    """A packed Llama on a CPU. If its own `new_cache` has made the cache, a pass over up to
-    `limits.most_tokens` tokens is exact. Prompts are read in longer pieces, but the same prompt in
-    the same pieces each time."""
+    """A packed Llama on a CPU. With a cache from its own `new_cache`, a pass over up to
+    `limits.most_tokens` tokens is exact. A prompt is read in longer pieces, but always in the same
+    ones, and therefore with the same results."""
 
     def find_limits(self) -> None:
-        """Find out what it takes on this CPU to be exact. `limits` is None if it cannot be."""
+        """Find out what exact passes need on this CPU: `limits`, None if no pass can be exact, and
+        the `min_rows` of each `PackedLinear`."""
         config = self.config
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.limits = probe_attention(config.head_dim, self.group, self.dtype)
@@ -686,7 +709,7 @@ class PackedLlama(Llama):
             print("no exact kernels were found on this CPU: texts may differ", file=sys.stderr)
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
-        capacity += -capacity % KEY_BLOCK  # room for masked keys
+        capacity += -capacity % KEY_BLOCK  # leaves room for masked keys
         cache = super().new_cache(capacity, batch)
         if self.limits is None:
             return cache
@@ -706,28 +729,28 @@ class PackedLlama(Llama):
         if mask is None:
             slots = torch.arange(end)
             positions = slots[cache.length:]
-            mask = positions.unsqueeze(1) >= slots  # for a single token, too
-        # Every product needs at least MIN_ROWS rows. To pad the tokens once saves most padding in
-        # the products.
-        added = max(MIN_ROWS - count, 0)
-        tokens = F.pad(tokens, (0, added))
-        positions = F.pad(positions, (0, added))
-        mask = F.pad(mask, (0, 0, 0, added), value=True)
-        cache.new_tokens = count  # the others stay out of it
+            mask = positions.unsqueeze(1) >= slots  # needed even for a single token
+        # Every product needs at least MIN_ROWS rows. Padding the tokens once here saves most of the
+        # padding in the products.
+        padding = max(MIN_ROWS - count, 0)
+        tokens = F.pad(tokens, (0, padding))
+        positions = F.pad(positions, (0, padding))
+        mask = F.pad(mask, (0, 0, 0, padding), value=True)
         mask = self.limits.attention_mask(mask, self.group, self.dtype)
+        cache.new_tokens = count  # the cache does not store the padding
         hidden = super().hidden(tokens, cache, positions, mask)
-        cache.length = end  # without the padding
+        cache.length = end  # the length does not count the padding
         return hidden[:, :count]
 
 
 class AlignedKVCache(KVCache):
-    """A cache that returns some unused slots, too, so that its keys are as many as the limits ask
-    for. `PackedLlama.hidden` masks them."""
+    """A cache whose `append` also returns some unused slots, so that the number of keys is one that
+    the limits allow. `PackedLlama.hidden` masks the unused slots."""
 
     def __init__(self, kv: Tensor, limits: AttentionLimits):
         super().__init__(kv)
         self.limits = limits
-        self.new_tokens = 0  # of the pass that is running
+        self.new_tokens = 0  # the tokens of the current pass, without padding
 
     def append(self, layer: int, kv: Tensor) -> Tensor:
         end = super().append(layer, kv[:, :, :self.new_tokens]).shape[2]
@@ -742,8 +765,8 @@ def load_model(
 ) -> Llama:
     """Load a frozen Llama from a Hugging Face folder, a .gguf file, a hub id, "smollm2" or "toy".
 
-    last: how many layers to load, the last ones, with None in place of the others. (A client runs
-    no more than these, in `run_target_layers` of moa.py.) Raises InputError.
+    With `last`, load only this many last layers, and put None in place of the others. (A client
+    runs only these layers, in `run_target_layers` of moa.py.) Raises InputError.
     """
     path = resolve_path(path)
     read_checkpoint = read_gguf if path.suffix == ".gguf" else read_hugging_face
@@ -751,21 +774,20 @@ def load_model(
     config = Config(**sizes)
     first = 0 if last is None else config.num_hidden_layers - last
     skipped = tuple(f"layers.{i}." for i in range(first))
-    # PyTorch refuses impossible sizes in more than one way.
-    with input_errors(path, RuntimeError, TypeError):
+    with input_errors(path, RuntimeError, TypeError):  # PyTorch raises either for impossible sizes
         with torch.device("meta"):
             model = Llama(config)
         for i in range(first):
             model.layers[i] = None
         load_weights(model, read_tensors(skipped), path, device, dtype)
-        model.tie_weights()  # to the embeddings that were loaded
-    return model.to(device)  # the rotary table
+        model.tie_weights()  # again, to the embeddings that were loaded
+    return model.to(device)  # moves the rotary table; the weights are there already
 
 
 def load_target(
     path: str | Path, device: str, dtype: torch.dtype, last: int | None = None
 ) -> tuple[Llama, Tokenizer]:
-    """Load a model (or its `last` layers) and its tokenizer. Raises InputError."""
+    """Load a model (or only its `last` layers) and its tokenizer. Raises InputError."""
     path = resolve_path(path)
     model = load_model(path, device, dtype, last)
     tokenizer = load_tokenizer(path)
@@ -810,11 +832,11 @@ def main() -> None:
     end = time.perf_counter()
     if not args.json:
         print(stream.pending_text())
-    statistics = {
+    statistics = {  # with the names that speculate.py uses, so that the two can be compared
         "seconds": end - start,
         "tokens_per_second": len(tokens) / (end - start),
-        "target_calls": len(tokens) - 1,  # the prompt's left out
-        "acceptance_length": 1.0 if len(tokens) > 1 else 0.0,  # new tokens a call
+        "target_calls": len(tokens) - 1,  # the pass over the prompt is not counted
+        "acceptance_length": 1.0 if len(tokens) > 1 else 0.0,  # new tokens per call
         "prompt_tokens": len(prompt),
         "prompt_seconds": prompt_read - start,
         "draft_seconds": 0.0,

@@ -1,20 +1,21 @@
 """The drafter: a Mixture of Attentions (Zimmer et al., ICLR 2025, arXiv 2410.03804, section 3).
 
-The paper calls it M_Small. It reads the target's KV cache, and drafts the tokens that come next.
-It has four parts, which the next section writes as formulas:
+The drafter, M_Small in the paper, reads the target's KV cache and drafts the next tokens. It has
+four parts, which the next section writes as formulas:
 
     LSA  Layer Self-Attention reads the keys and values of one token in all layers of the target's
-         cache, and makes one vector of them, that token's *memory*. (EAGLE, EAGLE-2 and Medusa see
-         the last layer only.)
-    SA   Self-Attention, causal, reads the embeddings of the text and of the draft. Thanks to it a
-         drafted token sees those before it.
-    CA   Cross-Attention goes from SA's output to the memory of all verified tokens.
-    TLI  Target Layer Inference runs the target's last N layers on CA's output. With N = 0 it does
-         nothing, and CA's output already predicts the target's final hidden state.
+         cache, and condenses them into one vector, the token's *memory*. (EAGLE, EAGLE-2 and Medusa
+         see the last layer only.)
+    SA   Self-Attention, causal, reads the embeddings of the text and of the draft, so that a
+         drafted token sees the drafted tokens before it.
+    CA   Cross-Attention takes its queries from SA's output, and its keys and values from the memory
+         of all verified tokens.
+    TLI  Target Layer Inference runs the target's last N layers on CA's output. With N = 0 there are
+         none, and CA's output itself predicts the target's final hidden state.
 
 `Drafter` has these layers, and runs them over all positions in one pass, for training. `DraftState`
-runs them step by step, with caches, and makes chains and trees of drafted tokens. There is no
-command here: train.py trains a drafter, speculate.py drafts with it. Read as far as the bar, the
+runs them step by step, with caches, and makes chains and trees of drafted tokens. This file has no
+command: train.py trains a drafter, and speculate.py drafts with it. Read as far as the bar, the
 line that says where the method ends.
 """
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from llama import (
     Config,
     DecoderLayer,
+    KeysValues,
     KVCache,
     Llama,
     Sampling,
@@ -50,15 +52,16 @@ from plumbing.huggingface import load_weights, read_tensors
 from plumbing.onednn import has_fast_bfloat16
 from plumbing.tokenizer import Tokenizer
 
-LSA_TOKENS = 64  # LSA reads this many at a time: a whole prompt, times L layers, may not fit in RAM
+LSA_TOKENS = 64  # how many tokens LSA reads at once: all T * L vectors may not fit in RAM
 
 
 # --- The method in formulas ---
 #
 # Number the tokens of the text, and of the draft after it, 0, 1, 2, ... A token is *verified* once
-# the target has read it and keeps it. The first t tokens are verified: 0 to t - 1. Token i, with
-# i >= t, is the newest one (i = t), which the target has chosen but not yet read, or a drafted one.
-# e_j is the embedding of token j, and [k_jl v_jl] are its key and value in the target's layer l:
+# the target has read and kept it. The first t tokens are verified: 0 to t - 1. Token i, with
+# i >= t, is either the newest token (i = t), which the target has chosen but not yet read, or a
+# drafted one. e_j is the embedding of token j, and [k_jl v_jl] are its key and value in the
+# target's layer l:
 #
 #     z_j1, ..., z_jL = LSA([k_j1 v_j1], ..., [k_jL v_jL])    for all j < t
 #     m_j = W mean(z_j1, ..., z_jL) + b                       the memory of token j
@@ -67,24 +70,24 @@ LSA_TOKENS = 64  # LSA reads this many at a time: a whole prompt, times L layers
 #     h'_i = g_i if N = 0, else norm(the target's last N layers on g_i)
 #     q_i = softmax(LM head h'_i)                             the distribution of token i + 1
 #
-# LSA lets the vector of each layer take what it needs from the other layers. The mean after it has
-# no weights of its own, and W maps it to the hidden size. Keys are read as they lie in the cache,
-# that is, rotated by their position. With several kv heads, [k v] is the key and value of head 0,
-# then those of head 1, and so on.
+# LSA lets the vector of each layer take what it needs from the other layers. The mean that follows
+# has no weights, and W maps it to the hidden size. LSA reads keys as the cache holds them, that is,
+# rotated by their position. With several kv heads, [k v] is the key and value of head 0, then the
+# key and value of head 1, and so on.
 #
 # h'_i predicts the target's final hidden state at token i, from which the target's own LM head
-# makes the distribution of the next token. With N > 0, CA's output predicts the state that enters
-# the last N layers: a better draft if N is large, at a higher cost. For verified tokens these
-# layers attend to the target's own keys and values; for drafted ones, to those that they make of
-# CA's output.
+# computes the distribution of the next token. With N > 0, CA's output predicts the state that
+# enters the last N layers instead: a large N gives better drafts at a higher cost. In these layers
+# a verified token has the target's own keys and values, from the cache. The newest token and
+# drafted tokens have keys and values that the layers compute from CA's output.
 #
-# Only verified tokens have a memory. So training must hide from each position the memory that it
-# will not have while drafting: all of it after the position's *horizon* (see train.py). This is
-# what the paper calls on-policy, by a "T-step bounded" mask.
+# Only verified tokens have a memory. Training must therefore hide from each position the memory
+# that it would not have while drafting: the memory of all tokens after the position's *horizon*
+# (see train.py). The paper calls this on-policy training, and its mask "T-step bounded".
 #
-# Shapes: as in llama.py, and N reused target layers, K drafted tokens, F nodes on the frontier of a
-# draft (see `DraftLimits`), V' tokens that may be drafted (above the bar all V of them). H, Hkv and
-# D are those of the layer at hand: each has its own.
+# Shapes: those of llama.py, plus N reused target layers, K drafted tokens, F nodes on the frontier
+# of a draft (see `DraftLimits`), V' tokens that may be drafted (all V, except with a `LimitedHead`,
+# below the bar). LSA, SA, CA and the target's layers each have their own H, Hkv and D.
 
 
 # --- The four layers, and training's pass over all positions ---
@@ -92,8 +95,8 @@ LSA_TOKENS = 64  # LSA reads this many at a time: a whole prompt, times L layers
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Sizes and choices of a drafter, with the names of the authors' config.json where it has them.
-    """
+    """A drafter's sizes and choices. Fields that the authors' config.json also has are named as in
+    that file."""
 
     num_attention_heads: int  # of SA and CA
     layer_self_attention_num_attention_heads: int
@@ -106,14 +109,16 @@ class DrafterConfig:
     rms_norm_eps: float
     rope_theta: float
     target_layer_inference: int = 0  # N
-    draft_vocabulary: tuple[int, ...] | None = None  # of `LimitedHead`, below the bar
+    draft_vocabulary: tuple[int, ...] | None = None  # the only tokens to draft; None: all tokens
 
 
 class CrossAttentionLayer(DecoderLayer):
-    """A decoder layer whose keys and values come from another sequence, the memory.
+    """A decoder layer whose queries come from one sequence, and whose keys and values come from a
+    different one, the memory.
 
     Call `keys_values(memory, rope)` once, then `attend_to` with any queries. The attention is still
-    called `self_attn`, as in the authors' checkpoints, and the one norm serves both sequences.
+    called `self_attn`, as in the authors' checkpoints, and the one norm serves both sequences. (The
+    inherited `forward` would be self-attention. Only the ablation without CA calls it.)
     """
 
     def attend_to(self, kv: Tensor, x: Tensor, rope: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -123,9 +128,12 @@ class CrossAttentionLayer(DecoderLayer):
 
 
 class Drafter(nn.Module):
-    """Trainable: LSA, the projection, SA and CA. All else is the target's, and frozen.
+    """The drafter's layers. LSA, the projection, SA and CA are trained. All other layers are the
+    target's, and frozen.
 
-    The layers have the names of the authors' checkpoints.
+    The modules `layer_self_attention`, `self_attention` and `cross_attention` are named as in the
+    authors' checkpoints. Each of the methods `layer_self_attend`, `self_attend` and `cross_attend`
+    runs one of these modules over whole sequences.
     """
 
     checkpoint_hash = ""  # set by `load_drafter`: a client and its server compare theirs
@@ -133,19 +141,21 @@ class Drafter(nn.Module):
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__()
         self.config = config
-        self.__dict__["target"] = target  # no submodule: its weights are not to be trained or saved
-        self.head = DraftHead(target.lm_head)
+        # Not a submodule: the target's weights are neither trained nor saved with the drafter.
+        self.__dict__["target"] = target
         sizes = target.config
         hidden_size = sizes.hidden_size
         heads = config.num_attention_heads
-        kv_width = 2 * sizes.num_key_value_heads * sizes.head_dim  # 2 Ekv
+        self.head_dim = hidden_size // heads  # of SA and CA
+        kv_width = kv_hidden_size(sizes)  # 2 Ekv, the width of LSA
         layer_heads = config.layer_self_attention_num_attention_heads
+        layer_head_dim = kv_width // layer_heads
         self.layer_self_attention = DecoderLayer(
             width=kv_width,
             inner=config.layer_self_attention_intermediate_size,
             heads=layer_heads,
             kv_heads=config.layer_self_attention_num_key_value_heads,
-            head_dim=kv_width // layer_heads,
+            head_dim=layer_head_dim,
             eps=config.rms_norm_eps,
         )
         self.Ekv2E = nn.Linear(kv_width, hidden_size)  # the authors' name for the projection
@@ -154,7 +164,7 @@ class Drafter(nn.Module):
             inner=config.self_attention_intermediate_size,
             heads=heads,
             kv_heads=config.self_attention_num_key_value_heads,
-            head_dim=hidden_size // heads,
+            head_dim=self.head_dim,
             eps=config.rms_norm_eps,
         )
         self.cross_attention = CrossAttentionLayer(
@@ -162,24 +172,19 @@ class Drafter(nn.Module):
             inner=config.cross_attention_intermediate_size,
             heads=heads,
             kv_heads=config.cross_attention_num_key_value_heads,
-            head_dim=hidden_size // heads,
+            head_dim=self.head_dim,
             eps=config.rms_norm_eps,
         )
-        # LSA's sequence is the L layers of one token: so here a position is a layer's number.
+        # LSA's sequence is the L layers of one token, so a position is the number of a layer.
         layer_rotary = rotary_table(
-            length=sizes.num_hidden_layers,
-            head_dim=kv_width // layer_heads,
-            theta=config.rope_theta,
-            device=target.device,
+            sizes.num_hidden_layers, layer_head_dim, config.rope_theta, target.device
         )
         rotary = rotary_table(
-            length=sizes.max_position_embeddings,
-            head_dim=hidden_size // heads,
-            theta=config.rope_theta,
-            device=target.device,
+            sizes.max_position_embeddings, self.head_dim, config.rope_theta, target.device
         )
         self.register_buffer("layer_rotary", layer_rotary, persistent=False)  # (2, L, D)
         self.register_buffer("rotary", rotary, persistent=False)  # (2, context, D)
+        self.head = new_head(target, config.draft_vocabulary)  # a `DraftHead`
 
     @property
     def N(self) -> int:
@@ -191,36 +196,40 @@ class Drafter(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.Ekv2E.weight.dtype  # `pack` leaves this one as it is
+        return self.Ekv2E.weight.dtype  # `pack` leaves the projection as it is: it has a bias
 
-    def features(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
-        """Run the whole drafter over all positions. Returns predicted final hidden states
-        (B, T, E), which the LM head reads.
+    def forward(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the whole drafter over all positions, as training does. Returns CA's output and the
+        predicted final hidden states, both (B, T, E). They are the same if N = 0.
 
         tokens (B, T); kv (B, T, L, 2 Ekv) from the target's cache; horizon (B, T): the last
-        position whose memory query i may read, -1 for none. (`distill` of train.py takes the same
-        two steps one by one: it needs the result of the first, too.)
+        position whose memory a query may read, -1 for none.
         """
-        x = self.mix_attentions(tokens, kv, horizon)  # LSA, SA, CA: (B, T, E)
-        return self.infer_target_layers(x, kv, horizon)  # TLI: (B, T, E)
+        ca_output = self.mix_attentions(tokens, kv, horizon)  # LSA, SA, CA
+        return ca_output, self.reuse_target_layers(ca_output, kv, horizon)  # TLI
+
+    def features(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
+        """Return only the predicted final hidden states of `forward`, the *features* (B, T, E)."""
+        _, hidden = self(tokens, kv, horizon)
+        return hidden
 
     def mix_attentions(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
-        """Run LSA, SA and CA over all positions: CA's output (B, T, E)."""
+        """Run LSA, SA and CA over all positions. Returns CA's output (B, T, E)."""
         memory = self.build_memory(kv)  # (B, T, E)
         x = self.self_attend(tokens)  # (B, T, E)
         return self.cross_attend(x, memory, horizon)
 
     def build_memory(self, kv: Tensor) -> Tensor:
-        """Return the memory of tokens (B, T, E), given their kv (B, T, L, 2 Ekv) in the cache."""
-        means = []
-        for piece in kv.split(LSA_TOKENS, dim=1):  # LSA never looks across tokens
-            means.append(self.layer_self_attend(piece))  # (B, at most LSA_TOKENS, 2 Ekv)
+        """Return the memory of tokens (B, T, E), given their keys and values in the target's cache,
+        kv (B, T, L, 2 Ekv)."""
+        # LSA never looks across tokens, so it can read a few of them at a time.
+        means = [self.layer_self_attend(piece) for piece in kv.split(LSA_TOKENS, dim=1)]
         return self.Ekv2E(torch.cat(means, dim=1))
 
     def layer_self_attend(self, kv: Tensor) -> Tensor:
         """Run LSA and take its mean over layers: kv (B, T, L, 2 Ekv) -> (B, T, 2 Ekv)."""
         batch, count, layers = kv.shape[:3]
-        # Each token is a sequence of its own, of L layers: so the tokens count as a batch.
+        # Each token is a sequence of its own, of L layers, so the tokens form one batch.
         x = kv.reshape(batch * count, layers, -1).to(self.dtype)  # (B T, L, 2 Ekv)
         x = self.layer_self_attention(x, self.layer_rotary)  # no mask: each layer sees all layers
         return x.mean(dim=1).unflatten(0, (batch, count))
@@ -238,8 +247,8 @@ class Drafter(nn.Module):
     def cross_attend(self, x: Tensor, memory: Tensor, horizon: Tensor) -> Tensor:
         """Run CA over all positions, from SA's output x (B, T, E) to memory (B, T, E).
 
-        Query i reads the memory of positions up to horizon[b, i], and none if that is -1. Returns
-        predicted hidden states (B, T, E).
+        Query i reads the memory of positions 0 to horizon[b, i], and none if the horizon is -1.
+        Returns CA's output (B, T, E).
         """
         count = x.shape[1]
         rope = self.rotary[:, :count]
@@ -247,46 +256,48 @@ class Drafter(nn.Module):
         within = positions <= horizon.unsqueeze(-1)  # (B, T, T): query i, memory j
         kv = self.cross_attention.keys_values(memory, rope)  # (B, Hkv, T, 2D)
         # With horizon -1 a query reads nothing: PyTorch's attention then returns zeros, and the
-        # residual connection hands on SA's output alone.
+        # residual connection passes on SA's output alone.
         return self.cross_attention.attend_to(kv, x, rope, within.unsqueeze(1))
 
-    def infer_target_layers(self, x: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
-        """Run TLI over all positions: x (B, T, E), CA's output -> (B, T, E).
+    def reuse_target_layers(self, x: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
+        """Run TLI over all positions, as training does: CA's output x (B, T, E) -> (B, T, E).
 
         What query 6, with horizon 3, reads in each of the N layers:
 
             position                         0 1 2 3 4 5 6 7
             the target's keys and values     + + + + . . . .
-            those made of x                  . . . . + + + .
+            those computed from x            . . . . + + + .
 
-        Tokens 0 to 3 are verified, so there the cache would hold the target's own keys and values.
-        Tokens 4 to 6 count as drafted: there it would hold those that the layers make of x. One
-        pass has to serve all queries. So the layers get both for every position, 2 T in all, and
-        the mask holds such a picture for each query.
+        While drafting, tokens 0 to 3 would be verified, and the cache would hold the target's own
+        keys and values of these tokens. Token 4 would be the newest one, and tokens 5 and 6 would
+        be drafted. Of tokens 4 to 6 the cache would hold keys and values computed from x. Here one
+        pass has to serve all queries. Therefore the layers get both kinds of keys and values for
+        every position, 2 T in all, and the mask holds such a picture for each query.
 
-        (Positions 4 and 5 belong to the same run as 6, and so have the same horizon. So their keys
-        and values here are those that they have in a draft that begins at 4.)
+        (Positions 4 and 5 belong to the same run as 6, and so have the same horizon. Their keys and
+        values in this pass are therefore those that they would have in a draft that begins at 4.
+        With N = 0, `run_target_layers` returns x, and the mask is not used.)
         """
-        if self.N == 0:
-            return x
         count = x.shape[1]
         positions = torch.arange(count, device=x.device)
         within = positions <= horizon.unsqueeze(-1)  # (B, T, T): query i, position j
         after = ~within & (positions <= positions.unsqueeze(-1))  # (B, T, T)
         mask = torch.cat([within, after], dim=-1).unsqueeze(1)  # (B, 1, T, 2T)
         kv_heads = self.target.config.num_key_value_heads
-        reused = kv[:, :, -self.N:].unflatten(-1, (kv_heads, -1))  # (B, T, N, Hkv, 2D)
+        first_reused = kv.shape[2] - self.N  # of the L layers
+        reused = kv[:, :, first_reused:].unflatten(-1, (kv_heads, -1))  # (B, T, N, Hkv, 2D)
         known = KnownKeysValues(reused.permute(2, 0, 3, 1, 4))  # (N, B, Hkv, T, 2D)
         return self.run_target_layers(x, self.target.rotary[:, :count], mask, known)
 
     def run_target_layers(
-        self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache | KnownKeysValues
+        self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: KeysValues
     ) -> Tensor:
         """Run the target's last N layers and its final norm: x (B, T, E) -> (B, T, E). With N = 0
-        return x.
+        return x as it is.
 
-        The cache, of N layers, brings the target's own keys and values of verified tokens, followed
-        by those that the layers make of x. Training and drafting pass different ones.
+        x has all positions in training, and only the newest tokens in drafting. `cache` numbers the
+        N layers from 0. To each layer it supplies the target's own keys and values of verified
+        tokens, followed by those that the layer computes from x.
         """
         if self.N == 0:
             return x
@@ -296,16 +307,16 @@ class Drafter(nn.Module):
         return self.target.norm(x)
 
     def memory_update(self, tokens: list[int], cache: KVCache) -> MemoryUpdate:
-        """Return what drafting needs of newly verified tokens, the last ones in the target's cache.
-        LSA runs here, on the target's side, where that cache is."""
+        """Return what drafting needs of newly verified tokens, which must be the last ones in the
+        target's cache. LSA runs here, on the target's side, because it reads that cache."""
         kv = cache.by_token(cache.length - len(tokens), cache.length)  # (1, T, L, 2 Ekv)
         return self.update_from_memory(tokens, self.build_memory(kv), cache)
 
     def update_from_memory(
         self, tokens: list[int], memory: Tensor, cache: KVCache
     ) -> MemoryUpdate:
-        """Return what drafting needs, given the memory (1, T, E) of these tokens. (Ablations make
-        the memory in other ways.)"""
+        """Return what drafting needs of these tokens, given their memory (1, T, E). (Ablations
+        compute the memory in other ways.)"""
         start = cache.length - len(tokens)
         rope = self.rotary[:, start:cache.length]
         cross_kv = self.cross_attention.keys_values(memory, rope)  # (1, Hkv, T, 2D)
@@ -314,90 +325,29 @@ class Drafter(nn.Module):
         return MemoryUpdate(tokens, cross_kv, reused_kv)
 
     def new_state(self, capacity: int, sampling: Sampling = Sampling()) -> DraftState:
-        """Return the drafter's side of a new conversation."""
+        """Return the drafter's side of a new conversation. capacity: see `DraftState`."""
         return DraftState(self, capacity, sampling)
 
 
 class KnownKeysValues:
-    """Stands in for a KVCache in training. `append` returns keys and values that are known from the
-    beginning, those of the target, followed by new ones, those that a layer has just made of x.
-    Nothing is stored."""
+    """Takes the place of a KVCache in training. `append` returns the target's keys and values,
+    which are known from the beginning, followed by the new ones, which a layer has just computed
+    from x. Nothing is stored."""
 
     def __init__(self, kv: Tensor):
-        self.kv = kv
+        self.kv = kv  # the target's, (N, B, Hkv, T, 2D)
 
     def append(self, layer: int, kv: Tensor) -> Tensor:
         return torch.cat([self.kv[layer].to(kv.dtype), kv], dim=2)  # (B, Hkv, 2T, 2D)
 
 
-@dataclass
-class MemoryUpdate:
-    """What the drafter's caches grow by when T tokens have been verified.
-
-    It does not hold the memory itself. CA reads only the keys and values made of a memory, so these
-    are computed at once and handed on in its place.
-    """
-
-    tokens: list[int]
-    cross_kv: Tensor | None  # CA's keys and values of the memory, (1, Hkv, T, 2D)
-    reused_kv: Tensor | None  # those in the target's last N layers, (N, 1, Hkv, T, 2D)
-
-
-class Verifier(Protocol):
-    """The target's side of one conversation, here or on a server."""
-
-    def prefill(self, prompt: list[int]) -> VerifyResult:
-        """Read a prompt, and choose the token after it."""
-
-    def verify(self, draft: Draft) -> VerifyResult:
-        """Decide which tokens of a draft to keep."""
-
-
-@dataclass
-class VerifyResult:
-    """What one pass of the target brings. (After the pass over the prompt, nothing was drafted and
-    nothing is accepted.)"""
-
-    accepted: list[int]  # the drafted tokens that it keeps
-    token: int  # its own, which comes after them
-    # Of what is now verified: the prompt, or the root and accepted tokens. None while a server is
-    # out of reach, and where the target writes alone.
-    memory: MemoryUpdate | None
-    draft: Draft  # what was verified: a verifier may leave unlikely tokens out
-    logits: Tensor | None = None  # of its nodes, (1 + K, V). A server does not send them
-
-
-class DraftHead:
-    """The target's LM head, frozen: features to logits.
-
-    An *output* is an index into the logits. Here it equals the token's number. With `LimitedHead`,
-    below the bar, it is an index into a shorter list of tokens. So whoever needs a token or a
-    distribution of tokens asks for it here.
-    """
-
-    def __init__(self, linear: nn.Module):
-        self.linear = linear  # its weight: (V', E)
-
-    def logits(self, features: Tensor) -> Tensor:
-        """Map features (..., E) to logits (..., V')."""
-        return self.linear(features.to(self.linear.weight.dtype))
-
-    def token(self, output: int) -> int:
-        """Return the token that an output stands for."""
-        return output
-
-    def over_all_tokens(self, q: Tensor) -> Tensor:
-        """Spread a distribution over the outputs, q (V'), over the target's vocabulary (V)."""
-        return q
-
-
-# --- Drafting: the same layers, step by step ---
+# --- Drafts ---
 
 
 class Draft:
-    """A tree of tokens that may follow the target's newest token. A chain is the simplest kind.
+    """A tree of tokens that may follow the target's newest token. A chain is the simplest tree.
 
-    A *node* is a token of the tree, by its number. Node 0 is the root: the newest token. Node i is
+    A *node* is the number of a token in the tree. Node 0 is the root: the newest token. Node i has
     the token tokens[i], and follows node parents[i], whose number is smaller:
 
         node   token        parent   path
@@ -408,14 +358,14 @@ class Draft:
     """
 
     def __init__(self, root: int):
-        # One entry for each node: in the end 1 + K.
+        # Each list has one entry for each node: 1 + K when the draft is complete.
         self.tokens = [root]
         self.parents = [-1]
-        self.paths = [[0]]  # the nodes from the root to each one, both included
-        self.probabilities = [1.0]  # the drafter's, of each token after its parent
-        self.path_probabilities = [1.0]  # the product of these along the path
-        # By the parent's node: the distribution (V) that its children were drawn from, which
-        # rejection sampling needs. Empty at temperature 0, where nothing is drawn.
+        self.paths = [[0]]  # the nodes from the root to each node, both included
+        self.probabilities = [1.0]  # the drafter's probability of each token after its parent
+        self.path_probabilities = [1.0]  # the product of the probabilities along each path
+        # For each parent, the distribution (V) that its children were drawn from. Rejection
+        # sampling needs it. Empty at temperature 0, where nothing is drawn.
         self.q: dict[int, Tensor] = {}
 
     def add(self, token: int, parent: int, probability: float) -> int:
@@ -430,23 +380,24 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        """Tell whether each node follows the one before it."""
+        """Tell whether each node follows the node before it."""
         return self.parents == list(range(-1, len(self.parents) - 1))
 
     def children(self, parent: int) -> list[int]:
-        """Return the nodes that follow `parent`, in the order added: if drawn, in that order."""
+        """Return the nodes that follow `parent` in the order in which they were added. Drawn tokens
+        are added in the order drawn."""
         return [node for node, other in enumerate(self.parents) if other == parent]
 
     def child(self, parent: int, token: int) -> int | None:
-        """Return the node of this token after `parent`. None if it was not drafted there."""
+        """Return the node of this token after `parent`, or None if it was not drafted there."""
         for node in self.children(parent):
             if self.tokens[node] == token:
                 return node
         return None
 
     def path_of(self, tokens: list[int]) -> list[int]:
-        """Return the nodes of a path with these tokens: the root, then a node for each. Raises
-        ValueError if they were not drafted."""
+        """Return the path from the root along these tokens: node 0, then a node for each token.
+        Raises ValueError if one of them was not drafted there."""
         path = [0]
         for token in tokens:
             child = self.child(path[-1], token)
@@ -456,13 +407,13 @@ class Draft:
         return path
 
     def depth(self, node: int) -> int:
-        """Return how far a node is from the root."""
+        """Return how many levels a node is below the root."""
         return len(self.paths[node]) - 1
 
     def mask(self, nodes: list[int], cached: list[int], text_length: int) -> Tensor:
-        """Return which slots each of `nodes` may see, (len(nodes), text_length + len(cached)): the
-        whole text and, of the draft, its ancestors and itself. Not its siblings: they are
-        alternatives.
+        """Return which slots of a cache each of `nodes` may see, as a mask of shape (len(nodes),
+        text_length + len(cached)). A node sees the whole text, its ancestors in the draft, and
+        itself. It does not see its siblings, which are alternatives to it.
 
         cached: the nodes whose keys and values lie in the cache after the text, in this order.
         """
@@ -480,7 +431,7 @@ class Draft:
         order drawn (see `sample_tree`).
         """
         smaller = Draft(self.tokens[0])
-        new_node = {0: 0}  # in the smaller draft, of each node kept
+        new_node = {0: 0}  # from the number of a kept node to its number in the smaller draft
         for node in kept[1:]:
             parent = new_node[self.parents[node]]
             new_node[node] = smaller.add(self.tokens[node], parent, self.probabilities[node])
@@ -488,7 +439,7 @@ class Draft:
 
     def likeliest_first(self) -> Draft:
         """Return the same draft with its nodes in the order of their paths' probabilities. (A path
-        is not less likely than one that goes on from it.) For temperature 0 only."""
+        is at least as likely as its extensions, so parents come first.) For temperature 0 only."""
         nodes = range(len(self.tokens))
         return self.keep(sorted(nodes, key=lambda node: -self.path_probabilities[node]))
 
@@ -497,23 +448,90 @@ class Draft:
 class DraftLimits:
     """The limits of a draft, which grows level by level.
 
-    To *expand* a node is to run the drafter on it, and to add tokens after it. The nodes that are
+    To *expand* a node is to run the drafter on it and to add tokens after it. The nodes that are
     expanded next are the *frontier*. The first three limits are EAGLE-2's. The other two are ours:
     a token that the drafter itself finds unlikely is hardly worth its cost.
     """
 
-    depth: int  # levels below the root: in a chain the number of drafted tokens, K
-    top_k: int = 1  # nodes of a frontier, at most. With 1 the draft is a chain
-    total_tokens: int = 64  # drafted tokens of a tree, at most
-    min_confidence: float = 0.0  # stop when the paths to a frontier sum to less than this
+    depth: int  # levels below the root. In a chain this is the number of drafted tokens, K
+    top_k: int = 1  # nodes on a frontier, at most. With 1 the draft is a chain
+    total_tokens: int = 64  # drafted tokens, at most. `draft_chain` does not use this limit
+    min_confidence: float = 0.0  # stop if the paths to a frontier sum to less than this
     min_probability: float = 0.0  # a tree ignores paths below this probability
 
 
+# --- What the target returns ---
+
+
+@dataclass
+class MemoryUpdate:
+    """The keys and values by which the drafter's caches grow when T tokens have been verified.
+
+    The memory itself is not among them. CA reads only keys and values computed from the memory, so
+    these are computed at once and passed on in its place. `cross_kv` and `reused_kv` are None where
+    no drafter needs them.
+    """
+
+    tokens: list[int]
+    cross_kv: Tensor | None  # CA's, computed from the memory, (1, Hkv, T, 2D)
+    reused_kv: Tensor | None  # the target's own, in its last N layers, (N, 1, Hkv, T, 2D)
+
+
+@dataclass
+class VerifyResult:
+    """The result of one pass of the target over a prompt or a draft. (After a prompt nothing is
+    accepted, because nothing was drafted.)"""
+
+    accepted: list[int]  # the drafted tokens that the target keeps
+    token: int  # the target's own token, which comes after the accepted ones
+    # The update for all tokens that the pass verified: the prompt, or the root and the accepted
+    # tokens. None if no drafter's caches are to grow.
+    memory: MemoryUpdate | None
+    draft: Draft  # the draft that was verified: a verifier may leave out unlikely tokens
+    logits: Tensor | None = None  # the target's, after each node, (1 + K, V), if they are known
+
+
+class Verifier(Protocol):
+    """The target's side of one conversation, on this machine or on a server."""
+
+    def prefill(self, prompt: list[int]) -> VerifyResult:
+        """Read a prompt, and choose the token after it."""
+
+    def verify(self, draft: Draft) -> VerifyResult:
+        """Decide which tokens of a draft to keep."""
+
+
+# --- Drafting: the same layers, step by step ---
+
+
+class DraftHead:
+    """The target's LM head, frozen: from features to logits.
+
+    An *output* is an index into these logits. Here the outputs are all tokens, by their numbers.
+    `LimitedHead`, below the bar, has fewer outputs than there are tokens. For its sake, `token` and
+    `over_all_tokens` translate from outputs to tokens.
+    """
+
+    def __init__(self, linear: nn.Module):
+        self.linear = linear  # its weight: (V', E)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Map features (..., E) to logits (..., V')."""
+        return self.linear(features.to(self.linear.weight.dtype))
+
+    def token(self, output: int) -> int:
+        """Return the token that an output stands for."""
+        return output
+
+    def over_all_tokens(self, q: Tensor) -> Tensor:
+        """Turn a distribution over outputs, q (V'), into one over all tokens (V)."""
+        return q
+
+
 def draft_distributions(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return q, what drafts are chosen from: logits (..., V') -> (..., V')."""
+    """Return q, from which drafted tokens are chosen: logits (..., V') -> (..., V')."""
     if sampling.temperature == 0:
-        # A greedy chain could do without probabilities. But trees rank paths by them, and limits
-        # are compared with them.
+        # Nothing is drawn, but trees rank paths by probability, and limits are compared with it.
         return probabilities(logits, 1.0)
     return probabilities(logits, sampling.temperature, sampling.top_p)
 
@@ -522,11 +540,11 @@ def extend_chain(draft: Draft, q: Tensor, head: DraftHead, sampling: Sampling) -
     """Add to a chain a token that is chosen from q (V'): the likeliest, or a draw."""
     last = len(draft.tokens) - 1
     if sampling.temperature == 0:
-        choice = int(q.argmax())
+        output = int(q.argmax())
     else:
-        choice = sample(q, sampling.generator)
+        output = sample(q, sampling.generator)
         draft.q[last] = head.over_all_tokens(q)
-    draft.add(head.token(choice), parent=last, probability=float(q[choice]))
+    draft.add(head.token(output), parent=last, probability=float(q[output]))
 
 
 class DraftState:
@@ -534,12 +552,13 @@ class DraftState:
 
         keys and values            of verified tokens        of expanded nodes of the draft
         self_cache     SA          its own                   its own
-        cross_cache    CA          made of the memory        none: they have no memory
-        reused_cache   N layers    the target's own          what the layers make of CA's output
+        cross_cache    CA          made from the memory      none: they have no memory
+        reused_cache   N layers    the target's own          computed from CA's output
 
-    After `append_verified` all three have the length of the text. While drafting, SA's and TLI's
-    grow by the same nodes in the same order, that of `expanded`, so that one mask serves both. One
-    cycle after a text of 10 tokens, with a chain of three of which the target accepts two:
+    After `append_verified` all three caches have the length of the text. While drafting,
+    `self_cache` and `reused_cache` grow by the same nodes in the same order, which is the order of
+    `expanded`, so one mask serves both. For example, with a text of 10 tokens and a chain of three,
+    of which the target accepts two:
 
                                         length of the caches:   SA   CA   TLI
         before the draft                                        10   10   10
@@ -549,26 +568,26 @@ class DraftState:
         discard_draft                                           10   10   10
         append_verified of the root and tokens 1 and 2          13   13   13
 
-    The accepted tokens are not kept from the draft but appended again: only now do they have a
-    memory, and the target's own keys and values.
+    Accepted tokens leave the caches with the rest of the draft and are appended again, because only
+    now do they have a memory, and the target's own keys and values.
 
-    Where each layer runs, in training and here:
+    Where each layer runs:
 
-               over all positions       step by step
-        LSA    build_memory             memory_update, once for every verified token
-        SA     self_attend              append_verified (keys and values only), step
-        CA     cross_attend             step
-        TLI    infer_target_layers      step
+               training, all positions    drafting, new tokens only
+        LSA    build_memory               memory_update, once for every verified token
+        SA     self_attend                append_verified (keys and values only), step
+        CA     cross_attend               step
+        TLI    reuse_target_layers        step
     """
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
-        """capacity: slots for the text, and for the draft's nodes that are expanded: in a tree at
-        most 1 + (depth - 1) * top_k."""
+        """capacity: the slots of each cache, one for each token of the text and one for each
+        expanded node of a draft. A tree has at most 1 + (depth - 1) * top_k expanded nodes."""
         config = drafter.config
         self.drafter = drafter
         self.sampling = sampling
         target = drafter.target
-        head_dim = target.config.hidden_size // config.num_attention_heads
+        head_dim = drafter.head_dim
         self_heads = config.self_attention_num_key_value_heads
         cross_heads = config.cross_attention_num_key_value_heads
         target_heads = target.config.num_key_value_heads
@@ -577,18 +596,19 @@ class DraftState:
         self.reused_cache = empty_cache(
             target, (drafter.N, 1, target_heads, capacity, 2 * target.config.head_dim)
         )
-        self.expanded: list[int] = []  # the draft's nodes that are in the caches, in their order
+        self.expanded: list[int] = []  # the nodes that are in the caches, in the caches' order
 
     @property
     def text_length(self) -> int:
-        """How many tokens come before the draft: the verified ones."""
+        """Return how many tokens come before the draft: all verified ones."""
         return self.cross_cache.length
 
     def append_verified(self, update: MemoryUpdate) -> None:
-        """Grow the caches by newly verified tokens, in place of what was drafted.
+        """Grow the caches by newly verified tokens, in place of the draft.
 
-        No attention runs here. SA is one layer on embeddings, so its keys and values are a
-        projection of these. Its output is for CA's queries only, and a verified token is not one.
+        No attention runs here. SA is one layer on embeddings, so its keys and values are
+        projections of the embeddings. Its output serves only as CA's queries, and a verified token
+        needs none.
         """
         self.discard_draft()
         count = len(update.tokens)
@@ -602,14 +622,14 @@ class DraftState:
             cache.length += count
 
     def discard_draft(self) -> None:
-        """Go back to the end of the text."""
+        """Shorten the caches to the text."""
         self.expanded = []
         self.self_cache.length = self.text_length
         self.reused_cache.length = self.text_length
 
     def draft(self, root: int, limits: DraftLimits) -> Draft:
         """Draft a chain or a tree of tokens that may follow the target's newest token, `root`."""
-        self.discard_draft()  # of an earlier call, if nothing was verified since
+        self.discard_draft()  # an earlier draft, if nothing was verified since
         if limits.top_k == 1:
             return self.draft_chain(root, limits)
         if self.sampling.temperature == 0:
@@ -617,15 +637,15 @@ class DraftState:
         return self.sample_tree(root, limits)
 
     def draft_chain(self, root: int, limits: DraftLimits) -> Draft:
-        """Draft up to K tokens, each chosen from q after those before it (algorithm 1).
+        """Draft up to K tokens, each chosen from q after the tokens before it (algorithm 1).
 
-        It may stop early, and the text is still the target's, if that is decided before the next
-        token is drawn. Say that " in" was drawn after " lies" with q = 0.1. As that is little, the
-        chain may stop after " in". But " in" itself has to be proposed: to drop it would change the
-        text's distribution, as `sample_tree` shows with numbers.
+        Stopping early is safe if the decision is made before the next token is drawn. Say that
+        " in" was drawn after " lies" with q = 0.1. Because that is unlikely, the chain may stop
+        after " in". However, " in" itself has to be proposed: to drop it would change the
+        distribution of the text, as `sample_tree` shows with numbers.
         """
         draft = Draft(root)
-        for last in range(limits.depth):  # the last node so far: those of a chain are 0, 1, 2, ...
+        for last in range(limits.depth):  # the last node so far: a chain's nodes are 0, 1, 2, ...
             if not worth_expanding(draft, [last], limits):
                 break
             q = self.next_distributions(draft, [last]).squeeze(0)  # (V')
@@ -638,9 +658,10 @@ class DraftState:
         return draft_distributions(logits, self.sampling)
 
     def step(self, draft: Draft, frontier: list[int]) -> Tensor:
-        """Run SA, CA and TLI on the frontier, nodes of one level: features (F, E)."""
+        """Run SA, CA and TLI on the frontier, whose nodes are all on one level. Returns features
+        (F, E)."""
         drafter = self.drafter
-        self.expanded += frontier  # cached from now on: each node sees itself, too
+        self.expanded += frontier  # before the mask is made: each node sees itself as well
         mask = self.tree_mask(draft, frontier)  # (F, S)
         # Nodes of one level have the same position, so one angle serves them all: (2, 1, D).
         position = self.text_length + draft.depth(frontier[0])
@@ -657,8 +678,8 @@ class DraftState:
         return x.squeeze(0)
 
     def tree_mask(self, draft: Draft, frontier: list[int]) -> Tensor | None:
-        """Return which of the tokens in the caches each node of the frontier sees, (F, S). None if
-        they see all of them, as in a chain: attention is faster without a mask."""
+        """Return which tokens in the caches each node of the frontier sees, (F, S). Return None if
+        every node sees all of them, as in a chain, because attention is faster without a mask."""
         if draft.is_chain:
             return None
         mask = draft.mask(frontier, self.expanded, self.text_length)
@@ -668,18 +689,18 @@ class DraftState:
         """Look up embeddings of tokens: (1, T, E)."""
         return self.drafter.embed(torch.tensor([tokens], device=self.drafter.device))
 
-    # Trees: several tokens that may follow the same one.
+    # Trees, in which several drafted tokens may follow the same token.
 
     def draft_tree(self, root: int, limits: DraftLimits) -> Draft:
         """Draft a dynamic tree at temperature 0, after EAGLE-2 (Li et al. 2024b).
 
-        A token is as likely as its whole path from the root: the product of q along it. At each
-        level:
+        Tokens compete by the probabilities of their paths. A path's probability is the product of q
+        along it, from the root on. At each level:
 
         1. Run the drafter on the frontier.
         2. Of all tokens that may follow the frontier, add the `total_tokens` likeliest, but none
            below `min_probability`. More than `total_tokens` can never be kept.
-        3. The `top_k` likeliest of these are the next frontier.
+        3. The `top_k` likeliest of the added tokens are the next frontier.
 
         At the end keep the `total_tokens` likeliest of all levels. An example with depth 2, top_k 2
         and total_tokens 4, in which e and f follow a (0.60 times 0.7 and 0.2), and g and h follow b
@@ -689,9 +710,9 @@ class DraftState:
             level 2, after a and b      e 0.42   g 0.24   f 0.12   h 0.03
             kept                        a 0.60   e 0.42   b 0.30   g 0.24
 
-        No token is kept without its parent: that is at least as likely, and comes first where both
-        are equally likely. (EAGLE-2 adds `top_k` tokens after each node. Here all nodes of a
-        frontier compete.)
+        No token is kept without its parent, because the parent is at least as likely, and comes
+        first where both are equally likely. (EAGLE-2 adds `top_k` tokens after each node. Here all
+        nodes of a frontier compete.)
         """
         draft = Draft(root)
         frontier = [0]
@@ -710,34 +731,27 @@ class DraftState:
     def sample_tree(self, root: int, limits: DraftLimits) -> Draft:
         """Draft a tree of tokens that are drawn from q, for temperatures above 0.
 
-        `rejection_sample_tree` of speculate.py accepts them. Its rule compares p with the q that a
-        token was drawn from. So it needs tokens that were drawn, and every token that was drawn has
-        to be proposed: to drop one afterwards would change what comes out. Say p = q = (0.6, 0.4).
-        One token is drawn; if it is the second, it is thrown away as too unlikely. The target then
-        draws one itself, and the first token comes out with probability 0.6 + 0.4 * 0.6 = 0.84
-        instead of 0.6.
+        `rejection_sample_tree` of speculate.py compares the target's p with the q that a token was
+        drawn from. Every token that is drawn must therefore be proposed: to drop one afterwards
+        would change the distribution of the text. Say that p = q = (0.6, 0.4), that one token is
+        drawn, and that the second token is always dropped, because it is unlikely. Whenever it is
+        dropped, the target draws a token itself. The first token then comes out with probability
+        0.6 + 0.4 * 0.6 = 0.84 instead of 0.6.
 
-        What may be chosen is how many tokens are drawn after each node, and only before they are
-        drawn. At each level:
+        For the same reason, how many tokens are drawn after a node must be fixed before any of them
+        is drawn. The number may depend on q and on earlier levels. At each level:
 
         1. Divide the tokens that are left by the levels that are left, rounded up: the `share`.
         2. Find the `share` likeliest tokens after the frontier, and count those after each node.
-           So a node that more of the likely paths go through gets more children.
-        3. After each node draw that many from its q, without replacement, whichever they are.
-        4. Of the drawn tokens, those with the `top_k` likeliest paths are the next frontier.
+        3. After each node draw that many tokens from its q, without replacement, whichever they
+           are.
+        4. The drawn tokens with the `top_k` likeliest paths are the next frontier. The others are
+           not expanded, but they are proposed as well.
 
-        In the example of `draft_tree`, level 1 gets two of the four tokens: two are drawn after the
-        root, say a and b. Level 2 gets the other two. The two likeliest paths there are those of e,
-        after a, and g, after b. So one token is drawn after a, and one after b.
-
-        The counts of a level must not depend on what it draws, for the same reason. They may depend
-        on q and on earlier levels. And step 4 is allowed: a token that is not expanded is proposed
-        all the same.
-
-        (This is ours: a budget that follows likely paths, as in EAGLE-2, for children drawn without
-        replacement, as in Jeon et al. 2024. The two were not compared. EAGLE-2 proposes the
-        likeliest tokens at any temperature. That is exact, too: a token that is certain to be
-        proposed is accepted with probability p.)
+        (This method is ours: a budget that follows likely paths, as in EAGLE-2, for children drawn
+        without replacement, as in Jeon et al. 2024. EAGLE-2 itself proposes the likeliest tokens at
+        any temperature. That is also exact, because a token that is certain to be proposed is
+        accepted with probability p. The two were not compared.)
         """
         draft = Draft(root)
         frontier = [0]
@@ -748,9 +762,11 @@ class DraftState:
                 break
             q = self.next_distributions(draft, frontier)  # (F, V')
             likeliest = likeliest_choices(draft, frontier, q, share, limits.min_probability)
-            drawn = draw_choices(likeliest, q, self.sampling.generator)  # as many after each node
+            # How many children each row's node gets is fixed before any of them is drawn.
+            counts = Counter(choice.row for choice in likeliest)
+            drawn = draw_choices(counts, q, self.sampling.generator)
             children = self.add_choices(draft, frontier, drawn)
-            for row in {choice.row for choice in drawn}:  # the nodes that got children
+            for row in counts:
                 draft.q[frontier[row]] = self.drafter.head.over_all_tokens(q[row])  # (V)
             frontier = likeliest_paths(draft, children, limits.top_k)
         return draft
@@ -765,13 +781,15 @@ class DraftState:
 
 
 def empty_cache(owner: Drafter | Llama, shape: tuple[int, ...]) -> KVCache:
-    """Return an empty cache for layers of this model: its shape is (L, B, Hkv, capacity, 2D)."""
+    """Return an empty cache in the owner's dtype: its shape is (L, B, Hkv, capacity, 2D). (Not
+    `Llama.new_cache`, whose cache is for all layers of the target.)"""
     return KVCache(torch.zeros(shape, dtype=owner.dtype, device=owner.device))
 
 
 def worth_expanding(draft: Draft, frontier: list[int], limits: DraftLimits) -> bool:
-    """Tell whether it pays to go on: whether the paths to the frontier are together likely."""
-    if not frontier:  # the level before added nothing
+    """Tell whether to expand the frontier: whether the probabilities of its paths sum to at least
+    `min_confidence`."""
+    if not frontier:  # the previous level added nothing
         return False
     confidence = sum(draft.path_probabilities[node] for node in frontier)
     return confidence >= limits.min_confidence
@@ -781,24 +799,21 @@ class Choice(NamedTuple):
     """A token to add to a tree, after a node of its frontier."""
 
     row: int  # the node is frontier[row], and its distribution is q[row]
-    output: int  # of the drafter's head (see `DraftHead`)
-    probability: float  # of the token after this node
+    output: int  # the token, as an output of the drafter's head (see `DraftHead`)
+    probability: float  # q[row, output]
 
 
 def likeliest_choices(
     draft: Draft, frontier: list[int], q: Tensor, count: int, min_probability: float
 ) -> list[Choice]:
-    """Of all tokens after the frontier, return the `count` whose paths are likeliest. q (F, V')
-
-    There may be fewer, as paths below `min_probability` are left out.
-    """
-    # Tokens of probability 0, of which top-p leaves many, are left out as well: they cannot be
-    # drawn.
+    """Of all tokens after the frontier, return the `count` whose paths are likeliest, or fewer
+    if only so many paths reach `min_probability`. q (F, V')"""
+    # Tokens of probability 0, of which top-p leaves many, are left out: they cannot be drawn.
     least = max(min_probability, 1e-30)
-    top = q.topk(min(count, q.shape[-1]))  # of each node: no more can be among the likeliest
+    top = q.topk(min(count, q.shape[-1]))  # after one node no more than `count` can be returned
     top_probabilities = top.values.tolist()  # F lists
     top_outputs = top.indices.tolist()
-    likely = []  # the probability of a path, and its last token
+    likely = []  # pairs of a path's probability and the choice at its end
     for row, node in enumerate(frontier):
         for probability, output in zip(top_probabilities[row], top_outputs[row]):
             path_probability = draft.path_probabilities[node] * probability
@@ -809,57 +824,60 @@ def likeliest_choices(
 
 
 def likeliest_paths(draft: Draft, nodes: list[int], count: int) -> list[int]:
-    """Of these nodes, in ascending order, return the `count` with the likeliest paths, again in
-    ascending order.
+    """Return the `count` of these nodes whose paths are likeliest. Both lists are in ascending
+    order.
 
-    Sorting is stable. So of equally likely nodes the smaller comes first: a parent before a child
-    of probability 1.
+    Sorting is stable, so the smaller of two equally likely nodes comes first: a parent comes before
+    a child of probability 1.
     """
     best = sorted(nodes, key=lambda node: -draft.path_probabilities[node])[:count]
     return sorted(best)
 
 
-def draw_choices(choices: list[Choice], q: Tensor, generator: torch.Generator) -> list[Choice]:
-    """Draw as many tokens after each node as these choices have there. q (F, V')"""
-    counts = Counter(choice.row for choice in choices)  # 0 for a row without a choice
+def draw_choices(counts: Counter[int], q: Tensor, generator: torch.Generator) -> list[Choice]:
+    """Draw counts[row] tokens from each q[row] without replacement. q (F, V')"""
     most = max(counts.values(), default=0)
     # One call draws `most` tokens for each row, in order. A row that needs fewer uses the first.
     drawn = gumbel_topk(q, most, generator)  # (F, most)
     drawn_probabilities = q.gather(-1, drawn).tolist()
-    drawn_choices = []
+    choices = []
     for row, outputs in enumerate(drawn.tolist()):
-        for rank in range(counts[row]):
-            probability = drawn_probabilities[row][rank]
-            drawn_choices.append(Choice(row, outputs[rank], probability))
-    return drawn_choices
+        for rank in range(counts[row]):  # 0 for a row that is not counted
+            choices.append(Choice(row, outputs[rank], drawn_probabilities[row][rank]))
+    return choices
 
 
 def gumbel_topk(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """Draw k tokens from each p (..., V') without replacement. Returns them in order (..., k).
 
-    With e_x ~ Exp(1), e_x / p_x is the time until a random clock of rate p_x rings. Of such clocks,
-    one for each token, x is the first to ring with probability p_x, and the order in which all ring
-    is that of draws without replacement. The first to ring has the largest p_x / e_x. (This is the
+    With e_x ~ Exp(1), e_x / p_x is the time until a random clock of rate p_x rings. If each token
+    has such a clock, x rings first with probability p_x, and the order in which the clocks ring is
+    that of draws without replacement. The first to ring has the largest p_x / e_x. (This is the
     Gumbel top-k trick of Kool et al. 2019: log(p_x / e_x) is log p_x plus Gumbel noise.)
     """
     e = torch.empty_like(p).exponential_(generator=generator)
-    # Some devices draw 0. Where p = 0 that makes 0 / 0 = NaN, which topk takes for the largest.
+    # Some devices draw 0. Where p = 0, this would make 0 / 0 = NaN, which topk ranks first.
     e = e.clamp(min=torch.finfo(p.dtype).tiny)
     return (p / e).topk(k).indices
 
 
 # --- The method ends here: what follows makes it practical ---
 #
-# Default sizes, and a head of fewer tokens; drafting for a server; packed weights and bfloat16;
+# Default sizes, and a head for fewer tokens; drafting for a server; packed weights and bfloat16;
 # loading and saving.
 
 
-# --- Sizes, and a head of fewer tokens ---
+# --- Sizes, and a head for fewer tokens ---
+
+
+def kv_hidden_size(sizes: Config) -> int:
+    """Return 2 Ekv, the size of a token's key and value together in one layer of the target."""
+    return 2 * sizes.num_key_value_heads * sizes.head_dim
 
 
 def default_config(target: Llama) -> DrafterConfig:
-    """Return the paper's sizes for Llama-3-8B. For another target, sizes of the same proportions,
-    as near as its heads divide. For Llama-3-8B, some 0.25 billion parameters in all:
+    """Return the paper's sizes for Llama-3-8B. For other targets the proportions are the same, as
+    closely as the numbers of heads allow. For Llama-3-8B, about 0.25 billion parameters in all:
 
         layer      width    heads    kv heads    MLP
         LSA         2048       32           8    3072
@@ -867,11 +885,12 @@ def default_config(target: Llama) -> DrafterConfig:
     """
     sizes = target.config
     heads = sizes.num_attention_heads
-    kv_heads = math.gcd(heads, max(1, heads // 8))  # one for eight heads, if that divides them
-    kv_width = 2 * sizes.num_key_value_heads * sizes.head_dim  # LSA's width
-    # LSA has the target's number of heads, which need not divide kv_width. (SmolLM2 has 9 heads of
-    # size 42, which fill 378 of 384 numbers.) But RoPE needs an even size. If it is odd, take fewer
-    # heads. With as many heads as kv heads the size is 2 D, which is even.
+    kv_heads = math.gcd(heads, max(1, heads // 8))  # about one for eight heads; must divide heads
+    kv_width = kv_hidden_size(sizes)  # LSA's width
+    # LSA has the target's number of heads, which need not divide kv_width. (With SmolLM2 it has 9
+    # heads of size 42, which together use 378 of 384 dimensions.) However, RoPE needs an even head
+    # size. While the size is odd, take fewer heads. With as many heads as kv heads, the size is
+    # 2 D, which is even.
     layer_heads = heads
     while kv_width // layer_heads % 2 != 0:
         layer_heads -= sizes.num_key_value_heads
@@ -890,20 +909,17 @@ def default_config(target: Llama) -> DrafterConfig:
 
 
 def new_drafter(target: Llama, config: DrafterConfig, kind: type[Drafter] = Drafter) -> Drafter:
-    """Make a drafter with random weights, before its target is packed.
+    """Make a drafter with random weights. Its target must not be packed yet.
 
     kind: `Drafter`, or a variant of it. Raises InputError for sizes that do not fit the target or
     each other.
     """
     check_sizes(config, target.config)
-    drafter = kind(target, config)
-    if config.draft_vocabulary is not None:
-        drafter.head = LimitedHead(target, config.draft_vocabulary)
-    return drafter
+    return kind(target, config)
 
 
 def check_sizes(config: DrafterConfig, sizes: Config) -> None:
-    """Raises InputError for sizes that do not fit a target of these sizes."""
+    """Raise InputError if a drafter's sizes do not fit each other, or a target of these sizes."""
     if config.target_layer_inference > sizes.num_hidden_layers:
         raise InputError(
             f"target_layer_inference {config.target_layer_inference}: the target has only "
@@ -911,11 +927,11 @@ def check_sizes(config: DrafterConfig, sizes: Config) -> None:
         )
     if max(config.draft_vocabulary or [0]) >= sizes.vocab_size:
         raise InputError(f"draft_vocabulary has tokens beyond the target's {sizes.vocab_size}")
-    kv_width = 2 * sizes.num_key_value_heads * sizes.head_dim
+    layer_heads = config.layer_self_attention_num_attention_heads
     layers = [
         ("self_attention", sizes.hidden_size, config.num_attention_heads),
         ("cross_attention", sizes.hidden_size, config.num_attention_heads),
-        ("layer_self_attention", kv_width, config.layer_self_attention_num_attention_heads),
+        ("layer_self_attention", kv_hidden_size(sizes), layer_heads),
     ]
     for layer, width, heads in layers:
         kv_heads = getattr(config, f"{layer}_num_key_value_heads")
@@ -930,14 +946,14 @@ def check_sizes(config: DrafterConfig, sizes: Config) -> None:
 
 
 class LimitedHead(DraftHead):
-    """The LM head for some tokens only, V' of V.
+    """The LM head for some tokens only, V' of V. This is an addition of ours, not the paper's.
 
-    For a small target the LM head is most of what a draft costs, and rare tokens are seldom
-    drafted. The target can still write them: rejection sampling is exact for any q.
+    For a small target, most of a draft's cost is the LM head, and rare tokens are seldom drafted.
+    The target can still write them: rejection sampling is exact for any q.
     """
 
     def __init__(self, target: Llama, tokens: tuple[int, ...]):
-        self.tokens = tokens  # of each output
+        self.tokens = tokens  # the token of each output
         self.token_ids = torch.tensor(tokens, device=target.device)  # the same, (V')
         weight = target.lm_head.weight[self.token_ids]
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
@@ -952,15 +968,24 @@ class LimitedHead(DraftHead):
         return q.new_zeros(self.vocab_size).index_copy_(0, self.token_ids, q)
 
 
-# --- Drafting for a server: coarse distributions, and going on alone ---
+def new_head(target: Llama, draft_vocabulary: tuple[int, ...] | None) -> DraftHead:
+    """Return a head for the tokens of a draft vocabulary, or for all tokens if there is none."""
+    if draft_vocabulary is None:
+        return DraftHead(target.lm_head)
+    return LimitedHead(target, draft_vocabulary)
 
-Q_TOKENS = 64  # of a distribution that is sent over a network: the rest of it is never drafted
+
+# --- Drafting for a server: quantized distributions, and drafting on alone in an outage ---
+
+Q_TOKENS = 64  # how many tokens of a q cross the network: the drafter never drafts the others
 
 
 def quantize_probabilities(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn each q (n, V or V') into its 64 likeliest tokens, int32, and weights, uint8: (n, 64).
+    """Return the 64 likeliest outputs of each q (n, V or V'), int32 (n, 64), and their weights,
+    uint8 (n, 64).
 
-    The likeliest has the weight 255, the others in proportion: 320 bytes for each q.
+    The likeliest has the weight 255, and the others are in proportion to their probabilities. One q
+    takes 320 bytes.
     """
     top = q.topk(min(Q_TOKENS, q.shape[-1]))
     weights = 255 * top.values / top.values[..., :1]
@@ -969,21 +994,22 @@ def quantize_probabilities(q: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantize_probabilities(ids: Tensor, weights: Tensor, vocab_size: int) -> Tensor:
     """Return the distributions (n, vocab_size) with these weights. Client and server get the same
-    floats, as each is one division of two integers."""
+    floats, because each float is one division of two integers."""
     q = weights.float() / weights.sum(-1, keepdim=True)
     return q.new_zeros(len(q), vocab_size).scatter_(-1, ids.long(), q)
 
 
 class RemoteDraftState(DraftState):
-    """Drafts for a target on a server. Two things differ from `DraftState`.
+    """Drafts for a target on a server. It differs from `DraftState` in two ways.
 
-    q is made coarse before tokens are drawn from it, so that the very q that was used can be sent
-    in a few bytes. (Any q will do, as long as tokens are drawn from it and no other.)
+    First, q is quantized before tokens are drawn from it, so that exactly this q can be sent in a
+    few bytes. (Any q will do, as long as all tokens are drawn from it.)
 
-    While the server is out of reach, no memory comes and nobody would verify a draft. Then `draft`
-    returns the root alone, and `RemoteVerifier` of netsim.py calls `draft_unverified`, whose tokens
-    stay in SA's and TLI's caches as if they were verified. An outage after a text of 10 tokens, in
-    which the drafter writes four tokens, twice:
+    Second, it can go on alone. While the server is out of reach, no memory arrives, and there is no
+    use in a draft that waits to be verified. `draft` then returns the root alone, and
+    `RemoteVerifier` of netsim.py calls `draft_unverified`, whose tokens stay in SA's and TLI's
+    caches as if they were verified. An example: in an outage after a text of 10 tokens, the drafter
+    twice writes four tokens.
 
                                             length of the caches:   SA   CA   TLI    unverified
         before                                                      10   10   10         0
@@ -991,18 +1017,20 @@ class RemoteDraftState(DraftState):
         draft_unverified(root, 4)                                   18   10   18         8
         append_verified of 9 tokens: the server is back             19   19   19         0
 
-    A call caches its root and all of its four tokens but the last, which is the next root. The 9
-    verified tokens are the first root and all 8 that were written.
+    A call caches its root and the first three of its four tokens. The fourth token is the next
+    root. The 9 verified tokens are the first root and the 8 tokens written offline, which the
+    server has now read as part of the text. The server did not choose these 8 tokens, so an
+    answer's statistics still count them as unverified.
     """
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
         super().__init__(drafter, capacity, sampling)
         self.offline = False
-        self.unverified = 0  # tokens of the text that no target has seen
+        self.unverified = 0  # tokens of the text that are in the caches, but have no memory
 
     @property
     def verified(self) -> int:
-        """How many tokens of the text have a memory."""
+        """Return how many tokens of the text have a memory."""
         return self.cross_cache.length
 
     @property
@@ -1013,7 +1041,7 @@ class RemoteDraftState(DraftState):
         """Grow the caches. update: None while the server is out of reach."""
         self.offline = update is None
         if update is not None:
-            self.unverified = 0  # now they are verified, or others in their place
+            self.unverified = 0  # the update appends these tokens again, now with a memory
             super().append_verified(update)
 
     def draft(self, root: int, limits: DraftLimits) -> Draft:
@@ -1022,8 +1050,8 @@ class RemoteDraftState(DraftState):
         return super().draft(root, limits)
 
     def draft_unverified(self, root: int, count: int) -> list[int]:
-        """Write `count` tokens after the root, which stay in the caches as text."""
-        # super(): our own `draft` drafts nothing while offline.
+        """Return `count` tokens drafted after the root. The caches keep them as text."""
+        # super(): while offline, our own `draft` drafts nothing.
         draft = super().draft(root, DraftLimits(depth=count))
         self.unverified += len(self.expanded)  # the root, and all drafted tokens but the last
         return draft.tokens[1:]
@@ -1040,12 +1068,13 @@ class RemoteDraftState(DraftState):
 
 
 def to_bfloat16(drafter: Drafter) -> Drafter:
-    """Turn a drafter's float32 weights into bfloat16, on a CPU with instructions for it.
+    """Convert a drafter's float32 weights to bfloat16 on a CPU that has instructions for it.
 
-    Drafts need not be exact: a worse one costs time, never text.
+    Drafts need not be exact: a worse draft costs time, but never changes the text.
     """
     if drafter.device.type == "cpu" and drafter.dtype == torch.float32 and has_fast_bfloat16():
-        for parameter in drafter.parameters():  # (drafter.bfloat16() would round the angles, too)
+        # (Not drafter.bfloat16(), which would also round the angles of the rotary tables.)
+        for parameter in drafter.parameters():
             parameter.data = parameter.data.bfloat16()
         if isinstance(drafter.head, LimitedHead):  # the plain head is the target's own
             drafter.head.linear.bfloat16()
@@ -1053,7 +1082,7 @@ def to_bfloat16(drafter: Drafter) -> Drafter:
 
 
 def pack_together(target: Llama, drafters: list[Drafter]) -> None:
-    """`pack` a target and its drafters."""
+    """Pack a target and its drafters, with `pack` of llama.py."""
     pack(target)
     for drafter in drafters:
         pack(drafter)
@@ -1073,18 +1102,18 @@ class Models(NamedTuple):
 
 
 def load_models(
-    model: str, drafter: str | None, device: str, dtype: torch.dtype, remote: bool = False
+    model: str, drafter: str | Path | None, device: str, dtype: torch.dtype, remote: bool = False
 ) -> Models:
-    """Load a target, its tokenizer and a drafter, packed. The drafter has the target's dtype, but
-    see `to_bfloat16`.
+    """Load a target, its tokenizer and a drafter, packed. The drafter has the target's dtype,
+    unless `to_bfloat16` converts it.
 
-    drafter: its folder; None: the shipped one for this model. remote: the target is on a server. To
-    draft, a client needs of it the embeddings, the LM head and the last N layers: only these are
-    loaded. Raises InputError.
+    drafter: its folder; None: the one that is shipped for this model. remote: whether the target is
+    on a server. To draft, a client needs only the target's embeddings, LM head and last N layers,
+    so only these are loaded. Raises InputError.
     """
     folder = drafter or SHIPPED_DRAFTERS.get(model)
     if folder is None:
-        resolve_path(model)  # says so if there is no such model either
+        resolve_path(model)  # raises its own InputError if there is no such model
         raise InputError(
             f"no drafter is shipped for {model}: train one (python train.py --model {model} "
             "--data FILE) and name it with --drafter"
@@ -1099,24 +1128,24 @@ def load_models(
 
 
 def read_drafter_config(path: Path) -> dict:
-    """Return what the config.json in a drafter's folder states. Raises InputError."""
+    """Return the fields of the config.json in a drafter's folder. Raises InputError."""
     for name in ("config.json", "model.safetensors"):
         if not (path / name).exists():
             message = f"{path}: no drafter is there ({name} is missing)"
             for file in [*path.glob("*/config.json"), *path.glob("*/*/config.json")]:
-                if b"kv_hidden_size" in file.read_bytes():  # only a drafter's config states it
+                if b"kv_hidden_size" in file.read_bytes():  # only a drafter's config has this field
                     message += f"; one is in {file.parent}"
             raise InputError(message)
     stated = read_json(path / "config.json")
     for field in fields(DrafterConfig):
         value = stated.get(field.name)
-        if value is not None and not is_valid(field.name, value):
+        if value is not None and not is_valid_field(field.name, value):
             raise InputError(f"{path / 'config.json'}: {field.name} is invalid: {value!r:.40}")
     return stated
 
 
-def is_valid(name: str, value: object) -> bool:
-    """Tell whether this field of a drafter's config.json may have this value."""
+def is_valid_field(name: str, value: object) -> bool:
+    """Tell whether a field of a drafter's config.json may have this value."""
     if name in ("rms_norm_eps", "rope_theta"):
         return type(value) in (int, float) and 0 < value < math.inf
     if name == "draft_vocabulary":  # a list of distinct tokens
@@ -1124,14 +1153,14 @@ def is_valid(name: str, value: object) -> bool:
             return False
         distinct = {token for token in value if type(token) is int and token >= 0}
         return len(distinct) == len(value)
-    return type(value) is int and value >= 0  # all others are counts
+    return type(value) is int and value >= 0  # all other fields are counts
 
 
 def load_drafter(path: str | Path, target: Llama, kind: type[Drafter] = Drafter) -> Drafter:
     """Load a drafter of `target`, on its device and in its dtype, from a folder of config.json and
     model.safetensors.
 
-    kind: `Drafter`, or the variant that is saved there. Raises InputError for what is missing,
+    kind: `Drafter`, or the variant that is saved there. Raises InputError if a file is missing or
     damaged, or does not fit the target.
     """
     path = Path(path)
@@ -1145,7 +1174,8 @@ def load_drafter(path: str | Path, target: Llama, kind: type[Drafter] = Drafter)
                 f"{path}: a drafter without {part}; only python -m experiments.ablations uses it"
             )
     tensors = dict(read_tensors([weights_file]))
-    # What sizes that do not fit may raise: our own checks, PyTorch, a division by no rows.
+    # Sizes that do not fit can cause these exceptions: in our own checks, in PyTorch, and in a
+    # division by the number of rows of an empty tensor.
     kinds = (InputError, RuntimeError, TypeError, ZeroDivisionError)
     with input_errors(config_file, *kinds), torch.device("meta"):
         config = parse_drafter_config(stated, tensors, target.config)
@@ -1158,8 +1188,9 @@ def load_drafter(path: str | Path, target: Llama, kind: type[Drafter] = Drafter)
 def parse_drafter_config(
     stated: dict, tensors: dict[str, Tensor], sizes: Config
 ) -> DrafterConfig:
-    """Return a complete config: what config.json states; else the target's value or, for kv heads
-    and MLP widths, what the tensors' shapes say. (The authors' config.json leaves some out.)"""
+    """Return a complete config. What config.json does not state is taken from the target or, for kv
+    heads and MLP widths, from the tensors' shapes. (The authors' config.json leaves some fields
+    out.)"""
     values = {
         "num_attention_heads": sizes.num_attention_heads,
         "layer_self_attention_num_attention_heads": sizes.num_attention_heads,
@@ -1173,11 +1204,12 @@ def parse_drafter_config(
     rows = {name: len(tensor) for name, tensor in tensors.items()}
     for layer in ("self_attention", "cross_attention", "layer_self_attention"):
         heads = values.get(f"{layer}_num_attention_heads", values["num_attention_heads"])
-        # 1 where a tensor is missing: `load_weights` says so, unless a variant lacks the layer.
+        # A missing tensor counts as one row. `load_weights` reports it later, unless a variant
+        # lacks the layer.
         q_rows = rows.get(f"{layer}.self_attn.q_proj.weight", 1)
         k_rows = rows.get(f"{layer}.self_attn.k_proj.weight", 1)
         mlp_width = rows.get(f"{layer}.mlp.gate_proj.weight", 1)
-        # q_proj has heads * D rows, k_proj kv_heads * D: so kv_heads = heads * k_rows / q_rows.
+        # q_proj has heads * D rows and k_proj kv_heads * D, so kv_heads = heads * k_rows / q_rows.
         values.setdefault(f"{layer}_num_key_value_heads", heads * k_rows // q_rows)
         values.setdefault(f"{layer}_intermediate_size", mlp_width)
     return DrafterConfig(**values)
@@ -1186,8 +1218,10 @@ def parse_drafter_config(
 def save_drafter(
     drafter: Drafter, path: Path, dtype: torch.dtype = torch.bfloat16, target_name: str = ""
 ) -> None:
-    """Write config.json and model.safetensors, each completely or not at all. target_name: as in
-    --model."""
+    """Write config.json and model.safetensors into a folder, each completely or not at all.
+
+    dtype: of the saved weights. target_name: the target, as named with --model.
+    """
     config = asdict(drafter.config) | describe_target(drafter.target.config)
     config["target_model"] = target_name
     tensors = {}
@@ -1202,18 +1236,18 @@ def save_drafter(
 
 
 def describe_target(sizes: Config) -> dict[str, int]:
-    """Return what a drafter's config.json states of its target. The authors' code reads the first
-    three."""
+    """Return what a drafter's config.json states about its target. The authors' code reads the
+    first three fields."""
     return {
         "hidden_size": sizes.hidden_size,
         "vocab_size": sizes.vocab_size,
-        "kv_hidden_size": 2 * sizes.num_key_value_heads * sizes.head_dim,
+        "kv_hidden_size": kv_hidden_size(sizes),
         "target_num_hidden_layers": sizes.num_hidden_layers,
     }
 
 
 def check_target(stated: dict, sizes: Config, path: Path) -> None:
-    """Raises InputError if a drafter's config.json states other sizes of its target than these."""
+    """Raise InputError if a drafter's config.json states other sizes of its target than these."""
     for size, ours in describe_target(sizes).items():
         theirs = stated.get(size, ours)
         if theirs != ours:

@@ -1,23 +1,20 @@
 """The network between drafter and target: a simulated link, a real protocol (paper, section 5).
 
-The drafter runs on a consumer device and the target on a server. How much that slows them down
-depends on the network between them. Here any network can be tried on one machine. Messages cross a
-real TCP socket at once, so they have their real sizes. When a reply is here, the client computes
-when it would have arrived over the simulated link, and sleeps until that moment. A seed repeats the
-random draws: jitter and lost packets.
+The drafter runs on a consumer device and the target on a server. How much time this division costs
+depends on the network between the two machines. Here any network can be tried on one machine. Every
+message crosses a real TCP socket without delay, and has its real size. When the client has received
+a reply, it computes when the reply would have arrived over the simulated link, and sleeps until
+that moment. Jitter and lost packets are drawn at random; the same seed gives the same draws.
 
     python speculate.py --remote --network 4g --prompt "Why is the sky blue?" --trace
 
-The server may also be on another machine. Then a round trip takes as long as the slower of the two
-networks, the real and the simulated one. Without flags such as --network nothing is simulated.
+The server may also run on a different machine. A round trip then takes as long as the slower of the
+two networks, the real and the simulated one. Without flags such as --network nothing is simulated.
 
-The link comes first and stands alone. The client's channel follows, a real connection on which the
-link is simulated. Then come the paper's client, `RemoteVerifier`, its server, `TargetSession`, and
-the contents of their messages. Last are plain API use, with which the paper compares, and the flags
-that describe a link.
+The link comes first and stands alone. A comment after the link says what follows.
 
-Everywhere, durations are in seconds, sizes in bytes and bandwidths in bits per second. A moment is
-a value of time.monotonic().
+Throughout the file, durations are in seconds, sizes in bytes and bandwidths in bits per second. A
+moment is a value of time.monotonic().
 """
 from __future__ import annotations
 
@@ -84,30 +81,30 @@ from plumbing.messages import (
 #     the server has sent the reply        30 ms        51.1 ms    30 ms of work
 #     the client has the reply             30 ms        73.1 ms    21 ms, 8 * 2500 bits at 20e6/s
 #
-# The client has the reply after 30 ms, sleeps for another 43.1 ms, and then uses it. The server
-# knows nothing of the simulation. Each reply only states how long the server took for it, and
-# everything else is arithmetic of the client: see `Channel.receive`.
+# The client has the reply after 30 ms, sleeps for another 43.1 ms, and then uses the reply. The
+# server knows nothing of the simulation. Each reply only states how long the server worked on it,
+# and the client computes everything else: see `Channel.receive`.
 #
 # A packet can be lost. TCP sends it again if the other side has not confirmed it within the
 # retransmission timeout (RTO), and doubles this timeout each time. Real TCP often notices a loss
-# sooner, by later packets that are confirmed or by a probe. That is left out, so losses cost too
-# much here, above all with drafts, which wait for every reply. Congestion control, slow start and
-# other people's traffic are left out, too.
+# sooner, because later packets are confirmed or with the help of a probe. Neither is simulated, so
+# losses cost too much here, above all with drafts, where the client waits for every reply.
+# Congestion control, slow start and other people's traffic are left out as well.
 
 MSS = 1460  # bytes of a message in one packet: Ethernet's 1500, less the headers of IP and TCP
 INITIAL_RTO = 1.0  # seconds, as long as no round trip has been measured (RFC 6298)
-MIN_RTO_MARGIN = 0.2  # seconds: Linux adds no less to the mean round trip (its tcp_rto_min)
+MIN_RTO_MARGIN = 0.2  # seconds: the least that Linux adds to the mean round trip (its tcp_rto_min)
 
 
 @dataclass(frozen=True)
 class Link:
     """The properties of one direction of a network.
 
-    A message's latency is drawn from a normal distribution. A negative draw becomes 0, which makes
-    the mean a little longer: 10.8 ms for 10 with a jitter of 10.
+    A message's latency is drawn from a normal distribution. A negative draw becomes 0, which raises
+    the mean a little: with a jitter of 10 ms, from 10 to 10.8 ms.
     """
 
-    latency: float = 0.0  # seconds: the mean of that distribution
+    latency: float = 0.0  # seconds: the mean of the normal distribution
     jitter: float = 0.0  # seconds: its standard deviation
     bandwidth: float = math.inf  # bits per second
     loss: float = 0.0  # share of the packets, from 0 to 1
@@ -115,13 +112,15 @@ class Link:
     def retransmission_timeout(self) -> float:
         """Return the RTO in seconds, once TCP has measured round trips: their mean, plus four times
         their mean deviation (RFC 6298). Linux adds at least MIN_RTO_MARGIN to the mean."""
-        # A round trip is the sum of two draws, so its standard deviation is sqrt(2) jitter. The
-        # mean deviation of a normal distribution is sqrt(2 / pi) of that. On 4g: 42 + 200 ms.
+        # A round trip is the sum of two draws, so its standard deviation is sqrt(2) jitter. In a
+        # normal distribution the mean deviation is sqrt(2 / pi) times the standard deviation. On 4g
+        # the RTO is 42 + 200 ms.
         deviation = 2 * self.jitter / math.sqrt(math.pi)
         return 2 * self.latency + max(4 * deviation, MIN_RTO_MARGIN)
 
 
-# The paper's networks, the same both ways. It gives 5G no bandwidth: the 100 Mbit/s are assumed.
+# The paper's networks, which have the same link in both directions. The paper states no bandwidth
+# for 5G; the 100 Mbit/s are our assumption.
 PROFILES = {  # latency, jitter, bandwidth, loss
     "wan": Link(0.0045, 0.000, 50e6),
     "5g": Link(0.0100, 0.010, 100e6, 0.001),
@@ -131,12 +130,13 @@ PROFILES = {  # latency, jitter, bandwidth, loss
 
 @dataclass
 class Outage:
-    """The one outage that a network may have, in both directions. It begins when `after` tokens
-    have come, and lasts `seconds`.
+    """The one outage that a network may have, in both directions. It begins when the answer has
+    `after` tokens, and lasts `seconds`.
 
-    It loses no message for good, because TCP sends again until it gets through. A message that is
-    in flight during the outage is late by as much of the outage as comes after it is sent, plus one
-    RTO. An example: an outage from 1.0 s to 1.3 s on a link of 20 ms, whose RTO is 0.24 s.
+    No message is lost for good, because TCP sends each one again until it gets through. A message
+    that is in flight during the outage is delayed by the part of the outage that is left when the
+    message is sent, plus one RTO. An example: an outage from 1.0 s to 1.3 s on a link of 20 ms,
+    whose RTO is 0.24 s.
 
         sent      would arrive    outage left    arrives
         0.99 s       1.01 s          0.3 s       1.01 + 0.3 + 0.24 = 1.55 s
@@ -144,8 +144,8 @@ class Outage:
         1.40 s       1.42 s          nothing     1.56 s: in order, after the one before
 
     If the outage never ends, none of the three arrives, and the client gives up at a deadline (see
-    Channel.reply_timeout). Real TCP takes longer to notice the end of a long outage, as it doubles
-    its timeout. By then the client will usually have given up.
+    Channel.reply_timeout). Real TCP takes longer to notice the end of a long outage, because it
+    keeps doubling its timeout. By then the client will usually have given up.
     """
 
     after: float = math.inf  # tokens
@@ -153,7 +153,8 @@ class Outage:
     begins: float = math.inf  # a moment, which `begin_if_due` sets
 
     def begin_if_due(self, count: int, now: float) -> None:
-        """Begin at the moment `now`, if `count` tokens are enough and it has not begun yet."""
+        """Begin at the moment `now`, if the answer has enough tokens and no outage has begun.
+        count: the answer's tokens."""
         if count >= self.after:
             self.begins = min(self.begins, now)
 
@@ -162,12 +163,12 @@ class Outage:
         return self.begins + self.seconds  # infinity if it never begins, or never ends
 
     def overlaps(self, sent: float, arrival: float) -> bool:
-        """Tell whether it meets a message that is in flight from `sent` to `arrival`."""
+        """Tell whether the outage affects a message that is in flight from `sent` to `arrival`."""
         return sent < self.ends and self.begins <= arrival
 
 
 class SimulatedPath:
-    """Computes when messages arrive that are sent over a link, with random draws of its own."""
+    """One direction of a network: computes when messages arrive, with random draws of its own."""
 
     def __init__(self, link: Link, outage: Outage, seed: int):
         self.link = link
@@ -176,34 +177,35 @@ class SimulatedPath:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new connection: what is still in flight belongs to the old one."""
+        """Begin a new connection, which does not wait for what is in flight over the old one."""
         self.busy_until = 0.0  # the moment when all bytes so far have left
         self.last_arrival = 0.0  # the moment when the last message so far arrives
-        self.rto = INITIAL_RTO  # of the next message
+        self.first_rto = INITIAL_RTO  # seconds: the RTO of the next message, before it doubles
 
     def send(self, sent: float, size: int) -> float:
-        """Send a message of `size` bytes at the moment `sent`. Returns the moment when it arrives:
-        infinity if an outage without end meets it. Call it in the order of sending."""
-        # Its bytes leave one after the other, and after those of the messages before it.
+        """Send a message of `size` bytes at the moment `sent`. Returns the moment of its arrival,
+        infinity if an outage without end stops the message. Call this in the order of sending."""
+        # The bytes leave one after the other, and after those of earlier messages.
         self.busy_until = max(self.busy_until, sent) + 8 * size / self.link.bandwidth
         propagation = max(0.0, self.random.gauss(self.link.latency, self.link.jitter))
         arrival = self.busy_until + propagation
 
         # All packets are sent. Those that are lost are sent again after the RTO, which doubles each
         # time, until none is missing.
-        rto = self.rto
-        missing = max(1, math.ceil(size / MSS))  # at least one: a handshake's has no bytes of ours
+        rto = self.first_rto
+        missing = max(1, math.ceil(size / MSS))  # at least 1: a handshake has no bytes of ours
         while missing > 0:
             missing = sum(self.random.random() < self.link.loss for _ in range(missing))
             if missing > 0:
                 arrival += rto
                 rto *= 2
-        self.rto = self.link.retransmission_timeout()  # of later messages
 
-        # Nothing moves during an outage. Then TCP sends again, one RTO later.
+        # Nothing moves during an outage. One RTO after its end, TCP sends again.
+        measured_rto = self.link.retransmission_timeout()
         if self.outage.overlaps(sent, arrival):
             stopped = max(sent, self.outage.begins)
-            arrival += self.outage.ends - stopped + self.rto
+            arrival += self.outage.ends - stopped + measured_rto
+        self.first_rto = measured_rto  # of all later messages over this connection
 
         # TCP delivers in order.
         self.last_arrival = max(self.last_arrival, arrival)
@@ -214,8 +216,8 @@ class Network:
     """The same link in both directions, and perhaps an outage."""
 
     def __init__(self, link: Link, seed: int = 0, outage: Outage | None = None):
-        self.outage = outage or Outage()  # which never begins
-        self.up = SimulatedPath(link, self.outage, 2 * seed)  # two seeds, so that the two differ
+        self.outage = outage or Outage()  # by default one that never begins
+        self.up = SimulatedPath(link, self.outage, 2 * seed)  # each direction has its own seed
         self.down = SimulatedPath(link, self.outage, 2 * seed + 1)
 
 
@@ -229,28 +231,38 @@ def wait(arrival: float, deadline: float) -> None:
 
 # --- The client's channel ---
 #
+# The simulated network is complete. A reader who came for it alone may skip the rest of the file:
+#
+#     the client's channel     a real connection, on which a network is simulated
+#     the protocol             what client and server say to each other
+#     the paper's client       `RemoteVerifier`: has drafts verified, and copes with a lost server
+#     a plain API's client     what the paper compares its client with
+#     the paper's server       `TargetSession`: reads texts and verifies drafts
+#     contents of messages     memories in 8 bits, and checks of what a client has sent
+#     the command line         from flags to a link and a channel
+#
 # If the server takes too long, the client gives the connection up. It waits
 #
 #     for the first reply     at least FIRST_REPLY_SECONDS, because the server has a text to read
-#     for any other reply     ten times as long as for the slowest so far, at least MIN_TIMEOUT
-#     for a new connection    as long as it would for a reply over the old one, plus INITIAL_RTO
-#                             for one lost packet
+#     for any other reply     ten times as long as the slowest so far took, at least MIN_TIMEOUT
+#     for a new connection    as long as for the next reply over the old one, plus INITIAL_RTO in
+#                             case a packet is lost
 #
-# With --timeout it waits that long for every reply.
+# With --timeout the client waits that long for every reply.
 
-FIRST_REPLY_SECONDS = 60.0  # the first of each connection: after a loss a text is read again
-MIN_TIMEOUT = 1.0  # seconds: mostly enough for a packet that is lost twice
-CONNECT_SECONDS = 10.0  # at most for the real handshake: a server may not be there
+FIRST_REPLY_SECONDS = 60.0  # of every connection: after a loss the server reads the text again
+MIN_TIMEOUT = 1.0  # seconds: usually enough for a packet that is lost twice
+CONNECT_SECONDS = 10.0  # for the real handshake at most: there may be no server at the address
 MAX_REPLY = 1 << 30  # bytes: enough for the memory of a prompt of 131,072 tokens, 8,000 bytes each
 
 
 class ConnectionLost(Exception):
-    """The server cannot be reached, refuses, is too late, or sends what cannot be understood."""
+    """The server cannot be reached, refuses to answer, is too late, or sends malformed data."""
 
 
 @dataclass
 class Traffic:
-    """What a client has sent, received and waited for. Of connecting, only bytes are counted."""
+    """What a client has sent, received and waited for. Connecting adds to the bytes only."""
 
     bytes_up: int = 0
     bytes_down: int = 0
@@ -262,9 +274,9 @@ class Traffic:
 class Channel:
     """The client's end of a connection on which a network is simulated.
 
-    `send` sends a request, and each call of `receive` waits for one reply to it. Call both, and
-    use what has come, within `closed_on_failure`: if anything fails there, the connection is
-    closed. `connect` makes the first one and, if the caller wants to go on, another.
+    `send` sends a request, and each call of `receive` waits for one reply to the request. Call both
+    within `closed_on_failure`, which closes the connection if a call fails. `connect` makes the
+    first connection, and a new one if the caller wants to go on after a failure.
     """
 
     address: Address
@@ -273,7 +285,7 @@ class Channel:
     sock: socket.socket | None = None
     is_new: bool = True  # no reply has come over this connection yet
     slowest: float = 0.0  # seconds waited for the slowest reply, over all connections
-    server_clock: float = 0.0  # simulated: when it had the request or its last reply ready
+    server_clock: float = 0.0  # simulated moment: the server got a request, or finished a reply
     traffic: Traffic = field(default_factory=Traffic)
 
     def connect(self) -> dict:
@@ -284,15 +296,16 @@ class Channel:
         network.up.reset()
         network.down.reset()
         start = monotonic()
-        if network.outage.overlaps(start, start):  # now, that is
+        if network.outage.overlaps(start, start):  # an outage at this moment
             raise ConnectionLost("the network is down")
-        # `reply_timeout` is still that of the connection before. If replies came over it, this is
-        # short, so that a dead network is noticed soon.
+        # `reply_timeout` is still that of the previous connection. If replies came over that
+        # connection, the timeout is short, and a dead network is noticed soon.
         timeout = INITIAL_RTO + self.reply_timeout()
         deadline = start + min(CONNECT_SECONDS, timeout)  # of the real handshake
         host, port = self.address
         with self.closed_on_failure(f"no connection to {host}:{port}"):
-            self.sock = socket.create_connection(self.address, deadline - start)
+            with refuse_malformed("address"):  # a host name like a..b raises a ValueError
+                self.sock = socket.create_connection(self.address, deadline - start)
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send at once
             greeting = receive_message(self.sock, MAX_FIELDS, deadline)
             self.traffic.bytes_down += greeting.size
@@ -313,11 +326,13 @@ class Channel:
 
     @contextmanager
     def closed_on_failure(self, complaint: str = "no answer from the server") -> Iterator[None]:
-        """Close the connection and raise ConnectionLost if an OSError occurs in here, or if what
-        has come is malformed."""
+        """Close the connection and raise ConnectionLost if an OSError occurs in this block.
+
+        A malformed reply raises ProtocolError, which is an OSError. All other exceptions pass
+        through: a bug of ours, or too little memory, must not look like a lost server.
+        """
         try:
-            with refuse_malformed("data"):  # an invalid host name, like a..b, is a ValueError, too
-                yield
+            yield
         except OSError as error:
             self.close()
             raise ConnectionLost(f"{complaint}: {error}")
@@ -325,8 +340,9 @@ class Channel:
     def reply_timeout(self) -> float:
         """Return how many seconds to wait for the next reply.
 
-        The first reply, for which the server reads a text, is usually the slowest. It counts for
-        the later ones, too: while the server reads another client's text, they take as long.
+        The first reply is usually the slowest, because the server reads a text for it. Its time
+        also counts for later replies, which can take just as long while the server reads the text
+        of another client.
         """
         if self.timeout is not None:
             return self.timeout
@@ -347,13 +363,14 @@ class Channel:
     def receive(self) -> Message:
         """Return the next reply, at the moment when it would arrive over the simulated network.
 
-        Its `elapsed` is how long it took the server, since it had the request or, if it is a
-        further reply, since the one before was ready.
+        A reply's field "elapsed" says how many seconds the server took: since the request arrived
+        or, for a further reply to the same request, since the previous reply was ready.
         """
         start = monotonic()
         deadline = start + self.reply_timeout()
         reply = receive_message(self.sock, MAX_REPLY, deadline)
-        elapsed = max(0.0, float(reply.fields["elapsed"]))  # NaN becomes 0
+        with refuse_malformed("reply"):
+            elapsed = max(0.0, float(reply.fields["elapsed"]))  # NaN becomes 0
         self.server_clock += elapsed
         arrival = self.network.down.send(self.server_clock, reply.size)
         wait(arrival, deadline)
@@ -365,9 +382,9 @@ class Channel:
         return reply
 
 
-# --- The paper's client and server: what they say to each other ---
+# --- The protocol: what client and server say to each other ---
 #
-# The server greets a client with the hash of its drafter. Then the client calls:
+# The server greets a client with the hash of its drafter. After the greeting the client may call:
 #
 #     call        sends                                gets back
 #     read        a text, GenerationConfig, known      accepted [], token, memory of the text
@@ -378,9 +395,9 @@ class Channel:
 # is a plain API. The text's tokens, memory (in 8 bits) and q are tensors, everything else is in
 # fields.
 #
-# known: the client already has the memory of this many tokens, and the reply leaves it out.
-# q goes up, quantized, if the drafted tokens were drawn from it. An example, a chain of two of
-# which the target accepts one:
+# known: for how many tokens the client already has the memory, which the reply omits. q is sent,
+# quantized, only if the drafted tokens were drawn from it. In this example the draft is a chain of
+# two tokens, of which the target accepts one:
 #
 #     client                                     server
 #     read     tokens 5 9 2, known 0       ->    reads 5 9 2
@@ -388,11 +405,16 @@ class Channel:
 #     verify   drafts [4 8], parents [0 1] ->    reads 7 4 8 in one pass
 #                                          <-    accepted [4], token 1, memory of 7 4
 #
-# With "verify" the root, 7, does not go up: the server chose it.
+# With "verify" the root, 7, is not sent: the server chose it.
+#
+# This division of work is the paper's, but not every detail. The paper's server sends the memory.
+# Ours sends the keys and values that CA makes of the memory, which are smaller, and with N > 0 also
+# those of the target's last N layers. Ours as well: q is cut to 64 tokens, the client reconnects
+# after growing pauses, and offline the drafter writes in bursts of 8 tokens.
 
-MAX_DRAFT_TOKENS = 64  # of a draft: the server refuses a longer one
-OFFLINE_TOKENS = 8  # that the drafter writes alone, before it looks again whether to reconnect
-INITIAL_BACKOFF = 0.5  # seconds between two attempts; doubles with each that fails
+MAX_DRAFT_TOKENS = 64  # the server refuses a longer draft
+OFFLINE_TOKENS = 8  # tokens that the drafter writes alone before the client may reconnect
+INITIAL_BACKOFF = 0.5  # seconds from a failed attempt to reconnect to the next; doubles each time
 
 
 # --- The paper's client: the drafter is here ---
@@ -400,30 +422,38 @@ INITIAL_BACKOFF = 0.5  # seconds between two attempts; doubles with each that fa
 
 @dataclass
 class RemoteResult(VerifyResult):
-    """What a cycle with a target on a server brings.
+    """The result of a cycle with a target on a server. `link` is one of
 
-    Offline the tokens are the drafter's: all but the last in `accepted`, the last in `token`, as it
-    is the next root. They have no memory, so `memory` is None.
+        "connected"      the server has read the prompt, or verified the draft
+        "reconnected"    the draft was lost, and the server has read the text over a new connection
+        "offline"        the server is out of reach, and the drafter has written unverified tokens
+
+    Offline, the last token is in `token`, because it is the next root, and all others are in
+    `accepted`. They have no memory, so `memory` is None.
     """
 
-    link: str = "connected"  # "reconnected": the draft was lost; or "offline"
-    reason: str = ""  # why it is offline
+    link: str = "connected"
+    reason: str = ""  # why the link is offline
 
 
 class RemoteVerifier:
-    """Verifies the drafts of one conversation by a target on a server.
+    """Lets a target on a server verify the drafts of one conversation.
 
-    When the server is lost, it is asked over a new connection to read the text so far. If it does,
-    only the draft is lost. If not, the drafter writes alone, and what it writes is unverified. The
-    next call tries again. An example, in which `text` always ends with the next root:
+    When the server is lost, the client makes a new connection and asks the server to read the text
+    so far. If this works, only the draft is lost. If it fails, the drafter writes alone, and its
+    tokens are unverified. The next call tries again. Here `text` always ends with the next root:
 
         what happens                                       text              has a memory
         prefill: the server's token is 7                   5 9 2 7           5 9 2
         verify: no reply, the drafter writes 4 8 alone     5 9 2 7 4 8       5 9 2
         verify: connected again, the server's token is 1   5 9 2 7 4 8 1     5 9 2 7 4 8
 
-    A server that reads generated text again reads many tokens at once, as in a prompt. So the last
-    bits of its logits may differ from before and, in rare cases, the text: see plumbing/kernels.py.
+    This class keeps the text and decides when to reconnect. The other half of writing alone, the
+    drafter's caches, is in `RemoteDraftState` of moa.py.
+
+    A server that reads generated text again reads many tokens at once, as in a prompt. The last
+    bits of its logits may therefore differ from those of the first reading and, in rare cases, the
+    text may differ: see plumbing/kernels.py.
     """
 
     def __init__(self, channel: Channel, state: RemoteDraftState, config: GenerationConfig):
@@ -431,21 +461,22 @@ class RemoteVerifier:
         self.state = state
         self.config = config
         self.text: list[int] = []  # prompt and answer, up to the next root
-        self.full_length = 0  # of the text with the longest answer that is allowed
-        self.retry_at = 0.0  # the moment from which on to reconnect
+        self.full_length = 0  # tokens of the prompt and of the longest answer that is allowed
+        self.retry_at = 0.0  # do not reconnect before this moment
         self.backoff = INITIAL_BACKOFF  # seconds
 
     def prefill(self, prompt: list[int]) -> RemoteResult:
-        """Connect, and let the server read the prompt. Raises InputError if it does not answer:
-        without a memory the drafter cannot begin."""
+        """Connect, and let the server read the prompt. Raises InputError if the server does not
+        answer: without a memory the drafter cannot begin."""
         self.text = list(prompt)
         self.full_length = len(prompt) + self.config.max_new_tokens
         with input_errors("no first token from the server", ConnectionLost):
             return self.connect_and_read()
 
     def verify(self, draft: Draft) -> RemoteResult:
-        """Let the server verify a draft. If it does not answer, reconnect at once: it may only have
-        restarted, or closed an idle connection. If that fails too, let the drafter write alone."""
+        """Let the server verify a draft. If the server does not answer, reconnect at once: perhaps
+        it has only restarted, or closed an idle connection. If this fails as well, let the drafter
+        write alone."""
         try:
             return self.verify_remote(draft)
         except ConnectionLost as loss:
@@ -455,20 +486,21 @@ class RemoteVerifier:
                 return self.draft_offline(f"{loss}; then {error}")
 
     def draft_offline(self, reason: str) -> RemoteResult:
-        """Let the drafter write alone, in place of a draft that nobody would verify."""
+        """Let the drafter write alone, in place of a draft that no server would verify."""
         count = min(OFFLINE_TOKENS, self.full_length - len(self.text))
-        draft = Draft(self.text[-1])  # of nothing
-        tokens = self.state.draft_unverified(draft.tokens[0], count)
+        root = self.text[-1]
+        tokens = self.state.draft_unverified(root, count)
         self.text += tokens
+        draft = Draft(root)  # an empty draft
         return RemoteResult(
             tokens[:-1], tokens[-1], memory=None, draft=draft, link="offline", reason=reason
         )
 
     def verify_remote(self, draft: Draft) -> RemoteResult:
         """Let the server verify a draft. Raises ConnectionLost."""
-        if not draft.q:  # nothing was drawn, so the order is free
-            draft = draft.likeliest_first()  # a server without room for all leaves out the last
-        # All but the root, which the server knows.
+        if not draft.q:  # nothing was drawn, so the order of the tokens is free
+            draft = draft.likeliest_first()  # a server without room for all omits the last ones
+        # The server knows the root. All other tokens are sent.
         fields = {"call": "verify", "drafts": draft.tokens[1:], "parents": draft.parents[1:]}
         tensors = {}
         if draft.q:
@@ -480,8 +512,8 @@ class RemoteVerifier:
         return self.request(fields, tensors, draft)
 
     def reconnect(self) -> RemoteResult:
-        """`connect_and_read`, unless it is too early after an attempt that failed. Raises
-        ConnectionLost."""
+        """Connect again, and let the server read the text. Raises ConnectionLost if this fails, or
+        if it is too early after the last failed attempt."""
         if monotonic() < self.retry_at:
             raise ConnectionLost("too early to try again")
         try:
@@ -494,8 +526,8 @@ class RemoteVerifier:
         return replace(result, link="reconnected")
 
     def connect_and_read(self) -> RemoteResult:
-        """Make a new connection, over which the server reads all text so far. Returns its token
-        after that, and the memory that the drafter lacks. Raises ConnectionLost."""
+        """Make a new connection, over which the server reads all text so far. Returns the server's
+        token after the text, and the memory that the drafter lacks. Raises ConnectionLost."""
         greeting = self.channel.connect()
         if greeting.get("drafter") != self.state.drafter.checkpoint_hash:
             self.channel.close()
@@ -503,8 +535,8 @@ class RemoteVerifier:
                 "the server has another drafter; start both sides with the same --model and "
                 "--drafter"
             )
-        # The server draws from a seed of its own. With the drafter's, its random numbers would be
-        # those that made the draft, and not be independent of it.
+        # The server gets a seed of its own. With the drafter's seed, the server's random numbers
+        # would be the very ones that made the draft, but acceptance needs independent ones.
         generator = self.state.sampling.generator
         seed = torch.randint(2**31 - 1, (), generator=generator, device=generator.device)
         left = self.full_length - len(self.text)
@@ -515,39 +547,63 @@ class RemoteVerifier:
 
     def request(self, fields: dict, tensors: Tensors, draft: Draft) -> RemoteResult:
         """Send a request, and read the result off the reply. Raises ConnectionLost."""
+        vocab_size = self.state.drafter.target.config.vocab_size
         with self.channel.closed_on_failure():
             self.channel.send(fields, tensors)
             reply = self.channel.receive()
-            path = draft.path_of(reply.fields["accepted"])
-            accepted = [draft.tokens[node] for node in path[1:]]  # ints, even if the reply has 9.0
-            vocab_size = self.state.drafter.target.config.vocab_size
-            token = check_int(reply.fields["token"], 0, vocab_size - 1)
-            # The reply has the memory of all text that had none yet, which is the root and, after
-            # an outage, what was written offline, and of what is accepted.
-            verified = self.text[self.state.verified:] + accepted
-            memory = dequantize_memory(reply.tensors, verified, self.state)
+            with refuse_malformed("reply"):
+                path = draft.path_of(reply.fields["accepted"])
+                accepted = [draft.tokens[node] for node in path[1:]]  # our own ints, never 9.0
+                token = check_int(reply.fields["token"], 0, vocab_size - 1)
+                # The reply brings memory for the prompt or, after a draft, for the root, for text
+                # written offline, and for the accepted tokens.
+                verified = self.text[self.state.verified:] + accepted
+                memory = dequantize_memory(reply.tensors, verified, self.state)
         self.text += accepted + [token]
         return RemoteResult(accepted, token, memory, draft)
 
 
 def text_request(call: str, text: list[int], config: GenerationConfig) -> tuple[dict, Tensors]:
-    """Return fields and tensors of a request that sends a text and how to go on after it."""
+    """Return the fields and tensors of a request: a text, and how to go on after the text."""
     fields = {"call": call, **vars(config), "stop_ids": sorted(config.stop_ids)}
     return fields, {"tokens": torch.tensor(text, dtype=torch.int32)}
+
+
+# --- A plain API's client, with which the paper compares ---
+
+
+def call_api(
+    channel: Channel, prompt: list[int], config: GenerationConfig, vocab_size: int
+) -> Iterator[int]:
+    """Use the server as a plain API: the target decodes alone. Yields each token when it arrives.
+    Raises InputError when the server is lost."""
+    with input_errors("the answer ends here", ConnectionLost):
+        channel.connect()
+        with channel.closed_on_failure():
+            channel.send(*text_request("generate", prompt, config))
+            for _ in range(config.max_new_tokens):
+                reply = channel.receive()
+                with refuse_malformed("reply"):
+                    token = check_int(reply.fields["token"], 0, vocab_size - 1)
+                yield token
+                if token in config.stop_ids:
+                    return
 
 
 # --- The paper's server: the target is there ---
 
 
+# speculate.py imports this file, so the class of the server's verifier (speculate's
+# `ExactVerifier`) is passed in: to `start_server` or `serve`, and from there to `TargetSession`.
 class CachedVerifier(Verifier, Protocol):
-    """What TargetSession uses of `speculate.LocalVerifier`."""
+    """What `TargetSession` uses of the server's verifier."""
 
     model: Llama
     cache: KVCache
     sampling: Sampling
 
 
-# The int is the capacity of its cache, in slots.
+# The int is the capacity of the verifier's cache, in slots.
 NewVerifier = Callable[[Llama, Drafter, int, Sampling, OnPiece], CachedVerifier]
 
 
@@ -555,8 +611,15 @@ NewVerifier = Callable[[Llama, Drafter, int, Sampling, OnPiece], CachedVerifier]
 class TargetSession:
     """The server's side of one client: a `Session` of plumbing/messages.py.
 
-    One worker thread does the models' passes of all clients in turn: PyTorch keeps a pool of
-    threads for each thread that calls it, and several pools would fight for the cores.
+    Each client has a thread of its own. All of them share one worker thread, which does the models'
+    passes of all clients in turn: PyTorch keeps a pool of threads for each thread that calls it,
+    and several pools would fight for the cores.
+
+        a client's thread                                the worker thread
+        receives a request, and calls `parse`
+        in `run_in_worker`, submits `make_next`     ->   runs `read`, `verify` or `generate` until
+        and checks that the client is still there        the function yields its next reply
+        sends the reply                             <-
     """
 
     model: Llama
@@ -565,7 +628,7 @@ class TargetSession:
     new_verifier: NewVerifier
     has_left: HasLeft
     verifier: CachedVerifier | None = None  # of the text that was read last
-    root: int = 0  # of the next draft: the newest token
+    root: int = 0  # the newest token, which the next draft follows
 
     @property
     def greeting(self) -> dict:
@@ -574,21 +637,23 @@ class TargetSession:
     def parse(self, fields: dict, tensors: Tensors) -> Callable[[], Replies]:
         """Check a request. Returns a function that makes its replies."""
         call = fields["call"]
+        # `verify`, `read` and `generate` are generators: they do nothing until asked for a reply.
         if call == "verify":
-            work = partial(self.verify, parse_draft(fields, tensors, self.verifier, self.root))
+            replies = self.verify(parse_draft(fields, tensors, self.verifier, self.root))
         elif call == "read":
             tokens, config = parse_text(fields, tensors, self.model)
             known = check_int(fields.get("known", 0), 0, len(tokens) - 1)
-            work = partial(self.read, tokens, config, known)
+            replies = self.read(tokens, config, known)
         elif call == "generate":
-            work = partial(self.generate, *parse_text(fields, tensors, self.model))
+            replies = self.generate(*parse_text(fields, tensors, self.model))
         else:
             raise ValueError(f"unknown call {call!r:.40}")
-        return partial(self.run_in_worker, work)
+        return partial(self.run_in_worker, replies)
 
     def read(self, tokens: list[int], config: GenerationConfig, known: int) -> Replies:
         """Begin a text, or begin it again after a lost connection."""
-        # The whole text, and after it a draft that may yet be rejected: its root and its tokens.
+        # The cache needs room for the whole text and, after the text, for the root and the tokens
+        # of a draft, which may yet be rejected.
         capacity = len(tokens) + config.max_new_tokens + 1 + MAX_DRAFT_TOKENS
         sampling = config.new_sampling(self.model.device)
         self.verifier = self.new_verifier(
@@ -601,20 +666,20 @@ class TargetSession:
         yield self.make_reply(self.verifier.verify(draft))
 
     def make_reply(self, result: VerifyResult, known: int = 0) -> tuple[dict, Tensors]:
-        """Note the next root. The reply leaves out the memory of the first `known` tokens."""
+        """Note the next root, and return the fields and tensors of the reply, which omits the
+        memory of the first `known` tokens."""
         self.root = result.token
         fields = {"accepted": result.accepted, "token": result.token}
         return fields, quantize_memory(result.memory, known)
 
     def generate(self, tokens: list[int], config: GenerationConfig) -> Replies:
-        """Write alone, as a plain API does: a reply for each token."""
+        """Write with the target alone, as a plain API does. Yields a reply for each token."""
         for token in generate(self.model, tokens, config, self.stop_if_client_left):
             yield {"token": token}, {}
 
-    def run_in_worker(self, work: Callable[[], Replies]) -> Replies:
-        """Let the worker make each reply of `work`, when it is asked for. Raises ConnectionError as
-        soon as the client has left."""
-        replies = work()
+    def run_in_worker(self, replies: Replies) -> Replies:
+        """Let the worker compute each reply when it is asked for. Raises ConnectionError as soon as
+        the client has left."""
         while True:
             task = self.worker.submit(self.make_next, replies)
             while not futures.wait([task], timeout=0.1).done:
@@ -626,12 +691,12 @@ class TargetSession:
 
     @torch.inference_mode()
     def make_next(self, replies: Replies) -> tuple[dict, Tensors] | None:
-        self.stop_if_client_left()  # it may have left while others were served
+        self.stop_if_client_left()  # it may have left while the worker served others
         return next(replies, None)
 
     def stop_if_client_left(self, tokens_read: int = 0) -> None:
-        """Raise ConnectionError if the client has left, so that no more work is done for it. This
-        is also called after each piece of a prompt, with the number of tokens read so far."""
+        """Raise ConnectionError if the client has left, so that no more work is done for it.
+        `read_in_pieces` calls this as its `on_piece`, with tokens_read, which is not used here."""
         if self.has_left():
             raise ConnectionError("the client has left")
 
@@ -642,7 +707,8 @@ def serve(
     new_verifier: NewVerifier,
     announce: Callable[[Address], None],
 ) -> None:
-    """Serve without end. `announce` is told the address. Raises InputError."""
+    """Serve without end. `announce` is called with the address once clients can connect. Raises
+    InputError if the server cannot listen there."""
     with futures.ThreadPoolExecutor(1) as worker:
         new_session = partial(TargetSession, models.target, models.drafter, worker, new_verifier)
         serve_sessions(address, new_session, announce)
@@ -651,7 +717,7 @@ def serve(
 def announce_on_terminal(address: Address) -> None:
     """Tell where the server listens, and how to connect."""
     host, port = address
-    if ":" in host:  # a number of IPv6
+    if ":" in host:  # an IPv6 address
         host = f"[{host}]"
     print(f"{host}:{port}", flush=True)  # for scripts
     command = f"python speculate.py --remote {host}:{port}"
@@ -661,17 +727,17 @@ def announce_on_terminal(address: Address) -> None:
 def start_server(
     model: str, drafter: str | None, device: str, dtype: torch.dtype, new_verifier: NewVerifier
 ) -> Address:
-    """Start a server in a process of its own, which loads the models. Returns its address.
+    """Reduce this process to a quarter of its threads, and start a server in a new process, which
+    loads the models. Returns the server's address. Raises InputError if the server does not start.
 
-    This process gets by with a quarter of its threads from then on: more of them hardly speed a
-    drafter up, and the server needs the cores.
+    More threads would hardly speed a drafter up, and the server needs the cores.
     """
     torch.set_num_threads(max(1, torch.get_num_threads() // 4))
     context = get_context("spawn")
     pipe, server_pipe = context.Pipe()
     process_args = (server_pipe, new_verifier, model, drafter, device, dtype)
-    # Ctrl-C in a terminal reaches both processes. It is meant for this one.
-    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the server inherits
+    # Ctrl-C in a terminal reaches both processes, but is meant for this one.
+    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server inherits this
     context.Process(target=serve_until_parent_ends, args=process_args, daemon=True).start()
     signal.signal(signal.SIGINT, on_interrupt)
     server_pipe.close()
@@ -682,8 +748,8 @@ def start_server(
 
 
 def serve_until_parent_ends(pipe: Connection, new_verifier: NewVerifier, *what_to_load) -> None:
-    """Load models and serve until the parent process ends, however it ends. The pipe takes the
-    server's address. what_to_load: the arguments of `load_models`."""
+    """Load models and serve until the parent process ends, however it ends. The server's address is
+    sent through the pipe. what_to_load: the arguments of `load_models`."""
 
     def end_with_parent() -> None:
         parent_process().join()
@@ -696,19 +762,20 @@ def serve_until_parent_ends(pipe: Connection, new_verifier: NewVerifier, *what_t
     run_command(load_and_serve)
 
 
-# --- What their messages hold: memories in 8 bits, texts and drafts ---
+# --- The contents of messages: memories in 8 bits, texts and drafts ---
 
 
 def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
-    """Turn a memory, without its first `skip` tokens, into what crosses the network: int8
-    (..., 2, D), and for each key and each value a float16 scale (..., 2, 1)."""
+    """Turn a memory, without its first `skip` tokens, into what crosses the network: int8 keys and
+    values (..., 2, D), and for each key and each value a float16 scale (..., 2, 1)."""
     tensors = {}
     for name, kv in (("cross", memory.cross_kv), ("reused", memory.reused_kv)):
         kv = kv[..., skip:, :].float().contiguous()
         kv = kv.unflatten(-1, (2, -1))  # keys and values apart
         largest = kv.abs().amax(-1, keepdim=True)
-        # At least float16's smallest normal number: to divide by a scale of 0 would make NaN. And
-        # from there on float16 rounds by 1/2048 at most, so that no integer exceeds 127.
+        # The scale is at least float16's smallest normal number. A scale of 0 would produce NaN,
+        # and a smaller number would be rounded too coarsely: from 2**-14 on float16 rounds by
+        # 1/2048 at most, so that no integer exceeds 127.
         scale = (largest / 127).clamp(min=2**-14).half()
         tensors[name] = (kv / scale).round().to(torch.int8).cpu()
         tensors[name + "_scale"] = scale.cpu()
@@ -716,7 +783,8 @@ def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
 
 
 def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) -> MemoryUpdate:
-    """Read the memory of these tokens off a reply. Raises LookupError, RuntimeError, ValueError."""
+    """Read the memory of these tokens off a reply. Raises LookupError, RuntimeError or ValueError
+    if the reply does not fit them."""
     memory = []
     for name, cache in (("cross", state.cross_cache), ("reused", state.reused_cache)):
         layers, batch, kv_heads, _, width = cache.kv.shape  # width: 2D
@@ -731,36 +799,38 @@ def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) ->
     return MemoryUpdate(tokens, cross_kv[0], reused_kv)  # CA has one layer
 
 
-# The next functions check what has come over the network. If it is malformed, they raise one of the
+# The next three functions check what a client has sent. If it is malformed, they raise one of the
 # exceptions that `refuse_malformed` catches.
 
 
 def parse_text(fields: dict, tensors: Tensors, model: Llama) -> tuple[list[int], GenerationConfig]:
-    """Read a text off a request, and how to go on after it within the context."""
+    """Read a text and its GenerationConfig off a request. Text and answer must fit the context."""
     context = model.config.max_position_embeddings
     tokens = check_ids(tensors["tokens"], model.config.vocab_size)
-    length = check_int(len(tokens), 1, context - 1)
+    length = check_int(len(tokens), 1, context - 1, "length of the text")
     temperature = float(fields["temperature"])
     top_p = float(fields["top_p"])
     if not 0 <= temperature <= 100 or not 0 < top_p <= 1:
         raise ValueError(f"invalid sampling: temperature {temperature}, top-p {top_p}")
     config = GenerationConfig(
-        max_new_tokens=check_int(fields["max_new_tokens"], 1, context - length),
+        max_new_tokens=check_int(fields["max_new_tokens"], 1, context - length, "max_new_tokens"),
         temperature=temperature,
         top_p=top_p,
-        seed=check_int(fields["seed"], 0, 2**63 - 1),
+        seed=check_int(fields["seed"], 0, 2**63 - 1, "seed"),
         stop_ids=frozenset(fields["stop_ids"]),
     )
     return tokens, config
 
 
-def parse_draft(fields: dict, tensors: Tensors, verifier: Verifier | None, root: int) -> Draft:
-    """Read a draft off a request. It must fit the model, the text and its context."""
+def parse_draft(
+    fields: dict, tensors: Tensors, verifier: CachedVerifier | None, root: int
+) -> Draft:
+    """Read a draft off a request. It must fit the model, the text and the context."""
     if verifier is None:
         raise ValueError("drafts must follow a text")
     sizes = verifier.model.config
     tokens = fields["drafts"]
-    check_int(len(tokens), 0, MAX_DRAFT_TOKENS)
+    check_int(len(tokens), 0, MAX_DRAFT_TOKENS, "number of drafted tokens")
     draft = Draft(root)
     for i, (token, parent) in enumerate(zip(tokens, fields["parents"], strict=True)):
         check_int(token, 0, sizes.vocab_size - 1)
@@ -768,16 +838,17 @@ def parse_draft(fields: dict, tensors: Tensors, verifier: Verifier | None, root:
         # The client sends likelier tokens first. Equal probabilities keep that order.
         draft.add(token, parent, probability=1.0)
     cache = verifier.cache
-    longest = max(map(len, draft.paths))
-    check_int(cache.length + longest, 0, sizes.max_position_embeddings)  # positions
-    check_int(cache.length + len(draft.tokens), 0, cache.kv.shape[3])  # slots
+    positions = cache.length + max(map(len, draft.paths))
+    slots = cache.length + len(draft.tokens)
+    check_int(positions, 0, sizes.max_position_embeddings, "number of positions")
+    check_int(slots, 0, cache.kv.shape[3], "number of slots in the cache")
     if verifier.sampling.temperature > 0 and tokens:
         draft.q = parse_distributions(draft, tensors, verifier.model)
     return draft
 
 
 def parse_distributions(draft: Draft, tensors: Tensors, model: Llama) -> dict[int, Tensor]:
-    """Read off a request what the children of each parent were drawn from."""
+    """Read off a request the distribution (V) that the children of each parent were drawn from."""
     vocab_size = model.config.vocab_size
     parents = sorted(set(draft.parents[1:]))
     ids = tensors["ids"]
@@ -793,25 +864,7 @@ def parse_distributions(draft: Draft, tensors: Tensors, model: Llama) -> dict[in
     return dict(zip(parents, q.to(model.device)))
 
 
-# --- Plain API use, with which the paper compares ---
-
-
-def call_api(
-    channel: Channel, prompt: list[int], config: GenerationConfig, vocab_size: int
-) -> Iterator[int]:
-    """Use the server as a plain API: it decodes alone. Raises InputError when it is lost."""
-    with input_errors("the answer ends here", ConnectionLost):
-        channel.connect()
-        with channel.closed_on_failure():
-            channel.send(*text_request("generate", prompt, config))
-            for _ in range(config.max_new_tokens):
-                token = check_int(channel.receive().fields["token"], 0, vocab_size - 1)
-                yield token
-                if token in config.stop_ids:
-                    return
-
-
-# --- Command line: a link from flags ---
+# --- Command line: from flags to a link, from a link to a channel ---
 
 
 def add_link_arguments(parser: argparse.ArgumentParser) -> None:
@@ -825,8 +878,8 @@ def add_link_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def link_of(network: str | None, **flagged: float | None) -> Link | None:
-    """Return the link that these flags describe, None if they describe none. flagged: any of Link's
-    fields, by name."""
+    """Return the link that these flags describe, or None if no flag is given. flagged: fields of
+    Link by name, each None if its flag is not given."""
     stated = {name: value for name, value in flagged.items() if value is not None}
     if network is None and not stated:
         return None
@@ -842,7 +895,8 @@ def open_channel(
     outage_for: float = math.inf,
     timeout: float | None = None,
 ) -> Channel:
-    """Return a channel for one answer. The prompt is a part of the seed: each has delays of its
-    own, and asking one again repeats them. outage_after: tokens."""
+    """Return a channel for one answer. Each prompt has delays of its own, because its checksum is a
+    part of the seed, and asking the same prompt again repeats them. outage_after: tokens."""
+    prompt_checksum = sum(prompt)
     outage = Outage(outage_after, outage_for)
-    return Channel(address, Network(link, seed + sum(prompt), outage), timeout)
+    return Channel(address, Network(link, seed + prompt_checksum, outage), timeout)

@@ -1,18 +1,18 @@
 """Speculative decoding with a Mixture of Attentions: draft, verify, accept (paper, algorithm 1).
 
 The target needs one pass for each token that it writes, and most of a pass is spent reading its
-weights. So a drafter proposes the next few tokens, and one pass of the target verifies all of them.
-It keeps them up to the first that it rejects, and adds a token of its own. Wherever the drafter is
-right, a pass yields several tokens, and the text is still the target's.
+weights. To save passes, a drafter proposes the next few tokens, and one pass of the target verifies
+all of them. The target keeps the drafted tokens up to the first that it rejects, and adds a token
+of its own. Wherever the drafter is right, a pass yields several tokens, and the text is still the
+target's.
 
-`speculate` is the loop, and `LocalVerifier` the target's side of it. *Acceptance* decides which
-drafted tokens are kept, and shows why the text is distributed exactly as the target's own.
+`speculate` is the loop, and `LocalVerifier` is the target's side of it. The section *Acceptance*
+decides which drafted tokens are kept, and proves that the text is distributed exactly as the
+target's own.
 
     python speculate.py --prompt "Explain why the sky is blue." --show   # accepted tokens are green
-    python speculate.py                                                  # a chat
-    python speculate.py --remote --latency 21ms                          # the target on a server
 
-Read as far as the bar, the line that says where the method ends.
+`--help` shows more commands. Read as far as the bar, the line that says where the method ends.
 
 Shapes: T tokens, K drafted tokens, S tokens in the cache, E hidden size, V vocabulary.
 """
@@ -28,7 +28,7 @@ from argparse import Namespace
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import Enum, auto
 from functools import partial
 from time import monotonic, perf_counter
 from typing import Callable, Generator, Iterator, Protocol
@@ -36,6 +36,7 @@ from typing import Callable, Generator, Iterator, Protocol
 import torch
 from torch import Tensor
 
+import netsim
 from llama import (
     AlignedKVCache,
     GenerationConfig,
@@ -65,47 +66,21 @@ from moa import (
     load_models,
     pack_together,
 )
-from netsim import (
-    MAX_DRAFT_TOKENS,
-    Channel,
-    Link,
-    RemoteResult,
-    RemoteVerifier,
-    Traffic,
-    add_link_arguments,
-    announce_on_terminal,
-    call_api,
-    link_of,
-    open_channel,
-    serve,
-    start_server,
-)
-from plumbing import flags
+from plumbing import flags, terminal
 from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import InputError, run_command
 from plumbing.layout import TreeLayout, lay_out_tree
-from plumbing.prompts import answer_length, newest_exchanges, read_prompt
-from plumbing.terminal import (
-    GREEN,
-    YELLOW,
-    PromptBar,
-    WaitingNote,
-    draw_cycle,
-    paint,
-    read_questions,
-    report,
-    why_stopped,
-)
+from plumbing.prompts import answer_length, drop_oldest_exchanges, read_prompt
 from plumbing.tokenizer import TextStream, Tokenizer
 
 
 @dataclass
 class Cycle:
-    """One round of the loop: a draft and its verification. The first one reads the prompt, and its
-    draft is empty."""
+    """One round of the loop: a draft and its verification. The first cycle reads the prompt, and
+    its draft is empty."""
 
     result: VerifyResult
-    tokens: list[int]  # new ones of the answer
+    tokens: list[int]  # the new tokens of the answer
 
 
 @torch.inference_mode()
@@ -116,13 +91,18 @@ def speculate(
     config: GenerationConfig,
     limits: DraftLimits,
 ) -> Iterator[Cycle]:
-    """Run algorithm 1. Yields each cycle as soon as it is complete. The first one brings the token
-    after the prompt. Ends after a stop token, or after max_new_tokens. Prompt and answer must fit
-    the model's context."""
+    """Run algorithm 1. Yield each cycle as soon as it is complete.
+
+    The first cycle has the token after the prompt. The last one ends with a stop token, or with
+    token number max_new_tokens. Prompt and answer must fit the model's context.
+
+    Of `config` only max_new_tokens and stop_ids are used here. The temperature is in the `Sampling`
+    that the verifier and the state hold.
+    """
     left = config.max_new_tokens
     result = verifier.prefill(prompt)  # the first token, and the memory of the prompt
     while True:
-        tokens = cut(result.accepted + [result.token], config.stop_ids)
+        tokens = truncate_at_stop(result.accepted + [result.token], config.stop_ids)
         yield Cycle(result, tokens)
         left -= len(tokens)
         if left == 0 or tokens[-1] in config.stop_ids:
@@ -134,8 +114,8 @@ def speculate(
         result = verifier.verify(draft)  # accepted tokens, next token, memory of what is verified
 
 
-def cut(tokens: list[int], stop_ids: frozenset[int]) -> list[int]:
-    """Drop what comes after the first stop token."""
+def truncate_at_stop(tokens: list[int], stop_ids: frozenset[int]) -> list[int]:
+    """Return the tokens up to and including the first stop token."""
     for i, token in enumerate(tokens):
         if token in stop_ids:
             return tokens[:i + 1]
@@ -145,20 +125,21 @@ def cut(tokens: list[int], stop_ids: frozenset[int]) -> list[int]:
 class LocalVerifier:
     """The target's side of one conversation, on this machine: the model and its KV cache.
 
-    LSA runs here, too. It is a part of the drafter, but it reads the target's cache. So when the
-    target is on a server, the server runs LSA and sends only what CA needs of its output.
+    LSA runs here as well. It is a part of the drafter, but it reads the target's cache. When the
+    target is on a server, the server therefore runs LSA, and sends only what CA needs of LSA's
+    output.
     """
 
     def __init__(
         self,
         model: Llama,
-        drafter: Drafter,
+        drafter: Drafter | NoDrafter,
         capacity: int,
         sampling: Sampling,
         on_piece: OnPiece | None = None,
     ):
-        """drafter: only its `memory_update` is used here. capacity: how many tokens of text and
-        draft the cache has room for. on_piece: see `read_in_pieces`."""
+        """drafter: only its `memory_update`, which runs LSA, is used here. capacity: how many
+        tokens of text and draft the cache has room for. on_piece: see `read_in_pieces`."""
         self.model = model
         self.drafter = drafter
         self.sampling = sampling
@@ -173,16 +154,19 @@ class LocalVerifier:
         hidden = read_in_pieces(self.model, prompt, self.cache, self.on_piece)  # (E)
         token = sample_next(self.model.lm_head(hidden), self.sampling)
         memory = self.drafter.memory_update(prompt, self.cache)
+        # Nothing was drafted. The result needs a draft all the same: an empty one, which has the
+        # prompt's last token in the root's place.
         return VerifyResult([], token, memory, draft=Draft(prompt[-1]))
 
     def verify(self, draft: Draft) -> VerifyResult:
-        """Decide which tokens of a draft to keep. The cache keeps the root and those.
+        """Decide which tokens of a draft to keep. The cache keeps the root and the accepted tokens.
 
         One pass over the draft is enough, because a transformer predicts the token after every
-        token that it reads. Given the root, which is the newest token of the text, and a chain of K
-        drafted ones, it returns 1 + K distributions. The first is that of the token after the root,
-        and judges the first drafted token. The second judges the next one, and so on. The last is
-        that of the token after all of them. (In a tree each token is judged by that of its parent.)
+        token that it reads. The pass reads the root, which is the newest token of the text, and a
+        chain of K drafted tokens, and returns 1 + K distributions. The distribution after the root
+        decides on drafted token 1, the distribution after drafted token 1 decides on drafted token
+        2, and so on. If all are accepted, the last distribution supplies the target's own token.
+        (In a tree, the distribution after a node decides on all its children.)
         """
         start = self.cache.length
         draft, positions, mask = self.lay_out(draft)
@@ -196,19 +180,20 @@ class LocalVerifier:
         return VerifyResult(verified[1:], acceptance.token, memory, draft, logits)
 
     def lay_out(self, draft: Draft) -> tuple[Draft, Tensor, Tensor]:
-        """Return what is verified of a draft, its positions and its mask. Here all of it is: only
-        `ExactVerifier`, below the bar, may have no room for some nodes of a tree."""
+        """Choose which nodes of a draft to verify. Return the draft of these nodes, its positions
+        and its mask. Here all nodes are verified. (`ExactVerifier`, below the bar, may leave out
+        some nodes of a tree.)"""
         positions, mask = draft_layout(draft, self.cache.length, self.model.device)
         return draft, positions, mask
 
 
 def draft_layout(draft: Draft, start: int, device) -> tuple[Tensor, Tensor]:
-    """Lay out a draft after `start` tokens of text. Returns the positions of its tokens (1 + K),
-    and a mask of which slots each of them may look at (1 + K, S), with S = start + 1 + K.
+    """Return the positions (1 + K) of a draft's tokens after `start` tokens of text, and a mask
+    (1 + K, S) of the slots that each token may look at, with S = start + 1 + K.
 
     The branches of a tree lie side by side in the slots of the cache. Two tokens that may follow
-    the same one have the same position, and each sees the text, its ancestors and itself, but no
-    other branch. After 10 tokens of text, for example:
+    the same one have the same position. Each of them sees the text, its ancestors and itself, but
+    no other branch. After 10 tokens of text, for example:
 
         node   token        slot   position   sees slots 0 to 9, and
          0     " lies"       10       10      10                        the root
@@ -229,23 +214,23 @@ def draft_layout(draft: Draft, start: int, device) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Acceptance:
-    """What is decided on a draft."""
+    """The decision on a draft."""
 
-    path: list[int]  # the nodes that are kept: the root, then the accepted ones
+    path: list[int]  # the nodes to keep: the root, then the accepted nodes
     token: int  # the target's own token after them
 
 
 def accept_draft(logits: Tensor, draft: Draft, sampling: Sampling) -> Acceptance:
     """Decide which drafted tokens to keep. Row i of logits (1 + K, V) is what the target predicts
-    after node i of the draft. Raises InputError if they are not finite."""
+    after node i of the draft. Raise InputError if the logits are not finite."""
     check_logits(logits)
     if sampling.temperature == 0:
         choices = logits.float().argmax(-1)  # in float32: on CPUs ten times as fast as bfloat16
         return accept_greedy(choices.tolist(), draft)
     p = probabilities(logits, sampling.temperature, sampling.top_p)
-    # A random number in [0, 1) for each token, in one call. Not every one of them is needed.
+    # One call draws a random number in [0, 1) for each token. Some of them may not be needed.
     u = torch.rand(len(draft.tokens), generator=sampling.generator, device=p.device).tolist()
-    # (A chain is a tree, too. But it needs only the plain rule, which is easier to read.)
+    # A chain is also a tree, but the plain rule is enough for it and easier to read.
     rule = rejection_sample if draft.is_chain else rejection_sample_tree
     return rule(p, draft, u, sampling.generator)
 
@@ -279,13 +264,14 @@ def rejection_sample(
         drawn after a rejection   P(rejection) scaled(max(p - q, 0))(x)    = max(p(x) - q(x), 0)
 
     The second line holds because P(rejection) = 1 - sum min(p, q) = sum max(p - q, 0), which is
-    what `scaled` divides by. The two add up to p(x), whatever q is. A bad drafter costs time, and
-    never changes the text.
+    what `scaled` divides by. The two probabilities add up to p(x), whatever q is. A bad drafter
+    costs time, but never changes how the text is distributed.
 
-    An example with three tokens a, b and c, p = (0.6, 0.3, 0.1) and q = (0.4, 0.5, 0.1). They are
-    accepted with probability 1, 0.6 and 1. b is drafted and rejected with probability
-    0.5 * 0.4 = 0.2. Then scaled(max(p - q, 0)) = (1, 0, 0) puts a in its place. So they come out
-    with probability 0.4 + 0.2, 0.5 * 0.6 and 0.1, which is p.
+    An example with three tokens a, b and c: p = (0.6, 0.3, 0.1) and q = (0.4, 0.5, 0.1). A drafted
+    a, b or c is accepted with probability 1, 0.6 or 1. With probability 0.5 * 0.4 = 0.2, b is
+    drafted and rejected. In its place a token is drawn from scaled(max(p - q, 0)) = (1, 0, 0),
+    which is always a. Altogether a, b and c come out with probability 0.4 + 0.2, 0.5 * 0.6 and 0.1,
+    which is p.
 
     The same holds for each token of the chain in turn. A token is tried only if those before it
     were accepted, so p and q are the distributions after exactly the text that precedes it. After
@@ -310,8 +296,8 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     """Return scaled(max(p - q, 0)): by how much p exceeds q, as a distribution. p, q (V)."""
     left = (p - q).clamp(min=0)
     if not left.any():
-        # Nowhere p > q. Both sum to 1, so they are equal up to rounding, and it was rounding that
-        # rejected. To draw from p is then as good, and 0 / 0 would be NaN.
+        # p exceeds q nowhere. Both sum to 1, so they are equal up to rounding, and the rejection
+        # was a rounding error. Draw from p instead (0 / 0 would be NaN).
         return p
     return left / left.sum()
 
@@ -326,32 +312,35 @@ def rejection_sample_tree(
     al. 2024.) The children of the newest accepted token are tried in the order drawn.
 
     A rejection changes two things for the next sibling. First, what is left to produce is the
-    residual of p. Second, the sibling was drawn from q without the rejected token. So it is tried
-    with these two in place of p and q: p_left and q_left in the code. If all are rejected, the
-    token is drawn from what is left of p.
+    residual of p. Second, the sibling was drawn from q without the rejected token. The sibling is
+    therefore tried with these two distributions, p_left and q_left, in place of p and q. If all
+    children are rejected, the token is drawn from p_left.
 
     Take p and q of the example in `rejection_sample`, and say that b was drawn first, then a. b is
-    accepted with probability 0.6. If it is rejected, p_left is (1, 0, 0) and q_left (0.8, 0, 0.2),
+    accepted with probability 0.6. If b is rejected, p_left is (1, 0, 0) and q_left (0.8, 0, 0.2),
     so a is accepted.
 
-    Why that is exact, by induction over the children that are left. Claim: given which children
-    were rejected so far, the token that comes out is distributed as p_left.
+    Why that is exact, by induction over the number of children that are left. Claim: given which
+    children were rejected so far, the token that comes out is distributed as p_left.
 
     - No child is left: the token is drawn from p_left.
-    - Else the next child was drawn from its q_left, and is accepted as in a chain. If it is
-      rejected, the residual becomes p_left, and one child less is left. So by induction a token
-      from the residual comes out. That is the chain's rule, and what comes out is p_left.
+    - Else the next child x was drawn from q_left. Call p' = scaled(max(p_left - q_left, 0)). If x
+      is rejected, p' is the new p_left and one child less is left. By induction, the token is then
+      distributed as p'. In short: x is accepted with probability min(1, p_left(x) / q_left(x)),
+      and if x is rejected, the token is distributed as p'. That is the chain's rule with p_left and
+      q_left in place of p and q, so the token is distributed as p_left.
 
-    For the first child p_left is p. So p comes out.
+    Before the first child is tried, p_left is p. The token is therefore distributed as p.
 
-    This needs every child to be drawn from its q_left, every child that was drawn to be proposed,
-    and their number to be fixed before any is drawn. `sample_tree` of moa.py drafts in this way.
+    The proof needs every child to be drawn from its q_left, every child that was drawn to be
+    proposed, and their number to be fixed before any is drawn. `sample_tree` of moa.py drafts in
+    this way.
     """
     path = [0]
     while True:
         last = path[-1]
         p_left = p[last]  # (V)
-        q_left = draft.q.get(last)  # (V); None, and not used, if it has no children
+        q_left = draft.q.get(last)  # (V); None, and not used, if `last` has no children
         accepted = None
         for child in draft.children(last):
             x = draft.tokens[child]
@@ -369,26 +358,22 @@ def without(q: Tensor, x: int) -> Tensor:
     """Return the distribution of the next draw if x was drawn from q (V) and not put back."""
     rest = q.clone()
     rest[x] = 0.0
-    # If x was all of q, the rest sums to 0. Then no sibling follows, and the result is not used:
-    # the clamp only avoids 0 / 0.
+    # If x was all of q, the rest sums to 0. In that case no sibling follows, and the result is not
+    # used: the clamp only avoids 0 / 0.
     return rest / rest.sum().clamp(min=torch.finfo(q.dtype).tiny)
 
 
 # --- The method ends here: what follows makes it fast and practical ---
 #
-#     Lookup         drafts that are copied from the text
-#     Exact          the target's own text, to the bit, in spite of rounding
-#     One answer     the loop with clocks and counters around it, on this machine or over a network
-#     Watching       the answer in colors, and --trace
-#     Command line   flags, one prompt or a chat
-
-
-# The sizes of trees, if the command line states none. They were tuned on 48 prompts of Spec-Bench,
-# at temperature 0, on an Intel Xeon.
-TREE = DraftLimits(depth=6, top_k=3, total_tokens=8, min_confidence=0.15, min_probability=0.04)
-REMOTE_TREE = DraftLimits(
-    depth=16, top_k=3, total_tokens=31, min_confidence=0.1, min_probability=0.02
-)
+#     Lookup         copies drafts from the text. Only --lookup uses it.
+#     Exact          makes greedy text bit-identical to the target's own in spite of rounding.
+#     One answer     puts clocks and counters around the loop, on this machine or over a network.
+#     Watching       prints an answer as it comes, in colors or with --trace.
+#     Command line   parses the flags, and answers one prompt or holds a chat.
+#
+# To see how the parts above become a program, continue with *One answer*. *Lookup* and *Exact*
+# stand alone: skip them unless you want to know how they work. *Watching* and *Command line* hold
+# nothing of the method.
 
 
 # --- Lookup: copy what followed the same tokens before ---
@@ -396,35 +381,41 @@ REMOTE_TREE = DraftLimits(
 
 @dataclass
 class Lookup:
-    """Prompt lookup (Saxena 2023). Where the newest tokens occurred before, the draft is what
-    followed them there. Elsewhere the drafter is asked, if there is one."""
+    """Prompt lookup (Saxena 2023). If the newest tokens have occurred before, the draft copies what
+    followed them there. Otherwise the drafter drafts, if there is one."""
 
-    state: DraftState | None  # the drafter's
+    state: DraftState | None  # the drafter's; None without a drafter (see `NoDrafter`)
     vocab_size: int
     sampling: Sampling
     history: list[int] = field(default_factory=list)  # all tokens before the root
 
     def append_verified(self, update: MemoryUpdate | None) -> None:
-        """update: None while a server is out of reach (see `RemoteResult`)."""
+        """Grow the history, and the drafter's caches. update: None while a server is out of reach
+        (see `RemoteResult`).
+
+        During that time the history lacks the unverified tokens, so a copy may come from the wrong
+        place. That does no harm: a draft that is made while the server is out of reach is always
+        lost.
+        """
         if update is not None:
             self.history += update.tokens
         if self.state is not None:
             self.state.append_verified(update)
 
     def draft(self, root: int, limits: DraftLimits) -> Draft:
-        """Draft a chain that is copied from the text. Where there is nothing to copy, ask the
-        drafter."""
+        """Copy a chain from the text. If there is nothing to copy, let the drafter draft."""
         text = self.history + [root]
         count = min(limits.depth, limits.total_tokens)
         # Copy where the last 3 tokens occurred before, else where the last 2 did, else the last 1.
-        # With a drafter only where the last 3 did: after a shorter match the drafter is right more
-        # often than a copy.
+        # With a drafter, copy only where the last 3 did, because after a shorter match the drafter
+        # is right more often than a copy.
         sizes = (3, 2, 1) if self.state is None else (3,)
         for size in sizes:
             place = find_earlier(text, size)
             if place is not None:
-                # Beyond the end of the text, what is copied repeats. With a match of 2 tokens, 5 7
-                # 8 7 8 is followed by 7 8 7 8 7 ...
+                # If fewer than `count` tokens are left to copy, they are repeated. For example, 5 7
+                # 8 7 8 ends with 7 8, which also occurs earlier. Only 7 8 is left to copy there, so
+                # the draft is 7 8 7 8 7 ...
                 copied = text[place:place + count]
                 return self.certain_draft(root, (copied * count)[:count])
         if self.state is None:
@@ -434,13 +425,13 @@ class Lookup:
     def certain_draft(self, root: int, tokens: list[int]) -> Draft:
         """Make a chain of tokens that were not drawn.
 
-        Above temperature 0 the rule of acceptance asks for q. It gets the one from which only this
-        token is drawn, q(x) = 1. So x is accepted with probability p(x), and if it is rejected, the
-        residual is p without x, scaled to sum to 1. (EAGLE-2 treats its trees so, whose tokens are
-        the likeliest and not drawn, at any temperature.)
+        Above temperature 0 the rule of acceptance needs a q to compare p with. Token x was certain
+        to be drafted, so q(x) = 1. The rule therefore accepts x with probability p(x). If x is
+        rejected, the residual is p without x, scaled to sum to 1. (EAGLE-2 does this with its whole
+        tree, whose tokens are the likeliest and not drawn.)
         """
         draft = Draft(root)
-        for parent, token in enumerate(tokens):  # in a chain each follows the one before it
+        for parent, token in enumerate(tokens):  # in a chain each token follows the one before it
             draft.add(token, parent, probability=1.0)
             if self.sampling.temperature > 0:
                 q = torch.zeros(self.vocab_size, device=self.sampling.generator.device)
@@ -450,45 +441,47 @@ class Lookup:
 
 
 def find_earlier(text: list[int], size: int) -> int | None:
-    """Find the newest place where the last `size` tokens occurred before. Returns the index of what
-    followed them there, None if there is no such place."""
+    """Find the newest place where the last `size` tokens occurred before. Return the index of the
+    token that followed them there, or None if there is no such place."""
     newest = text[-size:]
-    for start in reversed(range(len(text) - size)):  # without the place where they are now
+    for start in reversed(range(len(text) - size)):  # (`newest` itself starts later)
         if text[start:start + size] == newest:
             return start + size
     return None
 
 
 class NoDrafter:
-    """Stands in for a drafter where all drafts are copied: nobody needs a memory."""
+    """Takes a drafter's place where all drafts are copied, and no memory is needed. Only the method
+    "lookup" of experiments/bench.py is without a drafter."""
 
     def memory_update(self, tokens: list[int], cache: KVCache) -> MemoryUpdate:
         return MemoryUpdate(tokens, cross_kv=None, reused_kv=None)
 
 
-# --- Exact: greedy text and logits of the target alone, to the bit ---
+# --- Exact: greedy text and logits, bit for bit those of the target alone ---
 #
-# See plumbing/kernels.py (why the same sum has two values) and plumbing/layout.py (what that means
-# for a tree).
+# plumbing/kernels.py explains why the same sum can have two values, and plumbing/layout.py what
+# that means for a tree.
 
 
 class ExactKVCache(AlignedKVCache):
-    """A cache in which the nodes of a tree have slots that keep sums in order."""
+    """A cache in which the nodes of a tree have slots that keep attention's sums in the order that
+    they have in the text."""
 
-    layout: TreeLayout | None = None  # of the tree that is being verified
+    layout: TreeLayout | None = None  # the layout of the tree that is being verified
 
     def append(self, layer: int, kv: Tensor) -> Tensor:
         if self.layout is None:
             return super().append(layer, kv)
-        # (It writes what has a place. Tokens that only pad the pass come last, and have none.)
+        # (Only nodes are written. Tokens that only pad the pass come after them and have no slot.)
         self.layout.write(self.kv[layer], kv)
         end = self.layout.mask.shape[1]
         return self.kv[layer, :, :, :self.limits.padded(end)]
 
     def keep_path(self, start: int, path: list[int]) -> None:
         if self.layout is not None:
-            slots = self.layout.slots.tolist()
-            path = [slots[node] - start for node in path]
+            slot_of_node = self.layout.slots.tolist()
+            path = [slot_of_node[node] - start for node in path]
             self.layout = None
         super().keep_path(start, path)
 
@@ -497,7 +490,7 @@ class ExactVerifier(LocalVerifier):
     """A verifier that is exact at temperature 0, with a `PackedLlama`.
 
     Above temperature 0 every token that was drawn has to be proposed, so none can be left out to
-    make a tree fit. Then bits may differ, but the distribution is right.
+    make a tree fit. The last bits may differ there, but the distribution is right.
     """
 
     def new_cache(self, capacity: int) -> KVCache:
@@ -513,7 +506,7 @@ class ExactVerifier(LocalVerifier):
         draft = draft.likeliest_first()
         layout = lay_out_tree(draft.paths, cache.length, cache.limits)
         draft = draft.keep(layout.nodes)
-        if draft.is_chain:  # its tokens lie where they will in the text
+        if draft.is_chain:  # its tokens have the slots that they will have in the text
             return super().lay_out(draft)
         cache.layout = layout
         return draft, layout.positions, layout.mask
@@ -522,26 +515,26 @@ class ExactVerifier(LocalVerifier):
 # --- One answer, and what it cost ---
 #
 # The loop knows nothing of clocks and counters. Here every cycle is timed. There are four ways to
-# answer a prompt, and each is a class whose `cycles` yields timed cycles. `answer` adds them up in
-# a `Generation`.
+# answer a prompt, and each is a class whose `cycles` yields timed cycles. `answer` adds the cycles
+# up in a `Generation`.
 
 
 class Origin(Enum):
     """Who wrote a token."""
 
-    TARGET = "the target"
-    DRAFT = "the drafter, and the target accepted it"
-    UNVERIFIED = "the drafter alone"
+    TARGET = auto()
+    DRAFT = auto()  # the drafter, and the target accepted the token
+    UNVERIFIED = auto()  # the drafter, and the target has not seen the token
 
 
 @dataclass
 class TimedCycle(Cycle):
-    """A cycle, and what it cost. With the target alone every token is a cycle."""
+    """A cycle, and what it cost. Where the target writes alone, every token is a cycle."""
 
     draft_seconds: float
     verify_seconds: float
-    traffic: Traffic | None = None  # if the target is on a server
-    is_late: bool = False  # the network was down for a while
+    traffic: netsim.Traffic | None = None  # None if the target is on this machine
+    is_late: bool = False  # a simulated outage overlapped the cycle
 
     @property
     def draft(self) -> Draft:
@@ -549,13 +542,25 @@ class TimedCycle(Cycle):
 
     @property
     def link(self) -> str:
-        """Return the state of the link to a server. A target on this machine is "connected"."""
-        return self.result.link if isinstance(self.result, RemoteResult) else "connected"
+        """Return the state of the link to a server, as in `RemoteResult`. A target on this machine
+        is always "connected"."""
+        return self.result.link if isinstance(self.result, netsim.RemoteResult) else "connected"
+
+    @property
+    def is_offline(self) -> bool:
+        """Tell whether the drafter wrote the tokens alone, because the server was out of reach."""
+        return self.link == "offline"
+
+    @property
+    def draft_is_lost(self) -> bool:
+        """Tell whether the draft was lost with the connection: the server did not verify it, even
+        if a new connection was made."""
+        return self.link != "connected"
 
     @property
     def origins(self) -> list[Origin]:
         """Return who wrote each token."""
-        if self.link == "offline":
+        if self.is_offline:
             return [Origin.UNVERIFIED] * len(self.tokens)
         origins = [Origin.DRAFT] * len(self.result.accepted) + [Origin.TARGET]
         return origins[:len(self.tokens)]
@@ -569,13 +574,14 @@ class TimedCycle(Cycle):
 Cycles = Generator[TimedCycle, None, None]  # an iterator that can be closed
 
 
+@dataclass
 class Stopwatch:
-    """A verifier that passes each call on to another, and notes when it began and ended."""
+    """A verifier that hands each call on to a different verifier, and notes when the call began and
+    ended."""
 
-    def __init__(self, verifier: Verifier):
-        self.verifier = verifier
-        self.began = 0.0  # the newest call, in seconds of `perf_counter`
-        self.ended = 0.0
+    verifier: Verifier
+    began: float = 0.0  # when the newest call began, in seconds of `perf_counter`
+    ended: float = 0.0
 
     def prefill(self, prompt: list[int]) -> VerifyResult:
         return self.time(self.verifier.prefill, prompt)
@@ -599,9 +605,9 @@ def timed_cycles(
 ) -> Cycles:
     """Run the loop, and time its cycles.
 
-    What the loop does between two calls of the verifier counts as drafting, and LSA as
-    verification: it runs beside the target's cache. (On an accelerator it is still running when
-    `verify` returns, and its time counts as drafting, of the next draft.)
+    Whatever the loop does between two calls of the verifier counts as drafting. LSA counts as
+    verification, because the verifier runs it. (On an accelerator LSA is still running when
+    `verify` returns. The rest of LSA's time counts as drafting in the next cycle.)
     """
     watch = Stopwatch(verifier)
     resumed = perf_counter()  # when the loop went on
@@ -616,10 +622,10 @@ class Method(Protocol):
     """A way to answer prompts. The next four classes are such ways."""
 
     def cycles(
-        self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None = None
+        self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None
     ) -> Cycles:
-        """Answer a prompt, cycle by cycle. on_piece: see `read_in_pieces`. A server does not say
-        how far it has read, so it is called only where the target is on this machine."""
+        """Answer a prompt, cycle by cycle. on_piece: see `read_in_pieces`. It is called only if the
+        target is on this machine, because a server does not say how far it has read."""
 
 
 @dataclass
@@ -629,7 +635,7 @@ class Alone:
     model: Llama
 
     def cycles(
-        self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None = None
+        self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None
     ) -> Cycles:
         return cycles_of_tokens(generate(self.model, prompt, config, on_piece), prompt)
 
@@ -639,16 +645,16 @@ class WithDrafts:
     """A drafter, lookup, or both draft, and the target verifies on this machine."""
 
     model: Llama
-    drafter: Drafter | None  # None: with lookup only
+    drafter: Drafter | None  # None: with lookup only, as in experiments/bench.py
     limits: DraftLimits
     lookup: bool = False
     new_verifier: type[LocalVerifier] = ExactVerifier
 
     def cycles(
-        self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None = None
+        self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None
     ) -> Cycles:
         sampling = config.new_sampling(self.model.device)
-        capacity = slots(prompt, config, self.limits)
+        capacity = count_slots(prompt, config, self.limits)
         state = self.drafter.new_state(capacity, sampling) if self.drafter else None
         if self.lookup:
             state = Lookup(state, self.model.config.vocab_size, sampling)
@@ -658,7 +664,7 @@ class WithDrafts:
         return timed_cycles(verifier, state, prompt, config, self.limits)
 
 
-NewChannel = Callable[[list[int]], Channel]  # to a server, for a prompt
+NewChannel = Callable[[list[int]], netsim.Channel]  # opens a channel to a server for a prompt
 
 
 @dataclass
@@ -671,13 +677,13 @@ class OnServer:
     lookup: bool = False
 
     def cycles(
-        self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None = None
+        self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None
     ) -> Cycles:
         channel = self.new_channel(prompt)
         target = self.drafter.target
         sampling = config.new_sampling(target.device)
-        state = RemoteDraftState(self.drafter, slots(prompt, config, self.limits), sampling)
-        verifier = RemoteVerifier(channel, state, config)
+        state = RemoteDraftState(self.drafter, count_slots(prompt, config, self.limits), sampling)
+        verifier = netsim.RemoteVerifier(channel, state, config)
         if self.lookup:
             state = Lookup(state, target.config.vocab_size, sampling)
         return count_traffic(channel, timed_cycles(verifier, state, prompt, config, self.limits))
@@ -691,17 +697,20 @@ class PlainApi:
     vocab_size: int
 
     def cycles(
-        self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None = None
+        self, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None
     ) -> Cycles:
         channel = self.new_channel(prompt)
-        tokens = call_api(channel, prompt, config, self.vocab_size)
+        tokens = netsim.call_api(channel, prompt, config, self.vocab_size)
         return count_traffic(channel, cycles_of_tokens(tokens, prompt))
 
 
-def slots(prompt: list[int], config: GenerationConfig, limits: DraftLimits) -> int:
-    """Return how many slots the caches of both sides need: for the text, the root of the newest
-    draft, and the draft. Of a draft the target's cache holds all tokens, at most total_tokens, and
-    the drafter's the nodes that it expands, at most top_k on each level."""
+def count_slots(prompt: list[int], config: GenerationConfig, limits: DraftLimits) -> int:
+    """Return how many slots the target's and the drafter's caches need: for the text, the root of
+    the newest draft, and the draft.
+
+    The target's cache holds all tokens of a draft, at most total_tokens. The drafter's caches hold
+    the nodes that it expands, at most top_k on each level.
+    """
     drafted = max(limits.total_tokens, limits.depth * limits.top_k)
     return len(prompt) + config.max_new_tokens + 1 + drafted
 
@@ -715,16 +724,16 @@ def cycles_of_tokens(tokens: Iterator[int], prompt: list[int]) -> Cycles:
         start = perf_counter()
 
 
-def count_traffic(channel: Channel, cycles: Cycles) -> Cycles:
-    """Note the traffic of each cycle, and whether an outage delayed it. Closes the channel at the
+def count_traffic(channel: netsim.Channel, cycles: Cycles) -> Cycles:
+    """Note the traffic of each cycle, and whether an outage delayed it. Close the channel at the
     end."""
-    outage = channel.network.outage  # simulated, after a number of tokens
-    count = 0  # of tokens so far
+    outage = channel.network.outage  # simulated: it begins after a number of tokens
+    count = 0  # the number of tokens so far
     start = monotonic()
     try:
         for cycle in cycles:
             cycle.traffic = channel.traffic
-            channel.traffic = Traffic()  # of the next cycle
+            channel.traffic = netsim.Traffic()  # counts the next cycle
             cycle.is_late = outage.overlaps(start, monotonic())
             count += len(cycle.tokens)
             start = monotonic()
@@ -736,7 +745,7 @@ def count_traffic(channel: Channel, cycles: Cycles) -> Cycles:
 
 @dataclass
 class Generation:
-    """One answer, and what it cost. The prompt's pass, LSA included, is left out of target_calls,
+    """One answer, and what it cost. The prompt's pass and its LSA are left out of target_calls,
     draft_seconds and verify_seconds."""
 
     prompt: list[int]
@@ -745,28 +754,28 @@ class Generation:
     seconds: float = 0.0
     prompt_seconds: float = 0.0  # until the first token
     target_calls: int = 0
-    drafted: int = 0  # tokens, in cycles that the target answered
+    drafted: int = 0  # the number of drafted tokens that the target decided on
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     network: Counter = field(default_factory=Counter)  # the sums of the cycles' Traffic
-    outage: str = ""  # why the server was out of reach the first time; empty if it was not
+    outage: str = ""  # why the drafter first had to write alone; empty if it never had to
     disconnected: bool = False  # the network was down, or the connection had to be made again
-    interrupted: bool = False  # by Ctrl-C
+    interrupted: bool = False  # Ctrl-C ended the answer
 
     def add(self, cycle: TimedCycle) -> None:
         """Add a cycle."""
-        if not self.tokens:  # the prompt's
+        if not self.tokens:  # the prompt's cycle
             self.prompt_seconds = cycle.verify_seconds
         else:
             self.draft_seconds += cycle.draft_seconds
             self.verify_seconds += cycle.verify_seconds
-            if cycle.link == "offline":
+            if cycle.is_offline:
                 self.outage = self.outage or cycle.result.reason
             else:
                 self.target_calls += 1
-            if cycle.link == "connected":  # the draft has arrived
+            if not cycle.draft_is_lost:
                 self.drafted += len(cycle.draft.tokens) - 1  # without the root
-        self.disconnected |= cycle.is_late or cycle.link != "connected"
+        self.disconnected |= cycle.is_late or cycle.draft_is_lost
         self.tokens += cycle.tokens
         self.origins += cycle.origins
         if cycle.traffic is not None:
@@ -777,10 +786,10 @@ class Generation:
         return self.origins.count(Origin.UNVERIFIED)
 
     def statistics(self) -> dict:
-        """Return what `report` shows of this answer."""
+        """Return what `terminal.report` shows of this answer."""
         statistics = {
             "seconds": self.seconds,
-            "tokens_per_second": rate([self]),
+            "tokens_per_second": tokens_per_second([self]),
             "target_calls": self.target_calls,
             "acceptance_length": acceptance_length([self]),
             "prompt_tokens": len(self.prompt),
@@ -796,12 +805,13 @@ class Generation:
 
 
 def acceptance_length(answers: list[Generation]) -> float:
-    """Return new tokens per target call, both without the prompts'."""
+    """Return how many tokens a call of the target yields, without unverified tokens. The call that
+    reads a prompt, and the first token, which comes from that call, are not counted."""
     new_tokens = sum(len(g.tokens) - 1 - g.unverified for g in answers)
     return new_tokens / max(1, sum(g.target_calls for g in answers))
 
 
-def rate(answers: list[Generation]) -> float:
+def tokens_per_second(answers: list[Generation]) -> float:
     """Return tokens per second."""
     return sum(len(g.tokens) for g in answers) / sum(g.seconds for g in answers)
 
@@ -809,7 +819,7 @@ def rate(answers: list[Generation]) -> float:
 Emit = Callable[[TimedCycle], None]  # what a caller does with each cycle as soon as it is complete
 
 
-def ignore(cycle: TimedCycle) -> None:
+def do_nothing(cycle: TimedCycle) -> None:
     pass
 
 
@@ -818,14 +828,14 @@ def answer(
     method: Method,
     prompt: list[int],
     config: GenerationConfig,
-    emit: Emit = ignore,
+    emit: Emit = do_nothing,
     on_piece: OnPiece | None = None,
 ) -> Generation:
     """Answer a prompt. `emit` gets each cycle as it happens, and Ctrl-C ends the answer. on_piece:
     see `Method.cycles`.
 
-    Raises InputError if a server sends no first token or, without drafts, no further one: then
-    there is nobody who could go on.
+    Raise InputError if a server sends no first token or, as a plain API, no further one: no drafter
+    can take over then.
     """
     generation = Generation(prompt)
     start = perf_counter()
@@ -837,14 +847,15 @@ def answer(
     except KeyboardInterrupt:
         generation.interrupted = True
     finally:
-        cycles.close()  # and a channel with it
+        cycles.close()  # this also closes the channel to a server
         generation.seconds = perf_counter() - start
     return generation
 
 
-# --- Watching: the answer as it comes, and every cycle of it with --trace ---
+# --- Watching: the answer as it comes, and with --trace every cycle ---
 
-COLORS = {Origin.TARGET: "", Origin.DRAFT: GREEN, Origin.UNVERIFIED: YELLOW}  # with --show
+# The colors of tokens with --show.
+COLORS = {Origin.TARGET: "", Origin.DRAFT: terminal.GREEN, Origin.UNVERIFIED: terminal.YELLOW}
 
 
 @dataclass
@@ -852,28 +863,27 @@ class Printer:
     """Prints an answer as it comes, and says when the server is lost and when it is back."""
 
     stream: TextStream
-    show: bool  # in colors
+    show: bool  # print tokens in colors
     offline: bool = False
 
     def emit(self, cycle: TimedCycle) -> None:
-        offline = cycle.link == "offline"
-        if offline != self.offline:
-            self.offline = offline
+        if cycle.is_offline != self.offline:
+            self.offline = cycle.is_offline
             note = "the link is back: the target goes on"
-            if offline:
+            if self.offline:
                 note = "the link is lost: what follows is the drafter's own text, unverified"
             print(f"\n[{note}]", file=sys.stderr)
         for token, origin in zip(cycle.tokens, cycle.origins):
             text = self.stream.add(token)
-            print(paint(text, COLORS[origin]) if self.show else text, end="", flush=True)
+            print(terminal.paint(text, COLORS[origin]) if self.show else text, end="", flush=True)
 
 
 @dataclass
 class Trace:
-    """Shows every cycle: what was drafted, and what was kept of it.
+    """Shows every cycle: what was drafted, and which drafted tokens were kept.
 
-    `record` makes the object that --trace --json prints, and `draw_cycle` draws it. Here is a
-    drafted token in such an object, and part of a drawing:
+    `record` makes the object that --trace --json prints, and `draw_cycle` of plumbing/terminal.py
+    draws it. Here is a drafted token in such an object, and part of a drawing:
 
         {"token": 2, "text": " in", "parent": -1, "q": 0.75, "p": 0.6, "accepted": true,
          "verdict": "accepted"}
@@ -887,20 +897,19 @@ class Trace:
     """
 
     tokenizer: Tokenizer
-    sampling: Sampling
+    sampling: Sampling  # only its temperature and top_p are used
     as_json: bool
     cycles: int = 0
 
     def emit(self, cycle: TimedCycle) -> None:
         self.cycles += 1
         record = self.record(cycle)
-        lines = [json.dumps(record)] if self.as_json else draw_cycle(record)
+        lines = [json.dumps(record)] if self.as_json else terminal.draw_cycle(record)
         print(*lines, sep="\n", flush=True)
 
     def record(self, cycle: TimedCycle) -> dict:
-        """Return a line of --trace --json."""
-        offline = cycle.link == "offline"
-        shown = cycle.tokens if offline else [cycle.result.token]
+        """Return what a line of --trace --json holds."""
+        shown = cycle.tokens if cycle.is_offline else [cycle.result.token]
         record = {
             "cycle": self.cycles,
             "root": self.tokenizer.decode(cycle.draft.tokens[:1]),
@@ -908,7 +917,7 @@ class Trace:
             "token": cycle.result.token,
             "text": self.tokenizer.decode(shown),
             "tokens": cycle.tokens,
-            "offline": offline,
+            "offline": cycle.is_offline,
             "draft_seconds": cycle.draft_seconds,
             "verify_seconds": cycle.verify_seconds,
         }
@@ -918,13 +927,13 @@ class Trace:
 
     def drafted_nodes(self, cycle: TimedCycle) -> list[dict]:
         """Describe each drafted token. parent: an index of this list, -1 for the root."""
-        if cycle.link != "connected":
-            return []  # the draft was lost
+        if cycle.draft_is_lost:
+            return []
         draft = cycle.draft
         path = cycle.path
         p = None  # the target's distribution after each node, (1 + K, V)
         if cycle.result.logits is not None:
-            p = draft_distributions(cycle.result.logits, self.sampling)  # made of logits as q is
+            p = draft_distributions(cycle.result.logits, self.sampling)  # in the same way as q
         nodes = []
         for i, token in enumerate(draft.tokens[1:], start=1):
             parent = draft.parents[i]
@@ -942,16 +951,16 @@ class Trace:
 
 
 def verdict(cycle: TimedCycle, path: list[int], node: int) -> str:
-    """Say what became of a drafted token. path: the cycle's."""
+    """Say what became of a drafted token. path: the nodes that are in the answer, `cycle.path`."""
     draft = cycle.draft
     if node in path:
         return "accepted"
     parent = draft.parents[node]
-    ended_at_parent = draft.depth(parent) == len(cycle.tokens)  # by a stop token, say
+    ended_at_parent = draft.depth(parent) == len(cycle.tokens)  # for example by a stop token
     if parent not in path or ended_at_parent:
         return "not reached"
     if parent == path[-1] and draft.tokens[node] == cycle.result.token:
-        return "left out"  # a server had no room for it (see `ExactVerifier`)
+        return "left out"  # a server had no room for the token (see `ExactVerifier`)
     accepted = set(path) & set(draft.children(parent))
     if draft.q and accepted and node > min(accepted):
         return "not tried"  # drawn siblings are tried in order, and one before it was accepted
@@ -960,13 +969,22 @@ def verdict(cycle: TimedCycle, path: list[int], node: int) -> str:
 
 # --- Command line ---
 
+# The sizes of trees, if the command line states none. They were tuned on 48 prompts of Spec-Bench,
+# at temperature 0, on an Intel Xeon. EAGLE-2's trees have about 60 tokens. TREE is small: on a CPU
+# every token beyond the first few makes the target's pass longer. REMOTE_TREE is larger, because
+# each of its cycles also costs a round trip over the network.
+TREE = DraftLimits(depth=6, top_k=3, total_tokens=8, min_confidence=0.15, min_probability=0.04)
+REMOTE_TREE = DraftLimits(
+    depth=16, top_k=3, total_tokens=31, min_confidence=0.1, min_probability=0.02
+)
+
 OWN_SERVER = ("", 0)  # --remote without an address
 
 EXAMPLES = """\
   python speculate.py --prompt "Explain why the sky is blue." --show
   python speculate.py                                        # a chat
   python speculate.py --remote --latency 21ms                # the target in a process of its own
-  python speculate.py --prompt "Why?" --trace                # every draft, and what is kept of it
+  python speculate.py --prompt "Why?" --trace                # every draft, and what is kept
   python speculate.py --prompt "Why?" --temperature 0.7      # sampled trees
   python speculate.py --serve 7000                           # then, from another terminal:
   python speculate.py --remote localhost:7000 --network 4g\
@@ -999,11 +1017,11 @@ def make_parser() -> flags.Parser:
     drafts.add_argument("--show", action="store_true",
                         help="color accepted tokens green, unverified ones yellow")
     drafts.add_argument("--trace", action="store_true",
-                        help="show every draft, and what is kept of it")
+                        help="show every draft, and what is kept")
     remote = parser.add_argument_group("the target on a server")
     remote.add_argument("--remote", nargs="?", const=OWN_SERVER, type=flags.address,
                         metavar="HOST:PORT", help="default: a second process on this machine")
-    add_link_arguments(remote)
+    netsim.add_link_arguments(remote)
     remote.add_argument("--timeout", type=flags.time_limit,
                         help="for a reply (default: ten times the slowest so far; for a prompt's, "
                         "a minute)")
@@ -1016,25 +1034,26 @@ def make_parser() -> flags.Parser:
 
 def add_draft_arguments(parser: flags.Parser) -> None:
     """Add the flags that `choose_limits` reads."""
-    size = flags.number(int, 1, MAX_DRAFT_TOKENS)
+    size = flags.number(int, 1, netsim.MAX_DRAFT_TOKENS)
     add = parser.add_argument
     add("--draft-depth", type=size, metavar="N",
         help=f"levels of a tree (default: {TREE.depth}, remote {REMOTE_TREE.depth})")
-    add("--draft-top-k", type=flags.number(int, 2, MAX_DRAFT_TOKENS), metavar="N",
+    add("--draft-top-k", type=flags.number(int, 2, netsim.MAX_DRAFT_TOKENS), metavar="N",
         help=f"nodes that a level expands (default: {TREE.top_k})")
     add("--draft-tokens", type=size, metavar="N",
         help=f"of a tree (default: {TREE.total_tokens}, remote {REMOTE_TREE.total_tokens})")
     add("--draft-length", type=size, metavar="K", help="draft chains of K tokens")
 
 
-# Groups of flags, which `check_arguments` refuses together.
+# Groups of flags that `check_arguments` refuses together. (A test compares them with the groups of
+# `make_parser`.)
 TREE_FLAGS = "draft_depth", "draft_top_k", "draft_tokens"
 DRAFT_FLAGS = "lookup", "draft_length", *TREE_FLAGS, "show", "trace"
 NETWORK_FLAGS = (
     "network", "latency", "jitter", "bandwidth", "loss", "timeout", "disconnect_after",
     "disconnect_for",
 )
-SERVER_FLAGS = {"serve", "model", "drafter", "device", "dtype"}  # all others are refused
+SERVER_FLAGS = {"serve", "model", "drafter", "device", "dtype"}  # a server refuses all others
 
 
 def check_arguments(parser: flags.Parser, args: Namespace) -> None:
@@ -1056,14 +1075,15 @@ def check_arguments(parser: flags.Parser, args: Namespace) -> None:
 
 
 def choose_limits(args: Namespace, tree: DraftLimits) -> DraftLimits:
-    """Return the limits of drafts: of a tree, unless chains are asked for."""
+    """Return the limits of chains with --draft-length, else those of trees. tree: the defaults."""
     if args.draft_length:
         return DraftLimits(args.draft_length)
     return tree_limits(args, tree)
 
 
 def tree_limits(args: Namespace, tree: DraftLimits) -> DraftLimits:
-    """Return the limits of trees. Whoever states a size gets it, however unsure the drafter is."""
+    """Return the limits of trees: `tree` with the sizes that the command line states. If it states
+    any, no draft ends early, however unsure the drafter is."""
     sizes = {
         "depth": args.draft_depth,
         "top_k": args.draft_top_k,
@@ -1075,7 +1095,7 @@ def tree_limits(args: Namespace, tree: DraftLimits) -> DraftLimits:
     return replace(tree, **stated, min_confidence=0.0, min_probability=0.0)
 
 
-def load(args: Namespace, dtype: torch.dtype) -> Models:
+def load_needed_models(args: Namespace, dtype: torch.dtype) -> Models:
     """Load the target, with a drafter if one is needed. A client's target has only the layers that
     its drafter reuses."""
     if not args.no_speculation:
@@ -1092,7 +1112,7 @@ def choose_method(
     """Return the way to answer prompts that the command line asks for."""
     limits = choose_limits(args, REMOTE_TREE if server else TREE)
     if server:
-        link = link_of(
+        link = netsim.link_of(
             args.network,
             latency=args.latency,
             jitter=args.jitter,
@@ -1100,9 +1120,9 @@ def choose_method(
             loss=args.loss,
         )
         new_channel = partial(
-            open_channel,
+            netsim.open_channel,
             server,
-            link or Link(),  # which simulates nothing
+            link or netsim.Link(),  # without flags, a link that simulates nothing
             args.seed,
             outage_after=args.disconnect_after,
             outage_for=args.disconnect_for,
@@ -1127,46 +1147,58 @@ class Terminal:
     answers: list[Generation] = field(default_factory=list)
 
     def respond(self, messages: list[dict]) -> Generation:
-        """Print the answer to a conversation, and what it cost. Raises KeyboardInterrupt if Ctrl-C
-        comes before its first token."""
+        """Print the answer to a conversation, and what it cost. Raise KeyboardInterrupt at the end
+        if Ctrl-C ended the answer."""
         args = self.args
         tokenizer = self.models.tokenizer
         prompt = tokenizer.chat(messages)
         context = self.models.target.config.max_position_embeddings
         count = answer_length(context, len(prompt), self.config.max_new_tokens)
         config = replace(self.config, max_new_tokens=count)
-        printer = Printer(TextStream(tokenizer), args.show)
-        emit = printer.emit
-        if args.trace:
-            emit = Trace(tokenizer, config.new_sampling("cpu"), args.json).emit
-        elif args.json:
-            emit = ignore
         if args.trace and args.json:
             print(json.dumps({"prompt": messages[-1]["content"], "tokens": prompt}))
-        on_piece = None
-        if args.remote:
-            progress = WaitingNote()
-        else:
-            progress = PromptBar(len(prompt))
-            on_piece = progress.update
+        printer = Printer(TextStream(tokenizer), args.show)
+        emit = self.choose_emit(printer)
+        generation = self.answer_with_progress(prompt, config, emit)
+        if not generation.tokens:  # Ctrl-C came before the first token
+            raise KeyboardInterrupt
+        text = tokenizer.decode(generation.tokens)
+        if not args.json:
+            print(f"\n{text}" if args.trace else printer.stream.pending_text(), flush=True)
+        self.answers.append(generation)
+        self.report(text, generation)
+        if generation.interrupted:
+            raise KeyboardInterrupt
+        return generation
+
+    def choose_emit(self, printer: Printer) -> Emit:
+        """Return the function that shows each cycle as it comes."""
+        args = self.args
+        if args.trace:
+            return Trace(self.models.tokenizer, self.config.new_sampling("cpu"), args.json).emit
+        return do_nothing if args.json else printer.emit
+
+    def answer_with_progress(
+        self, prompt: list[int], config: GenerationConfig, emit: Emit
+    ) -> Generation:
+        """Answer a prompt, and show progress until the first token has come."""
+        progress = terminal.WaitingNote() if self.args.remote else terminal.PromptBar(len(prompt))
 
         def close_and_emit(cycle: TimedCycle) -> None:
             progress.close()  # a token has come
             emit(cycle)
 
         with closing(progress):
-            generation = answer(self.method, prompt, config, close_and_emit, on_piece)
-        text = tokenizer.decode(generation.tokens)
-        if not generation.tokens:  # only Ctrl-C can do that
-            raise KeyboardInterrupt
-        if not args.json:
-            print(f"\n{text}" if args.trace else printer.stream.pending_text(), flush=True)
-        self.answers.append(generation)
-        stopped = why_stopped(generation.tokens, config.stop_ids, args.max_new_tokens)
+            return answer(self.method, prompt, config, close_and_emit, progress.update)
+
+    def report(self, text: str, generation: Generation) -> None:
+        """Print what an answer cost, and whether the network was down."""
+        args = self.args
+        stopped = terminal.why_stopped(generation.tokens, self.config.stop_ids, args.max_new_tokens)
         if generation.interrupted:
             stopped = "interrupted"
         statistics = {**generation.statistics(), "stopped": stopped, "seed": args.seed}
-        report(text, generation.tokens, statistics, args.json)
+        terminal.report(text, generation.tokens, statistics, args.json)
         if generation.outage:
             print(
                 f"the server was lost ({generation.outage}): {generation.unverified} of "
@@ -1175,14 +1207,13 @@ class Terminal:
             )
         elif generation.disconnected:
             print("the network was down for a while; all tokens are the target's", file=sys.stderr)
-        return generation
 
     def chat(self, greeting: str) -> None:
         """Answer one question after the other, with the conversation so far as context."""
         messages: list[dict] = []
         usage = "Ask something. Ctrl-C ends an answer; exit, quit or Ctrl-D ends the chat."
         print(f"{greeting}\n{usage}", file=sys.stderr)
-        for question in read_questions():
+        for question in terminal.read_questions():
             try:
                 messages = self.take_turn([*messages, {"role": "user", "content": question}])
             except KeyboardInterrupt:
@@ -1193,24 +1224,25 @@ class Terminal:
             tokens = sum(len(g.tokens) for g in self.answers)
             answers = "1 answer" if len(self.answers) == 1 else f"{len(self.answers)} answers"
             print(
-                f"{answers}, {tokens} tokens, {rate(self.answers):.3g} tokens "
+                f"{answers}, {tokens} tokens, {tokens_per_second(self.answers):.3g} tokens "
                 f"per second, acceptance length {acceptance_length(self.answers):.3g}",
                 file=sys.stderr,
             )
 
     def take_turn(self, messages: list[dict]) -> list[dict]:
-        """Answer the last of these messages. Returns them with the answer, but without turns that
-        the context has no room for. Raises KeyboardInterrupt if Ctrl-C cut the answer: what would
-        follow must not take it for a whole one."""
+        """Answer the last of these messages. Return the messages with the answer, but without turns
+        that the context has no room for.
+
+        Raise KeyboardInterrupt if Ctrl-C cut the answer short. The caller then leaves out the turn,
+        because later answers would take the cut answer for a complete one.
+        """
         tokenizer = self.models.tokenizer
         context = self.models.target.config.max_position_embeddings
-        room = min(self.config.max_new_tokens, context // 2)  # for an answer
-        messages = newest_exchanges(
+        room = min(self.config.max_new_tokens, context // 2)  # tokens left free for an answer
+        messages = drop_oldest_exchanges(
             messages, lambda kept: len(tokenizer.chat(kept)), context, room
         )
         generation = self.respond(messages)
-        if generation.interrupted:
-            raise KeyboardInterrupt
         return [*messages, {"role": "assistant", "content": tokenizer.decode(generation.tokens)}]
 
 
@@ -1219,26 +1251,24 @@ def run_terminal(args: Namespace, dtype: torch.dtype) -> None:
     chatting = args.prompt is None and sys.stdin is not None and sys.stdin.isatty()
     # Read before the models are loaded: if there is nothing to read, no time is lost.
     question = "" if chatting else read_prompt(args.prompt)
-    models = load(args, dtype)
+    models = load_needed_models(args, dtype)
     server = args.remote
     if server == OWN_SERVER:
-        server = start_server(args.model, args.drafter, args.device, dtype, ExactVerifier)
+        server = netsim.start_server(args.model, args.drafter, args.device, dtype, ExactVerifier)
     method = choose_method(args, models, server)
     stop_ids = frozenset(models.tokenizer.stop_ids)
     config = GenerationConfig(
         args.max_new_tokens, args.temperature, args.top_p, args.seed, stop_ids
     )
-    terminal = Terminal(args, models, method, config)
+    client = Terminal(args, models, method, config)
     if chatting:
         place = "on this machine"
         if server:
             host, port = server
             place = f"on the server at {host}:{port}"
-        terminal.chat(f"The target is {args.model}, {place}.")
+        client.chat(f"The target is {args.model}, {place}.")
         return
-    generation = terminal.respond([{"role": "user", "content": question}])
-    if generation.interrupted:
-        raise KeyboardInterrupt
+    client.respond([{"role": "user", "content": question}])
 
 
 def main() -> None:
@@ -1248,7 +1278,8 @@ def main() -> None:
     dtype = DTYPES[choose_dtype(args.device, args.dtype)]
     if args.serve:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        serve(args.serve, load(args, dtype), ExactVerifier, announce_on_terminal)
+        models = load_needed_models(args, dtype)
+        netsim.serve(args.serve, models, ExactVerifier, netsim.announce_on_terminal)
     else:
         run_terminal(args, dtype)
 

@@ -1,23 +1,23 @@
 """Training: a frozen target teaches its drafter (paper, section 3.4 and appendix).
 
 The target reads a conversation in one pass. The drafter learns to predict the target's final hidden
-states h, and its distributions p of each next token, from what it will have while drafting: the
-text, and the memory of verified tokens only. With its predictions h' and q, the loss of one
-position is
+states h, and its distributions p of each next token. The drafter is shown only what it can also see
+while drafting: the text, and the memory of verified tokens. With its predictions h' and q, the loss
+of one position is
 
     0.1 KL(p || q) + 1.0 SmoothL1(h, h')
 
-The file shows how one pass lets every position of an answer see exactly the memory that it would
-see while drafting (up to its *horizon*), then the losses, and one update. What follows is an
-ordinary training script.
+The file shows, in this order, how one pass lets every position of an answer see exactly the memory
+that this position would see while drafting (up to its *horizon*), the losses, and one update. The
+rest is an ordinary training script.
 
     python train.py --data ultrachat.jsonl             # the paper's settings, one epoch
     python train.py --out runs/drafter --resume        # go on after any interruption
-    torchrun --nproc-per-node 4 train.py --data FILE   # on four GPUs
+    torchrun --nproc-per-node 4 train.py --data FILE   # on four GPUs (untested)
 
 Shapes: B sequences, T tokens, L layers of the target, 2 Ekv numbers for a token's keys and values
-in a layer, E hidden size, V tokens (V' of them may be drafted), N reused layers, n trained
-positions. In code, h is `final` and h' is `predicted`.
+in a layer, E hidden size, V tokens in the vocabulary, V' tokens that may be drafted, N reused
+layers, n trained positions. In code, h is `final` and h' is `predicted`.
 """
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from tqdm import tqdm
 from llama import Llama, causal_mask, load_target
 from moa import Drafter, default_config, new_drafter, save_drafter
 from plumbing.conversations import (
-    NO_FILE,
     Conversations,
     Stream,
     TokenizedConversation,
+    check_files,
     frequent_tokens,
     hold_out,
 )
@@ -77,27 +77,24 @@ from plumbing.processes import (
 from plumbing.signals import StopSignals
 from plumbing.tokenizer import Tokenizer
 
-CLIP = 1.0  # the gradient's norm, at most
-LOGITS = 2**25  # how many logits exist at once: 128 MiB, and a few tensors as large made of them
-
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. Defaults are the paper's, as far as it or its code states them. What differs
-    from the authors' code is listed in experiments/README.md."""
+    """How to train. Defaults are the paper's, as far as the paper or its code states them. The
+    differences from the authors' code are listed in experiments/README.md."""
 
     updates: int | None = None  # None: one pass over the data
     batch_size: int = 32  # sequences in an update
-    micro_batch_size: int = 1  # sequences that are read at once: more cost memory and save time
-    seq_len: int = 2048  # tokens of a sequence, at most
-    run_length: tuple[int, int] = (5, 15)  # tokens of a run, see below
-    kl_weight: float = 0.1
-    feature_weight: float = 1.0  # of Smooth L1
+    micro_batch_size: int = 1  # sequences read at once: larger is faster, but takes more memory
+    seq_len: int = 2048  # longer sequences are cut to this many tokens
+    run_length: tuple[int, int] = (5, 15)  # the shortest and the longest run, see the next section
+    kl_weight: float = 0.1  # the weight of KL(p || q)
+    feature_weight: float = 1.0  # the weight of SmoothL1(h, h')
     lr: float = 3e-5  # the schedule "paper" peaks at 20 times this
     schedule: str = "paper"  # or "cosine"; see `learning_rate`
     warmup: int = 50  # updates
     optimizer: str = "adamw"  # or "muon"
-    dtype: str = "float32"  # of the target, and of the drafter's products; its weights are float32
+    dtype: str = "float32"  # or "bfloat16"; see `mixed_precision`
     seed: int = 0
     eval_every: int = 200  # updates
     save_every: int = 50  # updates
@@ -105,32 +102,35 @@ class TrainConfig:
 
 # --- Horizons: training as drafting ---
 #
-# A query is the drafter at one position: it reads the tokens up to there and drafts the next one.
-# When a cycle of drafting begins, the newest token has no memory yet, and the tokens drafted after
-# it never get one in this cycle. So all queries of a cycle see the same memory: that of the tokens
-# before the newest. Training imitates this without drafting anything. Each answer is cut into runs,
-# and a run stands for a cycle: its queries see memory up to the token before the run, and no
-# further. This limit is a query's horizon. With runs of four tokens after a prompt of four:
+# A query is the drafter at one position: it reads the tokens up to this position and drafts the
+# next token. When a drafting cycle begins, the newest token has no memory yet, and the tokens
+# drafted after it get none during the cycle. All queries of a cycle therefore see the same memory:
+# that of the tokens before the newest one.
+#
+# Training imitates this without drafting anything. Each answer is cut into runs, and a run stands
+# for a cycle: its queries see memory up to the token before the run, and no further. The last token
+# whose memory a query may see is the query's horizon. With runs of four after a prompt of four:
 #
 #     query at   reads tokens   and the memory of   drafts token   at depth
-#        4         0 .. 4           0 .. 3               5            1     4 plays the newest token
-#        5         0 .. 5           0 .. 3               6            2     5 plays a drafted one
+#        4         0 .. 4           0 .. 3               5            1     the first run begins
+#        5         0 .. 5           0 .. 3               6            2
 #        6         0 .. 6           0 .. 3               7            3
 #        7         0 .. 7           0 .. 3               8            4     the run's last query
-#        8         0 .. 8           0 .. 7               9            1     the next run
+#        8         0 .. 8           0 .. 7               9            1     the next run begins
 #
-# The horizon is the end of the memory column: 3 in the first run, 7 in the second. The depth is
-# the place of the drafted token in the draft of its run.
+# In the first run, token 4 stands in for the newest token, and tokens 5 to 7 stand in for drafted
+# ones. The horizon is where the memory column ends: at 3 in the first run, at 7 in the second. The
+# depth is the place of a drafted token in its draft, counted from 1.
 #
-# While drafting, tokens 5 to 7 would be the drafter's own. If the text was written by the target,
-# greedily, that hardly matters: as long as drafts are right they are the tokens of the text, and
-# what follows a wrong one is thrown away. Text by others, like UltraChat's, continues in ways the
-# target never would, so the drafter is also trained after tokens that it will never meet.
+# While drafting, tokens 5 to 7 would be the drafter's own. If the target wrote the text, greedily,
+# this difference hardly matters: right drafts are the tokens of the text, and what follows a wrong
+# draft is discarded. Text by others, like UltraChat's, continues in ways the target never would.
+# There, the drafter is also trained after tokens that it will never meet.
 #
 # The length of the runs is drawn for each pass over a conversation, from 5 to 15. If the first run
-# of an answer always had its full length, its second query would always be at depth 2, its third at
-# depth 3, and so on. So the first run is made shorter by a number of tokens, the phase, which is
-# drawn as well, from 0 to length - 1 (an addition of ours):
+# of an answer always had its full length, the answer's second query would always be at depth 2, its
+# third at depth 3, and so on. The first run is therefore shortened by a number of tokens, the
+# phase, which is also drawn, from 0 to length - 1 (an addition of ours):
 #
 #     phase 0     4 5 6 7 | 8 9 10 11 | ..
 #     phase 1     4 5 6 | 7 8 9 10 | ..
@@ -143,9 +143,9 @@ class TrainConfig:
 def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     """Return the horizon of each query, (T). answer (T) is True at what the assistant wrote.
 
-    Runs have `length` tokens. But the first one of an answer has `phase` fewer, and the last one
-    ends with the answer. An answer that begins at position 4, with length 4 and phase 1, has the
-    runs 4 5 6 | 7 8 9 10 | 11 .. and the horizons 3, 6 and 10.
+    Runs have `length` tokens, except that the first run of an answer has `phase` fewer, and the
+    last run ends with the answer. An answer that begins at position 4, with length 4 and phase 1,
+    has the runs 4 5 6 | 7 8 9 10 | 11 .. and the horizons 3, 6 and 10.
     """
     horizons = []
     begin = None  # where the answer begins; None outside answers
@@ -156,25 +156,19 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
             continue
         if begin is None:
             begin = position
-        place = (position - begin + phase) % length  # in its run, as if the first one were whole
+        # The position's place in its run, from 0. A shortened first run begins at place `phase`.
+        place = (position - begin + phase) % length
         horizons.append(max(begin, position - place) - 1)  # the token before the run
     return torch.tensor(horizons)
 
 
 class Example(NamedTuple):
-    """A conversation with the horizons that it has in one update."""
+    """A conversation with the horizons that it has in one update: tensors of shape (T). A
+    micro-batch, which `collate` makes of several examples, has the same fields, of shape (B, T)."""
 
-    tokens: Tensor  # (T)
-    answer: Tensor  # (T), True at what the assistant wrote, its stop tokens included
-    horizon: Tensor  # (T)
-
-
-class MicroBatch(NamedTuple):
-    """Examples that are read at once, padded to one length."""
-
-    tokens: Tensor  # (B, T)
-    answer: Tensor  # (B, T)
-    horizon: Tensor  # (B, T)
+    tokens: Tensor
+    answer: Tensor  # True at what the assistant wrote, its stop tokens included
+    horizon: Tensor
 
 
 def draw_examples(
@@ -198,9 +192,10 @@ def draw_examples(
 
 
 def loss_mask(answer: Tensor) -> Tensor:
-    """Return which positions are trained, (..., T): i predicts i + 1, and both are in an answer.
+    """Return which positions are trained, (..., T): position i predicts token i + 1, and is trained
+    if both are in an answer.
 
-    (So the first token of an answer is not predicted: the target chooses it when it reads the
+    (The first token of an answer is not predicted, because the target chooses it when it reads the
     prompt.)
     """
     followed = F.pad(answer[..., 1:], (0, 1))  # False at the end
@@ -208,19 +203,19 @@ def loss_mask(answer: Tensor) -> Tensor:
 
 
 class TargetStates(NamedTuple):
-    """What the target makes of a text."""
+    """What the target computes from a text."""
 
-    kv: Tensor  # its KV cache, (B, T, L, 2 Ekv)
-    entering: Tensor | None  # the hidden states that enter its last N layers, (B, T, E), if N > 0
-    final: Tensor  # h: those after its final norm, (B, T, E)
+    kv: Tensor  # the KV cache, (B, T, L, 2 Ekv)
+    entering: Tensor | None  # the hidden states that enter the last N layers, (B, T, E), if N > 0
+    final: Tensor  # h: the hidden states after the final norm, (B, T, E)
 
 
 @torch.no_grad()
 def target_pass(target: Llama, tokens: Tensor, N: int) -> TargetStates:
-    """Run the target over tokens (B, T), and keep what enters its last N layers.
+    """Run the target over tokens (B, T), and keep the hidden states that enter its last N layers.
 
-    `Llama.hidden` has the same loop, but returns only its end. Here the cache is read once and
-    never continued, so its length stays 0.
+    `Llama.hidden` has the same loop, but returns none of these states. The cache's length stays 0,
+    because no later pass continues the cache.
     """
     batch, count = tokens.shape
     first_reused = len(target.layers) - N
@@ -241,128 +236,145 @@ def kl_divergence(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
 
     p follows from the target's final hidden states (n, E), and q from those that the drafter
     predicts (n, E), through the weight of the LM head (V', E). If the drafter may draft only some
-    of the V tokens, then V' < V, and p as well is scaled to sum to 1 over those.
+    of the V tokens, then V' < V, and p is also scaled to sum to 1 over these V' tokens.
 
-    KL bounds how often a drafted token is rejected. That happens with probability
-    sum max(p - q, 0), which is at most sqrt(KL / 2) by Pinsker's inequality. If V' < V, the
-    target's probability of all tokens that may not be drafted adds to this bound.
+    When tokens are sampled at temperature 1 without top-p, KL bounds how often a drafted token is
+    rejected. A rejection has probability sum max(p - q, 0), which is at most sqrt(KL / 2) by
+    Pinsker's inequality. If V' < V, the target's probability of all tokens that may not be drafted
+    adds to this bound.
     """
-    # The softmax is in float32: in bfloat16, a sum over V tokens would be mostly rounding.
+    # The softmax is in float32: in bfloat16, rounding errors would swamp a sum over V tokens.
     log_p = F.linear(final, head).log_softmax(-1, dtype=torch.float32)  # (n, V')
     log_q = F.linear(predicted, head).log_softmax(-1, dtype=torch.float32)  # (n, V')
     return (log_p.exp() * (log_p - log_q)).sum()
 
 
+MAX_LOGITS_AT_ONCE = 2**25  # 128 MiB, plus a few temporaries of that size
+
+
 def kl_in_pieces(predicted: Tensor, final: Tensor, head: Tensor) -> Tensor:
     """Return `kl_divergence`, computed for a few positions at a time to save memory.
 
-    A distribution has V numbers (128,256 for Llama-3), and autograd would keep several of them per
-    position for the backward pass. `checkpoint` keeps none, and computes each piece again there.
+    A distribution has V numbers (128,256 for Llama-3), and autograd would keep several
+    distributions per position for the backward pass. `checkpoint` keeps no distribution: the
+    backward pass computes each piece again.
     """
-    rows = max(1, LOGITS // len(head))
+    rows = max(1, MAX_LOGITS_AT_ONCE // len(head))
     total = predicted.new_zeros(())
-    for piece, wanted in zip(predicted.split(rows), final.split(rows)):
+    for piece in zip(predicted.split(rows), final.split(rows)):
         kl = checkpoint(
-            kl_divergence, piece, wanted, head, use_reentrant=False, preserve_rng_state=False
+            kl_divergence, *piece, head, use_reentrant=False, preserve_rng_state=False
         )
         total = total + kl
     return total
 
 
-def smooth_l1_loss(predicted: Tensor, wanted: Tensor) -> Tensor:
-    """Return Smooth L1, mean over E, summed over n positions. Both are (n, E)."""
-    loss = F.smooth_l1_loss(predicted.float(), wanted.float(), reduction="none")  # (n, E)
+def smooth_l1_loss(predicted: Tensor, actual: Tensor) -> Tensor:
+    """Return Smooth L1 between hidden states (n, E), mean over E, summed over n positions."""
+    loss = F.smooth_l1_loss(predicted.float(), actual.float(), reduction="none")  # (n, E)
     return loss.mean(-1).sum()
 
 
-class Distillation(NamedTuple):
-    """The losses of some examples, summed over trained positions, and what they compare."""
+class Losses(NamedTuple):
+    """The losses of trained positions: summed in `distill`, as scalar tensors that have gradients,
+    and averaged in `compute_gradients`, as numbers."""
 
-    loss: Tensor
-    parts: Tensor  # (3), without gradients: the loss, its KL, its Smooth L1
+    loss: Tensor | float  # the weighted sum of the other two
+    kl: Tensor | float
+    smooth_l1: Tensor | float
+
+
+class Distillation(NamedTuple):
+    """The losses of a micro-batch, and the hidden states at its n trained positions."""
+
+    losses: Losses
     predicted: Tensor  # h', (n, E)
     final: Tensor  # h, (n, E)
 
 
-def distill(drafter: Drafter, micro_batch: MicroBatch, config: TrainConfig) -> Distillation:
+def distill(drafter: Drafter, micro_batch: Example, config: TrainConfig) -> Distillation:
     """Run the target and the drafter once over a micro-batch, and compare them."""
     tokens, answer, horizon = micro_batch
     trained = loss_mask(answer)  # True at n positions
     states = target_pass(drafter.target, tokens, drafter.N)
-    ca_output = drafter.mix_attentions(tokens, states.kv, horizon)  # LSA, SA, CA: (B, T, E)
-    output = drafter.infer_target_layers(ca_output, states.kv, horizon)  # TLI: the same if N = 0
-    predicted = output[trained].float()  # (n, E)
+    ca_output, predicted = drafter(tokens, states.kv, horizon)  # (B, T, E) each; equal if N = 0
+    predicted = predicted[trained].float()  # (n, E)
     final = states.final[trained].float()  # (n, E)
     kl = kl_in_pieces(predicted, final, drafter.head.linear.weight)
     smooth_l1 = smooth_l1_loss(predicted, final)
     if drafter.N > 0:
-        # CA's output is then a prediction as well, of the states that enter the reused layers. As
-        # in the authors' code, each of the two counts half.
-        entering = smooth_l1_loss(ca_output[trained], states.entering[trained])
-        smooth_l1 = (smooth_l1 + entering) / 2
+        # CA's output then predicts the states that enter the reused layers. As in the authors'
+        # code, its Smooth L1 loss and that of the final states count half each.
+        ca_smooth_l1 = smooth_l1_loss(ca_output[trained], states.entering[trained])
+        smooth_l1 = (smooth_l1 + ca_smooth_l1) / 2
     loss = config.kl_weight * kl + config.feature_weight * smooth_l1
-    parts = torch.stack([loss, kl, smooth_l1]).detach()
-    return Distillation(loss, parts, predicted, final)
+    return Distillation(Losses(loss, kl, smooth_l1), predicted, final)
 
 
 # --- One update ---
 
+LENGTH_STEP = 64  # on a GPU, sequences are padded to a multiple of this
 
-def collate(examples: list[Example], device: torch.device) -> MicroBatch:
-    """Pad examples to one length, and stack them. The padding is on the right, where no causal
-    query looks, and not in an answer, so it is not trained."""
+
+def collate(examples: list[Example], device: torch.device) -> Example:
+    """Pad examples to one length, and stack them into a micro-batch. The padding is on the right,
+    where no causal query looks. It is in no answer, so it is not trained."""
     longest = max(len(example.tokens) for example in examples)
     if device.type != "cpu":
         # On a GPU PyTorch plans its attention for each new shape, which takes tens of milliseconds.
-        # So let there be few. (Without this, an H100 trained at less than half of its speed.)
-        longest = math.ceil(longest / 64) * 64
+        # There should therefore be few shapes. (Without this padding, an H100 trained at less than
+        # half of its speed.)
+        longest = math.ceil(longest / LENGTH_STEP) * LENGTH_STEP
 
     def stack(tensors: list[Tensor]) -> Tensor:
         padded = [F.pad(tensor, (0, longest - len(tensor))) for tensor in tensors]  # zeros or False
         return torch.stack(padded).to(device)  # (B, T)
 
-    return MicroBatch(
+    return Example(
         tokens=stack([example.tokens for example in examples]),
         answer=stack([example.answer for example in examples]),
         horizon=stack([example.horizon for example in examples]),
     )
 
 
-class Losses(NamedTuple):
-    """The losses of one update: means over trained positions."""
+def mixed_precision(device: torch.device, dtype: str) -> torch.autocast:
+    """Return a context in which matrix products are computed in `dtype`. With --dtype bfloat16, the
+    frozen target was loaded in bfloat16, but the drafter's weights stay in float32: an update is
+    much smaller than a weight, and would usually be rounded away."""
+    product_type = DTYPES[dtype]
+    return torch.autocast(device.type, product_type, enabled=product_type != torch.float32)
 
-    loss: float
-    kl: float
-    smooth_l1: float
+
+def accumulate_gradients(
+    drafter: Drafter, examples: list[Example], total: int, config: TrainConfig
+) -> Tensor:
+    """Compute the gradients of the examples' losses. Returns the sums of these `Losses`, (3).
+
+    Micro-batches are read one after the other. The loss of each is divided by `total`, the number
+    of trained positions in the whole batch, so that all gradients add up to that of the mean.
+    """
+    sums = torch.zeros(3, device=drafter.device)
+    for parameter in drafter.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # not None, even if there are no examples
+    examples = sorted(examples, key=lambda example: len(example.tokens))  # to need little padding
+    for first in range(0, len(examples), config.micro_batch_size):
+        micro_batch = collate(examples[first:first + config.micro_batch_size], drafter.device)
+        with mixed_precision(drafter.device, config.dtype):
+            losses = distill(drafter, micro_batch, config).losses
+        (losses.loss / total).backward()
+        sums += torch.stack(losses).detach()
+    return sums
 
 
 def compute_gradients(
     drafter: Drafter, batch: list[TokenizedConversation], update: int, config: TrainConfig
 ) -> Losses:
-    """Compute the gradients of one update. Its loss is one mean, over all trained positions of the
-    batch.
-
-    A few sequences are read at a time. Each piece of the loss is divided by the same total, so that
-    the gradients of all pieces add up to the gradient of that mean.
-    """
-    device = drafter.target.device
-    dtype = DTYPES[config.dtype]
+    """Compute the gradients of one update, whose loss is the mean over all trained positions of the
+    batch. Several processes each take a share of the batch (see plumbing/processes.py)."""
     total = sum(int(loss_mask(sequence.answer).sum()) for sequence in batch)
     examples = draw_examples(batch, update, config)
-    examples = examples[rank()::world_size()]  # all of them, unless there are several processes
-    examples.sort(key=lambda example: len(example.tokens))  # so that there is little padding
-    for parameter in drafter.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # not None, for a process without examples
-    sums = torch.zeros(3, device=device)  # of the loss, its KL, its Smooth L1
-    for first in range(0, len(examples), config.micro_batch_size):
-        micro_batch = collate(examples[first:first + config.micro_batch_size], device)
-        # With --dtype bfloat16 the frozen target was loaded in bfloat16. The drafter's weights stay
-        # in float32, because an update is much smaller than a weight, and would mostly be rounded
-        # away. Only the products are computed in bfloat16.
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            result = distill(drafter, micro_batch, config)
-        (result.loss / total).backward()
-        sums += result.parts
+    share = examples[rank()::world_size()]  # perhaps none; a single process takes all examples
+    sums = accumulate_gradients(drafter, share, total, config)  # (3)
     for parameter in drafter.parameters():
         all_reduce(parameter.grad)  # sums up over the processes
     all_reduce(sums)
@@ -375,8 +387,8 @@ def compute_gradients(
 def learning_rate(update: int, config: TrainConfig, epoch_updates: int) -> float:
     """Return the learning rate of an update, counted from 0. An epoch has `epoch_updates`.
 
-    "paper", as in the authors' code. In an epoch shorter than two warm-ups, the rise takes half of
-    it.
+    "paper", as in the authors' code. If an epoch is shorter than two warm-ups, the rise takes the
+    first half of the epoch instead.
 
         the first `warmup` updates     rises on a straight line to 20 lr
         up to the end of the epoch     falls on a straight line to lr
@@ -398,12 +410,12 @@ def learning_rate(update: int, config: TrainConfig, epoch_updates: int) -> float
     return config.lr
 
 
-def make_optimizers(model: nn.Module, kind: str) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, name: str) -> list[torch.optim.Optimizer]:
     """Return AdamW, as in the paper, or Muon (Jordan et al. 2024) for matrices and AdamW for the
     rest. Muon steps along the orthogonal matrix that is nearest to a matrix's momentum, so that it
-    learns in all directions at the same rate. `apply_gradients` sets their learning rates."""
+    learns in all directions at the same rate. `apply_gradients` sets the learning rates."""
     adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.0)
-    if kind == "adamw":
+    if name == "adamw":
         return [adamw(model.parameters())]
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim == 1]
@@ -420,33 +432,36 @@ def apply_gradients(optimizers: list[torch.optim.Optimizer], lr: float) -> None:
         optimizer.step()
 
 
+MAX_GRADIENT_NORM = 1.0  # longer gradients are scaled down to this norm
+
+
 def train_step(
     drafter: Drafter,
     optimizers: list[torch.optim.Optimizer],
     batch: list[TokenizedConversation],
     update: int,
+    lr: float,
     config: TrainConfig,
-    epoch_updates: int,
 ) -> dict[str, float]:
-    """Make one update. Returns its losses, learning rate and gradient norm, for the log.
+    """Make one update, at a learning rate. Returns its losses, learning rate and gradient norm, for
+    the log.
 
     Raises InputError if a gradient is not finite.
     """
     losses = compute_gradients(drafter, batch, update, config)
-    norm = nn.utils.clip_grad_norm_(drafter.parameters(), CLIP).item()
+    norm = nn.utils.clip_grad_norm_(drafter.parameters(), MAX_GRADIENT_NORM).item()
     if not math.isfinite(norm):
         raise InputError(
-            f"update {update + 1}: the gradient is not finite; begin again with a lower --lr, in "
-            "another --out"
+            f"update {update + 1}: the gradient is not finite; begin again with a lower --lr and a "
+            "different --out"
         )
-    lr = learning_rate(update, config, epoch_updates)
     apply_gradients(optimizers, lr)
     return losses._asdict() | {"lr": lr, "grad_norm": norm}
 
 
 # --- The method ends here: what follows makes it a program ---
 #
-# The loop, which logs, evaluates and saves; evaluation; a whole run; the command line.
+# In order: the loop, which logs, evaluates and saves; evaluation; a whole run; the command line.
 
 
 # --- The loop ---
@@ -459,15 +474,15 @@ def train(
     held_out: list[TokenizedConversation],
     journal: Journal,
     config: TrainConfig,
-    epoch_updates: int,
     max_depth: int,
 ) -> None:
-    """Train up to config.updates. An earlier run may have done journal.done of them.
+    """Train up to config.updates. An interrupted run has done the first journal.done updates.
 
-    stream: shuffled conversations without end. held_out, max_depth: for `evaluate`. Raises
-    InputError if a gradient is not finite, and SystemExit after Ctrl-C or SIGTERM.
+    held_out, max_depth: for `evaluate`. Raises InputError if a gradient is not finite, and
+    SystemExit after Ctrl-C or SIGTERM.
     """
     conversations = iter(stream)
+    epoch_updates = stream.batches_per_epoch(config.batch_size)
     with (
         StopSignals("stopping after this update, or evaluation") as signals,
         progress_bar(journal.done, config.updates) as progress,
@@ -475,7 +490,8 @@ def train(
         for update in range(journal.done, config.updates):
             began = perf_counter()
             batch = list(itertools.islice(conversations, config.batch_size))
-            measured = train_step(drafter, optimizers, batch, update, config, epoch_updates)
+            lr = learning_rate(update, config, epoch_updates)
+            measured = train_step(drafter, optimizers, batch, update, lr, config)
             tokens = sum(len(conversation.tokens) for conversation in batch)
             speed = tokens / (perf_counter() - began)
 
@@ -488,7 +504,7 @@ def train(
                 scores = evaluate(drafter, held_out, config, max_depth)
                 journal.log(done, scores)
                 say(draw_scores(scores, done))
-            # All processes have to stop at the same update, whichever of them got the signal.
+            # All processes have to stop at the same update, whichever received the signal.
             stops = true_in_any(bool(signals.received))
             if stops or is_last or done % config.save_every == 0:
                 journal.save(done, stream.position)
@@ -500,7 +516,7 @@ def train(
 
 # --- Evaluation ---
 
-EVALUATION_RUN = 8  # tokens of a run in evaluations, which therefore score no greater depths
+EVALUATION_RUN = 8  # the length of runs in evaluations, and so the greatest depth that is scored
 
 
 @torch.no_grad()
@@ -513,21 +529,19 @@ def evaluate(
     """Return the held-out losses, and `depth_scores` up to max_depth.
 
     As in training, each answer is cut into runs, and one pass over a conversation scores all of its
-    positions. Here runs have EVALUATION_RUN tokens, but for the first and the last of an answer.
-    Each position is scored at one depth, its own in its run.
+    positions. Runs have EVALUATION_RUN tokens here, except for the first and the last of an answer.
+    Each position is scored at one depth only, its depth in its run.
     """
-    device = drafter.target.device
-    dtype = DTYPES[config.dtype]
-    sums = torch.zeros(3, device=device)
+    sums = torch.zeros(3, device=drafter.device)
     runs = []
     for i, (tokens, answer) in enumerate(tqdm(sequences, desc="evaluation", leave=False)):
-        phase = i % EVALUATION_RUN  # in turn, so that runs begin anywhere in an answer
+        phase = i % EVALUATION_RUN  # each phase in turn, so that runs begin anywhere in an answer
         horizon = run_horizon(answer, EVALUATION_RUN, phase)  # (T)
-        micro_batch = collate([Example(tokens, answer, horizon)], device)
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        micro_batch = collate([Example(tokens, answer, horizon)], drafter.device)
+        with mixed_precision(drafter.device, config.dtype):
             result = distill(drafter, micro_batch, config)
             right = first_choices_match(drafter, result)  # (n)
-        sums += result.parts
+        sums += torch.stack(result.losses)
         depth = (torch.arange(len(tokens)) - horizon)[loss_mask(answer)]  # (n)
         begins = depth == 1  # at the first position of a run, and at no other
         for is_first, is_right in zip(begins.tolist(), right):
@@ -543,7 +557,7 @@ def evaluate(
 def first_choices_match(drafter: Drafter, result: Distillation) -> list[bool]:
     """Return for each trained position whether drafter and target choose the same token."""
     matches = []
-    rows = max(1, LOGITS // drafter.target.config.vocab_size)
+    rows = max(1, MAX_LOGITS_AT_ONCE // drafter.target.config.vocab_size)
     for predicted, final in zip(result.predicted.split(rows), result.final.split(rows)):
         drafts = drafter.head.logits(predicted).argmax(-1).tolist()
         choices = drafter.target.lm_head(final).argmax(-1).tolist()
@@ -556,18 +570,19 @@ def depth_scores(runs: list[list[bool]], max_depth: int) -> dict:
     """Return the "depth_accuracy" of some runs, and the "implied_acceptance_length".
 
     run[d - 1] says whether the drafted token at depth d is the target's first choice. The accuracy
-    at depth d is the share of right tokens at this depth, among the runs whose first d - 1 are
-    right. The list ends before the first depth that no such run has. With these two runs
+    at depth d is the share of right tokens at this depth, among the runs that reach this depth and
+    whose first d - 1 tokens are right. The list ends where no such run is left. With these two runs
 
         True True False
         True False
 
     the accuracies are 2/2, 1/2 and 0/1.
 
-    If they are a_1, a_2, ..., a cycle brings 1 + a_1 + a_1 a_2 + ... tokens: the implied acceptance
-    length. It is optimistic. These runs begin anywhere, but a cycle mostly begins after a token
-    that the drafter got wrong. And where the text is not what the target would choose, a draft
-    counts as right if it is the target's choice, but the run goes on with the text's token.
+    If the accuracies are a_1, a_2, ..., a cycle yields 1 + a_1 + a_1 a_2 + ... tokens: the implied
+    acceptance length. This length is optimistic: runs begin anywhere, but a cycle usually begins
+    after a token that the drafter got wrong. The length is also inexact where the text is not what
+    the target would choose: a draft counts as right if it is the target's choice, but the run goes
+    on with the text's token.
     """
     accuracies = []
     for depth in range(max_depth):
@@ -581,21 +596,21 @@ def depth_scores(runs: list[list[bool]], max_depth: int) -> dict:
 
 # --- A whole run ---
 
-# A resumed run may have other values of these: they change where files lie, what is written when,
-# and how sums are rounded.
+# What a resumed run may change: these settings say where files lie, when something is written, and
+# how many sequences are read at once, which affects only the rounding of sums.
 MAY_DIFFER = {"model", "data", "eval_every", "save_every", "micro_batch_size"}
 
 
 @dataclass(frozen=True)
 class DrafterSizes:
-    """What may be chosen about a drafter. None: as `moa.default_config` has it."""
+    """The sizes of a drafter that can be chosen. None: the size that `moa.default_config` gives."""
 
-    tli: int = 0  # N, the number of target layers that it reuses
+    tli: int = 0  # N, the number of target layers that the drafter reuses
     lsa_heads: int | None = None
     lsa_mlp: int | None = None
-    mlp: int | None = None  # of SA and CA
-    kv_heads: int | None = None  # of SA and CA
-    draft_vocabulary: int | None = None  # how many tokens it may draft
+    mlp: int | None = None  # the width of the MLPs of SA and CA
+    kv_heads: int | None = None  # the kv heads of SA and CA
+    draft_vocabulary: int | None = None  # how many tokens the drafter may draft
 
 
 def train_drafter(
@@ -612,23 +627,23 @@ def train_drafter(
 ) -> None:
     """Train a drafter for a model on files of conversations, into the folder `out`.
 
-    kind: Drafter, or a variant of it. max_depth: evaluations score drafts up to this depth. For
-    variants that read their own predictions while drafting, one pass over a text scores depth 1
-    only. Raises InputError, and SystemExit after Ctrl-C or SIGTERM.
+    kind: Drafter, or a variant. max_depth: evaluations score drafts up to this depth. (Both are for
+    experiments/ablations.py. A variant that reads its own predictions while drafting can be scored
+    at depth 1 only, in one pass over a text.) Raises InputError, and SystemExit after Ctrl-C or
+    SIGTERM.
     """
+    data = [Path(file) for file in data]
     out = Path(out)
     resumes = find_run(out, resume)
-    for file in data:  # before the model is loaded, which takes longer
-        if not Path(file).exists():
-            raise InputError(f"{file}: {NO_FILE}")
+    check_files(data)  # before the model is loaded, which takes longer
     target, tokenizer = load_target(model, device, DTYPES[config.dtype])
-    context = target.config.max_position_embeddings // 64 * 64  # `collate` rounds lengths up
+    context = target.config.max_position_embeddings // LENGTH_STEP * LENGTH_STEP  # for `collate`
     if config.seq_len > context:
         raise InputError(f"--seq-len {config.seq_len}: the target's context is {context}")
     conversations = read_conversations(data, tokenizer, config.seq_len)
     training, held_out = hold_out(conversations, config.seed)
-    epoch_updates = math.ceil(len(training) / config.batch_size)
-    config = replace(config, updates=config.updates or epoch_updates)
+    stream = Stream(conversations, training, config.seed)
+    config = replace(config, updates=config.updates or stream.batches_per_epoch(config.batch_size))
     drafter = make_drafter(target, conversations, training, sizes, config.seed, kind)
     optimizers = make_optimizers(drafter, config.optimizer)
     journal = Journal(
@@ -639,20 +654,20 @@ def train_drafter(
         settings=describe_run(model, data, config, sizes, kind),
     )
     if resumes:
-        # A run with the paper's schedule, which does not depend on updates, can be made longer.
+        # The paper's schedule does not depend on `updates`, so a run with it can be made longer.
         longer = {"updates"} if config.schedule == "paper" else set()
         journal.resume(config.updates, MAY_DIFFER | longer)
+        stream.position = journal.position
     else:
         journal.begin()
-    stream = Stream(conversations, training, config.seed, journal.position)
-    train(drafter, optimizers, stream, held_out, journal, config, epoch_updates, max_depth)
+    train(drafter, optimizers, stream, held_out, journal, config, max_depth)
     say(f"the drafter is in {out}: python speculate.py --model {model} --drafter {out}")
 
 
 def describe_run(
-    model: str, data: list[str], config: TrainConfig, sizes: DrafterSizes, kind: type[Drafter]
+    model: str, data: list[Path], config: TrainConfig, sizes: DrafterSizes, kind: type[Drafter]
 ) -> dict:
-    """Return what makes a run this one, in plain values: --resume compares it."""
+    """Return all settings of a run, as plain values. --resume compares them with those saved."""
     return asdict(config) | asdict(sizes) | {
         "kind": kind.__name__,
         "model": str(model),
@@ -662,7 +677,9 @@ def describe_run(
     }
 
 
-def read_conversations(paths: list[str], tokenizer: Tokenizer, seq_len: int) -> Conversations:
+def read_conversations(
+    paths: list[str | Path], tokenizer: Tokenizer, seq_len: int
+) -> Conversations:
     """Return the conversations in files that can be trained on. Raises InputError."""
     return Conversations(paths, tokenizer, seq_len, lambda answer: bool(loss_mask(answer).any()))
 
@@ -675,7 +692,7 @@ def make_drafter(
     seed: int,
     kind: type[Drafter],
 ) -> Drafter:
-    """Make a drafter of random weights, in the sizes asked for. Raises InputError."""
+    """Make a drafter with random weights, in the sizes that were chosen. Raises InputError."""
     choices = {
         "target_layer_inference": sizes.tli,
         "layer_self_attention_num_attention_heads": sizes.lsa_heads,
@@ -707,9 +724,9 @@ EXAMPLES = """\
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Return the command line. With --resume, a flag that is not given is as it was saved."""
+    """Return the command line. With --resume, a flag that is not given has its saved value."""
     parser = Parser(
-        description="Distil a target into a Mixture-of-Attentions drafter.", examples=EXAMPLES
+        description="Distill a target into a Mixture-of-Attentions drafter.", examples=EXAMPLES
     )
     add = parser.add_argument
     add("--data", nargs="+", metavar="FILE", type=path,
@@ -717,7 +734,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--out", default="runs/drafter", type=path,
         help="the drafter's folder (default: %(default)s)")
     add("--resume", action="store_true",
-        help="go on with the run in --out; flags not given are as they were")
+        help="go on with the run in --out; flags not given keep their values")
     add("--json", action="store_true", help="end with the log's last record on stdout")
     add_model_arguments(parser)
     add_drafter_arguments(parser)
@@ -752,14 +769,14 @@ def add_training_arguments(parser: Parser) -> None:
     factor("--lr", default=TrainConfig.lr,
            help="--schedule paper peaks at 20 times this (default: %(default)s)")
     add("--schedule", choices=("paper", "cosine"), default=TrainConfig.schedule,
-        help="of the learning rate; paper: that of its authors' code (default: %(default)s)")
+        help="the learning rate's; paper: as in its authors' code (default: %(default)s)")
     count("--warmup", default=TrainConfig.warmup, help="updates (default: %(default)s)")
     add("--optimizer", choices=("adamw", "muon"), default=TrainConfig.optimizer,
         help="muon: for matrices, with adamw for the rest (default: %(default)s)")
     factor("--kl-weight", default=TrainConfig.kl_weight,
-           help="of KL(p || q) (default: %(default)s)")
+           help="the weight of KL(p || q) (default: %(default)s)")
     factor("--feature-weight", default=TrainConfig.feature_weight,
-           help="of Smooth L1 on hidden states (default: %(default)s)")
+           help="the weight of Smooth L1 on hidden states (default: %(default)s)")
     count("--run-length", nargs=2, metavar=("LOW", "HIGH"), default=TrainConfig.run_length,
           help="tokens of a run (default: 5 15)")
     count("--eval-every", default=TrainConfig.eval_every, help="updates (default: %(default)s)")
@@ -778,9 +795,9 @@ def add_drafter_arguments(parser: Parser) -> None:
     count("--draft-vocabulary", metavar="COUNT", help="draft only the most frequent tokens")
 
 
-def from_arguments(kind: type, args: argparse.Namespace):
-    """Return a dataclass of this kind. Each of its fields is the argument of the same name."""
-    return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
+def fields_from(args: argparse.Namespace, settings: type[TrainConfig | DrafterSizes]) -> dict:
+    """Return the arguments that have the names of a dataclass's fields, by name."""
+    return {field.name: getattr(args, field.name) for field in fields(settings)}
 
 
 def main() -> None:
@@ -788,8 +805,8 @@ def main() -> None:
     args.run_length = tuple(args.run_length)  # argparse makes a list
     device = join_processes(args.device)
     args.dtype = choose_training_dtype(device, args.dtype)
-    config = from_arguments(TrainConfig, args)
-    sizes = from_arguments(DrafterSizes, args)
+    config = TrainConfig(**fields_from(args, TrainConfig))
+    sizes = DrafterSizes(**fields_from(args, DrafterSizes))
     train_drafter(
         args.model, args.data, args.out, config, sizes, device=device, resume=args.resume
     )

@@ -48,7 +48,7 @@ from speculate import (
     WithDrafts,
     acceptance_length,
     answer,
-    rate,
+    tokens_per_second,
 )
 from train import EVALUATION_RUN, TrainConfig, read_conversations, train_drafter
 
@@ -383,7 +383,7 @@ def measure_drafter(
             if generations[-1].interrupted:  # by Ctrl-C, which `answer` takes for an answer's end
                 raise KeyboardInterrupt
         row[f"{name}_acceptance_length"] = acceptance_length(generations)
-        row[f"{name}_tokens_per_second"] = rate(generations)
+        row[f"{name}_tokens_per_second"] = tokens_per_second(generations)
     return row
 
 

@@ -94,7 +94,7 @@ from speculate import (
     add_draft_arguments,
     answer,
     choose_limits,
-    rate,
+    tokens_per_second,
     tree_limits,
 )
 
@@ -258,11 +258,13 @@ def summarize(
 def summarize_costs(ours: list[Generation], bases: list[Generation]) -> dict:
     """Return totals over the turns, and the quartiles of the speed-up over them."""
     calls = sum(g.target_calls for g in ours)
-    speedups = torch.tensor([rate([g]) / rate([base]) for g, base in zip(ours, bases)])
-    quartiles = speedups.quantile(torch.tensor([0.25, 0.75]))
+    speedups = []  # of each turn
+    for generation, base in zip(ours, bases):
+        speedups.append(tokens_per_second([generation]) / tokens_per_second([base]))
+    quartiles = torch.tensor(speedups).quantile(torch.tensor([0.25, 0.75]))
     return {
-        "tokens_per_second": rate(ours),
-        "speedup": rate(ours) / rate(bases),
+        "tokens_per_second": tokens_per_second(ours),
+        "speedup": tokens_per_second(ours) / tokens_per_second(bases),
         "speedup_quartiles": quartiles.tolist(),
         "acceptance_length": acceptance_length(ours),
         "target_calls": calls,
@@ -485,7 +487,7 @@ def main() -> None:
     try:
         for turn in bench_prompts(models.tokenizer, context, contenders, prompts, config):
             turns.append(turn)
-            speeds = {name: rate([g]) for name, g in turn.answers.items()}
+            speeds = {name: tokens_per_second([g]) for name, g in turn.answers.items()}
             fastest = max(speeds, key=speeds.get)
             line = f"{turn.category}: {fastest} was fastest, {speeds[fastest]:.1f} tokens/s"
             tqdm.write(line, file=sys.stderr)

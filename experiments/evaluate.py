@@ -24,13 +24,14 @@ from tqdm import tqdm
 
 from llama import Sampling, load_target
 from moa import Drafter, DraftLimits, load_drafter, pack_together
-from plumbing.conversations import NO_ANSWER, NO_FILE, TokenizedConversation
+from plumbing.conversations import NO_ANSWER, TokenizedConversation, check_files
 from plumbing.devices import DTYPES, choose_training_dtype
 from plumbing.errors import InputError, run_command
 from plumbing.flags import Parser, add_model_arguments, number, path
 from speculate import LocalVerifier
 from train import (
     EVALUATION_RUN,
+    LENGTH_STEP,
     TrainConfig,
     depth_scores,
     evaluate,
@@ -90,12 +91,10 @@ def parse_arguments() -> Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    for file in args.data:  # before the model is loaded, which takes longer
-        if not file.exists():
-            raise InputError(f"{file}: {NO_FILE}")
+    check_files(args.data)  # before the model is loaded, which takes longer
     dtype = choose_training_dtype(args.device, args.dtype)
     target, tokenizer = load_target(args.model, args.device, DTYPES[dtype])
-    context = target.config.max_position_embeddings // 64 * 64  # `collate` rounds lengths up
+    context = target.config.max_position_embeddings // LENGTH_STEP * LENGTH_STEP
     if args.seq_len > context:
         raise InputError(f"--seq-len {args.seq_len}: the target's context is {context}")
     drafter = load_drafter(args.drafter, target)

@@ -1,4 +1,4 @@
-"""Prompts from files: for the benchmark, and as questions for synthesis."""
+"""Prompts from files, which the benchmark answers and from which synthesis takes questions."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -16,12 +16,12 @@ from plumbing.records import (
 
 class Prompt(NamedTuple):
     category: str
-    turns: list[str]  # what the user says, one after the other
+    turns: list[str]  # the user's messages, in order
 
 
 def read_prompt_file(path: str | Path) -> list[Prompt]:
     """Read the prompts of a file: {"prompt": text}, Spec-Bench's {"category", "turns"}, or what the
-    user says in conversations. Raises InputError."""
+    user says in conversations. Raise InputError if the file or a record is unusable."""
     form = 'expected {"prompt": text}, {"category": name, "turns": [...]} or {"messages": [...]}'
     prompts = []
     for record in find_records(path):
@@ -33,8 +33,8 @@ def read_prompt_file(path: str | Path) -> list[Prompt]:
 
 
 def parse_prompt(record: dict) -> Prompt:
-    """Return the prompt in a record. Raises InputError."""
-    if "prompt" in record:  # perhaps beside a conversation that begins with it
+    """Return the prompt in a record. Raise InputError if the prompt is unusable."""
+    if "prompt" in record:  # its messages, if it has any, begin with the prompt
         messages = [read_turn({"role": "user", "content": record["prompt"]})]
     else:
         messages, _ = read_messages(record)
@@ -50,8 +50,8 @@ def parse_prompt(record: dict) -> Prompt:
 
 
 def read_first_questions(path: str | Path) -> Iterator[str]:
-    """Yield what the user asks first in each record of a file of conversations or prompts, without
-    the records that are unusable. Raises InputError if the file cannot be read."""
+    """Yield the user's first question in each record of a file of conversations or prompts. Leave
+    out unusable records. Raise InputError if the file cannot be read."""
     for record in find_records(path):
         try:
             messages, _ = read_messages(parse_record(record.text))

@@ -159,11 +159,6 @@ EXPERIMENTS = {
     "losses_early": ["full-quarter", "kl-only-quarter", "smooth-l1-only-quarter"],
     "text_early": ["full-quarter", "others-text-quarter", "own-250-quarter"],
     "staircase": ["full-quarter", "staircase-quarter"],
-    # Made again from nothing, when the others were old.
-    "repeated": [
-        "full-quarter", "neither-quarter", "eagle-quarter", "no-lsa-quarter", "run-1-quarter",
-        "run-unbounded-quarter",
-    ],
 }
 ONE_SEED = {"text"}  # three took too long
 TIMED = {  # what a cycle costs hardly depends on training: so a short one is enough for `cost`

@@ -2,6 +2,7 @@
 
     python -m experiments.report            # all tables, as Markdown
     python -m experiments.report parts      # those of one experiment
+    python -m experiments.report --pairs    # how the acceptance lengths of two drafters compare
     python -m experiments.report --figures  # draws the figures again
 
 A table has a line for each drafter (or network), with the mean over the seeds and half of their
@@ -10,7 +11,7 @@ range. It shows what experiments/run.py has written to experiments/results/NAME.
 import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
 
 from pathlib import Path
-from typing import Callable
+from typing import Callable, NamedTuple
 
 import numpy as np
 
@@ -26,15 +27,36 @@ RARE = 0.05  # a depth that a smaller share of the chains comes to is left out
 # Trained otherwise than it drafts. It is in the files, but no comparison with it is fair.
 UNFAIR = "no-ca"
 
+# The pairs of drafters, A and B, whose acceptance lengths --pairs compares, and the experiment that
+# has both. A and B differ in one thing.
+PAIRS = [
+    ("on_policy", "full", "run-1"),
+    ("on_policy", "full", "run-unbounded"),
+    ("parts", "full", "eagle"),
+    ("parts", "full", "no-lsa"),
+    ("parts", "no-lsa", "neither"),
+    ("parts", "full", "neither"),
+    ("memory", "full", "last-layer"),
+    ("reused_layers", "n-1", "full"),
+    ("reused_layers", "n-2", "full"),
+    ("reused_layers", "n-4", "full"),
+    ("losses", "full", "smooth-l1-only"),
+    ("losses", "full", "kl-only"),
+]
+
 Row = dict  # of a results file
-Value = Callable[[Row], float | None]  # of a column in a row; None if there is none
+
+
+class Column(NamedTuple):
+    value: Callable[[Row], float | None]  # the column's number in a row, or None if it has none
+    form: str = ".2f"
 
 
 # --- Columns ---
 
 
-def accuracy_at(depth: int) -> Value:
-    """Return a column: how often the token at a depth is right, if all before it are."""
+def accuracy_at(depth: int) -> Column:
+    """Return a column: how many percent of the tokens at a depth are right, if all before are."""
 
     def value(row: Row) -> float | None:
         accuracies = row["drafting"]["depth_accuracy"]
@@ -42,12 +64,12 @@ def accuracy_at(depth: int) -> Value:
         # list that ends before this depth ends with 0, and so the product is 0.)
         if np.prod(accuracies[:depth - 1]) < RARE:
             return None
-        return accuracies[depth - 1]
+        return 100 * accuracies[depth - 1]
 
-    return value
+    return Column(value, ".1f")
 
 
-def points_lost(first: int, last: int) -> Value:
+def points_lost(first: int, last: int) -> Column:
     """Return a column: by how many percentage points a drafter that reads its own predictions is
     right less often than with the target's states, in the mean of these depths."""
 
@@ -56,30 +78,29 @@ def points_lost(first: int, last: int) -> Value:
         predicted = np.mean(row["states"]["predicted"][first - 1:last])
         return 100 * (true - predicted)
 
-    return value
+    return Column(value, ".1f")
 
 
-def key(name: str, inner: str | None = None) -> Value:
+def key(name: str, inner: str | None = None) -> Column:
     """Return the column of a key, or of a key inside the object that it holds."""
     if inner is None:
-        return lambda row: row[name]
-    return lambda row: row[name][inner]
+        return Column(lambda row: row[name])
+    return Column(lambda row: row[name][inner])
 
 
+DRAFTS = {"chains": key("chain"), "trees": key("tree"), "sampled trees": key("sampled_tree")}
 ACCEPTANCE = {
-    "depth 1": accuracy_at(1),
+    "right at depth 1": accuracy_at(1),
     "2": accuracy_at(2),
     "4": accuracy_at(4),
     "8": accuracy_at(8),
-    "chains": key("chain"),
-    "trees": key("tree"),
-    "sampled trees": key("sampled_tree"),
+    **DRAFTS,
 }
 OFFLINE = {"agreement": key("offline_agreement"), "perplexity": key("offline_perplexity")}
 STATES = {
     "points lost at depth 2": points_lost(2, 2),
     "at depth 8": points_lost(8, 8),
-    "in the mean of depths 2 to 8": points_lost(2, 8),
+    "mean of depths 2 to 8": points_lost(2, 8),
 }
 COST = {
     "ms a draft": key("ms_a_draft"),
@@ -119,53 +140,57 @@ def line_name(experiment: str, row: Row) -> str:
     return row["drafter"]
 
 
-def cell(values: list[float | None], sign: str = "", unit: str = "") -> str:
+def cell(values: list[float | None], form: str) -> str:
     """Return the mean over seeds and, if there are several, half of their range."""
     if None in values:
         return "–"
-    digits = 1 if unit else 2
-    text = f"{np.mean(values):{sign}.{digits}f}"
+    text = f"{np.mean(values):{form}}"
     if len(values) > 1:
-        text += f" ± {(max(values) - min(values)) / 2:.{digits}f}"
-    return text + unit
+        text += f" ± {(max(values) - min(values)) / 2:{form.removeprefix('+')}}"
+    return text
 
 
-def compare_trees(rows: list[Row], first: list[Row]) -> str:
-    """Return by how much greedy trees are longer than those of the first line, seed by seed."""
-    if rows is first:
-        return ""
-    changes = [100 * (row["tree"] / one["tree"] - 1) for row, one in zip(rows, first)]
-    return cell(changes, sign="+", unit="%")
-
-
-def make_table(columns: dict[str, Value], lines: dict[str, list[Row]]) -> str:
-    headings = ["", *columns]
-    compares = "trees" in columns
-    if compares:
-        headings.append("trees, against the first line")
-    first = next(iter(lines.values()))
+def make_table(columns: dict[str, Column], lines: dict[str, list[Row]]) -> str:
     table = []
     for name, rows in lines.items():
         cells = [name]
-        for value in columns.values():
-            cells.append(cell([value(row) for row in rows]))
-        if compares:
-            cells.append(compare_trees(rows, first))
+        for value, form in columns.values():
+            cells.append(cell([value(row) for row in rows], form))
         table.append(cells)
-    return format_markdown(headings, table)
+    return format_markdown(["", *columns], table)
+
+
+def read_lines(experiment: str) -> dict[str, list[Row]]:
+    """Return the rows of an experiment, by line. Raises InputError if it has not been written."""
+    lines: dict[str, list[Row]] = {}
+    for row in read_json(RESULTS / f"{experiment}.json")["rows"]:
+        name = line_name(experiment, row)
+        if UNFAIR not in name:
+            lines.setdefault(name, []).append(row)
+    return lines
 
 
 def print_experiment(experiment: str) -> None:
     """Print the tables of an experiment. Raises InputError if it has not been written."""
-    rows = read_json(RESULTS / f"{experiment}.json")["rows"]
-    lines: dict[str, list[Row]] = {}
-    for row in rows:
-        name = line_name(experiment, row)
-        if UNFAIR not in name:
-            lines.setdefault(name, []).append(row)
+    lines = read_lines(experiment)
     print(f"\n{experiment}")
     for columns in TABLES.get(experiment, [ACCEPTANCE]):
         print("\n" + make_table(columns, lines))
+
+
+def print_pairs() -> None:
+    """Print by how many percent acceptance lengths of A are above those of B, seed by seed."""
+    table = []
+    for experiment, a, b in PAIRS:
+        lines = read_lines(experiment)
+        cells = [f"`{a}`", f"`{b}`"]
+        for length, _ in DRAFTS.values():
+            changes = []
+            for row_a, row_b in zip(lines[a], lines[b]):
+                changes.append(100 * (length(row_a) / length(row_b) - 1))
+            cells.append(cell(changes, "+.1f"))
+        table.append(cells)
+    print(format_markdown(["A", "B", *DRAFTS], table))
 
 
 # --- Figures ---
@@ -255,8 +280,12 @@ def main() -> None:
         description="Print the tables of experiments/results.",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    parser.add_argument("--pairs", action="store_true", help="compare drafters two by two instead")
     parser.add_argument("--figures", action="store_true", help="draw all figures instead")
     args = parser.parse_args()
+    if args.pairs:
+        print_pairs()
+        return
     if args.figures:
         for name in FIGURES:
             save_figure(name)

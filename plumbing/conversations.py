@@ -1,12 +1,16 @@
-"""Conversations to train on, as tokens: found in files, shuffled, and some of them held out.
+"""Conversations to train on: found in files, tokenized, shuffled, and partly held out.
 
-`Conversations` does not hold the text of its files in RAM: a first pass notes where each usable
-record lies (file, offset, length), and a record is read again when its tokens are needed. (A file
-that is one JSON array is an exception during the first pass, which holds its bytes and their text.)
-`Stream` shuffles the conversations, again in each epoch, and can go on from any place.
+The text of a data set may not fit in RAM. A first pass over the files therefore notes only where
+each usable record lies: its file, the offset of its first byte, and its length in bytes (a `Span`).
+When the tokens of a record are needed, these bytes are read from the file again. (The first pass
+over a file that is one JSON array does hold the whole file in RAM.)
+
+`Conversations` finds and reads the records. `Stream` shuffles them, again in each epoch, and can go
+on from any position.
 """
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,18 +26,13 @@ from plumbing.records import UnusableRecord, find_records, parse_record, usable_
 from plumbing.tokenizer import Tokenizer
 
 # The first conversations that are read stay in RAM as tokens. With 2,048 tokens each they take 0.4
-# GB. Without this, a GPU that trains on a target as small as the default one would wait for the
-# tokenizer.
+# GB. If none were kept, a GPU that trains on a target as small as the default one would wait for
+# the tokenizer.
 MAX_KEPT = 20_000
-MAX_NAMED = 5  # skipped records that are named one by one, before they are only counted
+MAX_NAMED = 5  # this many skipped records are named one by one; further ones are only counted
+MAX_RANKED = 5000  # `frequent_tokens` reads no more: more would hardly change the ranking
 EXAMPLE = (
     '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}'
-)
-NO_FILE = (
-    "no such file. To fetch UltraChat: pip install datasets && python -c \"from datasets import "
-    "load_dataset as load; load('HuggingFaceH4/ultrachat_200k', split='train_sft')"
-    ".to_json('ultrachat.jsonl')\". Or let the target write one: "
-    "python -m experiments.synthesize 1000 --out FILE"
 )
 NO_ANSWER = "--data: no answer within --seq-len tokens; raise it"
 
@@ -44,19 +43,19 @@ class TokenizedConversation(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Where a record lies. Offset and length are in bytes."""
+    """Where a record lies."""
 
     path: str | Path
-    offset: int
-    length: int
+    offset: int  # where in the file the record begins, in bytes
+    length: int  # how long the record is, in bytes
 
 
 class Conversations:
-    """The conversations in some files, as tokens and cut at seq_len. The files are read when it is
-    made, and again when a conversation is needed.
+    """The conversations in some files, as tokens, each cut after seq_len tokens.
 
-    is_usable: tells from an `answer`, as in TokenizedConversation, whether there is anything to
-    train on. Raises InputError for a file that cannot be read, or if no record is usable.
+    is_usable: a function that is given the `answer` of a TokenizedConversation, and returns whether
+    there is anything in it to train on. (What is trained is the rule of train.py.) Raises
+    InputError for a file that cannot be read, or if no record is usable.
     """
 
     def __init__(
@@ -101,15 +100,28 @@ class Conversations:
         )
 
     def read_usable(self, indices: Iterable[int]) -> Iterator[TokenizedConversation]:
-        """Yield the conversations at these indices, without those that have nothing to train on."""
+        """Yield the conversations at these indices, but only those that training can use."""
         for index in indices:
             conversation = self[index]
             if self.is_usable(conversation.answer):
                 yield conversation
 
 
+def check_files(paths: list[Path]) -> None:
+    """Check that files exist. Otherwise raise InputError, which says how to get conversations."""
+    for path in paths:
+        if not path.exists():
+            raise InputError(
+                f"{path}: no such file. To fetch UltraChat: pip install datasets && python -c "
+                "\"from datasets import load_dataset as load; "
+                "load('HuggingFaceH4/ultrachat_200k', split='train_sft')"
+                ".to_json('ultrachat.jsonl')\". Or let the target write one: "
+                "python -m experiments.synthesize 1000 --out FILE"
+            )
+
+
 def index_records(paths: list[str | Path]) -> list[Span]:
-    """Return where each usable record lies. Say how many records were skipped or cut, and why.
+    """Return where each usable record lies. Print how many records were skipped or cut, and why.
 
     Raises InputError for a file that cannot be read, or if no record is usable.
     """
@@ -139,11 +151,11 @@ def index_records(paths: list[str | Path]) -> list[Span]:
 
 @dataclass
 class Stream:
-    """Conversations without end, shuffled again in each epoch.
+    """An endless stream of conversations, shuffled again in each epoch.
 
     The order of an epoch depends only on the seed and on the number of the epoch, so `position` is
-    all that a checkpoint needs. It belongs to the stream: each iterator goes on where the last one
-    stopped. At least one index must be usable, as `hold_out` makes sure.
+    all that a checkpoint needs. The position belongs to the stream: each iterator goes on where the
+    last one stopped. At least one index must be usable, which `hold_out` ensures.
     """
 
     data: Conversations
@@ -157,13 +169,20 @@ class Stream:
             order = np.random.default_rng((self.seed, epoch)).permutation(self.indices)
             for index in order[first:]:
                 self.position += 1
-                yield from self.data.read_usable([index])
+                conversation = self.data[index]
+                if self.data.is_usable(conversation.answer):
+                    yield conversation
+
+    def batches_per_epoch(self, batch_size: int) -> int:
+        """Return how many batches it takes to draw each conversation once."""
+        return math.ceil(len(self.indices) / batch_size)
 
 
 def hold_out(
     data: Conversations, seed: int
 ) -> tuple[np.ndarray, list[TokenizedConversation]]:
-    """Return shuffled indices to train on, and conversations to evaluate on: a tenth, at most 64.
+    """Return shuffled indices to train on, and conversations to evaluate on: a tenth of all, but at
+    most 64.
 
     Raises InputError if there is nothing to train on.
     """
@@ -186,9 +205,9 @@ def frequent_tokens(
     data: Conversations, indices: np.ndarray, vocab_size: int, count: int
 ) -> tuple[int, ...]:
     """Return the `count` tokens that answers use most, sorted by id. Stop tokens are always among
-    them, as if they were the most frequent ones."""
+    the result: they count as the most frequent ones."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for tokens, answer in data.read_usable(indices[:5000]):  # more would hardly change the ranking
+    for tokens, answer in data.read_usable(indices[:MAX_RANKED]):
         counts += tokens[answer].bincount(minlength=vocab_size)
     counts[list(data.tokenizer.stop_ids)] = counts.max() + 1
     order = counts.argsort(descending=True, stable=True)  # stable: the same on every machine

@@ -16,8 +16,9 @@ def check_device(device: str) -> None:
 
 
 def choose_dtype(device: str, dtype: str | None) -> str:
-    """Return the name of the dtype to compute in: the one given or, if None, bfloat16, but float32
-    on a CPU that is slow with it. Raises InputError if the device cannot be used."""
+    """Return the name of the dtype to compute in: the given one. If `dtype` is None, return
+    bfloat16, or float32 on a CPU where bfloat16 is slow. Raises InputError if the device cannot be
+    used."""
     check_device(device)
     if dtype is None:
         slow = device.startswith("cpu") and not has_fast_bfloat16()
@@ -26,8 +27,8 @@ def choose_dtype(device: str, dtype: str | None) -> str:
 
 
 def choose_training_dtype(device: str, dtype: str | None) -> str:
-    """Return the name of the dtype to train in, or to score what was trained: as `choose_dtype`,
-    but on a CPU the default is float32."""
+    """Return the name of the dtype in which to train, or to score a trained drafter. It is the
+    dtype that `choose_dtype` returns, except that the default on a CPU is float32."""
     if dtype is None and device.startswith("cpu"):
         dtype = "float32"
     return choose_dtype(device, dtype)

@@ -1,10 +1,11 @@
 """Errors that are not bugs end a command in one line and exit status 2. Bugs show a traceback.
 
-What the user gives may be missing, damaged or wrong. It is checked once, where it enters, and an
-InputError says what is wrong and what to do. The machine may lack something, too: memory, room on a
-disk, the permission to read a file. Python raises OSError for all but the first, and its message
-names the cause and the file. So every OSError ends in one line, although a bug that opens a wrong
-file then shows no traceback.
+What the user gives may be missing, damaged or wrong. It is checked once, where it enters the
+program, and an InputError says what is wrong and what to do. The machine may also lack something:
+room on a disk, the permission to read a file, or memory. For all of these except memory Python
+raises an OSError, whose message names the cause and the file. Every OSError therefore ends a
+command in one line. (The price: a bug that opens a wrong file shows no traceback.) Errors
+from a lack of memory have no common type; `is_out_of_memory` recognizes them.
 
 Every script calls its `main` through `run_command`:
 
@@ -20,7 +21,7 @@ from typing import Callable, Iterator, NoReturn
 
 import torch
 
-MAX_MESSAGE = 400  # characters: what others' errors quote may be a whole file
+MAX_MESSAGE = 400  # characters; an error of another library may quote a whole file
 
 
 class InputError(ValueError):
@@ -41,8 +42,8 @@ def input_errors(what: object, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def fail(message: str) -> NoReturn:
-    """End the command with a message, on one line of at most MAX_MESSAGE characters, and exit
-    status 2."""
+    """End the command with exit status 2 and with a message, on one line of at most MAX_MESSAGE
+    characters."""
     line = " ".join(message.split())[:MAX_MESSAGE]
     name = os.path.basename(sys.argv[0])
     print(f"{name}: error: {line}", file=sys.stderr)
@@ -50,23 +51,23 @@ def fail(message: str) -> NoReturn:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Tell whether PyTorch had too little memory. Its error has a type of its own on CUDA devices,
-    and only a message on others, such as "can't allocate memory: you tried to allocate 8 bytes"."""
+    """Tell whether PyTorch had too little memory. On CUDA devices the error has a type of its own.
+    On others only the message tells: "can't allocate memory: you tried to allocate 8 bytes"."""
     return isinstance(error, torch.OutOfMemoryError) or "tried to allocate" in str(error).lower()
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a script's main. Errors that are not bugs end it in one line and status 2. Ctrl-C (status
-    130) and a closed pipe (status 1) end it in silence."""
-    if sys.stderr is None:  # closed: `print` would take stdout instead
+    """Run a script's main. Errors that are not bugs end the script in one line and status 2. Ctrl-C
+    (status 130) and a closed pipe (status 1) end it in silence."""
+    if sys.stderr is None:  # stderr is closed; `print` would then write to stdout
         sys.stderr = open(os.devnull, "w")
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout lacks it, a closed one is None
         sys.stdout.reconfigure(errors="replace")  # print "?" for what the encoding cannot express
     try:
         main()
         print(end="", flush=True)  # so that a closed pipe is noticed here
-    except BrokenPipeError:  # nobody reads stdout any more
-        # Python flushes stdout again when it exits. Let that go nowhere, or it fails again.
+    except BrokenPipeError:  # stdout is a pipe that is no longer read
+        # Python flushes stdout again when it exits. The null device keeps that from failing again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (InputError, OSError) as error:

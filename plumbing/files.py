@@ -1,4 +1,4 @@
-"""Files: written completely or not at all, and read as JSON."""
+"""Files: atomic writes, reading JSON, checksums."""
 from __future__ import annotations
 
 import hashlib
@@ -15,16 +15,16 @@ from plumbing.errors import InputError, input_errors
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a file to write, which replaces `path` once it is complete.
+    """Yield the path of a temporary file, which replaces `path` once it is complete.
 
-    It makes the folder, too. If an exception ends the writing, `path` stays as it was. Raises
-    InputError if the disk is full or the place cannot be written.
+    The folder is made if it does not exist. If an exception ends the writing, `path` stays as it
+    was. Raises InputError if the disk is full or `path` cannot be written.
     """
     part = Path(f"{path}.part")
     # On a full disk Python raises OSError, torch.save RuntimeError and safetensors its own error.
     with input_errors(f"{path} cannot be written", OSError, RuntimeError, SafetensorError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.unlink(missing_ok=True)  # a process that was killed may have left it
+        part.unlink(missing_ok=True)  # left by a process that was killed
         part.touch()
         permissions = part.stat().st_mode  # the user's umask gives these to a new file
         try:

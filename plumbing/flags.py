@@ -1,8 +1,7 @@
-"""Command lines: a parser whose errors are one line, the types of values, and the flags that scripts
-share.
+"""Command lines: a parser whose errors are one line, types of values, and flags that scripts share.
 
-A value is checked where it enters: `argparse` calls its type, and what the type raises becomes one
-line that says what was expected.
+Every value is checked as it enters the program: `argparse` calls the type of the argument, and an
+error that the type raises becomes one line, which says what was expected.
 
     parser = Parser(description="Train a drafter.", examples="python train.py --data chats.jsonl")
     parser.add_argument("--out", type=path)
@@ -26,7 +25,8 @@ from plumbing.hub import DEFAULT_MODEL, TOY_MODEL
 
 
 class Parser(argparse.ArgumentParser):
-    """Ends in one line and status 2 where the command line is wrong. --help ends with examples."""
+    """A parser that ends the program in one line and with status 2 if the command line is wrong.
+    The text of --help ends with examples."""
 
     def __init__(self, *, examples: str = "", **choices):
         epilog = f"examples:\n{examples}" if examples else None
@@ -37,7 +37,8 @@ class Parser(argparse.ArgumentParser):
         fail(message)
 
     def refuse(self, args: argparse.Namespace, names: Iterable[str], why: str) -> None:
-        """End if any of these arguments differs from its default: it would have no effect."""
+        """End the program if any of the named arguments differs from its default, because it would
+        have no effect. `why` completes the message after the flag: "needs --remote"."""
         for name in names:
             if getattr(args, name) != self.get_default(name):
                 flag = name.replace("_", "-")
@@ -48,16 +49,17 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
-    """Return an argparse type: an int or a float within [low, high]."""
+    """Return an argparse type for an int or a float (`kind`) within [low, high]."""
     expected = f"at least {low}" if high == math.inf else f"{low} to {high}"
 
     def parse(text: str) -> float:
-        value = kind(text)  # or a ValueError, for argparse
+        value = kind(text)  # raises ValueError for a text that is no number
         if not low <= value <= high or value == math.inf:
             raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
         return value
 
-    parse.__name__ = kind.__name__  # argparse's name for it, where the text is no number
+    # argparse turns the ValueError into "invalid int value: 'x'", where "int" is this name.
+    parse.__name__ = kind.__name__
     return parse
 
 
@@ -65,8 +67,8 @@ positive_int = number(int, 1)
 
 
 def path(text: str) -> Path:
-    """Return the path of a file or folder. `~` is the home folder, also in --out=~/runs, where a
-    shell does not replace it."""
+    """Return the path of a file or folder. `~` is the home folder, even in --out=~/runs, where a
+    shell leaves the `~` as it is."""
     if not text:
         raise argparse.ArgumentTypeError("the path is empty")
     return Path(os.path.expanduser(text))
@@ -77,11 +79,12 @@ BITS_PER_SECOND = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
 
 
 def quantity(text: str, units: dict[str, float], low: float, high: float, expected: str) -> float:
-    """Return the value of a number with a unit: 0.021 for "21ms", if units is SECONDS.
+    """Return the value of a number with a unit: 0.021 for "21ms", if `units` is SECONDS.
 
-    Raises ArgumentTypeError, which says what was expected, unless it lies within [low, high].
+    Raises ArgumentTypeError, which says what was expected, unless the value lies within
+    [low, high].
     """
-    value = math.nan  # lies within nothing
+    value = math.nan  # lies within no limits
     match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([A-Za-z%]+)", text)
     if match:
         value = float(match[1]) * units.get(match[2], math.nan)
@@ -91,31 +94,32 @@ def quantity(text: str, units: dict[str, float], low: float, high: float, expect
 
 
 def duration(text: str) -> float:
-    """Return seconds."""
+    """Return a duration in seconds, which may be 0."""
     expected = "a duration like 21ms or 0.5s, an hour at most"
     return quantity(text, SECONDS, low=0.0, high=3600.0, expected=expected)
 
 
 def time_limit(text: str) -> float:
-    """Return seconds, and not 0."""
+    """Return a duration in seconds, which may not be 0."""
     expected = "a duration from 1ms to an hour, like 5s"
     return quantity(text, SECONDS, low=1e-3, high=3600.0, expected=expected)
 
 
 def bandwidth(text: str) -> float:
-    """Return bits per second."""
+    """Return a bandwidth in bits per second."""
     expected = "a bandwidth like 20Mbit or 1Gbit, 1kbit at least"
     return quantity(text, BITS_PER_SECOND, low=1e3, high=1e15, expected=expected)
 
 
 def loss_rate(text: str) -> float:
-    """Return the share of packets that are lost. If all were, TCP would never end."""
+    """Return the share of packets that are lost. It is limited to 90%, because TCP would never
+    finish if every packet were lost."""
     return quantity(text, {"%": 1e-2}, low=0.0, high=0.9, expected="a share like 0.1%, 90% at most")
 
 
 def address(text: str) -> tuple[str, int]:
-    """Return the host and the port of "HOST:PORT", or of "PORT", which is on this machine. An IPv6
-    address stands in brackets: "[::1]:7000". Raises ArgumentTypeError."""
+    """Return the host and the port of "HOST:PORT" or "PORT". Without a host, the host is this
+    machine. An IPv6 address stands in brackets: "[::1]:7000". Raises ArgumentTypeError."""
     host, colon, port = text.rpartition(":")
     if not colon:
         host = "localhost"
@@ -129,11 +133,16 @@ def address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-# --- Flags that scripts share. `parser` may be a group of one ---
+# --- Flags that scripts share ---
+
+# A parser, or a group of its arguments under a heading of their own in --help. (argparse has no
+# public name for a group.)
+ParserOrGroup = argparse.ArgumentParser | argparse._ArgumentGroup
 
 
-def add_model_arguments(parser) -> None:
-    """Add which model to run, and how: --model, --device, --dtype, and the --seed of all draws."""
+def add_model_arguments(parser: ParserOrGroup) -> None:
+    """Add the flags that choose a model and how to run it: --model, --device, --dtype, and --seed
+    for all random draws."""
     add = parser.add_argument
     add("--model", type=os.path.expanduser, default=DEFAULT_MODEL,
         help=f"folder, .gguf file, hub id or {TOY_MODEL} (default: %(default)s)")
@@ -146,8 +155,8 @@ def add_model_arguments(parser) -> None:
         help="of all random draws (default: %(default)s)")
 
 
-def add_generation_arguments(parser) -> None:
-    """Add how to write an answer, and whether to print it as JSON."""
+def add_generation_arguments(parser: ParserOrGroup) -> None:
+    """Add the flags that say how to generate an answer, and --json to print the answer as JSON."""
     add = parser.add_argument
     add("--max-new-tokens", type=positive_int, default=256,
         help="the most tokens an answer may have (default: %(default)s)")

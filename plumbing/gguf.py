@@ -1,25 +1,28 @@
 """GGUF, the file format of llama.cpp: sizes, a tokenizer and tensors in one file, little-endian.
 
     "GGUF", version, number of tensors, number of metadata entries
-    metadata    of each entry: key (a string), type id, value
-    tensors     of each: name, number of dimensions, dimensions, type id, where its data begin
+    metadata    each entry: key (a string), type id, value
+    tensors     each tensor: name, number of dimensions, dimensions, type id, offset of its data
     padding     up to a multiple of the alignment
     data
 
 A string is its length and its bytes. An array is the type id of its items, their number, and the
-items. Quantized types store weights in blocks. Three have blocks of 32, with float16 scales:
+items. Quantized types store weights in blocks. Three types have blocks of 32 weights, with float16
+scales:
 
     Q8_0    scale, 32 signed bytes           weight = byte * scale
     Q4_0    scale, 32 half bytes             weight = (half byte - 8) * scale
     Q4_1    scale, minimum, 32 half bytes    weight = half byte * scale + minimum
 
-One has blocks of 256, in groups of 16. Llama.cpp writes the LM head of Q4_0 files in it:
+One type has blocks of 256 weights, in 16 groups of 16. llama.cpp uses it for the LM head of Q4_0
+files:
 
     Q6_K    256 low 4 bits, 256 high 2 bits, 16 group scales (signed bytes), scale
             weight = (low + 16 * high - 32) * group scale * scale
 
-All are decoded to floats when they are loaded: nothing in this repository multiplies quantized
-weights.
+All weights are decoded to floats when they are loaded, because nothing in this repository
+multiplies quantized weights. In memory they therefore take more room than in the file: in float32
+about 4 times as much for Q8_0 and 7 times for Q4_0, in bfloat16 half of that.
 """
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ from torch import Tensor
 from plumbing.errors import InputError, input_errors
 from plumbing.huggingface import ReadTensors, parse_config
 
-CONFIG_KEYS = {  # what a config.json calls it: what a GGUF file calls it
+CONFIG_KEYS = {  # the name in a config.json: the key in a GGUF file
     "model_type": "general.architecture",
     "hidden_size": "llama.embedding_length",
     "intermediate_size": "llama.feed_forward_length",
@@ -48,10 +51,9 @@ CONFIG_KEYS = {  # what a config.json calls it: what a GGUF file calls it
     "rope_theta": "llama.rope.freq_base",
     "rope_type": "llama.rope.scaling.type",
     "factor": "llama.rope.scaling.factor",
-    "rotary_dim": "llama.rope.dimension_count",
     "max_position_embeddings": "llama.context_length",
 }
-TENSOR_NAMES = {  # parts of the names in a GGUF file, and of ours
+TENSOR_NAMES = {  # parts of tensor names: in a GGUF file, and in llama.py
     "blk": "layers",
     "token_embd": "embed_tokens",
     "output_norm": "norm",
@@ -72,7 +74,7 @@ TENSOR_NAMES = {  # parts of the names in a GGUF file, and of ours
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """Split bytes into numbers of 2 or 4 bits: first the lowest bits of all bytes, then the next
-    ones. (n, bytes) -> (n, bytes * 8 / bits)."""
+    ones. (..., bytes) -> (..., bytes * 8 / bits)."""
     mask = 2**bits - 1
     parts = [(packed >> shift) & mask for shift in range(0, 8, bits)]
     return torch.cat(parts, dim=-1).float()
@@ -98,7 +100,7 @@ def decode_q6_k(low_bits: Tensor, high_bits: Tensor, scales: Tensor, block_scale
     """
     low = unpack(low_bits.unflatten(1, (2, 64)), bits=4)  # (n, 2, 128)
     high = unpack(high_bits.unflatten(1, (2, 32)), bits=2)  # (n, 2, 128)
-    weights = (low + 16 * high - 32).view(-1, 16, 16)
+    weights = (low + 16 * high - 32).view(-1, 16, 16)  # (n, groups, 16)
     group_scales = scales.view(torch.int8).float() * block_scale.view(torch.float16)  # (n, 16)
     return weights * group_scales.unsqueeze(-1)
 
@@ -124,7 +126,7 @@ BLOCK_TYPES = {  # by type id
     14: BlockType("Q6_K", 256, [128, 64, 16, 2], decode_q6_k),
     30: BlockType("BF16", 1, [2], lambda stored: stored.view(torch.bfloat16)),
 }
-UNSUPPORTED_TYPES = {
+UNSUPPORTED_TYPES = {  # by type id, for the error message
     6: "Q5_0",
     7: "Q5_1",
     10: "Q2_K",
@@ -142,20 +144,20 @@ class StoredTensor(NamedTuple):
 
     shape: tuple[int, ...]
     type_id: int
-    start: int  # in the file's data, in bytes
+    start: int  # the offset in the data of the file, in bytes
 
 
 class GGUFFile(NamedTuple):
-    """What a GGUF file holds. The data, bytes, are memory-mapped."""
+    """What a GGUF file holds."""
 
     path: Path
     metadata: dict
     tensors: dict[str, StoredTensor]
-    data: Tensor
+    data: Tensor  # bytes, memory-mapped
 
 
 def read_gguf(path: Path) -> tuple[dict, ReadTensors]:
-    """Return the sizes of the model in a GGUF file, and what reads its tensors. Raises
+    """Return the sizes of the model in a GGUF file, and a function that yields its tensors. Raises
     InputError."""
     file = parse_gguf(path)
     count = file.metadata.get("split.count")
@@ -163,14 +165,19 @@ def read_gguf(path: Path) -> tuple[dict, ReadTensors]:
         raise InputError(
             f"{path} is one of {count!r:.40} parts: merge them with `llama-gguf-split --merge`"
         )
-    # Sizes are named as in a config.json, so that `parse_config` checks those of both formats.
+    # The names are those of a config.json, so that `parse_config` checks the sizes of both formats.
     config = {name: file.metadata.get(key) for name, key in CONFIG_KEYS.items()}
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    if config["rope_type"] == "none":  # llama.cpp's word for "default"
+        config["rope_type"] = "default"
     embedding = file.tensors.get("token_embd.weight")
     if embedding and embedding.shape:
         config["vocab_size"] = embedding.shape[0]
     sizes = parse_config(config, path)
     head_dim = sizes["head_dim"]
+    rotary_dim = file.metadata.get("llama.rope.dimension_count", head_dim)
+    if rotary_dim != head_dim:
+        raise InputError(f"{path}: RoPE turns {rotary_dim!r:.40} of {head_dim} numbers a head")
     if "rope_freqs.weight" in file.tensors:
         factors = read_tensor(file, "rope_freqs.weight", head_dim)
         sizes["rope_factors"] = tuple(factors.tolist())
@@ -180,18 +187,20 @@ def read_gguf(path: Path) -> tuple[dict, ReadTensors]:
 def read_tensors(
     file: GGUFFile, head_dim: int, skipped: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a GGUF file by our names, without those that begin with one of
-    `skipped`. Raises InputError."""
+    """Yield (name, tensor) for the tensors of a GGUF file, with the names that llama.py uses.
+
+    Tensors whose names begin with one of `skipped` are left out. Raises InputError.
+    """
     for name in file.tensors:
         # blk.3.attn_q.weight -> layers.3.self_attn.q_proj.weight
         parts = [TENSOR_NAMES.get(part, part) for part in name.split(".")]
-        ours = ".".join(parts)
-        if not ours.startswith(skipped):
-            yield ours, read_tensor(file, name, head_dim)
+        renamed = ".".join(parts)
+        if not renamed.startswith(skipped):
+            yield renamed, read_tensor(file, name, head_dim)
 
 
 def read_tensor(file: GGUFFile, name: str, head_dim: int) -> Tensor:
-    """Return a tensor, decoded to floats. Raises InputError."""
+    """Return the tensor that has this name in the file, decoded to floats. Raises InputError."""
     shape, type_id, start = file.tensors[name]
     if type_id not in BLOCK_TYPES:
         type_name = UNSUPPORTED_TYPES.get(type_id, type_id)
@@ -207,16 +216,16 @@ def read_tensor(file: GGUFFile, name: str, head_dim: int) -> Tensor:
         blocks = file.data[start:end].view(-1, block_bytes)
         tensor = block.decode(*blocks.split(block.part_bytes, dim=1)).view(shape)
         if name.endswith(("attn_q.weight", "attn_k.weight")):
-            # RoPE turns pairs of rows. GGUF has the two of a pair side by side, x0 y0 x1 y1 ...,
-            # and we have them half a head apart, x0 x1 ... y0 y1 ...
+            # RoPE turns pairs of rows, x and y. In GGUF the two are neighbors: x0 y0 x1 y1 ...
+            # In llama.py they are half a head apart: x0 x1 ... y0 y1 ...
             pairs = tensor.unflatten(0, (-1, head_dim // 2, 2))  # (heads, D/2, 2, E)
-            tensor = pairs.transpose(1, 2).flatten(0, 2)
+            tensor = pairs.transpose(1, 2).flatten(0, 2)  # (heads * D, E)
     return tensor
 
 
 # --- The file ---
 
-NUMBERS = {  # by type id: the letter for it in `struct`
+NUMBERS = {  # by type id: the letter of the type in `struct`
     0: "B",
     1: "b",
     2: "H",
@@ -229,12 +238,12 @@ NUMBERS = {  # by type id: the letter for it in `struct`
     11: "q",
     12: "d",
 }
-STRING = 8  # the type ids that are no numbers
+STRING = 8  # this type and the next are not numbers
 ARRAY = 9
 
 
 def parse_gguf(path: Path) -> GGUFFile:
-    """Read a GGUF file's header, and map its data. Raises InputError."""
+    """Read the header of a GGUF file, and map its data into memory. Raises InputError."""
     what = f"{path}: not a GGUF file, or a damaged one"
     # Damage may also show as a file that ends too early (struct.error), as an impossible length
     # (OverflowError) or as arrays within arrays without end (RecursionError).
@@ -253,7 +262,7 @@ def parse_gguf(path: Path) -> GGUFFile:
         for _ in range(tensor_count):
             name = read_value(file, STRING)
             (dimensions,) = read_numbers(file, "I")
-            shape = read_numbers(file, f"{dimensions}Q")[::-1]  # GGUF reverses them
+            shape = read_numbers(file, f"{dimensions}Q")[::-1]  # out of GGUF's reverse order
             type_id, start = read_numbers(file, "IQ")
             tensors[name] = StoredTensor(shape, type_id, start)
         alignment = metadata.get("general.alignment", 32)
@@ -265,6 +274,7 @@ def parse_gguf(path: Path) -> GGUFFile:
 
 
 def read_value(file: mmap.mmap, type_id: int) -> str | int | float | bool | list:
+    """Read the next value, which is of this type. Raises ValueError if there is no such type."""
     if type_id == STRING:
         (length,) = read_numbers(file, "Q")
         return file.read(length).decode(errors="replace")

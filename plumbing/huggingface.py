@@ -7,11 +7,14 @@
 
 Some facts may be stated twice. An LM head in the files wins over `tie_word_embeddings`, a single
 file of tensors over an index, and stop tokens in generation_config.json over those in config.json.
-Settings of RoPE have to agree. A file that is damaged, or that is of a model other than a Llama,
-ends in an InputError that names the culprit.
+RoPE settings that are stated twice must agree. A file that is damaged, or that is of a model other
+than a Llama, ends in an InputError that names the culprit.
 
-Sizes leave as a plain dict. Tensors are read, converted and moved one at a time, into a module on
-PyTorch's meta device, where tensors have a shape but no data. So the whole is never in RAM twice.
+Two parts also serve GGUF files (plumbing/gguf.py) and come last: `parse_config`, which checks the
+sizes, and `load_weights`, which puts tensors into a model. Sizes are returned as a plain dict, from
+which llama.py makes its `Config`. Tensors are read, converted and moved one at a time, into a
+module on PyTorch's meta device, where tensors have a shape but no data. Therefore RAM never holds
+the whole model twice. (moa.py reads drafters with `read_tensors` and `load_weights`.)
 """
 from __future__ import annotations
 
@@ -28,81 +31,22 @@ from torch import Tensor, nn
 from plumbing.errors import InputError, input_errors
 from plumbing.files import read_json
 
-# --- Tensors ---
-
-CHECKPOINT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# A checkpoint may hold these without a place for them in the model: tables of rotary frequencies,
-# which we compute.
-IGNORED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight")
-
-# Reads the tensors of a model, one after the other, with their names. It is called with the
-# beginnings of names that are to be skipped, which are not even read.
+# A function that yields the tensors of a model, with their names. Its argument lists prefixes:
+# tensors whose names begin with one of them are skipped, and not even read.
 ReadTensors = Callable[[tuple[str, ...]], Iterator[tuple[str, Tensor]]]
-
-
-@contextmanager
-def open_safetensors(path: Path) -> Iterator[safe_open]:
-    what = f"{path}: not a safetensors file"
-    with input_errors(what, SafetensorError, OSError), safe_open(path, "pt") as file:
-        yield file
-
-
-def read_tensors(
-    paths: list[Path], skipped: tuple[str, ...] = ()
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of .safetensors files, with their names but for the prefix `model.`.
-
-    Those whose names begin with one of `skipped` are left out. Raises InputError.
-    """
-    for path in paths:
-        with open_safetensors(path) as file:
-            for name in file.keys():
-                short = name.removeprefix("model.")
-                if not short.startswith(skipped):
-                    yield short, file.get_tensor(name)
-
-
-def load_weights(
-    module: nn.Module, tensors: Iterator[tuple[str, Tensor]], path: Path, device, dtype
-) -> None:
-    """Give a module on the meta device its tensors. Raises InputError for what does not fit."""
-    missing = {name: parameter.shape for name, parameter in module.named_parameters()}
-    loaded = {}
-    for name, tensor in tensors:
-        what = f"{path}: tensor {name}"
-        if name in missing:
-            shape = missing.pop(name)
-            if tensor.shape != shape or tensor.dtype not in CHECKPOINT_DTYPES:
-                found = f"{tensor.dtype} {tuple(tensor.shape)}"
-                raise InputError(f"{what} is {found}, expected floats {tuple(shape)}")
-            loaded[name] = tensor.to(device, dtype)
-            if not loaded[name].isfinite().all():
-                raise InputError(f"{what} holds NaN, or values too large for {dtype}")
-        elif name in loaded:
-            raise InputError(f"{what} occurs twice")
-        elif not name.endswith(IGNORED_TENSORS):
-            raise InputError(
-                f"{what} is unknown: only {type(module).__name__}'s own tensors are supported, and "
-                "no quantized ones in .safetensors"
-            )
-    if missing:
-        raise InputError(f"{path}: tensor {next(iter(missing))} missing")
-    # strict=False: a tied head has no tensor of its own. assign=True: copying into the meta device
-    # would do nothing.
-    module.load_state_dict(loaded, strict=False, assign=True)
-
 
 # --- The folder ---
 
 
 def read_hugging_face(path: Path) -> tuple[dict, ReadTensors]:
-    """Return the sizes of the model in a folder, and what reads its tensors. Raises InputError."""
+    """Return the sizes of the model in a folder, and a function that yields its tensors. Raises
+    InputError."""
     config = read_json(path / "config.json")
     if "kv_hidden_size" in config:
         raise InputError(f"{path} is a drafter, not a target: give it as --drafter")
     sizes = parse_config(config, path)
     files = weight_files(path)
-    if has_head(files):  # perhaps a mere copy of the embeddings, which does no harm
+    if has_head(files):  # the head may be a mere copy of the embeddings, which does no harm
         sizes["tie_word_embeddings"] = False
     return sizes, partial(read_tensors, files)
 
@@ -126,8 +70,15 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[safe_open]:
+    what = f"{path}: not a safetensors file"
+    with input_errors(what, SafetensorError, OSError), safe_open(path, "pt") as file:
+        yield file
+
+
 def has_head(files: list[Path]) -> bool:
-    """Tell whether there are weights for the LM head. Raises InputError."""
+    """Tell whether the files hold weights for the LM head. Raises InputError."""
     for path in files:
         with open_safetensors(path) as file:
             if "lm_head.weight" in file.keys():
@@ -135,8 +86,24 @@ def has_head(files: list[Path]) -> bool:
     return False
 
 
+def read_tensors(
+    paths: list[Path], skipped: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) for the tensors of .safetensors files. Names lose the prefix `model.`.
+
+    Tensors whose names begin with one of `skipped` are left out. Raises InputError.
+    """
+    for path in paths:
+        with open_safetensors(path) as file:
+            for name in file.keys():
+                short = name.removeprefix("model.")
+                if not short.startswith(skipped):
+                    yield short, file.get_tensor(name)
+
+
 def read_stop_ids(path: Path) -> list[int]:
-    """Return what generation_config.json states or, if it states nothing, config.json."""
+    """Return the ids that end an answer: what generation_config.json states or, if it states
+    nothing, config.json. Raises InputError if a file cannot be read."""
     for name in ("generation_config.json", "config.json"):
         if (path / name).exists():
             stated = read_json(path / name).get("eos_token_id")
@@ -145,43 +112,16 @@ def read_stop_ids(path: Path) -> list[int]:
     return []
 
 
-# --- config.json ---
-
-SIZES = {  # the sizes that a model needs, with their types
-    "vocab_size": int,
-    "hidden_size": int,
-    "intermediate_size": int,
-    "num_hidden_layers": int,
-    "num_attention_heads": int,
-    "num_key_value_heads": int,
-    "head_dim": int,
-    "rms_norm_eps": float,
-    "rope_theta": float,
-    "max_position_embeddings": int,
-}
-MAXIMA = {  # a model beyond them would take too long to make, or too much memory
-    "num_hidden_layers": 2**12,
-    "head_dim": 2**12,
-    "max_position_embeddings": 2**22,
-}
-SUPPORTED = {  # the only values of these that are supported; each may also be left out
-    "model_type": ["llama"],
-    "attention_bias": [False],
-    "mlp_bias": [False],
-    "hidden_act": ["silu"],
-    "rope_type": ["default", "none", "llama3"],  # GGUF files say "none" for "default"
-    "partial_rotary_factor": [1],
-}
-LLAMA3_ROPE = (
-    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-)
-ROPE_SETTINGS = ("rope_type", "rope_theta", "partial_rotary_factor", *LLAMA3_ROPE)
+# --- For folders and GGUF files: the sizes ---
 
 
 def parse_config(config: dict, path: Path) -> dict:
-    """Return the sizes in a Hugging Face config.json, with its defaults. llama.py's `Config` is
-    made of them. Raises InputError, which names `path`."""
-    with input_errors(path, InputError):
+    """Return the sizes that a config.json states, with Hugging Face's defaults for those that it
+    leaves out. Raises InputError, which names `path`.
+
+    The metadata of a GGUF file come here as such a dict, under the names of a config.json.
+    """
+    with input_errors(path, InputError):  # puts the path before the message of an InputError
         stated = {name: value for name, value in config.items() if value is not None}
         stated |= rope_settings(config)
         check_architecture(stated)
@@ -191,14 +131,21 @@ def parse_config(config: dict, path: Path) -> dict:
         return sizes
 
 
+LLAMA3_ROPE = (  # in the order in which `rope_factors` takes them
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+)
+ROPE_SETTINGS = ("rope_type", "rope_theta", "partial_rotary_factor", *LLAMA3_ROPE)
+
+
 def rope_settings(config: dict) -> dict:
-    """Return the settings of RoPE in a config.json, of any of these ages:
+    """Return the settings of RoPE in a config.json, which files of different ages state
+    differently:
 
         {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 8.0, ...}}
         {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, ...}}
         {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0, ...}}
 
-    Raises InputError if they contradict each other.
+    Raises InputError if the settings contradict each other.
     """
     places = [{name: config.get(name) for name in ROPE_SETTINGS}]
     for name in ("rope_scaling", "rope_parameters"):
@@ -218,8 +165,18 @@ def rope_settings(config: dict) -> dict:
     return settings
 
 
+SUPPORTED = {  # the values that are supported; each of these settings may also be left out
+    "model_type": ["llama"],
+    "attention_bias": [False],
+    "mlp_bias": [False],
+    "hidden_act": ["silu"],
+    "rope_type": ["default", "llama3"],
+    "partial_rotary_factor": [1],
+}
+
+
 def check_architecture(stated: dict) -> None:
-    """Raises InputError for anything but Llama."""
+    """Raise InputError for any architecture but Llama's."""
     for name, supported in SUPPORTED.items():
         if name in stated and stated[name] not in supported:
             raise InputError(
@@ -228,12 +185,29 @@ def check_architecture(stated: dict) -> None:
             )
 
 
+SIZES = {  # the sizes that a model needs, with their types
+    "vocab_size": int,
+    "hidden_size": int,
+    "intermediate_size": int,
+    "num_hidden_layers": int,
+    "num_attention_heads": int,
+    "num_key_value_heads": int,
+    "head_dim": int,
+    "rms_norm_eps": float,
+    "rope_theta": float,
+    "max_position_embeddings": int,
+}
+
+
 def read_sizes(stated: dict) -> dict:
     """Return the numbers of SIZES. Raises InputError."""
     complete = default_sizes(stated) | stated
     sizes = {name: read_number(complete, name, kind) for name, kind in SIZES.items()}
-    # rotary_dim is only in GGUF files. Elsewhere RoPE turns the whole of each head.
-    check_heads(sizes, stated.get("rotary_dim", sizes["head_dim"]))
+    heads = sizes["num_attention_heads"]
+    kv_heads = sizes["num_key_value_heads"]
+    head_dim = sizes["head_dim"]
+    if heads % kv_heads != 0 or head_dim % 2 != 0:
+        raise InputError(f"invalid sizes: {heads} heads, {kv_heads} kv heads, head size {head_dim}")
     return sizes
 
 
@@ -249,8 +223,15 @@ def default_sizes(stated: dict) -> dict:
     }
 
 
+MAXIMA = {  # a model with larger sizes would take too long to make, or too much memory
+    "num_hidden_layers": 2**12,
+    "head_dim": 2**12,
+    "max_position_embeddings": 2**22,
+}
+
+
 def read_number(stated: dict, name: str, kind: type[int] | type[float]) -> int | float:
-    """Return a positive number of a config.json. Raises InputError."""
+    """Return a positive number that is stated. Raises InputError."""
     value = stated.get(name)
     # In JSON a float may look like an int: 10000 for 10000.0.
     kinds = [int] if kind is int else [int, float]
@@ -259,22 +240,9 @@ def read_number(stated: dict, name: str, kind: type[int] | type[float]) -> int |
     return value
 
 
-def check_heads(sizes: dict, rotary_dim: object) -> None:
-    """Raises InputError for heads that do not fit each other, or if RoPE turns `rotary_dim` numbers
-    of each, and these are not all."""
-    heads = sizes["num_attention_heads"]
-    kv_heads = sizes["num_key_value_heads"]
-    head_dim = sizes["head_dim"]
-    if heads % kv_heads != 0 or head_dim % 2 != 0 or rotary_dim != head_dim:
-        raise InputError(
-            f"invalid sizes: {heads} heads, {kv_heads} kv heads, "
-            f"head size {head_dim}, of which RoPE turns {rotary_dim}"
-        )
-
-
 def read_rope_factors(stated: dict, sizes: dict) -> tuple[float, ...] | None:
-    """Return the `rope_factors` of a config.json, or None if it scales nothing. Raises
-    InputError."""
+    """Return the divisors of the rotary frequencies, or None if the frequencies are not scaled.
+    Raises InputError."""
     if stated.get("rope_type") == "llama3":
         scaling = [read_number(stated, name, float) for name in LLAMA3_ROPE]
         return rope_factors(sizes["head_dim"], sizes["rope_theta"], *scaling)
@@ -288,11 +256,51 @@ def rope_factors(
 ) -> tuple[float, ...]:
     """Return divisors (D/2) of the rotary frequencies: Llama-3.1's way to a longer context.
 
-    A frequency that turns less than `low` times within the original context is divided by
-    `factor`, one that turns more than `high` times stays as it is, and between the two it is a
-    blend.
+    A frequency that turns less than `low` times within the `original` context is divided by
+    `factor`. One that turns more than `high` times stays as it is. Between the two limits, the
+    result is a blend of both.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    turns = original / math.tau * theta**-exponents  # (D/2)
-    unscaled = ((turns - low) / (high - low)).clamp(0, 1)  # 1: it stays
+    frequencies = theta ** (-exponents)  # (D/2), in radians per token
+    turns = original / math.tau * frequencies  # (D/2)
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)  # 1: the frequency stays
     return tuple((1 / (unscaled + (1 - unscaled) / factor)).tolist())
+
+
+# --- For folders and GGUF files: the tensors ---
+
+CHECKPOINT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Tables of rotary frequencies, in folders and in GGUF files. A model has no parameters for them,
+# because it computes its own table.
+IGNORED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight")
+
+
+def load_weights(
+    module: nn.Module, tensors: Iterator[tuple[str, Tensor]], path: Path, device, dtype
+) -> None:
+    """Give a module on the meta device its tensors, moved to a device and converted to a dtype.
+    Raises InputError for a tensor that is missing, unknown, of the wrong shape or not finite."""
+    missing = {name: parameter.shape for name, parameter in module.named_parameters()}
+    loaded = {}
+    for name, tensor in tensors:
+        what = f"{path}: tensor {name}"
+        if name in missing:
+            shape = missing.pop(name)
+            if tensor.shape != shape or tensor.dtype not in CHECKPOINT_DTYPES:
+                found = f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise InputError(f"{what} is {found}, expected floats {tuple(shape)}")
+            loaded[name] = tensor.to(device, dtype)
+            if not loaded[name].isfinite().all():
+                raise InputError(f"{what} holds NaN, or values too large for {dtype}")
+        elif name in loaded:
+            raise InputError(f"{what} occurs twice")
+        elif not name.endswith(IGNORED_TENSORS):
+            raise InputError(
+                f"{what} is unknown: only {type(module).__name__}'s own tensors are supported, and "
+                "no quantized ones in .safetensors"
+            )
+    if missing:
+        raise InputError(f"{path}: tensor {next(iter(missing))} missing")
+    # strict=False, because a tied head has no tensor of its own. assign=True, because copying into
+    # tensors on the meta device would do nothing.
+    module.load_state_dict(loaded, strict=False, assign=True)

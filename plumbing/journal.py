@@ -13,7 +13,8 @@ A run that saves every 50 updates is killed during update 71, and then resumed:
 
 Updates 51 to 70 are done a second time. On the same machine they come out the same, because
 everything that is drawn depends only on the seed, the place in the data, and the number of the
-update.
+update. Settings on which the result depends must stay the same. The checkpoint therefore holds
+them, with checksums of the model and of the data, and `resume` compares them.
 """
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ from plumbing.signals import StopSignals
 
 
 def find_run(out: Path, resume: bool) -> bool:
-    """Return whether a folder holds a run to go on with. Raises InputError if it holds a run or a
-    model that a new run would overwrite."""
+    """Check that a run may begin or be resumed in a folder. Returns whether there is one to resume.
+    Raises InputError if the folder holds a run or a model that a new run would overwrite."""
     has_checkpoint = (out / "checkpoint.pt").exists()
     has_model = any(out.glob("*.safetensors"))  # perhaps in shards
     if has_checkpoint and not resume:
@@ -65,28 +66,28 @@ class Journal:
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
     save_model: Callable[[], None]  # writes the model as other programs read it
-    settings: dict  # plain values; a run with other ones would be another run
-    done: int = 0  # updates that the checkpoint has
-    position: int = 0  # in the data, after them
+    settings: dict  # plain values, which `resume` compares with those of the checkpoint
+    done: int = 0  # how many updates were done at the checkpoint
+    position: int = 0  # the place in the data at the checkpoint
 
     @property
     def log_path(self) -> Path:
         return self.out / "log.jsonl"
 
     def begin(self) -> None:
-        """Begin a run: with an empty log, and a checkpoint to which a run that is killed early can
-        go back. Raises InputError if the folder cannot be written."""
-        wait_for_all()  # until each has called `find_run`, which must not see these files
+        """Begin a run: write an empty log, and a checkpoint from which even a run that is killed
+        early can be resumed. Raises InputError if the folder cannot be written."""
+        wait_for_all()  # until every process has called `find_run`, which must not see these files
         if rank() == 0:
             with atomic_write(self.log_path) as part:
                 part.write_text("")
             self.write_checkpoint()
 
     def resume(self, updates: int, may_differ: Collection[str]) -> None:
-        """Go back to the checkpoint, to go on until `updates` are done. may_differ: the settings
-        that may have changed since.
+        """Go back to the checkpoint, to go on until `updates` are done. may_differ: the names of
+        settings that may have changed since.
 
-        Raises InputError if the checkpoint is damaged, or is of another run.
+        Raises InputError if the checkpoint is damaged, or belongs to a different run.
         """
         state = read_checkpoint(self.out)
         check_settings(state["settings"], self.settings, may_differ, self.out)
@@ -96,7 +97,7 @@ class Journal:
             optimizer.load_state_dict(saved)
         if rank() == 0:
             with open(self.log_path, "ab") as file:
-                # If the log was deleted, it is empty here, and must not be filled up with zeros.
+                # A log that was deleted is empty here, and must not be filled up with zeros.
                 file.truncate(min(file.tell(), state["log_bytes"]))
         self.done = state["update"]
         self.position = state["position"]
@@ -114,9 +115,9 @@ class Journal:
         self.done = done
         self.position = position
         if rank() == 0:
-            # The model comes first. If the run is killed in between, it resumes from the checkpoint
-            # before this one, and saves the model again. In the other order it might find that all
-            # updates are done, and leave an old model.
+            # The model comes first. A run that is killed in between resumes from the checkpoint
+            # before this one, and saves the model again. In the other order, the resumed run might
+            # find that all updates are done, and leave an old model.
             self.save_model()
             self.write_checkpoint()
 
@@ -141,29 +142,34 @@ def end_stopped_run(done: int, signals: StopSignals) -> NoReturn:
     signals.end_program()
 
 
+# --- Checkpoints, and the settings in them ---
+
+
 def read_checkpoint(out: Path) -> dict:
     """Return the checkpoint of the run in a folder. Raises InputError."""
     path = out / "checkpoint.pt"
-    with input_errors(f"{path}: not a readable checkpoint", Exception):  # there are many kinds
+    # torch.load raises errors of many kinds for a damaged file.
+    with input_errors(f"{path}: not a readable checkpoint", Exception):
         state = torch.load(path, map_location="cpu")
     if "settings" not in state:
-        raise InputError(
-            f"{path} was made by an earlier version of this program, which alone can go on with "
-            "it: choose another folder"
-        )
+        raise InputError(f"{path} was made by an earlier version: choose another folder")
     return state
 
 
 def read_settings(out: Path) -> dict:
-    """Return the settings of the run in a folder, or {} if there is no run. Raises InputError."""
+    """Return the settings of the run in a folder, or {} if there is no run. Raises InputError.
+
+    A command line needs the settings before there is a model into which `Journal.resume` could load
+    the rest. The checkpoint is therefore read twice.
+    """
     if not (out / "checkpoint.pt").exists():
         return {}
     return read_checkpoint(out)["settings"]
 
 
 def check_settings(saved: dict, wanted: dict, may_differ: Collection[str], out: Path) -> None:
-    """Raises InputError if a run that is to be resumed was made with other settings. It names all
-    that differ."""
+    """Check that a run is resumed with the settings that it was begun with. Otherwise raise an
+    InputError that names all differences."""
     differences = []
     for name, value in saved.items():
         now = wanted.get(name)
@@ -179,31 +185,35 @@ def check_settings(saved: dict, wanted: dict, may_differ: Collection[str], out: 
 def fingerprint_files(files: Iterable[str | Path]) -> str:
     """Return a checksum of the contents of several files, in this order. Their names do not matter.
 
-    It has 16 digits, as people read it in messages.
+    The checksum is cut to 16 digits, because people read it in messages.
     """
     checksums = [checksum(file) for file in files]
     return hashlib.sha256(" ".join(checksums).encode()).hexdigest()[:16]
 
 
 def fingerprint_model(path: Path) -> str:
-    """Return a checksum of a .gguf file, or of all files of a Hugging Face folder that are of the
-    kinds that a model is read from."""
+    """Return a checksum of a .gguf file, or of those files of a Hugging Face folder from which a
+    model and its tokenizer may be read."""
     if path.is_file():
         return fingerprint_files([path])
-    # The folder may hold other files. A toy target's also has its text and its training run.
+    # The folder may hold other files. That of a toy target also has its text and its training run.
     suffixes = (".safetensors", ".json", ".jinja")
     files = [file for file in path.iterdir() if file.suffix in suffixes]
     return fingerprint_files(sorted(files))
 
 
+# --- The log ---
+
+
 def read_log(out: str | Path) -> list[dict]:
-    """Return what a run has logged."""
+    """Return the records that a run has logged."""
     lines = Path(out, "log.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
 def draw_scores(scores: dict, update: int) -> str:
-    """Draw what `evaluate` of train.py returns, with a bar for the accuracy at each depth."""
+    """Draw the scores of `evaluate` in train.py as text, with a bar for the accuracy at each depth.
+    """
     lines = [
         f"update {update}: held-out loss {scores['held_out_loss']:.3f}",
         f"  KL {scores['held_out_kl']:.3f}, implied acceptance length "

@@ -2,8 +2,8 @@
 
 You do not need this file to understand the paper. Speculative decoding promises that greedy text is
 the target's own, and in exact arithmetic it is: a token has the same logits in a pass over that
-token alone and in one over a whole draft. But a computer rounds each partial sum, so the value of a
-sum depends on its order:
+token alone and in a pass over a whole draft. A computer, however, rounds each partial sum, so the
+value of a sum depends on its order:
 
     (1e8 + 1) - 1e8 = 0        in float32, which rounds 1e8 + 1 to 1e8
     (1e8 - 1e8) + 1 = 1
@@ -15,28 +15,28 @@ of inputs gives one output as
     -16.507423      in a pass over this row alone
     -16.507454      in a pass over this row and 31 others
 
-Such a difference grows from layer to layer, and once in a while another token is then the
-likeliest. The remedy is padding. No pass is given a shape for which the order is another one:
+Such a difference grows from layer to layer, and once in a while it makes a different token the
+likeliest one. The remedy is padding, which gives every pass a shape with the same order:
 
     linear layers   If a pass has few rows (tokens), rows are added. Their results are dropped.
-    attention       If a pass has few queries, queries are added. Their results are dropped. Keys
-                    are added, too, and masked. A masked key has weight 0 and changes no sum.
+    attention       If a pass has few queries, queries are added. Their results are dropped. Masked
+                    keys are added as well. A masked key has weight 0 and changes no sum.
 
-How much padding it takes depends on the processor and on the version of PyTorch, and no manual says
-it. So `probe_rows` and `probe_attention` find it out by trial, once for each shape in a process.
-If two passes give the same bits, they are taken to add up in the same order. That is evidence, not
-proof, which is why tests/test_exact.py also compares whole answers.
+How much padding is needed depends on the processor and on the version of PyTorch, and is documented
+nowhere. `probe_rows` and `probe_attention` therefore find it out by trial, once per shape in each
+process. If two passes give bit-identical results, they are taken to add up in the same order. This
+is evidence, not proof, which is why tests/test_exact.py also compares whole answers.
 
 With most numbers two orders often round to the same result, so the trials use numbers that cancel.
-1e8 + 1 - 1e8 - 1 is 0, but from left to right float32 makes it -1. Such a sum is made of rounding
-errors alone, and another order makes other errors.
+1e8 + 1 - 1e8 - 1 is 0, but float32 gets -1 if it adds from left to right. Such a sum consists of
+rounding errors alone, and a different order gives different errors.
 
-A tree of drafted tokens needs one thing more: see plumbing/layout.py.
+A tree of drafted tokens needs one more thing: see plumbing/layout.py.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import torch
@@ -45,15 +45,21 @@ from torch import Generator, Tensor
 
 from plumbing.onednn import packed_product, reorder_weight
 
-# The trials try passes over up to 32 rows. So an exact pass has at most 32 tokens: the newest one
-# and a draft of 31. On an Intel Xeon with AMX a product of 33 rows adds up in another order than a
-# product of 32.
+# The trials try passes over up to 32 rows, so an exact pass has at most 32 tokens: the newest token
+# and 31 drafted ones. On an Intel Xeon with AMX a product of 33 rows adds up in a different order
+# from a product of 32.
 MAX_ROWS = 32
 # An exact pass has at least four rows, even where fewer would be exact. On an AMD EPYC and on an
 # Intel Xeon with AMX a product of four rows was faster than a product of one: for one row oneDNN
 # reads the weights more slowly.
 MIN_ROWS = 4
 KEY_BLOCK = 512  # keys that PyTorch's attention on a CPU reads at a time
+
+
+def scattered(rows: int, columns: int, generator: Generator) -> Tensor:
+    """Return random numbers of many magnitudes, so that even sums of bfloat16 are rounded."""
+    magnitudes = torch.randint(-10, 11, (rows, columns), generator=generator)
+    return torch.randn(rows, columns, generator=generator) * 2.0**magnitudes
 
 
 # --- Linear layers ---
@@ -64,14 +70,15 @@ def probe_rows(outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> 
     """Return the `min_rows` that make `packed_product` exact, with a weight of this shape.
 
     It is the least number n, from MIN_ROWS up, for which passes over n, n + 1, ..., MAX_ROWS equal
-    rows give every row the same result. None if not even the rows of one pass over MAX_ROWS agree.
+    rows give every row the same result. Return None if not even the rows of a pass over MAX_ROWS
+    agree with each other.
 
     At most 4,096 outputs are tried, of the 49,152 of an LM head. We assume that the number of
-    outputs does not matter: each is a sum of its own, over the inputs.
+    outputs does not matter, because each output is a sum of its own, over the inputs.
     """
     generator = Generator().manual_seed(seed)
-    # The sums cancel: for each term w x there is another one, -w x. The second half of w is the
-    # first half negated, and the second half of x is the first half again.
+    # The sums cancel: for each term w x there is a term -w x. The second half of w is the first
+    # half negated, and the second half of x is the first half again.
     half = (inputs + 1) // 2
     w = scattered(min(outputs, 4096), half, generator)
     w = torch.cat([w, -w], dim=1)
@@ -93,173 +100,117 @@ def probe_rows(outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> 
     return least
 
 
-def scattered(rows: int, columns: int, generator: Generator) -> Tensor:
-    """Return random numbers of many magnitudes, so that even sums of bfloat16 are rounded."""
-    magnitudes = torch.randint(-10, 11, (rows, columns), generator=generator)
-    return torch.randn(rows, columns, generator=generator) * 2.0**magnitudes
-
-
-# --- Attention: what keeps its order ---
+# --- Attention: the order of its sums ---
 #
-# For each query attention adds up exp(score), which softmax divides by, and exp(score) * value over
+# For each query attention adds up exp(score), by which softmax divides, and exp(score) * value over
 # all keys. PyTorch's kernel does so for a block of KEY_BLOCK keys at a time, and adds up the blocks
 # one after the other. Within a block it is as if the keys went into *lanes*, each a sum of its own,
-# that are added up at the end. Here are the slots (places in the cache) of 24 keys in 4 lanes:
+# which are added up at every *split*. Here are the slots (places in the cache) of 24 keys, for a
+# kernel with 4 lanes and a split after 12 keys:
 #
 #     lane     0   1   2   3
 #
 #     slot     0   1   2   3
 #              4   5   6   7
 #              8   9  10  11
-#             --------------   a split: the four lanes are added up, and begin again
+#             --------------   a split: the four lanes are added up, and start again at 0
 #             12  13  14  15
 #             16  17  18  19
 #             20  21  22  23
 #             --------------   a split, and the end of the block
 #
-# `AttentionLimits` has four facts about the keys of such a kernel. The first three say where a key
-# may lie:
+# A masked key adds 0 to its lane. If slot 5 is masked, its key may therefore lie in slot 9 instead:
+# slot 9 belongs to the same lane, and the key before it in this lane is still the key of slot 1.
 #
-#     period    The lanes repeat after a period of slots, here 4. The key of slot 5 may lie in slot
-#               9 instead, if slot 5 is masked: its lane is the same, and so is the key before it in
-#               the lane, that of slot 1.
-#     grain     Some kernels add up a few neighbours first, a grain, and put their sum into a lane.
-#               Then a grain can only move as a whole. A grain of 1, as here, is a key on its own.
-#     splits    At these slots the lanes are added up, here at 12 and 24. A key may not move beyond.
-#     lengths   A last block of fewer keys may be split elsewhere. At these lengths it is not: it is
-#               summed as the beginning of a full block is, so it is padded to one of them.
-#
-# Two more are about queries: see `probe_queries`. On an AMD EPYC in bfloat16, for heads of 64
-# numbers, three of which share a kv head, all six are the following. A last block of 200 keys is
-# padded to 384: blocks of 224 to 352 are split elsewhere.
-#
-#     AttentionLimits(
-#         query_multiple=4,
-#         most_tokens=32,
-#         period=32,
-#         grain=1,
-#         splits=(192, 384, 512),
-#         lengths=(32, 64, 96, 128, 160, 192, 384, 416, 448, 480, 512),
-#     )
+# The probes below find out what a kernel needs, and each explains one property of kernels.
+# `AttentionLimits`, after the probes, holds what they found.
 
 
-@dataclass(frozen=True)
-class AttentionLimits:
-    """What attention needs to add up the keys of a query in the same order in every pass."""
-
-    query_multiple: int  # the queries of a kv head are padded to a multiple of this
-    most_tokens: int  # a pass over more is not exact; never more than MAX_ROWS
-    period: int  # a key may lie a multiple of this later
-    grain: int  # keys that move together; the first is in a slot that is a multiple of this
-    splits: tuple[int, ...]  # where sums end in a block; no key may move beyond one
-    lengths: tuple[int, ...]  # the keys of the last block are padded to one of these
-
-    def attention_mask(self, mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-        """Turn a mask of tokens (T, S) into one of queries and keys that need no more padding.
-
-        It has the mask of the tokens for each of the `group` query heads that share a kv head, one
-        below the other. Rows for added queries follow, which see everything, and columns for added
-        keys, which only the added queries see. It is to be added to the scores: 0, or -inf.
-        """
-        mask = torch.cat([mask] * group)  # (group T, S)
-        queries, keys = mask.shape
-        mask = F.pad(mask, (0, self.padded(keys) - keys), value=False)
-        mask = F.pad(mask, (0, 0, 0, -queries % self.query_multiple), value=True)
-        return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf)
-
-    def padded(self, length: int) -> int:
-        """Return how many keys attention must be given for `length` keys."""
-        last = length % KEY_BLOCK  # keys of the last block
-        if last == 0:
-            return length
-        padded_last = min(size for size in self.lengths if size >= last)
-        return length - last + padded_last
-
-    def next_split(self, slot: int) -> int:
-        """Return where the sum ends that a key in this slot belongs to."""
-        place = slot % KEY_BLOCK  # in its block
-        split = min(split for split in self.splits if split > place)
-        return slot - place + split
+# --- Attention: trials ---
 
 
-# --- Attention: the trials that find it out ---
+@lru_cache(maxsize=1)  # most trials use the same numbers again
+def canceling_numbers(
+    count: int, head_dim: int, dtype: torch.dtype, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Return B = 16 queries (B, 1, D), and for each of them the same keys and values, side by side,
+    in a different order (B, count, 2D).
 
+    Both sums of attention show the order of their terms, each by a construction of its own. Scores
+    are query * key / sqrt(D).
 
-@cache
-def probe_attention(
-    head_dim: int, group: int, dtype: torch.dtype, seed: int = 0
-) -> AttentionLimits | None:
-    """Find out the limits for heads of `head_dim` numbers, `group` of which share a kv head.
+    The sum of exp(score) * value cancels for a query that ends in 0. The second half of the keys
+    repeats the first half, with negated values. With four keys, where t is random:
 
-    Each probe asks whether results stay the same, to the bit, if one thing is different:
+        key       0      1      2      3
+        score     0      t      0      t
+        value     v      w     -v     -w
 
-        probe_queries    a pass has fewer or more queries
-        probe_period     the second half of the keys lies a period later
-        probe_grain      the keys from any multiple of the grain on lie a period later
-        probe_splits     only the last keys lie a period later
-        probe_lengths    the block ends with the keys, where otherwise masked slots follow
+    The sum of exp(score) has no negative terms that could cancel. For a query that ends in sqrt(D),
+    however, one term is 1 and the others are about exp(-17), which is 4e-8. In float32 1 + 4e-8 is
+    1, but 1 + (4e-8 + 4e-8) is 1.0000001, so it matters which terms are added to the 1, and when.
+    The last number of a key is 0 in key 0 and -17 in all others. A query that ends in sqrt(D) adds
+    it to the score, and a query that ends in 0 ignores it. Where u is random:
 
-    Returns None if the kernel works otherwise than described above, or if passes over two tokens
-    would not be exact.
+        key       0      1      2      3
+        score     0   u-17    -17   u-17
     """
-    trial = Trial(head_dim, dtype, seed)
-    # A pass over T tokens has group * T queries for a kv head.
-    found = probe_queries(trial, group * MAX_ROWS)
-    if found is None:
-        return None
-    query_multiple, most_queries = found
-    most_tokens = min(MAX_ROWS, most_queries // group)
-    trial = replace(trial, copies=query_multiple)
-    period = probe_period(trial)
-    if period is None or most_tokens < 2:
-        return None
-    return AttentionLimits(
-        query_multiple=query_multiple,
-        most_tokens=most_tokens,
-        period=period,
-        grain=probe_grain(trial, period),
-        splits=probe_splits(trial, period),
-        lengths=probe_lengths(trial, period),
-    )
+    generator = Generator().manual_seed(seed)
+    queries = torch.randn(16, 1, head_dim, generator=generator)
+    # On an AMD EPYC each query that ends in 0 reveals a changed order. Of those that end in sqrt(D)
+    # only two in five do, so there are more of these.
+    queries[:2, :, -1] = 0.0
+    queries[2:, :, -1] = head_dim**0.5
+    half = count // 2
+    k = torch.randn(half, head_dim, generator=generator)
+    k[0] = 0.0
+    k = k.repeat(2, 1)  # (count, D)
+    k[1:, -1] = -17.0
+    v = scattered(half, head_dim, generator)
+    v = torch.cat([v, -v])  # (count, D)
+    kv = torch.cat([k, v], dim=1).to(dtype)  # (count, 2D)
+    orders = torch.rand(len(queries), count, generator=generator).argsort(dim=1)
+    return queries.to(dtype), kv[orders]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Attention over numbers whose sums are rounding errors.
+    """Attention over `canceling_numbers`.
 
-    Two calls with the same number of keys have the same keys, in the same order. So their results
-    differ only if their sums have another order.
+    Two calls with the same number of keys have the same keys, in the same order. Their results
+    therefore differ only if their sums have different orders.
     """
 
     head_dim: int
     dtype: torch.dtype
     seed: int
-    copies: int = 1  # T: how often each query is in a pass
+    copies: int  # T: how many times each query is in a pass
 
     def attend(self, slots: Sequence[int], length: int = KEY_BLOCK) -> Tensor:
         """Attend to a block of `length` slots, with keys in these slots. The others are masked.
 
-        Returns (B, T, D + 1): what the queries read and, because that is rounded to the dtype, also
-        the logarithm of the sum of exp(score), which is in float32.
+        Return (B, T, D + 1): the D numbers that attention returns for each query and, because they
+        are rounded to the dtype, also the logarithm of the sum of exp(score), in float32.
         """
         slots = list(slots)
-        queries, kv = cancelling_numbers(len(slots), self.head_dim, self.dtype, self.seed)
+        queries, kv = canceling_numbers(len(slots), self.head_dim, self.dtype, self.seed)
         batch = len(queries)
         queries = queries.repeat(1, self.copies, 1).unsqueeze(1)  # (B, 1, T, D)
         block = torch.zeros(batch, 1, length, 2 * self.head_dim, dtype=self.dtype)
         block[:, 0, slots] = kv
         k, v = block.chunk(2, dim=-1)  # (B, 1, S, D)
         mask = torch.full((self.copies, length), -torch.inf, dtype=self.dtype)
-        mask[:, slots] = 0.0  # it is added to the scores
-        # This is what F.scaled_dot_product_attention calls on a CPU. It also returns the logarithm.
+        mask[:, slots] = 0.0  # the mask is added to the scores
+        # F.scaled_dot_product_attention calls this function on a CPU, and drops the logarithm.
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, log_sum = kernel(queries, k, v, attn_mask=mask)
         out = out.squeeze(1).float()  # (B, T, D)
         return torch.cat([out, log_sum.view(batch, self.copies, 1)], dim=-1)
 
     def may_move(self, count: int, first: int, distance: int) -> bool:
-        """Tell whether results stay the same if, of `count` keys in the first slots, those from
-        slot `first` on lie `distance` slots later. With 128 keys, from 64 on, by 16:
+        """Put `count` keys in the first slots, and move the keys from slot `first` on to slots that
+        are `distance` later. Tell whether results stay the same. With 128 keys, of which those from
+        slot 64 on move by 16:
 
             slot          0 ... 63    64 ... 79    80 ... 127    128 ... 143
             not moved     0 ... 63    64 ... 79    80 ... 127    (masked)
@@ -269,48 +220,60 @@ class Trial:
         return torch.equal(self.attend(moved), self.attend(range(count)))
 
 
-def probe_queries(trial: Trial, most: int) -> tuple[int, int] | None:
-    """Return the least multiple to which queries have to be padded, and up to how many queries, of
-    `most`, that is enough. Returns None if there is no such multiple up to 32.
+# --- Attention: probes ---
 
-    Copies of a query have equal results, unless their number changes the order. On an AMD EPYC all
-    numbers from 4 to 32 agree with each other, but 1, 2, 3 and 33, 34, 35 do not: a kernel takes 32
-    queries at a time, and what remains is fewer than four. So the multiple is 4:
+QUERY_MULTIPLES = (1, 2, 4, 8, 16, 32)  # those that are tried
+
+
+def probe_queries(
+    head_dim: int, dtype: torch.dtype, seed: int, most: int
+) -> tuple[int, int] | None:
+    """Find the multiple to which queries have to be padded.
+
+    Copies of a query have equal results, unless the number of copies changes the order. On an AMD
+    EPYC all numbers from 4 to 32 agree with each other, but 1, 2, 3 and 33, 34, 35 do not: a kernel
+    takes 32 queries at a time, and here fewer than four are left over. The multiple is therefore 4:
 
         queries     1   2   3   4   5  ...  31  32  33  34  35  36  37 ...
         agree       -   -   -   x   x        x   x   -   -   -   x   x
+
+    Return the multiple, and the largest number of queries up to which all its multiples agree. (No
+    pass has more than `most` queries, so larger numbers are not tried.) Return None if none of
+    QUERY_MULTIPLES will do.
     """
-    largest_multiple = 32
+    largest = QUERY_MULTIPLES[-1]
     keys = range(KEY_BLOCK)
-    full = replace(trial, copies=largest_multiple).attend(keys)  # (B, T, D + 1)
+    full = Trial(head_dim, dtype, seed, copies=largest).attend(keys)  # (B, T, D + 1)
     expected = full[:, :1]
 
     def agree(count: int) -> bool:
-        results = replace(trial, copies=count).attend(keys)
+        """Tell whether the results of `count` copies of a query are the expected ones."""
+        results = Trial(head_dim, dtype, seed, copies=count).attend(keys)
         return bool((results == expected).all())
 
-    for multiple in (1, 2, 4, 8, 16, largest_multiple):
+    for multiple in QUERY_MULTIPLES:
         agreeing = 0
         while agreeing < most and agree(agreeing + multiple):
             agreeing += multiple
-        if agreeing >= largest_multiple:
+        if agreeing >= largest:
             return multiple, agreeing
     return None
 
 
-# The next two probes move the second half of 128 keys by up to 64 slots, so up to slot 191. A split
-# before that would look to them like lanes that do not repeat. On an AMD EPYC the first one is at
-# slot 192.
+# `probe_period` and `probe_grain` move the second half of 128 keys by up to 64 slots, and so up to
+# slot 191. They would mistake a split before slot 192 for lanes that do not repeat. On an AMD EPYC
+# the first split is at slot 192.
 KEYS_TO_MOVE = 128
-PERIODS = (16, 32, 64)  # those tried; no CPU that was tried needs more than 32
+PERIODS = (16, 32, 64)  # those that are tried; no CPU that was tried needs more than 32
 
 
 def probe_period(trial: Trial) -> int | None:
-    """Return the least of PERIODS by which keys may move, or None if there is none.
+    """Return the *period* of the lanes: if a key moves a period later, it stays in its lane.
 
-    With a period of 16 the keys from slot 64 on are tried in the slots from 80 on. With 16 lanes,
-    or 8 or 4, each comes into its own lane again. With 32 lanes key 64 does not: slot 64 belongs to
-    lane 0, and slot 80 to lane 16. The period may be a multiple of the lanes, which does no harm.
+    Any multiple of the number of lanes is a period. Return the least one of PERIODS, or None if
+    none of these is a period. In the trial for a period of 16 the keys from slot 64 on move to the
+    slots from 80 on. With 16 lanes, or 8 or 4, each key stays in its lane. With 32 lanes the key of
+    slot 64 does not: slot 64 belongs to lane 0, and slot 80 to lane 16.
     """
     first = KEYS_TO_MOVE // 2
     for period in PERIODS:
@@ -320,11 +283,16 @@ def probe_period(trial: Trial) -> int | None:
 
 
 def probe_grain(trial: Trial, period: int) -> int:
-    """Return the least number of neighbours that have to move together.
+    """Return the *grain*: the least number of neighboring keys that have to move together.
 
-    If neighbours are added up in pairs, keys may move from slot 66 on, but not from slot 65 on: key
-    64 would lose its neighbour. So a grain is found if keys may move from each of its multiples on.
-    With a period of 16:
+    A kernel may first add up a few neighboring keys, and then add their sum to a lane. In the
+    drawing above a grain is a single key, and so it was on an AMD EPYC. Grains may be larger on a
+    CPU with AMX: according to Intel's manual its instruction for bfloat16, TDPBF16PS, sums the
+    products of a whole tile, up to 32 keys, before it adds them to the earlier sum.
+
+    If neighbors are added up in pairs, keys may move from slot 66 on, but not from slot 65 on,
+    because key 64 would lose its neighbor. In general, a number is a multiple of the grain if keys
+    may move from each of its multiples on. With a period of 16:
 
         slot              64  65  66  67 ...  80  81  82  83
         before            64  65  66  67
@@ -342,14 +310,14 @@ def probe_grain(trial: Trial, period: int) -> int:
 
 
 def probe_splits(trial: Trial, period: int) -> tuple[int, ...]:
-    """Return after how many keys of a block a sum ends.
+    """Return the *splits*: the numbers of keys in a block after which the lanes are added up.
 
-    If a sum does not end after n keys, the last of these keys may move. With a period of 32 and a
-    split at 192, the last 32 of 160 keys may move from slot 128 to slot 160, but the last 32 of 192
-    keys may not move from slot 160 to slot 192.
+    No key may move past a split. If there is no split after n keys, the last of these keys may move
+    a period later. With a period of 32 and a split at 192, the last 32 of 160 keys may move from
+    slot 128 to slot 160, but the last 32 of 192 keys may not move from slot 160 to slot 192.
 
-    With a single lane the first split is not found: there the last grain is added to all that came
-    before it, whether the split lies before or after it.
+    With a single lane the first split is not found: the last grain is added to the sum of all keys
+    before it, whether the split lies before or after this grain.
     """
     splits = []
     for count in range(period, KEY_BLOCK, period):
@@ -359,8 +327,11 @@ def probe_splits(trial: Trial, period: int) -> tuple[int, ...]:
 
 
 def probe_lengths(trial: Trial, period: int) -> tuple[int, ...]:
-    """Return the numbers of keys at which a block may end: its sums are the same as if masked slots
-    followed, up to KEY_BLOCK."""
+    """Return the *lengths* to which the last block of a cache may be padded.
+
+    A block of fewer than KEY_BLOCK keys may be split elsewhere than a full block. At these lengths
+    it is not: its sums are the same as if masked slots followed, up to KEY_BLOCK.
+    """
     lengths = []
     for count in range(period, KEY_BLOCK + 1, period):
         keys = range(count)
@@ -369,50 +340,97 @@ def probe_lengths(trial: Trial, period: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-# --- Attention: the numbers of a trial ---
+# --- Attention: limits ---
 
 
-@lru_cache(maxsize=1)  # most trials use the same numbers again
-def cancelling_numbers(
-    count: int, head_dim: int, dtype: torch.dtype, seed: int
-) -> tuple[Tensor, Tensor]:
-    """Return B = 16 queries (B, 1, D), and for each of them the `cancelling_keys` in another order
-    (B, count, 2D)."""
-    generator = Generator().manual_seed(seed)
-    queries = torch.randn(16, 1, head_dim, generator=generator)
-    # On an AMD EPYC each of the first two shows another order, and two in five of the others do.
-    # So there are more of the others.
-    queries[:2, :, -1] = 0.0
-    queries[2:, :, -1] = head_dim**0.5
-    kv = cancelling_keys(count, head_dim, generator).to(dtype)
-    orders = torch.rand(len(queries), count, generator=generator).argsort(dim=1)
-    return queries.to(dtype), kv[orders]
+@dataclass(frozen=True)
+class AttentionLimits:
+    """What attention needs to add up the keys of a query in the same order in every pass.
 
+    On an AMD EPYC in bfloat16, for heads of 64 numbers, three of which share a kv head, these are:
 
-def cancelling_keys(count: int, head_dim: int, generator: Generator) -> Tensor:
-    """Return keys and values, side by side (count, 2D), with which each of attention's two sums
-    shows the order of its terms.
+        AttentionLimits(
+            query_multiple=4,
+            most_tokens=32,
+            period=32,
+            grain=1,
+            splits=(192, 384, 512),
+            lengths=(32, 64, 96, 128, 160, 192, 384, 416, 448, 480, 512),
+        )
 
-    The second half of the keys repeats the first, with negative values. The last number of a key is
-    -17, and that of the first key 0. The score is query * key / sqrt(D). So four keys give these
-    scores, where t and u are random:
-
-        key                                   0        1        2        3
-        value                                 v        w       -v       -w
-        score, if a query ends in 0           0        t        0        t
-        score, if a query ends in sqrt(D)     0      u-17     -17      u-17
-
-    The sum of exp(score) * value is 0 for a query that ends in 0, but for rounding errors.
-
-    The sum of exp(score) has no negative terms that could cancel. But for a query that ends in
-    sqrt(D) one term is 1, and the others are about exp(-17), which is 4e-8. In float32 1 + 4e-8 is
-    1, and 1 + (4e-8 + 4e-8) is 1.0000001. So it matters which terms meet the 1, and when.
+    There a pass over 5 tokens has 15 queries for a kv head, and is padded to 16. A last block of
+    200 keys is padded to 384, because blocks of 224 to 352 keys are split elsewhere.
     """
-    half = count // 2
-    k = torch.randn(half, head_dim, generator=generator)
-    k[0] = 0.0
-    k = k.repeat(2, 1)  # (count, D)
-    k[1:, -1] = -17.0
-    v = scattered(half, head_dim, generator)
-    v = torch.cat([v, -v])  # (count, D)
-    return torch.cat([k, v], dim=1)
+
+    query_multiple: int  # the queries for a kv head are padded to a multiple of this number
+    most_tokens: int  # a pass over more tokens is not exact; never more than MAX_ROWS
+    period: int  # a key may lie this many slots later, or a multiple
+    grain: int  # keys that move together; the first one's slot is a multiple of this number
+    splits: tuple[int, ...]  # slots of a block where the lanes are added up; no key moves past one
+    lengths: tuple[int, ...]  # the keys of the last block are padded to one of these numbers
+
+    def attention_mask(self, mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+        """Turn a mask of tokens (T, S) into one of queries and keys that need no more padding.
+
+        The rows of the tokens are repeated for each of the `group` query heads that share a kv
+        head. Below them are rows for added queries, which see everything. On the right are columns
+        for added keys, which only the added queries see. The result is 0 where a query sees a key,
+        otherwise -inf, and is to be added to the scores.
+        """
+        mask = torch.cat([mask] * group)  # (group T, S)
+        queries, keys = mask.shape
+        mask = F.pad(mask, (0, self.padded(keys) - keys), value=False)
+        mask = F.pad(mask, (0, 0, 0, -queries % self.query_multiple), value=True)
+        return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf)
+
+    def padded(self, length: int) -> int:
+        """Return how many keys attention must be given for `length` keys."""
+        last = length % KEY_BLOCK  # the number of keys in the last block, if it is not full
+        if last == 0:
+            return length
+        padded_last = min(size for size in self.lengths if size >= last)
+        return length - last + padded_last
+
+    def next_split(self, slot: int) -> int:
+        """Return the first split after this slot."""
+        place = slot % KEY_BLOCK  # the slot's place in its block
+        split = min(split for split in self.splits if split > place)
+        return slot - place + split
+
+
+@cache
+def probe_attention(
+    head_dim: int, group: int, dtype: torch.dtype, seed: int = 0
+) -> AttentionLimits | None:
+    """Find the limits for heads of `head_dim` numbers, `group` of which share a kv head.
+
+    Each probe asks whether results stay bit-identical if one thing is changed:
+
+        probe_queries    a pass has fewer or more queries
+        probe_period     the second half of the keys lies a period later
+        probe_grain      the keys from any multiple of the grain on lie a period later
+        probe_splits     only the last keys lie a period later
+        probe_lengths    no masked slots follow the keys
+
+    Return None if the kernel does not work as described above, or if passes over two tokens would
+    not be exact.
+    """
+    # A pass over T tokens has group * T queries for each kv head.
+    found = probe_queries(head_dim, dtype, seed, most=group * MAX_ROWS)
+    if found is None:
+        return None
+    query_multiple, most_queries = found
+    most_tokens = min(MAX_ROWS, most_queries // group)
+    # The other probes are about keys, and need a number of queries that does not change the order.
+    trial = Trial(head_dim, dtype, seed, copies=query_multiple)
+    period = probe_period(trial)
+    if period is None or most_tokens < 2:
+        return None
+    return AttentionLimits(
+        query_multiple=query_multiple,
+        most_tokens=most_tokens,
+        period=period,
+        grain=probe_grain(trial, period),
+        splits=probe_splits(trial, period),
+        lengths=probe_lengths(trial, period),
+    )

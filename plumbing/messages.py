@@ -8,9 +8,9 @@ A message is a header, then fields as a JSON object, then tensors in the safeten
 A server that cannot give what was asked for sends the field "refused" instead, which says why.
 
 Each client of the server has a thread and a session of its own. This file knows nothing of models:
-it receives a request, and the session says what to reply. Nothing is encrypted, and nobody has to
-prove who they are. So the server only listens to its own machine. To connect from elsewhere, go
-through SSH, which does both.
+it receives a request, and the session says what to reply. Nothing is encrypted, and no client is
+authenticated. Therefore the server only accepts connections from its own machine. To connect from
+elsewhere, go through SSH, which encrypts and authenticates.
 """
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from plumbing.errors import InputError, input_errors
+from plumbing.errors import InputError, input_errors, is_out_of_memory
 
 Address = tuple[str, int]  # host and port
 Tensors = dict[str, Tensor]  # by name
@@ -39,11 +39,11 @@ Replies = Iterator[tuple[dict, Tensors]]  # the fields and the tensors of each
 # --- Messages ---
 
 HEADER = struct.Struct("!4sBIQ")  # "!": big-endian, as is usual in networks, and no padding
-MAGIC = b"MoAs"  # shows at once if the peer speaks another protocol
-VERSION = 5  # of this format: a peer with another one would misread our messages
+MAGIC = b"MoAs"  # shows at once if the peer speaks a different protocol
+VERSION = 5  # this format is the fifth: a peer that uses an older one would misread our messages
 MAX_FIELDS = 1 << 16  # bytes: the longest fields, a draft of 64 tokens, have less than a thousand
-MAX_PIECE = 1 << 16  # bytes in one call: memory grows with what comes, not with what is announced
-SEND_SECONDS = 10.0  # for a piece: a peer that takes nothing must not hold us
+MAX_PIECE = 1 << 16  # bytes in one call: memory grows with what arrives, not with what is announced
+SEND_SECONDS = 10.0  # for a piece: a peer that does not receive must not block us for longer
 
 
 class ProtocolError(OSError):
@@ -54,23 +54,29 @@ class Refused(OSError):
     """The peer understood us, and says why it cannot give what was asked for."""
 
 
-# What reading something malformed may raise.
+# What reading a malformed message may raise. The list is broad, because the peer may send any JSON
+# and any tensors, and the code that reads them would need a check before each of its steps.
 MALFORMED = (
-    LookupError,
-    TypeError,
-    ValueError,
-    ArithmeticError,
-    RuntimeError,
-    safetensors.SafetensorError,
+    LookupError,  # a field or a tensor is missing
+    TypeError,  # a field has a different type, such as null for a list
+    ValueError,  # the bytes are not JSON, or a value fails one of our own checks
+    ArithmeticError,  # an int is too large for a float
+    RuntimeError,  # JSON is nested too deeply, or a tensor has a different shape
+    safetensors.SafetensorError,  # the bytes are not tensors
 )
 
 
 @contextmanager
 def refuse_malformed(what: str) -> Iterator[None]:
-    """Turn each exception in MALFORMED into a ProtocolError."""
+    """Turn each exception in MALFORMED into a ProtocolError, except for lack of memory.
+
+    Use this only around code that reads data from outside. Elsewhere the same exceptions are bugs.
+    """
     try:
         yield
     except MALFORMED as error:
+        if isinstance(error, RuntimeError) and is_out_of_memory(error):
+            raise
         raise ProtocolError(f"malformed {what}: {error!r:.200}")
 
 
@@ -91,7 +97,7 @@ def send_message(sock: socket.socket, fields: dict, tensors: Tensors) -> int:
     data = safetensors.torch.save(tensors) if tensors else b""
     message = HEADER.pack(MAGIC, VERSION, len(text), len(data)) + text + data
     sock.settimeout(SEND_SECONDS)
-    for first in range(0, len(message), MAX_PIECE):  # the timeout is for each of them
+    for first in range(0, len(message), MAX_PIECE):  # the timeout holds for each piece
         sock.sendall(message[first:first + MAX_PIECE])
     return len(message)
 
@@ -123,7 +129,7 @@ def receive_message(sock: socket.socket, limit: int, deadline: float) -> Message
 
 def receive_bytes(sock: socket.socket, size: int, deadline: float) -> bytes:
     """Receive the next `size` bytes. Raises OSError: TimeoutError at the moment `deadline`,
-    ConnectionError if the peer closes the connection before."""
+    ConnectionError if the peer closes the connection too early."""
     received = bytearray()
     while len(received) < size:
         left = deadline - monotonic()
@@ -137,10 +143,10 @@ def receive_bytes(sock: socket.socket, size: int, deadline: float) -> bytes:
     return bytes(received)
 
 
-def check_int(value: object, low: int, high: int) -> int:
-    """Return the value if it is an int within [low, high]. Raises ValueError."""
+def check_int(value: object, low: int, high: int, what: str = "value") -> int:
+    """Return the value if it is an int within [low, high]. Raises ValueError about `what`."""
     if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"invalid value {value!r:.40}: expected an int from {low} to {high}")
+        raise ValueError(f"invalid {what} {value!r:.40}: expected an int from {low} to {high}")
     return value
 
 
@@ -153,10 +159,10 @@ def check_ids(tensor: Tensor, end: int) -> list[int]:
 
 # --- The server ---
 
-MAX_REQUEST = 1 << 20  # bytes: a prompt of 131,072 tokens takes half of it
-MAX_CLIENTS = 8  # each of them has a KV cache of the target
-PLACE_SECONDS = 1.0  # of waiting for a place: a client that reconnects has just left its old one
-IDLE_SECONDS = 300.0  # then a client that sends no request loses its place: it may have vanished
+MAX_REQUEST = 1 << 20  # bytes: twice what a prompt of 131,072 tokens takes
+MAX_CLIENTS = 8  # each client has a KV cache of the target
+PLACE_SECONDS = 1.0  # to wait for a place: a client that reconnects has only just left its old one
+IDLE_SECONDS = 300.0  # a client without a request for so long may have vanished: it loses its place
 
 
 class Session(Protocol):
@@ -167,8 +173,8 @@ class Session(Protocol):
         """The fields of the first message to the client."""
 
     def parse(self, fields: dict, tensors: Tensors) -> Callable[[], Replies]:
-        """Check a request. Returns a function whose replies are computed one by one, when asked
-        for. Raises an exception in MALFORMED."""
+        """Check a request. Returns a function that makes its replies, each reply only when it is
+        asked for. Raises an exception in MALFORMED if the request is malformed."""
 
 
 HasLeft = Callable[[], bool]  # tells whether a client has closed its connection
@@ -178,25 +184,25 @@ NewSession = Callable[[HasLeft], Session]
 def serve_sessions(
     address: Address, new_session: NewSession, announce: Callable[[Address], None]
 ) -> None:
-    """Serve without end. `announce` is told the address as soon as clients can connect to it.
-    Raises InputError if this is impossible."""
+    """Serve without end. `announce` is called with the address as soon as clients can connect.
+    Raises InputError if the server cannot listen there."""
     host, port = address
     with input_errors(f"cannot serve at {host}:{port}", OSError):
         server = MessageServer(address, new_session)
     with server:
-        announce(server.server_address[:2])  # IPv6 adds two numbers
+        announce(server.server_address[:2])  # host and port: an IPv6 address has two more numbers
         server.serve_forever()
 
 
 class MessageServer(socketserver.ThreadingTCPServer):
-    """Gives a thread and a session to every client. Three methods are socketserver's, which calls
-    the socket of a connection its request."""
+    """Gives a thread and a session to every client. The methods after `__init__` replace methods of
+    socketserver, where the socket of a connection is called `request`."""
 
     allow_reuse_address = True  # a restarted server need not wait until its old port is free
-    request_queue_size = 128  # not yet accepted: a burst of connections must not be refused
+    request_queue_size = 128  # connections not yet accepted: a burst of them must not be refused
 
     def __init__(self, address: Address, new_session: NewSession):
-        """Begin to listen. Raises OSError if it cannot listen at the address, InputError if other
+        """Begin to listen. Raises OSError if this is impossible at the address, InputError if other
         machines could connect."""
         host, port = address
         if not re.fullmatch(r"localhost|127\.[0-9.]+|::1", host):
@@ -235,8 +241,8 @@ class ClientHandler(socketserver.StreamRequestHandler):
     disable_nagle_algorithm = True  # send small messages at once, without waiting for more bytes
 
     def handle(self) -> None:
-        """Serve the client until it leaves. If it breaks a rule, disconnect it, with a line on
-        stderr."""
+        """Serve the client until it leaves. If the client breaks a rule, disconnect it, with a line
+        on stderr."""
         has_place = self.server.places.acquire(timeout=PLACE_SECONDS)
         try:
             if has_place:
@@ -255,7 +261,7 @@ class ClientHandler(socketserver.StreamRequestHandler):
         send_message(self.connection, {"refused": reason}, {})
 
     def serve(self) -> None:
-        """Answer one request after the other. An OSError ends this, at the latest when the client
+        """Answer one request after the other until an OSError occurs, at the latest when the client
         leaves."""
         session = self.server.new_session(self.has_left)
         send_message(self.connection, session.greeting, {})
@@ -265,9 +271,9 @@ class ClientHandler(socketserver.StreamRequestHandler):
             self.answer(session, request)
 
     def answer(self, session: Session, request: Message) -> None:
-        """Send the replies to a request. Each says in "elapsed" how many seconds after the request
-        it was ready or, for a further reply, after the one before it was. This includes waiting
-        for other clients."""
+        """Send the replies to a request. The field "elapsed" of a reply is the time in seconds
+        since the request arrived or, for a further reply, since the previous reply was ready. This
+        time includes waiting for other clients."""
         since = monotonic()
         with refuse_malformed("request"):
             compute_replies = session.parse(request.fields, request.tensors)
@@ -284,7 +290,7 @@ class ClientHandler(socketserver.StreamRequestHandler):
         self.connection.settimeout(0)  # do not wait
         try:
             return self.connection.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:  # nothing has come: it waits for our reply
+        except BlockingIOError:  # nothing has arrived: the client waits for our reply
             return False
         except OSError:  # the connection is broken, or we have closed it
             return True

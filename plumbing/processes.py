@@ -1,15 +1,15 @@
 """Several processes that train one drafter together, each on a GPU of its own.
 
 `torchrun --nproc-per-node 4 train.py ...` starts four processes. Every process draws the same batch
-and computes the gradients of its share. Then all of them sum up their gradients, so the sum is the
-same (up to rounding) for any number of processes. With two processes and a batch of five, process 0
-has sequences 0, 2 and 4, and process 1 has 1 and 3.
+and computes the gradients of its share of the batch. The gradients are then summed over all
+processes, so the sum is the same (up to rounding) for any number of processes. With two processes
+and a batch of five, process 0 has sequences 0, 2 and 4, and process 1 has sequences 1 and 3.
 
-`all_reduce` is a meeting: it returns once all processes have called it. So all of them must make
-the same calls in the same order, even one that has nothing to add; otherwise they wait for each
-other forever. Without torchrun there is one process, and nothing to wait for.
+`all_reduce` is a meeting: it returns once all processes have called it. Therefore all processes
+must make the same calls in the same order, even a process that has nothing to add; otherwise they
+wait for each other forever. Without torchrun there is one process, and nothing to wait for.
 
-Process 0 alone writes files. What `say` and `progress_bar` print is printed by process 0 alone.
+Process 0 alone writes files and prints messages (`say`, `progress_bar`).
 """
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def world_size() -> int:
 
 
 def join_processes(device: str) -> str:
-    """Connect this process to the others, if torchrun started it. Returns its device: each process
-    has a GPU of its own, if there are any. Raises InputError."""
+    """Connect this process to the others, if torchrun started it. Returns the device of this
+    process: each process has a GPU of its own, if `device` is a GPU. Raises InputError."""
     if not dist.is_torchelastic_launched():
         return device
     backend = "gloo"
@@ -71,8 +71,8 @@ def all_reduce(tensor: Tensor) -> None:
 
 
 def true_in_any(condition: bool) -> bool:
-    """Return whether a condition is true in at least one process. All processes get the same
-    answer, and all have to ask."""
+    """Return whether a condition is true in at least one process. All processes must call this
+    function, and all get the same answer."""
     if not dist.is_initialized():
         return condition
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -88,6 +88,6 @@ def say(message: str) -> None:
 
 
 def progress_bar(done: int, updates: int) -> tqdm:
-    """Return a bar for a run's updates, of which some are done. It is shown once for all
-    processes."""
+    """Return a progress bar for a run's updates, of which `done` are done already. It is shown once
+    for all processes."""
     return tqdm(initial=done, total=updates, unit=" updates", disable=rank() > 0)

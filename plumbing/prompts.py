@@ -1,4 +1,4 @@
-"""Prompts: given or piped in, and fitted into the context."""
+"""Prompts: given on the command line or piped in, and fitted into the model's context."""
 from __future__ import annotations
 
 import sys
@@ -8,13 +8,14 @@ from plumbing.errors import InputError, input_errors
 
 
 def read_prompt(text: str | None) -> str:
-    """Return the prompt given or, if it is None, the one piped in. Raises InputError."""
+    """Return the prompt `text` or, if it is None, the prompt that is piped in. Raise InputError if
+    there is no prompt, or if it is empty or not valid text."""
     if text is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise InputError("no prompt: give one with --prompt TEXT, or pipe one in")
         with input_errors("the piped prompt is not valid text", UnicodeError):
             text = sys.stdin.read()
-        text = text.removesuffix("\n")  # `echo` ends its line with it
+        text = text.removesuffix("\n")  # the line break that `echo` adds
     if not text.strip():
         raise InputError("the prompt is empty")
     return text
@@ -27,7 +28,7 @@ def answer_length(context: int, prompt_length: int, max_new_tokens: int) -> int:
     """Return how many new tokens the context has room for, up to max_new_tokens. Warn if it has
     room for fewer. All three arguments are in tokens.
 
-    Raises InputError if there is room for none.
+    Raise InputError if there is no room for any.
     """
     room = context - prompt_length
     if room < 1:
@@ -40,25 +41,27 @@ def answer_length(context: int, prompt_length: int, max_new_tokens: int) -> int:
     return min(room, max_new_tokens)
 
 
-def newest_exchanges(
+def drop_oldest_exchanges(
     messages: list[dict], count_tokens: Callable[[list[dict]], int], context: int, room: int
 ) -> list[dict]:
     """Return the newest messages of a chat that leave `room` tokens of the context for an answer.
-    Print how many are left out.
+    Print how many exchanges were dropped.
 
-    The messages are question, answer, question, answer, ..., question, without a system message. So
-    two at a time are left out: a question and its answer. The last question always stays.
+    The messages are question, answer, question, answer, ..., question, without a system message.
+    An exchange is a question and its answer, so messages are dropped two at a time. The last
+    question always stays.
     """
-    newest = messages
-    length = count_tokens(newest)
-    while len(newest) > 1 and length > context - room:
-        newest = newest[2:]
-        length = count_tokens(newest)
-    left_out = (len(messages) - len(newest)) // 2
-    # If the last question alone is too long, it is refused later. Then this is no news.
-    if left_out and length < context:
-        what = "question and its answer"
-        if left_out > 1:
-            what = f"{left_out} questions and their answers"
-        print(f"the context is full: the oldest {what} are left out", file=sys.stderr)
-    return newest
+    kept = messages
+    length = count_tokens(kept)
+    while len(kept) > 1 and length > context - room:
+        kept = kept[2:]
+        length = count_tokens(kept)
+    dropped = (len(messages) - len(kept)) // 2
+    # If the last question alone is too long, the caller refuses it, and the chat goes on with all
+    # messages before it. In that case nothing is lost, so nothing is printed.
+    if dropped and length < context:
+        oldest = "question and its answer"
+        if dropped > 1:
+            oldest = f"{dropped} questions and their answers"
+        print(f"the context is full: the oldest {oldest} are left out", file=sys.stderr)
+    return kept

@@ -1,20 +1,20 @@
-"""Records: the JSON objects in a file of conversations or prompts, and what each of them says.
+"""Records: the JSON objects in a file of conversations or prompts, and the messages in a record.
 
-Six forms are read alike, with one JSON object a line or with one JSON array in a file. Four are
-training data:
+Six forms of records are read, from files with one JSON object per line or from files that are one
+JSON array of objects. Four forms are training data:
 
     {"messages": [{"role": "user", "content": "Hi"}, ...]}              UltraChat 200k, and others
     {"data": ["Hi", "Hello!", ...]}                                     UltraChat, the original
     {"conversations": [{"from": "human", "value": "Hi"}, ...]}          ShareGPT
     {"instruction": "Translate", "input": "Hi", "output": "Hallo"}      Alpaca
 
-and two are prompts, which have no answers:
+Two forms are prompts, which have no answers:
 
     {"prompt": "Hi"}
     {"category": "maths", "turns": ["Hi", ...]}                         Spec-Bench
 
-A turn is what one speaker says at once. In whatever form a turn is written, it is read as a
-message: {"role": "user", "content": "Hi"}.
+A turn is what one speaker says at once. Every form of a turn becomes a message:
+{"role": "user", "content": "Hi"}.
 """
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Record(NamedTuple):
     """The text of one JSON object of a file, not parsed yet."""
 
     place: str  # "line 3" or "record 3", for messages to the user
-    offset: int  # in bytes
+    offset: int  # where in the file the record begins, in bytes
     text: bytes
 
 
 def find_records(path: str | Path) -> Iterator[Record]:
-    """Yield the records of a file, one a line or all in one JSON array. Raises InputError."""
+    """Yield the records of a file, one per line or all in one JSON array. Raises InputError."""
     if Path(path).is_dir():
         raise InputError(f"{path} is a folder: name the files in it, as in {path}/*.jsonl")
     with input_errors(f"{path}: cannot be read", OSError), open(path, "rb") as file:
@@ -59,9 +59,9 @@ def find_records(path: str | Path) -> Iterator[Record]:
         if b"\0" in begin:
             raise InputError(f"{path} is a binary file, not JSON")
         if begin.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
-            # `json` works on text and counts characters, but a record's offset is in bytes. Decoded
-            # as latin-1, each byte is one character, so the two are equal. What this does to other
-            # letters is undone when `array_records` encodes a record's text again.
+            # `json` counts characters, but offsets are bytes. In latin-1 the two agree, because
+            # every byte is one character. Encoding the text again, in `array_records`, restores the
+            # bytes of a record.
             yield from array_records(path, file.read().decode("latin-1"))
         else:
             for count, line in enumerate(file, 1):
@@ -75,7 +75,7 @@ def array_records(path: str | Path, text: str) -> Iterator[Record]:
     A comma that is missing or doubled does no harm. Raises InputError for other damage.
     """
     decode = json.JSONDecoder().raw_decode
-    between = re.compile(r"[,\s]*")  # two elements
+    between = re.compile(r"[,\s]*")  # what may stand between two elements
     index = between.match(text, text.index("[") + 1).end()
     count = 0
     while not text.startswith("]", index):
@@ -89,24 +89,46 @@ def array_records(path: str | Path, text: str) -> Iterator[Record]:
         raise InputError(f"{path}: text after the JSON array; use one file for each array")
 
 
-# --- Records: the conversations in them ---
+# --- Messages: what the parts of a conversation become ---
 
-ROLE_NAMES = {  # ShareGPT's
+ROLES = ("system", "user", "assistant")
+
+
+def check_message(message: dict) -> None:
+    """Check that this is a message of a chat. Otherwise raise InputError."""
+    role = message.get("role")
+    content = message.get("content")
+    if role not in ROLES or not isinstance(content, str):
+        raise InputError(
+            f"a message needs a role ({', '.join(ROLES)}) and text as content, "
+            f"not {message!r:.100}"
+        )
+    with input_errors("the text is not valid UTF-8", UnicodeError):
+        content.encode()  # JSON and the command line may hold half a surrogate pair
+
+
+def next_role(messages: list[dict]) -> str:
+    """Return whose turn it is after some messages, if user and assistant take turns."""
+    return "assistant" if len(messages) % 2 else "user"
+
+
+# --- Records: their conversations as messages ---
+
+ROLE_NAMES = {  # the names that ShareGPT gives to roles
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
     "bing": "assistant",
     "bard": "assistant",
 }
-ROLES = ("system", "user", "assistant")
 TOOL_ROLES = ("tool", "function", "tool_call", "function_call", "observation")
 
 
 class UnusableRecord(InputError):
-    """A record that holds no conversation of use.
+    """A record that holds no usable conversation.
 
     Records with the same fault have the same `reason`, so that they can be counted. The message
-    adds a detail of this one.
+    adds a detail of this record.
     """
 
     def __init__(self, reason: str, detail: object = ""):
@@ -126,14 +148,14 @@ def parse_record(text: bytes) -> dict:
 
 
 def read_messages(record: dict) -> tuple[list[dict], bool]:
-    """Return the messages of a record, and whether they end where a tool comes into play.
+    """Return the messages of a record, and whether they end before a turn that uses a tool.
 
-    Each model has a format of its own for calling a tool and for what the tool returns. So a
-    conversation is read only up to there. Raises UnusableRecord.
+    Each model has a format of its own for tool calls and for their results. A conversation is
+    therefore read only up to its first tool call. Raises UnusableRecord.
     """
     messages = []
     for turn in find_turns(record):
-        if isinstance(turn, str):  # without a role: user and assistant take turns
+        if isinstance(turn, str):  # a turn without a role: user and assistant take turns
             turn = {"role": next_role(messages), "content": turn}
         if not isinstance(turn, dict):
             raise UnusableRecord("an unusable turn", f"{turn!r:.60}")
@@ -144,8 +166,7 @@ def read_messages(record: dict) -> tuple[list[dict], bool]:
 
 
 def find_turns(record: dict) -> list:
-    """Return the turns of a record of any form, as they are written there. Raises
-    UnusableRecord."""
+    """Return the turns of a record of any form, as the record has them. Raises UnusableRecord."""
     match record:
         case {"messages": list(turns)} | {"conversations": list(turns)} | {"data": list(turns)}:
             return turns
@@ -173,7 +194,11 @@ def read_turn(turn: dict) -> dict:
     """Return a turn as a message. Raises UnusableRecord."""
     match turn:
         case {"role": str(role), "content": content} | {"from": str(role), "value": content}:
-            message = {"role": ROLE_NAMES.get(role, role), "content": join_parts(content)}
+            if isinstance(content, list):
+                content = join_parts(content)
+            elif content is None:
+                content = ""
+            message = {"role": ROLE_NAMES.get(role, role), "content": content}
         case _:
             raise UnusableRecord("an unusable turn", f"no role or no content in {turn!r:.60}")
     try:
@@ -183,29 +208,11 @@ def read_turn(turn: dict) -> dict:
     return message
 
 
-def check_message(message: dict) -> None:
-    """Raises InputError if this is no message of a chat."""
-    role = message.get("role")
-    content = message.get("content")
-    if role not in ROLES or not isinstance(content, str):
-        raise InputError(
-            f"a message needs a role ({', '.join(ROLES)}) and text as content, "
-            f"not {message!r:.100}"
-        )
-    with input_errors("the text is not valid UTF-8", UnicodeError):
-        content.encode()  # JSON and the command line may hold half a surrogate pair
-
-
-def join_parts(content: object) -> object:
-    """Return the content of a turn, joined if it comes in parts: [{"type": "text", "text": "Hi"},
-    ...]. It is "" instead of null. Raises UnusableRecord for a part that is no text, such as an
-    image."""
-    if content is None:
-        return ""
-    if not isinstance(content, list):
-        return content
+def join_parts(parts: list) -> str:
+    """Return the text of a turn's content that comes in parts, as [{"type": "text", "text": "Hi"},
+    ...]. Raises UnusableRecord for a part that is not text, such as an image."""
     texts = []
-    for part in content:
+    for part in parts:
         match part:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
@@ -214,17 +221,12 @@ def join_parts(content: object) -> object:
     return "".join(texts)
 
 
-def next_role(messages: list[dict]) -> str:
-    """Return whose turn it is after some messages, if user and assistant take turns."""
-    return "assistant" if len(messages) % 2 else "user"
-
-
 def usable_messages(record: dict) -> tuple[list[dict], list[str]]:
-    """Return the messages of a record to train on, and what was cut.
+    """Return the messages of a record to train on, and descriptions of what was cut.
 
-    Answers before the first question are left out, and all from the first turn on that is empty or
-    uses a tool. Only a system message may be empty. Raises UnusableRecord, also if no answer is
-    left.
+    Answers before the first question are left out. The conversation is cut before the first turn
+    that uses a tool or is empty (only a system message may be empty). Raises UnusableRecord, also
+    if no answer is left.
     """
     messages, ends_at_tool = read_messages(record)
     ends_at_empty = False

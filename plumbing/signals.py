@@ -19,12 +19,13 @@ class StopSignals:
                     save()
                     signals.end_program()
 
-    A second Ctrl-C raises KeyboardInterrupt at once. A second SIGTERM does not: Slurm sends one to
-    torchrun and to each of its processes, and torchrun passes its own on to them.
+    A second Ctrl-C raises KeyboardInterrupt at once. A second SIGTERM has no further effect: Slurm
+    sends one to torchrun and one to each process that torchrun started, and torchrun forwards its
+    own to these processes, which therefore receive two.
     """
 
     def __init__(self, message: str):
-        self.message = message  # is printed when a signal comes
+        self.message = message  # printed when a signal arrives
         self.received: int | None = None  # the signal's number
 
     def __enter__(self) -> StopSignals:

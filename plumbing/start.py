@@ -1,8 +1,11 @@
-"""Loads the packages that scripts need. Scripts import it before everything else.
+"""Importing this module loads the slow packages.
 
-PyTorch takes seconds to load, and a script's own `run_command` begins after that. If Ctrl-C comes
-meanwhile, the script ends in silence. If a package is missing, it ends in one line and exit status
-2. Whoever imports a script as a library gets the exception.
+Scripts import it before everything else, only for that effect.
+
+PyTorch takes seconds to load, and a script's `run_command`, which handles errors, runs only after
+that. This module handles what may happen before. If the user presses Ctrl-C while the packages
+load, the script ends in silence with exit status 130. If a package is missing, the script ends with
+one line and exit status 2. A program that imports a script as a library gets the exception instead.
 """
 import importlib
 import sys
@@ -11,8 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def is_script() -> bool:
-    """Tell whether the program that runs is one of this repository's scripts."""
+def runs_our_script() -> bool:
+    """Tell whether Python was started to run a script of this repository, and not a program that
+    imports one."""
     file = getattr(sys.modules["__main__"], "__file__", None)  # None: an interactive session
     return file is not None and Path(file).resolve().parent in (ROOT, ROOT / "experiments")
 
@@ -21,7 +25,7 @@ try:
     for package in ("numpy", "safetensors", "tokenizers", "torch", "tqdm"):
         importlib.import_module(package)
 except (KeyboardInterrupt, ModuleNotFoundError) as error:
-    if not is_script():
+    if not runs_our_script():
         raise
     if isinstance(error, KeyboardInterrupt):
         sys.exit(130)

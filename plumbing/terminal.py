@@ -1,8 +1,8 @@
-"""What a person sees on a terminal, and types there: progress while a prompt is read, an answer's
-statistics, a traced cycle, a drafter's scores, the questions of a chat.
+"""The terminal: what a person sees there beside an answer's text, and what they type in a chat.
 
-All of it is made from text and from plain records, such as --trace --json prints. Nothing here
-knows a model.
+The sections follow one answer. While its prompt is read, progress is shown. When the answer has
+ended, its statistics are printed. With --trace every cycle is drawn. The last section reads the
+questions of a chat. All of them work with texts, numbers and dicts: nothing here knows a model.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import os
 import select
 import sys
 from threading import Timer
-from typing import Iterator
+from typing import Collection, Iterator, Protocol
 
 from tqdm import tqdm
 
@@ -29,16 +29,25 @@ def paint(text: str, color: str) -> str:
 
 
 # --- While a prompt is read ---
-#
-# Until the first token comes, nothing would be seen. A long prompt that is read here has a progress
-# bar. A server says nothing while it reads, so there is a line of text. Both have to be closed.
 
-LONG_PROMPT = 256  # tokens, from which on reading a prompt has a progress bar
+LONG_PROMPT = 256  # tokens: a prompt of this length or more has a progress bar
 PATIENCE = 1.0  # seconds to wait for a server in silence
 
 
+class Progress(Protocol):
+    """Shows that the program is at work before an answer's first token comes. Close it then.
+    Closing it again does no harm."""
+
+    def update(self, tokens_read: int) -> None:
+        """Show how many tokens of the prompt have been read so far."""
+
+    def close(self) -> None:
+        """Stop showing progress."""
+
+
 class PromptBar:
-    """A progress bar while a prompt of `length` tokens is read on this machine."""
+    """A `Progress` while a prompt of `length` tokens is read on this machine: a bar, if the prompt
+    is long."""
 
     def __init__(self, length: int):
         self.bar = tqdm(
@@ -57,12 +66,16 @@ class PromptBar:
 
 
 class WaitingNote:
-    """A line that is printed unless this is closed within PATIENCE seconds."""
+    """A `Progress` while a server reads a prompt: a line of text, if that takes longer than
+    PATIENCE. A server does not say how far it has read, so there is nothing to update."""
 
     def __init__(self):
         note = "connecting, and waiting for the server to read the prompt ..."
         self.timer = Timer(PATIENCE, print, [note], {"file": sys.stderr})
         self.timer.start()
+
+    def update(self, tokens_read: int) -> None:
+        pass
 
     def close(self) -> None:
         self.timer.cancel()
@@ -71,13 +84,11 @@ class WaitingNote:
 # --- The statistics of an answer ---
 
 
-def why_stopped(
-    tokens: list[int], stop_ids: set[int] | frozenset[int], max_new_tokens: int
-) -> str:
-    """Return why an answer ended that was not interrupted."""
+def why_stopped(tokens: list[int], stop_ids: Collection[int], max_new_tokens: int) -> str:
+    """Return why an answer ended. The answer was not interrupted."""
     if tokens[-1] in stop_ids:
         return "stop token"
-    # Without a stop token it has `max_new_tokens`, or as many as the context had room for.
+    # An answer without a stop token has `max_new_tokens`, or as many as the context had room for.
     return "context" if len(tokens) < max_new_tokens else "max-new-tokens"
 
 
@@ -97,11 +108,16 @@ def report(text: str, tokens: list[int], statistics: dict, as_json: bool) -> Non
 
 
 # --- A traced cycle ---
+#
+# `draw_cycle` draws the record of a cycle that `Trace` of speculate.py makes: a dict with the keys
+# cycle (its number), draft_seconds, verify_seconds, root (its text), drafts, text (of the target's
+# own token; offline, of all tokens), tokens, offline and, with a server, link. `drafts` has a dict
+# for each drafted token: its text, parent (an index of `drafts`, -1 for the root), q, p (None with
+# a server), accepted and verdict.
 
 
 def draw_cycle(record: dict) -> Iterator[str]:
-    """Draw a cycle for a person, line by line: on 80 columns, if the draft is of the default
-    size."""
+    """Draw a cycle for a person, line by line. A draft of the default size fits 80 columns."""
     drafts = record["drafts"]
     accepted = sum(node["accepted"] for node in drafts)
     times = f"draft {1e3 * record['draft_seconds']:.1f} ms"
@@ -124,7 +140,7 @@ def draw_cycle(record: dict) -> Iterator[str]:
 
 
 def draw_branch(drafts: list[dict], parent: int, indent: str, is_chain: bool) -> Iterator[str]:
-    """Draw the drafted tokens that follow a parent, and below each those that follow it."""
+    """Draw the drafted tokens that follow a parent, and below each token those that follow it."""
     children = [i for i, node in enumerate(drafts) if node["parent"] == parent]
     for i in children:
         node = drafts[i]
@@ -142,19 +158,20 @@ def draw_branch(drafts: list[dict], parent: int, indent: str, is_chain: bool) ->
 
 
 def quote(text: str) -> str:
-    """Put a token's text in quotes, no longer than a line has room for."""
+    """Put a token's text in quotes, cut to what a line has room for. An empty text is shown as
+    "<end>": control tokens, such as the one that ends an answer, decode to an empty text."""
     shown = text if len(text) <= 16 else text[:15] + "…"
     return json.dumps(shown or "<end>", ensure_ascii=False)
 
 
 # --- A chat ---
 
-PASTE_SECONDS = 0.05  # lines that come within so short a time were not typed one after the other
+PASTE_SECONDS = 0.05  # a line that follows this soon after the line before it was pasted, not typed
 
 
 def read_questions() -> Iterator[str]:
-    """Yield the questions of a chat, until one is "exit" or "quit" or the file ends. Ctrl-C forgets
-    a question."""
+    """Yield the questions of a chat, until one is "exit" or "quit" or the input ends. Ctrl-C drops
+    a question that is being typed."""
     try:
         import readline  # noqa: F401 (lets a terminal edit lines and recall them)
     except ImportError:
@@ -183,7 +200,8 @@ def read_questions() -> Iterator[str]:
 
 
 def read_line() -> str:
-    """Read a line. The prompt for it is not part of the answers that go to stdout."""
+    """Read a line. The prompt "> " must not mix with the answers on stdout: if stdout is not a
+    terminal, the prompt goes to stderr."""
     if sys.stdout.isatty():
         return input("> ")
     print("> ", end="", file=sys.stderr, flush=True)
@@ -191,9 +209,9 @@ def read_line() -> str:
 
 
 def more_is_pasted() -> bool:
-    """Tell whether another line is there already: a text that was pasted is one question."""
+    """Tell whether one more line is there already: all lines of a pasted text are one question."""
     try:
         ready, _, _ = select.select([sys.stdin], [], [], PASTE_SECONDS)
-    except OSError:  # Windows cannot tell: there every line is a question
+    except OSError:  # Windows cannot tell, so every line is a question there
         return False
     return bool(ready)

@@ -1,9 +1,9 @@
 """Text and conversations to token ids, and back.
 
 A chat model has learned conversations in one format, in which control tokens such as <|im_end|>
-mark who speaks and where a turn ends. (plumbing/chat.py has the formats.) A turn is what one
-speaker says at once. Control tokens are written by their ids. The same characters in a message stay
-plain text, so a message can neither end its turn nor open another.
+mark who speaks and where a turn ends. (A turn is what one speaker says at once. plumbing/chat.py
+has the formats.) Control tokens are written by their ids. If a message contains the characters of a
+control token, they stay plain text, so that a message can neither end its turn nor open a new one.
 """
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from plumbing.records import check_message
 
 # --- Text and conversations to ids, and back ---
 
+
 @dataclass
 class Tokenizer:
     """Text and conversations to token ids, and back. `load_tokenizer` makes one."""
@@ -44,8 +45,8 @@ class Tokenizer:
 
     @cached_property
     def chat_format(self) -> ChatFormat:
-        """How the model's conversations are written. Raises InputError if that is unknown: then
-        the tokenizer is only good for plain text."""
+        """How the model's conversations are written. Raises InputError if that is not supported; in
+        this case the tokenizer can only be used for plain text."""
         return detect_chat_format(self.backend, self.template, self.bos_token)
 
     def encode(self, text: str) -> list[int]:
@@ -59,8 +60,8 @@ class Tokenizer:
     def encode_markup(self, markup: str, **fields: str) -> list[int]:
         r"""Return the ids of a piece of the chat format, such as "<|im_start|>{role}\n".
 
-        The fields in braces are filled in after the control tokens are found. So a control token in
-        a field stays plain text.
+        The fields in braces are filled in after the control tokens have been found, so that the
+        characters of a control token within a field stay plain text.
         """
         ids = []
         for part in CONTROL_PATTERN.split(markup):
@@ -83,10 +84,10 @@ class Tokenizer:
             Hello!<|im_end|>                    True
             \n                                  False
 
-        An answer is encoded apart from its opening. Together their characters might merge into
-        other tokens: an answer that begins with "\n" into "\n\n". But when the answer is generated,
-        the opening is there already, encoded by itself. So the ids that a drafter is trained on are
-        those that it sees in generation.
+        An answer is encoded separately from its opening, because the opening is already encoded
+        when the model generates the answer. If both were encoded together, the "\n" that ends the
+        opening and a "\n" that begins the answer might merge into the one token "\n\n", and a
+        drafter would be trained on ids that it never sees in generation.
 
         Raises InputError.
         """
@@ -103,17 +104,16 @@ class Tokenizer:
             if chat_format.strips:
                 content = content.strip()
             if role == "assistant":
-                # The first token of `end_turn` ends the turn. ChatML has a "\n" after it.
-                end, *separator = self.encode_markup(chat_format.end_turn)
+                end = self.backend.token_to_id(chat_format.end_token)
                 yield self.opening(role), False
                 yield [*self.encode(content), end], True
-                yield separator, False
+                yield self.encode(chat_format.separator), False
             else:
                 turn = chat_format.open_turn + "{content}" + chat_format.end_turn
                 yield self.encode_markup(turn, role=role, content=content), False
 
     def chat(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
-        """Return the ids of a conversation [{"role", "content"}, ...] and, by default, those that
+        """Return the ids of a conversation [{"role", "content"}, ...] and, by default, the ids that
         open the assistant's next turn. Raises InputError."""
         ids = []
         for piece, _ in self.turns(messages):
@@ -124,7 +124,12 @@ class Tokenizer:
 
 
 class TextStream:
-    """Turns tokens into text as they come."""
+    """Turns tokens into text as they come.
+
+    A token may end inside a character of several bytes. The text of such a token is held back until
+    the character is complete. For example, " Hi😀" is four tokens of SmolLM2: " Hi", and three
+    parts of the emoji. For these four, `add` returns " Hi", "", "" and "😀".
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -132,12 +137,13 @@ class TextStream:
         self.pending: list[int] = []  # the tokens after them, whose text was not returned yet
 
     def add(self, token: int) -> str:
-        """Return the text up to this token, or nothing as long as it ends inside a character."""
+        """Return the text up to this token, or "" if the text ends inside a character."""
         self.pending.append(token)
         text = self.pending_text()
-        # A character has at most 4 bytes. But a token may hold the end of one and the beginning of
-        # another, so it may take more than 4 tokens until one ends on a whole character. After 8
-        # the bytes are taken for damaged, and returned as they are.
+        # The decoder writes "\ufffd" for bytes that are no whole character. A character has at most
+        # 4 bytes, but a token may hold the end of one character and the beginning of the next, so
+        # it may take more than 4 tokens until one ends where a character ends. After 8 tokens the
+        # bytes are considered damaged, and "\ufffd" is returned in their place.
         if text.endswith("\ufffd") and len(self.pending) < 8:
             return ""
         self.before = self.pending
@@ -147,8 +153,8 @@ class TextStream:
     def pending_text(self) -> str:
         """Return the text that `add` still holds back: at the end of an answer, nothing or half a
         character."""
-        # Some decoders drop the space before the first token. So the text of these tokens is what
-        # they add to the text of the tokens before.
+        # Some decoders drop the space before the first token. The text of the pending tokens is
+        # therefore found as what they add to the text of the tokens before.
         text = self.tokenizer.decode(self.before + self.pending)
         return text[len(self.tokenizer.decode(self.before)):]
 
@@ -160,7 +166,10 @@ KNOWLEDGE_DATE = "Cutting Knowledge Date"
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load a model's tokenizer, with the stop ids its checkpoint states. Raises InputError."""
+    """Load a model's tokenizer, with the stop ids that its checkpoint states. Raises InputError.
+
+    path: what `resolve_path` takes, or what it has returned.
+    """
     path = resolve_path(path)
     read = read_gguf_tokenizer if path.suffix == ".gguf" else read_hugging_face_tokenizer
     tokenizer = read(path)
@@ -169,10 +178,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def print_notes(path: Path, tokenizer: Tokenizer) -> None:
-    """Tell the user what is assumed about the chat format, or left out of it."""
+    """Tell the user what is assumed about the chat format, and what conversations leave out."""
     try:
         name = tokenizer.chat_format.name
-    except InputError:  # it is raised again if the user asks for a conversation
+    except InputError:  # raised again if the user asks for a conversation
         return
     if not tokenizer.template:
         print(f"{path} has no chat template: its format is taken for {name}'s", file=sys.stderr)
@@ -184,17 +193,18 @@ def print_notes(path: Path, tokenizer: Tokenizer) -> None:
 def build_tokenizer(
     backend: tokenizers.Tokenizer, stop_ids: list[int], template: str, bos_token: str
 ) -> Tokenizer:
-    """Make a tokenizer of what a checkpoint states. Raises InputError for invalid stop ids."""
+    """Make a tokenizer from what a checkpoint states. Raises InputError for invalid stop ids."""
     for token in stop_ids:
         if type(token) is not int or token < 0:
             raise InputError(f"eos_token_id is invalid: {token!r:.40}")
     # Not every checkpoint marks its control tokens as such.
     present = [token for token in CONTROL_TOKENS if backend.token_to_id(token) is not None]
     backend.add_special_tokens(present)
-    # The name misleads: True means that "<|im_end|>" within a message is encoded as plain text.
+    # The library's name for this setting misleads: True means that the characters "<|im_end|>" in a
+    # message are encoded as plain text.
     backend.encode_special_tokens = True
-    # Some checkpoints state only the base model's stop token.
-    ends = [CHATML.end_turn.strip(), LLAMA3.end_turn]
+    # Some checkpoints state only the base model's stop token, which does not end a turn.
+    ends = [CHATML.end_token, LLAMA3.end_token]
     end_ids = [backend.token_to_id(token) for token in ends if token in present]
     return Tokenizer(backend, {*stop_ids, *end_ids}, template, bos_token)
 
@@ -207,20 +217,21 @@ def read_hugging_face_tokenizer(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"
     with input_errors(f"{file}: not a tokenizer", Exception):  # tokenizers raises nothing narrower
         backend = tokenizers.Tokenizer.from_file(str(file))
-    backend.no_truncation()  # which the file may ask for, from the model's training
+    # The file may ask for truncation and padding, as they were needed to train the model.
+    backend.no_truncation()
     backend.no_padding()
     template, bos_token = read_template(path)
     return build_tokenizer(backend, read_stop_ids(path), template, bos_token)
 
 
 def read_template(path: Path) -> tuple[str, str]:
-    """Return the chat template of a folder and the token that begins texts, each "" where the
-    folder states none. Raises InputError."""
+    """Return the chat template of a folder and its bos_token, the token that begins a text. Either
+    is "" if the folder states none. Raises InputError."""
     stated = {}
     if (path / "tokenizer_config.json").exists():
         stated = read_json(path / "tokenizer_config.json")
     template = stated.get("chat_template") or ""
-    if isinstance(template, list):  # several, each with a name
+    if isinstance(template, list):  # several templates, each with a name
         with input_errors(f"{path}: the list of chat templates is invalid", AttributeError):
             named = {one.get("name"): one.get("template") for one in template}
         template = named.get("default") or ""
@@ -228,23 +239,23 @@ def read_template(path: Path) -> tuple[str, str]:
         template = (path / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
     bos_token = stated.get("bos_token") or ""
     if isinstance(bos_token, dict):
-        bos_token = bos_token.get("content")
+        bos_token = bos_token.get("content") or ""
     return str(template), str(bos_token)
 
 
 # --- From a GGUF file ---
 
-# Kinds of tokens:
+# Values of tokenizer.ggml.token_type:
 CONTROL = 3
-USER_DEFINED = 4  # text, but never split
+USER_DEFINED = 4  # a token of plain text that is never split
 LLAMA3_PATTERN = (  # from Llama-3's tokenizer.json
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# BPE first splits a text into pieces, and no token crosses the border between two. A GGUF file only
-# names the rule for that.
+# A text is split into pieces before BPE merges anything, and no token crosses the border between
+# two pieces. For the rule of splitting, a GGUF file states only a name.
 PRE_TOKENIZERS = {
-    "smollm": [  # cuts out single digits, then splits as GPT-2 does, which is use_regex
+    "smollm": [  # splits off single digits, then splits the rest as GPT-2 does (use_regex)
         pre_tokenizers.Digits(individual_digits=True),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
     ],
@@ -253,7 +264,7 @@ PRE_TOKENIZERS = {
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ],
 }
-# With these rules a piece that is itself a token is taken as that token, and nothing is merged.
+# With these rules, a piece that is itself a token becomes that token without any merges.
 IGNORE_MERGES = {"llama-bpe"}
 
 
@@ -272,7 +283,8 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
 
 
 def build_gguf_tokenizer(metadata: dict) -> tokenizers.Tokenizer:
-    """Make byte-level BPE from a vocabulary and merges. Damaged metadata raise any exception."""
+    """Make a byte-level BPE tokenizer from a vocabulary and merges. If the metadata are damaged, it
+    may raise exceptions of any type."""
     rule = metadata["tokenizer.ggml.pre"]
     tokens = metadata["tokenizer.ggml.tokens"]
     vocabulary = {token: i for i, token in enumerate(tokens)}

@@ -101,7 +101,8 @@ BROKEN = {  # a line, and what is wrong with it
 REASONS = [
     "  2 skipped: not valid JSON",
     "  1 skipped: not a JSON object",
-    "  1 skipped: none of messages, data, conversations, instruction with output, turns, and prompt",
+    "  1 skipped: none of messages, data, conversations, instruction with output, turns, "
+    "and prompt",
     "  2 skipped: no answer",
     "  8 skipped: an unusable turn",
     "  1 skipped: an input that is not text",
@@ -183,6 +184,12 @@ def test_an_epoch_is_a_permutation_and_can_be_gone_on_with_at_any_position(tmp_p
     assert order[:10] != order[10:20]
     for position in range(25):
         assert walk(position) == order[position:]
+
+
+def test_an_epoch_has_as_many_batches_as_it_takes_to_draw_each_conversation(tmp_path, tokenizer):
+    data = encode(tokenizer, tmp_path / "a", 200, *counting(10))
+    stream = Stream(data, np.arange(10), seed=0)
+    assert [stream.batches_per_epoch(size) for size in (1, 3, 5, 10, 11)] == [10, 4, 2, 1, 1]
 
 
 def test_one_usable_conversation_is_found_in_every_epoch(tmp_path, tokenizer):

@@ -1,4 +1,4 @@
-"""Claims about errors: the user's end in one line and status 2."""
+"""Claims about errors: those that are not bugs end a command in one line and status 2."""
 import pytest
 import torch
 
@@ -10,14 +10,14 @@ def too_large_a_tensor() -> None:
 
 
 def end_of(main, capsys) -> tuple[int, str]:
-    """A command's exit status, and what it leaves on stderr."""
+    """Return the exit status of a command, and what it prints to stderr."""
     with pytest.raises(SystemExit) as end:
         run_command(main)
     return end.value.code, capsys.readouterr().err
 
 
 def raising(error: BaseException):
-    """A `main` that raises an error."""
+    """Return a `main` that raises an error."""
 
     def main() -> None:
         raise error

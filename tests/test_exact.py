@@ -15,7 +15,7 @@ from speculate import (
     ExactKVCache,
     ExactVerifier,
     Lookup,
-    slots,
+    count_slots,
     speculate,
 )
 
@@ -59,7 +59,7 @@ def chosen_from(result: VerifyResult) -> list[Tensor]:
 def with_drafts(target: PackedLlama, drafter: Drafter, prompt, count, limits, lookup):
     """Return the same as `target_alone`, but for the first logits."""
     config = GenerationConfig(count)
-    capacity = slots(prompt, config, limits)
+    capacity = count_slots(prompt, config, limits)
     verifier = ExactVerifier(target, drafter, capacity, Sampling())
     assert isinstance(verifier.cache, ExactKVCache)
     state = drafter.new_state(capacity, Sampling())

@@ -31,7 +31,7 @@ both = pytest.mark.parametrize("folder", [UNTIED, TIED], ids=lambda path: path.n
 
 
 def quantize(x: torch.Tensor, kind: str) -> tuple[bytes, torch.Tensor]:
-    """x in a GGUF type: its bytes, and the values that they stand for."""
+    """Return x in a GGUF type: its bytes, and the values that the bytes stand for."""
     if kind in FLOATS:
         stored = x.to(FLOATS[kind])
         return stored.contiguous().view(torch.uint8).numpy().tobytes(), stored.float()
@@ -57,7 +57,7 @@ def quantize(x: torch.Tensor, kind: str) -> tuple[bytes, torch.Tensor]:
 
 
 def gguf_value(value: str | float | int | list) -> tuple[int, bytes]:
-    """Type id and bytes of a value of the metadata."""
+    """Return the type id and the bytes of a value of the metadata."""
     if isinstance(value, list):
         items = [gguf_value(item) for item in value]
         item_types = [type_id for type_id, _ in items] or [8]
@@ -79,7 +79,7 @@ Stored = tuple[int, tuple[int, ...], bytes]  # a tensor: type id, shape, bytes
 
 
 def write_gguf(path: Path, metadata: dict, tensors: dict[str, Stored]) -> Path:
-    """A GGUF file, version 3: header, key-values, table of tensors, data aligned to 32."""
+    """Write a GGUF file, version 3: header, key-values, table of tensors, data aligned to 32."""
     header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     for key, value in metadata.items():
         type_id, raw = gguf_value(value)
@@ -96,7 +96,7 @@ def write_gguf(path: Path, metadata: dict, tensors: dict[str, Stored]) -> Path:
 def convert(folder: Path, path: Path, kind: str = "F32", changes: dict = {}) -> Llama:
     """Write a folder as GGUF, with these changes of metadata and tensors (None removes one).
 
-    Returns the model of the values that the file stands for.
+    Return the model whose weights are the values that the file stands for.
     """
     raw = json.loads((folder / "config.json").read_text())
     model = load_model(folder)
@@ -184,6 +184,12 @@ def test_a_broken_gguf_file_is_an_input_error_that_names_the_culprit(tmp_path, c
     raises(culprit, load_model, tmp_path / "tiny.gguf")
 
 
+def test_a_gguf_file_may_say_none_where_rope_is_not_scaled(tmp_path):
+    unscaled = {"llama.rope.scaling.type": "none"}
+    convert(UNTIED, tmp_path / "tiny.gguf", changes=unscaled)
+    assert load_model(tmp_path / "tiny.gguf").config.rope_factors is None
+
+
 def test_layers_that_are_not_wanted_are_not_even_read(tmp_path):
     unreadable = {"blk.0.ffn_up.weight": (12, (160, 64), b"")}
     convert(UNTIED, tmp_path / "tiny.gguf", changes=unreadable)
@@ -211,11 +217,11 @@ def test_a_truncated_or_changed_gguf_file_is_an_input_error_or_loads(tmp_path):
     assert 30 < refused < 100  # neither all nor nearly none
 
 
-# --- Their tokenizers ---
+# --- Tokenizers of GGUF files ---
 
 
 @pytest.mark.parametrize("kind, pieces", [
-    ("llama-bpe", ["12", "3", "45", "6", "78"]),  # "78" has no merge: Llama-3 takes what it knows
+    ("llama-bpe", ["12", "3", "45", "6", "78"]),  # "78" is a token without a merge
     ("smollm", list("12345678")),
 ])
 def test_a_gguf_file_states_how_text_is_split_before_merging(tmp_path, kind, pieces):

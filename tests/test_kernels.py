@@ -9,7 +9,7 @@ from plumbing.kernels import (
     MAX_ROWS,
     AttentionLimits,
     Trial,
-    cancelling_numbers,
+    canceling_numbers,
     probe_attention,
     probe_grain,
     probe_lengths,
@@ -35,15 +35,19 @@ LIMITS = AttentionLimits(
 @dataclass(frozen=True)
 class LaneKernel(Trial):
     """A kernel whose order is known: lanes of grains, and splits as on an AMD EPYC. Like the real
-    one, it splits a block of 193 to 383 keys elsewhere."""
+    kernel, it splits a block of 193 to 383 keys elsewhere."""
 
+    head_dim: int = 64
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    copies: int = 1
     lanes: int = 16
     grain: int = 1
 
     def attend(self, slots, length=KEY_BLOCK):
-        _, kv = cancelling_numbers(len(slots), self.head_dim, self.dtype, self.seed)
+        _, kv = canceling_numbers(len(slots), self.head_dim, self.dtype, self.seed)
         terms = torch.zeros(length, self.head_dim)
-        terms[list(slots)] = kv[0, :, self.head_dim:]  # a sum of values, with equal weights
+        terms[list(slots)] = kv[0, :, self.head_dim:]  # the values, which have equal weights here
         splits = (64, length) if 192 < length < 384 else (192, 384, KEY_BLOCK)
         total = torch.zeros(self.head_dim)
         start = 0
@@ -66,7 +70,7 @@ class LaneKernel(Trial):
 
 @pytest.mark.parametrize("lanes, grain", [(16, 1), (32, 1), (64, 1), (8, 2), (16, 2), (2, 16)])
 def test_lanes_grains_splits_and_lengths_are_found(lanes, grain):
-    kernel = LaneKernel(64, torch.float32, seed=0, lanes=lanes, grain=grain)
+    kernel = LaneKernel(lanes=lanes, grain=grain)
     period = lanes * grain
     assert probe_period(kernel) == period
     assert probe_grain(kernel, period) == grain
@@ -76,12 +80,12 @@ def test_lanes_grains_splits_and_lengths_are_found(lanes, grain):
 
 
 def test_fewer_lanes_than_are_tried_are_found_as_a_multiple():
-    assert probe_period(LaneKernel(64, torch.float32, seed=0, lanes=4)) == 16
+    assert probe_period(LaneKernel(lanes=4)) == 16
 
 
 def test_no_period_is_found_where_keys_may_not_move():
-    assert probe_period(LaneKernel(64, torch.float32, seed=0, lanes=128)) is None
-    assert probe_period(LaneKernel(64, torch.float32, seed=0, lanes=24)) is None
+    assert probe_period(LaneKernel(lanes=128)) is None
+    assert probe_period(LaneKernel(lanes=24)) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,5 +143,5 @@ def test_a_mask_is_repeated_for_each_query_head_and_padded():
     assert mask.shape == (4, 192)  # three query heads, padded to four
     for row in mask[:3]:
         assert row[:3].tolist() == [0.0, -torch.inf, 0.0]
-        assert (row[3:] == -torch.inf).all()  # nobody sees added keys
+        assert (row[3:] == -torch.inf).all()  # no token sees an added key
     assert (mask[3] == 0.0).all()  # an added query sees everything

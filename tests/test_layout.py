@@ -25,8 +25,8 @@ def lay_out(length: int, limits: AttentionLimits = LIMITS, paths=PATHS) -> TreeL
 
 
 def held_by(layout: TreeLayout, length: int) -> list[int]:
-    """What each slot holds after a text of this length and a tree are written: 100 + i is token i
-    of the text, and i is node i."""
+    """Return what each slot holds after a text of this length and a tree are written: 100 + i
+    stands for token i of the text, and i for node i."""
     cache = torch.zeros(1, 1, 600, 1)
     cache[0, 0, :length, 0] = 100 + torch.arange(length)
     padding = [99, 99]  # tokens that only pad a pass
@@ -72,7 +72,7 @@ def test_every_node_sees_the_text_and_its_path_in_lanes_and_in_the_order_of_posi
                 text = [100 + i for i in range(length)]
                 assert [held[slot] for slot in slots] == text + path
                 assert [slot % PERIOD for slot in slots] == [i % PERIOD for i in range(len(slots))]
-                # What shares a grain in the text shares it here.
+                # Tokens that share a grain in the text also share a grain here.
                 for i, (slot, after) in enumerate(zip(slots, slots[1:])):
                     assert after == slot + 1 or (i + 1) % limits.grain == 0
 
@@ -84,7 +84,7 @@ def test_nodes_without_a_place_before_the_next_split_are_left_out():
     other_order = [[0], [0, 1], [0, 1, 2], [0, 3]]
     assert lay_out(183, paths=other_order).nodes == [0, 1, 2]
     assert lay_out(190).nodes == [0, 1]
-    assert lay_out(191).nodes == [0, 1, 2, 3]  # the root ends a sum, and the next one is empty
+    assert lay_out(191).nodes == [0, 1, 2, 3]  # after the split all slots are free
 
 
 def test_a_draft_of_too_many_tokens_is_cut():

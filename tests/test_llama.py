@@ -71,12 +71,12 @@ def test_a_forward_in_chunks_through_a_used_cache_equals_an_uncached_one_in_floa
         cache.length = 12  # what follows the first 12 tokens is read again
         check(model(TOKENS[:, 12:], cache), 12)
         cache.length = 0
-        model(TOKENS.flip(1), cache)  # leaves the keys and values of another text behind
+        model(TOKENS.flip(1), cache)  # leaves the keys and values of a different text behind
 
 
 @pytest.mark.parametrize("path", [[0], [1, 3, 6], [0, 2, 4], []], ids=str)
 def test_keeping_a_path_of_a_tree_equals_a_forward_over_only_that_path(tiny, path):
-    parents = [-1, -1, 0, 1, 2, 0, 3]  # of seven nodes that follow a prompt of ten tokens
+    parents = [-1, -1, 0, 1, 2, 0, 3]  # the parents of seven nodes, after a prompt of ten tokens
     prompt = TOKENS[:1, :10]
     tree = TOKENS[1:2, :7]
     rest = TOKENS[2:, :5]
@@ -133,7 +133,7 @@ def test_a_long_prompt_takes_memory_in_proportion_to_its_length():
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=os.environ | folders, capture_output=True, text=True)
     short, long = map(float, done.stdout.split())
-    assert long - short < 100  # read at once it would be 340: one mask of 8192 x 8192 has 67 MB
+    assert long - short < 100  # in one pass it would be 340: one mask of 8192 x 8192 has 67 MB
 
 
 @pytest.mark.parametrize("dtype, tolerance", [
@@ -143,7 +143,7 @@ def test_a_long_prompt_takes_memory_in_proportion_to_its_length():
 def test_a_packed_model_gives_the_same_logits_for_any_number_of_tokens(folder, dtype, tolerance):
     model = llama.load_model(folder, dtype=dtype)
     packed = llama.pack(llama.load_model(folder, dtype=dtype))
-    if llama.can_pack(torch.ones(1, dtype=dtype)):  # elsewhere it stays as it is
+    if llama.can_pack(torch.ones(1, dtype=dtype)):  # otherwise the model stays as it is
         unpacked = {name for name, _ in packed.named_parameters() if "norm" not in name}
         assert unpacked == {"embed_tokens.weight"}
     cache = model.new_cache(200)
@@ -201,6 +201,17 @@ def test_a_model_without_its_first_layers_computes_the_others(tiny):
     close(last.lm_head(last.norm(output)), logits)
 
 
+def test_the_target_reads_every_new_token_except_the_last(tiny):
+    lengths = []
+    hook = tiny.norm.register_forward_hook(lambda norm, x, output: lengths.append(output.shape[1]))
+    answer = generate(tiny, [1, 2, 3], 6)
+    assert lengths == [3, 1, 1, 1, 1, 1]
+    lengths.clear()
+    stopped = generate(tiny, [1, 2, 3], 6, stop_ids={answer[2]})
+    hook.remove()
+    assert lengths == [3] + [1] * (len(stopped) - 1)
+
+
 # --- Sampling ---
 
 
@@ -233,24 +244,24 @@ def test_logits_that_overflowed_are_an_input_error_that_names_other_types(damage
 def test_tokens_are_distributed_as_the_softmax_of_the_logits():
     p = torch.tensor([0.35, 0.0, 0.25, 0.2, 0.1, 0.06, 0.03, 0.01])
     one_generator = []
-    many_generators = []  # each conversation has one of its own
+    many_generators = []  # one for each draw, as each conversation has its own
     sampling = llama.GenerationConfig(temperature=1.0).new_sampling("cpu")
     for seed in range(4000):
         one_generator.append(llama.sample_next(p.log(), sampling))
-        of_its_own = llama.GenerationConfig(temperature=1.0, seed=seed).new_sampling("cpu")
-        many_generators.append(llama.sample_next(p.log(), of_its_own))
+        seeded = llama.GenerationConfig(temperature=1.0, seed=seed).new_sampling("cpu")
+        many_generators.append(llama.sample_next(p.log(), seeded))
     for drawn in (torch.tensor(one_generator), torch.tensor(many_generators)):
         assert chi_square(drawn, p) < 22.5  # 6 degrees of freedom: one seed in a thousand is above
         hotter = llama.probabilities(p.log(), 1.2)
-        assert chi_square(drawn, hotter) > 22.5  # another temperature is noticed
+        assert chi_square(drawn, hotter) > 22.5  # a different temperature is noticed
 
 
 def check_nucleus(kept: torch.Tensor, p: torch.Tensor, top_p: float) -> None:
-    """A token of p (V) is kept if and only if all that are likelier do not reach top_p."""
+    """Check that a token of p (V) is kept if and only if the likelier tokens do not reach top_p."""
     values, group = p.double().unique(return_inverse=True)  # in ascending order
     mass = torch.zeros_like(values).index_add(0, group, p.double())
     likelier = (mass.flip(0).cumsum(0).flip(0) - mass)[group]
-    rounding = 1e-5  # of a sum over thousands of probabilities in float32
+    rounding = 1e-5  # the error of a sum over thousands of probabilities in float32
     assert (kept[likelier < top_p - rounding] > 0).all()
     assert (kept[likelier > top_p + rounding] == 0).all()
     expected = p * (kept > 0)
@@ -268,7 +279,8 @@ def test_a_token_is_in_the_nucleus_if_and_only_if_the_likelier_ones_do_not_reach
 
 
 def tied_logits() -> torch.Tensor:
-    """Three rows of 8192 logits in bfloat16: all tie, thousands with each other, a few."""
+    """Return three rows of 8192 logits in bfloat16. All logits of the first row tie, thousands of
+    the second tie with each other, and few of the third."""
     levels = torch.randint(8, (8192,)) / 2
     logits = torch.stack([torch.zeros(8192), levels, torch.randn(8192) * 4])
     return logits.bfloat16()
@@ -290,8 +302,8 @@ def test_whether_a_token_is_in_the_nucleus_depends_on_no_neighbor_and_on_no_orde
 
 
 def test_whether_64_tokens_reach_top_p_is_settled_in_the_same_way_beside_any_neighbor():
-    """If they reach it to the last bit, it is a matter of rounding. So many are looked at first,
-    and more if a neighbor needs more."""
+    """Rounding decides whether the 64 likeliest tokens reach a top_p that is just their sum. These
+    64 are tried first, and more tokens if a neighbor needs more."""
     flat = torch.zeros(8192)
     for _ in range(50):
         logits = torch.randn(8192)
@@ -368,7 +380,7 @@ def test_a_reader_of_stdout_who_leaves_ends_the_answer_without_a_message(chat_mo
 
 
 def refusal(flags: list, monkeypatch, capsys) -> str:
-    """The one line that a command line ends in, with exit status 2."""
+    """Return the line of error with which the command ends. Check that its exit status is 2."""
     monkeypatch.setattr(sys, "argv", ["llama.py", "--device", "cpu", *map(str, flags)])
     with pytest.raises(SystemExit) as caught:
         run_command(llama.main)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Callable, Iterator, NamedTuple
@@ -372,7 +373,8 @@ def test_a_draft_is_accepted_with_probability_min_1_p_over_q(q, tokens, chance):
 def test_the_token_that_comes_out_is_distributed_as_p_whatever_q_is(q, count, chance):
     def run() -> list[int]:
         likeliest = likeliest_choices(Draft(0), [0], q[None], count, min_probability=0.0)
-        choices = draw_choices(likeliest, q[None], torch.Generator())
+        counts = Counter(choice.row for choice in likeliest)
+        choices = draw_choices(counts, q[None], torch.Generator())
         draft = siblings([choice.output for choice in choices], q)
         return accepted_text(draft, try_siblings(draft, chance))
 

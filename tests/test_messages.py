@@ -22,6 +22,7 @@ from plumbing.messages import (
     ProtocolError,
     Refused,
     receive_message,
+    refuse_malformed,
     send_message,
 )
 
@@ -128,7 +129,7 @@ def test_random_frames_and_frames_with_flipped_bits_raise_a_protocol_error_and_n
         for _ in range(generator.randint(1, 4)):
             position = generator.randrange(len(whole) - 28)  # not in the tensors' 28 bytes
             damaged[position] ^= 1 << generator.randrange(8)
-        if receive_from(damaged) is None:  # a name or a number may have become another one
+        if receive_from(damaged) is None:  # a name or a number may have become a different one
             received += 1
         noise = generator.randbytes(generator.randint(1, 200))
         assert receive_from(noise) is not None
@@ -163,6 +164,17 @@ def test_random_frames_and_frames_with_flipped_bits_raise_a_protocol_error_and_n
     described("I8", 10**30, 4)], ids=lambda message: repr(message[HEADER.size:80]))
 def test_a_malformed_message_is_refused_in_one_line(message):
     assert "malformed message" in str(receive_from(message))
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("can't allocate memory: you tried to allocate 8 bytes")], ids=repr)
+def test_a_lack_of_memory_is_no_malformed_message(error):
+    with pytest.raises(type(error)) as raised:
+        with refuse_malformed("message"):
+            raise error
+    assert raised.value is error
 
 
 @pytest.mark.parametrize("text_size, data_size, complaint", [

@@ -76,7 +76,7 @@ N3 = {"target_layer_inference": 3}
 
 
 def random_norms(module: nn.Module) -> None:
-    """Weights that are not all 1, so that it matters which norm is applied, and where."""
+    """Give norms weights that are not all 1, so that it matters which norm is applied where."""
     for part in module.modules():
         if isinstance(part, RMSNorm):
             part.weight.uniform_(0.5, 1.5)
@@ -109,7 +109,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 class Reading(NamedTuple):
-    """What the target makes of a text."""
+    """What the target computes from a text."""
 
     kv: Tensor  # from its cache, (1, T, L, 2 Ekv)
     hidden: Tensor  # its final states, (1, T, E)
@@ -123,7 +123,7 @@ def read(target: Llama, tokens: list[int]) -> Reading:
 
 
 def verify(state: DraftState, cache: KVCache, tokens: list[int]) -> None:
-    """The target reads tokens, and the drafter their memory."""
+    """Let the target read tokens, and the drafter their memory."""
     state.drafter.target.hidden(torch.tensor([tokens]), cache)
     state.append_verified(state.drafter.memory_update(tokens, cache))
 
@@ -154,7 +154,7 @@ def path_tokens(draft: Draft, i: int) -> list[int]:
 
 
 def paths(draft: Draft) -> list[tuple[int, ...]]:
-    """The way from the root to each drafted token, without the root."""
+    """The path from the root to each drafted token, without the root."""
     return [tuple(path_tokens(draft, i)[1:]) for i in range(1, len(draft.tokens))]
 
 
@@ -163,8 +163,8 @@ def chain_parents(count: int) -> list[int]:
 
 
 def step_through(state: DraftState, draft: Draft) -> Tensor:
-    """Features (1 + K, E) of a draft that is given, level by level."""
-    state.draft(draft.tokens[0], DraftLimits(depth=0))  # makes room for a draft, and makes none
+    """Features (1 + K, E) of this draft, whose levels the drafter reads one by one."""
+    state.draft(draft.tokens[0], DraftLimits(depth=0))  # drops the earlier draft
     levels = {}
     for i in range(len(draft.tokens)):
         levels.setdefault(len(path_tokens(draft, i)), []).append(i)
@@ -231,7 +231,7 @@ def test_lsa_memory_features_and_logits_are_those_of_the_authors(N):
     check(logits[response], expected["draft_logits"][response])
 
 
-# --- The drafter once more, from the paper's words: slow, in float64, one query at a time ---
+# --- The drafter again, written from the paper: slow, in float64, one query at a time ---
 
 
 def normalize(x: Tensor, norm: RMSNorm) -> Tensor:
@@ -239,7 +239,7 @@ def normalize(x: Tensor, norm: RMSNorm) -> Tensor:
 
 
 def turn(heads: Tensor, position: int, theta: float) -> Tensor:
-    """RoPE of heads (H, D): a pair (x_i, x_{i + D/2}) is a complex number, which turns."""
+    """RoPE of heads (H, D): a pair (x_i, x_{i + D/2}) is a complex number, which is rotated."""
     real, imaginary = heads.chunk(2, dim=-1)
     exponents = torch.arange(real.shape[-1]).double() / real.shape[-1]
     angles = position * theta**-exponents
@@ -248,7 +248,7 @@ def turn(heads: Tensor, position: int, theta: float) -> Tensor:
 
 
 class Block:
-    """A decoder layer for one token after the other."""
+    """A decoder layer that reads one token at a time."""
 
     def __init__(self, layer: llama.DecoderLayer, heads: int, head_dim: int, theta: float):
         self.weights = copy.deepcopy(layer).double()
@@ -257,14 +257,14 @@ class Block:
         self.theta = theta
 
     def key_value(self, x: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """What other tokens read of x (E): its key and its value, both (Hkv, D)."""
+        """The key and the value of x (E), both (Hkv, D), which other tokens read."""
         y = normalize(x, self.weights.input_layernorm)
         key = (self.weights.self_attn.k_proj.weight @ y).view(-1, self.head_dim)
         value = (self.weights.self_attn.v_proj.weight @ y).view(-1, self.head_dim)
         return turn(key, position, self.theta), value
 
     def run(self, x: Tensor, position: int, keys_values: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """x (E), after it has attended to these."""
+        """The layer's output (E) for x (E), which attends to these keys and values."""
         y = normalize(x, self.weights.input_layernorm)
         queries = (self.weights.self_attn.q_proj.weight @ y).view(self.heads, self.head_dim)
         outputs = torch.zeros_like(queries)
@@ -316,10 +316,11 @@ class SlowDrafter:
         return self.projection.weight @ (sum(outputs) / len(outputs)) + self.projection.bias
 
     def features(self, tokens: list[int], kv: Tensor, i: int, h: int) -> Tensor:
-        """Of token i, where those up to h are verified: kv (h + 1, L, 2 Ekv) is theirs.
+        """The features of token i, if tokens 0 to h are verified and kv (h + 1, L, 2 Ekv) holds
+        their keys and values.
 
-        The tokens after h are drafts. The last N layers have no key and value of these but those
-        that the drafter made when it came by, so it comes by all of them.
+        The tokens after h are drafted. Their keys and values in the last N layers are those that
+        the drafter itself computes, so it computes them for each of these tokens in turn.
         """
         kv = kv.double()
         memories = [self.ca.key_value(self.memory(kv[j]), j) for j in range(h + 1)]
@@ -355,7 +356,11 @@ def test_features_are_those_of_a_slow_drafter_that_is_written_from_the_paper(tar
     slow = SlowDrafter(drafter)
     texts = [random_tokens(12), random_tokens(24)[12:]]
     kv = torch.cat([read(target, text).kv for text in texts])
-    features = drafter.features(torch.tensor(texts), kv, torch.tensor(HORIZONS))
+    inputs = (torch.tensor(texts), kv, torch.tensor(HORIZONS))
+    ca_output, features = drafter(*inputs)
+    assert torch.equal(ca_output, drafter.mix_attentions(*inputs))
+    assert torch.equal(features, drafter.features(*inputs))
+    assert torch.equal(ca_output, features) == (N == 0)
     for b, text in enumerate(texts):
         for i, h in enumerate(HORIZONS[b]):
             expected = slow.features(text, kv[b, :h + 1], i, h)
@@ -366,7 +371,7 @@ def test_features_are_those_of_a_slow_drafter_that_is_written_from_the_paper(tar
 
 
 class Cycle(NamedTuple):
-    """Tokens that are verified, then a draft. How a cycle ends is how the next one begins."""
+    """Tokens that are verified, followed by a draft. The next cycle verifies what is kept of it."""
 
     verified: list[int]
     drafted: list[int]  # the root first
@@ -379,9 +384,9 @@ CYCLES = [
     Cycle([5, 6], [1, 2, 3], [-1, 0, 1]),
     # All were accepted.
     Cycle([1, 2, 3, 4], [9, 10, 11], [-1, 0, 1]),
-    # Other tokens than the drafted ones were verified. A tree is drafted,
+    # The verified tokens differ from the drafted ones. A tree is drafted.
     Cycle([12, 13], [14, 15, 16, 17, 18, 19, 20], [-1, 0, 0, 0, 1, 3, 3]),
-    # of which not the first branch was accepted.
+    # A branch of the tree was accepted, and not its first one.
     Cycle([14, 17, 19], [18, 19, 20, 21], [-1, 0, 1, 2]),
     # A tree with the same token on two branches.
     Cycle([18, 30, 20], [2, 3, 4, 5, 5, 6, 7], [-1, 0, 0, 1, 2, 3, 4]),
@@ -398,7 +403,7 @@ CYCLES = [
 ], ids=str)
 def test_drafting_step_by_step_gives_the_features_of_one_pass_under_its_horizon(
         target, choices, monkeypatch):
-    monkeypatch.setattr(moa, "LSA_TOKENS", 2)  # LSA reads so many tokens at once
+    monkeypatch.setattr(moa, "LSA_TOKENS", 2)  # a text takes several reads
     drafter = random_drafter(target, **choices)
     state = drafter.new_state(64)
     cache = target.new_cache(64)
@@ -432,11 +437,11 @@ def test_an_unverified_chain_stays_until_tokens_are_verified_in_its_place(target
     state = RemoteDraftState(drafter, 64, Sampling())
     verify(state, cache, tokens)
     state.draft_unverified(14, 1)
-    state.draft(9, DraftLimits(2))  # which is dropped again
+    state.draft(9, DraftLimits(2))  # this draft is dropped again
     state.draft_unverified(17, 1)
     torch.testing.assert_close(step_through_chain(state, [19]), as_drafts[5:6], **CLOSE)
     torch.testing.assert_close(step_through_chain(state, [20]), as_drafts[6:7], **CLOSE)
-    verify(state, cache, [14, 15])  # the unverified 17 was wrong
+    verify(state, cache, [14, 15])  # and not the unverified 17
     expected = step_through_chain(state_after(drafter, tokens + [14, 15]), [18])
     torch.testing.assert_close(step_through_chain(state, [18]), expected, **CLOSE)
 
@@ -457,8 +462,8 @@ def test_while_the_server_is_out_of_reach_nothing_is_drafted_for_it(target):
     online = state.draft(2, DraftLimits(3)).tokens
     state.append_verified(None)
     assert state.draft(2, DraftLimits(3)).tokens == [2]
-    assert [2] + state.draft_unverified(2, 3) == online  # the text goes on all the same
-    verify(state, cache, online)  # it is back
+    assert [2] + state.draft_unverified(2, 3) == online  # but the text goes on
+    verify(state, cache, online)  # the server is back
     assert len(state.draft(5, DraftLimits(3)).tokens) == 4
 
 
@@ -475,7 +480,7 @@ def test_from_the_true_hidden_state_the_draft_distribution_is_the_targets_own(ta
     kv, _ = read(target, tokens[0].tolist())
     none = torch.full((12,), -1)
     for horizon in (none, positions, positions - 1, positions.clamp(max=5)):
-        features = drafter.infer_target_layers(true_state, kv, horizon.unsqueeze(0))
+        features = drafter.reuse_target_layers(true_state, kv, horizon.unsqueeze(0))
         torch.testing.assert_close(drafter.head.logits(features), target(tokens), **CLOSE)
 
 
@@ -560,7 +565,7 @@ def test_the_first_token_is_drawn_from_the_drafters_own_q_quantized_for_a_remote
 
 
 def tied_target() -> Llama:
-    """In bfloat16, with 8192 tokens of which always 128 have the same logit."""
+    """A target in bfloat16 whose 8192 tokens form groups of 128 that have the same logit."""
     torch.manual_seed(0)
     target = Llama(replace(SIZES, vocab_size=8192))
     for parameter in target.parameters():  # not the rotary table
@@ -570,7 +575,7 @@ def tied_target() -> Llama:
 
 
 def check_drawn(draft: Draft, temperature: float, generator: torch.Generator) -> None:
-    """Each of 12 tokens is what a twin of its generator draws from the q that is reported."""
+    """Check that each of 12 tokens is what a twin generator draws from the q that is reported."""
     assert len(draft.tokens) == 1 + 12
     assert len(draft.q) == (12 if temperature > 0 else 0)
     for newest, q in draft.q.items():
@@ -578,7 +583,7 @@ def check_drawn(draft: Draft, temperature: float, generator: torch.Generator) ->
         assert q[token] > 0
         assert sample(q, generator) == token
         least = q[q > 0].min()
-        assert (q == least).sum() >= 128  # tokens that tie are in it together
+        assert (q == least).sum() >= 128  # all tokens with the same logit are in q
 
 
 @pytest.mark.parametrize("temperature, top_p", [(0.7, 0.9), (0.0, 1.0)])
@@ -650,11 +655,11 @@ def test_the_likeliest_choices_are_those_of_the_likeliest_paths_and_no_path_unde
 def test_how_many_children_each_leaf_has_is_settled_before_they_are_drawn(count):
     q = probabilities(torch.randn(3, 8), 0.5, 0.95)
     likeliest = likeliest_choices(draft_of_leaves(), LEAVES, q, count, 0.0)
-    children = Counter(choice.row for choice in likeliest)
+    counts = Counter(choice.row for choice in likeliest)
     generator = seeded()
-    draws = [draw_choices(likeliest, q, generator) for _ in range(20)]
+    draws = [draw_choices(counts, q, generator) for _ in range(20)]
     for drawn in draws:
-        assert Counter(choice.row for choice in drawn) == children
+        assert Counter(choice.row for choice in drawn) == counts
         assert len({(choice.row, choice.output) for choice in drawn}) == len(drawn)
         for choice in drawn:
             assert choice.probability == q[choice.row, choice.output] > 0
@@ -706,7 +711,7 @@ def test_a_greedy_tree_has_the_paths_that_the_drafter_finds_likeliest_of_all(tar
         assert draft.probabilities[i] == pytest.approx(values[path] / before, rel=1e-3)
 
 
-def test_a_token_of_a_tree_is_drawn_from_what_the_drafter_makes_of_its_own_path(target):
+def test_a_token_of_a_tree_is_drawn_from_the_drafters_q_after_its_own_path(target):
     drafter = random_drafter(target)
     verified = random_tokens(6)
     state = state_after(drafter, verified, Sampling(1.0, 1.0, seeded()))
@@ -766,7 +771,7 @@ def test_a_draft_ends_where_the_drafter_is_no_longer_confident(target, top_k):
 ], ids=str)
 def test_packed_it_drafts_the_same_and_in_bfloat16_almost_the_same(
         target, choices, bfloat16, monkeypatch):
-    # A CPU that lacks bfloat16's instructions is slower in it, but as exact.
+    # A CPU that lacks instructions for bfloat16 computes in it as exactly, only more slowly.
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
     drafter = random_drafter(target, **choices)
     twin = copy.deepcopy(target)
@@ -776,7 +781,7 @@ def test_packed_it_drafts_the_same_and_in_bfloat16_almost_the_same(
     state = state_after(packed, tokens)
     expected_state = state_after(drafter, tokens)
     assert packed.rotary.dtype == torch.float32
-    packs = can_pack(torch.ones(1))  # elsewhere it stays as it is, and all below holds too
+    packs = can_pack(torch.ones(1))  # elsewhere nothing is packed, and the checks hold as well
     dtype = torch.bfloat16 if bfloat16 and packs else torch.float32
     assert packed.dtype == state.self_cache.kv.dtype == dtype
     if packs and not bfloat16:
@@ -843,7 +848,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_complete(target, tmp_path, 
 
 
 def refused(folder, target: Llama, complaint: str) -> None:
-    """Loading ends in one line that names the folder and what is wrong."""
+    """Check that loading ends in one line that names the folder and what is wrong."""
     with pytest.raises(InputError) as error:
         load_drafter(folder, target)
     message = str(error.value)
@@ -975,7 +980,7 @@ def test_without_a_shipped_drafter_the_message_says_how_to_get_one_or_that_there
 
 
 def test_a_client_holds_of_the_target_only_what_drafting_needs(checkpoint):
-    """And drafts the same with it."""
+    """The client drafts the same tokens."""
     whole = load_models(checkpoint[1], checkpoint[3], "cpu", torch.float32)
     client = load_models(checkpoint[1], checkpoint[3], "cpu", torch.float32, remote=True)
     N = client.drafter.N

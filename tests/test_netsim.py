@@ -36,9 +36,9 @@ SAMPLES = 20000
 # --- The link ---
 
 def delays(link: Link, size: int = 100) -> list[float]:
-    """Seconds that messages of `size` bytes take which never meet: they are sent hours apart."""
+    """Seconds that messages of `size` bytes take if they never meet: they are sent hours apart."""
     path = Network(link, seed=1).up
-    path.send(0.0, 0)  # the first of a connection has another timeout
+    path.send(0.0, 0)  # the first message of a connection has a different timeout
     observed = []
     for i in range(1, SAMPLES + 1):
         sent = i * 10000.0
@@ -47,7 +47,8 @@ def delays(link: Link, size: int = 100) -> list[float]:
 
 
 def assert_share(observed: list[bool], p: float) -> None:
-    """So many are true as of independent draws with probability p, within four deviations."""
+    """The share of true values is that of independent draws with probability p, within four
+    standard deviations."""
     deviation = math.sqrt(p * (1 - p) / len(observed))
     assert abs(statistics.fmean(observed) - p) < 4 * deviation
 
@@ -168,11 +169,11 @@ def network_with_outage(link: Link, seconds: float) -> Network:
 
 def test_a_message_stands_still_in_an_outage_and_goes_on_one_timeout_after_its_end():
     path = network_with_outage(Link(latency=0.02), 0.3).down
-    assert path.send(0.97, 100) == pytest.approx(0.99)  # has arrived before
+    assert path.send(0.97, 100) == pytest.approx(0.99)  # arrives before the outage
     resumed = 1.3 + 0.04 + 0.2
     assert path.send(0.99, 100) == pytest.approx(resumed + 0.01)  # half of its way is left
     assert path.send(1.10, 100) == pytest.approx(resumed + 0.02)
-    assert path.send(1.40, 100) == pytest.approx(resumed + 0.02)  # in order: with the last
+    assert path.send(1.40, 100) == pytest.approx(resumed + 0.02)  # in order, after the one before
     assert path.send(2.00, 100) == pytest.approx(2.02)
 
 
@@ -208,7 +209,7 @@ TENSORS = {"x": torch.arange(3)}
 
 
 def replies_to(channel: Channel, work: list[float]):
-    """Yields the replies of a Session, each when it comes."""
+    """Yields the replies of a Session, each when it arrives."""
     with channel.closed_on_failure():
         channel.send({"work": work}, TENSORS)
         for _ in work:
@@ -220,7 +221,7 @@ def ask(channel: Channel, *work: float) -> list[Message]:
 
 
 def stream(channel: Channel, work: list[float], moments: list[float]) -> None:
-    """Take every reply for a token, and add the moments when they come."""
+    """Take every reply for a token, and add the moments when they arrive."""
     for _ in replies_to(channel, work):
         moments.append(time.monotonic())
         channel.network.outage.begin_if_due(len(moments), moments[-1])
@@ -354,6 +355,13 @@ def test_a_server_that_fails_is_lost_in_one_line_and_nothing_else_happens(reply,
                 ask(channel)
             assert str(lost.value) and "\n" not in str(lost.value)
             assert channel.sock is None
+
+
+def test_a_bug_of_the_client_is_not_reported_as_a_lost_connection():
+    with connected() as channel:
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            list(replies_to(channel, [{1, 2}]))
+        assert len(ask(channel)) == 1  # the connection still works
 
 
 def test_an_impossible_time_of_work_is_no_failure(monkeypatch):

@@ -1,4 +1,4 @@
-"""Claims about prompts: given and piped in, and fitted into the context."""
+"""Claims about prompts: given, piped in, and fitted into the context."""
 import io
 import sys
 
@@ -6,7 +6,7 @@ import pytest
 from conftest import case_name, raises
 from tiny_target import CHAT
 
-from plumbing.prompts import answer_length, newest_exchanges, read_prompt
+from plumbing.prompts import answer_length, drop_oldest_exchanges, read_prompt
 
 
 @pytest.mark.parametrize("room, kept, line", [
@@ -21,7 +21,7 @@ def test_the_oldest_questions_and_answers_make_room_for_an_answer_but_the_last_q
         return sum(len(message["content"]) for message in messages)
 
     messages = [*CHAT, {"role": "user", "content": "Thanks."}]  # 14 + 8 + 6 + 14 + 7 characters
-    assert newest_exchanges(messages, count_characters, 60, 60 - room) == messages[kept:]
+    assert drop_oldest_exchanges(messages, count_characters, 60, 60 - room) == messages[kept:]
     assert capsys.readouterr().err == line
 
 

@@ -86,7 +86,7 @@ def serving_models(target: Llama, drafter: Drafter):
     """A server in threads of this process."""
     drafter.checkpoint_hash = "test"
     with ThreadPoolExecutor(1) as worker:
-        worker.submit(int).result()  # its thread is none of the server's
+        worker.submit(int).result()  # starts the worker's thread, which is not one of the server's
         with serving(new_session(target, drafter, worker)) as server:
             yield server
 
@@ -97,7 +97,7 @@ def new_session(target: Llama, drafter: Drafter, worker: ThreadPoolExecutor) -> 
 
 @contextlib.contextmanager
 def serving_elsewhere(target: Llama, drafter: Drafter, port: int = 0):
-    """A server in a process of its own: the process and the address. Afterwards it is gone."""
+    """A server in a process of its own, which ends afterwards: the process and the address."""
     drafter.checkpoint_hash = "test"
     ours, theirs = multiprocessing.Pipe()
 
@@ -126,7 +126,7 @@ def models() -> Pair:
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """A client that gives up a reply after a fifth of a second, and tries again at once."""
+    """A client that gives up on a reply after a fifth of a second, and tries again at once."""
     monkeypatch.setattr(netsim, "MIN_TIMEOUT", 0.2)
     monkeypatch.setattr(netsim, "INITIAL_BACKOFF", 0.0)
 
@@ -134,17 +134,17 @@ def impatient(monkeypatch):
 def over(
     channel: Channel, drafter: Drafter, limits: DraftLimits = CHAIN, lookup: bool = False
 ) -> Method:
-    """By drafts that the server at the other end of a channel verifies."""
+    """A method of answering: the server at the other end of a channel verifies drafts."""
     return OnServer(lambda prompt: channel, drafter, limits, lookup=lookup)
 
 
 def api_over(channel: Channel, target: Llama) -> Method:
-    """By plain use of an API."""
+    """A method of answering: the server at the other end of a channel is a plain API."""
     return PlainApi(lambda prompt: channel, target.config.vocab_size)
 
 
 class CountedOutage(Network):
-    """Its outage ends when so many tokens have come, however long they take."""
+    """A network whose outage ends when the answer has `until` tokens, however long they take."""
 
     def __init__(self, first: int, until: float = math.inf, link: Link = Link()):
         super().__init__(link, outage=CountedEnd(first))
@@ -266,8 +266,8 @@ def test_plain_use_of_an_api_ends_where_the_server_is_lost_for_good(models):
 def test_an_outage_shorter_than_the_timeout_delays_tokens_and_loses_none(models, drafts):
     target, drafter = models
     link = Link(0.02)
-    moments = []  # of each cycle
-    counts = []  # of its tokens
+    moments = []  # when each cycle was complete
+    counts = []  # how many tokens each cycle had
 
     def emit(cycle: TimedCycle) -> None:
         moments.append(time.monotonic())
@@ -283,16 +283,16 @@ def test_an_outage_shorter_than_the_timeout_delays_tokens_and_loses_none(models,
     totals = list(itertools.accumulate(counts))
     next_cycle = 1 + [total >= 5 for total in totals].index(True)
     outage_ends = channel.network.outage.begins + 0.3
-    # (Of an API's replies, some had arrived before, while a busy machine did not look.)
+    # (Some replies of an API may have arrived before the outage, but wait on a busy machine.)
     delayed = [moment >= outage_ends for moment in moments].index(True)
     assert delayed == next_cycle if drafts else delayed >= next_cycle
     assert moments[delayed] >= outage_ends + link.retransmission_timeout()
 
 
 def test_sampled_tokens_are_distributed_as_the_targets_own():
-    """The second and the third of an answer: every pair as often as its probability says, within
-    four and a half deviations. (Enumeration, in test_losslessness.py, takes draws for independent;
-    here client and server really draw.)"""
+    """The second and the third token of an answer: every pair occurs as often as its probability
+    says, within four and a half standard deviations. (The enumeration of test_losslessness.py
+    assumes independent draws. Here client and server really draw.)"""
     target = new_target(5, layers=1)
     drafter = new_drafter(target)
     counts = torch.zeros(5, 5)
@@ -314,7 +314,7 @@ def test_sampled_tokens_are_distributed_as_the_targets_own():
 
 @pytest.mark.parametrize("limits", [CHAIN, TREE], ids=["chain", "tree"])
 def test_the_server_rejects_by_the_very_q_that_the_drafts_were_drawn_from(limits, monkeypatch):
-    target = new_target(300, sharpness=5.0, context=128)  # more tokens than are sent of q
+    target = new_target(300, sharpness=5.0, context=128)  # q is sent for fewer tokens than these
     drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)
     verify_remote = RemoteVerifier.verify_remote
     verify = LocalVerifier.verify
@@ -415,7 +415,7 @@ def test_an_outage_costs_verification_only_for_as_long_as_it_lasts(
         assert all(verified[until + OFFLINE_TOKENS:])
     offline = [cycle for cycle in cycles if cycle.link == "offline"]
     for cycle in offline[1:]:
-        assert lookup or cycle.draft.tokens[1:] == []  # nothing is drafted for nobody
+        assert lookup or cycle.draft.tokens[1:] == []  # no server would verify a draft
 
 
 @pytest.mark.parametrize("deed, moment, N", [
@@ -428,7 +428,8 @@ def test_an_outage_costs_verification_only_for_as_long_as_it_lasts(
     ("stop", 30, 2)])
 def test_a_server_that_is_lost_costs_verification_until_it_is_back(
         deed, moment, N, impatient, monkeypatch):
-    """When `moment` tokens have come. A kill happens up to 10 ms later, at any point of a cycle."""
+    """The deed happens when the answer has `moment` tokens. A kill happens up to 10 ms later, at
+    any point of a cycle."""
     target = new_target(16, context=128)
     drafter = new_drafter(target, target_layer_inference=N)
     delay = random.Random(moment).uniform(0, 0.01)
@@ -469,12 +470,12 @@ def test_a_server_that_is_lost_costs_verification_until_it_is_back(
         assert states.count("reconnected") == 1 and "offline" not in states
     else:
         assert not verified[-1]
-        assert verified == sorted(verified, reverse=True)  # what is gone stays so
+        assert verified == sorted(verified, reverse=True)  # a server that is gone stays away
         assert set(states) == {"connected", "offline"}
 
 
 def damaged(shape: list[int] | None, value: float, dtype: torch.dtype):
-    """A function of a tensor: one filled with a value, of another shape or of the same."""
+    """A function that replaces a tensor: by one filled with a value, of this shape or the same."""
     return lambda right: torch.full(shape or right.shape, value, dtype=dtype)
 
 
@@ -516,6 +517,29 @@ def test_malformed_replies_count_as_lost(fields, name, damage, impatient, monkey
     verified = check(target, result, cycles, 24)
     assert states[-1] == "offline"
     assert verified.index(False) >= 5 and verified.count(False) > 5
+
+
+@pytest.mark.parametrize("step, error", [
+    ("send_message", TypeError("a bug")),
+    ("wait", RuntimeError("a bug")),
+    ("dequantize_memory", torch.OutOfMemoryError("CUDA out of memory")),
+    ("dequantize_memory", RuntimeError("you tried to allocate 8 bytes"))], ids=repr)
+def test_a_bug_or_a_lack_of_memory_is_not_reported_as_a_lost_connection(
+        step, error, models, monkeypatch):
+    target, drafter = models
+    working = getattr(netsim, step)
+    calls = itertools.count()
+
+    def fail_later(*arguments):
+        if next(calls) < 5:
+            return working(*arguments)
+        raise error
+
+    monkeypatch.setattr(netsim, step, fail_later)
+    with serving_models(target, drafter) as server:
+        with pytest.raises(type(error)) as raised:
+            answer(over(channel_to(server), drafter), PROMPT, CONFIG)
+    assert raised.value is error
 
 
 def test_accepted_tokens_of_a_reply_are_ints_even_if_it_says_floats(monkeypatch):
@@ -604,7 +628,7 @@ def test_one_client_too_many_is_refused_in_one_line_until_another_leaves(models,
         with pytest.raises(InputError, match="refused: .* already has 8 clients") as error:
             answer(over(channel_to(server), drafter), PROMPT, CONFIG)
         assert "\n" not in str(error.value)
-        for sock in sockets[1:]:  # those that were there go on
+        for sock in sockets[1:]:  # the server goes on serving the clients that it has
             read_text(sock, PROMPT)
             receive_message(sock, LIMIT, soon())
         sockets[0].close()
@@ -794,17 +818,18 @@ def test_a_malformed_request_is_refused_and_a_right_one_after_it_is_answered(mod
         assert len(more) == (2 if right["call"] == "generate" else 0)
 
 
-@pytest.mark.parametrize("verified, parents, most", [
-    (0, list(range(64)), 64),  # a chain whose end is beyond the context
-    (5, [0] * 64, 72)], ids=["chain", "siblings"])  # what the server's cache has room for
-def test_drafts_beyond_what_was_asked_for_are_refused(models, verified, parents, most):
+@pytest.mark.parametrize("verified, parents, complaint", [
+    (0, list(range(64)), "positions [0-9]+: expected an int from 0 to 64"),  # the context
+    (5, [0] * 64, "slots in the cache [0-9]+: expected an int from 0 to 72")],
+    ids=["chain", "siblings"])
+def test_drafts_beyond_what_was_asked_for_are_refused(models, verified, parents, complaint):
     with ThreadPoolExecutor(1) as worker:
         session = new_session(*models, worker)(lambda: False)
         reply_to(session, READ, {"temperature": 0})
         for _ in range(verified):  # each adds a token to the server's cache
             reply_to(session, VERIFY, {"drafts": [], "parents": []})
         too_many = {"drafts": [1] * 64, "parents": parents}
-        with pytest.raises(ValueError, match=f"expected an int from 0 to {most}$"):
+        with pytest.raises(ValueError, match=f"invalid number of {complaint}$"):
             reply_to(session, VERIFY, too_many)
 
 
@@ -965,7 +990,7 @@ def is_running(pid: str) -> bool:
 
 
 def own_processes(client: subprocess.Popen) -> list[str]:
-    """What a client has started: its server."""
+    """The processes that a client has started: its server."""
     children = Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text().split()
     assert children and all(map(is_running, children))
     return children
@@ -997,7 +1022,7 @@ def test_ctrl_c_on_a_terminal_ends_an_answer_and_neither_the_chat_nor_its_server
 
 def test_a_server_of_our_own_may_be_a_plain_api_and_ends_however_its_client_ends(processes, tiny):
     alone = processes.alone
-    text = alone.stdout.read(20)  # it is in the midst of its answer
+    text = alone.stdout.read(20)  # the answer has begun
     target, tokenizer = tiny
     prompt = tokenizer.chat(ask("Why?"))
     whole = tokenizer.decode(list(generate(target, prompt, GenerationConfig(60))))
@@ -1055,7 +1080,7 @@ def test_the_prompt_may_come_from_a_pipe_and_the_target_from_a_server_of_our_own
         processes, smollm2):
     _, tokenizer = smollm2
     dtype = DTYPES[choose_dtype("cpu", None)]
-    model = pack(load_model("smollm2", "cpu", dtype))  # exact, in bfloat16 too
+    model = pack(load_model("smollm2", "cpu", dtype))  # exact, also in bfloat16
     out = processes.piped.stdout.read()
     err = processes.piped.stderr.read()
     prompt = tokenizer.chat(ask("Say hi."))

@@ -1,6 +1,6 @@
-"""Draft, verify, accept: at temperature 0 the target's own tokens, and what a user sees of it.
+"""Draft, verify, accept: at temperature 0 the target's own tokens, and what a user sees.
 
-That above temperature 0 the text is distributed as the target's own is in test_losslessness.py.
+test_losslessness.py tests that above temperature 0 the text is distributed as the target's own.
 """
 import contextlib
 import copy
@@ -61,7 +61,10 @@ from plumbing.messages import MessageServer
 from plumbing.terminal import GREEN, PLAIN, RED, draw_cycle
 from plumbing.tokenizer import TextStream
 from speculate import (
+    DRAFT_FLAGS,
     EXAMPLES,
+    NETWORK_FLAGS,
+    SERVER_FLAGS,
     TREE,
     Generation,
     Lookup,
@@ -90,7 +93,7 @@ def draft_and_verify(
     lookup: bool = False,
     **choices,
 ) -> Generation:
-    """An answer to PROMPT of so many tokens. choices: of its GenerationConfig."""
+    """Answer PROMPT with `count` tokens. choices: other fields of the GenerationConfig."""
     method = WithDrafts(target, drafter, limits, lookup=lookup)
     return answer(method, PROMPT, GenerationConfig(count, **choices))
 
@@ -280,7 +283,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def packed(smollm2) -> tuple[Llama, Drafter]:
-    """As speculate.py runs them."""
+    """The default models, packed as speculate.py packs them."""
     target = copy.deepcopy(smollm2[0])
     drafter = to_bfloat16(load_drafter(SHIPPED_DRAFTERS["smollm2"], target))
     pack_together(target, [drafter])
@@ -329,7 +332,7 @@ class Done(NamedTuple):
 
 
 class Terminal(io.TextIOWrapper):
-    """A standard output that is one."""
+    """A standard output that is a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -383,7 +386,7 @@ def busy():
 def test_prompt_seed_and_temperature_determine_the_tokens_also_in_another_process(
     smollm2, packed
 ):
-    """Of the default model too, and of a prompt from a pipe: one whole command line."""
+    """This also holds for the default model and a piped prompt: one whole command line."""
     model, tokenizer = smollm2
     flags = ["--max-new-tokens", "10", "--temperature", "1", "--seed", "3", "--json"]
     whole = [sys.executable, ROOT / "speculate.py", "--device", "cpu", "--dtype", "float32", *flags]
@@ -500,6 +503,15 @@ def test_the_commands_at_the_end_of_help_are_accepted():
         check_arguments(parser, parser.parse_args(shlex.split(arguments)))
 
 
+def test_the_flags_that_are_refused_together_are_those_of_a_group_of_help():
+    groups = {}
+    for group in make_parser()._action_groups:
+        groups[group.title] = {action.dest for action in group._group_actions}
+    assert set(DRAFT_FLAGS) == groups["drafts"] - {"drafter", "no_speculation"}
+    assert set(NETWORK_FLAGS) == groups["the target on a server"] - {"remote"}
+    assert SERVER_FLAGS == groups["model"] - {"seed"} | {"serve", "drafter"}
+
+
 def test_the_toy_target_comes_with_a_drafter_that_is_accepted_and_changes_no_token(toy):
     target, tokenizer = toy
     config = GenerationConfig(48, stop_ids=frozenset(tokenizer.stop_ids))
@@ -540,7 +552,7 @@ TRACES = {
 
 
 class Traced(NamedTuple):
-    """An answer as --trace --json has it, and as --trace draws that."""
+    """An answer as --trace --json prints it, and as --trace draws it."""
 
     sampled: bool
     prompt: dict
@@ -565,7 +577,7 @@ def traced(request, checkpoint) -> Traced:
 
 
 def accepted_tokens(cycle: dict) -> list[int]:
-    """What a traced cycle adds to the text, were it not cut."""
+    """Return what a traced cycle would add to the text if no stop token cut it short."""
     path = [draft["token"] for draft in cycle["drafts"] if draft["accepted"]]
     return path + [cycle["token"]]
 
@@ -614,7 +626,7 @@ OWN = re.compile(r"  the target's own: (\".+\")")
 
 
 def rows_of_json(cycle: dict, parent: int = -1, depth: int = 1) -> list[tuple]:
-    """Drafts as they are drawn, each followed by what follows it."""
+    """Return the drafts in the order drawn: after each token, those that follow it in the tree."""
     rows = []
     parents = [draft["parent"] for draft in cycle["drafts"]]
     is_chain = parents == list(range(-1, len(parents) - 1))
@@ -628,7 +640,7 @@ def rows_of_json(cycle: dict, parent: int = -1, depth: int = 1) -> list[tuple]:
 
 
 def parts_of(traced: Traced) -> list[tuple[dict, list[str]]]:
-    """Each cycle, and the lines that draw it."""
+    """Return each cycle with the lines that draw it."""
     parts = re.split(r"^(?=cycle )", traced.text, flags=re.MULTILINE)[1:]
     assert len(parts) == len(traced.cycles)
     return [(cycle, part.splitlines()) for cycle, part in zip(traced.cycles, parts)]
@@ -683,7 +695,7 @@ def test_a_trace_ends_each_cycle_with_the_targets_own_token(traced):
 
 
 def columns(line: str) -> int:
-    """On a terminal."""
+    """Return how many columns a line takes on a terminal."""
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in line)
     return len(line) + wide
 
@@ -762,7 +774,7 @@ def chat(checkpoint):
 def conversation(
     tiny: tuple[Llama, Tokenizer], questions: list[str], count: int
 ) -> list[list[int]]:
-    """The target's answers, each with all before it as its context."""
+    """Return the target's answers. Each has all questions and answers before it as its context."""
     tokenizer = tiny[1]
     messages = []
     answers = []
@@ -832,7 +844,7 @@ def test_a_question_that_is_too_long_is_refused_and_the_chat_goes_on(chat, tiny)
     assert answers == conversation(tiny, ["one", "two"], 10)
 
 
-# --- Over a network: what a user sees of it ---
+# --- Over a network: what a user sees ---
 
 
 @pytest.fixture(scope="module")
@@ -843,7 +855,7 @@ def models(checkpoint) -> Models:
 def terminal_over(
     networks: list[Network], server: MessageServer, models: Models, *flags: str
 ) -> speculate.Terminal:
-    """What answers each of its prompts over the next of these networks, as with --remote."""
+    """Return a Terminal that answers each prompt over the next of these networks (--remote)."""
     connections = iter(networks)
 
     def new_channel(prompt: list[int]) -> Channel:
@@ -1001,13 +1013,13 @@ class OnTerminal(NamedTuple):
     """speculate.py in a process of its own."""
 
     process_id: int
-    terminal: int  # our end of it
+    terminal: int  # our end of the pseudo-terminal
 
     def type(self, text: bytes) -> None:
         os.write(self.terminal, text)
 
     def read_until(self, pattern: str) -> str:
-        """What is printed until it matches."""
+        """Return what is printed until the pattern matches."""
         text = ""
         deadline = time.monotonic() + 60
         while not re.search(pattern, text, re.DOTALL):
@@ -1018,8 +1030,8 @@ class OnTerminal(NamedTuple):
         return text
 
     def wait(self) -> int:
-        """Its exit status."""
-        with contextlib.suppress(OSError):  # which says that nobody writes any more
+        """Wait for the process to end. Return its exit status."""
+        with contextlib.suppress(OSError):  # raised when the other end is closed
             while os.read(self.terminal, 1 << 16):
                 pass
         _, status = os.waitpid(self.process_id, 0)
@@ -1049,7 +1061,7 @@ def start_on_terminal(checkpoint):
 
 
 def run_forked(argv: list[str]) -> None:
-    """Never returns."""
+    """Run speculate.py in this fork, and end the fork. Never return."""
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""Claims about what ends a script while its packages load: no traceback, unless it is a library."""
+"""Claims about what ends a script while its packages load: no traceback, except in a library."""
 import os
 import subprocess
 import sys
@@ -12,7 +12,7 @@ MISSING = "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
 
 
 def run_with_torch(folder: Path, torch: str, *command) -> tuple[int, str]:
-    """Run Python with a torch.py of this text. Its exit status, and what it leaves on stderr."""
+    """Return the exit status and the stderr of Python, run with a torch.py of this text."""
     (folder / "torch.py").write_text(torch)
     environment = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"}
     command = [sys.executable, *command]
@@ -32,7 +32,7 @@ def test_a_missing_package_or_ctrl_c_while_it_loads_ends_a_script_without_a_trac
 @pytest.mark.parametrize("torch, error", [
     (INTERRUPTED, "KeyboardInterrupt"), (MISSING, "ModuleNotFoundError")
 ], ids=["Ctrl-C", "missing"])
-def test_who_imports_a_script_as_a_library_gets_the_exception(tmp_path, torch, error):
+def test_a_program_that_imports_a_script_as_a_library_gets_the_exception(tmp_path, torch, error):
     _, told = run_with_torch(tmp_path, torch, "-c", "import llama")
     assert told.startswith("Traceback")
     assert told.splitlines()[-1].startswith(error)

@@ -1,4 +1,4 @@
-"""Claims about what a person sees while a prompt is read, and why an answer is said to have ended."""
+"""Claims about what a person sees while a prompt is read, and about why an answer ended."""
 import time
 
 import pytest

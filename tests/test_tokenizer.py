@@ -132,6 +132,7 @@ TRIMMED_SYSTEM = "{% set system_message = messages[0]['content'] | trim %}"
     (CHATML_TEMPLATE, BOS, CHATML_HI),
     ("{{ bos_token }}" + CHATML_TEMPLATE, BOS, BOS + CHATML_HI),  # Llama-3 fine-tunes have it
     ("{{ bos_token }}" + CHATML_TEMPLATE, {"content": BOS}, BOS + CHATML_HI),
+    ("{{ bos_token }}" + CHATML_TEMPLATE, {"lstrip": False}, CHATML_HI),  # states no content
     (f"{{{{ '{BOS}' }}}}" + CHATML_TEMPLATE, None, BOS + CHATML_HI),
     (LLAMA3_TEMPLATE, BOS, BOS + LLAMA3_HI),
     (LLAMA3_TEMPLATE.replace("bos_token + ", ""), BOS, LLAMA3_HI),

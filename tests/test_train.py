@@ -135,8 +135,9 @@ def test_losses_are_the_authors(N):
     tokens = F.pad(golden["input_ids"][0], (0, 1))
     answer = F.pad(response, (0, 1), value=True)
     horizon = train.run_horizon(answer, length=len(answer), phase=0)
-    batch = train.MicroBatch(tokens[None], answer[None], horizon[None])
-    loss, kl, hidden = train.distill(drafter, batch, PLAIN).parts / response.sum()
+    batch = train.Example(tokens[None], answer[None], horizon[None])
+    sums = torch.stack(train.distill(drafter, batch, PLAIN).losses).detach()
+    loss, kl, hidden = sums / response.sum()
     distribution = torch.distributions.Categorical(logits=golden["target_logits"][0, response])
     entropy = distribution.entropy().mean()
     features = expected["feature_loss"]
@@ -157,7 +158,7 @@ def test_the_kl_in_pieces_and_its_gradient_are_those_of_the_plain_formula(monkey
     torch.testing.assert_close(train.kl_divergence(features, hidden, head), plain)
     (gradient,) = torch.autograd.grad(plain, features)
     for rows in (1, 6, 10, 256):
-        monkeypatch.setattr(train, "LOGITS", rows * len(head))
+        monkeypatch.setattr(train, "MAX_LOGITS_AT_ONCE", rows * len(head))
         loss = train.kl_in_pieces(features, hidden, head)
         torch.testing.assert_close(loss, plain)
         (ours,) = torch.autograd.grad(3 * loss, features)
@@ -178,9 +179,9 @@ def test_padding_and_micro_batches_change_nothing(target):
     for one in train.draw_examples(batch, 25, PLAIN):
         alone.append(train.distill(drafter, train.collate([one], target.device), PLAIN))
     count = sum(len(result.final) for result in alone)
-    (sum(result.loss for result in alone) / count).backward()
-    means = sum(result.parts for result in alone) / count
-    expected = [means] + [p.grad for p in drafter.parameters()]
+    means = sum(torch.stack(result.losses) for result in alone) / count
+    means[0].backward()  # the first is the loss
+    expected = [means.detach()] + [p.grad for p in drafter.parameters()]
     for result in results:
         torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-4)
 
@@ -202,7 +203,7 @@ def test_the_papers_recipe_is_the_default(monkeypatch):
     assert (args.kl_weight, args.feature_weight) == (0.1, 1.0)
     assert (args.lr, args.warmup, args.schedule) == (3e-5, 50, "paper")
     assert (args.run_length, args.tli) == ((5, 15), 0)
-    assert (args.batch_size, args.seq_len, train.CLIP) == (32, 2048, 1.0)
+    assert (args.batch_size, args.seq_len, train.MAX_GRADIENT_NORM) == (32, 2048, 1.0)
     (adamw,) = train.make_optimizers(torch.nn.Linear(2, 2), args.optimizer)
     assert adamw.defaults["betas"] == (0.9, 0.95)
     assert adamw.defaults["weight_decay"] == 0
@@ -247,7 +248,7 @@ def test_one_conversation_trains_and_its_gradient_is_clipped(tmp_path, command, 
 
     hook = register_optimizer_step_pre_hook(note_norm)
     for clip in (0.01, 1.0):
-        monkeypatch.setattr(train, "CLIP", clip)
+        monkeypatch.setattr(train, "MAX_GRADIENT_NORM", clip)
         command("--data", path, "--out", tmp_path / str(clip), "--updates", 1)
     hook.remove()
     norm = read_log(tmp_path / "1.0")[0]["grad_norm"]
@@ -347,7 +348,7 @@ def right_but_for(
     batch: list[TokenizedConversation],
     *wrong: tuple[int, int],
 ) -> moa.Drafter:
-    """A drafter that is right but for some (sequence, position)."""
+    """A drafter that is right except at some places, each a (sequence, position)."""
     drafter = random_drafter(target)
     logits = []
     for i, sequence in enumerate(batch):
