@@ -120,6 +120,8 @@ NETWORK = {  # "link" is a network that --latency and --loss describe
     "remote+lookup": key("remote+lookup:link", "speedup"),
 }
 TABLES = {  # of each experiment; of those that are not here: ACCEPTANCE
+    "memory": [DRAFTS],
+    "losses": [DRAFTS],
     "reused_layers": [ACCEPTANCE, OFFLINE],
     "reused_layers_early": [ACCEPTANCE, OFFLINE],
     "states": [STATES],

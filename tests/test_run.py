@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT
 from tiny_models import new_drafter, new_target
 
-from experiments import recipes, report, run, scores
+from experiments import curves, recipes, report, run, scores
 from llama import load_model
 from moa import Drafter
 from plumbing.errors import run_command
@@ -91,7 +91,7 @@ def test_the_page_of_the_default_target_has_the_speed_ups_of_its_benchmarks():
         for method in ("tree", "tree+lookup"):
             assert f"| {dtype}: {methods[method]} | {speedup(rows[method])} |" in page
     for method, name in methods.items():
-        assert f"| {name} | {speedup(overall('specbench')[method])} |" in page
+        assert f"| {name} | {speedup(overall('testsets')[method])} |" in page
         row = overall("sampled")[method]
         assert f"| {name} | {speedup(row)} | {row['acceptance_length']:.2f} |" in page
 
@@ -119,6 +119,33 @@ def test_the_page_of_the_default_target_has_the_speeds_on_each_network():
         lookup = speedup(rows[f"remote+lookup:{network}"])
         line, = [line for line in page.split("\n") if line.startswith(f"| `{network}`")]
         assert line.endswith(f"| {speed:.1f} | {drafts} | {lookup} |")
+
+
+def test_the_page_of_earlier_measurements_has_the_speeds_on_gpus():
+    page = (SMOLLM2 / "earlier.md").read_text()
+    for name in ("gpu_h100", "gpu"):
+        rows = json.loads((SMOLLM2 / f"{name}.json").read_text())["rows"]
+        for method in ("target", "chain", "tree", "lookup", "tree+lookup"):
+            cells = [method]
+            for dtype in ("float32", "bfloat16"):
+                row, = [
+                    row for row in rows
+                    if (row.get("category"), row.get("method"), row.get("dtype"))
+                    == ("overall", method, dtype)
+                ]
+                cells += [f"{row['tokens_per_second']:.0f}", f"{row['speedup']:.2f}"]
+            cells.append(f"{row['identical']:.0%}")
+            assert f"| {' | '.join(cells)} |\n" in page
+
+
+@pytest.mark.parametrize("name", report.FIGURES)
+def test_a_figure_shows_its_results_file(name, tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(report, "save_panels", lambda path, *parts: drawn.update({path: parts}))
+    report.save_figure(name)
+    (path, (panels, names)), = drawn.items()
+    curves.save_panels(tmp_path / "figure.svg", panels, names)
+    assert (tmp_path / "figure.svg").read_text() == path.read_text()
 
 
 # --- The files ---
