@@ -206,6 +206,8 @@ class Drafter(nn.Module):
         position whose memory a query may read, -1 for none.
         """
         ca_output = self.mix_attentions(tokens, kv, horizon)  # LSA, SA, CA
+        if self.N == 0:
+            return ca_output, ca_output
         return ca_output, self.reuse_target_layers(ca_output, kv, horizon)  # TLI
 
     def features(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
@@ -275,8 +277,7 @@ class Drafter(nn.Module):
         every position, 2 T in all, and the mask holds such a picture for each query.
 
         (Positions 4 and 5 belong to the same run as 6, and so have the same horizon. Their keys and
-        values in this pass are therefore those that they would have in a draft that begins at 4.
-        With N = 0, `run_target_layers` returns x, and the mask is not used.)
+        values in this pass are therefore those that they would have in a draft that begins at 4.)
         """
         count = x.shape[1]
         positions = torch.arange(count, device=x.device)
