@@ -8,9 +8,9 @@ A decoder layer adds to each token's vector x the outputs of attention and of an
                 x = x + down_proj(silu(gate_proj(y)) * up_proj(y))
 
 A token's keys k and values v never change once they are computed, so they are kept: the KV cache.
-Thanks to the cache a new token costs one pass over that token alone. A later token reads nothing
-else of an earlier one, which is why the paper's drafter reads the cache as well. moa.py builds that
-drafter from the same `DecoderLayer`.
+Thanks to the cache a new token costs one pass over that token alone. A later token sees an earlier
+one only through the earlier token's keys and values, and the paper's drafter reads these same keys
+and values. moa.py builds the drafter from the same `DecoderLayer`.
 
     python llama.py --prompt "Why is the sky blue?"     # the default target, fetched on first use
 
@@ -62,7 +62,7 @@ class Config:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    # The defaults of the next two are Llama-3's. They are for models without a checkpoint.
+    # All defaults below are Llama-3's. They are for models without a checkpoint.
     rms_norm_eps: float = 1e-5
     rope_theta: float = 500000.0
     rope_factors: tuple[float, ...] | None = None  # D/2 divisors of the rotary frequencies
@@ -110,8 +110,8 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     checkpoints the rows of q_proj and k_proj are reordered, so that pairs are half a head apart.
 
     A rotation by the angle a maps the pair (x, y) to (x cos a - y sin a, y cos a + x sin a). Each
-    coordinate is multiplied by the cosine, and its partner by the sine, which has a minus sign in
-    the first half of `rope`.
+    coordinate is multiplied by the cosine, and its partner by the sine. `sin` is negated in its
+    first D/2 coordinates.
     """
     cos, sin = rope  # (T, D)
     x32 = x.float()
@@ -123,8 +123,9 @@ class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023): several query heads share a kv head.
 
     Projecting and attending are separate methods, for two reasons. New keys and values are first
-    written to a cache, and `forward` attends to everything the cache holds. Also, in moa.py the
-    queries come from one sequence, and the keys and values from a different one.
+    written to a cache, and `forward` attends to everything the cache holds. Also, in the drafter's
+    cross-attention (CA, in moa.py) the queries come from one sequence, and the keys and values from
+    a different one.
     """
 
     def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int):
@@ -146,9 +147,9 @@ class Attention(nn.Module):
         return rotate(self.split_heads(self.q_proj(x)), rope)
 
     def keys_values(self, x: Tensor, rope: Tensor) -> Tensor:
-        """Project x (B, T, E) to rotated keys and to values, side by side (B, Hkv, T, 2D).
+        """Project x (B, T, E) to rotated keys and to values (B, Hkv, T, 2D).
 
-        They are side by side because the drafter reads a token's key and value as one vector.
+        A token's key and value lie side by side, because the drafter reads both as one vector.
         """
         keys = rotate(self.split_heads(self.k_proj(x)), rope)  # (B, Hkv, T, D)
         values = self.split_heads(self.v_proj(x))  # (B, Hkv, T, D)
@@ -166,11 +167,8 @@ class Attention(nn.Module):
     def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend with queries q (B, H, T, D) to keys and values kv (B, Hkv, S, 2D) -> (B, T, E).
 
-        q and kv are projected already, by the methods above, because they come from different
-        places: kv from a cache or, in the drafter's cross-attention (CA), from another sequence.
-
         mask (T, S) or (B, 1, T, S) is True where a query may attend. Without a mask every query
-        attends to all keys. (As in PyTorch, a mask of numbers is added to the scores.)
+        attends to all keys.
         """
         k, v = kv.chunk(2, dim=-1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
@@ -242,10 +240,10 @@ class DecoderLayer(nn.Module):
 class KVCache:
     """The keys and values of all tokens so far, in every layer, so that no token is read twice.
 
-    kv (L, B, Hkv, capacity, 2D). A place along `capacity` is a *slot*; the first `length` slots are
-    in use. In a text, slot and position are the same number. In a draft they are not: two tokens
-    that are alternatives for the same place have the same position, but each has a slot of its own.
-    B is 1 while generating. In training it is the batch, whose sequences are padded to one length.
+    kv (L, B, Hkv, capacity, 2D). Each index along `capacity` is a *slot*; the first `length` slots
+    are in use. In a text a token's slot is its position. In a draft, two alternatives share a
+    position and have a slot each. B is 1 while generating. In training B is the size of the batch,
+    whose sequences are padded to one length.
 
     In one pass all layers write to the same slots. `append` therefore leaves `length` as it is, and
     the code that runs the layers advances it once, after the last layer:
@@ -261,7 +259,8 @@ class KVCache:
 
     def append(self, layer: int, kv: Tensor) -> Tensor:
         """Write a layer's new keys and values (B, Hkv, T, 2D) to the slots from `length` on. Return
-        the layer's old and new ones (B, Hkv, S, 2D). Raises ValueError if the cache is full."""
+        the layer's old and new keys and values (B, Hkv, S, 2D). Raises ValueError if the cache is
+        full."""
         end = self.length + kv.shape[2]
         if end > self.kv.shape[3]:
             raise ValueError(f"the cache has {self.kv.shape[3]} slots, too few for {end} tokens")
@@ -280,13 +279,13 @@ class KVCache:
         return kv.flatten(3)
 
     def keep_path(self, start: int, path: list[int]) -> None:
-        """Keep the slots start + i for each i of the path, and move them, without gaps, to the
-        slots from `start` on. The other slots from `start` on hold drafted tokens that were
-        rejected. These tokens are dropped.
+        """Keep the tokens in slots start + i for i in `path`, packed together from `start` on. All
+        other drafted tokens are dropped.
 
-        After 10 tokens of text the path [0, 2, 5] keeps slots 10, 12 and 15, and moves them to
-        slots 10, 11 and 12. The keys need no new rotation: they were rotated by position, not by
-        slot, and the three tokens had the positions 10, 11 and 12 from the beginning.
+        After 10 tokens of text the path [0, 2, 5] keeps the tokens in slots 10, 12 and 15, and
+        moves them to slots 10, 11 and 12. The keys need no new rotation: they were rotated by
+        position, not by slot, and the three tokens had the positions 10, 11 and 12 from the
+        beginning.
         """
         kept = [start + i for i in path]  # the slots to keep
         end = start + len(path)
@@ -295,11 +294,12 @@ class KVCache:
 
 
 def causal_mask(count: int, past: int, device) -> Tensor | None:
-    """Return a mask (T, past + T) with which each of T = `count` new tokens sees itself, the new
-    tokens before it, and the `past` tokens in the cache.
+    """Return a mask (T, past + T) for T = `count` new tokens after the `past` tokens in the cache:
+    each new token sees itself and all before it.
 
     Return None for a single new token, which sees everything. (PyTorch's `is_causal` would not do:
-    with a past it lets the first new token see the first token of the text only.)
+    it aligns the triangle top-left, ignoring `past`, so the first new token would see only the
+    first token of the text.)
     """
     if count == 1:
         return None
@@ -315,8 +315,7 @@ class Llama(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # This is nn.Embedding(V, E), written in a way that saves `load_model` a second: on the meta
-        # device the shorter form would import PyTorch's compiler.
+        # nn.Embedding(V, E) is the same, but takes a second on the meta device of `load_model`.
         embeddings = torch.randn(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
         self.layers = nn.ModuleList()
@@ -374,8 +373,9 @@ class Llama(nn.Module):
 
         tokens (B, T) follow the tokens in the cache, one after the other. If they branch, as a
         draft may, give both their positions (T) and a mask (T, S), True where a token sees a slot.
-        If these differ between the rows of a batch, give (B, 1, T) and (B, 1, T, S).
+        If positions and mask differ between the rows of a batch, give (B, 1, T) and (B, 1, T, S).
         """
+        assert (positions is None) == (mask is None), "give both positions and a mask, or neither"
         count = tokens.shape[1]
         past = cache.length if cache is not None else 0
         if positions is None:
@@ -399,8 +399,8 @@ class Llama(nn.Module):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one answer are drawn. Target and drafter share one Sampling and its random
-    generator. (A target on a server has its own.)"""
+    """How the tokens of one answer are drawn. Target and drafter share one Sampling, and therefore
+    one random generator. (A target on a server has a Sampling of its own.)"""
 
     temperature: float = 0.0  # 0: greedy, always the likeliest token
     top_p: float = 1.0
@@ -477,7 +477,7 @@ def sample(p: Tensor, generator: torch.Generator | None) -> int:
 def sample_next(logits: Tensor, sampling: Sampling) -> int:
     """Choose the next token from logits (V): the likeliest at temperature 0, otherwise a draw.
 
-    Raises InputError if the logits are NaN or infinite.
+    Raises InputError if a logit is NaN or +infinity.
     """
     check_logits(logits)
     if sampling.temperature == 0:
@@ -486,7 +486,7 @@ def sample_next(logits: Tensor, sampling: Sampling) -> int:
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raise InputError if a logit is NaN or infinite, as with some models in float16."""
+    """Raise InputError if a logit is NaN or +infinity, as with some models in float16."""
     if not torch.isfinite(logits.max()):  # the maximum is NaN if any logit is
         raise InputError("the target's logits are NaN or infinite: use --dtype bfloat16 or float32")
 
@@ -544,15 +544,16 @@ def generate(
 # several narrow ones of the same input, even on a GPU. For these reasons `pack` replaces the
 # modules of a finished model by the packed modules below.
 #
-# On a CPU a `PackedLlama` is also exact, as far as could be tested: a token's result is
-# bit-identical in a pass over that token alone and in a pass over a whole draft.
-# plumbing/kernels.py explains why this takes some care, and finds out how many rows, queries and
-# masked keys have to be added to a pass.
+# On a CPU a `PackedLlama` is also exact in all our tests: a token's result is bit-identical in a
+# pass over that token alone and in a pass over a whole draft. plumbing/kernels.py explains why this
+# takes some care, and finds out how many rows, queries and masked keys have to be added to a pass.
 
 
 def pack(module: nn.Module) -> nn.Module:
     """Pack a module, and return the module to use in its place. A `Llama` or a `Drafter` is packed
     in place, and the same object is returned. A packed module cannot be trained, saved or moved.
+    If `can_pack` is False the module stays as it is, and for a Llama on a CPU a line on stderr says
+    that its passes are not exact.
 
     Packing a Llama has one more effect. On a CPU the object's class becomes `PackedLlama`, whose
     passes are exact. Changing the class is unusual, but a drafter may already hold this object, and
@@ -562,13 +563,17 @@ def pack(module: nn.Module) -> nn.Module:
     the cache grows.
     """
     weight = next(module.parameters(), None)
-    if weight is None or not can_pack(weight):
+    if weight is None:
+        return module
+    on_cpu = weight.device.type == "cpu"
+    if not can_pack(weight):
+        if isinstance(module, Llama) and on_cpu:
+            warn_inexact()
         return module
     if isinstance(module, Attention):
         return PackedAttention(module)
     if isinstance(module, MLP):
         return PackedMLP(module)
-    on_cpu = weight.device.type == "cpu"
     if isinstance(module, RMSNorm) and on_cpu:
         return PackedRMSNorm(module)
     if isinstance(module, nn.Linear) and module.bias is None and on_cpu:
@@ -584,11 +589,15 @@ def pack(module: nn.Module) -> nn.Module:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Tell whether packing helps: on NVIDIA's GPUs, and on a CPU if oneDNN can multiply weights of
-    this dtype."""
+    """Return whether packing helps: on NVIDIA's GPUs, and on a CPU if oneDNN can multiply weights
+    of this dtype."""
     if weight.device.type == "cuda":
         return True
     return weight.device.type == "cpu" and can_multiply(weight.dtype)
+
+
+def warn_inexact() -> None:
+    print("no exact kernels were found on this CPU: texts may differ", file=sys.stderr)
 
 
 class PackedLinear(nn.Module):
@@ -662,11 +671,11 @@ class PackedAttention(Attention):
         group = self.heads // self.kv_heads
         tokens = q.shape[2]
         rows = q.reshape(len(q), self.kv_heads, group * tokens, self.head_dim)
-        if mask is not None:
-            # A mask has one row for each token, unless it comes from `PackedLlama.hidden`. Such a
-            # mask has one row for each of `rows`, followed by rows for padding.
-            if mask.shape[-2] == tokens:
-                mask = torch.cat([mask] * group, dim=-2)  # (group T, S)
+        if mask is not None and mask.dtype == torch.bool:  # one row for each token
+            mask = torch.cat([mask] * group, dim=-2)  # (group T, S)
+        elif mask is not None:
+            # A mask of numbers comes from `AttentionLimits.attention_mask`. It has one row for each
+            # of `rows`, followed by rows for padding.
             padding = mask.shape[-2] - group * tokens
             rows = F.pad(rows, (0, 0, 0, padding))
         out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
@@ -689,8 +698,8 @@ class PackedMLP(nn.Module):
 
 class PackedLlama(Llama):
     """A packed Llama on a CPU. With a cache from its own `new_cache`, a pass over up to
-    `limits.most_tokens` tokens is exact. A prompt is read in longer pieces, but always in the same
-    ones, and therefore with the same results."""
+    `limits.most_tokens` tokens is exact. The pieces of a prompt are longer, but a prompt is always
+    cut into pieces at the same places, so the results repeat."""
 
     def find_limits(self) -> None:
         """Find out what exact passes need on this CPU: `limits`, None if no pass can be exact, and
@@ -706,7 +715,7 @@ class PackedLlama(Llama):
                 else:
                     part.min_rows = min_rows
         if self.limits is None:
-            print("no exact kernels were found on this CPU: texts may differ", file=sys.stderr)
+            warn_inexact()
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         capacity += -capacity % KEY_BLOCK  # leaves room for masked keys
@@ -724,9 +733,10 @@ class PackedLlama(Llama):
     ) -> Tensor:
         if not isinstance(cache, AlignedKVCache):
             return super().hidden(tokens, cache, positions, mask)
+        assert (positions is None) == (mask is None), "give both positions and a mask, or neither"
         count = tokens.shape[1]
         end = cache.length + count
-        if mask is None:
+        if positions is None:
             slots = torch.arange(end)
             positions = slots[cache.length:]
             mask = positions.unsqueeze(1) >= slots  # needed even for a single token

@@ -47,21 +47,20 @@ from llama import (
 )
 from plumbing.errors import InputError, input_errors
 from plumbing.files import atomic_write, checksum, read_json
-from plumbing.hub import SHIPPED_DRAFTERS, resolve_path
+from plumbing.hub import SHIPPED_DRAFTERS, is_hub_id, resolve_path
 from plumbing.huggingface import load_weights, read_tensors
 from plumbing.onednn import has_fast_bfloat16
 from plumbing.tokenizer import Tokenizer
 
-LSA_TOKENS = 64  # how many tokens LSA reads at once: all T * L vectors may not fit in RAM
+LSA_TOKENS = 64  # tokens that LSA reads at once, to bound the memory for its activations
 
 
 # --- The method in formulas ---
 #
-# Number the tokens of the text, and of the draft after it, 0, 1, 2, ... A token is *verified* once
-# the target has read and kept it. The first t tokens are verified: 0 to t - 1. Token i, with
-# i >= t, is either the newest token (i = t), which the target has chosen but not yet read, or a
-# drafted one. e_j is the embedding of token j, and [k_jl v_jl] are its key and value in the
-# target's layer l:
+# Number the tokens 0, 1, 2, ... A token is *verified* once the target has read and kept it. The
+# *text* is the verified tokens, 0 to t - 1. Token t, the *root*, follows the text. The root is the
+# newest token, which the target has chosen but not yet read. The tokens after the root are drafted.
+# e_j is the embedding of token j, and [k_jl v_jl] are its key and value in the target's layer l:
 #
 #     z_j1, ..., z_jL = LSA([k_j1 v_j1], ..., [k_jL v_jL])    for all j < t
 #     m_j = W mean(z_j1, ..., z_jL) + b                       the memory of token j
@@ -70,16 +69,16 @@ LSA_TOKENS = 64  # how many tokens LSA reads at once: all T * L vectors may not 
 #     h'_i = g_i if N = 0, else norm(the target's last N layers on g_i)
 #     q_i = softmax(LM head h'_i)                             the distribution of token i + 1
 #
-# LSA lets the vector of each layer take what it needs from the other layers. The mean that follows
-# has no weights, and W maps it to the hidden size. LSA reads keys as the cache holds them, that is,
-# rotated by their position. With several kv heads, [k v] is the key and value of head 0, then the
-# key and value of head 1, and so on.
+# LSA lets the vector of each layer take what it needs from the other layers. The results are
+# averaged, unweighted; W maps the average to the hidden size. LSA reads keys as the cache holds
+# them, that is, rotated by their position. With several kv heads, [k v] is the key and value of
+# head 0, then the key and value of head 1, and so on.
 #
 # h'_i predicts the target's final hidden state at token i, from which the target's own LM head
 # computes the distribution of the next token. With N > 0, CA's output predicts the state that
 # enters the last N layers instead: a large N gives better drafts at a higher cost. In these layers
-# a verified token has the target's own keys and values, from the cache. The newest token and
-# drafted tokens have keys and values that the layers compute from CA's output.
+# a verified token has the target's own keys and values, from the cache. The root and the drafted
+# tokens have keys and values that the layers compute from CA's output.
 #
 # Only verified tokens have a memory. Training must therefore hide from each position the memory
 # that it would not have while drafting: the memory of all tokens after the position's *horizon*
@@ -116,9 +115,10 @@ class CrossAttentionLayer(DecoderLayer):
     """A decoder layer whose queries come from one sequence, and whose keys and values come from a
     different one, the memory.
 
-    Call `keys_values(memory, rope)` once, then `attend_to` with any queries. The attention is still
-    called `self_attn`, as in the authors' checkpoints, and the one norm serves both sequences. (The
-    inherited `forward` would be self-attention. Only the ablation without CA calls it.)
+    Call `keys_values(memory, rope)` once, then `attend_to` with any queries. The attention module
+    is named `self_attn`, as in the authors' checkpoints. One norm, `input_layernorm`, serves both
+    sequences. (The inherited `forward` computes self-attention. Only the ablation without CA calls
+    `forward`.)
     """
 
     def attend_to(self, kv: Tensor, x: Tensor, rope: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -175,7 +175,8 @@ class Drafter(nn.Module):
             head_dim=self.head_dim,
             eps=config.rms_norm_eps,
         )
-        # LSA's sequence is the L layers of one token, so a position is the number of a layer.
+        # LSA's sequence is the L layers of one token. RoPE applies here as well, as in the authors'
+        # code: the number of a layer is its position.
         layer_rotary = rotary_table(
             sizes.num_hidden_layers, layer_head_dim, config.rope_theta, target.device
         )
@@ -184,7 +185,8 @@ class Drafter(nn.Module):
         )
         self.register_buffer("layer_rotary", layer_rotary, persistent=False)  # (2, L, D)
         self.register_buffer("rotary", rotary, persistent=False)  # (2, context, D)
-        self.head = new_head(target, config.draft_vocabulary)  # a `DraftHead`
+        # A `DraftHead`, which is no Module: its weights are neither trained nor saved.
+        self.head = new_head(target, config.draft_vocabulary)
 
     @property
     def N(self) -> int:
@@ -224,7 +226,7 @@ class Drafter(nn.Module):
     def build_memory(self, kv: Tensor) -> Tensor:
         """Return the memory of tokens (B, T, E), given their keys and values in the target's cache,
         kv (B, T, L, 2 Ekv)."""
-        # LSA never looks across tokens, so it can read a few of them at a time.
+        # LSA never looks across tokens, so a few tokens can be read at a time.
         means = [self.layer_self_attend(piece) for piece in kv.split(LSA_TOKENS, dim=1)]
         return self.Ekv2E(torch.cat(means, dim=1))
 
@@ -270,14 +272,11 @@ class Drafter(nn.Module):
             the target's keys and values     + + + + . . . .
             those computed from x            . . . . + + + .
 
-        While drafting, tokens 0 to 3 would be verified, and the cache would hold the target's own
-        keys and values of these tokens. Token 4 would be the newest one, and tokens 5 and 6 would
-        be drafted. Of tokens 4 to 6 the cache would hold keys and values computed from x. Here one
-        pass has to serve all queries. Therefore the layers get both kinds of keys and values for
-        every position, 2 T in all, and the mask holds such a picture for each query.
-
-        (Positions 4 and 5 belong to the same run as 6, and so have the same horizon. Their keys and
-        values in this pass are therefore those that they would have in a draft that begins at 4.)
+        In a draft, tokens 0 to 3 are verified: the cache holds the target's keys and values for
+        them. Tokens 4 to 6 have keys and values computed from x. One pass must serve every query,
+        so each layer is given both kinds for every position, 2T in all, and each row of the mask is
+        one such picture, its two lines joined. (Positions 4 and 5 share query 6's horizon, so their
+        keys and values are exactly those of a draft that begins at 4.)
         """
         count = x.shape[1]
         positions = torch.arange(count, device=x.device)
@@ -296,9 +295,10 @@ class Drafter(nn.Module):
         """Run the target's last N layers and its final norm: x (B, T, E) -> (B, T, E). With N = 0
         return x as it is.
 
-        x has all positions in training, and only the newest tokens in drafting. `cache` numbers the
-        N layers from 0. To each layer it supplies the target's own keys and values of verified
-        tokens, followed by those that the layer computes from x.
+        In training x has all positions. In drafting x has only the nodes of the frontier (see
+        `DraftLimits`). `cache` numbers the N layers from 0. It supplies each layer with the
+        target's own keys and values of verified tokens, followed by those that the layer computes
+        from x.
         """
         if self.N == 0:
             return x
@@ -308,15 +308,16 @@ class Drafter(nn.Module):
         return self.target.norm(x)
 
     def memory_update(self, tokens: list[int], cache: KVCache) -> MemoryUpdate:
-        """Return what drafting needs of newly verified tokens, which must be the last ones in the
-        target's cache. LSA runs here, on the target's side, because it reads that cache."""
+        """Return the keys and values of newly verified tokens for the drafter's caches. The tokens
+        must be the last ones in the target's cache. LSA runs here, on the target's side, because
+        LSA reads that cache."""
         kv = cache.by_token(cache.length - len(tokens), cache.length)  # (1, T, L, 2 Ekv)
         return self.update_from_memory(tokens, self.build_memory(kv), cache)
 
     def update_from_memory(
         self, tokens: list[int], memory: Tensor, cache: KVCache
     ) -> MemoryUpdate:
-        """Return what drafting needs of these tokens, given their memory (1, T, E). (Ablations
+        """Return the same as `memory_update`, given the memory of the tokens (1, T, E). (Ablations
         compute the memory in other ways.)"""
         start = cache.length - len(tokens)
         rope = self.rotary[:, start:cache.length]
@@ -346,10 +347,12 @@ class KnownKeysValues:
 
 
 class Draft:
-    """A tree of tokens that may follow the target's newest token. A chain is the simplest tree.
+    """A tree of tokens: the root, and drafted tokens that may follow it. A chain is the simplest
+    tree.
 
-    A *node* is the number of a token in the tree. Node 0 is the root: the newest token. Node i has
-    the token tokens[i], and follows node parents[i], whose number is smaller:
+    The tokens are numbered in the order in which they are added, and a *node* is such a number.
+    Node 0 is the root. Node i has the token tokens[i], and follows node parents[i], whose number is
+    smaller:
 
         node   token        parent   path
          0     " lies"        -1     0
@@ -381,7 +384,7 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        """Tell whether each node follows the node before it."""
+        """Return whether each node follows the node before it."""
         return self.parents == list(range(-1, len(self.parents) - 1))
 
     def children(self, parent: int) -> list[int]:
@@ -398,7 +401,7 @@ class Draft:
 
     def path_of(self, tokens: list[int]) -> list[int]:
         """Return the path from the root along these tokens: node 0, then a node for each token.
-        Raises ValueError if one of them was not drafted there."""
+        Raises ValueError if one of these tokens was not drafted there."""
         path = [0]
         for token in tokens:
             child = self.child(path[-1], token)
@@ -428,7 +431,7 @@ class Draft:
         """Return the draft of these nodes only, in this order: the root first, and each parent
         before its children.
 
-        For temperature 0 only: where tokens are drawn, all of them have to be proposed, in the
+        For temperature 0 only: where tokens are drawn, every drawn token must be proposed, in the
         order drawn (see `sample_tree`).
         """
         smaller = Draft(self.tokens[0])
@@ -454,14 +457,16 @@ class DraftLimits:
     a token that the drafter itself finds unlikely is hardly worth its cost.
     """
 
-    depth: int  # levels below the root. In a chain this is the number of drafted tokens, K
-    top_k: int = 1  # nodes on a frontier, at most. With 1 the draft is a chain
-    total_tokens: int = 64  # drafted tokens, at most. `draft_chain` does not use this limit
-    min_confidence: float = 0.0  # stop if the paths to a frontier sum to less than this
+    depth: int  # levels below the root, at most; for a chain, K drafted tokens
+    top_k: int = 1  # nodes on a frontier, at most; with 1 the draft is a chain
+    total_tokens: int = 64  # drafted tokens of a tree, at most; does not limit a chain
+    min_confidence: float = 0.0  # stop if the probabilities of a frontier's paths sum to less
     min_probability: float = 0.0  # a tree ignores paths below this probability
 
 
 # --- What the target returns ---
+#
+# `VerifyResult` and `Verifier` are defined here because speculate.py and netsim.py share them.
 
 
 @dataclass
@@ -569,8 +574,8 @@ class DraftState:
         discard_draft                                           10   10   10
         append_verified of the root and tokens 1 and 2          13   13   13
 
-    Accepted tokens leave the caches with the rest of the draft and are appended again, because only
-    now do they have a memory, and the target's own keys and values.
+    Accepted tokens leave the caches with the rest of the draft and are appended again, because they
+    have a memory, and the target's own keys and values, only now.
 
     Where each layer runs:
 
@@ -601,15 +606,15 @@ class DraftState:
 
     @property
     def text_length(self) -> int:
-        """Return how many tokens come before the draft: all verified ones."""
+        """Return how many tokens the text has, that is, how many are verified."""
         return self.cross_cache.length
 
     def append_verified(self, update: MemoryUpdate) -> None:
         """Grow the caches by newly verified tokens, in place of the draft.
 
         No attention runs here. SA is one layer on embeddings, so its keys and values are
-        projections of the embeddings. Its output serves only as CA's queries, and a verified token
-        needs none.
+        projections of the embeddings. SA's output is only CA's query, and verified tokens do not
+        query.
         """
         self.discard_draft()
         count = len(update.tokens)
@@ -629,7 +634,7 @@ class DraftState:
         self.reused_cache.length = self.text_length
 
     def draft(self, root: int, limits: DraftLimits) -> Draft:
-        """Draft a chain or a tree of tokens that may follow the target's newest token, `root`."""
+        """Draft a chain or a tree of tokens that may follow the root."""
         self.discard_draft()  # an earlier draft, if nothing was verified since
         if limits.top_k == 1:
             return self.draft_chain(root, limits)
@@ -640,10 +645,10 @@ class DraftState:
     def draft_chain(self, root: int, limits: DraftLimits) -> Draft:
         """Draft up to K tokens, each chosen from q after the tokens before it (algorithm 1).
 
-        Stopping early is safe if the decision is made before the next token is drawn. Say that
-        " in" was drawn after " lies" with q = 0.1. Because that is unlikely, the chain may stop
-        after " in". However, " in" itself has to be proposed: to drop it would change the
-        distribution of the text, as `sample_tree` shows with numbers.
+        A chain may stop early if this is decided before its next token is drawn. Say that " in" was
+        drawn after " lies" with q = 0.1. Because " in" is unlikely, the chain may stop there.
+        However, " in" itself must be proposed: dropping it would change the distribution of the
+        generated text, as `sample_tree` shows with numbers.
         """
         draft = Draft(root)
         for last in range(limits.depth):  # the last node so far: a chain's nodes are 0, 1, 2, ...
@@ -654,7 +659,7 @@ class DraftState:
         return draft
 
     def next_distributions(self, draft: Draft, frontier: list[int]) -> Tensor:
-        """Return q after each node of the frontier, (F, V'): what its children are chosen from."""
+        """Return the q from which the children of each node of the frontier are chosen, (F, V')."""
         logits = self.drafter.head.logits(self.step(draft, frontier))
         return draft_distributions(logits, self.sampling)
 
@@ -668,7 +673,7 @@ class DraftState:
         position = self.text_length + draft.depth(frontier[0])
         rope = drafter.rotary[:, position:position + 1]
         target_rope = drafter.target.rotary[:, position:position + 1]
-        x = self.embed([draft.tokens[node] for node in frontier])  # (1, F, E), and so on
+        x = self.embed([draft.tokens[node] for node in frontier])  # (1, F, E), as each x below
         x = drafter.self_attention(x, rope, mask, self.self_cache, 0)
         # CA needs no mask: every node sees the memory of all verified tokens, and nothing else.
         memory_kv = self.cross_cache.kv[0, :, :, :self.cross_cache.length]  # (1, Hkv, t, 2D)
@@ -680,7 +685,7 @@ class DraftState:
 
     def tree_mask(self, draft: Draft, frontier: list[int]) -> Tensor | None:
         """Return which tokens in the caches each node of the frontier sees, (F, S). Return None if
-        every node sees all of them, as in a chain, because attention is faster without a mask."""
+        every node sees all these tokens, as in a chain: attention is faster without a mask."""
         if draft.is_chain:
             return None
         mask = draft.mask(frontier, self.expanded, self.text_length)
@@ -700,20 +705,20 @@ class DraftState:
 
         1. Run the drafter on the frontier.
         2. Of all tokens that may follow the frontier, add the `total_tokens` likeliest, but none
-           below `min_probability`. More than `total_tokens` can never be kept.
+           below `min_probability`. (At the end, no more than `total_tokens` are kept.)
         3. The `top_k` likeliest of the added tokens are the next frontier.
 
-        At the end keep the `total_tokens` likeliest of all levels. An example with depth 2, top_k 2
-        and total_tokens 4, in which e and f follow a (0.60 times 0.7 and 0.2), and g and h follow b
-        (0.30 times 0.8 and 0.1):
+        At the end, keep the `total_tokens` likeliest of all levels. In this example, depth is 2,
+        top_k is 2 and total_tokens is 4. Tokens e and f follow a (0.60 times 0.7 and 0.2), and g
+        and h follow b (0.30 times 0.8 and 0.1):
 
             level 1, after the root     a 0.60   b 0.30   c 0.05   d 0.03    next frontier: a, b
             level 2, after a and b      e 0.42   g 0.24   f 0.12   h 0.03
             kept                        a 0.60   e 0.42   b 0.30   g 0.24
 
-        No token is kept without its parent, because the parent is at least as likely, and comes
-        first where both are equally likely. (EAGLE-2 adds `top_k` tokens after each node. Here all
-        nodes of a frontier compete.)
+        The parent of every kept token is kept as well: its path is at least as likely, and if both
+        paths are equally likely, the parent comes first. (EAGLE-2 adds `top_k` tokens after each
+        node. Here all nodes of a frontier compete.)
         """
         draft = Draft(root)
         frontier = [0]
@@ -733,26 +738,26 @@ class DraftState:
         """Draft a tree of tokens that are drawn from q, for temperatures above 0.
 
         `rejection_sample_tree` of speculate.py compares the target's p with the q that a token was
-        drawn from. Every token that is drawn must therefore be proposed: to drop one afterwards
-        would change the distribution of the text. Say that p = q = (0.6, 0.4), that one token is
-        drawn, and that the second token is always dropped, because it is unlikely. Whenever it is
-        dropped, the target draws a token itself. The first token then comes out with probability
-        0.6 + 0.4 * 0.6 = 0.84 instead of 0.6.
+        drawn from. Every token that is drawn must therefore be proposed: dropping one afterwards
+        would change the distribution of the generated text. Say p = q = (0.6, 0.4) for tokens a and
+        b. One token is drawn, and b is always dropped, because b is unlikely. Whenever b is
+        dropped, the target draws a token itself. The text therefore continues with a with
+        probability 0.6 + 0.4 * 0.6 = 0.84 instead of 0.6.
 
         For the same reason, how many tokens are drawn after a node must be fixed before any of them
         is drawn. The number may depend on q and on earlier levels. At each level:
 
         1. Divide the tokens that are left by the levels that are left, rounded up: the `share`.
         2. Find the `share` likeliest tokens after the frontier, and count those after each node.
-        3. After each node draw that many tokens from its q, without replacement, whichever they
-           are.
-        4. The drawn tokens with the `top_k` likeliest paths are the next frontier. The others are
-           not expanded, but they are proposed as well.
+        3. After each node, draw as many tokens as were counted from the node's q, without
+           replacement. They need not be the likeliest ones.
+        4. The drawn tokens with the `top_k` likeliest paths are the next frontier. The other tokens
+           are not expanded, but they are also proposed.
 
         (This method is ours: a budget that follows likely paths, as in EAGLE-2, for children drawn
         without replacement, as in Jeon et al. 2024. EAGLE-2 itself proposes the likeliest tokens at
-        any temperature. That is also exact, because a token that is certain to be proposed is
-        accepted with probability p. The two were not compared.)
+        any temperature. That method is also exact, because a token that is certain to be proposed
+        is accepted with probability p. The two methods were not compared.)
         """
         draft = Draft(root)
         frontier = [0]
@@ -788,8 +793,8 @@ def empty_cache(owner: Drafter | Llama, shape: tuple[int, ...]) -> KVCache:
 
 
 def worth_expanding(draft: Draft, frontier: list[int], limits: DraftLimits) -> bool:
-    """Tell whether to expand the frontier: whether the probabilities of its paths sum to at least
-    `min_confidence`."""
+    """Return whether to expand the frontier, that is, whether the probabilities of its paths sum to
+    at least `min_confidence`."""
     if not frontier:  # the previous level added nothing
         return False
     confidence = sum(draft.path_probabilities[node] for node in frontier)
@@ -809,9 +814,11 @@ def likeliest_choices(
 ) -> list[Choice]:
     """Of all tokens after the frontier, return the `count` whose paths are likeliest, or fewer
     if only so many paths reach `min_probability`. q (F, V')"""
-    # Tokens of probability 0, of which top-p leaves many, are left out: they cannot be drawn.
+    # A drawn token must keep a probability above 0 while rejection sampling computes with what is
+    # left of q. float32 ends near 1e-38, so 1e-30 leaves a margin. (This limit also excludes the
+    # many tokens to which top-p gives probability 0.)
     least = max(min_probability, 1e-30)
-    top = q.topk(min(count, q.shape[-1]))  # after one node no more than `count` can be returned
+    top = q.topk(min(count, q.shape[-1]))  # of one node's tokens, at most `count` are returned
     top_probabilities = top.values.tolist()  # F lists
     top_outputs = top.indices.tolist()
     likely = []  # pairs of a path's probability and the choice at its end
@@ -825,8 +832,8 @@ def likeliest_choices(
 
 
 def likeliest_paths(draft: Draft, nodes: list[int], count: int) -> list[int]:
-    """Return the `count` of these nodes whose paths are likeliest. Both lists are in ascending
-    order.
+    """Of these nodes, return the `count` whose paths are likeliest. The nodes that are given and
+    those that are returned are in ascending order.
 
     Sorting is stable, so the smaller of two equally likely nodes comes first: a parent comes before
     a child of probability 1.
@@ -843,7 +850,7 @@ def draw_choices(counts: Counter[int], q: Tensor, generator: torch.Generator) ->
     drawn_probabilities = q.gather(-1, drawn).tolist()
     choices = []
     for row, outputs in enumerate(drawn.tolist()):
-        for rank in range(counts[row]):  # 0 for a row that is not counted
+        for rank in range(counts[row]):  # a Counter gives 0 for a row that it lacks
             choices.append(Choice(row, outputs[rank], drawn_probabilities[row][rank]))
     return choices
 
@@ -912,7 +919,7 @@ def default_config(target: Llama) -> DrafterConfig:
 def new_drafter(target: Llama, config: DrafterConfig, kind: type[Drafter] = Drafter) -> Drafter:
     """Make a drafter with random weights. Its target must not be packed yet.
 
-    kind: `Drafter`, or a variant of it. Raises InputError for sizes that do not fit the target or
+    kind: `Drafter`, or a variant. Raises InputError for sizes that do not fit the target or
     each other.
     """
     check_sizes(config, target.config)
@@ -978,7 +985,7 @@ def new_head(target: Llama, draft_vocabulary: tuple[int, ...] | None) -> DraftHe
 
 # --- Drafting for a server: quantized distributions, and drafting on alone in an outage ---
 
-Q_TOKENS = 64  # how many tokens of a q cross the network: the drafter never drafts the others
+Q_TOKENS = 64  # q is cut to its 64 likeliest tokens, so that it can be sent in a few bytes
 
 
 def quantize_probabilities(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -1006,19 +1013,19 @@ class RemoteDraftState(DraftState):
     First, q is quantized before tokens are drawn from it, so that exactly this q can be sent in a
     few bytes. (Any q will do, as long as all tokens are drawn from it.)
 
-    Second, it can go on alone. While the server is out of reach, no memory arrives, and there is no
-    use in a draft that waits to be verified. `draft` then returns the root alone, and
-    `RemoteVerifier` of netsim.py calls `draft_unverified`, whose tokens stay in SA's and TLI's
-    caches as if they were verified. An example: in an outage after a text of 10 tokens, the drafter
-    twice writes four tokens.
+    Second, the drafter can go on alone. While the server is out of reach, no memory arrives, and no
+    draft can be verified. `draft` then returns the root alone, and `RemoteVerifier` of netsim.py
+    calls `draft_unverified`, whose tokens stay in SA's and TLI's caches as if they were verified:
+    they count as text. An example: in an outage after a text of 10 tokens, the drafter writes four
+    tokens, twice.
 
-                                            length of the caches:   SA   CA   TLI    unverified
-        before                                                      10   10   10         0
-        draft_unverified(root, 4)                                   14   10   14         4
-        draft_unverified(root, 4)                                   18   10   18         8
-        append_verified of 9 tokens: the server is back             19   19   19         0
+                                             tokens in the caches:   SA   CA   TLI   unverified
+        before                                                       10   10   10        0
+        draft_unverified(root, 4)                                    14   10   14        4
+        draft_unverified(root, 4)                                    18   10   18        8
+        append_verified of 9 tokens: the server is back              19   19   19        0
 
-    A call caches its root and the first three of its four tokens. The fourth token is the next
+    Each call caches its root and the first three of its four tokens. The fourth token is the next
     root. The 9 verified tokens are the first root and the 8 tokens written offline, which the
     server has now read as part of the text. The server did not choose these 8 tokens, so an
     answer's statistics still count them as unverified.
@@ -1027,11 +1034,11 @@ class RemoteDraftState(DraftState):
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
         super().__init__(drafter, capacity, sampling)
         self.offline = False
-        self.unverified = 0  # tokens of the text that are in the caches, but have no memory
+        self.unverified = 0  # tokens in SA's and TLI's caches that count as text, without a memory
 
     @property
     def verified(self) -> int:
-        """Return how many tokens of the text have a memory."""
+        """Return how many tokens have a memory."""
         return self.cross_cache.length
 
     @property
@@ -1051,10 +1058,11 @@ class RemoteDraftState(DraftState):
         return super().draft(root, limits)
 
     def draft_unverified(self, root: int, count: int) -> list[int]:
-        """Return `count` tokens drafted after the root. The caches keep them as text."""
+        """Return `count` tokens drafted after the root. The caches keep the root and all of these
+        tokens but the last as text."""
         # super(): while offline, our own `draft` drafts nothing.
         draft = super().draft(root, DraftLimits(depth=count))
-        self.unverified += len(self.expanded)  # the root, and all drafted tokens but the last
+        self.unverified += len(self.expanded)
         return draft.tokens[1:]
 
     def next_distributions(self, draft: Draft, frontier: list[int]) -> Tensor:
@@ -1114,7 +1122,8 @@ def load_models(
     """
     folder = drafter or SHIPPED_DRAFTERS.get(model)
     if folder is None:
-        resolve_path(model)  # raises its own InputError if there is no such model
+        if not is_hub_id(model):  # a hub id is not looked up, which would download the model
+            resolve_path(model)  # raises its own InputError for a mistyped path
         raise InputError(
             f"no drafter is shipped for {model}: train one (python train.py --model {model} "
             "--data FILE) and name it with --drafter"
@@ -1146,7 +1155,7 @@ def read_drafter_config(path: Path) -> dict:
 
 
 def is_valid_field(name: str, value: object) -> bool:
-    """Tell whether a field of a drafter's config.json may have this value."""
+    """Return whether a field of a drafter's config.json may have this value."""
     if name in ("rms_norm_eps", "rope_theta"):
         return type(value) in (int, float) and 0 < value < math.inf
     if name == "draft_vocabulary":  # a list of distinct tokens
@@ -1248,7 +1257,7 @@ def describe_target(sizes: Config) -> dict[str, int]:
 
 
 def check_target(stated: dict, sizes: Config, path: Path) -> None:
-    """Raise InputError if a drafter's config.json states other sizes of its target than these."""
+    """Raise InputError if a drafter's config.json states that its target has different sizes."""
     for size, ours in describe_target(sizes).items():
         theirs = stated.get(size, ours)
         if theirs != ours:

@@ -11,7 +11,8 @@ that moment. Jitter and lost packets are drawn at random; the same seed gives th
 The server may also run on a different machine. A round trip then takes as long as the slower of the
 two networks, the real and the simulated one. Without flags such as --network nothing is simulated.
 
-The link comes first and stands alone. A comment after the link says what follows.
+The simulated link comes first, and can be read without the rest. A comment after the link lists the
+sections that follow.
 
 Throughout the file, durations are in seconds, sizes in bytes and bandwidths in bits per second. A
 moment is a value of time.monotonic().
@@ -141,11 +142,11 @@ class Outage:
         sent      would arrive    outage left    arrives
         0.99 s       1.01 s          0.3 s       1.01 + 0.3 + 0.24 = 1.55 s
         1.10 s       1.12 s          0.2 s       1.12 + 0.2 + 0.24 = 1.56 s
-        1.40 s       1.42 s          nothing     1.56 s: in order, after the one before
+        1.40 s       1.42 s          none        1.56 s: TCP delivers in order
 
     If the outage never ends, none of the three arrives, and the client gives up at a deadline (see
     Channel.reply_timeout). Real TCP takes longer to notice the end of a long outage, because it
-    keeps doubling its timeout. By then the client will usually have given up.
+    keeps doubling its timeout. Usually the client has given up by then.
     """
 
     after: float = math.inf  # tokens
@@ -155,15 +156,15 @@ class Outage:
     def begin_if_due(self, count: int, now: float) -> None:
         """Begin at the moment `now`, if the answer has enough tokens and no outage has begun.
         count: the answer's tokens."""
-        if count >= self.after:
-            self.begins = min(self.begins, now)
+        if count >= self.after and self.begins == math.inf:
+            self.begins = now
 
     @property
     def ends(self) -> float:
         return self.begins + self.seconds  # infinity if it never begins, or never ends
 
     def overlaps(self, sent: float, arrival: float) -> bool:
-        """Tell whether the outage affects a message that is in flight from `sent` to `arrival`."""
+        """Return whether the outage affects a message in flight from `sent` to `arrival`."""
         return sent < self.ends and self.begins <= arrival
 
 
@@ -182,9 +183,10 @@ class SimulatedPath:
         self.last_arrival = 0.0  # the moment when the last message so far arrives
         self.first_rto = INITIAL_RTO  # seconds: the RTO of the next message, before it doubles
 
-    def send(self, sent: float, size: int) -> float:
-        """Send a message of `size` bytes at the moment `sent`. Returns the moment of its arrival,
-        infinity if an outage without end stops the message. Call this in the order of sending."""
+    def arrival_of(self, sent: float, size: int) -> float:
+        """Return the moment when a message of `size` bytes, sent at the moment `sent`, arrives:
+        infinity if an outage without end stops the message. Call this once for each message, in the
+        order of sending, because later messages wait for earlier ones."""
         # The bytes leave one after the other, and after those of earlier messages.
         self.busy_until = max(self.busy_until, sent) + 8 * size / self.link.bandwidth
         propagation = max(0.0, self.random.gauss(self.link.latency, self.link.jitter))
@@ -222,8 +224,7 @@ class Network:
 
 
 def wait(arrival: float, deadline: float) -> None:
-    """Sleep until the moment `arrival`. Raises TimeoutError if the moment `deadline` comes
-    first."""
+    """Sleep until the moment `arrival`. Raise TimeoutError if the moment `deadline` comes first."""
     sleep(max(0.0, min(arrival, deadline) - monotonic()))
     if arrival > deadline:
         raise TimeoutError("timed out")
@@ -231,7 +232,8 @@ def wait(arrival: float, deadline: float) -> None:
 
 # --- The client's channel ---
 #
-# The simulated network is complete. A reader who came for it alone may skip the rest of the file:
+# The simulated network is complete. If you came for the simulation alone, you can stop here. The
+# rest of the file has these sections:
 #
 #     the client's channel     a real connection, on which a network is simulated
 #     the protocol             what client and server say to each other
@@ -241,16 +243,9 @@ def wait(arrival: float, deadline: float) -> None:
 #     contents of messages     memories in 8 bits, and checks of what a client has sent
 #     the command line         from flags to a link and a channel
 #
-# If the server takes too long, the client gives the connection up. It waits
-#
-#     for the first reply     at least FIRST_REPLY_SECONDS, because the server has a text to read
-#     for any other reply     ten times as long as the slowest so far took, at least MIN_TIMEOUT
-#     for a new connection    as long as for the next reply over the old one, plus INITIAL_RTO in
-#                             case a packet is lost
-#
-# With --timeout the client waits that long for every reply.
+# If the server takes too long, the client gives the connection up: see `Channel.reply_timeout`.
 
-FIRST_REPLY_SECONDS = 60.0  # of every connection: after a loss the server reads the text again
+FIRST_REPLY_SECONDS = 60.0  # for the first reply over a connection: the server reads a whole text
 MIN_TIMEOUT = 1.0  # seconds: usually enough for a packet that is lost twice
 CONNECT_SECONDS = 10.0  # for the real handshake at most: there may be no server at the address
 MAX_REPLY = 1 << 30  # bytes: enough for the memory of a prompt of 131,072 tokens, 8,000 bytes each
@@ -285,12 +280,12 @@ class Channel:
     sock: socket.socket | None = None
     is_new: bool = True  # no reply has come over this connection yet
     slowest: float = 0.0  # seconds waited for the slowest reply, over all connections
-    server_clock: float = 0.0  # simulated moment: the server got a request, or finished a reply
+    server_clock: float = 0.0  # simulated time of the server's last event: a request, or a reply
     traffic: Traffic = field(default_factory=Traffic)
 
     def connect(self) -> dict:
-        """Make a new connection. Returns the fields of the server's greeting. Raises
-        ConnectionLost."""
+        """Make a new connection. Return the fields of the server's greeting. Raise ConnectionLost
+        if the server does not answer in time."""
         self.close()
         network = self.network
         network.up.reset()
@@ -298,9 +293,7 @@ class Channel:
         start = monotonic()
         if network.outage.overlaps(start, start):  # an outage at this moment
             raise ConnectionLost("the network is down")
-        # `reply_timeout` is still that of the previous connection. If replies came over that
-        # connection, the timeout is short, and a dead network is noticed soon.
-        timeout = INITIAL_RTO + self.reply_timeout()
+        timeout = INITIAL_RTO + self.reply_timeout()  # that of the previous connection
         deadline = start + min(CONNECT_SECONDS, timeout)  # of the real handshake
         host, port = self.address
         with self.closed_on_failure(f"no connection to {host}:{port}"):
@@ -312,8 +305,8 @@ class Channel:
             # Two round trips: SYN and SYN-ACK of TCP, then its ACK and the greeting.
             arrival = start
             for down_size in (0, greeting.size):
-                arrival = network.up.send(arrival, 0)
-                arrival = network.down.send(arrival, down_size)
+                arrival = network.up.arrival_of(arrival, 0)
+                arrival = network.down.arrival_of(arrival, down_size)
             wait(arrival, start + timeout)
         self.is_new = True
         return greeting.fields
@@ -340,9 +333,19 @@ class Channel:
     def reply_timeout(self) -> float:
         """Return how many seconds to wait for the next reply.
 
-        The first reply is usually the slowest, because the server reads a text for it. Its time
-        also counts for later replies, which can take just as long while the server reads the text
-        of another client.
+        --timeout sets this time for every reply. Without the flag, the client waits ten times as
+        long as the slowest reply so far took, and at least
+
+            FIRST_REPLY_SECONDS    for the first reply over a connection
+            MIN_TIMEOUT            for any later reply
+
+        The slowest reply is usually a first one, because the server reads a text for it. Its time
+        counts for later replies as well: each of them can take just as long while the server reads
+        the text of a different client.
+
+        A new connection has the previous connection's reply timeout, plus INITIAL_RTO for one lost
+        packet. If replies came over the previous connection, this time is short, and a dead network
+        is noticed soon.
         """
         if self.timeout is not None:
             return self.timeout
@@ -358,13 +361,13 @@ class Channel:
         self.traffic.network_seconds += monotonic() - sent
         self.traffic.bytes_up += size
         self.traffic.round_trips += 1
-        self.server_clock = self.network.up.send(sent, size)
+        self.server_clock = self.network.up.arrival_of(sent, size)
 
     def receive(self) -> Message:
         """Return the next reply, at the moment when it would arrive over the simulated network.
 
         A reply's field "elapsed" says how many seconds the server took: since the request arrived
-        or, for a further reply to the same request, since the previous reply was ready.
+        or, for a later reply to the same request, since the previous reply was ready.
         """
         start = monotonic()
         deadline = start + self.reply_timeout()
@@ -372,7 +375,7 @@ class Channel:
         with refuse_malformed("reply"):
             elapsed = max(0.0, float(reply.fields["elapsed"]))  # NaN becomes 0
         self.server_clock += elapsed
-        arrival = self.network.down.send(self.server_clock, reply.size)
+        arrival = self.network.down.arrival_of(self.server_clock, reply.size)
         wait(arrival, deadline)
         waited = monotonic() - start
         self.traffic.network_seconds += max(0.0, waited - elapsed)
@@ -392,12 +395,12 @@ class Channel:
 #     generate    a text, GenerationConfig             token: a reply for each
 #
 # "read" and "verify" are the two calls of a verifier in `speculate`, prefill and verify. "generate"
-# is a plain API. The text's tokens, memory (in 8 bits) and q are tensors, everything else is in
-# fields.
+# is a plain API. The text's tokens, memory (in 8 bits) and q (quantized) are tensors, everything
+# else is in fields. q is sent only above temperature 0.
 #
-# known: for how many tokens the client already has the memory, which the reply omits. q is sent,
-# quantized, only if the drafted tokens were drawn from it. In this example the draft is a chain of
-# two tokens, of which the target accepts one:
+# known: the number of tokens at the beginning of the text whose memory the client already has. The
+# reply leaves this memory out. In the following example the draft is a chain of two tokens, and the
+# target accepts the first one:
 #
 #     client                                     server
 #     read     tokens 5 9 2, known 0       ->    reads 5 9 2
@@ -407,10 +410,12 @@ class Channel:
 #
 # With "verify" the root, 7, is not sent: the server chose it.
 #
-# This division of work is the paper's, but not every detail. The paper's server sends the memory.
-# Ours sends the keys and values that CA makes of the memory, which are smaller, and with N > 0 also
-# those of the target's last N layers. Ours as well: q is cut to 64 tokens, the client reconnects
-# after growing pauses, and offline the drafter writes in bursts of 8 tokens.
+# The paper divides the work between client and server in this way. Some details are our own:
+#
+# - The paper's server sends the memory. Our server sends the keys and values that CA computes from
+#   the memory, which are smaller, and with N > 0 also those of the target's last N layers.
+# - q is cut to its 64 likeliest tokens.
+# - The client reconnects after growing pauses. Until then the drafter writes in bursts of 8 tokens.
 
 MAX_DRAFT_TOKENS = 64  # the server refuses a longer draft
 OFFLINE_TOKENS = 8  # tokens that the drafter writes alone before the client may reconnect
@@ -429,7 +434,7 @@ class RemoteResult(VerifyResult):
         "offline"        the server is out of reach, and the drafter has written unverified tokens
 
     Offline, the last token is in `token`, because it is the next root, and all others are in
-    `accepted`. They have no memory, so `memory` is None.
+    `accepted`. Tokens written offline have no memory, so `memory` is None.
     """
 
     link: str = "connected"
@@ -439,16 +444,17 @@ class RemoteResult(VerifyResult):
 class RemoteVerifier:
     """Lets a target on a server verify the drafts of one conversation.
 
-    When the server is lost, the client makes a new connection and asks the server to read the text
-    so far. If this works, only the draft is lost. If it fails, the drafter writes alone, and its
-    tokens are unverified. The next call tries again. Here `text` always ends with the next root:
+    When the server is lost, the client makes a new connection and asks the server to read all
+    tokens so far. If this works, only the draft is lost. If it fails, the drafter writes alone, and
+    its tokens are unverified. The next call tries again. In the following example the last of
+    `tokens` is the next root:
 
-        what happens                                       text              has a memory
+        what happens                                       tokens            have a memory
         prefill: the server's token is 7                   5 9 2 7           5 9 2
         verify: no reply, the drafter writes 4 8 alone     5 9 2 7 4 8       5 9 2
         verify: connected again, the server's token is 1   5 9 2 7 4 8 1     5 9 2 7 4 8
 
-    This class keeps the text and decides when to reconnect. The other half of writing alone, the
+    This class keeps the tokens and decides when to reconnect. The other half of writing alone, the
     drafter's caches, is in `RemoteDraftState` of moa.py.
 
     A server that reads generated text again reads many tokens at once, as in a prompt. The last
@@ -460,15 +466,15 @@ class RemoteVerifier:
         self.channel = channel
         self.state = state
         self.config = config
-        self.text: list[int] = []  # prompt and answer, up to the next root
+        self.tokens: list[int] = []  # prompt and answer; the last token is the next root
         self.full_length = 0  # tokens of the prompt and of the longest answer that is allowed
         self.retry_at = 0.0  # do not reconnect before this moment
         self.backoff = INITIAL_BACKOFF  # seconds
 
     def prefill(self, prompt: list[int]) -> RemoteResult:
-        """Connect, and let the server read the prompt. Raises InputError if the server does not
+        """Connect, and let the server read the prompt. Raise InputError if the server does not
         answer: without a memory the drafter cannot begin."""
-        self.text = list(prompt)
+        self.tokens = list(prompt)
         self.full_length = len(prompt) + self.config.max_new_tokens
         with input_errors("no first token from the server", ConnectionLost):
             return self.connect_and_read()
@@ -479,27 +485,31 @@ class RemoteVerifier:
         write alone."""
         try:
             return self.verify_remote(draft)
-        except ConnectionLost as loss:
+        except ConnectionLost as error:
+            reason = str(error)
+        if monotonic() >= self.retry_at:  # else it is too early after the last failed attempt
             try:
                 return self.reconnect()  # the draft is lost: the server goes on after its root
             except ConnectionLost as error:
-                return self.draft_offline(f"{loss}; then {error}")
+                reason += f"; then {error}"
+        return self.draft_offline(reason)
 
     def draft_offline(self, reason: str) -> RemoteResult:
         """Let the drafter write alone, in place of a draft that no server would verify."""
-        count = min(OFFLINE_TOKENS, self.full_length - len(self.text))
-        root = self.text[-1]
-        tokens = self.state.draft_unverified(root, count)
-        self.text += tokens
+        count = min(OFFLINE_TOKENS, self.full_length - len(self.tokens))
+        root = self.tokens[-1]
+        written = self.state.draft_unverified(root, count)
+        self.tokens += written
         draft = Draft(root)  # an empty draft
         return RemoteResult(
-            tokens[:-1], tokens[-1], memory=None, draft=draft, link="offline", reason=reason
+            written[:-1], written[-1], memory=None, draft=draft, link="offline", reason=reason
         )
 
     def verify_remote(self, draft: Draft) -> RemoteResult:
-        """Let the server verify a draft. Raises ConnectionLost."""
+        """Let the server verify a draft. Raise ConnectionLost if the server does not answer."""
         if not draft.q:  # nothing was drawn, so the order of the tokens is free
-            draft = draft.likeliest_first()  # a server without room for all omits the last ones
+            # If the server has no room for all tokens, it leaves out the last ones.
+            draft = draft.likeliest_first()
         # The server knows the root. All other tokens are sent.
         fields = {"call": "verify", "drafts": draft.tokens[1:], "parents": draft.parents[1:]}
         tensors = {}
@@ -512,10 +522,8 @@ class RemoteVerifier:
         return self.request(fields, tensors, draft)
 
     def reconnect(self) -> RemoteResult:
-        """Connect again, and let the server read the text. Raises ConnectionLost if this fails, or
-        if it is too early after the last failed attempt."""
-        if monotonic() < self.retry_at:
-            raise ConnectionLost("too early to try again")
+        """Connect again, and let the server read all tokens. If this fails, note when to try again,
+        and raise ConnectionLost."""
         try:
             result = self.connect_and_read()
         except ConnectionLost:
@@ -526,8 +534,9 @@ class RemoteVerifier:
         return replace(result, link="reconnected")
 
     def connect_and_read(self) -> RemoteResult:
-        """Make a new connection, over which the server reads all text so far. Returns the server's
-        token after the text, and the memory that the drafter lacks. Raises ConnectionLost."""
+        """Make a new connection, over which the server reads all tokens so far. Return the server's
+        token after them, and the memory that the drafter lacks. Raise ConnectionLost if the server
+        does not answer, or has a different drafter."""
         greeting = self.channel.connect()
         if greeting.get("drafter") != self.state.drafter.checkpoint_hash:
             self.channel.close()
@@ -535,18 +544,19 @@ class RemoteVerifier:
                 "the server has another drafter; start both sides with the same --model and "
                 "--drafter"
             )
-        # The server gets a seed of its own. With the drafter's seed, the server's random numbers
-        # would be the very ones that made the draft, but acceptance needs independent ones.
+        # The server gets a different seed. With the drafter's seed the server would draw the same
+        # random numbers as the drafter, but acceptance needs independent ones.
         generator = self.state.sampling.generator
         seed = torch.randint(2**31 - 1, (), generator=generator, device=generator.device)
-        left = self.full_length - len(self.text)
+        left = self.full_length - len(self.tokens)
         config = replace(self.config, max_new_tokens=left, seed=int(seed))
-        fields, tensors = text_request("read", self.text, config)
+        fields, tensors = text_request("read", self.tokens, config)
         fields["known"] = self.state.verified
-        return self.request(fields, tensors, Draft(self.text[-1]))  # nothing is drafted
+        return self.request(fields, tensors, Draft(self.tokens[-1]))  # nothing is drafted
 
     def request(self, fields: dict, tensors: Tensors, draft: Draft) -> RemoteResult:
-        """Send a request, and read the result off the reply. Raises ConnectionLost."""
+        """Send a request, and read the result from the reply. Raise ConnectionLost if no valid
+        reply comes in time. draft: the draft to verify, or an empty one."""
         vocab_size = self.state.drafter.target.config.vocab_size
         with self.channel.closed_on_failure():
             self.channel.send(fields, tensors)
@@ -555,11 +565,11 @@ class RemoteVerifier:
                 path = draft.path_of(reply.fields["accepted"])
                 accepted = [draft.tokens[node] for node in path[1:]]  # our own ints, never 9.0
                 token = check_int(reply.fields["token"], 0, vocab_size - 1)
-                # The reply brings memory for the prompt or, after a draft, for the root, for text
-                # written offline, and for the accepted tokens.
-                verified = self.text[self.state.verified:] + accepted
+                # The reply has the memory of the prompt or, after a draft, of the root, of tokens
+                # written offline, and of the accepted tokens.
+                verified = self.tokens[self.state.verified:] + accepted
                 memory = dequantize_memory(reply.tensors, verified, self.state)
-        self.text += accepted + [token]
+        self.tokens += accepted + [token]
         return RemoteResult(accepted, token, memory, draft)
 
 
@@ -575,8 +585,8 @@ def text_request(call: str, text: list[int], config: GenerationConfig) -> tuple[
 def call_api(
     channel: Channel, prompt: list[int], config: GenerationConfig, vocab_size: int
 ) -> Iterator[int]:
-    """Use the server as a plain API: the target decodes alone. Yields each token when it arrives.
-    Raises InputError when the server is lost."""
+    """Use the server as a plain API: the target decodes alone. Yield each token when it arrives.
+    Raise InputError when the server is lost."""
     with input_errors("the answer ends here", ConnectionLost):
         channel.connect()
         with channel.closed_on_failure():
@@ -635,7 +645,7 @@ class TargetSession:
         return {"drafter": self.drafter.checkpoint_hash}
 
     def parse(self, fields: dict, tensors: Tensors) -> Callable[[], Replies]:
-        """Check a request. Returns a function that makes its replies."""
+        """Check a request. Return a function that makes its replies."""
         call = fields["call"]
         # `verify`, `read` and `generate` are generators: they do nothing until asked for a reply.
         if call == "verify":
@@ -673,12 +683,12 @@ class TargetSession:
         return fields, quantize_memory(result.memory, known)
 
     def generate(self, tokens: list[int], config: GenerationConfig) -> Replies:
-        """Write with the target alone, as a plain API does. Yields a reply for each token."""
+        """Write with the target alone, as a plain API does. Yield a reply for each token."""
         for token in generate(self.model, tokens, config, self.stop_if_client_left):
             yield {"token": token}, {}
 
     def run_in_worker(self, replies: Replies) -> Replies:
-        """Let the worker compute each reply when it is asked for. Raises ConnectionError as soon as
+        """Let the worker compute each reply when it is asked for. Raise ConnectionError as soon as
         the client has left."""
         while True:
             task = self.worker.submit(self.make_next, replies)
@@ -707,7 +717,7 @@ def serve(
     new_verifier: NewVerifier,
     announce: Callable[[Address], None],
 ) -> None:
-    """Serve without end. `announce` is called with the address once clients can connect. Raises
+    """Serve without end. `announce` is called with the address once clients can connect. Raise
     InputError if the server cannot listen there."""
     with futures.ThreadPoolExecutor(1) as worker:
         new_session = partial(TargetSession, models.target, models.drafter, worker, new_verifier)
@@ -728,13 +738,13 @@ def start_server(
     model: str, drafter: str | None, device: str, dtype: torch.dtype, new_verifier: NewVerifier
 ) -> Address:
     """Reduce this process to a quarter of its threads, and start a server in a new process, which
-    loads the models. Returns the server's address. Raises InputError if the server does not start.
+    loads the models. Return the server's address. Raise InputError if the server does not start.
 
     More threads would hardly speed a drafter up, and the server needs the cores.
     """
     torch.set_num_threads(max(1, torch.get_num_threads() // 4))
     context = get_context("spawn")
-    pipe, server_pipe = context.Pipe()
+    pipe, server_pipe = context.Pipe()  # the two ends: the server will send its address
     process_args = (server_pipe, new_verifier, model, drafter, device, dtype)
     # Ctrl-C in a terminal reaches both processes, but is meant for this one.
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server inherits this
@@ -748,8 +758,8 @@ def start_server(
 
 
 def serve_until_parent_ends(pipe: Connection, new_verifier: NewVerifier, *what_to_load) -> None:
-    """Load models and serve until the parent process ends, however it ends. The server's address is
-    sent through the pipe. what_to_load: the arguments of `load_models`."""
+    """Load models and serve until the parent process ends, however it ends. Send the server's
+    address through the pipe. what_to_load: the arguments of `load_models`."""
 
     def end_with_parent() -> None:
         parent_process().join()
@@ -783,8 +793,8 @@ def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
 
 
 def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) -> MemoryUpdate:
-    """Read the memory of these tokens off a reply. Raises LookupError, RuntimeError or ValueError
-    if the reply does not fit them."""
+    """Read the memory of these tokens from a reply's tensors, the reverse of `quantize_memory`.
+    Raise LookupError, RuntimeError or ValueError if the tensors are not such a memory."""
     memory = []
     for name, cache in (("cross", state.cross_cache), ("reused", state.reused_cache)):
         layers, batch, kv_heads, _, width = cache.kv.shape  # width: 2D
@@ -804,7 +814,7 @@ def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) ->
 
 
 def parse_text(fields: dict, tensors: Tensors, model: Llama) -> tuple[list[int], GenerationConfig]:
-    """Read a text and its GenerationConfig off a request. Text and answer must fit the context."""
+    """Read a text and its GenerationConfig from a request. Text and answer must fit the context."""
     context = model.config.max_position_embeddings
     tokens = check_ids(tensors["tokens"], model.config.vocab_size)
     length = check_int(len(tokens), 1, context - 1, "length of the text")
@@ -825,7 +835,7 @@ def parse_text(fields: dict, tensors: Tensors, model: Llama) -> tuple[list[int],
 def parse_draft(
     fields: dict, tensors: Tensors, verifier: CachedVerifier | None, root: int
 ) -> Draft:
-    """Read a draft off a request. It must fit the model, the text and the context."""
+    """Read a draft from a request. The draft must fit the model, the text and the context."""
     if verifier is None:
         raise ValueError("drafts must follow a text")
     sizes = verifier.model.config
@@ -848,7 +858,8 @@ def parse_draft(
 
 
 def parse_distributions(draft: Draft, tensors: Tensors, model: Llama) -> dict[int, Tensor]:
-    """Read off a request the distribution (V) that the children of each parent were drawn from."""
+    """Read from a request, for each parent, the distribution (V) that its children were drawn
+    from."""
     vocab_size = model.config.vocab_size
     parents = sorted(set(draft.parents[1:]))
     ids = tensors["ids"]
@@ -874,7 +885,7 @@ def add_link_arguments(parser: argparse.ArgumentParser) -> None:
     add("--latency", type=flags.duration, help="one way, like 21ms")
     add("--jitter", type=flags.duration, help="standard deviation of the latency, like 19ms")
     add("--bandwidth", type=flags.bandwidth, help="each way, like 20Mbit")
-    add("--loss", type=flags.loss_rate, help="of packets, like 0.1%%")
+    add("--loss", type=flags.loss_rate, help="share of packets that are lost, like 0.1%%")
 
 
 def link_of(network: str | None, **flagged: float | None) -> Link | None:
@@ -895,8 +906,10 @@ def open_channel(
     outage_for: float = math.inf,
     timeout: float | None = None,
 ) -> Channel:
-    """Return a channel for one answer. Each prompt has delays of its own, because its checksum is a
-    part of the seed, and asking the same prompt again repeats them. outage_after: tokens."""
-    prompt_checksum = sum(prompt)
+    """Return a channel for one answer. outage_after: tokens.
+
+    The sum of the prompt's tokens is a part of the seed. The same prompt therefore meets the same
+    delays again, and most other prompts meet different ones.
+    """
     outage = Outage(outage_after, outage_for)
-    return Channel(address, Network(link, seed + prompt_checksum, outage), timeout)
+    return Channel(address, Network(link, seed + sum(prompt), outage), timeout)

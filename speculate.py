@@ -83,10 +83,20 @@ class Cycle:
     tokens: list[int]  # the new tokens of the answer
 
 
+class DraftSource(Protocol):
+    """The drafter's side of the loop: a `DraftState` or, below the bar, a `Lookup`."""
+
+    def append_verified(self, update: MemoryUpdate) -> None:
+        """Take in newly verified tokens, in place of the draft."""
+
+    def draft(self, root: int, limits: DraftLimits) -> Draft:
+        """Draft tokens that may follow the root, the newest token."""
+
+
 @torch.inference_mode()
 def speculate(
     verifier: Verifier,
-    state: DraftState | Lookup,
+    source: DraftSource,
     prompt: list[int],
     config: GenerationConfig,
     limits: DraftLimits,
@@ -97,7 +107,7 @@ def speculate(
     token number max_new_tokens. Prompt and answer must fit the model's context.
 
     Of `config` only max_new_tokens and stop_ids are used here. The temperature is in the `Sampling`
-    that the verifier and the state hold.
+    that the verifier and the source hold.
     """
     left = config.max_new_tokens
     result = verifier.prefill(prompt)  # the first token, and the memory of the prompt
@@ -107,10 +117,10 @@ def speculate(
         left -= len(tokens)
         if left == 0 or tokens[-1] in config.stop_ids:
             return
-        state.append_verified(result.memory)  # grow the cross-attention memory
+        source.append_verified(result.memory)  # grow the cross-attention memory
         # The target adds a token of its own, so at most left - 1 drafted ones can be used.
         depth = min(limits.depth, left - 1)  # if 0, nothing is drafted
-        draft = state.draft(result.token, replace(limits, depth=depth))
+        draft = source.draft(result.token, replace(limits, depth=depth))
         result = verifier.verify(draft)  # accepted tokens, next token, memory of what is verified
 
 
@@ -123,17 +133,17 @@ def truncate_at_stop(tokens: list[int], stop_ids: frozenset[int]) -> list[int]:
 
 
 class LocalVerifier:
-    """The target's side of one conversation, on this machine: the model and its KV cache.
+    """The target's side of one conversation with a model on this machine: the model, its KV cache,
+    and LSA.
 
-    LSA runs here as well. It is a part of the drafter, but it reads the target's cache. When the
-    target is on a server, the server therefore runs LSA, and sends only what CA needs of LSA's
-    output.
+    LSA is a part of the drafter, but it reads the target's cache. When the target is on a server,
+    the server therefore runs LSA, and sends only what CA needs of LSA's output.
     """
 
     def __init__(
         self,
         model: Llama,
-        drafter: Drafter | NoDrafter,
+        drafter: Drafter,
         capacity: int,
         sampling: Sampling,
         on_piece: OnPiece | None = None,
@@ -154,19 +164,20 @@ class LocalVerifier:
         hidden = read_in_pieces(self.model, prompt, self.cache, self.on_piece)  # (E)
         token = sample_next(self.model.lm_head(hidden), self.sampling)
         memory = self.drafter.memory_update(prompt, self.cache)
-        # Nothing was drafted. The result needs a draft all the same: an empty one, which has the
-        # prompt's last token in the root's place.
+        # Nothing was drafted, so the draft of this result is empty. Every draft has a root, and the
+        # prompt's last token stands in for one.
         return VerifyResult([], token, memory, draft=Draft(prompt[-1]))
 
     def verify(self, draft: Draft) -> VerifyResult:
         """Decide which tokens of a draft to keep. The cache keeps the root and the accepted tokens.
 
         One pass over the draft is enough, because a transformer predicts the token after every
-        token that it reads. The pass reads the root, which is the newest token of the text, and a
-        chain of K drafted tokens, and returns 1 + K distributions. The distribution after the root
-        decides on drafted token 1, the distribution after drafted token 1 decides on drafted token
-        2, and so on. If all are accepted, the last distribution supplies the target's own token.
-        (In a tree, the distribution after a node decides on all its children.)
+        token that it reads. The pass reads the root and a chain of K drafted tokens, and returns
+        1 + K distributions. (The root is the newest token. The target has chosen it, but has not
+        read it yet.) The distribution after the root decides on drafted token 1, the distribution
+        after drafted token 1 decides on drafted token 2, and so on. If all are accepted, the last
+        distribution supplies the target's own token. (In a tree, the distribution after a node
+        decides on all its children.)
         """
         start = self.cache.length
         draft, positions, mask = self.lay_out(draft)
@@ -180,9 +191,7 @@ class LocalVerifier:
         return VerifyResult(verified[1:], acceptance.token, memory, draft, logits)
 
     def lay_out(self, draft: Draft) -> tuple[Draft, Tensor, Tensor]:
-        """Choose which nodes of a draft to verify. Return the draft of these nodes, its positions
-        and its mask. Here all nodes are verified. (`ExactVerifier`, below the bar, may leave out
-        some nodes of a tree.)"""
+        """A hook for `ExactVerifier`, which may leave nodes out."""
         positions, mask = draft_layout(draft, self.cache.length, self.model.device)
         return draft, positions, mask
 
@@ -222,7 +231,7 @@ class Acceptance:
 
 def accept_draft(logits: Tensor, draft: Draft, sampling: Sampling) -> Acceptance:
     """Decide which drafted tokens to keep. Row i of logits (1 + K, V) is what the target predicts
-    after node i of the draft. Raise InputError if the logits are not finite."""
+    after node i of the draft. Raise InputError if a logit is NaN or +infinity."""
     check_logits(logits)
     if sampling.temperature == 0:
         choices = logits.float().argmax(-1)  # in float32: on CPUs ten times as fast as bfloat16
@@ -230,7 +239,7 @@ def accept_draft(logits: Tensor, draft: Draft, sampling: Sampling) -> Acceptance
     p = probabilities(logits, sampling.temperature, sampling.top_p)
     # One call draws a random number in [0, 1) for each token. Some of them may not be needed.
     u = torch.rand(len(draft.tokens), generator=sampling.generator, device=p.device).tolist()
-    # A chain is also a tree, but the plain rule is enough for it and easier to read.
+    # The rule for trees would give the same result for a chain. The plain rule is easier to read.
     rule = rejection_sample if draft.is_chain else rejection_sample_tree
     return rule(p, draft, u, sampling.generator)
 
@@ -367,13 +376,13 @@ def without(q: Tensor, x: int) -> Tensor:
 #
 #     Lookup         copies drafts from the text. Only --lookup uses it.
 #     Exact          makes greedy text bit-identical to the target's own in spite of rounding.
-#     One answer     puts clocks and counters around the loop, on this machine or over a network.
+#     One answer     runs the loop, with the target here or on a server, and measures what it costs.
 #     Watching       prints an answer as it comes, in colors or with --trace.
 #     Command line   parses the flags, and answers one prompt or holds a chat.
 #
 # To see how the parts above become a program, continue with *One answer*. *Lookup* and *Exact*
-# stand alone: skip them unless you want to know how they work. *Watching* and *Command line* hold
-# nothing of the method.
+# stand alone: skip them unless you want to know how they work. *Watching* and *Command line*
+# contain no part of the method.
 
 
 # --- Lookup: copy what followed the same tokens before ---
@@ -381,21 +390,20 @@ def without(q: Tensor, x: int) -> Tensor:
 
 @dataclass
 class Lookup:
-    """Prompt lookup (Saxena 2023). If the newest tokens have occurred before, the draft copies what
-    followed them there. Otherwise the drafter drafts, if there is one."""
+    """Prompt lookup (Saxena 2023), a `DraftSource`. If the newest tokens have occurred before, the
+    draft copies what followed them there. Otherwise the drafter drafts, if there is one."""
 
     state: DraftState | None  # the drafter's; None without a drafter (see `NoDrafter`)
     vocab_size: int
     sampling: Sampling
-    history: list[int] = field(default_factory=list)  # all tokens before the root
+    history: list[int] = field(default_factory=list)  # the text: all tokens before the root
 
     def append_verified(self, update: MemoryUpdate | None) -> None:
         """Grow the history, and the drafter's caches. update: None while a server is out of reach
         (see `RemoteResult`).
 
-        During that time the history lacks the unverified tokens, so a copy may come from the wrong
-        place. That does no harm: a draft that is made while the server is out of reach is always
-        lost.
+        While the server is out of reach, the history lacks the unverified tokens, and a draft may
+        copy from the wrong place. Such a draft does no harm, because it is never verified.
         """
         if update is not None:
             self.history += update.tokens
@@ -404,19 +412,19 @@ class Lookup:
 
     def draft(self, root: int, limits: DraftLimits) -> Draft:
         """Copy a chain from the text. If there is nothing to copy, let the drafter draft."""
-        text = self.history + [root]
+        tokens = self.history + [root]
         count = min(limits.depth, limits.total_tokens)
         # Copy where the last 3 tokens occurred before, else where the last 2 did, else the last 1.
         # With a drafter, copy only where the last 3 did, because after a shorter match the drafter
         # is right more often than a copy.
         sizes = (3, 2, 1) if self.state is None else (3,)
         for size in sizes:
-            place = find_earlier(text, size)
+            place = find_earlier(tokens, size)
             if place is not None:
-                # If fewer than `count` tokens are left to copy, they are repeated. For example, 5 7
-                # 8 7 8 ends with 7 8, which also occurs earlier. Only 7 8 is left to copy there, so
-                # the draft is 7 8 7 8 7 ...
-                copied = text[place:place + count]
+                # If fewer than `count` tokens are left to copy, they are repeated. For example,
+                # 5 7 8 7 8 ends with 7 8, which also occurs earlier. Only 7 8 follows the earlier
+                # occurrence, so the draft is 7 8 7 8 7 ...
+                copied = tokens[place:place + count]
                 return self.certain_draft(root, (copied * count)[:count])
         if self.state is None:
             return Draft(root)
@@ -440,19 +448,19 @@ class Lookup:
         return draft
 
 
-def find_earlier(text: list[int], size: int) -> int | None:
+def find_earlier(tokens: list[int], size: int) -> int | None:
     """Find the newest place where the last `size` tokens occurred before. Return the index of the
     token that followed them there, or None if there is no such place."""
-    newest = text[-size:]
-    for start in reversed(range(len(text) - size)):  # (`newest` itself starts later)
-        if text[start:start + size] == newest:
+    newest = tokens[-size:]
+    for start in reversed(range(len(tokens) - size)):  # (`newest` itself starts later)
+        if tokens[start:start + size] == newest:
             return start + size
     return None
 
 
 class NoDrafter:
-    """Takes a drafter's place where all drafts are copied, and no memory is needed. Only the method
-    "lookup" of experiments/bench.py is without a drafter."""
+    """Takes the place of a `Drafter` in a verifier if all drafts are copied, and no memory is
+    needed. Used only by the benchmark's method "lookup" (experiments/bench.py)."""
 
     def memory_update(self, tokens: list[int], cache: KVCache) -> MemoryUpdate:
         return MemoryUpdate(tokens, cross_kv=None, reused_kv=None)
@@ -461,12 +469,18 @@ class NoDrafter:
 # --- Exact: greedy text and logits, bit for bit those of the target alone ---
 #
 # plumbing/kernels.py explains why the same sum can have two values, and plumbing/layout.py what
-# that means for a tree.
+# that means for a tree. The code that makes a pass over a draft exact is spread over four files:
+#
+#     plumbing/kernels.py             finds out how much padding an exact pass needs on this CPU
+#     PackedLlama of llama.py         adds padding to the tokens of a pass
+#     AlignedKVCache of llama.py      adds masked keys
+#     plumbing/layout.py              chooses the slots of a tree's nodes
+#     ExactKVCache, ExactVerifier     below: verify trees in these slots
 
 
 class ExactKVCache(AlignedKVCache):
-    """A cache in which the nodes of a tree have slots that keep attention's sums in the order that
-    they have in the text."""
+    """A cache that keeps the nodes of a tree in the slots that `lay_out_tree` chooses. In these
+    slots attention adds up the keys in the same order as in the text."""
 
     layout: TreeLayout | None = None  # the layout of the tree that is being verified
 
@@ -514,9 +528,9 @@ class ExactVerifier(LocalVerifier):
 
 # --- One answer, and what it cost ---
 #
-# The loop knows nothing of clocks and counters. Here every cycle is timed. There are four ways to
-# answer a prompt, and each is a class whose `cycles` yields timed cycles. `answer` adds the cycles
-# up in a `Generation`.
+# `speculate` measures nothing. Here its cycles are timed, and their costs are added up. There are
+# four ways to answer a prompt. Each is a class with a method `cycles`, which yields timed cycles.
+# `answer` adds these cycles up in a `Generation`.
 
 
 class Origin(Enum):
@@ -548,13 +562,13 @@ class TimedCycle(Cycle):
 
     @property
     def is_offline(self) -> bool:
-        """Tell whether the drafter wrote the tokens alone, because the server was out of reach."""
+        """Return whether the server was out of reach, and the drafter wrote the tokens alone."""
         return self.link == "offline"
 
     @property
     def draft_is_lost(self) -> bool:
-        """Tell whether the draft was lost with the connection: the server did not verify it, even
-        if a new connection was made."""
+        """Return whether the draft was lost with the connection: the server did not verify the
+        draft, even if a new connection was made."""
         return self.link != "connected"
 
     @property
@@ -576,8 +590,7 @@ Cycles = Generator[TimedCycle, None, None]  # an iterator that can be closed
 
 @dataclass
 class Stopwatch:
-    """A verifier that hands each call on to a different verifier, and notes when the call began and
-    ended."""
+    """A wrapper around a verifier, which notes when each call of the verifier began and ended."""
 
     verifier: Verifier
     began: float = 0.0  # when the newest call began, in seconds of `perf_counter`
@@ -598,7 +611,7 @@ class Stopwatch:
 
 def timed_cycles(
     verifier: Verifier,
-    state: DraftState | Lookup,
+    source: DraftSource,
     prompt: list[int],
     config: GenerationConfig,
     limits: DraftLimits,
@@ -606,12 +619,12 @@ def timed_cycles(
     """Run the loop, and time its cycles.
 
     Whatever the loop does between two calls of the verifier counts as drafting. LSA counts as
-    verification, because the verifier runs it. (On an accelerator LSA is still running when
-    `verify` returns. The rest of LSA's time counts as drafting in the next cycle.)
+    verification, because the verifier runs it. (On an accelerator LSA may still be running when
+    `verify` returns, and its remainder is counted in the next draft.)
     """
     watch = Stopwatch(verifier)
     resumed = perf_counter()  # when the loop went on
-    for cycle in speculate(watch, state, prompt, config, limits):
+    for cycle in speculate(watch, source, prompt, config, limits):
         draft_seconds = watch.began - resumed
         verify_seconds = watch.ended - watch.began
         yield TimedCycle(cycle.result, cycle.tokens, draft_seconds, verify_seconds)
@@ -655,13 +668,13 @@ class WithDrafts:
     ) -> Cycles:
         sampling = config.new_sampling(self.model.device)
         capacity = count_slots(prompt, config, self.limits)
-        state = self.drafter.new_state(capacity, sampling) if self.drafter else None
+        source = self.drafter.new_state(capacity, sampling) if self.drafter else None
         if self.lookup:
-            state = Lookup(state, self.model.config.vocab_size, sampling)
+            source = Lookup(source, self.model.config.vocab_size, sampling)
         verifier = self.new_verifier(
             self.model, self.drafter or NoDrafter(), capacity, sampling, on_piece
         )
-        return timed_cycles(verifier, state, prompt, config, self.limits)
+        return timed_cycles(verifier, source, prompt, config, self.limits)
 
 
 NewChannel = Callable[[list[int]], netsim.Channel]  # opens a channel to a server for a prompt
@@ -684,9 +697,8 @@ class OnServer:
         sampling = config.new_sampling(target.device)
         state = RemoteDraftState(self.drafter, count_slots(prompt, config, self.limits), sampling)
         verifier = netsim.RemoteVerifier(channel, state, config)
-        if self.lookup:
-            state = Lookup(state, target.config.vocab_size, sampling)
-        return count_traffic(channel, timed_cycles(verifier, state, prompt, config, self.limits))
+        source = Lookup(state, target.config.vocab_size, sampling) if self.lookup else state
+        return over_channel(channel, timed_cycles(verifier, source, prompt, config, self.limits))
 
 
 @dataclass
@@ -701,7 +713,7 @@ class PlainApi:
     ) -> Cycles:
         channel = self.new_channel(prompt)
         tokens = netsim.call_api(channel, prompt, config, self.vocab_size)
-        return count_traffic(channel, cycles_of_tokens(tokens, prompt))
+        return over_channel(channel, cycles_of_tokens(tokens, prompt))
 
 
 def count_slots(prompt: list[int], config: GenerationConfig, limits: DraftLimits) -> int:
@@ -719,15 +731,17 @@ def cycles_of_tokens(tokens: Iterator[int], prompt: list[int]) -> Cycles:
     """Make a cycle of each token."""
     start = perf_counter()
     for token in tokens:
-        result = VerifyResult([], token, memory=None, draft=Draft(prompt[-1]))
+        empty = Draft(prompt[-1])  # as in `LocalVerifier.prefill`
+        result = VerifyResult([], token, memory=None, draft=empty)
         yield TimedCycle(result, [token], 0.0, perf_counter() - start)
         start = perf_counter()
 
 
-def count_traffic(channel: netsim.Channel, cycles: Cycles) -> Cycles:
-    """Note the traffic of each cycle, and whether an outage delayed it. Close the channel at the
-    end."""
-    outage = channel.network.outage  # simulated: it begins after a number of tokens
+def over_channel(channel: netsim.Channel, cycles: Cycles) -> Cycles:
+    """Run cycles whose target is at the other end of a channel. Note each cycle's traffic, and
+    whether an outage delayed the cycle. Begin the simulated outage when it is due, and close the
+    channel at the end."""
+    outage = channel.network.outage
     count = 0  # the number of tokens so far
     start = monotonic()
     try:
@@ -745,8 +759,8 @@ def count_traffic(channel: netsim.Channel, cycles: Cycles) -> Cycles:
 
 @dataclass
 class Generation:
-    """One answer, and what it cost. The prompt's pass and its LSA are left out of target_calls,
-    draft_seconds and verify_seconds."""
+    """One answer, and what it cost. The first cycle, which reads the prompt, is not counted in
+    target_calls, draft_seconds and verify_seconds."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
@@ -758,7 +772,7 @@ class Generation:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     network: Counter = field(default_factory=Counter)  # the sums of the cycles' Traffic
-    outage: str = ""  # why the drafter first had to write alone; empty if it never had to
+    outage: str = ""  # the reason why the drafter first wrote alone; empty if it never did
     disconnected: bool = False  # the network was down, or the connection had to be made again
     interrupted: bool = False  # Ctrl-C ended the answer
 
@@ -834,8 +848,8 @@ def answer(
     """Answer a prompt. `emit` gets each cycle as it happens, and Ctrl-C ends the answer. on_piece:
     see `Method.cycles`.
 
-    Raise InputError if a server sends no first token or, as a plain API, no further one: no drafter
-    can take over then.
+    Raise InputError if a server sends no first token, or if a plain API is lost later. In neither
+    case can a drafter take over.
     """
     generation = Generation(prompt)
     start = perf_counter()
@@ -880,21 +894,8 @@ class Printer:
 
 @dataclass
 class Trace:
-    """Shows every cycle: what was drafted, and which drafted tokens were kept.
-
-    `record` makes the object that --trace --json prints, and `draw_cycle` of plumbing/terminal.py
-    draws it. Here is a drafted token in such an object, and part of a drawing:
-
-        {"token": 2, "text": " in", "parent": -1, "q": 0.75, "p": 0.6, "accepted": true,
-         "verdict": "accepted"}
-
-          " lies"
-          ├ " in"                      q 0.75  p 0.60  accepted
-          │ └ " the"                   q 0.80  p 0.40  rejected
-          └ " within"                  q 0.08  p 0.11  not tried
-
-    A server does not send p. With a server the object has "link", the cycle's state and traffic.
-    """
+    """Shows every cycle: what was drafted, and which drafted tokens were kept. The section *A
+    traced cycle* of plumbing/terminal.py specifies a cycle's record, and has an example."""
 
     tokenizer: Tokenizer
     sampling: Sampling  # only its temperature and top_p are used
@@ -908,7 +909,7 @@ class Trace:
         print(*lines, sep="\n", flush=True)
 
     def record(self, cycle: TimedCycle) -> dict:
-        """Return what a line of --trace --json holds."""
+        """Return the record of a cycle."""
         shown = cycle.tokens if cycle.is_offline else [cycle.result.token]
         record = {
             "cycle": self.cycles,
@@ -926,7 +927,7 @@ class Trace:
         return record
 
     def drafted_nodes(self, cycle: TimedCycle) -> list[dict]:
-        """Describe each drafted token. parent: an index of this list, -1 for the root."""
+        """Return the drafted tokens as the record lists them."""
         if cycle.draft_is_lost:
             return []
         draft = cycle.draft
@@ -940,7 +941,7 @@ class Trace:
             node = {
                 "token": token,
                 "text": self.tokenizer.decode([token]),
-                "parent": parent - 1,  # node 1 has index 0
+                "parent": parent - 1,  # node 1 has index 0 in this list
                 "q": draft.probabilities[i],
                 "p": None if p is None else float(p[parent, token]),
                 "accepted": i in path,
@@ -1023,12 +1024,12 @@ def make_parser() -> flags.Parser:
                         metavar="HOST:PORT", help="default: a second process on this machine")
     netsim.add_link_arguments(remote)
     remote.add_argument("--timeout", type=flags.time_limit,
-                        help="for a reply (default: ten times the slowest so far; for a prompt's, "
-                        "a minute)")
+                        help="how long to wait for a reply (default: ten times as long as for the "
+                        "slowest so far, and at least a minute for the first)")
     remote.add_argument("--disconnect-after", type=flags.positive_int, default=math.inf,
-                        metavar="N", help="the network goes down when N tokens have come")
+                        metavar="N", help="simulate an outage of the network after N tokens")
     remote.add_argument("--disconnect-for", type=flags.duration, default=math.inf, metavar="TIME",
-                        help="and is back after so long (default: never)")
+                        help="length of the simulated outage (default: it never ends)")
     return parser
 
 
@@ -1041,7 +1042,8 @@ def add_draft_arguments(parser: flags.Parser) -> None:
     add("--draft-top-k", type=flags.number(int, 2, netsim.MAX_DRAFT_TOKENS), metavar="N",
         help=f"nodes that a level expands (default: {TREE.top_k})")
     add("--draft-tokens", type=size, metavar="N",
-        help=f"of a tree (default: {TREE.total_tokens}, remote {REMOTE_TREE.total_tokens})")
+        help=f"tokens of a tree (default: {TREE.total_tokens}, "
+        f"remote {REMOTE_TREE.total_tokens})")
     add("--draft-length", type=size, metavar="K", help="draft chains of K tokens")
 
 
@@ -1096,13 +1098,14 @@ def tree_limits(args: Namespace, tree: DraftLimits) -> DraftLimits:
 
 
 def load_needed_models(args: Namespace, dtype: torch.dtype) -> Models:
-    """Load the target, with a drafter if one is needed. A client's target has only the layers that
-    its drafter reuses."""
+    """Load the target, with a drafter if one is needed. A client loads only those layers of the
+    target that its drafter reuses."""
     if not args.no_speculation:
         return load_models(args.model, args.drafter, args.device, dtype, remote=bool(args.remote))
     last = 0 if args.remote else None
     target, tokenizer = load_target(args.model, args.device, dtype, last)
-    pack_together(target, [])
+    if not args.remote:  # a plain API's client does not run its target
+        pack_together(target, [])
     return Models(target, tokenizer, None)
 
 
@@ -1182,7 +1185,11 @@ class Terminal:
         self, prompt: list[int], config: GenerationConfig, emit: Emit
     ) -> Generation:
         """Answer a prompt, and show progress until the first token has come."""
-        progress = terminal.WaitingNote() if self.args.remote else terminal.PromptBar(len(prompt))
+        progress: terminal.Progress
+        if self.args.remote:
+            progress = terminal.WaitingNote()
+        else:
+            progress = terminal.PromptBar(len(prompt))
 
         def close_and_emit(cycle: TimedCycle) -> None:
             progress.close()  # a token has come

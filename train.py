@@ -2,14 +2,17 @@
 
 The target reads a conversation in one pass. The drafter learns to predict the target's final hidden
 states h, and its distributions p of each next token. The drafter is shown only what it can also see
-while drafting: the text, and the memory of verified tokens. With its predictions h' and q, the loss
-of one position is
+while drafting: the tokens so far, and the memory of verified tokens. With its predictions h' and q,
+the loss of one position is
 
     0.1 KL(p || q) + 1.0 SmoothL1(h, h')
 
-The file shows, in this order, how one pass lets every position of an answer see exactly the memory
-that this position would see while drafting (up to its *horizon*), the losses, and one update. The
-rest is an ordinary training script.
+With N > 0, half of the Smooth L1 loss is on CA's output instead (see `distill`).
+
+First, the file shows how one pass lets every position of an answer see exactly the memory that this
+position would see while drafting: the memory up to its *horizon*. The losses and one update follow.
+Read as far as the bar, the line that says where the method ends. After the bar comes an ordinary
+training script.
 
     python train.py --data ultrachat.jsonl             # the paper's settings, one epoch
     python train.py --out runs/drafter --resume        # go on after any interruption
@@ -56,7 +59,6 @@ from plumbing.flags import Parser, add_model_arguments, number, path, positive_i
 from plumbing.hub import resolve_path
 from plumbing.journal import (
     Journal,
-    draw_scores,
     end_stopped_run,
     find_run,
     fingerprint_files,
@@ -75,7 +77,6 @@ from plumbing.processes import (
     world_size,
 )
 from plumbing.signals import StopSignals
-from plumbing.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -102,14 +103,15 @@ class TrainConfig:
 
 # --- Horizons: training as drafting ---
 #
-# A query is the drafter at one position: it reads the tokens up to this position and drafts the
-# next token. When a drafting cycle begins, the newest token has no memory yet, and the tokens
-# drafted after it get none during the cycle. All queries of a cycle therefore see the same memory:
-# that of the tokens before the newest one.
+# A *query* is a position at which the drafter runs: the drafter reads the tokens up to there, and
+# drafts the next token. When a drafting cycle begins, the newest token has no memory yet, and the
+# tokens drafted after it get none during the cycle. All queries of a cycle therefore see the same
+# memory: that of the tokens before the newest one.
 #
-# Training imitates this without drafting anything. Each answer is cut into runs, and a run stands
-# for a cycle: its queries see memory up to the token before the run, and no further. The last token
-# whose memory a query may see is the query's horizon. With runs of four after a prompt of four:
+# Training imitates this without drafting anything. Each answer is cut into *runs*, and a run stands
+# for a cycle: its queries see memory up to the token before the run, and no further. (A run is a
+# piece of an answer. The training as a whole is called a *training run*.) The last token whose
+# memory a query may see is the query's horizon. With runs of four after a prompt of four:
 #
 #     query at   reads tokens   and the memory of   drafts token   at depth
 #        4         0 .. 4           0 .. 3               5            1     the first run begins
@@ -124,13 +126,14 @@ class TrainConfig:
 #
 # While drafting, tokens 5 to 7 would be the drafter's own. If the target wrote the text, greedily,
 # this difference hardly matters: right drafts are the tokens of the text, and what follows a wrong
-# draft is discarded. Text by others, like UltraChat's, continues in ways the target never would.
-# There, the drafter is also trained after tokens that it will never meet.
+# draft is discarded. Text by other authors, such as UltraChat's, continues in ways that the target
+# never would. On such text, part of the training is on contexts that drafting never produces.
 #
-# The length of the runs is drawn for each pass over a conversation, from 5 to 15. If the first run
-# of an answer always had its full length, the answer's second query would always be at depth 2, its
-# third at depth 3, and so on. The first run is therefore shortened by a number of tokens, the
-# phase, which is also drawn, from 0 to length - 1 (an addition of ours):
+# All runs of a conversation have the same length, which is drawn from 5 to 15 each time the
+# conversation is used. If the first run of an answer always had its full length, the answer's
+# second query would always be at depth 2, its third at depth 3, and so on. The first run is
+# therefore shortened by a number of tokens, the *phase*, which is drawn from 0 to length - 1. (The
+# phase is an addition of ours.)
 #
 #     phase 0     4 5 6 7 | 8 9 10 11 | ..
 #     phase 1     4 5 6 | 7 8 9 10 | ..
@@ -143,9 +146,9 @@ class TrainConfig:
 def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     """Return the horizon of each query, (T). answer (T) is True at what the assistant wrote.
 
-    Runs have `length` tokens, except that the first run of an answer has `phase` fewer, and the
-    last run ends with the answer. An answer that begins at position 4, with length 4 and phase 1,
-    has the runs 4 5 6 | 7 8 9 10 | 11 .. and the horizons 3, 6 and 10.
+    A run has `length` tokens, with two exceptions: the first run of an answer has `phase` tokens
+    fewer, and the last run ends where the answer ends. With length 4 and phase 1, an answer that
+    begins at position 4 has the runs 4 5 6 | 7 8 9 10 | 11 .. with the horizons 3, 6 and 10.
     """
     horizons = []
     begin = None  # where the answer begins; None outside answers
@@ -163,8 +166,8 @@ def run_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
 
 
 class Example(NamedTuple):
-    """A conversation with the horizons that it has in one update: tensors of shape (T). A
-    micro-batch, which `collate` makes of several examples, has the same fields, of shape (B, T)."""
+    """A conversation, with its horizons for one update, as tensors of shape (T). `collate` stacks
+    several examples into a micro-batch, which has the same fields in shape (B, T)."""
 
     tokens: Tensor
     answer: Tensor  # True at what the assistant wrote, its stop tokens included
@@ -176,7 +179,8 @@ def draw_examples(
 ) -> list[Example]:
     """Cut the answers of a batch into runs.
 
-    What is drawn depends only on the seed and on `update`, so a resumed run draws the same.
+    What is drawn depends only on the seed and on `update`. A resumed training run therefore draws
+    the same.
     """
     draws = np.random.default_rng((config.seed, update))
     shortest, longest = config.run_length
@@ -276,12 +280,11 @@ def smooth_l1_loss(predicted: Tensor, actual: Tensor) -> Tensor:
 
 
 class Losses(NamedTuple):
-    """The losses of trained positions: summed in `distill`, as scalar tensors that have gradients,
-    and averaged in `compute_gradients`, as numbers."""
+    """Losses, each summed over trained positions: scalar tensors."""
 
-    loss: Tensor | float  # the weighted sum of the other two
-    kl: Tensor | float
-    smooth_l1: Tensor | float
+    loss: Tensor  # the weighted sum of the other two
+    kl: Tensor
+    smooth_l1: Tensor
 
 
 class Distillation(NamedTuple):
@@ -293,7 +296,7 @@ class Distillation(NamedTuple):
 
 
 def distill(drafter: Drafter, micro_batch: Example, config: TrainConfig) -> Distillation:
-    """Run the target and the drafter once over a micro-batch, and compare them."""
+    """Run the target and the drafter once over a micro-batch, and compare their results."""
     tokens, answer, horizon = micro_batch
     trained = loss_mask(answer)  # True at n positions
     states = target_pass(drafter.target, tokens, drafter.N)
@@ -356,7 +359,8 @@ def accumulate_gradients(
     sums = torch.zeros(3, device=drafter.device)
     for parameter in drafter.parameters():
         parameter.grad = torch.zeros_like(parameter)  # not None, even if there are no examples
-    examples = sorted(examples, key=lambda example: len(example.tokens))  # to need little padding
+    # Sequences of similar lengths are read together, so that little padding is needed.
+    examples = sorted(examples, key=lambda example: len(example.tokens))
     for first in range(0, len(examples), config.micro_batch_size):
         micro_batch = collate(examples[first:first + config.micro_batch_size], drafter.device)
         with mixed_precision(drafter.device, config.dtype):
@@ -368,9 +372,12 @@ def accumulate_gradients(
 
 def compute_gradients(
     drafter: Drafter, batch: list[TokenizedConversation], update: int, config: TrainConfig
-) -> Losses:
+) -> list[float]:
     """Compute the gradients of one update, whose loss is the mean over all trained positions of the
-    batch. Several processes each take a share of the batch (see plumbing/processes.py)."""
+    batch. Returns the means of all three `Losses`, in their order.
+
+    Several processes each take a share of the batch (see plumbing/processes.py).
+    """
     total = sum(int(loss_mask(sequence.answer).sum()) for sequence in batch)
     examples = draw_examples(batch, update, config)
     share = examples[rank()::world_size()]  # perhaps none; a single process takes all examples
@@ -378,7 +385,7 @@ def compute_gradients(
     for parameter in drafter.parameters():
         all_reduce(parameter.grad)  # sums up over the processes
     all_reduce(sums)
-    return Losses(*(sums / total).tolist())
+    return (sums / total).tolist()
 
 
 # --- The learning rate, and the step ---
@@ -387,14 +394,15 @@ def compute_gradients(
 def learning_rate(update: int, config: TrainConfig, epoch_updates: int) -> float:
     """Return the learning rate of an update, counted from 0. An epoch has `epoch_updates`.
 
-    "paper", as in the authors' code. If an epoch is shorter than two warm-ups, the rise takes the
-    first half of the epoch instead.
+    The schedule "paper", as in the authors' code:
 
-        the first `warmup` updates     rises on a straight line to 20 lr
-        up to the end of the epoch     falls on a straight line to lr
-        after that                     lr
+        the first `warmup` updates             rises on a straight line to 20 lr
+        up to the end of the first epoch       falls on a straight line to lr
+        after that                             lr
 
-    "cosine":
+    If an epoch is shorter than two warm-ups, the rise takes the first half of the epoch instead.
+
+    The schedule "cosine":
 
         up to the last update          lr (1 + cos(pi update / updates)) / 2: from lr to 0
         the first `warmup` updates     the same, times a factor that rises to 1 on a straight line
@@ -448,7 +456,7 @@ def train_step(
 
     Raises InputError if a gradient is not finite.
     """
-    losses = compute_gradients(drafter, batch, update, config)
+    means = compute_gradients(drafter, batch, update, config)
     norm = nn.utils.clip_grad_norm_(drafter.parameters(), MAX_GRADIENT_NORM).item()
     if not math.isfinite(norm):
         raise InputError(
@@ -456,12 +464,13 @@ def train_step(
             "different --out"
         )
     apply_gradients(optimizers, lr)
-    return losses._asdict() | {"lr": lr, "grad_norm": norm}
+    return dict(zip(Losses._fields, means)) | {"lr": lr, "grad_norm": norm}
 
 
 # --- The method ends here: what follows makes it a program ---
 #
-# In order: the loop, which logs, evaluates and saves; evaluation; a whole run; the command line.
+# In order: the loop, which logs, evaluates and saves; evaluation; a whole training run; the command
+# line.
 
 
 # --- The loop ---
@@ -476,7 +485,8 @@ def train(
     config: TrainConfig,
     max_depth: int,
 ) -> None:
-    """Train up to config.updates. An interrupted run has done the first journal.done updates.
+    """Train up to config.updates. A training run that was interrupted has done the first
+    journal.done updates.
 
     held_out, max_depth: for `evaluate`. Raises InputError if a gradient is not finite, and
     SystemExit after Ctrl-C or SIGTERM.
@@ -594,10 +604,22 @@ def depth_scores(runs: list[list[bool]], max_depth: int) -> dict:
     return {"depth_accuracy": accuracies, "implied_acceptance_length": length}
 
 
-# --- A whole run ---
+def draw_scores(scores: dict, update: int) -> str:
+    """Draw the scores of `evaluate` as text, with a bar for the accuracy at each depth."""
+    lines = [
+        f"update {update}: held-out loss {scores['held_out_loss']:.3f}",
+        f"  KL {scores['held_out_kl']:.3f}, implied acceptance length "
+        f"{scores['implied_acceptance_length']:.2f}, and how often drafts are right, by depth:",
+    ]
+    for depth, accuracy in enumerate(scores["depth_accuracy"], 1):
+        lines.append(f"  {depth}  {accuracy:4.0%}  {'█' * round(40 * accuracy)}")
+    return "\n".join(lines)
 
-# What a resumed run may change: these settings say where files lie, when something is written, and
-# how many sequences are read at once, which affects only the rounding of sums.
+
+# --- A whole training run ---
+
+# Settings that may change when a training run is resumed. They say where files lie, when something
+# is written, and how many sequences are read at once (which affects only the rounding of sums).
 MAY_DIFFER = {"model", "data", "eval_every", "save_every", "micro_batch_size"}
 
 
@@ -637,10 +659,11 @@ def train_drafter(
     resumes = find_run(out, resume)
     check_files(data)  # before the model is loaded, which takes longer
     target, tokenizer = load_target(model, device, DTYPES[config.dtype])
-    context = target.config.max_position_embeddings // LENGTH_STEP * LENGTH_STEP  # for `collate`
+    # `collate` pads to a multiple of LENGTH_STEP, which must still fit.
+    context = target.config.max_position_embeddings // LENGTH_STEP * LENGTH_STEP
     if config.seq_len > context:
         raise InputError(f"--seq-len {config.seq_len}: the target's context is {context}")
-    conversations = read_conversations(data, tokenizer, config.seq_len)
+    conversations = Conversations(data, tokenizer, config.seq_len)
     training, held_out = hold_out(conversations, config.seed)
     stream = Stream(conversations, training, config.seed)
     config = replace(config, updates=config.updates or stream.batches_per_epoch(config.batch_size))
@@ -651,10 +674,11 @@ def train_drafter(
         drafter,
         optimizers,
         save_model=partial(save_drafter, drafter, out, target_name=model),
-        settings=describe_run(model, data, config, sizes, kind),
+        settings=describe_training(model, data, config, sizes, kind),
     )
     if resumes:
-        # The paper's schedule does not depend on `updates`, so a run with it can be made longer.
+        # The paper's schedule does not depend on `updates`. A training run with this schedule can
+        # therefore be made longer.
         longer = {"updates"} if config.schedule == "paper" else set()
         journal.resume(config.updates, MAY_DIFFER | longer)
         stream.position = journal.position
@@ -664,10 +688,11 @@ def train_drafter(
     say(f"the drafter is in {out}: python speculate.py --model {model} --drafter {out}")
 
 
-def describe_run(
+def describe_training(
     model: str, data: list[Path], config: TrainConfig, sizes: DrafterSizes, kind: type[Drafter]
 ) -> dict:
-    """Return all settings of a run, as plain values. --resume compares them with those saved."""
+    """Return all settings of a training run, as plain values. --resume compares them with the saved
+    settings."""
     return asdict(config) | asdict(sizes) | {
         "kind": kind.__name__,
         "model": str(model),
@@ -675,13 +700,6 @@ def describe_run(
         "data": [str(file) for file in data],
         "data_checksum": fingerprint_files(data),
     }
-
-
-def read_conversations(
-    paths: list[str | Path], tokenizer: Tokenizer, seq_len: int
-) -> Conversations:
-    """Return the conversations in files that can be trained on. Raises InputError."""
-    return Conversations(paths, tokenizer, seq_len, lambda answer: bool(loss_mask(answer).any()))
 
 
 def make_drafter(
@@ -734,7 +752,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--out", default="runs/drafter", type=path,
         help="the drafter's folder (default: %(default)s)")
     add("--resume", action="store_true",
-        help="go on with the run in --out; flags not given keep their values")
+        help="go on with the training run in --out; flags not given keep their values")
     add("--json", action="store_true", help="end with the log's last record on stdout")
     add_model_arguments(parser)
     add_drafter_arguments(parser)
@@ -743,7 +761,7 @@ def parse_arguments() -> argparse.Namespace:
     if args.resume:
         saved = read_settings(args.out)
         parser.set_defaults(**{name: saved[name] for name in saved if hasattr(args, name)})
-        args = parser.parse_args()
+        args = parser.parse_args()  # again, now with the saved values as defaults
     if not args.data:
         no_run = f": {args.out} holds no run to resume" if args.resume else ""
         parser.error(f"--data FILE is missing{no_run}")
@@ -778,7 +796,7 @@ def add_training_arguments(parser: Parser) -> None:
     factor("--feature-weight", default=TrainConfig.feature_weight,
            help="the weight of Smooth L1 on hidden states (default: %(default)s)")
     count("--run-length", nargs=2, metavar=("LOW", "HIGH"), default=TrainConfig.run_length,
-          help="tokens of a run (default: 5 15)")
+          help="tokens of a run (default: {} {})".format(*TrainConfig.run_length))
     count("--eval-every", default=TrainConfig.eval_every, help="updates (default: %(default)s)")
     count("--save-every", default=TrainConfig.save_every, help="updates (default: %(default)s)")
 
@@ -811,7 +829,7 @@ def main() -> None:
         args.model, args.data, args.out, config, sizes, device=device, resume=args.resume
     )
     if args.json and rank() == 0:
-        log = read_log(args.out)  # empty, if the log of a finished run was deleted
+        log = read_log(args.out)  # empty, if a finished training run's log was deleted
         print(json.dumps(log[-1] if log else {}))
     leave_processes()
 

@@ -36,7 +36,7 @@ from moa import (
     load_drafter,
     pack_together,
 )
-from plumbing.conversations import hold_out
+from plumbing.conversations import Conversations, hold_out
 from plumbing.devices import DTYPES, choose_training_dtype
 from plumbing.errors import InputError, run_command
 from plumbing.files import read_json
@@ -50,7 +50,7 @@ from speculate import (
     answer,
     tokens_per_second,
 )
-from train import EVALUATION_RUN, TrainConfig, read_conversations, train_drafter
+from train import EVALUATION_RUN, TrainConfig, train_drafter
 
 # Drafts of a fixed size, whatever the drafter thinks of them.
 LIMITS = {
@@ -390,7 +390,7 @@ def measure_drafter(
 def held_out_prompts(args: Namespace, tokenizer: Tokenizer, context: int) -> list[list[int]]:
     """Return what comes before the first answer of each conversation that training holds out, if
     the context has room for a new answer. Raises InputError."""
-    data = read_conversations(args.data, tokenizer, args.seq_len)
+    data = Conversations(args.data, tokenizer, args.seq_len)
     _, held_out = hold_out(data, args.seed)
     prompts = []
     for tokens, is_answer in held_out:

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from llama import Sampling, load_target
 from moa import Drafter, DraftLimits, load_drafter, pack_together
-from plumbing.conversations import NO_ANSWER, TokenizedConversation, check_files
+from plumbing.conversations import NO_ANSWER, Conversations, TokenizedConversation, check_files
 from plumbing.devices import DTYPES, choose_training_dtype
 from plumbing.errors import InputError, run_command
 from plumbing.flags import Parser, add_model_arguments, number, path
@@ -36,7 +36,6 @@ from train import (
     depth_scores,
     evaluate,
     loss_mask,
-    read_conversations,
 )
 
 
@@ -98,7 +97,7 @@ def main() -> None:
     if args.seq_len > context:
         raise InputError(f"--seq-len {args.seq_len}: the target's context is {context}")
     drafter = load_drafter(args.drafter, target)
-    data = read_conversations(args.data, tokenizer, args.seq_len)
+    data = Conversations(args.data, tokenizer, args.seq_len)
     sequences = list(data.read_usable(range(len(data))))
     if not sequences:
         raise InputError(NO_ANSWER)

@@ -258,7 +258,7 @@ def draw_batches(rows: list[Row]) -> tuple[list[str], list[str]]:
                     curve.append((row["batch"], row["tokens_per_second"]))
             curves.append(curve)
         title = f"tokens per second, {dtype}"
-        panels.append(draw_panel(title, "conversations at once, at most", curves))
+        panels.append(draw_panel(title, "conversations at once", curves))
     return panels, ["the target alone", "with chains of 3"]
 
 

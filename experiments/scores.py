@@ -21,9 +21,9 @@ from experiments.evaluate import evaluate_drafting
 from experiments.prompts import read_prompt_file
 from llama import GenerationConfig, Llama, Sampling, generate, load_tokenizer
 from moa import Draft, Drafter, DraftLimits
-from plumbing.conversations import TokenizedConversation
+from plumbing.conversations import Conversations, TokenizedConversation
 from speculate import LocalVerifier, WithDrafts, acceptance_length, answer
-from train import EVALUATION_RUN, TrainConfig, evaluate, loss_mask, read_conversations, target_pass
+from train import EVALUATION_RUN, TrainConfig, evaluate, loss_mask, target_pass
 
 TOY = Path("runs/toy")
 TEST = Path("runs/test.jsonl")  # the target's own answers, which nobody was trained on
@@ -37,7 +37,7 @@ NewVerifier = type[LocalVerifier]
 
 def score(target: Llama, drafter: Drafter, ablation: Ablation) -> dict:
     """Return all figures of a drafter."""
-    data = read_conversations([str(TEST)], load_tokenizer(TOY), SEQ_LEN)
+    data = Conversations([str(TEST)], load_tokenizer(TOY), SEQ_LEN)
     sequences = list(data.read_usable(range(len(data))))
     scores = {"parameters": sum(parameter.numel() for parameter in drafter.parameters())}
     scores |= evaluate(drafter, sequences, TrainConfig(), ablation.max_depth)

@@ -6,10 +6,18 @@ of its answer are:
     <|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n
 
 A checkpoint states its format as a chat template, which is a program in the language Jinja. The
-template is not run here: that would take a package that is not among this project's requirements
-(jinja2), and would execute what a stranger wrote. Instead, four facts are read from the text of the
-template: which turns it writes, whether it drops the spaces around a message, the token that it
-begins with, and its default system message. A template that writes other turns is refused.
+template is not run here: running it would need a package that is not among this project's
+requirements (jinja2), and would execute what a stranger wrote. Instead, four facts are read from
+the text of the template: which turns it writes, whether it drops the spaces around a message, the
+token that it begins with, and its default system message. A template that writes other turns is
+refused.
+
+Reading a template without running it has two limits:
+
+- A template that mentions bos_token anywhere is taken to begin with this token, even if bos_token
+  stands in a branch that would not run.
+- A default system message that is not written within a system turn is recognized only by the words
+  "You are". The template is then refused. Without these words the message goes unnoticed.
 """
 from __future__ import annotations
 
@@ -98,28 +106,31 @@ def recognize_template(template: str, bos_token: str) -> ChatFormat:
 
         join_literals             ... '<|im_start|>system\nBe brief.<|im_end|>\n' ...
         written_text              ... <|im_start|>{role}\n{stripped}<|im_end|>\n ...
-        turn_contents             {"{stripped}"} for ChatML: turns of ChatML, without outer spaces
+        turn_content              {stripped} for ChatML: turns of ChatML, without outer spaces
         begin_token               the value of bos_token
         default_system_message    Be brief.
     """
     source = join_literals(template)
     text = written_text(source)
     for known in (CHATML, LLAMA3):
-        contents = turn_contents(text, known)
-        # Both contents at once mean that the template drops spaces for some roles only, which is
-        # not supported.
-        if len(contents) == 1:
+        content = turn_content(text, known)
+        if content is not None:
             return replace(
                 known,
                 begin=begin_token(source, bos_token, known),
-                strips=contents == {"{stripped}"},
+                strips=content == "{stripped}",
                 system=default_system_message(source, known),
             )
-    raise InputError(f"the model's chat template is of another format: {SUPPORTED_FORMATS}")
+    raise InputError(f"the model's chat template has an unknown format: {SUPPORTED_FORMATS}")
 
 
 def join_literals(template: str) -> str:
-    r"""Return a template with line ends in place of \n, and with 'a' + 'b' joined to 'ab'."""
+    r"""Return a template in which the two characters \n have become a line end, and neighboring
+    literals have become one.
+
+        'system\nBe brief.' + '<|im_end|>\n'    becomes, with real line ends,
+        'system\nBe brief.<|im_end|>\n'
+    """
     source = template.replace("\\n", "\n")
     return re.sub(r"['\"]\s*\+\s*['\"]", "", source)
 
@@ -127,10 +138,12 @@ def join_literals(template: str) -> str:
 def written_text(source: str) -> str:
     r"""Return a template without Jinja's quotes and plus signs. {role} and {content} stand where
     the template inserts a message's role and content, and {stripped} where it inserts the content
-    without the spaces around it.
+    without the spaces around it. The three steps turn the first line of this example into the last:
 
-    For example, '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>'
-    becomes <|im_start|>{role}\n{stripped}<|im_end|>.
+        '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>'
+        '<|im_start|>' + {role} + '\n' + {content} | trim + '<|im_end|>'
+        '<|im_start|>' + {role} + '\n' + {stripped} + '<|im_end|>'
+        <|im_start|>{role}\n{stripped}<|im_end|>
     """
     text = source
     for name in ("role", "content"):  # message['role'] or message.role -> {role}
@@ -140,21 +153,26 @@ def written_text(source: str) -> str:
     return re.sub(r"['\"]|\s*\+\s*", "", text)  # 'a' + b -> ab
 
 
-def turn_contents(text: str, known: ChatFormat) -> set[str]:
-    """Return what stands for the message in those turns within `text` that a known format writes:
-    {content}, {stripped} or both. Without such turns, return the empty set."""
+def turn_content(text: str, known: ChatFormat) -> str | None:
+    """Return what stands for the message in the turns that a template writes in a known format:
+    "{content}" or "{stripped}". text: what `written_text` returns.
+
+    Return None if there are no turns in this format. Also return None if {content} stands in some
+    turns and {stripped} in others: the template drops the spaces for some roles only, which is not
+    supported.
+    """
     contents = set()
     for role in ("{role}", "user", "assistant"):  # a turn for all roles, or one for each
         for content in ("{content}", "{stripped}"):
             turn = known.open_turn + content + known.end_turn
             if turn.replace("{role}", role) in text:
                 contents.add(content)
-    return contents
+    return contents.pop() if len(contents) == 1 else None
 
 
 def begin_token(source: str, bos_token: str, known: ChatFormat) -> str:
     """Return the token that a template writes before everything, or ""."""
-    if "bos_token" in source:  # a variable, whose value the tokenizer's own files state
+    if "bos_token" in source:  # a variable, whose value the checkpoint states
         return bos_token or known.begin
     # Also for ChatML: a Llama-3 that was fine-tuned on ChatML still begins with this token.
     return LLAMA3.begin if LLAMA3.begin in source else ""
@@ -163,7 +181,7 @@ def begin_token(source: str, bos_token: str, known: ChatFormat) -> str:
 def default_system_message(source: str, known: ChatFormat) -> str:
     """Return the system message that a template writes if a conversation has none, or "".
 
-    The message is the plain text between the opening and the end of a system turn. Where quotes or
+    The message is the plain text between the opening and the end of a system turn. If quotes or
     braces stand between the two, the template inserts the system message of the conversation.
 
     Raises InputError if the template seems to have a system message in a different place, such as a
@@ -203,7 +221,7 @@ def check_tokenizer(backend: tokenizers.Tokenizer, chosen: ChatFormat) -> None:
 
 
 def marks_beginnings(backend: tokenizers.Tokenizer) -> bool:
-    """Tell whether a tokenizer puts a mark or a space before the first word of a text."""
+    """Return whether a tokenizer puts a mark or a space before the first word of a text."""
     text = "a"
     if backend.normalizer is not None:
         text = backend.normalizer.normalize_str(text)

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, NamedTuple
+from typing import Iterable, Iterator, NamedTuple
 
 import numpy as np
 import torch
@@ -34,12 +34,18 @@ MAX_RANKED = 5000  # `frequent_tokens` reads no more: more would hardly change t
 EXAMPLE = (
     '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}'
 )
-NO_ANSWER = "--data: no answer within --seq-len tokens; raise it"
+NO_ANSWER = "--data: no answer within --seq-len tokens; use a larger --seq-len"
 
 
 class TokenizedConversation(NamedTuple):
     tokens: Tensor  # (T)
     answer: Tensor  # (T), True at what the assistant wrote, its stop tokens included
+
+    @property
+    def is_usable(self) -> bool:
+        """Return whether there is anything to train on: two tokens in a row that belong to an
+        answer. (The first of these predicts the second; see `loss_mask` of train.py.)"""
+        return bool((self.answer[1:] & self.answer[:-1]).any())
 
 
 class Span(NamedTuple):
@@ -53,21 +59,12 @@ class Span(NamedTuple):
 class Conversations:
     """The conversations in some files, as tokens, each cut after seq_len tokens.
 
-    is_usable: a function that is given the `answer` of a TokenizedConversation, and returns whether
-    there is anything in it to train on. (What is trained is the rule of train.py.) Raises
-    InputError for a file that cannot be read, or if no record is usable.
+    Raises InputError for a file that cannot be read, or if no record is usable.
     """
 
-    def __init__(
-        self,
-        paths: list[str | Path],
-        tokenizer: Tokenizer,
-        seq_len: int,
-        is_usable: Callable[[Tensor], bool],
-    ):
+    def __init__(self, paths: list[str | Path], tokenizer: Tokenizer, seq_len: int):
         self.tokenizer = tokenizer
         self.seq_len = seq_len
-        self.is_usable = is_usable
         self.spans = index_records(paths)
         self.kept: dict[int, TokenizedConversation] = {}  # by index
 
@@ -100,10 +97,10 @@ class Conversations:
         )
 
     def read_usable(self, indices: Iterable[int]) -> Iterator[TokenizedConversation]:
-        """Yield the conversations at these indices, but only those that training can use."""
+        """Yield the usable conversations among those at these indices."""
         for index in indices:
             conversation = self[index]
-            if self.is_usable(conversation.answer):
+            if conversation.is_usable:
                 yield conversation
 
 
@@ -169,9 +166,7 @@ class Stream:
             order = np.random.default_rng((self.seed, epoch)).permutation(self.indices)
             for index in order[first:]:
                 self.position += 1
-                conversation = self.data[index]
-                if self.data.is_usable(conversation.answer):
-                    yield conversation
+                yield from self.data.read_usable([index])
 
     def batches_per_epoch(self, batch_size: int) -> int:
         """Return how many batches it takes to draw each conversation once."""
@@ -195,8 +190,8 @@ def hold_out(
     held_out = list(data.read_usable(order[:count]))
     if not held_out:
         # This is no error: it is reasonable to try things on a handful of conversations.
-        say("nothing to hold out (fewer than ten conversations, or none that fits): evaluated on "
-            "one that is trained on")
+        say("nothing to hold out (fewer than ten conversations, or none that fits): evaluations "
+            "use a conversation that is also trained on")
         held_out = [usable]
     return training, held_out
 

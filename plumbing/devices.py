@@ -1,4 +1,4 @@
-"""Devices, and the dtypes to compute in on each."""
+"""Devices, and which dtype to use on each."""
 from __future__ import annotations
 
 import torch
@@ -16,9 +16,8 @@ def check_device(device: str) -> None:
 
 
 def choose_dtype(device: str, dtype: str | None) -> str:
-    """Return the name of the dtype to compute in: the given one. If `dtype` is None, return
-    bfloat16, or float32 on a CPU where bfloat16 is slow. Raises InputError if the device cannot be
-    used."""
+    """Return the name of the dtype to compute in. The default, if `dtype` is None, is bfloat16, or
+    float32 on a CPU where bfloat16 is slow. Raises InputError if the device cannot be used."""
     check_device(device)
     if dtype is None:
         slow = device.startswith("cpu") and not has_fast_bfloat16()

@@ -4,8 +4,8 @@ What the user gives may be missing, damaged or wrong. It is checked once, where 
 program, and an InputError says what is wrong and what to do. The machine may also lack something:
 room on a disk, the permission to read a file, or memory. For all of these except memory Python
 raises an OSError, whose message names the cause and the file. Every OSError therefore ends a
-command in one line. (The price: a bug that opens a wrong file shows no traceback.) Errors
-from a lack of memory have no common type; `is_out_of_memory` recognizes them.
+command in one line. (The price: a bug that opens a wrong file shows no traceback.) If memory is
+short, Python raises a MemoryError, and PyTorch a RuntimeError that `is_out_of_memory` recognizes.
 
 Every script calls its `main` through `run_command`:
 
@@ -51,14 +51,15 @@ def fail(message: str) -> NoReturn:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Tell whether PyTorch had too little memory. On CUDA devices the error has a type of its own.
-    On others only the message tells: "can't allocate memory: you tried to allocate 8 bytes"."""
+    """Return whether PyTorch had too little memory. On CUDA devices the error has a type of its
+    own. On other devices only the message tells: "can't allocate memory: you tried to allocate 8
+    bytes"."""
     return isinstance(error, torch.OutOfMemoryError) or "tried to allocate" in str(error).lower()
 
 
 def run_command(main: Callable[[], None]) -> None:
     """Run a script's main. Errors that are not bugs end the script in one line and status 2. Ctrl-C
-    (status 130) and a closed pipe (status 1) end it in silence."""
+    (status 130) and a closed pipe (status 1) end it silently."""
     if sys.stderr is None:  # stderr is closed; `print` would then write to stdout
         sys.stderr = open(os.devnull, "w")
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout lacks it, a closed one is None
@@ -76,5 +77,7 @@ def run_command(main: Callable[[], None]) -> None:
         if not is_out_of_memory(error):
             raise
         fail(f"not enough memory: {error}")
+    except MemoryError:  # usually has no message
+        fail("not enough memory")
     except KeyboardInterrupt:
         sys.exit(130)

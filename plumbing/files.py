@@ -18,7 +18,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file, which replaces `path` once it is complete.
 
     The folder is made if it does not exist. If an exception ends the writing, `path` stays as it
-    was. Raises InputError if the disk is full or `path` cannot be written.
+    was. Raises InputError "`path` cannot be written" if the disk is full or `path` is not writable,
+    and for every other OSError, RuntimeError or SafetensorError that the caller's block raises. The
+    block should therefore only write.
     """
     part = Path(f"{path}.part")
     # On a full disk Python raises OSError, torch.save RuntimeError and safetensors its own error.

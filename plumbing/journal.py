@@ -59,7 +59,7 @@ class Journal:
             if (update + 1) % 50 == 0:
                 journal.save(update + 1, position)
 
-    If there are several processes, all make these calls, and process 0 writes.
+    If there are several processes, every process must make these calls; only process 0 writes.
     """
 
     out: Path
@@ -77,17 +77,18 @@ class Journal:
     def begin(self) -> None:
         """Begin a run: write an empty log, and a checkpoint from which even a run that is killed
         early can be resumed. Raises InputError if the folder cannot be written."""
-        wait_for_all()  # until every process has called `find_run`, which must not see these files
+        wait_for_all()  # in every process, `find_run` must return before there are new files
         if rank() == 0:
             with atomic_write(self.log_path) as part:
                 part.write_text("")
             self.write_checkpoint()
 
     def resume(self, updates: int, may_differ: Collection[str]) -> None:
-        """Go back to the checkpoint, to go on until `updates` are done. may_differ: the names of
-        settings that may have changed since.
+        """Go back to the state and the log of the checkpoint.
 
-        Raises InputError if the checkpoint is damaged, or belongs to a different run.
+        updates: how many updates the run is to have in the end. may_differ: the names of settings
+        that may differ from those in the checkpoint. Raises InputError if the checkpoint is
+        damaged, or belongs to a different run.
         """
         state = read_checkpoint(self.out)
         check_settings(state["settings"], self.settings, may_differ, self.out)
@@ -196,7 +197,8 @@ def fingerprint_model(path: Path) -> str:
     model and its tokenizer may be read."""
     if path.is_file():
         return fingerprint_files([path])
-    # The folder may hold other files. That of a toy target also has its text and its training run.
+    # The folder may hold other files. A toy target's folder also holds the text on which the target
+    # was trained, and the log and the checkpoint of that training.
     suffixes = (".safetensors", ".json", ".jinja")
     files = [file for file in path.iterdir() if file.suffix in suffixes]
     return fingerprint_files(sorted(files))
@@ -209,16 +211,3 @@ def read_log(out: str | Path) -> list[dict]:
     """Return the records that a run has logged."""
     lines = Path(out, "log.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
-
-
-def draw_scores(scores: dict, update: int) -> str:
-    """Draw the scores of `evaluate` in train.py as text, with a bar for the accuracy at each depth.
-    """
-    lines = [
-        f"update {update}: held-out loss {scores['held_out_loss']:.3f}",
-        f"  KL {scores['held_out_kl']:.3f}, implied acceptance length "
-        f"{scores['implied_acceptance_length']:.2f}, and how often drafts are right, by depth:",
-    ]
-    for depth, accuracy in enumerate(scores["depth_accuracy"], 1):
-        lines.append(f"  {depth}  {accuracy:4.0%}  {'█' * round(40 * accuracy)}")
-    return "\n".join(lines)

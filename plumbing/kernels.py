@@ -27,9 +27,10 @@ nowhere. `probe_rows` and `probe_attention` therefore find it out by trial, once
 process. If two passes give bit-identical results, they are taken to add up in the same order. This
 is evidence, not proof, which is why tests/test_exact.py also compares whole answers.
 
-With most numbers two orders often round to the same result, so the trials use numbers that cancel.
-1e8 + 1 - 1e8 - 1 is 0, but float32 gets -1 if it adds from left to right. Such a sum consists of
-rounding errors alone, and a different order gives different errors.
+With ordinary numbers, two different orders often round to the same result. The trials therefore use
+numbers that cancel, wherever terms can be negative: 1e8 + 1 - 1e8 - 1 is 0, but float32 gets -1 if
+it adds from left to right. Such a sum consists of rounding errors alone, and a different order
+gives different errors.
 
 A tree of drafted tokens needs one more thing: see plumbing/layout.py.
 """
@@ -104,9 +105,10 @@ def probe_rows(outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> 
 #
 # For each query attention adds up exp(score), by which softmax divides, and exp(score) * value over
 # all keys. PyTorch's kernel does so for a block of KEY_BLOCK keys at a time, and adds up the blocks
-# one after the other. Within a block it is as if the keys went into *lanes*, each a sum of its own,
-# which are added up at every *split*. Here are the slots (places in the cache) of 24 keys, for a
-# kernel with 4 lanes and a split after 12 keys:
+# one after the other. Within a block the kernel behaves as if it dealt the keys out to *lanes*, one
+# key to each lane in turn. Each lane is a sum of its own, and at every *split* the lanes are added
+# up. Here are the slots (places in the cache) of 24 keys, for a kernel with 4 lanes and a split
+# after 12 keys:
 #
 #     lane     0   1   2   3
 #
@@ -129,53 +131,71 @@ def probe_rows(outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> 
 # --- Attention: trials ---
 
 
-@lru_cache(maxsize=1)  # most trials use the same numbers again
-def canceling_numbers(
-    count: int, head_dim: int, dtype: torch.dtype, seed: int
-) -> tuple[Tensor, Tensor]:
-    """Return B = 16 queries (B, 1, D), and for each of them the same keys and values, side by side,
-    in a different order (B, count, 2D).
+def canceling_values(count: int, head_dim: int, generator: Generator) -> Tensor:
+    """Return keys and values, side by side (count, 2D), with which the sum of exp(score) * value
+    cancels.
 
-    Both sums of attention show the order of their terms, each by a construction of its own. Scores
-    are query * key / sqrt(D).
-
-    The sum of exp(score) * value cancels for a query that ends in 0. The second half of the keys
-    repeats the first half, with negated values. With four keys, where t is random:
+    The second half of the keys repeats the first half, with negated values. With four keys:
 
         key       0      1      2      3
-        score     0      t      0      t
+        score     t      u      t      u
         value     v      w     -v     -w
-
-    The sum of exp(score) has no negative terms that could cancel. For a query that ends in sqrt(D),
-    however, one term is 1 and the others are about exp(-17), which is 4e-8. In float32 1 + 4e-8 is
-    1, but 1 + (4e-8 + 4e-8) is 1.0000001, so it matters which terms are added to the 1, and when.
-    The last number of a key is 0 in key 0 and -17 in all others. A query that ends in sqrt(D) adds
-    it to the score, and a query that ends in 0 ignores it. Where u is random:
-
-        key       0      1      2      3
-        score     0   u-17    -17   u-17
     """
-    generator = Generator().manual_seed(seed)
-    queries = torch.randn(16, 1, head_dim, generator=generator)
-    # On an AMD EPYC each query that ends in 0 reveals a changed order. Of those that end in sqrt(D)
-    # only two in five do, so there are more of these.
-    queries[:2, :, -1] = 0.0
-    queries[2:, :, -1] = head_dim**0.5
     half = count // 2
-    k = torch.randn(half, head_dim, generator=generator)
-    k[0] = 0.0
-    k = k.repeat(2, 1)  # (count, D)
-    k[1:, -1] = -17.0
+    k = torch.randn(half, head_dim, generator=generator).repeat(2, 1)  # (count, D)
     v = scattered(half, head_dim, generator)
     v = torch.cat([v, -v])  # (count, D)
-    kv = torch.cat([k, v], dim=1).to(dtype)  # (count, 2D)
+    return torch.cat([k, v], dim=1)
+
+
+def one_large_weight(count: int, head_dim: int, generator: Generator) -> Tensor:
+    """Return keys and values, side by side (count, 2D), with which the sum of exp(score) shows the
+    order of its terms, for queries that end in sqrt(D).
+
+    This sum has no negative terms that could cancel. Instead, one term is 1 and the others are
+    about exp(-17), which is 4e-8. In float32 1 + 4e-8 is 1, but 1 + (4e-8 + 4e-8) is 1.0000001, so
+    it matters which terms are added to the 1, and when.
+
+    Scores are query * key / sqrt(D). Every key except key 0 ends in -17, which adds -17 to the
+    score of a query that ends in sqrt(D). With four keys, where t, u and v are random:
+
+        key       0      1      2      3
+        score     0    t-17   u-17   v-17
+
+    The values are 0, because they play no part in this sum.
+    """
+    k = torch.randn(count, head_dim, generator=generator)
+    k[:, -1] = -17.0
+    k[0] = 0.0
+    return F.pad(k, (0, head_dim))
+
+
+@lru_cache(maxsize=1)  # most trials use the same numbers again
+def trial_numbers(
+    count: int, head_dim: int, dtype: torch.dtype, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Return B = 16 queries (B, 1, D) and, for each query, `count` keys and values, side by side
+    (B, count, 2D).
+
+    The first two queries have the keys of `canceling_values`, and the others have those of
+    `one_large_weight`. Each query has its keys in a different random order.
+    """
+    generator = Generator().manual_seed(seed)
+    # On an AMD EPYC each of the first two queries reveals a split that keys were moved past. Only
+    # two in five of the others reveal a period that is too short, so there are more of these.
+    first = 2
+    queries = torch.randn(16, 1, head_dim, generator=generator)
+    queries[first:, :, -1] = head_dim**0.5
     orders = torch.rand(len(queries), count, generator=generator).argsort(dim=1)
-    return queries.to(dtype), kv[orders]
+    canceling = canceling_values(count, head_dim, generator)[orders[:first]]
+    one_large = one_large_weight(count, head_dim, generator)[orders[first:]]
+    kv = torch.cat([canceling, one_large])  # (B, count, 2D)
+    return queries.to(dtype), kv.to(dtype)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Attention over `canceling_numbers`.
+    """Attention over `trial_numbers`.
 
     Two calls with the same number of keys have the same keys, in the same order. Their results
     therefore differ only if their sums have different orders.
@@ -189,11 +209,12 @@ class Trial:
     def attend(self, slots: Sequence[int], length: int = KEY_BLOCK) -> Tensor:
         """Attend to a block of `length` slots, with keys in these slots. The others are masked.
 
-        Return (B, T, D + 1): the D numbers that attention returns for each query and, because they
-        are rounded to the dtype, also the logarithm of the sum of exp(score), in float32.
+        Return (B, T, D + 1). For each query the first D numbers are attention's result, rounded to
+        the dtype. The last number is the logarithm of the sum of exp(score), in float32, which may
+        show a difference that was rounded away in the result.
         """
         slots = list(slots)
-        queries, kv = canceling_numbers(len(slots), self.head_dim, self.dtype, self.seed)
+        queries, kv = trial_numbers(len(slots), self.head_dim, self.dtype, self.seed)
         batch = len(queries)
         queries = queries.repeat(1, self.copies, 1).unsqueeze(1)  # (B, 1, T, D)
         block = torch.zeros(batch, 1, length, 2 * self.head_dim, dtype=self.dtype)
@@ -209,8 +230,8 @@ class Trial:
 
     def may_move(self, count: int, first: int, distance: int) -> bool:
         """Put `count` keys in the first slots, and move the keys from slot `first` on to slots that
-        are `distance` later. Tell whether results stay the same. With 128 keys, of which those from
-        slot 64 on move by 16:
+        are `distance` later. Return whether the results stay the same. With 128 keys, of which the
+        keys from slot 64 on move by 16:
 
             slot          0 ... 63    64 ... 79    80 ... 127    128 ... 143
             not moved     0 ... 63    64 ... 79    80 ... 127    (masked)
@@ -222,7 +243,7 @@ class Trial:
 
 # --- Attention: probes ---
 
-QUERY_MULTIPLES = (1, 2, 4, 8, 16, 32)  # those that are tried
+QUERY_MULTIPLES = (1, 2, 4, 8, 16, 32)  # the multiples that are tried
 
 
 def probe_queries(
@@ -247,7 +268,7 @@ def probe_queries(
     expected = full[:, :1]
 
     def agree(count: int) -> bool:
-        """Tell whether the results of `count` copies of a query are the expected ones."""
+        """Return whether the results of `count` copies of a query are the expected ones."""
         results = Trial(head_dim, dtype, seed, copies=count).attend(keys)
         return bool((results == expected).all())
 
@@ -260,11 +281,11 @@ def probe_queries(
     return None
 
 
-# `probe_period` and `probe_grain` move the second half of 128 keys by up to 64 slots, and so up to
-# slot 191. They would mistake a split before slot 192 for lanes that do not repeat. On an AMD EPYC
+# `probe_period` and `probe_grain` move the second half of 128 keys by up to 64 slots, that is, as
+# far as slot 191. A split before slot 192 would look like lanes that never repeat. On an AMD EPYC
 # the first split is at slot 192.
 KEYS_TO_MOVE = 128
-PERIODS = (16, 32, 64)  # those that are tried; no CPU that was tried needs more than 32
+PERIODS = (16, 32, 64)  # the periods that are tried; no CPU so far needed more than 32
 
 
 def probe_period(trial: Trial) -> int | None:
@@ -316,8 +337,9 @@ def probe_splits(trial: Trial, period: int) -> tuple[int, ...]:
     a period later. With a period of 32 and a split at 192, the last 32 of 160 keys may move from
     slot 128 to slot 160, but the last 32 of 192 keys may not move from slot 160 to slot 192.
 
-    With a single lane the first split is not found: the last grain is added to the sum of all keys
-    before it, whether the split lies before or after this grain.
+    If a grain is as long as the period, which leaves a single lane, the first split is not found:
+    the last grain is added to the sum of all keys before it, whether the split lies before or after
+    this grain. A tree that reaches past such a split might not be exact.
     """
     splits = []
     for count in range(period, KEY_BLOCK, period):

@@ -9,19 +9,19 @@ bits would differ.
 However, attention adds up in lanes, which repeat after a *period* of slots: see
 plumbing/kernels.py. A key may therefore lie one or more periods later. The slots between are
 masked, and the key is added to the same lane, after the same keys. Here is a tree after 34 tokens
-of text, as if the period were 8. Nodes 1 and 2 follow the root, which is node 0, and node 3 follows
-node 2:
+of text, for an invented kernel whose period is 8. Nodes 1 and 2 follow the root, which is node 0,
+and node 3 follows node 2:
 
     slot     0 ... 33   34 35 36 37 38 39 40 41 42 43 44
     holds    the text    0  1  .  .  .  .  .  .  .  2  3
 
 Nodes 1 and 2 both have the position 35. Node 1 lies in slot 35, and node 2 a period later. Node 3
 has the position 36. Slot 36 is free, but it lies before node 2, so node 3 also lies a period later.
-It sees the text and slots 34, 43 and 44. If it is accepted, the keys and values of slots 43 and 44
-are moved to slots 35 and 36.
+Node 3 sees the text and slots 34, 43 and 44. If node 3 is accepted, the keys and values of slots 43
+and 44 are moved to slots 35 and 36.
 
 No key may move past a *split*, where the lanes are added up. A node that finds no fitting slot
-before the next split is left out of the draft.
+before the next split is left out of the draft. In the example the next split is at slot 48.
 
 On some CPUs keys can move only in *grains* of a few neighbors, which are added up before their sum
 goes into a lane. A node then moves together with copies of the keys before it in its grain. With
@@ -44,8 +44,6 @@ import torch
 from torch import Tensor
 
 from plumbing.kernels import AttentionLimits
-
-NodePath = list[int]  # the nodes from the root to some node, both included
 
 
 @dataclass
@@ -76,11 +74,12 @@ class TreeLayout:
             cache[:, :, list(self.copies)] = cache[:, :, originals]
 
 
-def lay_out_tree(paths: list[NodePath], length: int, limits: AttentionLimits) -> TreeLayout:
+def lay_out_tree(paths: list[list[int]], length: int, limits: AttentionLimits) -> TreeLayout:
     """Give the nodes of a tree their slots after a text of `length` tokens.
 
-    paths: one for each node (see `Draft` of moa.py). Parents come before their children. The last
-    nodes may find no slot, so likelier nodes come before less likely ones.
+    paths: for each node, the nodes from the root to this node, both included (see `Draft` of
+    moa.py). Parents must come before their children. Slots are given out in the order of the nodes
+    and may run out, so likelier nodes should come before less likely ones.
     """
     start = length - length % limits.grain  # where the root's grain begins, perhaps in the text
     # For each node: the slots of everything it sees from `start` on, in the order of the text. The
@@ -96,7 +95,7 @@ def lay_out_tree(paths: list[NodePath], length: int, limits: AttentionLimits) ->
         if slots is None:
             continue
         seen[node] = slots
-        # The node sees copies of what its parent sees, or the same slots, and then itself.
+        # The node sees what its parent sees, in the same slots or in copies, and then itself.
         own = slots[-1]
         for slot, parent_slot in zip(slots, seen[parent]):
             originals[slot] = originals[parent_slot]
@@ -128,7 +127,7 @@ def find_slots(
     Node 3, which begins a new grain:
 
         start, parent_sees    32 and [40, 41, 42, 43]
-        position              36, and the next split is at 192
+        position              36, and the next split is at 48
         shift 0               slot 36 is free, but lies before slot 43
         shift 8               slot 44 is free, and lies after slot 43: return [40, 41, 42, 43, 44]
     """

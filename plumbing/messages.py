@@ -40,9 +40,9 @@ Replies = Iterator[tuple[dict, Tensors]]  # the fields and the tensors of each
 
 HEADER = struct.Struct("!4sBIQ")  # "!": big-endian, as is usual in networks, and no padding
 MAGIC = b"MoAs"  # shows at once if the peer speaks a different protocol
-VERSION = 5  # this format is the fifth: a peer that uses an older one would misread our messages
+VERSION = 5  # of this format: a peer that uses a different version would misread our messages
 MAX_FIELDS = 1 << 16  # bytes: the longest fields, a draft of 64 tokens, have less than a thousand
-MAX_PIECE = 1 << 16  # bytes in one call: memory grows with what arrives, not with what is announced
+MAX_PIECE = 1 << 16  # bytes in one call, so a false size cannot make us allocate much memory
 SEND_SECONDS = 10.0  # for a piece: a peer that does not receive must not block us for longer
 
 
@@ -89,9 +89,9 @@ class Message(NamedTuple):
 
 
 def send_message(sock: socket.socket, fields: dict, tensors: Tensors) -> int:
-    """Send a message. Returns its size in bytes.
+    """Send a message. Return its size in bytes.
 
-    Raises OSError, for example TimeoutError if the peer does not take a piece in SEND_SECONDS.
+    Raise OSError, for example TimeoutError if the peer does not take a piece in SEND_SECONDS.
     """
     text = json.dumps(fields, separators=(",", ":")).encode()
     data = safetensors.torch.save(tensors) if tensors else b""
@@ -105,7 +105,7 @@ def send_message(sock: socket.socket, fields: dict, tensors: Tensors) -> int:
 def receive_message(sock: socket.socket, limit: int, deadline: float) -> Message:
     """Receive the next message.
 
-    Raises OSError: ConnectionError if the peer leaves, ProtocolError if the message is malformed or
+    Raise OSError: ConnectionError if the peer leaves, ProtocolError if the message is malformed or
     longer than `limit` bytes, Refused if it is a refusal, TimeoutError at the moment `deadline`.
     """
     header = receive_bytes(sock, HEADER.size, deadline)
@@ -128,7 +128,7 @@ def receive_message(sock: socket.socket, limit: int, deadline: float) -> Message
 
 
 def receive_bytes(sock: socket.socket, size: int, deadline: float) -> bytes:
-    """Receive the next `size` bytes. Raises OSError: TimeoutError at the moment `deadline`,
+    """Receive the next `size` bytes. Raise OSError: TimeoutError at the moment `deadline`,
     ConnectionError if the peer closes the connection too early."""
     received = bytearray()
     while len(received) < size:
@@ -144,14 +144,15 @@ def receive_bytes(sock: socket.socket, size: int, deadline: float) -> bytes:
 
 
 def check_int(value: object, low: int, high: int, what: str = "value") -> int:
-    """Return the value if it is an int within [low, high]. Raises ValueError about `what`."""
+    """Return the value if it is an int within [low, high]. Otherwise raise ValueError, in whose
+    message `what` names the value."""
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"invalid {what} {value!r:.40}: expected an int from {low} to {high}")
     return value
 
 
 def check_ids(tensor: Tensor, end: int) -> list[int]:
-    """Return the values of an int32 vector if they are within [0, end). Raises ValueError."""
+    """Return the values of an int32 vector if they are within [0, end), else raise ValueError."""
     if tensor.dtype != torch.int32 or tensor.dim() != 1:
         raise ValueError("expected an int32 vector")
     return [check_int(value, 0, end - 1) for value in tensor.tolist()]
@@ -161,7 +162,7 @@ def check_ids(tensor: Tensor, end: int) -> list[int]:
 
 MAX_REQUEST = 1 << 20  # bytes: twice what a prompt of 131,072 tokens takes
 MAX_CLIENTS = 8  # each client has a KV cache of the target
-PLACE_SECONDS = 1.0  # to wait for a place: a client that reconnects has only just left its old one
+PLACE_SECONDS = 1.0  # to wait for a place: a client that reconnects may still have its old one
 IDLE_SECONDS = 300.0  # a client without a request for so long may have vanished: it loses its place
 
 
@@ -173,11 +174,11 @@ class Session(Protocol):
         """The fields of the first message to the client."""
 
     def parse(self, fields: dict, tensors: Tensors) -> Callable[[], Replies]:
-        """Check a request. Returns a function that makes its replies, each reply only when it is
-        asked for. Raises an exception in MALFORMED if the request is malformed."""
+        """Check a request. Return a function that makes its replies, each reply only when it is
+        asked for. Raise an exception in MALFORMED if the request is malformed."""
 
 
-HasLeft = Callable[[], bool]  # tells whether a client has closed its connection
+HasLeft = Callable[[], bool]  # returns whether a client has closed its connection
 NewSession = Callable[[HasLeft], Session]
 
 
@@ -185,7 +186,7 @@ def serve_sessions(
     address: Address, new_session: NewSession, announce: Callable[[Address], None]
 ) -> None:
     """Serve without end. `announce` is called with the address as soon as clients can connect.
-    Raises InputError if the server cannot listen there."""
+    Raise InputError if the server cannot listen there."""
     host, port = address
     with input_errors(f"cannot serve at {host}:{port}", OSError):
         server = MessageServer(address, new_session)
@@ -202,7 +203,7 @@ class MessageServer(socketserver.ThreadingTCPServer):
     request_queue_size = 128  # connections not yet accepted: a burst of them must not be refused
 
     def __init__(self, address: Address, new_session: NewSession):
-        """Begin to listen. Raises OSError if this is impossible at the address, InputError if other
+        """Begin to listen. Raise OSError if this is impossible at the address, InputError if other
         machines could connect."""
         host, port = address
         if not re.fullmatch(r"localhost|127\.[0-9.]+|::1", host):
@@ -261,8 +262,8 @@ class ClientHandler(socketserver.StreamRequestHandler):
         send_message(self.connection, {"refused": reason}, {})
 
     def serve(self) -> None:
-        """Answer one request after the other until an OSError occurs, at the latest when the client
-        leaves."""
+        """Answer one request after the other until an OSError occurs, which happens at the latest
+        when the client leaves."""
         session = self.server.new_session(self.has_left)
         send_message(self.connection, session.greeting, {})
         while True:
@@ -271,9 +272,9 @@ class ClientHandler(socketserver.StreamRequestHandler):
             self.answer(session, request)
 
     def answer(self, session: Session, request: Message) -> None:
-        """Send the replies to a request. The field "elapsed" of a reply is the time in seconds
-        since the request arrived or, for a further reply, since the previous reply was ready. This
-        time includes waiting for other clients."""
+        """Send the replies to a request. Each reply has a field "elapsed": the seconds since the
+        request arrived or, for a later reply to the same request, since the previous reply was
+        ready. If the session serves other clients in this time, that counts as well."""
         since = monotonic()
         with refuse_malformed("request"):
             compute_replies = session.parse(request.fields, request.tensors)
@@ -286,8 +287,10 @@ class ClientHandler(socketserver.StreamRequestHandler):
             self.refuse(str(error))
 
     def has_left(self) -> bool:
-        """Tell whether the client has closed its end of the connection."""
-        self.connection.settimeout(0)  # do not wait
+        """Return whether the client has closed its end of the connection."""
+        # Do not wait. The timeout need not be restored: each later call that sends or receives sets
+        # its own first.
+        self.connection.settimeout(0)
         try:
             return self.connection.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:  # nothing has arrived: the client waits for our reply

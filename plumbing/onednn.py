@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def reorder_weight(weight: Tensor) -> Tensor:
-    """Store a weight (out, in) in blocks, in the order in which oneDNN's kernel reads it."""
+    """Return a copy of a weight (out, in) that is stored in oneDNN's blocks."""
     # oneDNN chooses the blocks for an expected number of rows, but they serve any number. A pass
     # over a draft has 4 to 32 rows.
     expected_rows = 16
@@ -33,7 +33,7 @@ def packed_product(x: Tensor, weight: Tensor, min_rows: int = 1) -> Tensor:
 
 
 def can_multiply(dtype: torch.dtype) -> bool:
-    """Tell whether oneDNN can multiply matrices of this dtype on this CPU."""
+    """Return whether oneDNN can multiply matrices of this dtype on this CPU."""
     if not torch.backends.mkldnn.is_available():  # it is missing on some Macs
         return False
     if dtype == torch.bfloat16:
@@ -42,6 +42,6 @@ def can_multiply(dtype: torch.dtype) -> bool:
 
 
 def has_fast_bfloat16() -> bool:
-    """Tell whether this CPU multiplies bfloat16 faster than float32."""
+    """Return whether this CPU multiplies bfloat16 faster than float32."""
     # A CPU with AMX has AVX-512 BF16 as well.
     return can_multiply(torch.bfloat16) and torch.cpu._is_avx512_bf16_supported()

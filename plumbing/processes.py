@@ -45,7 +45,8 @@ def join_processes(device: str) -> str:
         device = f"cuda:{dist.get_node_local_rank()}"
         check_device(device)  # a plain error if there are fewer GPUs than processes
         torch.cuda.set_device(device)
-    # The others wait while process 0 evaluates, perhaps longer than the usual ten minutes.
+    # While process 0 evaluates, all other processes wait, perhaps for longer than the default
+    # timeout, which is ten minutes on GPUs.
     dist.init_process_group(backend, timeout=timedelta(hours=2))
     return device
 
@@ -82,12 +83,12 @@ def true_in_any(condition: bool) -> bool:
 
 
 def say(message: str) -> None:
-    """Print to stderr, once for all processes, above any progress bar."""
+    """Print to stderr, from process 0 only, above any progress bar."""
     if rank() == 0:
         tqdm.write(message, file=sys.stderr)
 
 
 def progress_bar(done: int, updates: int) -> tqdm:
-    """Return a progress bar for a run's updates, of which `done` are done already. It is shown once
-    for all processes."""
+    """Return a progress bar for all updates of a training run, of which `done` are done already.
+    Only process 0 shows the bar."""
     return tqdm(initial=done, total=updates, unit=" updates", disable=rank() > 0)

@@ -25,10 +25,10 @@ def read_prompt(text: str | None) -> str:
 
 
 def answer_length(context: int, prompt_length: int, max_new_tokens: int) -> int:
-    """Return how many new tokens the context has room for, up to max_new_tokens. Warn if it has
-    room for fewer. All three arguments are in tokens.
+    """Return how many new tokens the context has room for, at most max_new_tokens, and print a
+    warning if there is room for fewer. All arguments are in tokens.
 
-    Raise InputError if there is no room for any.
+    Raise InputError if there is no room for a new token.
     """
     room = context - prompt_length
     if room < 1:
@@ -57,8 +57,8 @@ def drop_oldest_exchanges(
         kept = kept[2:]
         length = count_tokens(kept)
     dropped = (len(messages) - len(kept)) // 2
-    # If the last question alone is too long, the caller refuses it, and the chat goes on with all
-    # messages before it. In that case nothing is lost, so nothing is printed.
+    # If the last question is too long by itself, the caller refuses the question and keeps all
+    # earlier messages. No exchange is left out in that case, so nothing is printed.
     if dropped and length < context:
         oldest = "question and its answer"
         if dropped > 1:

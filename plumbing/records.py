@@ -108,7 +108,7 @@ def check_message(message: dict) -> None:
 
 
 def next_role(messages: list[dict]) -> str:
-    """Return whose turn it is after some messages, if user and assistant take turns."""
+    """Return the role of the next speaker, assuming that user and assistant alternate."""
     return "assistant" if len(messages) % 2 else "user"
 
 
@@ -155,7 +155,7 @@ def read_messages(record: dict) -> tuple[list[dict], bool]:
     """
     messages = []
     for turn in find_turns(record):
-        if isinstance(turn, str):  # a turn without a role: user and assistant take turns
+        if isinstance(turn, str):  # a turn without a role: user and assistant alternate
             turn = {"role": next_role(messages), "content": turn}
         if not isinstance(turn, dict):
             raise UnusableRecord("an unusable turn", f"{turn!r:.60}")
@@ -185,7 +185,7 @@ def find_turns(record: dict) -> list:
 
 
 def uses_tool(turn: dict) -> bool:
-    """Tell whether a turn calls a tool or is what a tool returned."""
+    """Return whether a turn calls a tool or is what a tool returned."""
     role = turn.get("role", turn.get("from"))
     return bool(turn.get("tool_calls") or turn.get("function_call") or role in TOOL_ROLES)
 
@@ -224,28 +224,27 @@ def join_parts(parts: list) -> str:
 def usable_messages(record: dict) -> tuple[list[dict], list[str]]:
     """Return the messages of a record to train on, and descriptions of what was cut.
 
-    Answers before the first question are left out. The conversation is cut before the first turn
-    that uses a tool or is empty (only a system message may be empty). Raises UnusableRecord, also
-    if no answer is left.
+    Answers before the first question are left out. The conversation ends before the first turn that
+    uses a tool or is empty. (A system message may be empty.) Raises UnusableRecord if the record
+    cannot be read, or if no answer is left.
     """
-    messages, ends_at_tool = read_messages(record)
-    ends_at_empty = False
+    messages, ends_early = read_messages(record)  # early: at a turn that uses a tool
     kept = []
     cuts = []
     has_question = False
     for message in messages:
         role = message["role"]
         if role != "system" and not message["content"].strip():
-            ends_at_empty = True
+            ends_early = True
             break
         if role == "user":
             has_question = True
         if role == "assistant" and not has_question:
-            cuts.append("answers before any question left out")
+            cuts.append("answers left out because no question comes before them")
         else:
             kept.append(message)
-    if ends_at_tool or ends_at_empty:
-        cuts.append("cut at a turn that is empty or uses a tool")
+    if ends_early:
+        cuts.append("conversations cut at a turn that is empty or uses a tool")
     if "assistant" not in [message["role"] for message in kept]:
         raise UnusableRecord("no answer")
     return kept, cuts

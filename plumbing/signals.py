@@ -10,7 +10,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 class StopSignals:
     """Notes that the program was asked to stop: by Ctrl-C (SIGINT), or by SIGTERM, which Slurm,
-    Kubernetes and `timeout` send. The program looks at `received` when it suits it.
+    Kubernetes and `timeout` send. The program reads `received` wherever it is able to stop.
 
         with StopSignals("stopping after this batch") as signals:
             for batch in batches:
@@ -19,14 +19,15 @@ class StopSignals:
                     save()
                     signals.end_program()
 
-    A second Ctrl-C raises KeyboardInterrupt at once. A second SIGTERM has no further effect: Slurm
-    sends one to torchrun and one to each process that torchrun started, and torchrun forwards its
-    own to these processes, which therefore receive two.
+    Only the first signal, of either kind, is noted. After that, Ctrl-C raises
+    KeyboardInterrupt at once, and SIGTERM has no further effect. (SIGTERM may arrive twice: Slurm
+    sends SIGTERM to torchrun and to each process that torchrun started, and torchrun forwards its
+    own SIGTERM to these processes.)
     """
 
     def __init__(self, message: str):
-        self.message = message  # printed when a signal arrives
-        self.received: int | None = None  # the signal's number
+        self.message = message  # printed when the first signal arrives
+        self.received: int | None = None  # the number of the first signal
 
     def __enter__(self) -> StopSignals:
         self.previous = {number: signal.signal(number, self.receive) for number in SIGNALS}
@@ -37,11 +38,12 @@ class StopSignals:
             signal.signal(number, handler)
 
     def receive(self, number: int, _) -> None:
-        self.received = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        # The signal may interrupt a `print`, which cannot be called again within itself. os.write
-        # can be called at any time.
-        os.write(2, f"\n{self.message} (Ctrl-C again: at once)\n".encode())
+        if self.received is None:
+            self.received = number
+            # The signal may interrupt a `print`, which cannot be called again within itself.
+            # os.write can be called at any time.
+            os.write(2, f"\n{self.message} (Ctrl-C now stops at once)\n".encode())
 
     def end_program(self) -> NoReturn:
         """Raise SystemExit with the status that a shell reports for a program that a signal ended:

@@ -35,8 +35,8 @@ PATIENCE = 1.0  # seconds to wait for a server in silence
 
 
 class Progress(Protocol):
-    """Shows that the program is at work before an answer's first token comes. Close it then.
-    Closing it again does no harm."""
+    """Shows that the program is at work until an answer's first token comes. The caller then calls
+    `close`. A second call of `close` does no harm."""
 
     def update(self, tokens_read: int) -> None:
         """Show how many tokens of the prompt have been read so far."""
@@ -85,7 +85,7 @@ class WaitingNote:
 
 
 def why_stopped(tokens: list[int], stop_ids: Collection[int], max_new_tokens: int) -> str:
-    """Return why an answer ended. The answer was not interrupted."""
+    """Return why an answer ended. Call only for answers that ended by themselves."""
     if tokens[-1] in stop_ids:
         return "stop token"
     # An answer without a stop token has `max_new_tokens`, or as many as the context had room for.
@@ -109,11 +109,33 @@ def report(text: str, tokens: list[int], statistics: dict, as_json: bool) -> Non
 
 # --- A traced cycle ---
 #
-# `draw_cycle` draws the record of a cycle that `Trace` of speculate.py makes: a dict with the keys
-# cycle (its number), draft_seconds, verify_seconds, root (its text), drafts, text (of the target's
-# own token; offline, of all tokens), tokens, offline and, with a server, link. `drafts` has a dict
-# for each drafted token: its text, parent (an index of `drafts`, -1 for the root), q, p (None with
-# a server), accepted and verdict.
+# `Trace` of speculate.py makes a *record* of each cycle. --trace draws the record, in `draw_cycle`,
+# and --trace --json prints it. A record is a dict with these keys:
+#
+#     cycle             the number of the cycle, from 1
+#     root              the text of the root, the token that the draft follows
+#     drafts            a dict for each drafted token, as below
+#     token             the target's own token; offline, the drafter's last token
+#     text              the text of `token`; offline, of all tokens of the cycle
+#     tokens            the new tokens of the answer
+#     offline           whether the server was out of reach, and the drafter wrote the tokens alone
+#     draft_seconds     how long drafting took
+#     verify_seconds    how long verification took
+#     link              only with a server: the state of the connection, and the cycle's traffic
+#
+# Here is a dict of `drafts`, and part of a drawing:
+#
+#     {"token": 2, "text": " in", "parent": -1, "q": 0.75, "p": 0.6, "accepted": true,
+#      "verdict": "accepted"}
+#
+#     " lies"
+#     ├ " in"                      q 0.75  p 0.60  accepted
+#     │ └ " the"                   q 0.80  p 0.40  rejected
+#     └ " within"                  q 0.08  p 0.11  not tried
+#
+# `parent` is an index of `drafts`, or -1 for the root. q and p are the probabilities of the token
+# after its parent, by the drafter and by the target. A server does not send p, which is then None.
+# The values of `verdict` are those of the function `verdict` of speculate.py.
 
 
 def draw_cycle(record: dict) -> Iterator[str]:
@@ -209,7 +231,8 @@ def read_line() -> str:
 
 
 def more_is_pasted() -> bool:
-    """Tell whether one more line is there already: all lines of a pasted text are one question."""
+    """Return whether one more line is there already. All lines of a pasted text are one
+    question."""
     try:
         ready, _, _ = select.select([sys.stdin], [], [], PASTE_SECONDS)
     except OSError:  # Windows cannot tell, so every line is a question there

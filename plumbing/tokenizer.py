@@ -1,4 +1,4 @@
-"""Text and conversations to token ids, and back.
+"""Tokenizers: from text and conversations to token ids, and back.
 
 A chat model has learned conversations in one format, in which control tokens such as <|im_end|>
 mark who speaks and where a turn ends. (A turn is what one speaker says at once. plumbing/chat.py
@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, NamedTuple
 
 import tokenizers
 from tokenizers import pre_tokenizers
@@ -31,12 +31,12 @@ from plumbing.hub import resolve_path
 from plumbing.huggingface import read_stop_ids
 from plumbing.records import check_message
 
-# --- Text and conversations to ids, and back ---
+# --- Encoding and decoding ---
 
 
 @dataclass
 class Tokenizer:
-    """Text and conversations to token ids, and back. `load_tokenizer` makes one."""
+    """A model's tokenizer, with its stop ids and its chat format. `load_tokenizer` makes one."""
 
     backend: tokenizers.Tokenizer
     stop_ids: set[int]
@@ -45,8 +45,8 @@ class Tokenizer:
 
     @cached_property
     def chat_format(self) -> ChatFormat:
-        """How the model's conversations are written. Raises InputError if that is not supported; in
-        this case the tokenizer can only be used for plain text."""
+        """How the model's conversations are written. Raises InputError if the format is not
+        supported; the tokenizer can then be used for plain text only."""
         return detect_chat_format(self.backend, self.template, self.bos_token)
 
     def encode(self, text: str) -> list[int]:
@@ -133,11 +133,12 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.before: list[int] = []  # the tokens whose text was returned last
-        self.pending: list[int] = []  # the tokens after them, whose text was not returned yet
+        self.before: list[int] = []  # the tokens of the last text that `add` returned
+        self.pending: list[int] = []  # the tokens after `before`: their text is still held back
 
     def add(self, token: int) -> str:
-        """Return the text up to this token, or "" if the text ends inside a character."""
+        """Return the new text up to and including this token, or "" if the text ends inside a
+        character."""
         self.pending.append(token)
         text = self.pending_text()
         # The decoder writes "\ufffd" for bytes that are no whole character. A character has at most
@@ -217,7 +218,7 @@ def read_hugging_face_tokenizer(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"
     with input_errors(f"{file}: not a tokenizer", Exception):  # tokenizers raises nothing narrower
         backend = tokenizers.Tokenizer.from_file(str(file))
-    # The file may ask for truncation and padding, as they were needed to train the model.
+    # The file may ask for truncation and padding, which were needed only to train the model.
     backend.no_truncation()
     backend.no_padding()
     template, bos_token = read_template(path)
@@ -252,20 +253,32 @@ LLAMA3_PATTERN = (  # from Llama-3's tokenizer.json
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# A text is split into pieces before BPE merges anything, and no token crosses the border between
-# two pieces. For the rule of splitting, a GGUF file states only a name.
-PRE_TOKENIZERS = {
-    "smollm": [  # splits off single digits, then splits the rest as GPT-2 does (use_regex)
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-    ],
-    "llama-bpe": [
-        pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ],
+
+
+class GGUFPreTokenizer(NamedTuple):
+    """How a text is split into pieces before BPE merges anything. No token crosses the border
+    between two pieces."""
+
+    steps: list[pre_tokenizers.PreTokenizer]
+    ignore_merges: bool  # whether a piece that is itself a token becomes that token without merges
+
+
+PRE_TOKENIZERS = {  # by name; a GGUF file states only the name
+    "smollm": GGUFPreTokenizer(
+        steps=[  # split off single digits, then split the rest as GPT-2 does (use_regex)
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ],
+        ignore_merges=False,
+    ),
+    "llama-bpe": GGUFPreTokenizer(
+        steps=[
+            pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ],
+        ignore_merges=True,
+    ),
 }
-# With these rules, a piece that is itself a token becomes that token without any merges.
-IGNORE_MERGES = {"llama-bpe"}
 
 
 def read_gguf_tokenizer(path: Path) -> Tokenizer:
@@ -285,13 +298,13 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
 def build_gguf_tokenizer(metadata: dict) -> tokenizers.Tokenizer:
     """Make a byte-level BPE tokenizer from a vocabulary and merges. If the metadata are damaged, it
     may raise exceptions of any type."""
-    rule = metadata["tokenizer.ggml.pre"]
+    steps, ignore_merges = PRE_TOKENIZERS[metadata["tokenizer.ggml.pre"]]
     tokens = metadata["tokenizer.ggml.tokens"]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    model = tokenizers.models.BPE(vocabulary, merges, ignore_merges=rule in IGNORE_MERGES)
+    model = tokenizers.models.BPE(vocabulary, merges, ignore_merges=ignore_merges)
     backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = pre_tokenizers.Sequence(PRE_TOKENIZERS[rule])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = tokenizers.decoders.ByteLevel()
     for token, kind in zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True):
         if kind == CONTROL:

@@ -12,7 +12,6 @@ from conftest import raises
 from tiny_target import CHAT, STOP, counting, make_tiny_target, write
 
 import llama
-import train
 from plumbing import conversations
 from plumbing.conversations import Conversations, Stream, hold_out
 from plumbing.records import usable_messages
@@ -24,7 +23,7 @@ def tokenizer(tmp_path_factory) -> llama.Tokenizer:
 
 
 def encode(tokenizer: llama.Tokenizer, path: Path, seq_len: int, *records) -> Conversations:
-    return train.read_conversations([str(write(path, *records))], tokenizer, seq_len)
+    return Conversations([str(write(path, *records))], tokenizer, seq_len)
 
 
 def test_an_answer_is_the_assistants_tokens_and_their_stop_token_up_to_seq_len(
@@ -75,8 +74,8 @@ def test_answers_before_any_question_and_all_from_an_empty_turn_on_are_cut_and_c
     assert lines[0].endswith("line 4: no answer")
     assert lines[1:] == [
         "3 conversations, 1 records skipped",
-        "  2 answers before any question left out",
-        "  1 cut at a turn that is empty or uses a tool",  # and another that is skipped
+        "  2 answers left out because no question comes before them",
+        "  1 conversations cut at a turn that is empty or uses a tool",  # a second one is skipped
         "  1 skipped: no answer",
     ]
 
@@ -113,11 +112,11 @@ def test_a_broken_record_is_skipped_five_are_named_and_all_are_counted_by_reason
     tmp_path, tokenizer, capsys, monkeypatch
 ):
     path = write(tmp_path / "a", *counting(3), *BROKEN, "", *counting(1))
-    assert len(train.read_conversations([str(path)], tokenizer, 96)) == 4
+    assert len(Conversations([str(path)], tokenizer, 96)) == 4
     told = capsys.readouterr().err.splitlines()
     assert told[5:] == [f"4 conversations, {len(BROKEN)} records skipped", *REASONS]
     monkeypatch.setattr(conversations, "MAX_NAMED", 100)
-    train.read_conversations([str(path)], tokenizer, 96)
+    Conversations([str(path)], tokenizer, 96)
     named = capsys.readouterr().err.splitlines()[:len(BROKEN)]
     assert named[:5] == told[:5]
     for number, (line, why) in enumerate(zip(named, BROKEN.values()), 4):
@@ -131,13 +130,13 @@ def test_lines_of_large_files_are_read_where_they_are(tmp_path, tokenizer):
     for i in range(1000):  # 10 MB
         records.append({"data": [f"ö{'?' * (i % 9)}", f"answer {i}" + "b" * 10_000]})
     paths = [write(tmp_path / "a", *records[:301], "{"), write(tmp_path / "b", *records[301:])]
-    data = train.read_conversations(list(map(str, paths)), tokenizer, 96)
+    data = Conversations(list(map(str, paths)), tokenizer, 96)
     for i in (999, 0, 789, 301, 300, 299):
         messages, _ = usable_messages(records[i])
         tokens = tokenizer.chat(messages, add_generation_prompt=False)
         assert data[i].tokens.tolist() == tokens[:96]
     tracemalloc.start()
-    assert train.read_conversations([str(paths[1])], tokenizer, 96)[400]
+    assert Conversations([str(paths[1])], tokenizer, 96)[400]
     assert tracemalloc.get_traced_memory()[1] < 1e6
     tracemalloc.stop()
 
@@ -147,7 +146,7 @@ def test_a_json_array_is_read_as_its_records_one_a_line_would_be(tmp_path, token
     path = tmp_path / "array.json"
     text = json.dumps(records, indent=2, ensure_ascii=False)
     path.write_text("\ufeff \n" + text, encoding="utf-8")  # with a byte order mark
-    data = train.read_conversations([str(path)], tokenizer, 96)
+    data = Conversations([str(path)], tokenizer, 96)
     lines = encode(tokenizer, tmp_path / "lines", 96, *records)
     assert len(data) == 5
     for i in range(5):
@@ -161,7 +160,7 @@ def test_the_time_to_read_an_array_grows_with_its_length_only(tmp_path, tokenize
     record = json.dumps({"conversations": turns})
     path = write(tmp_path / "array.json", "[" + ",\n".join([record] * 10_000) + "]")
     began = time.process_time()
-    data = train.read_conversations([str(path)], tokenizer, 96)
+    data = Conversations([str(path)], tokenizer, 96)
     assert time.process_time() - began < 5  # a fraction of a second; by its square, minutes
     assert len(data) == 10_000
     assert torch.equal(data[9_999].tokens, data[0].tokens)

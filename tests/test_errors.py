@@ -30,7 +30,8 @@ def raising(error: BaseException):
     (raising(OSError(28, "No space left")), "error: [Errno 28] No space left\n"),
     (raising(torch.OutOfMemoryError("on a GPU")), "error: not enough memory: on a GPU\n"),
     (raising(RuntimeError("Tried to allocate")), "error: not enough memory: Tried to allocate\n"),
-], ids=["input", "disk", "GPU memory", "memory"])
+    (raising(MemoryError()), "error: not enough memory\n"),
+], ids=["input", "disk", "GPU memory", "PyTorch's memory", "Python's memory"])
 def test_an_error_that_is_no_bug_ends_in_one_line_and_status_2(main, line, capsys):
     status, told = end_of(main, capsys)
     assert status == 2
@@ -49,7 +50,7 @@ def test_an_error_that_quotes_a_whole_file_is_cut(capsys):
     assert told.count("x") == MAX_MESSAGE
 
 
-def test_ctrl_c_ends_in_silence(capsys):
+def test_ctrl_c_ends_a_command_silently(capsys):
     assert end_of(raising(KeyboardInterrupt()), capsys) == (130, "")
 
 

@@ -13,8 +13,8 @@ from experiments import evaluate
 from experiments.ablations import ABLATIONS
 from llama import Llama, load_model, load_tokenizer
 from moa import DraftLimits, load_drafter, save_drafter
-from plumbing.conversations import TokenizedConversation
-from train import TrainConfig, read_conversations
+from plumbing.conversations import Conversations, TokenizedConversation
+from train import TrainConfig
 from train import evaluate as evaluate_in_one_pass
 
 
@@ -84,7 +84,7 @@ def test_the_program_prints_the_scores_that_training_would_log(
 ):
     flags = ["--model", tiny, "--data", data, "--seq-len", 200]
     done = command(evaluate, drafter_folder, *flags)
-    conversations = read_conversations([data], load_tokenizer(tiny), 200)
+    conversations = Conversations([data], load_tokenizer(tiny), 200)
     sequences = list(conversations.read_usable(range(3)))
     drafter = load_drafter(drafter_folder, target)
     assert json.loads(done.out) == evaluate_in_one_pass(drafter, sequences, TrainConfig())

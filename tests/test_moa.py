@@ -975,6 +975,8 @@ def test_without_a_shipped_drafter_the_message_says_how_to_get_one_or_that_there
         checkpoint):
     with pytest.raises(InputError, match="no drafter is shipped for .*: train one"):
         load_models(checkpoint[1], None, "cpu", torch.float32)
+    with pytest.raises(InputError, match="no drafter is shipped for OWNER/BIG"):
+        load_models("OWNER/BIG", None, "cpu", torch.float32)  # the model is not downloaded for this
     with pytest.raises(InputError, match="no such model"):
         load_models("smolm2", None, "cpu", torch.float32)
 

@@ -38,11 +38,11 @@ SAMPLES = 20000
 def delays(link: Link, size: int = 100) -> list[float]:
     """Seconds that messages of `size` bytes take if they never meet: they are sent hours apart."""
     path = Network(link, seed=1).up
-    path.send(0.0, 0)  # the first message of a connection has a different timeout
+    path.arrival_of(0.0, 0)  # the first message of a connection has a different timeout
     observed = []
     for i in range(1, SAMPLES + 1):
         sent = i * 10000.0
-        observed.append(path.send(sent, size) - sent)
+        observed.append(path.arrival_of(sent, size) - sent)
     return observed
 
 
@@ -82,11 +82,11 @@ def test_propagation_is_normal_but_never_negative(name):
 
 def test_bytes_take_their_time_and_queue_after_the_bytes_before_them():
     path = Network(Link(latency=0.01, bandwidth=1e6)).up
-    assert path.send(0.0, 12500) == pytest.approx(0.11)
-    assert path.send(0.05, 12500) == pytest.approx(0.21)  # starts at 0.1
-    assert path.send(0.5, 10**7) == pytest.approx(80.51)  # the link is idle since 0.2
+    assert path.arrival_of(0.0, 12500) == pytest.approx(0.11)
+    assert path.arrival_of(0.05, 12500) == pytest.approx(0.21)  # starts at 0.1
+    assert path.arrival_of(0.5, 10**7) == pytest.approx(80.51)  # the link is idle since 0.2
     path.reset()
-    assert path.send(1.1, 12500) == pytest.approx(1.21)  # over a new connection
+    assert path.arrival_of(1.1, 12500) == pytest.approx(1.21)  # over a new connection
 
 
 def test_a_lost_packet_costs_a_timeout_that_doubles_with_every_further_loss():
@@ -109,7 +109,7 @@ def test_the_first_message_of_a_connection_waits_a_second_for_a_lost_packet():
     observed = []
     for _ in range(SAMPLES):
         path.reset()
-        observed.append(path.send(0.0, 0))  # TCP's handshake: a packet without bytes
+        observed.append(path.arrival_of(0.0, 0))  # TCP's handshake: a packet without bytes
     for losses in range(4):
         cost = INITIAL_RTO * (2**losses - 1)
         assert_share([abs(delay - cost) < 1e-3 for delay in observed], 0.3**losses * 0.7)
@@ -128,7 +128,7 @@ def test_the_retransmission_timeout_is_that_of_rfc_6298_with_the_minimum_of_linu
 
 
 def arrivals_of(path: SimulatedPath) -> list[float]:
-    return [path.send(i * 0.001, 100) for i in range(3000)]
+    return [path.arrival_of(i * 0.001, 100) for i in range(3000)]
 
 
 def test_messages_arrive_in_order():
@@ -169,23 +169,23 @@ def network_with_outage(link: Link, seconds: float) -> Network:
 
 def test_a_message_stands_still_in_an_outage_and_goes_on_one_timeout_after_its_end():
     path = network_with_outage(Link(latency=0.02), 0.3).down
-    assert path.send(0.97, 100) == pytest.approx(0.99)  # arrives before the outage
+    assert path.arrival_of(0.97, 100) == pytest.approx(0.99)  # arrives before the outage
     resumed = 1.3 + 0.04 + 0.2
-    assert path.send(0.99, 100) == pytest.approx(resumed + 0.01)  # half of its way is left
-    assert path.send(1.10, 100) == pytest.approx(resumed + 0.02)
-    assert path.send(1.40, 100) == pytest.approx(resumed + 0.02)  # in order, after the one before
-    assert path.send(2.00, 100) == pytest.approx(2.02)
+    assert path.arrival_of(0.99, 100) == pytest.approx(resumed + 0.01)  # half of its way is left
+    assert path.arrival_of(1.10, 100) == pytest.approx(resumed + 0.02)
+    assert path.arrival_of(1.40, 100) == pytest.approx(resumed + 0.02)  # TCP delivers in order
+    assert path.arrival_of(2.00, 100) == pytest.approx(2.02)
 
 
 def test_a_long_message_loses_the_whole_outage_and_no_more():
     path = network_with_outage(Link(bandwidth=1e6), 0.3).up
-    assert path.send(0.5, 10**6) == pytest.approx(8.5 + 0.3 + 0.2)
+    assert path.arrival_of(0.5, 10**6) == pytest.approx(8.5 + 0.3 + 0.2)
 
 
 def test_what_meets_an_outage_without_end_never_arrives():
     path = network_with_outage(Link(0.01), math.inf).up
-    assert path.send(0.97, 100) == pytest.approx(0.98)
-    assert path.send(1.5, 100) == math.inf
+    assert path.arrival_of(0.97, 100) == pytest.approx(0.98)
+    assert path.arrival_of(1.5, 100) == math.inf
 
 
 # --- The channel ---
@@ -209,7 +209,7 @@ TENSORS = {"x": torch.arange(3)}
 
 
 def replies_to(channel: Channel, work: list[float]):
-    """Yields the replies of a Session, each when it arrives."""
+    """Yield the replies of a Session, each when it arrives."""
     with channel.closed_on_failure():
         channel.send({"work": work}, TENSORS)
         for _ in work:
@@ -269,9 +269,13 @@ def test_a_new_connection_has_time_for_a_first_packet_that_is_lost(monkeypatch):
     with connected() as channel:
         ask(channel)
         up = channel.network.up
-        send = up.send
+        arrival_of = up.arrival_of
         delays = iter([0.2, 0.0])  # the first packet is lost once
-        monkeypatch.setattr(up, "send", lambda sent, size: send(sent, size) + next(delays))
+
+        def delayed(sent: float, size: int) -> float:
+            return arrival_of(sent, size) + next(delays)
+
+        monkeypatch.setattr(up, "arrival_of", delayed)
         start = time.monotonic()
         assert 10 * channel.slowest < 0.2
         channel.connect()

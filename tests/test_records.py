@@ -65,7 +65,7 @@ def test_what_came_before_a_tool_or_a_turn_without_text_is_kept(turn):
     record = {"messages": [*CHAT[:2], turn, *CHAT[2:]]}
     kept, cuts = usable_messages(record)
     assert kept == CHAT[:2]
-    assert cuts == ["cut at a turn that is empty or uses a tool"]
+    assert cuts == ["conversations cut at a turn that is empty or uses a tool"]
 
 
 @pytest.mark.parametrize("content, detail", [

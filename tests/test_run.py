@@ -66,7 +66,7 @@ SMOLLM2 = RESULTS / "smollm2"
 
 
 def test_the_pages_of_the_default_target_name_each_of_its_results_files():
-    pages = (SMOLLM2 / "README.md").read_text() + (SMOLLM2 / "earlier.md").read_text()
+    pages = (SMOLLM2 / "README.md").read_text() + (SMOLLM2 / "parts.md").read_text()
     for path in SMOLLM2.glob("*.json"):
         assert f"`{path.name}`" in pages
 
@@ -122,7 +122,7 @@ def test_the_page_of_the_default_target_has_the_speeds_on_each_network():
 
 
 def test_the_page_of_earlier_measurements_has_the_speeds_on_gpus():
-    page = (SMOLLM2 / "earlier.md").read_text()
+    page = (SMOLLM2 / "parts.md").read_text()
     for name in ("gpu_h100", "gpu"):
         rows = json.loads((SMOLLM2 / f"{name}.json").read_text())["rows"]
         for method in ("target", "chain", "tree", "lookup", "tree+lookup"):

@@ -15,12 +15,12 @@ from test_bench import Done, assert_refused, command
 from tiny_models import ask
 from tiny_target import CHAT, STOP, make_tiny_target, write
 
-import train
 from experiments import synthesize
 from experiments.batching import Request
 from experiments.prompts import read_first_questions
 from experiments.synthesize import SynthesisConfig
 from llama import Llama, load_model, load_tokenizer
+from plumbing.conversations import Conversations
 from plumbing.errors import InputError
 from plumbing.tokenizer import Tokenizer
 
@@ -161,7 +161,7 @@ def test_the_target_writes_its_own_training_data_and_answers_questions(tmp_path,
         for messages in written(path):
             roles = [message["role"] for message in messages]
             assert roles == (["user", "assistant"] * 20)[:len(roles)]
-        data = train.read_conversations([path], tokenizer, 200)
+        data = Conversations([path], tokenizer, 200)
         assert len(list(data.read_usable(range(7)))) == 7  # to train on
     assert set(first_messages(answers)) <= asked
     assert not set(first_messages(own)) <= asked

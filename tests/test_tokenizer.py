@@ -153,12 +153,12 @@ def test_the_models_own_template_decides_on_the_format_whatever_tokens_there_are
     LLAMA3_TEMPLATE.replace("\n\n", "\n"),
     BRANCHES_TEMPLATE.replace("message.content", "message.content | trim", 1),  # only the user's
 ], ids=case_name)
-def test_a_template_of_another_format_is_an_input_error_that_names_the_supported_ones(
+def test_a_template_of_an_unknown_format_is_an_input_error_that_names_the_supported_ones(
         tmp_path, template):
     byte_tokenizer(tmp_path, LLAMA3 + CHATML)
     set_template(tmp_path, template, BOS)
     tokenizer = load_tokenizer(tmp_path)
-    complaint = "the model's chat template is of another format: only ChatML and Llama-3"
+    complaint = "the model's chat template has an unknown format: only ChatML and Llama-3"
     raises(complaint, tokenizer.chat, ask("Hi"))
     raises(complaint, tokenizer.opening, "user")
 

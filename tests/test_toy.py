@@ -18,10 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from experiments import toy
 from experiments.prompts import read_prompt_file
 from llama import GenerationConfig, generate, load_model, load_tokenizer
+from plumbing.conversations import Conversations
 from plumbing.errors import run_command
 from plumbing.records import read_messages
 from plumbing.tokenizer import Tokenizer
-from train import read_conversations
 
 SIZES = ["--layers", "2", "--width", "64", "--vocabulary", "300"]
 UPDATES = ["--updates", "6", "--eval-every", "1", "--save-every", "2"]
@@ -126,7 +126,7 @@ def test_the_same_seed_writes_the_same_text_and_another_one_does_not(make, made,
 def test_training_and_the_benchmark_read_the_functions(made):
     tokenizer = load_tokenizer(made)
     path = made / "held_out.jsonl"
-    sequence = read_conversations([str(path)], tokenizer, 512)[0]
+    sequence = Conversations([str(path)], tokenizer, 512)[0]
     question, answer = read_lines(path)[0]["data"]
     assert tokenizer.decode(sequence.tokens[sequence.answer].tolist()) == answer
     assert read_prompt_file(path)[0].turns == [question]

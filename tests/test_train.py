@@ -322,7 +322,7 @@ def test_with_fewer_than_ten_conversations_it_says_that_none_is_held_out(
     path = write(tmp_path / "data.jsonl", *counting(count))
     command("--data", path, "--out", tmp_path / "out", "--updates", 2, "--eval-every", 1)
     lines = capsys.readouterr().err.splitlines()
-    assert sum("is trained on" in line for line in lines) == told
+    assert sum("is also trained on" in line for line in lines) == told
 
 
 @pytest.mark.parametrize("vocabulary", [None, tuple(reversed(range(258)))])
