@@ -96,7 +96,7 @@ class DraftSource(Protocol):
 @torch.inference_mode()
 def speculate(
     verifier: Verifier,
-    source: DraftSource,
+    state: DraftSource,
     prompt: list[int],
     config: GenerationConfig,
     limits: DraftLimits,
@@ -107,7 +107,7 @@ def speculate(
     token number max_new_tokens. Prompt and answer must fit the model's context.
 
     Of `config` only max_new_tokens and stop_ids are used here. The temperature is in the `Sampling`
-    that the verifier and the source hold.
+    that the verifier and the state hold.
     """
     left = config.max_new_tokens
     result = verifier.prefill(prompt)  # the first token, and the memory of the prompt
@@ -117,10 +117,10 @@ def speculate(
         left -= len(tokens)
         if left == 0 or tokens[-1] in config.stop_ids:
             return
-        source.append_verified(result.memory)  # grow the cross-attention memory
+        state.append_verified(result.memory)  # grow the cross-attention memory
         # The target adds a token of its own, so at most left - 1 drafted ones can be used.
         depth = min(limits.depth, left - 1)  # if 0, nothing is drafted
-        draft = source.draft(result.token, replace(limits, depth=depth))
+        draft = state.draft(result.token, replace(limits, depth=depth))
         result = verifier.verify(draft)  # accepted tokens, next token, memory of what is verified
 
 
