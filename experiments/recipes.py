@@ -159,6 +159,11 @@ EXPERIMENTS = {
     "losses_early": ["full-quarter", "kl-only-quarter", "smooth-l1-only-quarter"],
     "text_early": ["full-quarter", "others-text-quarter", "own-250-quarter"],
     "staircase": ["full-quarter", "staircase-quarter"],
+    # Of parts_early and on_policy_early, made again from scratch with later code.
+    "repeated": [
+        "full-quarter", "neither-quarter", "eagle-quarter", "no-lsa-quarter", "run-1-quarter",
+        "run-unbounded-quarter",
+    ],
 }
 ONE_SEED = {"text"}  # three took too long
 TIMED = {  # what a cycle costs hardly depends on training: so a short one is enough for `cost`

@@ -42,6 +42,19 @@ PAIRS = [
     ("reused_layers", "n-4", "full"),
     ("losses", "full", "smooth-l1-only"),
     ("losses", "full", "kl-only"),
+    # Early in training: as it was, and made again.
+    ("on_policy_early", "full-quarter", "run-1-quarter"),
+    ("repeated", "full-quarter", "run-1-quarter"),
+    ("on_policy_early", "full-quarter", "run-unbounded-quarter"),
+    ("repeated", "full-quarter", "run-unbounded-quarter"),
+    ("parts_early", "full-quarter", "eagle-quarter"),
+    ("repeated", "full-quarter", "eagle-quarter"),
+    ("parts_early", "full-quarter", "no-lsa-quarter"),
+    ("repeated", "full-quarter", "no-lsa-quarter"),
+    ("parts_early", "no-lsa-quarter", "neither-quarter"),
+    ("repeated", "no-lsa-quarter", "neither-quarter"),
+    ("parts_early", "full-quarter", "neither-quarter"),
+    ("repeated", "full-quarter", "neither-quarter"),
 ]
 
 Row = dict  # of a results file
@@ -120,6 +133,7 @@ NETWORK = {  # "link" is a network that --latency and --loss describe
     "remote+lookup": key("remote+lookup:link", "speedup"),
 }
 TABLES = {  # of each experiment; of those that are not here: ACCEPTANCE
+    "repeated": [DRAFTS],
     "memory": [DRAFTS],
     "losses": [DRAFTS],
     "reused_layers": [ACCEPTANCE, OFFLINE],
@@ -185,14 +199,14 @@ def print_pairs() -> None:
     table = []
     for experiment, a, b in PAIRS:
         lines = read_lines(experiment)
-        cells = [f"`{a}`", f"`{b}`"]
+        cells = [experiment, f"`{a}`", f"`{b}`"]
         for length, _ in DRAFTS.values():
             changes = []
             for row_a, row_b in zip(lines[a], lines[b]):
                 changes.append(100 * (length(row_a) / length(row_b) - 1))
             cells.append(cell(changes, "+.1f"))
         table.append(cells)
-    print(format_markdown(["A", "B", *DRAFTS], table))
+    print(format_markdown(["experiment", "A", "B", *DRAFTS], table))
 
 
 # --- Figures ---

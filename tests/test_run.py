@@ -20,9 +20,9 @@ from train import make_drafter
 
 RESULTS = ROOT / "experiments/results"
 FILES = sorted(path.stem for path in RESULTS.glob("*.json"))
-# Comparisons early in training, and three others: the page only tells what came out.
+# Comparisons early in training, and others: the page only tells what came out.
 EARLY = {name for name in FILES if name.endswith("_early")}
-TOLD = (EARLY - {"text_early"}) | {"staircase", "text"}
+TOLD = (EARLY - {"text_early"}) | {"staircase", "text", "repeated"}
 PAGES = {name: RESULTS / "README.md" for name in FILES}
 PAGES["network"] = RESULTS / "smollm2/README.md"  # the one that is about the default target
 
