@@ -12,10 +12,10 @@ Thanks to the cache a new token costs one pass over that token alone. A later to
 one only through the earlier token's keys and values, and the paper's drafter reads these same keys
 and values. moa.py builds the drafter from the same `DecoderLayer`.
 
-    python llama.py --prompt "Why is the sky blue?"     # the default target, fetched on first use
+    python llama.py --prompt "Why is the sky blue?"    # the default target, fetched on first use
+    model = load_llama(folder)                         # or, in a notebook, one of your own
 
-Read as far as the bar, the line that says where the method ends. The code after the bar makes the
-method fast and usable: packed weights, checkpoints, the command line.
+This is the first of five chapters; moa.py is the next. The folder app/ makes a program of them.
 
 Shapes: B batch, T new tokens, S tokens in the cache including the new ones, L layers, E hidden
 size, H heads, Hkv kv heads, D head size, V vocabulary. Ekv = Hkv * D is the width of one layer's
@@ -23,30 +23,15 @@ keys, and of its values.
 """
 from __future__ import annotations
 
-import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
-
-import math
-import sys
-import time
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Callable, Iterator, Protocol
+from typing import Iterator
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
-
-from plumbing.devices import DTYPES, choose_dtype
-from plumbing.errors import InputError, input_errors, run_command
-from plumbing.flags import Parser, add_generation_arguments, add_model_arguments
-from plumbing.gguf import read_gguf
-from plumbing.hub import resolve_path
-from plumbing.huggingface import load_weights, read_hugging_face
-from plumbing.kernels import KEY_BLOCK, MIN_ROWS, AttentionLimits, probe_attention, probe_rows
-from plumbing.onednn import can_multiply, packed_product, reorder_weight
-from plumbing.prompts import answer_length, read_prompt
-from plumbing.terminal import report, why_stopped
-from plumbing.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 # --- The decoder layer ---
 
@@ -62,7 +47,7 @@ class Config:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    # All defaults below are Llama-3's. They are for models without a checkpoint.
+    # The defaults are Llama-3's.
     rms_norm_eps: float = 1e-5
     rope_theta: float = 500000.0
     rope_factors: tuple[float, ...] | None = None  # D/2 divisors of the rotary frequencies
@@ -157,11 +142,7 @@ class Attention(nn.Module):
 
     def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """Project the same x (B, T, E) to queries (B, H, T, D), and to keys and values
-        (B, Hkv, T, 2D).
-
-        `PackedAttention` (below the bar) overrides this method: it computes all three as one
-        product, which is faster than three narrow ones.
-        """
+        (B, Hkv, T, 2D), as self-attention does."""
         return self.queries(x, rope), self.keys_values(x, rope)
 
     def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -188,14 +169,6 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class KeysValues(Protocol):
-    """What a decoder layer needs of a cache. `KVCache` is one."""
-
-    def append(self, layer: int, kv: Tensor) -> Tensor:
-        """Take a layer's new keys and values (B, Hkv, T, 2D). Return those that the new tokens may
-        attend to, old and new ones (B, Hkv, S, 2D)."""
-
-
 class DecoderLayer(nn.Module):
     """A pre-norm Llama layer. The target is a stack of L such layers, and the drafter's LSA, SA and
     CA are built from the same layer."""
@@ -214,7 +187,7 @@ class DecoderLayer(nn.Module):
         x: Tensor,
         rope: Tensor,
         mask: Tensor | None = None,
-        cache: KeysValues | None = None,
+        cache: KVCache | None = None,
         layer: int = 0,
     ) -> Tensor:
         """Run self-attention, then the MLP: x (B, T, E) -> (B, T, E).
@@ -315,7 +288,7 @@ class Llama(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # nn.Embedding(V, E) is the same, but takes a second on the meta device of `load_model`.
+        # nn.Embedding(V, E) is the same, but takes a second on the meta device of `load_llama`.
         embeddings = torch.randn(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
         self.layers = nn.ModuleList()
@@ -337,7 +310,7 @@ class Llama(nn.Module):
             length=config.max_position_embeddings,
             head_dim=config.head_dim,
             theta=config.rope_theta,
-            device="cpu",  # not the meta device of `load_model`: the table is in no checkpoint
+            device="cpu",  # not the meta device of `load_llama`: the table is in no checkpoint
             factors=config.rope_factors,
         )
         self.register_buffer("rotary", table, persistent=False)  # (2, context, D)
@@ -454,8 +427,8 @@ def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
     (Tokens exactly as likely as the last one are also in the nucleus. Otherwise the order in which
     a sort puts equal numbers would decide, and in bfloat16 many probabilities are equal.)
     """
-    # Sorting all of V would do, but usually a few tokens are enough, and they are found much
-    # faster: try the 64 likeliest, then 1024, then all V.
+    # Sorting all of V would do. But usually the likeliest few tokens are enough, and are found forty
+    # times as fast.
     for count in (64, 1024, p.shape[-1]):
         descending = p.topk(min(count, p.shape[-1])).values  # (..., count)
         sums = descending.cumsum(-1)  # up to and including each token
@@ -477,7 +450,7 @@ def sample(p: Tensor, generator: torch.Generator | None) -> int:
 def sample_next(logits: Tensor, sampling: Sampling) -> int:
     """Choose the next token from logits (V): the likeliest at temperature 0, otherwise a draw.
 
-    Raises InputError if a logit is NaN or +infinity.
+    Raises FloatingPointError if a logit is NaN or +infinity.
     """
     check_logits(logits)
     if sampling.temperature == 0:
@@ -486,34 +459,27 @@ def sample_next(logits: Tensor, sampling: Sampling) -> int:
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raise InputError if a logit is NaN or +infinity, as with some models in float16."""
+    """Raise FloatingPointError if a logit is NaN or +infinity, as with some models in float16."""
     if not torch.isfinite(logits.max()):  # the maximum is NaN if any logit is
-        raise InputError("the target's logits are NaN or infinite: use --dtype bfloat16 or float32")
+        raise FloatingPointError("the target's logits are NaN or infinite")
 
 
 PIECE = 512  # tokens of a prompt that are read in one pass
-OnPiece = Callable[[int], None]  # a function of the number of prompt tokens that have been read
 
 
-def read_in_pieces(
-    model: Llama, tokens: list[int], cache: KVCache, on_piece: OnPiece | None = None
-) -> Tensor:
+def read_prompt(model: Llama, tokens: list[int], cache: KVCache) -> Tensor:
     """Read a prompt into the cache, piece by piece. Return the last token's hidden state (E).
 
     In a single pass a prompt of T tokens would need a mask of T x T. In pieces memory is linear in
-    T. `on_piece` is called after each piece, and may raise an exception to stop.
+    T.
     """
     for piece in torch.tensor([tokens], device=model.device).split(PIECE, dim=1):
         hidden = model.hidden(piece, cache)  # (1, T, E)
-        if on_piece is not None:
-            on_piece(cache.length)
     return hidden[0, -1]
 
 
 @torch.inference_mode()
-def generate(
-    model: Llama, prompt: list[int], config: GenerationConfig, on_piece: OnPiece | None = None
-) -> Iterator[int]:
+def generate(model: Llama, prompt: list[int], config: GenerationConfig) -> Iterator[int]:
     """Generate with the target alone, token by token, up to and including a stop token.
 
     At temperature 0 speculative decoding must give these same tokens. Above temperature 0 it must
@@ -521,7 +487,7 @@ def generate(
     """
     sampling = config.new_sampling(model.device)
     cache = model.new_cache(len(prompt) + config.max_new_tokens)
-    hidden = read_in_pieces(model, prompt, cache, on_piece)  # (E)
+    hidden = read_prompt(model, prompt, cache)  # (E)
     for count in range(1, config.max_new_tokens + 1):
         token = sample_next(model.lm_head(hidden), sampling)
         yield token
@@ -531,331 +497,38 @@ def generate(
         hidden = model.hidden(token_ids, cache)[0, -1]  # (E)
 
 
-# --- The method ends here: what follows makes it fast and practical ---
+# --- Loading a checkpoint ---
 
 
-# --- Packed weights: modules that are fast for a few tokens ---
-#
-# Most of a pass over one token is spent reading the weights, so verifying a few drafted tokens
-# should cost no more. However, for 2 to 16 rows (tokens) nn.Linear on a CPU takes two to three
-# times as long as for one. oneDNN (in PyTorch: mkldnn) can store a weight in blocks, in the order
-# in which its kernel reads them. With such a weight up to six rows cost no more than one (measured
-# on an AMD EPYC), and more rows cost less than with nn.Linear. One wide product is also faster than
-# several narrow ones of the same input, even on a GPU. For these reasons `pack` replaces the
-# modules of a finished model by the packed modules below.
-#
-# On a CPU a `PackedLlama` is also exact in all our tests: a token's result is bit-identical in a
-# pass over that token alone and in a pass over a whole draft. plumbing/kernels.py explains why this
-# takes some care, and finds out how many rows, queries and masked keys have to be added to a pass.
+def load_llama(folder: str | Path, device="cpu", dtype=torch.float32) -> Llama:
+    """Load a Llama from a folder as Hugging Face's `save_pretrained` writes it: config.json and one
+    or more files model*.safetensors.
 
-
-def pack(module: nn.Module) -> nn.Module:
-    """Pack a module, and return the module to use in its place. A `Llama` or a `Drafter` is packed
-    in place, and the same object is returned. A packed module cannot be trained, saved or moved.
-    If `can_pack` is False the module stays as it is, and for a Llama on a CPU a line on stderr says
-    that its passes are not exact.
-
-    Packing a Llama has one more effect. On a CPU the object's class becomes `PackedLlama`, whose
-    passes are exact. Changing the class is unusual, but a drafter may already hold this object, and
-    its weights and buffers can stay where they are. On a GPU cuDNN's attention is turned off, for
-    the whole process: it plans again for each new shape, which takes tens of milliseconds
-    (experiments/results/smollm2/gpu.json), and while generating every pass has a new shape, because
-    the cache grows.
+    Raises ValueError for another architecture, or for RoPE that is scaled (Llama-3.1 and later).
+    `load_model` of app/loading.py reads these too, and other formats, and checks what it reads.
     """
-    weight = next(module.parameters(), None)
-    if weight is None:
-        return module
-    on_cpu = weight.device.type == "cpu"
-    if not can_pack(weight):
-        if isinstance(module, Llama) and on_cpu:
-            warn_inexact()
-        return module
-    if isinstance(module, Attention):
-        return PackedAttention(module)
-    if isinstance(module, MLP):
-        return PackedMLP(module)
-    if isinstance(module, RMSNorm) and on_cpu:
-        return PackedRMSNorm(module)
-    if isinstance(module, nn.Linear) and module.bias is None and on_cpu:
-        return PackedLinear(module)
-    for name, part in module.named_children():
-        setattr(module, name, pack(part))
-    if isinstance(module, Llama) and on_cpu:
-        module.__class__ = PackedLlama
-        module.find_limits()
-    elif isinstance(module, Llama):
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    return module
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Return whether packing helps: on NVIDIA's GPUs, and on a CPU if oneDNN can multiply weights
-    of this dtype."""
-    if weight.device.type == "cuda":
-        return True
-    return weight.device.type == "cpu" and can_multiply(weight.dtype)
-
-
-def warn_inexact() -> None:
-    print("no exact kernels were found on this CPU: texts may differ", file=sys.stderr)
-
-
-class PackedLinear(nn.Module):
-    """Linear layers of the same input as one product, with their outputs side by side."""
-
-    def __init__(self, *layers: nn.Linear):
-        super().__init__()
-        self.weight = torch.cat([layer.weight for layer in layers]).detach()  # (out, in)
-        self.min_rows = 1  # inputs with fewer rows are padded; `PackedLlama.find_limits` raises it
-        if self.weight.device.type == "cpu":
-            self.weight = reorder_weight(self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.weight.is_mkldnn:
-            return F.linear(x, self.weight)
-        return packed_product(x, self.weight, self.min_rows)
-
-
-class PackedRMSNorm(nn.Module):
-    """RMSNorm in four operations. On a CPU F.rms_norm consists of more.
-
-    x / sqrt(mean(x^2) + eps) = sqrt(size) x / sqrt(|x|^2 + size eps), and hypot(a, b) is
-    sqrt(a^2 + b^2) in one operation. All four operations are in float32, with a cast before the
-    first and after the last.
-    """
-
-    def __init__(self, norm: RMSNorm):
-        super().__init__()
-        size = len(norm.weight)
-        self.scale = norm.weight.detach().float() * math.sqrt(size)
-        self.floor = torch.tensor(math.sqrt(size * norm.eps))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        return (wide * self.scale / torch.hypot(length, self.floor)).type_as(x)
-
-
-class PackedAttention(Attention):
-    """Attention that computes queries, keys and values as one product."""
-
-    def __init__(self, attention: Attention):
-        nn.Module.__init__(self)  # Attention's own would create projections that are not packed
-        self.heads = attention.heads
-        self.kv_heads = attention.kv_heads
-        self.head_dim = attention.head_dim
-        self.qkv_proj = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.o_proj = pack(attention.o_proj)
-
-    def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        heads = self.split_heads(self.qkv_proj(x))  # (B, H + 2 Hkv, T, D)
-        qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
-        q, k = rotate(qk, rope).split([self.heads, self.kv_heads], dim=1)
-        return q, torch.cat([k, v], dim=-1)
-
-    def queries(self, x: Tensor, rope: Tensor) -> Tensor:
-        # Only CA asks for queries alone. The keys and values computed with them are thrown away.
-        # For a single layer this costs less than holding q_proj a second time.
-        q, _ = self.queries_keys_values(x, rope)
-        return q
-
-    def keys_values(self, x: Tensor, rope: Tensor) -> Tensor:
-        _, kv = self.queries_keys_values(x, rope)
-        return kv
-
-    def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None = None) -> Tensor:
-        # With a mask enable_gqa copies keys and values for every query head. Instead, stack the
-        # queries of the heads that share a kv head: with 4 heads, 2 kv heads and T tokens, 2 T rows
-        # attend to the first kv head, and 2 T rows to the second.
-        k, v = kv.chunk(2, dim=-1)
-        group = self.heads // self.kv_heads
-        tokens = q.shape[2]
-        rows = q.reshape(len(q), self.kv_heads, group * tokens, self.head_dim)
-        if mask is not None and mask.dtype == torch.bool:  # one row for each token
-            mask = torch.cat([mask] * group, dim=-2)  # (group T, S)
-        elif mask is not None:
-            # A mask of numbers comes from `AttentionLimits.attention_mask`. It has one row for each
-            # of `rows`, followed by rows for padding.
-            padding = mask.shape[-2] - group * tokens
-            rows = F.pad(rows, (0, 0, 0, padding))
-        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
-        out = out[:, :, :group * tokens].reshape(q.shape)  # (B, H, T, D), without the padding
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-
-class PackedMLP(nn.Module):
-    """An MLP that computes the gate and up projections as one product."""
-
-    def __init__(self, mlp: MLP):
-        super().__init__()
-        self.gate_up_proj = PackedLinear(mlp.gate_proj, mlp.up_proj)
-        self.down_proj = pack(mlp.down_proj)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
-
-
-class PackedLlama(Llama):
-    """A packed Llama on a CPU. With a cache from its own `new_cache`, a pass over up to
-    `limits.most_tokens` tokens is exact. The pieces of a prompt are longer, but a prompt is always
-    cut into pieces at the same places, so the results repeat."""
-
-    def find_limits(self) -> None:
-        """Find out what exact passes need on this CPU: `limits`, None if no pass can be exact, and
-        the `min_rows` of each `PackedLinear`."""
-        config = self.config
-        self.group = config.num_attention_heads // config.num_key_value_heads
-        self.limits = probe_attention(config.head_dim, self.group, self.dtype)
-        for part in self.modules():
-            if isinstance(part, PackedLinear):
-                min_rows = probe_rows(*part.weight.shape, part.weight.dtype)
-                if min_rows is None:
-                    self.limits = None
-                else:
-                    part.min_rows = min_rows
-        if self.limits is None:
-            warn_inexact()
-
-    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
-        capacity += -capacity % KEY_BLOCK  # leaves room for masked keys
-        cache = super().new_cache(capacity, batch)
-        if self.limits is None:
-            return cache
-        return AlignedKVCache(cache.kv, self.limits)
-
-    def hidden(
-        self,
-        tokens: Tensor,
-        cache: KVCache | None = None,
-        positions: Tensor | None = None,
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        if not isinstance(cache, AlignedKVCache):
-            return super().hidden(tokens, cache, positions, mask)
-        assert (positions is None) == (mask is None), "give both positions and a mask, or neither"
-        count = tokens.shape[1]
-        end = cache.length + count
-        if positions is None:
-            slots = torch.arange(end)
-            positions = slots[cache.length:]
-            mask = positions.unsqueeze(1) >= slots  # needed even for a single token
-        # Every product needs at least MIN_ROWS rows. Padding the tokens once here saves most of the
-        # padding in the products.
-        padding = max(MIN_ROWS - count, 0)
-        tokens = F.pad(tokens, (0, padding))
-        positions = F.pad(positions, (0, padding))
-        mask = F.pad(mask, (0, 0, 0, padding), value=True)
-        mask = self.limits.attention_mask(mask, self.group, self.dtype)
-        cache.new_tokens = count  # the cache does not store the padding
-        hidden = super().hidden(tokens, cache, positions, mask)
-        cache.length = end  # the length does not count the padding
-        return hidden[:, :count]
-
-
-class AlignedKVCache(KVCache):
-    """A cache whose `append` also returns some unused slots, so that the number of keys is one that
-    the limits allow. `PackedLlama.hidden` masks the unused slots."""
-
-    def __init__(self, kv: Tensor, limits: AttentionLimits):
-        super().__init__(kv)
-        self.limits = limits
-        self.new_tokens = 0  # the tokens of the current pass, without padding
-
-    def append(self, layer: int, kv: Tensor) -> Tensor:
-        end = super().append(layer, kv[:, :, :self.new_tokens]).shape[2]
-        return self.kv[layer, :, :, :self.limits.padded(end)]
-
-
-# --- Loading ---
-
-
-def load_model(
-    path: str | Path, device="cpu", dtype=torch.float32, last: int | None = None
-) -> Llama:
-    """Load a frozen Llama from a Hugging Face folder, a .gguf file, a hub id, "smollm2" or "toy".
-
-    With `last`, load only this many last layers, and put None in place of the others. (A client
-    runs only these layers, in `run_target_layers` of moa.py.) Raises InputError.
-    """
-    path = resolve_path(path)
-    read_checkpoint = read_gguf if path.suffix == ".gguf" else read_hugging_face
-    sizes, read_tensors = read_checkpoint(path)
-    config = Config(**sizes)
-    first = 0 if last is None else config.num_hidden_layers - last
-    skipped = tuple(f"layers.{i}." for i in range(first))
-    with input_errors(path, RuntimeError, TypeError):  # PyTorch raises either for impossible sizes
-        with torch.device("meta"):
-            model = Llama(config)
-        for i in range(first):
-            model.layers[i] = None
-        load_weights(model, read_tensors(skipped), path, device, dtype)
-        model.tie_weights()  # again, to the embeddings that were loaded
+    stated = json.loads(Path(folder, "config.json").read_text())
+    rope = stated.get("rope_parameters") or stated.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if stated["model_type"] != "llama" or rope_type != "default":
+        raise ValueError(f"{folder}: a {stated['model_type']} with RoPE of type {rope_type}")
+    # Older files leave out the head size, newer ones state theta among the settings of RoPE.
+    sizes = {"head_dim": stated["hidden_size"] // stated["num_attention_heads"]} | stated | rope
+    names = [field.name for field in fields(Config)]
+    config = Config(**{name: sizes[name] for name in names if name in sizes})
+    with torch.device("meta"):  # shapes without data: the weights come from the files
+        model = Llama(config)
+    weights = {}
+    for file in Path(folder).glob("model*.safetensors"):  # one, or several shards
+        for name, tensor in load_file(file).items():
+            weights[name.removeprefix("model.")] = tensor.to(device, dtype)
+    if config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["embed_tokens.weight"]
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()  # again, to the embeddings that were loaded
     return model.to(device)  # moves the rotary table; the weights are there already
 
 
-def load_target(
-    path: str | Path, device: str, dtype: torch.dtype, last: int | None = None
-) -> tuple[Llama, Tokenizer]:
-    """Load a model (or only its `last` layers) and its tokenizer. Raises InputError."""
-    path = resolve_path(path)
-    model = load_model(path, device, dtype, last)
-    tokenizer = load_tokenizer(path)
-    ids = tokenizer.chat([{"role": "user", "content": ""}]) + list(tokenizer.stop_ids)
-    size = model.config.vocab_size
-    if max(ids) >= size:
-        raise InputError(f"{path}: the tokenizer has tokens beyond the model's {size} embeddings")
-    return model, tokenizer
-
-
-# --- Command line ---
-
-
-def main() -> None:
-    parser = Parser(
-        description="Generate with the target alone.",
-        examples='  python llama.py --prompt "Why is the sky blue?"\n'
-        "  echo Hi | python llama.py --model toy --temperature 0.7",
-    )
-    parser.add_argument("--prompt", help="default: what is piped into standard input")
-    add_model_arguments(parser.add_argument_group("model"))
-    add_generation_arguments(parser.add_argument_group("answer"))
-    args = parser.parse_args()
-    question = read_prompt(args.prompt)
-    dtype = DTYPES[choose_dtype(args.device, args.dtype)]
-    model, tokenizer = load_target(args.model, args.device, dtype)
-    model = pack(model)
-    prompt = tokenizer.chat([{"role": "user", "content": question}])
-    context = model.config.max_position_embeddings
-    count = answer_length(context, len(prompt), args.max_new_tokens)
-    stop_ids = frozenset(tokenizer.stop_ids)
-    config = GenerationConfig(count, args.temperature, args.top_p, args.seed, stop_ids)
-    start = time.perf_counter()
-    tokens = []
-    stream = TextStream(tokenizer)
-    for token in generate(model, prompt, config):
-        if not tokens:
-            prompt_read = time.perf_counter()
-        tokens.append(token)
-        if not args.json:
-            print(stream.add(token), end="", flush=True)
-    end = time.perf_counter()
-    if not args.json:
-        print(stream.pending_text())
-    statistics = {  # with the names that speculate.py uses, so that the two can be compared
-        "seconds": end - start,
-        "tokens_per_second": len(tokens) / (end - start),
-        "target_calls": len(tokens) - 1,  # the pass over the prompt is not counted
-        "acceptance_length": 1.0 if len(tokens) > 1 else 0.0,  # new tokens per call
-        "prompt_tokens": len(prompt),
-        "prompt_seconds": prompt_read - start,
-        "draft_seconds": 0.0,
-        "verify_seconds": end - prompt_read,
-        "stopped": why_stopped(tokens, stop_ids, args.max_new_tokens),
-        "seed": args.seed,
-    }
-    report(tokenizer.decode(tokens), tokens, statistics, args.json)
-
-
-if __name__ == "__main__":
-    run_command(main)
+if __name__ == "__main__":  # the command line imports this file as a module, like everybody else
+    from app.llama_command import main
+    main()

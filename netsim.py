@@ -1,80 +1,49 @@
-"""The network between drafter and target: a simulated link, a real protocol (paper, section 5).
+"""Client and server: the drafter here, the target elsewhere, a network between (paper, section 5).
 
-The drafter runs on a consumer device and the target on a server. How much time this division costs
-depends on the network between the two machines. Here any network can be tried on one machine. Every
-message crosses a real TCP socket without delay, and has its real size. When the client has received
-a reply, it computes when the reply would have arrived over the simulated link, and sleeps until
-that moment. Jitter and lost packets are drawn at random; the same seed gives the same draws.
+The drafter is small enough for a laptop or a phone. The target needs a server. Each cycle of
+speculative decoding then costs a round trip over the network: the client sends a draft, the server
+verifies it in one pass of the target, runs LSA on what it accepted, and answers. An ordinary API
+streams its tokens and so pays for one round trip only. Drafts pay off if a cycle yields enough
+tokens to make up for its round trip, and how many that is depends on the network.
 
-    python speculate.py --remote --network 4g --prompt "Why is the sky blue?" --trace
+This file has three parts, each of which uses the ones before it:
 
-The server may also run on a different machine. A round trip then takes as long as the slower of the
-two networks, the real and the simulated one. Without flags such as --network nothing is simulated.
+    the link        when a message would arrive over a network of this latency, bandwidth and loss
+    the contents    what client and server tell each other, in as few bytes as possible
+    both sides      the paper's server and client, in one process, joined by two simulated paths
 
-The simulated link comes first, and can be read without the rest. A comment after the link lists the
-sections that follow.
+The loop is still `speculate` of speculate.py. Only its verifier is different:
 
-Throughout the file, durations are in seconds, sizes in bytes and bandwidths in bits per second. A
-moment is a value of time.monotonic().
+    connection = Connection(Server(target, drafter), PROFILES["4g"])
+    state = QuantizedDraftState(drafter, capacity, config.new_sampling("cpu"))
+    verifier = RemoteVerifier(connection, state, config)
+    for cycle in speculate(verifier, state, prompt, config, limits):
+        print(cycle.tokens, connection.traffic)
+
+Durations are in seconds, sizes in bytes, bandwidths in bits per second. A moment is a value of
+time.monotonic(). Shapes: those of moa.py.
 """
 from __future__ import annotations
 
-import argparse
+import json
 import math
-import os
 import random
-import signal
-import socket
-import sys
-import threading
-from concurrent import futures
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
 from time import monotonic, sleep
-from typing import Callable, Iterator, Protocol
 
 import torch
 from torch import Tensor
 
-from llama import GenerationConfig, KVCache, Llama, OnPiece, Sampling, generate
-from moa import (
-    Q_TOKENS,
-    Draft,
-    Drafter,
-    DraftState,
-    MemoryUpdate,
-    Models,
-    RemoteDraftState,
-    Verifier,
-    VerifyResult,
-    dequantize_probabilities,
-    load_models,
-    quantize_probabilities,
-)
-from plumbing import flags
-from plumbing.errors import InputError, input_errors, run_command
-from plumbing.messages import (
-    MAX_FIELDS,
-    Address,
-    HasLeft,
-    Message,
-    Replies,
-    Tensors,
-    check_ids,
-    check_int,
-    receive_message,
-    refuse_malformed,
-    send_message,
-    serve_sessions,
-)
+from llama import GenerationConfig, Llama, Sampling
+from moa import CacheUpdate, Draft, Drafter, DraftState
+from speculate import LocalVerifier, TreeSampler, VerifyResult
 
 # --- The link ---
 #
-# An example: the link takes 21 ms each way and carries 20 Mbit/s. The client sends a request of 250
-# bytes. The server works on it for 30 ms, and its reply has 2500 bytes.
+# The network is simulated by arithmetic and `sleep`: compute when a message would arrive, and use
+# it no sooner. The work of client and server takes the time that it takes. An example: the link
+# takes 21 ms each way and carries 20 Mbit/s. The client sends a request of 250 bytes. The server
+# works on it for 30 ms, and its reply has 2500 bytes.
 #
 #     what happens                      real clock   simulated clock
 #     the client has sent the request       0 ms         0.0 ms
@@ -83,8 +52,7 @@ from plumbing.messages import (
 #     the client has the reply             30 ms        73.1 ms    21 ms, 8 * 2500 bits at 20e6/s
 #
 # The client has the reply after 30 ms, sleeps for another 43.1 ms, and then uses the reply. The
-# server knows nothing of the simulation. Each reply only states how long the server worked on it,
-# and the client computes everything else: see `Channel.receive`.
+# server knows nothing of the simulation: `Connection`, at the end, does all of this.
 #
 # A packet can be lost. TCP sends it again if the other side has not confirmed it within the
 # retransmission timeout (RTO), and doubles this timeout each time. Real TCP often notices a loss
@@ -129,64 +97,27 @@ PROFILES = {  # latency, jitter, bandwidth, loss
 }
 
 
-@dataclass
-class Outage:
-    """The one outage that a network may have, in both directions. It begins when the answer has
-    `after` tokens, and lasts `seconds`.
+class SimulatedPath:
+    """One direction of a connection: computes when messages arrive, with random draws of its own.
 
-    No message is lost for good, because TCP sends each one again until it gets through. A message
-    that is in flight during the outage is delayed by the part of the outage that is left when the
-    message is sent, plus one RTO. An example: an outage from 1.0 s to 1.3 s on a link of 20 ms,
-    whose RTO is 0.24 s.
-
-        sent      would arrive    outage left    arrives
-        0.99 s       1.01 s          0.3 s       1.01 + 0.3 + 0.24 = 1.55 s
-        1.10 s       1.12 s          0.2 s       1.12 + 0.2 + 0.24 = 1.56 s
-        1.40 s       1.42 s          none        1.56 s: TCP delivers in order
-
-    If the outage never ends, none of the three arrives, and the client gives up at a deadline (see
-    Channel.reply_timeout). Real TCP takes longer to notice the end of a long outage, because it
-    keeps doubling its timeout. Usually the client has given up by then.
+    Call `arrival_of` once for each message, in the order of sending.
     """
 
-    after: float = math.inf  # tokens
-    seconds: float = math.inf
-    begins: float = math.inf  # a moment, which `begin_if_due` sets
-
-    def begin_if_due(self, count: int, now: float) -> None:
-        """Begin at the moment `now`, if the answer has enough tokens and no outage has begun.
-        count: the answer's tokens."""
-        if count >= self.after and self.begins == math.inf:
-            self.begins = now
-
-    @property
-    def ends(self) -> float:
-        return self.begins + self.seconds  # infinity if it never begins, or never ends
-
-    def overlaps(self, sent: float, arrival: float) -> bool:
-        """Return whether the outage affects a message in flight from `sent` to `arrival`."""
-        return sent < self.ends and self.begins <= arrival
-
-
-class SimulatedPath:
-    """One direction of a network: computes when messages arrive, with random draws of its own."""
-
-    def __init__(self, link: Link, outage: Outage, seed: int):
+    def __init__(self, link: Link, seed: int):
         self.link = link
-        self.outage = outage
         self.random = random.Random(seed)
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin a new connection, which does not wait for what is in flight over the old one."""
         self.busy_until = 0.0  # the moment when all bytes so far have left
         self.last_arrival = 0.0  # the moment when the last message so far arrives
-        self.first_rto = INITIAL_RTO  # seconds: the RTO of the next message, before it doubles
+        self.rto = INITIAL_RTO  # seconds: the RTO of the next message, before it doubles
 
     def arrival_of(self, sent: float, size: int) -> float:
-        """Return the moment when a message of `size` bytes, sent at the moment `sent`, arrives:
-        infinity if an outage without end stops the message. Call this once for each message, in the
-        order of sending, because later messages wait for earlier ones."""
+        """Return the moment when a message of `size` bytes, sent at the moment `sent`, arrives. TCP
+        delivers in order: a message that overtakes an earlier one waits for it."""
+        self.last_arrival = max(self.last_arrival, self.travel(sent, size))
+        return self.last_arrival
+
+    def travel(self, sent: float, size: int) -> float:
+        """Return the moment when the last packet of a message gets through."""
         # The bytes leave one after the other, and after those of earlier messages.
         self.busy_until = max(self.busy_until, sent) + 8 * size / self.link.bandwidth
         propagation = max(0.0, self.random.gauss(self.link.latency, self.link.jitter))
@@ -194,594 +125,57 @@ class SimulatedPath:
 
         # All packets are sent. Those that are lost are sent again after the RTO, which doubles each
         # time, until none is missing.
-        rto = self.first_rto
-        missing = max(1, math.ceil(size / MSS))  # at least 1: a handshake has no bytes of ours
+        rto = self.rto
+        missing = max(1, math.ceil(size / MSS))  # even a message without bytes is a packet
         while missing > 0:
             missing = sum(self.random.random() < self.link.loss for _ in range(missing))
             if missing > 0:
                 arrival += rto
                 rto *= 2
-
-        # Nothing moves during an outage. One RTO after its end, TCP sends again.
-        measured_rto = self.link.retransmission_timeout()
-        if self.outage.overlaps(sent, arrival):
-            stopped = max(sent, self.outage.begins)
-            arrival += self.outage.ends - stopped + measured_rto
-        self.first_rto = measured_rto  # of all later messages over this connection
-
-        # TCP delivers in order.
-        self.last_arrival = max(self.last_arrival, arrival)
-        return self.last_arrival
+        self.rto = self.link.retransmission_timeout()  # measured by the first message
+        return arrival
 
 
-class Network:
-    """The same link in both directions, and perhaps an outage."""
-
-    def __init__(self, link: Link, seed: int = 0, outage: Outage | None = None):
-        self.outage = outage or Outage()  # by default one that never begins
-        self.up = SimulatedPath(link, self.outage, 2 * seed)  # each direction has its own seed
-        self.down = SimulatedPath(link, self.outage, 2 * seed + 1)
-
-
-def wait(arrival: float, deadline: float) -> None:
-    """Sleep until the moment `arrival`. Raise TimeoutError if the moment `deadline` comes first."""
-    sleep(max(0.0, min(arrival, deadline) - monotonic()))
-    if arrival > deadline:
-        raise TimeoutError("timed out")
-
-
-# --- The client's channel ---
+# --- The contents: what crosses the network, and how small it is ---
 #
-# The simulated network is complete. If you came for the simulation alone, you can stop here. The
-# rest of the file has these sections:
+# What does the client need to know of the tokens that were just verified? LSA reads the target's
+# whole KV cache, which is large, so LSA runs on the server. The paper's server sends its output,
+# the memory. Ours goes one small step further and sends the keys and values that CA computes from
+# the memory, the `CacheUpdate` of moa.py, because they are smaller still. In 8 bits they are a
+# hundredth of the target's cache:
 #
-#     the client's channel     a real connection, on which a network is simulated
-#     the protocol             what client and server say to each other
-#     the paper's client       `RemoteVerifier`: has drafts verified, and copes with a lost server
-#     a plain API's client     what the paper compares its client with
-#     the paper's server       `TargetSession`: reads texts and verifies drafts
-#     contents of messages     memories in 8 bits, and checks of what a client has sent
-#     the command line         from flags to a link and a channel
+#     bytes for one token                         Llama-3-8B               SmolLM2-135M
+#     the target's cache, in 16 bits    32 * 2 * 8 * 128 * 2 = 131,072     23,040
+#     its memory, in float32                        4096 * 4 =  16,384      2,304
+#     CA's keys and values, in float32        2 * 4 * 128 * 4 =  4,096      1,536
+#     the same in 8 bits, with scales   4 * 2 * (128 + 2)     =  1,040        396
 #
-# If the server takes too long, the client gives the connection up: see `Channel.reply_timeout`.
-
-FIRST_REPLY_SECONDS = 60.0  # for the first reply over a connection: the server reads a whole text
-MIN_TIMEOUT = 1.0  # seconds: usually enough for a packet that is lost twice
-CONNECT_SECONDS = 10.0  # for the real handshake at most: there may be no server at the address
-MAX_REPLY = 1 << 30  # bytes: enough for the memory of a prompt of 131,072 tokens, 8,000 bytes each
-
-
-class ConnectionLost(Exception):
-    """The server cannot be reached, refuses to answer, is too late, or sends malformed data."""
-
-
-@dataclass
-class Traffic:
-    """What a client has sent, received and waited for. Connecting adds to the bytes only."""
-
-    bytes_up: int = 0
-    bytes_down: int = 0
-    round_trips: int = 0  # requests
-    network_seconds: float = 0.0  # to send and to wait for replies, less the server's own time
-
-
-@dataclass
-class Channel:
-    """The client's end of a connection on which a network is simulated.
-
-    `send` sends a request, and each call of `receive` waits for one reply to the request. Call both
-    within `closed_on_failure`, which closes the connection if a call fails. `connect` makes the
-    first connection, and a new one if the caller wants to go on after a failure.
-    """
-
-    address: Address
-    network: Network
-    timeout: float | None = None  # seconds to wait for every reply; None: see reply_timeout
-    sock: socket.socket | None = None
-    is_new: bool = True  # no reply has come over this connection yet
-    slowest: float = 0.0  # seconds waited for the slowest reply, over all connections
-    server_clock: float = 0.0  # simulated time of the server's last event: a request, or a reply
-    traffic: Traffic = field(default_factory=Traffic)
-
-    def connect(self) -> dict:
-        """Make a new connection. Return the fields of the server's greeting. Raise ConnectionLost
-        if the server does not answer in time."""
-        self.close()
-        network = self.network
-        network.up.reset()
-        network.down.reset()
-        start = monotonic()
-        if network.outage.overlaps(start, start):  # an outage at this moment
-            raise ConnectionLost("the network is down")
-        timeout = INITIAL_RTO + self.reply_timeout()  # that of the previous connection
-        deadline = start + min(CONNECT_SECONDS, timeout)  # of the real handshake
-        host, port = self.address
-        with self.closed_on_failure(f"no connection to {host}:{port}"):
-            with refuse_malformed("address"):  # a host name like a..b raises a ValueError
-                self.sock = socket.create_connection(self.address, deadline - start)
-            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send at once
-            greeting = receive_message(self.sock, MAX_FIELDS, deadline)
-            self.traffic.bytes_down += greeting.size
-            # Two round trips: SYN and SYN-ACK of TCP, then its ACK and the greeting.
-            arrival = start
-            for down_size in (0, greeting.size):
-                arrival = network.up.arrival_of(arrival, 0)
-                arrival = network.down.arrival_of(arrival, down_size)
-            wait(arrival, start + timeout)
-        self.is_new = True
-        return greeting.fields
-
-    def close(self) -> None:
-        """Close the connection, if there is one."""
-        if self.sock:
-            self.sock.close()
-        self.sock = None
-
-    @contextmanager
-    def closed_on_failure(self, complaint: str = "no answer from the server") -> Iterator[None]:
-        """Close the connection and raise ConnectionLost if an OSError occurs in this block.
-
-        A malformed reply raises ProtocolError, which is an OSError. All other exceptions pass
-        through: a bug of ours, or too little memory, must not look like a lost server.
-        """
-        try:
-            yield
-        except OSError as error:
-            self.close()
-            raise ConnectionLost(f"{complaint}: {error}")
-
-    def reply_timeout(self) -> float:
-        """Return how many seconds to wait for the next reply.
-
-        --timeout sets this time for every reply. Without the flag, the client waits ten times as
-        long as the slowest reply so far took, and at least
-
-            FIRST_REPLY_SECONDS    for the first reply over a connection
-            MIN_TIMEOUT            for any later reply
-
-        The slowest reply is usually a first one, because the server reads a text for it. Its time
-        counts for later replies as well: each of them can take just as long while the server reads
-        the text of a different client.
-
-        A new connection has the previous connection's reply timeout, plus INITIAL_RTO for one lost
-        packet. If replies came over the previous connection, this time is short, and a dead network
-        is noticed soon.
-        """
-        if self.timeout is not None:
-            return self.timeout
-        least = FIRST_REPLY_SECONDS if self.is_new else MIN_TIMEOUT
-        return max(least, 10 * self.slowest)
-
-    def send(self, fields: dict, tensors: Tensors) -> None:
-        """Send a request."""
-        if self.sock is None:
-            raise ConnectionLost("not connected")
-        sent = monotonic()
-        size = send_message(self.sock, fields, tensors)
-        self.traffic.network_seconds += monotonic() - sent
-        self.traffic.bytes_up += size
-        self.traffic.round_trips += 1
-        self.server_clock = self.network.up.arrival_of(sent, size)
-
-    def receive(self) -> Message:
-        """Return the next reply, at the moment when it would arrive over the simulated network.
-
-        A reply's field "elapsed" says how many seconds the server took: since the request arrived
-        or, for a later reply to the same request, since the previous reply was ready.
-        """
-        start = monotonic()
-        deadline = start + self.reply_timeout()
-        reply = receive_message(self.sock, MAX_REPLY, deadline)
-        with refuse_malformed("reply"):
-            elapsed = max(0.0, float(reply.fields["elapsed"]))  # NaN becomes 0
-        self.server_clock += elapsed
-        arrival = self.network.down.arrival_of(self.server_clock, reply.size)
-        wait(arrival, deadline)
-        waited = monotonic() - start
-        self.traffic.network_seconds += max(0.0, waited - elapsed)
-        self.traffic.bytes_down += reply.size
-        self.slowest = max(self.slowest, waited)
-        self.is_new = False
-        return reply
-
-
-# --- The protocol: what client and server say to each other ---
+# (Layers, key and value, kv heads, head size, bytes a number. The drafters have 4 kv heads of size
+# 128 and 3 of size 64. With N > 0 the update also has the target's keys and values in its last N
+# layers: 2,080 bytes more for each with Llama-3-8B.) On 4g, at 20 Mbit/s, 1,040 bytes take 0.4 ms,
+# and 131,072 bytes 52 ms.
 #
-# The server greets a client with the hash of its drafter. After the greeting the client may call:
+# In the other direction go the drafted tokens, a few bytes each. Above temperature 0 acceptance
+# also needs q, a number for each of V tokens. Of each q only the 64 likeliest tokens are kept:
 #
-#     call        sends                                gets back
-#     read        a text, GenerationConfig, known      accepted [], token, memory of the text
-#     verify      drafts, parents, q of each parent    accepted, token, memory of what is verified
-#     generate    a text, GenerationConfig             token: a reply for each
+#     q of a whole vocabulary, in float32      128,256 * 4 = 513,024 bytes: 205 ms
+#     64 tokens, with weights in 8 bits           64 * (4 + 1) = 320 bytes: 0.1 ms
 #
-# "read" and "verify" are the two calls of a verifier in `speculate`, prefill and verify. "generate"
-# is a plain API. The text's tokens, memory (in 8 bits) and q (quantized) are tensors, everything
-# else is in fields. q is sent only above temperature 0.
-#
-# known: the number of tokens at the beginning of the text whose memory the client already has. The
-# reply leaves this memory out. In the following example the draft is a chain of two tokens, and the
-# target accepts the first one:
-#
-#     client                                     server
-#     read     tokens 5 9 2, known 0       ->    reads 5 9 2
-#                                          <-    accepted [], token 7, memory of 5 9 2
-#     verify   drafts [4 8], parents [0 1] ->    reads 7 4 8 in one pass
-#                                          <-    accepted [4], token 1, memory of 7 4
-#
-# With "verify" the root, 7, is not sent: the server chose it.
-#
-# The paper divides the work between client and server in this way. Some details are our own:
-#
-# - The paper's server sends the memory. Our server sends the keys and values that CA computes from
-#   the memory, which are smaller, and with N > 0 also those of the target's last N layers.
-# - q is cut to its 64 likeliest tokens.
-# - The client reconnects after growing pauses. Until then the drafter writes in bursts of 8 tokens.
+# Both are rounded, and neither changes what text comes out. A coarser update can only make drafts a
+# little worse. A coarser q is exact as long as the drafter draws from the very q that it reports.
 
-MAX_DRAFT_TOKENS = 64  # the server refuses a longer draft
-OFFLINE_TOKENS = 8  # tokens that the drafter writes alone before the client may reconnect
-INITIAL_BACKOFF = 0.5  # seconds from a failed attempt to reconnect to the next; doubles each time
+Tensors = dict[str, Tensor]  # by name
+Message = tuple[dict, Tensors]  # its fields are ints, floats, strings and lists of them
 
+Q_TOKENS = 64
 
-# --- The paper's client: the drafter is here ---
 
-
-@dataclass
-class RemoteResult(VerifyResult):
-    """The result of a cycle with a target on a server. `link` is one of
-
-        "connected"      the server has read the prompt, or verified the draft
-        "reconnected"    the draft was lost, and the server has read the text over a new connection
-        "offline"        the server is out of reach, and the drafter has written unverified tokens
-
-    Offline, the last token is in `token`, because it is the next root, and all others are in
-    `accepted`. Tokens written offline have no memory, so `memory` is None.
-    """
-
-    link: str = "connected"
-    reason: str = ""  # why the link is offline
-
-
-class RemoteVerifier:
-    """Lets a target on a server verify the drafts of one conversation.
-
-    When the server is lost, the client makes a new connection and asks the server to read all
-    tokens so far. If this works, only the draft is lost. If it fails, the drafter writes alone, and
-    its tokens are unverified. The next call tries again. In the following example the last of
-    `tokens` is the next root:
-
-        what happens                                       tokens            have a memory
-        prefill: the server's token is 7                   5 9 2 7           5 9 2
-        verify: no reply, the drafter writes 4 8 alone     5 9 2 7 4 8       5 9 2
-        verify: connected again, the server's token is 1   5 9 2 7 4 8 1     5 9 2 7 4 8
-
-    This class keeps the tokens and decides when to reconnect. The other half of writing alone, the
-    drafter's caches, is in `RemoteDraftState` of moa.py.
-
-    A server that reads generated text again reads many tokens at once, as in a prompt. The last
-    bits of its logits may therefore differ from those of the first reading and, in rare cases, the
-    text may differ: see plumbing/kernels.py.
-    """
-
-    def __init__(self, channel: Channel, state: RemoteDraftState, config: GenerationConfig):
-        self.channel = channel
-        self.state = state
-        self.config = config
-        self.tokens: list[int] = []  # prompt and answer; the last token is the next root
-        self.full_length = 0  # tokens of the prompt and of the longest answer that is allowed
-        self.retry_at = 0.0  # do not reconnect before this moment
-        self.backoff = INITIAL_BACKOFF  # seconds
-
-    def prefill(self, prompt: list[int]) -> RemoteResult:
-        """Connect, and let the server read the prompt. Raise InputError if the server does not
-        answer: without a memory the drafter cannot begin."""
-        self.tokens = list(prompt)
-        self.full_length = len(prompt) + self.config.max_new_tokens
-        with input_errors("no first token from the server", ConnectionLost):
-            return self.connect_and_read()
-
-    def verify(self, draft: Draft) -> RemoteResult:
-        """Let the server verify a draft. If the server does not answer, reconnect at once: perhaps
-        it has only restarted, or closed an idle connection. If this fails as well, let the drafter
-        write alone."""
-        try:
-            return self.verify_remote(draft)
-        except ConnectionLost as error:
-            reason = str(error)
-        if monotonic() >= self.retry_at:  # else it is too early after the last failed attempt
-            try:
-                return self.reconnect()  # the draft is lost: the server goes on after its root
-            except ConnectionLost as error:
-                reason += f"; then {error}"
-        return self.draft_offline(reason)
-
-    def draft_offline(self, reason: str) -> RemoteResult:
-        """Let the drafter write alone, in place of a draft that no server would verify."""
-        count = min(OFFLINE_TOKENS, self.full_length - len(self.tokens))
-        root = self.tokens[-1]
-        written = self.state.draft_unverified(root, count)
-        self.tokens += written
-        draft = Draft(root)  # an empty draft
-        return RemoteResult(
-            written[:-1], written[-1], memory=None, draft=draft, link="offline", reason=reason
-        )
-
-    def verify_remote(self, draft: Draft) -> RemoteResult:
-        """Let the server verify a draft. Raise ConnectionLost if the server does not answer."""
-        if not draft.q:  # nothing was drawn, so the order of the tokens is free
-            # If the server has no room for all tokens, it leaves out the last ones.
-            draft = draft.likeliest_first()
-        # The server knows the root. All other tokens are sent.
-        fields = {"call": "verify", "drafts": draft.tokens[1:], "parents": draft.parents[1:]}
-        tensors = {}
-        if draft.q:
-            # The server expects the order of the parents. Quantizing loses nothing: q was quantized
-            # before tokens were drawn from it, and a second time gives the same weights.
-            q = torch.stack([draft.q[parent] for parent in sorted(draft.q)])
-            ids, weights = quantize_probabilities(q)
-            tensors = {"ids": ids.cpu(), "weights": weights.cpu()}
-        return self.request(fields, tensors, draft)
-
-    def reconnect(self) -> RemoteResult:
-        """Connect again, and let the server read all tokens. If this fails, note when to try again,
-        and raise ConnectionLost."""
-        try:
-            result = self.connect_and_read()
-        except ConnectionLost:
-            self.retry_at = monotonic() + self.backoff
-            self.backoff *= 2
-            raise
-        self.backoff = INITIAL_BACKOFF
-        return replace(result, link="reconnected")
-
-    def connect_and_read(self) -> RemoteResult:
-        """Make a new connection, over which the server reads all tokens so far. Return the server's
-        token after them, and the memory that the drafter lacks. Raise ConnectionLost if the server
-        does not answer, or has a different drafter."""
-        greeting = self.channel.connect()
-        if greeting.get("drafter") != self.state.drafter.checkpoint_hash:
-            self.channel.close()
-            raise ConnectionLost(
-                "the server has another drafter; start both sides with the same --model and "
-                "--drafter"
-            )
-        # The server gets a different seed. With the drafter's seed the server would draw the same
-        # random numbers as the drafter, but acceptance needs independent ones.
-        generator = self.state.sampling.generator
-        seed = torch.randint(2**31 - 1, (), generator=generator, device=generator.device)
-        left = self.full_length - len(self.tokens)
-        config = replace(self.config, max_new_tokens=left, seed=int(seed))
-        fields, tensors = text_request("read", self.tokens, config)
-        fields["known"] = self.state.verified
-        return self.request(fields, tensors, Draft(self.tokens[-1]))  # nothing is drafted
-
-    def request(self, fields: dict, tensors: Tensors, draft: Draft) -> RemoteResult:
-        """Send a request, and read the result from the reply. Raise ConnectionLost if no valid
-        reply comes in time. draft: the draft to verify, or an empty one."""
-        vocab_size = self.state.drafter.target.config.vocab_size
-        with self.channel.closed_on_failure():
-            self.channel.send(fields, tensors)
-            reply = self.channel.receive()
-            with refuse_malformed("reply"):
-                path = draft.path_of(reply.fields["accepted"])
-                accepted = [draft.tokens[node] for node in path[1:]]  # our own ints, never 9.0
-                token = check_int(reply.fields["token"], 0, vocab_size - 1)
-                # The reply has the memory of the prompt or, after a draft, of the root, of tokens
-                # written offline, and of the accepted tokens.
-                verified = self.tokens[self.state.verified:] + accepted
-                memory = dequantize_memory(reply.tensors, verified, self.state)
-        self.tokens += accepted + [token]
-        return RemoteResult(accepted, token, memory, draft)
-
-
-def text_request(call: str, text: list[int], config: GenerationConfig) -> tuple[dict, Tensors]:
-    """Return the fields and tensors of a request: a text, and how to go on after the text."""
-    fields = {"call": call, **vars(config), "stop_ids": sorted(config.stop_ids)}
-    return fields, {"tokens": torch.tensor(text, dtype=torch.int32)}
-
-
-# --- A plain API's client, with which the paper compares ---
-
-
-def call_api(
-    channel: Channel, prompt: list[int], config: GenerationConfig, vocab_size: int
-) -> Iterator[int]:
-    """Use the server as a plain API: the target decodes alone. Yield each token when it arrives.
-    Raise InputError when the server is lost."""
-    with input_errors("the answer ends here", ConnectionLost):
-        channel.connect()
-        with channel.closed_on_failure():
-            channel.send(*text_request("generate", prompt, config))
-            for _ in range(config.max_new_tokens):
-                reply = channel.receive()
-                with refuse_malformed("reply"):
-                    token = check_int(reply.fields["token"], 0, vocab_size - 1)
-                yield token
-                if token in config.stop_ids:
-                    return
-
-
-# --- The paper's server: the target is there ---
-
-
-# speculate.py imports this file, so the class of the server's verifier (speculate's
-# `ExactVerifier`) is passed in: to `start_server` or `serve`, and from there to `TargetSession`.
-class CachedVerifier(Verifier, Protocol):
-    """What `TargetSession` uses of the server's verifier."""
-
-    model: Llama
-    cache: KVCache
-    sampling: Sampling
-
-
-# The int is the capacity of the verifier's cache, in slots.
-NewVerifier = Callable[[Llama, Drafter, int, Sampling, OnPiece], CachedVerifier]
-
-
-@dataclass
-class TargetSession:
-    """The server's side of one client: a `Session` of plumbing/messages.py.
-
-    Each client has a thread of its own. All of them share one worker thread, which does the models'
-    passes of all clients in turn: PyTorch keeps a pool of threads for each thread that calls it,
-    and several pools would fight for the cores.
-
-        a client's thread                                the worker thread
-        receives a request, and calls `parse`
-        in `run_in_worker`, submits `make_next`     ->   runs `read`, `verify` or `generate` until
-        and checks that the client is still there        the function yields its next reply
-        sends the reply                             <-
-    """
-
-    model: Llama
-    drafter: Drafter
-    worker: futures.ThreadPoolExecutor
-    new_verifier: NewVerifier
-    has_left: HasLeft
-    verifier: CachedVerifier | None = None  # of the text that was read last
-    root: int = 0  # the newest token, which the next draft follows
-
-    @property
-    def greeting(self) -> dict:
-        return {"drafter": self.drafter.checkpoint_hash}
-
-    def parse(self, fields: dict, tensors: Tensors) -> Callable[[], Replies]:
-        """Check a request. Return a function that makes its replies."""
-        call = fields["call"]
-        # `verify`, `read` and `generate` are generators: they do nothing until asked for a reply.
-        if call == "verify":
-            replies = self.verify(parse_draft(fields, tensors, self.verifier, self.root))
-        elif call == "read":
-            tokens, config = parse_text(fields, tensors, self.model)
-            known = check_int(fields.get("known", 0), 0, len(tokens) - 1)
-            replies = self.read(tokens, config, known)
-        elif call == "generate":
-            replies = self.generate(*parse_text(fields, tensors, self.model))
-        else:
-            raise ValueError(f"unknown call {call!r:.40}")
-        return partial(self.run_in_worker, replies)
-
-    def read(self, tokens: list[int], config: GenerationConfig, known: int) -> Replies:
-        """Begin a text, or begin it again after a lost connection."""
-        # The cache needs room for the whole text and, after the text, for the root and the tokens
-        # of a draft, which may yet be rejected.
-        capacity = len(tokens) + config.max_new_tokens + 1 + MAX_DRAFT_TOKENS
-        sampling = config.new_sampling(self.model.device)
-        self.verifier = self.new_verifier(
-            self.model, self.drafter, capacity, sampling, self.stop_if_client_left
-        )
-        yield self.make_reply(self.verifier.prefill(tokens), known)
-
-    def verify(self, draft: Draft) -> Replies:
-        """Verify a draft that follows the newest token."""
-        yield self.make_reply(self.verifier.verify(draft))
-
-    def make_reply(self, result: VerifyResult, known: int = 0) -> tuple[dict, Tensors]:
-        """Note the next root, and return the fields and tensors of the reply, which omits the
-        memory of the first `known` tokens."""
-        self.root = result.token
-        fields = {"accepted": result.accepted, "token": result.token}
-        return fields, quantize_memory(result.memory, known)
-
-    def generate(self, tokens: list[int], config: GenerationConfig) -> Replies:
-        """Write with the target alone, as a plain API does. Yield a reply for each token."""
-        for token in generate(self.model, tokens, config, self.stop_if_client_left):
-            yield {"token": token}, {}
-
-    def run_in_worker(self, replies: Replies) -> Replies:
-        """Let the worker compute each reply when it is asked for. Raise ConnectionError as soon as
-        the client has left."""
-        while True:
-            task = self.worker.submit(self.make_next, replies)
-            while not futures.wait([task], timeout=0.1).done:
-                self.stop_if_client_left()
-            reply = task.result()
-            if reply is None:
-                return
-            yield reply
-
-    @torch.inference_mode()
-    def make_next(self, replies: Replies) -> tuple[dict, Tensors] | None:
-        self.stop_if_client_left()  # it may have left while the worker served others
-        return next(replies, None)
-
-    def stop_if_client_left(self, tokens_read: int = 0) -> None:
-        """Raise ConnectionError if the client has left, so that no more work is done for it.
-        `read_in_pieces` calls this as its `on_piece`, with tokens_read, which is not used here."""
-        if self.has_left():
-            raise ConnectionError("the client has left")
-
-
-def serve(
-    address: Address,
-    models: Models,
-    new_verifier: NewVerifier,
-    announce: Callable[[Address], None],
-) -> None:
-    """Serve without end. `announce` is called with the address once clients can connect. Raise
-    InputError if the server cannot listen there."""
-    with futures.ThreadPoolExecutor(1) as worker:
-        new_session = partial(TargetSession, models.target, models.drafter, worker, new_verifier)
-        serve_sessions(address, new_session, announce)
-
-
-def announce_on_terminal(address: Address) -> None:
-    """Tell where the server listens, and how to connect."""
-    host, port = address
-    if ":" in host:  # an IPv6 address
-        host = f"[{host}]"
-    print(f"{host}:{port}", flush=True)  # for scripts
-    command = f"python speculate.py --remote {host}:{port}"
-    print(f"connect with: {command} (and this side's --model and --drafter)", file=sys.stderr)
-
-
-def start_server(
-    model: str, drafter: str | None, device: str, dtype: torch.dtype, new_verifier: NewVerifier
-) -> Address:
-    """Reduce this process to a quarter of its threads, and start a server in a new process, which
-    loads the models. Return the server's address. Raise InputError if the server does not start.
-
-    More threads would hardly speed a drafter up, and the server needs the cores.
-    """
-    torch.set_num_threads(max(1, torch.get_num_threads() // 4))
-    context = get_context("spawn")
-    pipe, server_pipe = context.Pipe()  # the two ends: the server will send its address
-    process_args = (server_pipe, new_verifier, model, drafter, device, dtype)
-    # Ctrl-C in a terminal reaches both processes, but is meant for this one.
-    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server inherits this
-    context.Process(target=serve_until_parent_ends, args=process_args, daemon=True).start()
-    signal.signal(signal.SIGINT, on_interrupt)
-    server_pipe.close()
-    try:
-        return pipe.recv()
-    except EOFError:
-        raise InputError("the server did not start: see above")
-
-
-def serve_until_parent_ends(pipe: Connection, new_verifier: NewVerifier, *what_to_load) -> None:
-    """Load models and serve until the parent process ends, however it ends. Send the server's
-    address through the pipe. what_to_load: the arguments of `load_models`."""
-
-    def end_with_parent() -> None:
-        parent_process().join()
-        os._exit(0)
-
-    def load_and_serve() -> None:
-        serve(("localhost", 0), load_models(*what_to_load), new_verifier, pipe.send)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    run_command(load_and_serve)
-
-
-# --- The contents of messages: memories in 8 bits, texts and drafts ---
-
-
-def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
-    """Turn a memory, without its first `skip` tokens, into what crosses the network: int8 keys and
-    values (..., 2, D), and for each key and each value a float16 scale (..., 2, 1)."""
+def quantize_update(update: CacheUpdate) -> Tensors:
+    """Round the keys and values of an update to int8 (..., 2, D). Each key and each value has a
+    float16 scale of its own (..., 2, 1), by which the integers are multiplied."""
     tensors = {}
-    for name, kv in (("cross", memory.cross_kv), ("reused", memory.reused_kv)):
-        kv = kv[..., skip:, :].float().contiguous()
-        kv = kv.unflatten(-1, (2, -1))  # keys and values apart
+    for name, kv in (("ca", update.ca_kv), ("tli", update.tli_kv)):
+        kv = kv.float().contiguous().unflatten(-1, (2, -1))  # keys and values apart
         largest = kv.abs().amax(-1, keepdim=True)
         # The scale is at least float16's smallest normal number. A scale of 0 would produce NaN,
         # and a smaller number would be rounded too coarsely: from 2**-14 on float16 rounds by
@@ -792,124 +186,255 @@ def quantize_memory(memory: MemoryUpdate, skip: int = 0) -> Tensors:
     return tensors
 
 
-def dequantize_memory(tensors: Tensors, tokens: list[int], state: DraftState) -> MemoryUpdate:
-    """Read the memory of these tokens from a reply's tensors, the reverse of `quantize_memory`.
-    Raise LookupError, RuntimeError or ValueError if the tensors are not such a memory."""
-    memory = []
-    for name, cache in (("cross", state.cross_cache), ("reused", state.reused_cache)):
+def dequantize_update(tensors: Tensors, tokens: list[int], state: DraftState) -> CacheUpdate:
+    """Return the update for these tokens, in the shape, dtype and device of the state's caches."""
+    restored = []
+    for name, cache in (("ca", state.ca_cache), ("tli", state.tli_cache)):
         layers, batch, kv_heads, _, width = cache.kv.shape  # width: 2D
         shape = (layers, batch, kv_heads, len(tokens), 2)
         integers = tensors[name].view(*shape, width // 2)
         scale = tensors[name + "_scale"].view(*shape, 1)
         kv = integers.float() * scale.float()
-        if not kv.isfinite().all():
-            raise ValueError("the memory holds NaN or infinity")
-        memory.append(kv.flatten(-2).to(cache.kv))  # the cache's dtype and device
-    cross_kv, reused_kv = memory
-    return MemoryUpdate(tokens, cross_kv[0], reused_kv)  # CA has one layer
+        restored.append(kv.flatten(-2).to(cache.kv))
+    ca_kv, tli_kv = restored
+    return CacheUpdate(tokens, ca_kv[0], tli_kv)  # CA has one layer
 
 
-# The next three functions check what a client has sent. If it is malformed, they raise one of the
-# exceptions that `refuse_malformed` catches.
+def quantize_probabilities(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the 64 likeliest tokens of each q (n, V), int32 (n, 64), and their weights, uint8 (n,
+    64). The likeliest has the weight 255, the others in proportion to their probabilities."""
+    top = q.topk(min(Q_TOKENS, q.shape[-1]))
+    weights = 255 * top.values / top.values[..., :1]
+    return top.indices.int(), weights.round().to(torch.uint8)
 
 
-def parse_text(fields: dict, tensors: Tensors, model: Llama) -> tuple[list[int], GenerationConfig]:
-    """Read a text and its GenerationConfig from a request. Text and answer must fit the context."""
-    context = model.config.max_position_embeddings
-    tokens = check_ids(tensors["tokens"], model.config.vocab_size)
-    length = check_int(len(tokens), 1, context - 1, "length of the text")
-    temperature = float(fields["temperature"])
-    top_p = float(fields["top_p"])
-    if not 0 <= temperature <= 100 or not 0 < top_p <= 1:
-        raise ValueError(f"invalid sampling: temperature {temperature}, top-p {top_p}")
+def dequantize_probabilities(ids: Tensor, weights: Tensor, vocab_size: int) -> Tensor:
+    """Return the distributions (n, vocab_size) with these weights. Client and server get the same
+    floats, because each float is one division of two integers."""
+    q = weights.float() / weights.sum(-1, keepdim=True)
+    return q.new_zeros(len(q), vocab_size).scatter_(-1, ids.long(), q)
+
+
+class QuantizedDraftState(TreeSampler):
+    """Quantizes q *before* tokens are drawn from it, so that the drafter draws from exactly the q
+    that the server will receive.
+
+    Any q will do, but it must be the one that the tokens were drawn from. Say that p = q = (0.6,
+    0.4), and that q is sent as (1, 0), but tokens are drawn from (0.6, 0.4). The first token would
+    then be accepted with probability 0.6 instead of 1, and come out with 0.36 instead of 0.6.
+    """
+
+    def next_distributions(self, draft: Draft, frontier: list[int]) -> Tensor:
+        q = super().next_distributions(draft, frontier)  # (F, V)
+        if self.sampling.temperature == 0:
+            return q  # nothing is drawn, and q is not sent
+        ids, weights = quantize_probabilities(q)
+        return dequantize_probabilities(ids, weights, q.shape[-1])
+
+
+# What client and server say to each other: two calls, those of a `Verifier`.
+#
+#     call      the client sends                      the server replies
+#     read      a text, and how to sample after it    accepted [], token, update of the text
+#     verify    drafts, parents, q of each parent     accepted, token, update of what is verified
+#
+# The text's tokens, the update and q are tensors, everything else is in fields. In this example
+# the draft is a chain of two tokens, and the target accepts the first one:
+#
+#     client                                     server
+#     read     tokens 5 9 2                ->    reads 5 9 2
+#                                          <-    accepted [], token 7, update of 5 9 2
+#     verify   drafts [4 8], parents [0 1] ->    reads 7 4 8 in one pass
+#                                          <-    accepted [4], token 1, update of 7 4
+#
+# With "verify" the root, 7, is not sent: the server chose it. Each message has a function that
+# makes it, for the sender, and one that parses it, for the receiver.
+
+MAX_DRAFT_TOKENS = 64  # for which the server's cache has room
+
+
+def message_size(message: Message) -> int:
+    """Return how many bytes a message takes: its fields as JSON, its tensors as they are."""
+    fields, tensors = message
+    return len(json.dumps(fields)) + sum(tensor.nbytes for tensor in tensors.values())
+
+
+def make_read(tokens: list[int], config: GenerationConfig, seed: int) -> Message:
+    fields = {
+        "call": "read",
+        "max_new_tokens": config.max_new_tokens,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "seed": seed,
+    }
+    return fields, {"tokens": torch.tensor(tokens, dtype=torch.int32)}
+
+
+def parse_read(fields: dict, tensors: Tensors) -> tuple[list[int], GenerationConfig]:
+    """Return a text, and how to go on after it."""
     config = GenerationConfig(
-        max_new_tokens=check_int(fields["max_new_tokens"], 1, context - length, "max_new_tokens"),
-        temperature=temperature,
-        top_p=top_p,
-        seed=check_int(fields["seed"], 0, 2**63 - 1, "seed"),
-        stop_ids=frozenset(fields["stop_ids"]),
+        max_new_tokens=fields["max_new_tokens"],
+        temperature=fields["temperature"],
+        top_p=fields["top_p"],
+        seed=fields["seed"],
     )
-    return tokens, config
+    return tensors["tokens"].tolist(), config
 
 
-def parse_draft(
-    fields: dict, tensors: Tensors, verifier: CachedVerifier | None, root: int
-) -> Draft:
-    """Read a draft from a request. The draft must fit the model, the text and the context."""
-    if verifier is None:
-        raise ValueError("drafts must follow a text")
-    sizes = verifier.model.config
-    tokens = fields["drafts"]
-    check_int(len(tokens), 0, MAX_DRAFT_TOKENS, "number of drafted tokens")
+def make_verify(draft: Draft) -> Message:
+    fields = {"call": "verify", "drafts": draft.tokens[1:], "parents": draft.parents[1:]}
+    if not draft.q:
+        return fields, {}
+    # Quantizing again loses nothing: `QuantizedDraftState` has, and the weights stay the same.
+    q = torch.stack([draft.q[parent] for parent in sorted(draft.q)])
+    ids, weights = quantize_probabilities(q)
+    return fields, {"ids": ids.cpu(), "weights": weights.cpu()}
+
+
+def parse_verify(fields: dict, tensors: Tensors, root: int, model: Llama) -> Draft:
+    """Return a draft that follows the root."""
     draft = Draft(root)
-    for i, (token, parent) in enumerate(zip(tokens, fields["parents"], strict=True)):
-        check_int(token, 0, sizes.vocab_size - 1)
-        check_int(parent, 0, i)  # the root, or a token before this one
-        # The client sends likelier tokens first. Equal probabilities keep that order.
-        draft.add(token, parent, probability=1.0)
-    cache = verifier.cache
-    positions = cache.length + max(map(len, draft.paths))
-    slots = cache.length + len(draft.tokens)
-    check_int(positions, 0, sizes.max_position_embeddings, "number of positions")
-    check_int(slots, 0, cache.kv.shape[3], "number of slots in the cache")
-    if verifier.sampling.temperature > 0 and tokens:
-        draft.q = parse_distributions(draft, tensors, verifier.model)
+    for token, parent in zip(fields["drafts"], fields["parents"], strict=True):
+        draft.add(token, parent, probability=1.0)  # the server does not need the drafter's
+    if "ids" in tensors:
+        q = dequantize_probabilities(tensors["ids"], tensors["weights"], model.config.vocab_size)
+        parents = sorted(set(draft.parents[1:]))
+        draft.q = dict(zip(parents, q.to(model.device), strict=True))
     return draft
 
 
-def parse_distributions(draft: Draft, tensors: Tensors, model: Llama) -> dict[int, Tensor]:
-    """Read from a request, for each parent, the distribution (V) that its children were drawn
-    from."""
-    vocab_size = model.config.vocab_size
-    parents = sorted(set(draft.parents[1:]))
-    ids = tensors["ids"]
-    weights = tensors["weights"]
-    shape = (len(parents), min(Q_TOKENS, vocab_size))
-    check_ids(ids.flatten(), vocab_size)
-    if ids.shape != shape or weights.shape != shape or weights.dtype != torch.uint8:
-        raise ValueError("q does not fit the drafts")
-    q = dequantize_probabilities(ids, weights, vocab_size)  # NaN where all weights are 0
-    rows = [parents.index(parent) for parent in draft.parents[1:]]
-    if not (q[rows, draft.tokens[1:]] > 0).all():
-        raise ValueError("q does not fit the drafts: one cannot have been drawn from it")
-    return dict(zip(parents, q.to(model.device)))
+def make_reply(result: VerifyResult) -> Message:
+    fields = {"accepted": result.accepted, "token": result.token}
+    return fields, quantize_update(result.update)
 
 
-# --- Command line: from flags to a link, from a link to a channel ---
+# --- The paper's server: the target and LSA ---
 
 
-def add_link_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `link_of` takes."""
-    add = parser.add_argument
-    add("--network", choices=PROFILES, help="simulate this network; the next four override it")
-    add("--latency", type=flags.duration, help="one way, like 21ms")
-    add("--jitter", type=flags.duration, help="standard deviation of the latency, like 19ms")
-    add("--bandwidth", type=flags.bandwidth, help="each way, like 20Mbit")
-    add("--loss", type=flags.loss_rate, help="share of packets that are lost, like 0.1%%")
+class Server:
+    """The target's side of one conversation. `LocalVerifier` does the work, as it does on one
+    machine. Here it reads its arguments from messages, and its results become messages."""
+
+    def __init__(self, model: Llama, drafter: Drafter):
+        """drafter: only its LSA, and CA's projections to keys and values, are used here."""
+        self.model = model
+        self.drafter = drafter
+        self.verifier: LocalVerifier | None = None  # of the text that was read last
+        self.root = 0  # the newest token, which the next draft follows
+
+    def answer(self, message: Message) -> Message:
+        """Return the reply to a request."""
+        fields, tensors = message
+        if fields["call"] == "read":
+            result = self.read(*parse_read(fields, tensors))
+        else:
+            result = self.verify(parse_verify(fields, tensors, self.root, self.model))
+        return make_reply(result)
+
+    def read(self, tokens: list[int], config: GenerationConfig) -> VerifyResult:
+        """Begin a text."""
+        # The cache needs room for the whole text and, after the text, for the root and the tokens
+        # of a draft, which may yet be rejected.
+        capacity = len(tokens) + config.max_new_tokens + 1 + MAX_DRAFT_TOKENS
+        self.verifier = self.new_verifier(capacity, config.new_sampling(self.model.device))
+        result = self.verifier.prefill(tokens)
+        self.root = result.token
+        return result
+
+    def new_verifier(self, capacity: int, sampling: Sampling) -> LocalVerifier:
+        return LocalVerifier(self.model, self.drafter, capacity, sampling)
+
+    def verify(self, draft: Draft) -> VerifyResult:
+        """Verify a draft that follows the newest token."""
+        result = self.verifier.verify(draft)
+        self.root = result.token
+        return result
 
 
-def link_of(network: str | None, **flagged: float | None) -> Link | None:
-    """Return the link that these flags describe, or None if no flag is given. flagged: fields of
-    Link by name, each None if its flag is not given."""
-    stated = {name: value for name, value in flagged.items() if value is not None}
-    if network is None and not stated:
-        return None
-    return replace(PROFILES.get(network, Link()), **stated)
+# --- The paper's client: SA, CA and TLI ---
 
 
-def open_channel(
-    address: Address,
-    link: Link,
-    seed: int,
-    prompt: list[int],
-    outage_after: float = math.inf,
-    outage_for: float = math.inf,
-    timeout: float | None = None,
-) -> Channel:
-    """Return a channel for one answer. outage_after: tokens.
+@dataclass
+class Traffic:
+    """What a client has sent, received and waited for."""
 
-    The sum of the prompt's tokens is a part of the seed. The same prompt therefore meets the same
-    delays again, and most other prompts meet different ones.
-    """
-    outage = Outage(outage_after, outage_for)
-    return Channel(address, Network(link, seed + sum(prompt), outage), timeout)
+    bytes_up: int = 0
+    bytes_down: int = 0
+    round_trips: int = 0  # requests
+    network_seconds: float = 0.0  # spent waiting for replies, less the server's own time
+
+
+class Connection:
+    """Carries requests to a server in this process and replies back, over a simulated network."""
+
+    def __init__(self, server: Server, link: Link, seed: int = 0):
+        """link: of both directions. Each has random draws of its own."""
+        self.server = server
+        self.up = SimulatedPath(link, 2 * seed)
+        self.down = SimulatedPath(link, 2 * seed + 1)
+        self.traffic = Traffic()
+
+    def request(self, message: Message) -> Message:
+        """Return the server's reply, at the moment when it would arrive."""
+        sent = monotonic()
+        reply = self.server.answer(message)
+        elapsed = monotonic() - sent  # the server's work, in real time
+
+        bytes_up = message_size(message)
+        bytes_down = message_size(reply)
+        received = self.up.arrival_of(sent, bytes_up)  # by the server, on the simulated clock
+        arrival = self.down.arrival_of(received + elapsed, bytes_down)
+        sleep(max(0.0, arrival - monotonic()))
+
+        self.traffic.bytes_up += bytes_up
+        self.traffic.bytes_down += bytes_down
+        self.traffic.round_trips += 1
+        self.traffic.network_seconds += monotonic() - sent - elapsed
+        return reply
+
+
+class RemoteVerifier:
+    """Lets a server verify the drafts of one conversation: the `Verifier` of speculate.py whose
+    target is elsewhere."""
+
+    def __init__(
+        self, connection: Connection, state: QuantizedDraftState, config: GenerationConfig
+    ):
+        """state: the drafter's caches, for which the server's updates are meant. (The loop appends
+        them. Here only their shapes and lengths are read.)"""
+        self.connection = connection
+        self.state = state
+        self.config = config
+        self.tokens: list[int] = []  # prompt and answer; the last token is the next root
+
+    def prefill(self, prompt: list[int]) -> VerifyResult:
+        """Let the server read the prompt."""
+        self.tokens = list(prompt)
+        return self.request(make_read(prompt, self.config, self.new_seed()))
+
+    def verify(self, draft: Draft) -> VerifyResult:
+        """Let the server verify a draft."""
+        return self.request(make_verify(draft))
+
+    def new_seed(self) -> int:
+        """Draw a seed for the server. With the drafter's own seed the server would draw the same
+        random numbers as the drafter, but acceptance needs independent ones: a token must not be
+        judged by the number that it was drawn with."""
+        generator = self.state.sampling.generator
+        seed = torch.randint(2**31 - 1, (), generator=generator, device=generator.device)
+        return int(seed)
+
+    def request(self, message: Message) -> VerifyResult:
+        """Send a request, and return the result that the reply describes."""
+        fields, tensors = self.connection.request(message)
+        return self.parse_reply(fields, tensors)
+
+    def parse_reply(self, fields: dict, tensors: Tensors) -> VerifyResult:
+        accepted = fields["accepted"]
+        token = fields["token"]
+        # The server has read all tokens up to the new one. The update covers those that CA lacks:
+        # the prompt or, after a draft, the root and the accepted tokens.
+        verified = self.tokens[self.state.ca_cache.length:] + accepted
+        update = dequantize_update(tensors, verified, self.state)
+        self.tokens += accepted + [token]
+        return VerifyResult(accepted, token, update)

@@ -12,45 +12,49 @@ experiments.synthesize` writes them). experiments/results/README.md has the resu
 """
 from __future__ import annotations
 
-import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
-
 import json
 from argparse import Namespace
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Iterator, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from app.answers import (
+    Cycles,
+    acceptance_length,
+    answer,
+    count_slots,
+    timed_cycles,
+    tokens_per_second,
+)
+from app.exact import ExactVerifier
+from app.loading import load_drafter, load_target
+from app.lookup import NoDrafter
+from app.packed import pack_models
+from app.results import DetailedResult
+from app.training import RunConfig, train_drafter
 from experiments.tables import Column, print_rows
-from llama import GenerationConfig, KVCache, Llama, Sampling, causal_mask, load_target
+from llama import DecoderLayer, GenerationConfig, KVCache, Llama, Sampling, causal_mask
 from moa import (
+    CacheUpdate,
     Draft,
     Drafter,
     DrafterConfig,
     DraftLimits,
     DraftState,
-    VerifyResult,
-    load_drafter,
-    pack_together,
+    run_target_layers,
 )
 from plumbing.conversations import Conversations, hold_out
 from plumbing.devices import DTYPES, choose_training_dtype
 from plumbing.errors import InputError, run_command
-from plumbing.files import read_json
 from plumbing.flags import Parser, add_model_arguments, number, path, positive_int
 from plumbing.tokenizer import Tokenizer
-from speculate import (
-    ExactVerifier,
-    LocalVerifier,
-    WithDrafts,
-    acceptance_length,
-    answer,
-    tokens_per_second,
-)
-from train import EVALUATION_RUN, TrainConfig, train_drafter
+from speculate import LocalVerifier, TreeSampler
 
 # Drafts of a fixed size, whatever the drafter thinks of them.
 LIMITS = {
@@ -77,6 +81,10 @@ COLUMNS = {
 #
 # Without CA each position adds the one memory before it to its own input, and attends to the
 # positions before it. The last two rows differ: that is the off-policy problem.
+#
+# The chapters know nothing of this. Here a part is replaced by a module that is called in the same
+# way, so that `drafter_pass` of train.py trains every drafter. Only while drafting do those without
+# LSA need a verifier, and those without CA a draft state, of their own.
 
 
 @dataclass(frozen=True)
@@ -112,94 +120,97 @@ class NoLSADrafter(AblationDrafter):
         del self.layer_self_attention
         width = target.config.hidden_size
         self.Ekv2E = nn.Linear(width, width)  # the name stays, though it is from E to E
+        self.states = torch.empty(0)  # of the tokens whose memory is built next, (B, T, E)
+        # The cache does not hold these states, but in training the target has just computed them.
+        target.norm.register_forward_hook(self.keep_states)
 
-    def mix_attentions(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
-        # The cache does not hold the final states. So training runs the target a second time.
-        memory = self.project_states(self.target.hidden(tokens))
-        return self.cross_attend(self.self_attend(tokens), memory, horizon)
+    def keep_states(self, norm: nn.Module, inputs: tuple[Tensor], states: Tensor) -> None:
+        self.states = states
 
-    def memory_update(self, tokens: list[int], cache: KVCache) -> None:
-        """The cache is not read: see `LastStateVerifier`."""
+    def build_memory(self, pieces: Iterator[Tensor]) -> Tensor:
+        return self.project_states(self.states)
 
     def project_states(self, hidden: Tensor) -> Tensor:
         """Turn final hidden states (B, T, E) into memories (B, T, E)."""
         return self.Ekv2E(hidden.to(self.dtype))
 
 
-class RecordingTarget:
-    """A target that keeps the final states of its passes."""
-
-    def __init__(self, target: Llama):
-        self.target = target
-        self.passes: list[Tensor] = []  # (1, T, E) each
-
-    def __getattr__(self, name: str):
-        return getattr(self.target, name)
-
-    def hidden(self, *args) -> Tensor:
-        self.passes.append(self.target.hidden(*args))
-        return self.passes[-1]
-
-
 class LastStateVerifier(ExactVerifier):
-    """For drafters without LSA: it hands them the target's final states, not its cache."""
+    """For drafters without LSA: it hands them the target's final states of the verified tokens."""
 
-    def __init__(self, model: Llama, *others):
-        super().__init__(RecordingTarget(model), *others)
+    def __init__(self, model: Llama, drafter: NoLSADrafter, capacity: int, sampling: Sampling):
+        # The verifier's own update would come before it is known which states to hand over.
+        super().__init__(model, NoDrafter(), capacity, sampling)
+        self.reader = drafter
 
-    def prefill(self, prompt: list[int]) -> VerifyResult:
-        result = super().prefill(prompt)
-        return self.with_states(result, prompt, path=list(range(len(prompt))))
+    def prefill(self, prompt: list[int]) -> DetailedResult:
+        with final_states(self.model) as passes:
+            result = super().prefill(prompt)
+        return self.with_update(result, prompt, passes, path=list(range(len(prompt))))
 
-    def verify(self, draft: Draft) -> VerifyResult:
-        result = super().verify(draft)
+    def verify(self, draft: Draft) -> DetailedResult:
+        with final_states(self.model) as passes:
+            result = super().verify(draft)
         path = result.draft.path_of(result.accepted)
-        return self.with_states(result, [draft.tokens[0], *result.accepted], path)
+        return self.with_update(result, [draft.tokens[0], *result.accepted], passes, path)
 
-    def with_states(self, result: VerifyResult, tokens: list[int], path: list[int]) -> VerifyResult:
-        """Return the result with what the drafter makes of the states of these tokens. path: their
-        places in the passes since the last call."""
-        hidden = torch.cat(self.model.passes, dim=1)[:, path]  # (1, T, E)
-        self.model.passes.clear()
-        memory = self.drafter.project_states(hidden)
-        return replace(result, memory=self.drafter.update_from_memory(tokens, memory, self.cache))
+    def with_update(
+        self, result: DetailedResult, tokens: list[int], passes: list[Tensor], path: list[int]
+    ) -> DetailedResult:
+        """Return the result with the drafter's update. path: the places of the verified tokens in
+        the target's passes (1, T, E)."""
+        self.reader.states = torch.cat(passes, dim=1)[:, path]
+        return replace(result, update=self.reader.cache_update(tokens, self.cache))
+
+
+@contextmanager
+def final_states(target: Llama) -> Iterator[list[Tensor]]:
+    """Collect the final hidden states (B, T, E) of each pass that ends within this block. (A pass
+    may be padded on the right.)"""
+    passes = []
+    handle = target.norm.register_forward_hook(lambda *args: passes.append(args[-1]))
+    try:
+        yield passes
+    finally:
+        handle.remove()
 
 
 # --- Without CA ---
 
 
-@dataclass
-class NoCAUpdate:
-    """What verified tokens bring to a drafter without CA: its layer reads their memory itself."""
+class CausalLayer(nn.Module):
+    """A causal decoder layer in CA's place, called as CA is. At position i it reads SA's output
+    plus the memory of the token at i - 1.
 
-    tokens: list[int]
-    memory: Tensor  # (1, T, E)
-    reused_kv: Tensor  # as in `MemoryUpdate`
+    In training that is always a true memory, and no horizon hides it.
+    """
+
+    def __init__(self, layer: DecoderLayer):
+        super().__init__()
+        self.layer = layer
+
+    def keys_values(self, memory: Tensor, rope: Tensor) -> Tensor:
+        return memory  # (B, T, E): the layer's own keys and values depend on SA's output, too
+
+    def attend_to(
+        self, memory: Tensor, x: Tensor, rope: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """Run the layer on all positions x (B, T, E). The mask, which follows the horizon, is
+        ignored: that is what makes this off-policy."""
+        # The memory of the token before each. Nothing is before the first: zeros.
+        previous = F.pad(memory[:, :-1], (0, 0, 1, 0))  # (B, T, E)
+        return self.layer(x + previous, rope, causal_mask(x.shape[1], past=0, device=x.device))
 
 
 class NoCADrafter(AblationDrafter):
-    """Without CA. In its place is a causal layer of the same size, which at position i reads SA's
-    output plus the memory of the token at i - 1.
-
-    In training that is always a true memory, and no horizon hides it. While drafting, the drafted
-    tokens have none, and the drafter's own prediction stands in for it, `predicted_memory`. It was
-    never trained on that: off-policy.
-    """
+    """Without CA. While drafting, the drafted tokens have no memory, and the drafter's own
+    prediction stands in for it, `predicted_memory`. It was never trained on that: off-policy."""
 
     missing = ("cross_attention",)
 
-    def cross_attend(self, x: Tensor, memory: Tensor, horizon: Tensor) -> Tensor:
-        """Run the causal layer. The horizon is ignored: that is what makes this off-policy."""
-        count = x.shape[1]
-        # The memory of the token before each. Nothing is before the first: zeros.
-        previous = nn.functional.pad(memory[:, :-1], (0, 0, 1, 0))  # (B, T, E)
-        mask = causal_mask(count, past=0, device=x.device)
-        return self.cross_attention(x + previous, self.rotary[:, :count], mask)
-
-    def update_from_memory(self, tokens: list[int], memory: Tensor, cache: KVCache) -> NoCAUpdate:
-        first_reused = len(cache.kv) - self.N
-        start = cache.length - len(tokens)
-        return NoCAUpdate(tokens, memory, cache.kv[first_reused:, :, :, start:cache.length])
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        self.cross_attention = CausalLayer(self.cross_attention)
 
     def predicted_memory(self, features: Tensor) -> Tensor:
         """Return what stands in for the memory of drafted tokens, given their features (F, E).
@@ -210,16 +221,13 @@ class NoCADrafter(AblationDrafter):
         """
         return features.to(self.dtype)
 
-    def new_state(self, capacity: int, sampling: Sampling = Sampling()) -> DraftState:
-        return NoCADraftState(self, capacity, sampling)
 
-
-class NoCADraftState(DraftState):
+class NoCADraftState(TreeSampler):
     """Drafts without CA.
 
-    `cross_cache` has keys and values of the causal layer, of the text and of the draft, and grows
-    with the other two. Verified tokens have to pass through both layers, as their keys and values
-    depend on SA's output and the memory. (EAGLE's code lets them pass together with the next root.)
+    `ca_cache` has keys and values of the causal layer, of the text and of the draft, and grows with
+    the other two. Verified tokens have to pass through both layers, as their keys and values depend
+    on SA's output and the memory. (EAGLE's code lets them pass together with the next root.)
     """
 
     def __init__(self, drafter: NoCADrafter, capacity: int, sampling: Sampling):
@@ -236,46 +244,55 @@ class NoCADraftState(DraftState):
 
     def discard_draft(self) -> None:
         super().discard_draft()
-        self.cross_cache.length = self.text_length
+        self.ca_cache.length = self.text_length
 
-    def append_verified(self, update: NoCAUpdate) -> None:
-        """Run both layers over newly verified tokens."""
+    def append_verified(self, update: CacheUpdate) -> None:
+        """Run both layers over newly verified tokens. update.ca_kv: see `CausalLayer`."""
         self.discard_draft()
-        drafter = self.drafter
+        memory = update.ca_kv[0]  # (T, E)
         count = len(update.tokens)
-        rope = drafter.rotary[:, self.verified:self.verified + count]
-        mask = causal_mask(count, past=self.verified, device=drafter.target.device)
-        memory_before = torch.cat([self.last_memory, update.memory[0, :-1]])  # (T, E)
-        x = drafter.self_attention(self.embed(update.tokens), rope, mask, self.self_cache, 0)
-        drafter.cross_attention(x + memory_before, rope, mask, self.cross_cache, 0)
-        for i in range(drafter.N):
-            self.reused_cache.append(i, update.reused_kv[i])
-        for cache in (self.self_cache, self.cross_cache, self.reused_cache):
-            cache.length += count
+        rope = self.drafter.rotary[:, self.verified:self.verified + count]
+        mask = causal_mask(count, past=self.verified, device=self.drafter.device)
+        memory_before = torch.cat([self.last_memory, memory[:-1]])  # (T, E)
+        self.run_layers(update.tokens, memory_before, rope, mask)
+        for i in range(self.drafter.N):
+            self.tli_cache.append(i, update.tli_kv[i])
+        self.grow(count)
         self.verified += count
-        self.last_memory = update.memory[0, -1:]
+        self.last_memory = memory[-1:]
 
     def step(self, draft: Draft, frontier: list[int]) -> Tensor:
-        """Run SA, the causal layer and TLI on the frontier: features (F, E)."""
+        """Run SA, the causal layer and TLI on the frontier. Returns predicted hidden states
+        (F, E)."""
         drafter = self.drafter
         self.expanded += frontier
         mask = self.tree_mask(draft, frontier)  # (F, S)
         position = self.text_length + draft.depth(frontier[0])
         rope = drafter.rotary[:, position:position + 1]
-        target_rope = drafter.target.rotary[:, position:position + 1]
         memory_before = self.last_memory  # of the root, (1, E)
         if frontier != [0]:
             predicted = [self.predicted[draft.parents[node]] for node in frontier]
             memory_before = torch.stack(predicted)  # (F, E)
-        x = self.embed([draft.tokens[node] for node in frontier])  # (1, F, E), and so on
-        x = drafter.self_attention(x, rope, mask, self.self_cache, 0)
-        x = drafter.cross_attention(x + memory_before, rope, mask, self.cross_cache, 0)
-        x = drafter.run_target_layers(x, target_rope, mask, self.reused_cache)
-        for cache in (self.self_cache, self.cross_cache, self.reused_cache):
-            cache.length += len(frontier)
+        x = self.run_layers([draft.tokens[node] for node in frontier], memory_before, rope, mask)
+        if drafter.N > 0:
+            target_rope = drafter.target.rotary[:, position:position + 1]
+            x = run_target_layers(drafter, x, target_rope, mask, self.tli_cache)
+        self.grow(len(frontier))
         features = x.squeeze(0)  # (F, E)
         self.predicted.update(zip(frontier, drafter.predicted_memory(features)))
         return features
+
+    def run_layers(
+        self, tokens: list[int], memory_before: Tensor, rope: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Run SA and the causal layer on tokens, given the memory before each (T, E): (1, T, E)."""
+        drafter = self.drafter
+        x = drafter.self_attention(self.embed(tokens), rope, mask, self.self_cache, 0)
+        return drafter.cross_attention.layer(x + memory_before, rope, mask, self.ca_cache, 0)
+
+    def grow(self, count: int) -> None:
+        for cache in (self.self_cache, self.ca_cache, self.tli_cache):
+            cache.length += count
 
 
 # --- Without both; EAGLE's ---
@@ -297,7 +314,8 @@ class EagleDrafter(NoLSANoCADrafter):
     and h the hidden state of the one before it.
 
     Without LSA and CA we have SA(e) + W h under that layer. So here a linear map U takes SA's
-    place. (EAGLE's layer has no norm before its attention. Here it has one, as all layers have.)
+    place. (EAGLE's layer has no norm before its attention. Here it has one, as all layers have.
+    And EAGLE adds noise to h in training, uniform and of scale 0.2. Here is none.)
     """
 
     missing = ("layer_self_attention", "cross_attention", "self_attention")
@@ -333,35 +351,36 @@ class Ablation(NamedTuple):
     """What it takes to train a drafter and to draft with it."""
 
     kind: type[Drafter]
-    new_verifier: type[LocalVerifier]
-    max_depth: int  # of the tokens of a draft that one pass over a text can score
+    new_verifier: type[LocalVerifier] = ExactVerifier
+    new_state: type[DraftState] = TreeSampler
 
 
-FULL = Ablation(Drafter, ExactVerifier, EVALUATION_RUN)
-# Without CA, one pass over a text reads true memories where drafting reads predictions. So it
-# scores only the first token of a draft.
+FULL = Ablation(Drafter)
 ABLATIONS = {
-    "no-lsa": Ablation(NoLSADrafter, LastStateVerifier, EVALUATION_RUN),
-    "no-ca": Ablation(NoCADrafter, ExactVerifier, 1),
-    "neither": Ablation(NoLSANoCADrafter, LastStateVerifier, 1),
-    "eagle": Ablation(EagleDrafter, LastStateVerifier, 1),
+    "no-lsa": Ablation(NoLSADrafter, LastStateVerifier),
+    "no-ca": Ablation(NoCADrafter, new_state=NoCADraftState),
+    "neither": Ablation(NoLSANoCADrafter, LastStateVerifier, NoCADraftState),
+    "eagle": Ablation(EagleDrafter, LastStateVerifier, NoCADraftState),
 }
 ALL = {"full": FULL} | ABLATIONS
 
 
-def load_ablation(folder: Path, target: Llama) -> tuple[Drafter, Ablation]:
-    """Load a drafter that has all of its parts, or not. Raises InputError."""
-    stated = read_json(folder / "config.json")
-    missing = []
-    for part in EagleDrafter.missing:
-        if stated.get(f"use_{part}") is False:
-            missing.append(part)
-    if not missing:
-        return load_drafter(folder, target), FULL
-    for ablation in ABLATIONS.values():
-        if ablation.kind.missing == tuple(missing):
-            return load_drafter(folder, target, ablation.kind), ablation
-    raise InputError(f"{folder}: no drafter here lacks only {' and '.join(missing)}")
+@dataclass
+class WithAblation:
+    """A way to answer prompts, as `WithDrafts` of app/answers.py, with any of these drafters."""
+
+    target: Llama
+    drafter: Drafter
+    limits: DraftLimits
+    ablation: Ablation
+
+    @torch.inference_mode()
+    def cycles(self, prompt: list[int], config: GenerationConfig) -> Cycles:
+        sampling = config.new_sampling(self.target.device)
+        capacity = count_slots(prompt, config, self.limits)
+        verifier = self.ablation.new_verifier(self.target, self.drafter, capacity, sampling)
+        state = self.ablation.new_state(self.drafter, capacity, sampling)
+        return timed_cycles(verifier, state, prompt, config, self.limits)
 
 
 # --- Measuring ---
@@ -375,13 +394,9 @@ def measure_drafter(
     config = GenerationConfig(max_new_tokens=count)
     row = {}
     for name, limits in LIMITS.items():
-        method = WithDrafts(target, drafter, limits, new_verifier=ablation.new_verifier)
+        method = WithAblation(target, drafter, limits, ablation)
         progress = tqdm(prompts, desc=f"answers, {name}s", leave=False)
-        generations = []
-        for prompt in progress:
-            generations.append(answer(method, prompt, config))
-            if generations[-1].interrupted:  # by Ctrl-C, which `answer` takes for an answer's end
-                raise KeyboardInterrupt
+        generations = [answer(method, prompt, config) for prompt in progress]
         row[f"{name}_acceptance_length"] = acceptance_length(generations)
         row[f"{name}_tokens_per_second"] = tokens_per_second(generations)
     return row
@@ -431,7 +446,7 @@ def parse_arguments() -> Namespace:
 def main() -> None:
     args = parse_arguments()
     dtype = choose_training_dtype(args.device, args.dtype)
-    config = TrainConfig(
+    config = RunConfig(
         updates=args.updates,
         batch_size=args.batch_size,
         micro_batch_size=args.batch_size,
@@ -452,15 +467,14 @@ def main() -> None:
             device=args.device,
             resume=(args.out / name).exists(),
             kind=ALL[name].kind,
-            max_depth=ALL[name].max_depth,
         )
     target, tokenizer = load_target(args.model, args.device, DTYPES[dtype])
     prompts = held_out_prompts(args, tokenizer, target.config.max_position_embeddings)
-    drafters = [load_ablation(args.out / name, target) for name in args.names]
-    pack_together(target, [drafter for drafter, _ in drafters])
+    drafters = [load_drafter(args.out / name, target, ALL[name].kind) for name in args.names]
+    target = pack_models(target, drafters)
     rows = []
-    for name, (drafter, ablation) in zip(args.names, drafters):
-        scores = measure_drafter(target, drafter, ablation, prompts, args.max_new_tokens)
+    for name, drafter in zip(args.names, drafters):
+        scores = measure_drafter(target, drafter, ALL[name], prompts, args.max_new_tokens)
         rows.append({"drafter": name} | scores)
     if args.json:
         print(json.dumps({"rows": rows}))

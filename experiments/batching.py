@@ -18,11 +18,9 @@ rows the passes are no longer cheap, and drafts gain less. This program measures
     python -m experiments.batching --rows 1 4 16      # on the benchmark's prompts
 
 Shapes: B rows in use, T new tokens of each, S slots of the longest row, K drafted tokens, E hidden
-size, H heads, Hkv kv heads, D head size, L layers, V vocabulary, V' tokens that may be drafted.
+size, H heads, Hkv kv heads, D head size, L layers, V vocabulary.
 """
 from __future__ import annotations
-
-import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
 
 import json
 from argparse import Namespace
@@ -33,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from app.loading import Models, load_models
 from experiments.bench import COLUMNS, DEFAULT_PROMPTS, compare_texts
 from experiments.prompts import Prompt, read_prompt_file
 from experiments.tables import Column, print_rows
@@ -44,17 +43,11 @@ from llama import (
     check_logits,
     generate,
     probabilities,
-    read_in_pieces,
+    read_prompt,
+    sample,
     sample_next,
 )
-from moa import (
-    Draft,
-    Drafter,
-    Models,
-    draft_distributions,
-    extend_chain,
-    load_models,
-)
+from moa import Draft, Drafter, DraftState, run_target_layers
 from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import InputError, run_command
 from plumbing.flags import Parser, add_generation_arguments, add_model_arguments, number, path
@@ -173,7 +166,7 @@ class Batch:
     def add(self, key: object, prompt: list[int], config: GenerationConfig) -> None:
         """Read a prompt, and choose the first token after it."""
         row = self.open_row(key, config)
-        last = read_in_pieces(self.model, prompt, self.cache.rows[row])  # (E)
+        last = read_prompt(self.model, prompt, self.cache.rows[row])  # (E)
         self.on_verified(row, prompt)
         self.choose_first_tokens(row, last.unsqueeze(0))
 
@@ -288,11 +281,8 @@ def sample_together(logits: Tensor, samplings: list[Sampling]) -> list[int]:
     the same distribution.)
     """
     check_logits(logits)
-    rows_of = {}  # the rows that are sampled alike, by temperature and top-p
-    for row, sampling in enumerate(samplings):
-        rows_of.setdefault((sampling.temperature, sampling.top_p), []).append(row)
     tokens = logits.new_empty(len(samplings), dtype=torch.int64)
-    for (temperature, top_p), rows in rows_of.items():
+    for (temperature, top_p), rows in rows_sampled_alike(samplings).items():
         if temperature == 0:
             tokens[rows] = logits[rows].float().argmax(-1)
             continue
@@ -307,6 +297,14 @@ def sample_together(logits: Tensor, samplings: list[Sampling]) -> list[int]:
     return tokens.tolist()
 
 
+def rows_sampled_alike(samplings: list[Sampling]) -> dict[tuple[float, float], list[int]]:
+    """Return the rows of each temperature and top-p."""
+    rows_of = {}
+    for row, sampling in enumerate(samplings):
+        rows_of.setdefault((sampling.temperature, sampling.top_p), []).append(row)
+    return rows_of
+
+
 # --- With chains ---
 
 
@@ -316,76 +314,85 @@ class BatchDraftState:
 
     def __init__(self, drafter: Drafter, rows: int, capacity: int):
         self.drafter = drafter
-        alone = drafter.new_state(capacity, Sampling())  # of one conversation, with empty caches
+        alone = DraftState(drafter, capacity, Sampling())  # of one conversation, with empty caches
         self.self_cache = repeat_rows(alone.self_cache, rows)
-        self.cross_cache = repeat_rows(alone.cross_cache, rows)
-        self.reused_cache = repeat_rows(alone.reused_cache, rows)
-        self.caches = [self.self_cache, self.cross_cache, self.reused_cache]
+        self.ca_cache = repeat_rows(alone.ca_cache, rows)
+        self.tli_cache = repeat_rows(alone.tli_cache, rows)
+        self.caches = [self.self_cache, self.ca_cache, self.tli_cache]
 
     def append_verified(self, row: int, tokens: list[int], target_cache: KVCache) -> None:
         """Grow a row's caches by newly verified tokens, the last ones in its target cache, in place
         of what was drafted. As `DraftState.append_verified`."""
         drafter = self.drafter
-        update = drafter.memory_update(tokens, target_cache)
-        self_cache = self.self_cache.rows[row]
-        cross_cache = self.cross_cache.rows[row]
-        reused_cache = self.reused_cache.rows[row]
-        start = cross_cache.length  # of the text so far
+        update = drafter.cache_update(tokens, target_cache)
+        self_cache, ca_cache, tli_cache = [cache.rows[row] for cache in self.caches]
+        start = ca_cache.length  # of the text so far
         self_cache.length = start
-        reused_cache.length = start
+        tli_cache.length = start
         end = start + len(tokens)
-        ids = torch.tensor([tokens], device=drafter.target.device)  # (1, T)
+        ids = torch.tensor([tokens], device=drafter.device)  # (1, T)
         rope = drafter.rotary[:, start:end]
-        self_kv = drafter.self_attention.keys_values(drafter.embed(ids), rope)
-        self_cache.append(0, self_kv)
-        cross_cache.append(0, update.cross_kv)
+        self_cache.append(0, drafter.self_attention.keys_values(drafter.embed(ids), rope))
+        ca_cache.append(0, update.ca_kv)
         for i in range(drafter.N):
-            reused_cache.append(i, update.reused_kv[i])
-        for cache in (self_cache, cross_cache, reused_cache):
+            tli_cache.append(i, update.tli_kv[i])
+        for cache in (self_cache, ca_cache, tli_cache):
             cache.length = end
 
     def draft_chains(self, roots: list[int], K: int, samplings: list[Sampling]) -> list[Draft]:
         """Draft a chain of K tokens after the newest token, the root, of every row."""
         drafts = [Draft(root) for root in roots]
-        for _ in range(K):
-            logits = self.step([draft.tokens[-1] for draft in drafts])  # (B, V')
-            for draft, row_logits, sampling in zip(drafts, logits, samplings):
-                q = draft_distributions(row_logits, sampling)  # (V')
-                extend_chain(draft, q, self.drafter.head, sampling)
+        for last in range(K):  # the last node of every chain so far
+            hidden = self.step([draft.tokens[last] for draft in drafts])  # (B, E)
+            for rows in rows_sampled_alike(samplings).values():
+                q = self.drafter.distributions(hidden[rows], samplings[rows[0]])  # (rows, V)
+                for row, row_q in zip(rows, q):
+                    extend_chain(drafts[row], row_q, samplings[row])
         return drafts
 
     def step(self, tokens: list[int]) -> Tensor:
         """Run SA, CA and TLI on one more token of every row, as `DraftState.step` does for one row.
 
-        Returns logits (B, V').
+        Returns predicted hidden states (B, E).
         """
         drafter = self.drafter
         target = drafter.target
         batch = len(tokens)
-        ids = torch.tensor(tokens, device=target.device).unsqueeze(1)  # (B, 1)
+        ids = torch.tensor(tokens, device=drafter.device).unsqueeze(1)  # (B, 1)
         context = target.config.max_position_embeddings
         new = RaggedPass(self.self_cache, 0, ids.shape, context)
         rope = drafter.rotary[:, new.positions]  # (2, B, 1, 1, D)
         x = drafter.self_attention(drafter.embed(ids), rope, new.mask, new, 0)  # (B, 1, E)
         x = self.read_memory(x, rope)
-        new = RaggedPass(self.reused_cache, 0, ids.shape, context)
-        rope = target.rotary[:, new.positions]
-        x = drafter.run_target_layers(x, rope, new.mask, new)  # (B, 1, E)
-        for cache in (self.self_cache, self.reused_cache):
+        if drafter.N > 0:
+            new = RaggedPass(self.tli_cache, 0, ids.shape, context)
+            x = run_target_layers(drafter, x, target.rotary[:, new.positions], new.mask, new)
+        for cache in (self.self_cache, self.tli_cache):
             for row in cache.rows[:batch]:
                 row.length += 1
-        return drafter.head.logits(x[:, 0])
+        return x[:, 0]
 
     def read_memory(self, x: Tensor, rope: Tensor) -> Tensor:
         """Run CA: x (B, 1, E) -> (B, 1, E). Each row reads all of its own memory, and not the
         unused slots between its end and that of the longest row."""
         batch = len(x)
-        lengths = torch.tensor([row.length for row in self.cross_cache.rows[:batch]])  # (B)
+        lengths = torch.tensor([row.length for row in self.ca_cache.rows[:batch]])  # (B)
         longest = int(lengths.max())
         mask = torch.arange(longest) < lengths.unsqueeze(1)  # (B, S)
         mask = mask[:, None, None].to(x.device)  # (B, 1, 1, S)
-        kv = self.cross_cache.kv[0, :batch, :, :longest]  # (B, Hkv, S, 2D)
+        kv = self.ca_cache.kv[0, :batch, :, :longest]  # (B, Hkv, S, 2D)
         return self.drafter.cross_attention.attend_to(kv, x, rope, mask)
+
+
+def extend_chain(draft: Draft, q: Tensor, sampling: Sampling) -> None:
+    """Add a token that is chosen from q (V), as `DraftState.draft_chain` does."""
+    last = len(draft.tokens) - 1
+    if sampling.temperature == 0:
+        token = int(q.argmax())
+    else:
+        token = sample(q, sampling.generator)
+        draft.q[last] = q
+    draft.add(token, parent=last, probability=float(q[token]))
 
 
 def repeat_rows(cache: KVCache, rows: int) -> RaggedKVCache:

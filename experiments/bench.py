@@ -21,8 +21,6 @@ makes a row of each category and method.
 """
 from __future__ import annotations
 
-import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
-
 import json
 import math
 import random
@@ -36,36 +34,50 @@ from statistics import fmean
 from timeit import repeat
 from typing import Callable, Iterator, NamedTuple
 
+if not __package__:  # run as a file, from which Python does not find the repository's root
+    sys.exit("bench.py: run it from the repository's root: python -m experiments.bench")
+
 import torch
 from tqdm import tqdm
 
+from app.answers import (
+    Alone,
+    Generation,
+    Method,
+    OnServer,
+    Origin,
+    PlainApi,
+    WithDrafts,
+    acceptance_length,
+    answer,
+    tokens_per_second,
+)
+from app.client import Channel, add_link_arguments, link_of, open_channel
+from app.loading import (
+    Models,
+    find_drafter,
+    fingerprints,
+    load_drafter,
+    load_model,
+    load_models,
+    load_target,
+    make_ready,
+)
+from app.packed import PackedLinear
+from app.server import start_server
+from app.speculate_command import (
+    OWN_SERVER,
+    REMOTE_TREE,
+    TREE,
+    add_draft_arguments,
+    choose_limits,
+    tree_limits,
+)
 from experiments.prompts import Prompt, read_prompt_file
 from experiments.tables import Column, print_rows
-from llama import (
-    GenerationConfig,
-    Llama,
-    PackedLinear,
-    generate,
-    load_model,
-    load_target,
-)
-from moa import (
-    Drafter,
-    DraftLimits,
-    Models,
-    load_drafter,
-    load_models,
-    pack_together,
-    to_bfloat16,
-)
-from netsim import (
-    PROFILES,
-    Channel,
-    add_link_arguments,
-    link_of,
-    open_channel,
-    start_server,
-)
+from llama import GenerationConfig, Llama, generate
+from moa import Drafter, DraftLimits
+from netsim import PROFILES
 from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import InputError, run_command
 from plumbing.flags import (
@@ -78,29 +90,10 @@ from plumbing.flags import (
 )
 from plumbing.prompts import answer_length
 from plumbing.tokenizer import Tokenizer
-from speculate import (
-    OWN_SERVER,
-    REMOTE_TREE,
-    TREE,
-    Alone,
-    ExactVerifier,
-    Generation,
-    Method,
-    OnServer,
-    Origin,
-    PlainApi,
-    WithDrafts,
-    acceptance_length,
-    add_draft_arguments,
-    answer,
-    choose_limits,
-    tokens_per_second,
-    tree_limits,
-)
 
 # --- What is compared ---
 
-CHAIN = DraftLimits(depth=6, min_confidence=0.2)  # tuned as TREE of speculate.py was
+CHAIN = DraftLimits(depth=6, min_confidence=0.2)  # tuned as TREE of app/speculate_command.py was
 
 
 class Contender(NamedTuple):
@@ -177,7 +170,7 @@ def bench_prompts(
 ) -> Iterator[Turn]:
     """Let all contenders answer every turn of every prompt. Yields each turn when it is done.
 
-    context: the model's. Raises KeyboardInterrupt, also where Ctrl-C only cut an answer short.
+    context: the model's.
     """
     warm_up = Prompt("", ["Hello"])
     for _ in bench_prompt(tokenizer, context, contenders, warm_up, config, seed=0):
@@ -211,8 +204,6 @@ def bench_prompt(
         for name in random.Random(seed).sample(names, len(names)):
             method = contenders[name].method
             answers[name] = answer(method, ids, replace(config, max_new_tokens=count))
-            if answers[name].interrupted:
-                raise KeyboardInterrupt
         yield Turn(prompt.category, answers)
         first = answers[names[0]]
         messages.append({"role": "assistant", "content": tokenizer.decode(first.tokens)})
@@ -406,8 +397,8 @@ def load(args: Namespace, dtype: torch.dtype) -> tuple[Models, dict[str, Drafter
     target, tokenizer = load_target(args.model, args.device, dtype)
     drafters = {}
     for folder in args.drafter:
-        drafters[str(folder)] = to_bfloat16(load_drafter(folder, target))
-    pack_together(target, list(drafters.values()))
+        drafters[str(folder)] = load_drafter(folder, target)
+    target = make_ready(target, list(drafters.values()))
     return Models(target, tokenizer, drafter=None), drafters
 
 
@@ -445,9 +436,9 @@ def choose_remote(args: Namespace, drafter: Drafter, dtype: torch.dtype) -> dict
     """Return what the command line compares over networks: the one that it describes, or all of
     PROFILES. Starts a server if it is to be our own."""
     server = args.remote
+    folder = find_drafter(args.model, args.drafter[0] if args.drafter else None)
     if server == OWN_SERVER:
-        folder = args.drafter[0] if args.drafter else None
-        server = start_server(args.model, folder, args.device, dtype, ExactVerifier)
+        server = start_server(args.model, folder, args.device, dtype)
     links = PROFILES
     link = link_of(
         args.network,
@@ -458,9 +449,12 @@ def choose_remote(args: Namespace, drafter: Drafter, dtype: torch.dtype) -> dict
     )
     if link is not None:
         links = {args.network or "link": link}
+    models = fingerprints(args.model, folder)
     channels = {}
     for name, link in links.items():
-        channels[name] = partial(open_channel, server, link, args.seed, timeout=args.timeout)
+        channels[name] = partial(
+            open_channel, server, link, args.seed, fingerprints=models, timeout=args.timeout
+        )
     limits = choose_limits(args, REMOTE_TREE)
     return remote_contenders(drafter, limits, channels, outage_after=args.max_new_tokens // 4)
 

@@ -10,8 +10,6 @@ SVG is text, so no library is needed. It counts x to the right and y downwards, 
 viewBox. In a path, M moves, and h and v draw lines of a length to the right and down. A diagram is
 drawn around its own origin, and `g` moves it to its place.
 """
-import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
-
 import html
 import itertools
 import math

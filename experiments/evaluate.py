@@ -2,7 +2,7 @@
 
 By default in one pass over each text, as while training: its losses, and how often the token that
 it would draft at each depth is the target's first choice. Both sides read the text as it stands, so
-this scores drafts that follow the text. `evaluate` of train.py does it.
+this scores drafts that follow the text. `evaluate` of app/evaluation.py does it.
 
 With --by-drafting it really drafts: a chain of eight tokens from every eighth position of an
 answer, which the target verifies. This takes longer, is what happens in use, and scores drafters
@@ -13,8 +13,6 @@ of any kind alike: those without CA read their own predictions here.
 """
 from __future__ import annotations
 
-import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
-
 import itertools
 import json
 from argparse import Namespace
@@ -22,49 +20,47 @@ from argparse import Namespace
 import torch
 from tqdm import tqdm
 
-from llama import Sampling, load_target
-from moa import Drafter, DraftLimits, load_drafter, pack_together
-from plumbing.conversations import NO_ANSWER, Conversations, TokenizedConversation, check_files
+from app.evaluation import EVALUATION_CYCLE, check_context, depth_scores, evaluate
+from app.exact import ExactVerifier
+from app.loading import load_drafter, load_target, make_ready
+from app.training import RunConfig
+from llama import Sampling
+from moa import Drafter, DraftLimits, DraftState
+from plumbing.conversations import Conversations, TokenizedConversation, check_files
 from plumbing.devices import DTYPES, choose_training_dtype
 from plumbing.errors import InputError, run_command
 from plumbing.flags import Parser, add_model_arguments, number, path
 from speculate import LocalVerifier
-from train import (
-    EVALUATION_RUN,
-    LENGTH_STEP,
-    TrainConfig,
-    depth_scores,
-    evaluate,
-    loss_mask,
-)
+from train import loss_mask
 
 
 @torch.no_grad()
 def evaluate_drafting(
     drafter: Drafter,
     sequences: list[TokenizedConversation],
-    new_verifier: type[LocalVerifier] = LocalVerifier,
+    new_verifier: type[LocalVerifier] = ExactVerifier,
+    new_state: type[DraftState] = DraftState,
 ) -> dict:
     """Return `depth_scores` of chains that are drafted from every eighth trained position.
 
     The target verifies each chain, and then the text goes on as it stands. Raises InputError.
     """
-    runs = []
+    cycles = []
     for sequence in tqdm(sequences, desc="drafting", leave=False):
         tokens = sequence.tokens.tolist()
         verifier = new_verifier(drafter.target, drafter, len(tokens), Sampling())
-        state = drafter.new_state(len(tokens), Sampling())
-        trained = loss_mask(sequence.answer)[:-EVALUATION_RUN]  # not the last few: a chain must fit
-        starts = trained.nonzero().flatten().tolist()[::EVALUATION_RUN]
+        state = new_state(drafter, len(tokens), Sampling())
+        trained = loss_mask(sequence.answer)[:-EVALUATION_CYCLE]  # a chain must fit after each
+        starts = trained.nonzero().flatten().tolist()[::EVALUATION_CYCLE]
         for read, start in itertools.pairwise([0, *starts]):
-            state.append_verified(verifier.prefill(tokens[read:start]).memory)
-            draft = state.draft(tokens[start], DraftLimits(depth=EVALUATION_RUN))
+            state.append_verified(verifier.prefill(tokens[read:start]).update)
+            draft = state.draft(tokens[start], DraftLimits(depth=EVALUATION_CYCLE))
             accepted = verifier.verify(draft).accepted
-            runs.append([True] * len(accepted) + [False])  # (there is no ninth depth)
+            cycles.append([True] * len(accepted) + [False])  # (there is no ninth depth)
             verifier.cache.length = start  # drop root and draft: the text may go on otherwise
-    if not runs:
+    if not cycles:
         raise InputError("--by-drafting: no answer is long enough to draft in")
-    return depth_scores(runs, EVALUATION_RUN)
+    return depth_scores(cycles)
 
 
 # --- Command line ---
@@ -82,7 +78,7 @@ def parse_arguments() -> Namespace:
         help="conversations, as JSON lines or a JSON array")
     add("--by-drafting", action="store_true",
         help="really draft, instead of one pass over the text")
-    add("--seq-len", type=number(int, 16), default=TrainConfig.seq_len,
+    add("--seq-len", type=number(int, 16), default=RunConfig.seq_len,
         help="tokens that are read of a conversation, at most (default: %(default)s)")
     add_model_arguments(parser)
     return parser.parse_args()
@@ -93,20 +89,16 @@ def main() -> None:
     check_files(args.data)  # before the model is loaded, which takes longer
     dtype = choose_training_dtype(args.device, args.dtype)
     target, tokenizer = load_target(args.model, args.device, DTYPES[dtype])
-    context = target.config.max_position_embeddings // LENGTH_STEP * LENGTH_STEP
-    if args.seq_len > context:
-        raise InputError(f"--seq-len {args.seq_len}: the target's context is {context}")
+    check_context(args.seq_len, target)
     drafter = load_drafter(args.drafter, target)
     data = Conversations(args.data, tokenizer, args.seq_len)
-    sequences = list(data.read_usable(range(len(data))))
-    if not sequences:
-        raise InputError(NO_ANSWER)
+    sequences = [data[index] for index in range(len(data))]
     if args.by_drafting:
-        pack_together(target, [drafter])
+        make_ready(target, [drafter])
         scores = evaluate_drafting(drafter, sequences)
     else:
-        config = TrainConfig(dtype=dtype, seq_len=args.seq_len)
-        scores = evaluate(drafter, sequences, config)
+        config = RunConfig(dtype=dtype, seq_len=args.seq_len)
+        scores = evaluate(drafter, sequences, config, dtype)
     print(json.dumps(scores))
 
 

@@ -37,7 +37,7 @@ def parse_prompt(record: dict) -> Prompt:
     if "prompt" in record:  # its messages, if it has any, begin with the prompt
         messages = [read_turn({"role": "user", "content": record["prompt"]})]
     else:
-        messages, _ = read_messages(record)
+        messages = read_messages(record)
     if "system" in [message["role"] for message in messages]:
         raise InputError("system messages are not supported in prompts")
     turns = user_turns(messages)
@@ -54,7 +54,7 @@ def read_first_questions(path: str | Path) -> Iterator[str]:
     out unusable records. Raise InputError if the file cannot be read."""
     for record in find_records(path):
         try:
-            messages, _ = read_messages(parse_record(record.text))
+            messages = read_messages(parse_record(record.text))
         except UnusableRecord:
             continue
         turns = user_turns(messages)

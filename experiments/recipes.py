@@ -7,16 +7,14 @@ say, is a drafter with a training of its own that is a quarter as long, at whose
 rate is 0.
 """
 import itertools
-import random
 from dataclasses import asdict, dataclass
+from typing import Iterable
 
-import torch
 from torch import Tensor
 
+from app.training import DrafterSizes, RunConfig
 from experiments.ablations import ABLATIONS, FULL, Ablation
-from llama import Llama, causal_mask
-from moa import Drafter, DrafterConfig
-from train import DrafterSizes, TrainConfig
+from moa import Drafter
 
 UPDATES = 6400
 LENGTHS = {
@@ -29,43 +27,14 @@ SEEDS = (0, 1, 2)
 SEQ_LEN = 512
 
 
-# --- Two drafters that are trained otherwise ---
+# --- A drafter that sees less ---
 
 
 class LastLayerDrafter(Drafter):
     """LSA sees the keys and values of the target's last layer in place of every other's."""
 
-    def build_memory(self, kv: Tensor) -> Tensor:
-        return super().build_memory(kv[:, :, -1:].expand_as(kv))
-
-
-class StaircaseDrafter(Drafter):
-    """Trained as in the authors' code: in a share of the sequences SA sees its own run only. The
-    share falls from one to none over the first half of training."""
-
-    updates = LENGTHS["quarter"]  # of its training
-
-    def __init__(self, target: Llama, config: DrafterConfig):
-        super().__init__(target, config)
-        self.passes = 0  # so far: one for each update
-        self.draws = random.Random(0)
-
-    def mix_attentions(self, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():  # in an evaluation SA sees the whole text
-            return super().mix_attentions(tokens, kv, horizon)
-        batch, count = tokens.shape
-        share = 1 - 2 * self.passes / self.updates
-        self.passes += 1
-        is_alone = torch.tensor([self.draws.random() < share for _ in range(batch)])
-        # A run begins after its horizon. (Positions outside runs are not trained: they see
-        # themselves.)
-        positions = torch.arange(count)
-        own_run = (positions > horizon.unsqueeze(-1)) | torch.eye(count, dtype=torch.bool)
-        seen = causal_mask(count, past=0, device="cpu")  # (T, T)
-        seen = seen & (own_run | ~is_alone[:, None, None])  # (B, T, T)
-        rope = self.rotary[:, :count]
-        x = self.self_attention(self.embed(tokens), rope, seen.unsqueeze(1))
-        return self.cross_attend(x, self.build_memory(kv), horizon)
+    def build_memory(self, pieces: Iterable[Tensor]) -> Tensor:
+        return super().build_memory(kv[:, :, -1:].expand_as(kv) for kv in pieces)
 
 
 # --- Recipes ---
@@ -78,7 +47,7 @@ class Recipe:
     drafter: Ablation = FULL
     mlp: int | None = None  # width of the MLPs; None: the default, in the paper's proportions
     tli: int = 0  # layers of the target to reuse, N
-    run_length: tuple[int, int] = (5, 15)
+    run_length: tuple[int, int] = (5, 15)  # of mock cycles, see train.py
     kl_weight: float = 0.1
     feature_weight: float = 1.0
     text: str = "own"  # runs/TEXT.jsonl
@@ -87,8 +56,8 @@ class Recipe:
     def sizes(self) -> DrafterSizes:
         return DrafterSizes(tli=self.tli, mlp=self.mlp)
 
-    def training(self, updates: int, seed: int) -> TrainConfig:
-        return TrainConfig(
+    def training(self, updates: int, seed: int) -> RunConfig:
+        return RunConfig(
             updates=updates, batch_size=2, micro_batch_size=2, seq_len=SEQ_LEN,
             run_length=self.run_length, kl_weight=self.kl_weight,
             feature_weight=self.feature_weight, lr=4e-3, schedule="cosine", warmup=20,
@@ -113,7 +82,6 @@ RECIPES = {
     "neither": Recipe(ABLATIONS["neither"], mlp=352),
     "eagle": Recipe(ABLATIONS["eagle"], mlp=768),
     "last-layer": Recipe(FULL._replace(kind=LastLayerDrafter)),
-    "staircase": Recipe(FULL._replace(kind=StaircaseDrafter)),  # as "staircase-quarter" only
     "run-1": Recipe(run_length=(1, 1)),
     "run-2-8": Recipe(run_length=(2, 8)),
     "run-unbounded": Recipe(run_length=(100_000, 100_000)),
@@ -150,7 +118,6 @@ EXPERIMENTS = {
         "neither-eighth", "neither-quarter", "neither-half", "neither",
     ],
     "longest": ["full", "full-double", "neither-double"],
-    "states": ["neither-double", "neither-eighth", "eagle-quarter"],
     "on_policy_early": [
         "full-quarter", "run-1-quarter", "run-unbounded-quarter", "run-2-8-quarter",
     ],
@@ -158,7 +125,6 @@ EXPERIMENTS = {
     "reused_layers_early": ["full-quarter", "n-1-quarter", "n-2-quarter", "n-4-quarter"],
     "losses_early": ["full-quarter", "kl-only-quarter", "smooth-l1-only-quarter"],
     "text_early": ["full-quarter", "others-text-quarter", "own-250-quarter"],
-    "staircase": ["full-quarter", "staircase-quarter"],
     # Of parts_early and on_policy_early, made again from scratch with later code.
     "repeated": [
         "full-quarter", "neither-quarter", "eagle-quarter", "no-lsa-quarter", "run-1-quarter",

@@ -8,19 +8,17 @@
 A table has a line for each drafter (or network), with the mean over the seeds and half of their
 range. It shows what experiments/run.py has written to experiments/results/NAME.json.
 """
-import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
-
 from pathlib import Path
 from typing import Callable, NamedTuple
 
 import numpy as np
 
+from app.evaluation import EVALUATION_CYCLE
 from experiments.curves import draw_panel, save_panels
 from experiments.tables import format_markdown
 from plumbing.errors import run_command
 from plumbing.files import read_json
 from plumbing.flags import Parser
-from train import EVALUATION_RUN
 
 RESULTS = Path(__file__).parent / "results"
 RARE = 0.05  # a depth that a smaller share of the chains comes to is left out
@@ -224,7 +222,7 @@ def draw_depths(rows: list[Row]) -> tuple[list[str], list[str]]:
         for row in rows:
             if row["drafter"] == name:
                 curve = row["drafting"]["depth_accuracy"]
-                missing = EVALUATION_RUN - len(curve)  # depths that no chain comes to
+                missing = EVALUATION_CYCLE - len(curve)  # depths that no chain comes to
                 curves.append(curve + [0.0] * missing)
         share = np.mean(np.cumprod(curves, axis=1), axis=0)  # of the chains
         common = 1 + np.sum(share[:-1] >= RARE)  # depths that enough chains come to

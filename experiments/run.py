@@ -15,8 +15,6 @@ runs/DRAFTER-SEED/scores.json, with its recipe. As long as the recipe is the sam
 not trained again: delete the file after a change of the code. Drafters that were being trained, and
 everything that measures time, begin again.
 """
-import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
-
 import itertools
 import json
 import multiprocessing
@@ -32,7 +30,11 @@ from pathlib import Path
 
 import torch
 
-from experiments.ablations import LIMITS
+from app.answers import Alone
+from app.loading import load_drafter, load_model
+from app.packed import pack_models
+from app.training import train_drafter
+from experiments.ablations import LIMITS, WithAblation
 from experiments.bench import Contender, bench_prompts, summarize
 from experiments.prompts import read_prompt_file
 from experiments.recipes import (
@@ -45,13 +47,12 @@ from experiments.recipes import (
 )
 from experiments.report import FIGURES, RESULTS, print_experiment, save_figure
 from experiments.scores import ANSWER_TOKENS, PROMPT_COUNT, PROMPTS, TEST, TOY, score
-from llama import GenerationConfig, load_model, load_tokenizer
-from moa import Drafter, load_drafter, pack_together
+from llama import GenerationConfig
+from moa import Drafter
 from plumbing.errors import run_command
 from plumbing.files import atomic_write, read_json
 from plumbing.flags import Parser
-from speculate import Alone, WithDrafts
-from train import train_drafter
+from plumbing.tokenizer import load_tokenizer
 
 RUNS = Path("runs")
 FEW_PROMPTS = RUNS / "few.jsonl"  # sixteen of PROMPTS, for what takes longer
@@ -167,8 +168,7 @@ def train_and_score(name: str, seed: int, code: str) -> None:
     with open(f"{folder}.log", "w") as log, redirect_stderr(log):
         train_drafter(
             str(TOY), [str(RUNS / f"{recipe.text}.jsonl")], folder,
-            recipe.training(updates, seed), recipe.sizes(),
-            kind=recipe.drafter.kind, max_depth=recipe.drafter.max_depth,
+            recipe.training(updates, seed), recipe.sizes(), kind=recipe.drafter.kind,
         )
         target = load_model(TOY)
         drafter = load_drafter(folder, target, recipe.drafter.kind)
@@ -261,13 +261,12 @@ def time_drafters(names: list[str], seed: int) -> list[dict]:
     for name in names:
         recipe, _ = find_recipe(name)
         drafters[name] = load_drafter(folder_of(name, seed), target, recipe.drafter.kind)
-    pack_together(target, list(drafters.values()))
+    target = pack_models(target, list(drafters.values()))
     contenders = {"target": Contender(Alone(target))}
     for name, drafter in drafters.items():
         recipe, _ = find_recipe(name)
         for kind, limits in LIMITS.items():
-            verifier = recipe.drafter.new_verifier
-            method = WithDrafts(target, drafter, limits, new_verifier=verifier)
+            method = WithAblation(target, drafter, limits, recipe.drafter)
             contenders[f"{kind} {name}"] = Contender(method)
     config = GenerationConfig(ANSWER_TOKENS, stop_ids=frozenset(tokenizer.stop_ids))
     context = target.config.max_position_embeddings

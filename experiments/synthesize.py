@@ -17,8 +17,6 @@ turn reads the text so far again.
 """
 from __future__ import annotations
 
-import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
-
 import itertools
 import json
 import random
@@ -32,9 +30,10 @@ from typing import Iterator
 import torch
 from tqdm import tqdm
 
+from app.loading import load_target_alone
 from experiments.batching import Batch, Request
 from experiments.prompts import read_first_questions
-from llama import GenerationConfig, Llama, load_target, pack
+from llama import GenerationConfig, Llama
 from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import InputError, run_command
 from plumbing.flags import Parser, add_model_arguments, number, path, positive_int
@@ -129,7 +128,7 @@ def next_turn(
 ) -> tuple[list[dict], list[int], GenerationConfig]:
     """Return the next turn of a conversation, as `Batch.add_all` takes what is to be written."""
     role = next_role(messages)
-    ids = tokenizer.chat(messages, add_generation_prompt=False) + tokenizer.opening(role)
+    ids = tokenizer.chat(messages) if role == "assistant" else tokenizer.question_prompt(messages)
     prompt = ids[:config.seq_len - 1]  # there is room for one token, at least
     room = config.seq_len - len(prompt)
     temperature = draws.choice(TEMPERATURES[role])
@@ -243,12 +242,12 @@ def main() -> None:
         if not questions:
             raise InputError(f"{args.questions}: no conversation with a question")
     dtype = DTYPES[choose_dtype(args.device, args.dtype)]
-    target, tokenizer = load_target(args.model, args.device, dtype)
+    target, tokenizer, _ = load_target_alone(args.model, args.device, dtype)
     context = target.config.max_position_embeddings
     if args.seq_len > context:
         raise InputError(f"--seq-len {args.seq_len}: the target's context is {context}")
     config = SynthesisConfig(args.batch_size, args.seq_len, args.seed)
-    written = synthesize(pack(target), tokenizer, questions, args.count, args.out, config)
+    written = synthesize(target, tokenizer, questions, args.count, args.out, config)
     if written < args.count:
         missing = "there are no more questions, or they had no answer"
         if not written:

@@ -16,8 +16,6 @@ is also the shortest example of how a language model is trained here.
 
 Shapes: B windows, T tokens, V tokens of the vocabulary.
 """
-import plumbing.start  # first: no traceback for Ctrl-C or a missing package while PyTorch loads
-
 import ast
 import json
 import random
@@ -37,17 +35,17 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from app.training import Optimizers, choose_optimizer
 from llama import Config, Llama
 from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import InputError, run_command
 from plumbing.files import atomic_write
 from plumbing.flags import Parser, number, path, positive_int
-from plumbing.journal import Journal, end_stopped_run, find_run, read_settings
+from plumbing.journal import Journal, end_stopped_run, find_run, lock_folder, read_settings
 from plumbing.processes import progress_bar, say
 from plumbing.records import find_records, parse_record, read_messages
 from plumbing.signals import StopSignals
 from plumbing.tokenizer import Tokenizer, read_hugging_face_tokenizer
-from train import apply_gradients, make_optimizers
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # folders
 FUNCTION_CHARACTERS = 1500  # longer functions, which would not fit in a window, are left out
@@ -140,7 +138,7 @@ def read_windows(path: Path, tokenizer: Tokenizer) -> Tensor:
     """
     ids = []
     for record in find_records(path):
-        messages, _ = read_messages(parse_record(record.text))
+        messages = read_messages(parse_record(record.text))
         ids += tokenizer.chat(messages, add_generation_prompt=False)[:WINDOW]
     return torch.tensor(ids).unfold(0, WINDOW + 1, 1)
 
@@ -212,20 +210,24 @@ def make_toy(folder: Path, config: ToyConfig, device: str = "cpu", resume: bool 
     held_out = read_windows(folder / "held_out.jsonl", tokenizer)[::WINDOW]
     model = make_target(tokenizer.backend.get_vocab_size(), config, device)
     # Muon for the layers' matrices, and AdamW for the embeddings, as is usual beside Muon.
-    optimizers = make_optimizers(model.layers, "muon")
-    optimizers += make_optimizers(nn.ModuleList([model.embed_tokens, model.norm]), "adamw")
+    other = [model.embed_tokens.weight, model.norm.weight]
+    optimizer = Optimizers(
+        choose_optimizer(model.layers.parameters(), "muon"), choose_optimizer(other, "adamw")
+    )
+    parameters = dict(model.named_parameters())
     save_model = partial(save_target, folder, model)
-    journal = Journal(folder, model, optimizers, save_model, asdict(config))
-    if resumes:
-        journal.resume(config.updates, may_differ={"eval_every", "save_every"})
-    else:
-        journal.begin()
-    train_target(model, optimizers, training, held_out, journal, config)
+    journal = Journal(folder, parameters, optimizer, save_model, asdict(config))
+    with lock_folder(folder):
+        if resumes:
+            journal.resume(config.updates, may_differ={"eval_every", "save_every"})
+        else:
+            journal.begin()
+        train_target(model, optimizer, training, held_out, journal, config)
 
 
 def train_target(
     model: Llama,
-    optimizers: list[torch.optim.Optimizer],
+    optimizer: Optimizers,
     training: Tensor,
     held_out: Tensor,
     journal: Journal,
@@ -233,11 +235,11 @@ def train_target(
 ) -> None:
     """Train up to config.updates. training, held_out: windows, (.., WINDOW + 1).
 
-    Raises InputError if the loss is not finite, and SystemExit after Ctrl-C or SIGTERM.
+    Raises InputError if the loss is not finite, and SystemExit after a signal to stop.
     """
     with (
         StopSignals("stopping after this update, or evaluation") as signals,
-        progress_bar(journal.done, config.updates) as progress,
+        progress_bar(journal.done, config.updates, " updates") as progress,
     ):
         for update in range(journal.done, config.updates):
             began = perf_counter()
@@ -251,7 +253,9 @@ def train_target(
                     "--seed, in another folder"
                 )
             loss.backward()
-            apply_gradients(optimizers, learning_rate(update, config.updates))
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(update, config.updates)
+            optimizer.step()
             model.zero_grad()
             speed = windows.numel() / (perf_counter() - began)
 

@@ -1,230 +1,182 @@
-r"""Chat formats: the two that are supported, and which one a model has learned.
+r"""Chat templates: how a conversation is written as one text, for the model that will read it.
 
-A chat format says how a conversation is written as one text. In ChatML, a question and the opening
-of its answer are:
+A checkpoint states this in its chat template, a program in the language Jinja. In the format
+ChatML, a question and the opening of its answer are
 
     <|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n
 
-A checkpoint states its format as a chat template, which is a program in the language Jinja. The
-template is not run here: running it would need a package that is not among this project's
-requirements (jinja2), and would execute what a stranger wrote. Instead, four facts are read from
-the text of the template: which turns it writes, whether it drops the spaces around a message, the
-token that it begins with, and its default system message. A template that writes other turns is
-refused.
+The template is rendered as `transformers` does, by jinja2, which PyTorch requires and so installs.
+A stranger wrote it: it runs in a sandbox, where it can reach no attribute of Python's own objects
+and change nothing that it is given.
 
-Reading a template without running it has two limits:
-
-- A template that mentions bos_token anywhere is taken to begin with this token, even if bos_token
-  stands in a branch that would not run.
-- A default system message that is not written within a system turn is recognized only by the words
-  "You are". The template is then refused. Without these words the message goes unnoticed.
+`ChatTemplate` returns *markup*: text whose control tokens, such as <|im_end|>, mark who speaks and
+where a turn ends. (A turn is what one speaker says at once.) What users write is never markup. If a
+message holds the characters of a control token, MARK is put between them, so that the control
+tokens of the markup are those that the template wrote. `Tokenizer.encode_markup` removes the marks.
 """
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cached_property, partial
+from typing import Iterable, Iterator, NoReturn
 
-import tokenizers
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from plumbing.errors import InputError
+from plumbing.errors import InputError, input_errors
+from plumbing.records import check_message
 
-CONTROL_TOKENS = (  # those of both formats
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|begin_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
+MARK = "\udc80"  # half of a surrogate pair: no valid text contains it
+NOTHING = "(?!)"  # a pattern that matches nowhere
+CHATML = (  # for models without a template, as is the next one
+    "{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-CONTROL_PATTERN = re.compile(r"(<\|\w+\|>)")  # parentheses make `split` return the tokens as well
-
-
-@dataclass(frozen=True)
-class ChatFormat:
-    """How a conversation is written. The texts contain control tokens."""
-
-    name: str
-    begin: str  # the token before everything, or ""
-    open_turn: str  # with {role} in it
-    end_token: str  # the token that ends a turn
-    separator: str  # the text between that token and the next turn
-    strips: bool  # whether spaces around a message are dropped
-    system: str = ""  # the system message of a conversation that has none of its own, or ""
-
-    @property
-    def end_turn(self) -> str:
-        return self.end_token + self.separator
-
-
-CHATML = ChatFormat(
-    name="ChatML",
-    begin="",
-    open_turn="<|im_start|>{role}\n",
-    end_token="<|im_end|>",
-    separator="\n",
-    strips=False,
+LLAMA3 = (
+    "<|begin_of_text|>{% for message in messages %}"
+    "<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
+    "{{ message.content | trim }}<|eot_id|>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-LLAMA3 = ChatFormat(
-    name="Llama-3",
-    begin="<|begin_of_text|>",
-    open_turn="<|start_header_id|>{role}<|end_header_id|>\n\n",
-    end_token="<|eot_id|>",
-    separator="",
-    strips=True,
-)
-SUPPORTED_FORMATS = "only ChatML and Llama-3 are supported"
 
 
-# --- Which format a model has learned ---
+def raise_exception(message: str) -> NoReturn:
+    """Templates call this where they refuse a conversation."""
+    raise jinja2.TemplateError(message)
 
 
-def detect_chat_format(
-    backend: tokenizers.Tokenizer, template: str, bos_token: str
-) -> ChatFormat:
-    """Return a model's chat format: the one that its template writes or, if the template is "", the
-    one that its control tokens suggest. Raises InputError if conversations cannot be written for
-    the model."""
-    if template:
-        chosen = recognize_template(template, bos_token)
-    elif backend.token_to_id("<|im_start|>") is not None:
-        chosen = CHATML
-    else:
-        chosen = LLAMA3
-    check_tokenizer(backend, chosen)
-    return chosen
+def strftime_now(form: str) -> str:
+    """Templates call this for today's date."""
+    return datetime.now().strftime(form)
 
 
-def recognize_template(template: str, bos_token: str) -> ChatFormat:
-    r"""Return the format that a chat template writes. Raises InputError if it is not supported.
+class Generation(Extension):
+    """The block {% generation %} ... {% endgeneration %}, with which some templates mark what the
+    model writes. It is rendered as if the marks were not there."""
 
-    For example, from this template (somewhat shortened)
+    tags = {"generation"}
 
-        {{ bos_token }}{{ '<|im_start|>system\nBe brief.' + '<|im_end|>\n' }}{% for ... %}
-        {{ '<|im_start|>' + message.role + '\n' + message.content | trim + '<|im_end|>\n' }}
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)  # the word "generation"
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    the functions below return:
 
-        join_literals             ... '<|im_start|>system\nBe brief.<|im_end|>\n' ...
-        written_text              ... <|im_start|>{role}\n{stripped}<|im_end|>\n ...
-        turn_content              {stripped} for ChatML: turns of ChatML, without outer spaces
-        begin_token               the value of bos_token
-        default_system_message    Be brief.
+class ChatTemplate:
+    """A chat template, compiled. All methods raise InputError where the template fails.
+
+    source: the template.
+    names: what the template calls special tokens, such as {"bos_token": "<s>"}.
+    control_tokens: those of the tokenizer.
     """
-    source = join_literals(template)
-    text = written_text(source)
-    for known in (CHATML, LLAMA3):
-        content = turn_content(text, known)
-        if content is not None:
-            return replace(
-                known,
-                begin=begin_token(source, bos_token, known),
-                strips=content == "{stripped}",
-                system=default_system_message(source, known),
-            )
-    raise InputError(f"the model's chat template has an unknown format: {SUPPORTED_FORMATS}")
 
-
-def join_literals(template: str) -> str:
-    r"""Return a template in which the two characters \n have become a line end, and neighboring
-    literals have become one.
-
-        'system\nBe brief.' + '<|im_end|>\n'    becomes, with real line ends,
-        'system\nBe brief.<|im_end|>\n'
-    """
-    source = template.replace("\\n", "\n")
-    return re.sub(r"['\"]\s*\+\s*['\"]", "", source)
-
-
-def written_text(source: str) -> str:
-    r"""Return a template without Jinja's quotes and plus signs. {role} and {content} stand where
-    the template inserts a message's role and content, and {stripped} where it inserts the content
-    without the spaces around it. The three steps turn the first line of this example into the last:
-
-        '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>'
-        '<|im_start|>' + {role} + '\n' + {content} | trim + '<|im_end|>'
-        '<|im_start|>' + {role} + '\n' + {stripped} + '<|im_end|>'
-        <|im_start|>{role}\n{stripped}<|im_end|>
-    """
-    text = source
-    for name in ("role", "content"):  # message['role'] or message.role -> {role}
-        text = re.sub(rf"\w+(\.{name}\b|\[['\"]{name}['\"]\])", f"{{{name}}}", text)
-    # {content} | trim or {content}.strip() -> {stripped}
-    text = re.sub(r"\{content\}(\s*\|\s*trim\b|\.strip\(\))", "{stripped}", text)
-    return re.sub(r"['\"]|\s*\+\s*", "", text)  # 'a' + b -> ab
-
-
-def turn_content(text: str, known: ChatFormat) -> str | None:
-    """Return what stands for the message in the turns that a template writes in a known format:
-    "{content}" or "{stripped}". text: what `written_text` returns.
-
-    Return None if there are no turns in this format. Also return None if {content} stands in some
-    turns and {stripped} in others: the template drops the spaces for some roles only, which is not
-    supported.
-    """
-    contents = set()
-    for role in ("{role}", "user", "assistant"):  # a turn for all roles, or one for each
-        for content in ("{content}", "{stripped}"):
-            turn = known.open_turn + content + known.end_turn
-            if turn.replace("{role}", role) in text:
-                contents.add(content)
-    return contents.pop() if len(contents) == 1 else None
-
-
-def begin_token(source: str, bos_token: str, known: ChatFormat) -> str:
-    """Return the token that a template writes before everything, or ""."""
-    if "bos_token" in source:  # a variable, whose value the checkpoint states
-        return bos_token or known.begin
-    # Also for ChatML: a Llama-3 that was fine-tuned on ChatML still begins with this token.
-    return LLAMA3.begin if LLAMA3.begin in source else ""
-
-
-def default_system_message(source: str, known: ChatFormat) -> str:
-    """Return the system message that a template writes if a conversation has none, or "".
-
-    The message is the plain text between the opening and the end of a system turn. If quotes or
-    braces stand between the two, the template inserts the system message of the conversation.
-
-    Raises InputError if the template seems to have a system message in a different place, such as a
-    variable. Only running the template would tell what the message is, and without the message the
-    model would answer differently.
-    """
-    opening = re.escape(known.open_turn.format(role="system"))
-    match = re.search(opening + r"([^'\"{}]+)" + re.escape(known.end_turn), source)
-    if match is not None:
-        return match[1]
-    if "You are" in source:  # nearly every system message begins with these words
-        raise InputError(
-            "the model's chat template has the words \"You are\", so probably a system message, "
-            "outside a system turn: that is not supported, use another model"
+    def __init__(self, source: str, names: dict[str, str], control_tokens: Iterable[str]):
+        sandbox = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
-    return ""
+        sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        sandbox.globals.update(names, raise_exception=raise_exception, strftime_now=strftime_now)
+        with input_errors("the model's chat template is invalid", jinja2.TemplateError):
+            self.template = sandbox.from_string(source)
+        longest_first = sorted(control_tokens, key=len, reverse=True)  # of two that begin alike
+        self.control_token = "|".join(map(re.escape, longest_first)) or NOTHING
 
-
-# --- Whether a tokenizer can encode a format ---
-
-
-def check_tokenizer(backend: tokenizers.Tokenizer, chosen: ChatFormat) -> None:
-    """Raise InputError if a tokenizer cannot encode conversations in this format."""
-    needed = CONTROL_PATTERN.findall(chosen.open_turn + chosen.end_turn)
-    if chosen.begin:  # any token that the checkpoint states, such as <s>
-        needed.append(chosen.begin)
-    for token in needed:
-        if backend.token_to_id(token) is None:
-            raise InputError(
-                f"the tokenizer has no token {token} of a chat format: {SUPPORTED_FORMATS}"
+    def render(self, messages: list[dict], add_generation_prompt: bool = False) -> str:
+        """Return the markup of a conversation. The generation prompt opens the assistant's next
+        turn."""
+        with input_errors("the model's chat template fails", Exception):  # it may raise anything
+            return self.template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
             )
-    if marks_beginnings(backend):
-        raise InputError(
-            "the tokenizer marks where a text begins, as SentencePiece does, and so cannot encode "
-            "a conversation in pieces: use a model with a byte-level tokenizer"
-        )
 
+    def protect(self, messages: list[dict]) -> list[dict]:
+        """Return messages with marks within their control tokens.
 
-def marks_beginnings(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether a tokenizer puts a mark or a space before the first word of a text."""
-    text = "a"
-    if backend.normalizer is not None:
-        text = backend.normalizer.normalize_str(text)
-    if backend.pre_tokenizer is not None:
-        text = "".join(piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text))
-    return text != "a"
+        A template may look for a control token in a message: some drop all of an answer up to
+        </think>. If the marks change what the template writes, the messages are returned as they
+        are, and their control tokens count. Raises InputError if these are no messages of a chat.
+        """
+        put_marks = lambda token: MARK.join(token[0])
+        marked = []
+        for message in messages:
+            check_message(message)
+            content = re.sub(self.control_token, put_marks, message["content"])
+            marked.append({"role": message["role"], "content": content})
+        if marked == messages or self.render(marked).replace(MARK, "") == self.render(messages):
+            return marked
+        return messages
+
+    def question_prompt(self, messages: list[dict]) -> str:
+        """Return the markup of a conversation up to where the user's next message begins."""
+        markup = self.render([*self.protect(messages), {"role": "user", "content": MARK}])
+        before, _, _ = markup.rpartition(MARK)
+        return before
+
+    @cached_property
+    def generation_prompt(self) -> str:
+        """What opens an answer, or "" if the template writes it with or without being asked to."""
+        question = [{"role": "user", "content": "Hi"}]
+        opened = self.render(question, add_generation_prompt=True)
+        return opened.removeprefix(self.render(question))
+
+    @cached_property
+    def end_of_answer(self) -> str:
+        """The control token with which the template ends an answer. Raises InputError if there is
+        none."""
+        exchange = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": MARK}]
+        _, _, ending = self.render(exchange).rpartition(MARK)
+        token = re.search(self.control_token, ending)
+        if token is None:
+            raise InputError("the model's chat template ends an answer with no control token")
+        return token[0]
+
+    def split(self, markup: str) -> list[str | None]:
+        r"""Split markup into control tokens and the texts between them.
+
+        It is also split where an answer begins (this is what None stands for). The generation
+        prompt is encoded before a model begins to answer, so an answer is encoded separately from
+        it. If both were encoded together, the "\n" that ends the one and a "\n" that begins the
+        other might merge into the one token "\n\n", which the model has never seen there.
+        """
+        begin_of_answer = f"(?<={re.escape(self.generation_prompt)})"
+        if not self.generation_prompt:
+            begin_of_answer = NOTHING
+        return re.split(f"({self.control_token})|{begin_of_answer}", markup)
+
+    def turns(self, messages: list[dict]) -> Iterator[tuple[str, bool]]:
+        r"""Yield the markup of a conversation to train on in pieces, each with whether the
+        assistant generates it. One exchange in ChatML has three pieces:
+
+            <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n     False
+            Hello!<|im_end|>                                            True
+            \n                                                          False
+
+        Raises InputError if an answer does not follow the very text that the model is given to
+        answer, or is written differently once the conversation goes on: a drafter would be trained
+        on what it never sees.
+        """
+        messages = self.protect(messages)
+        markup = self.render(messages)
+        begin = 0
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant" and i > 0:  # what begins it answers nothing
+                opening = self.render(messages[:i], add_generation_prompt=True)
+                answered = self.render(messages[:i + 1])
+                answer, token, _ = answered[len(opening):].partition(self.end_of_answer)
+                written = opening + answer + token
+                is_whole = message["content"].strip() in answer and token
+                if not is_whole or not markup.startswith(written):
+                    raise InputError("the model's chat template rewrites turns or drops a part")
+                yield markup[begin:len(opening)], False
+                yield answer + token, True
+                begin = len(written)
+        yield markup[begin:], False

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import torch
 
-from plumbing.errors import input_errors
+from plumbing.errors import InputError
 from plumbing.onednn import has_fast_bfloat16
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -11,8 +11,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def check_device(device: str) -> None:
     """Raise InputError if the device cannot be used."""
-    with input_errors(f"--device {device} cannot be used here", RuntimeError, AssertionError):
+    try:
         torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition(". ")[0]  # PyTorch may go on for a page
+        if "device string" in reason:
+            reason = "a device is cpu, cuda or mps"  # instead of PyTorch's twenty
+        raise InputError(f"--device {device} cannot be used here: {reason}") from None
 
 
 def choose_dtype(device: str, dtype: str | None) -> str:

@@ -7,7 +7,7 @@ raises an OSError, whose message names the cause and the file. Every OSError the
 command in one line. (The price: a bug that opens a wrong file shows no traceback.) If memory is
 short, Python raises a MemoryError, and PyTorch a RuntimeError that `is_out_of_memory` recognizes.
 
-Every script calls its `main` through `run_command`:
+Every command line runs in `run_command`:
 
     if __name__ == "__main__":
         run_command(main)
@@ -42,9 +42,11 @@ def input_errors(what: object, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def fail(message: str) -> NoReturn:
-    """End the command with exit status 2 and with a message, on one line of at most MAX_MESSAGE
-    characters."""
-    line = " ".join(message.split())[:MAX_MESSAGE]
+    """End the command with exit status 2 and with a message, on one line of MAX_MESSAGE characters
+    or a few more."""
+    line = " ".join(message.split())
+    if len(line) > MAX_MESSAGE:
+        line = line[:MAX_MESSAGE] + " ..."
     name = os.path.basename(sys.argv[0])
     print(f"{name}: error: {line}", file=sys.stderr)
     sys.exit(2)
@@ -73,6 +75,8 @@ def run_command(main: Callable[[], None]) -> None:
         sys.exit(1)
     except (InputError, OSError) as error:
         fail(str(error))
+    except FloatingPointError as error:  # NaN or infinite logits, in a target's or a drafter's pass
+        fail(f"{error}: use --dtype bfloat16 or float32")
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

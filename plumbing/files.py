@@ -1,4 +1,4 @@
-"""Files: atomic writes, reading JSON, checksums."""
+"""Files: atomic writes, reading JSON, checksums and fingerprints."""
 from __future__ import annotations
 
 import hashlib
@@ -6,7 +6,7 @@ import json
 import os
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
+from typing import Iterable, Iterator
 
 from safetensors import SafetensorError
 
@@ -52,3 +52,24 @@ def checksum(path: str | Path) -> str:
     """Return the SHA-256 of a file's bytes, in hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint_files(files: Iterable[str | Path]) -> str:
+    """Return a checksum of the contents of several files, in this order. Their names do not matter.
+
+    The checksum is cut to 16 digits, because people read it in messages.
+    """
+    checksums = [checksum(file) for file in files]
+    return hashlib.sha256(" ".join(checksums).encode()).hexdigest()[:16]
+
+
+def fingerprint_model(path: Path) -> str:
+    """Return a checksum of a .gguf file, or of those files of a Hugging Face folder from which a
+    model and its tokenizer may be read."""
+    if path.is_file():
+        return fingerprint_files([path])
+    # The folder may hold other files. A toy target's folder also holds the text on which the target
+    # was trained, and the log and the checkpoint of that training.
+    suffixes = (".safetensors", ".json", ".jinja")
+    files = [file for file in path.iterdir() if file.suffix in suffixes]
+    return fingerprint_files(sorted(files))

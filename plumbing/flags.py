@@ -11,6 +11,7 @@ error that the type raises becomes one line, which says what was expected.
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import os
 import re
@@ -26,15 +27,36 @@ from plumbing.hub import DEFAULT_MODEL, TOY_MODEL
 
 class Parser(argparse.ArgumentParser):
     """A parser that ends the program in one line and with status 2 if the command line is wrong.
-    The text of --help ends with examples."""
+    The text of --help ends with examples.
 
-    def __init__(self, *, examples: str = "", **kwargs):
+    main_flag: what is meant by a text that follows no flag: `speculate.py "Why?"` is answered by
+    naming --prompt.
+    """
+
+    def __init__(self, *, examples: str = "", main_flag: str = "", **kwargs):
         epilog = f"examples:\n{examples}" if examples else None
         keep_lines = argparse.RawDescriptionHelpFormatter
         super().__init__(epilog=epilog, formatter_class=keep_lines, **kwargs)
+        self.main_flag = main_flag
 
     def error(self, message: str) -> NoReturn:
         fail(message)
+
+    def parse_args(self, *args) -> argparse.Namespace:
+        namespace, unknown = self.parse_known_args(*args)
+        if unknown:
+            self.error(self.explain_unknown(unknown[0]))
+        return namespace
+
+    def explain_unknown(self, argument: str) -> str:
+        """Say what an unknown argument may have been meant for."""
+        if not argument.startswith("-"):
+            hint = f": did you mean {self.main_flag} {argument!r:.60}?" if self.main_flag else ""
+            return f"unexpected argument {argument!r:.60}{hint}"
+        flag = argument.partition("=")[0]
+        close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        hint = f": did you mean {close[0]}?" if close else " (--help shows all flags)"
+        return f"unknown flag {flag}{hint}"
 
     def refuse(self, args: argparse.Namespace, names: Iterable[str], why: str) -> None:
         """End the program if any of the named arguments differs from its default, because it would
@@ -120,17 +142,11 @@ def loss_rate(text: str) -> float:
 def address(text: str) -> tuple[str, int]:
     """Return the host and the port of "HOST:PORT" or "PORT". Without a host, the host is this
     machine. An IPv6 address stands in brackets: "[::1]:7000". Raises ArgumentTypeError."""
-    host, colon, port = text.rpartition(":")
-    if not colon:
-        host = "localhost"
-    has_brackets = host.startswith("[") and host.endswith("]")
-    if has_brackets:
-        host = host[1:-1]
-    is_host = host != "" and "/" not in host and (has_brackets or ":" not in host)
-    is_port = port.isascii() and port.isdigit() and int(port) <= 65535
-    if not (is_host and is_port):
-        raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected HOST:PORT")
-    return host, int(port)
+    match = re.fullmatch(r"(?:(\[.+\]|[^:/\[\]]+):)?([0-9]+)", text)
+    if match is None or int(match[2]) > 65535:
+        raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected PORT or HOST:PORT")
+    host = match[1] or "localhost"
+    return host.strip("[]"), int(match[2])
 
 
 # --- Flags that scripts share ---

@@ -70,10 +70,10 @@ def check_folder(path: Path) -> None:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a name may be a hub id, OWNER/NAME, rather than a mistyped path. (The caller
-    has checked that the name is not the path of a file or folder.)"""
+    """Return whether a name may be a hub id, OWNER/NAME, rather than a path, perhaps a mistyped
+    one."""
     looks_like_a_path = name.startswith((".", "/", "~")) or name.endswith(".gguf")
-    return name.count("/") == 1 and not looks_like_a_path
+    return name.count("/") == 1 and not looks_like_a_path and not os.path.exists(name)
 
 
 def fetch_from_hub(name: str) -> Path:
@@ -81,13 +81,15 @@ def fetch_from_hub(name: str) -> Path:
     necessary. Raises InputError."""
     from huggingface_hub import snapshot_download  # imported here because its import is slow
 
-    with input_errors(
-        f"{name} is no folder here and cannot be fetched from the Hugging Face hub "
-        "(check the name and the connection, or give a folder or a .gguf file)",
-        Exception,  # the hub's library raises a dozen kinds
-    ):
-        patterns = ["*.json", "*.jinja", "*.safetensors"]
+    patterns = ["*.json", "*.jinja", "*.safetensors"]
+    try:
         return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # the hub's library raises a dozen kinds, with pages of text
+        reason = str(error).partition("\n")[0]
+        raise InputError(
+            f"{name} is no folder here and cannot be fetched from the Hugging Face hub "
+            f"(check the name and the connection, or give a folder or a .gguf file): {reason}"
+        ) from None
 
 
 def fetch_default() -> Path:

@@ -18,12 +18,11 @@ names the culprit.
 The module has three parts. The first reads a folder. The other two also serve GGUF files
 (plumbing/gguf.py):
 
-- `parse_config` checks the sizes and returns a plain dict, from which llama.py makes its `Config`.
-- `load_weights` puts tensors into a module on PyTorch's meta device, where tensors have a shape but
-  no data. Tensors are read, converted and moved one at a time. Therefore RAM never holds the whole
-  model twice.
+- `parse_config` checks the sizes and returns a plain dict, the fields of a `Config` of llama.py.
+- `load_weights` checks tensors, converts and moves them, one at a time. Therefore RAM never holds
+  the whole model twice.
 
-moa.py reads drafters with `read_tensors` and `load_weights`.
+app/loading.py reads drafters, too, with `read_tensors` and `load_weights`.
 """
 from __future__ import annotations
 
@@ -31,11 +30,11 @@ import math
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterator, Mapping
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from plumbing.errors import InputError, input_errors
 from plumbing.files import read_json
@@ -286,11 +285,18 @@ IGNORED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight")
 
 
 def load_weights(
-    module: nn.Module, tensors: Iterator[tuple[str, Tensor]], path: Path, device, dtype
-) -> None:
-    """Give a module on the meta device its tensors, moved to a device and converted to a dtype.
-    Raises InputError for a tensor that is missing, unknown, of the wrong shape or not finite."""
-    missing = {name: parameter.shape for name, parameter in module.named_parameters()}
+    expected: Mapping[str, Tensor],
+    tensors: Iterator[tuple[str, Tensor]],
+    path: Path,
+    device,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """Return the tensors by name, moved to a device and converted to a dtype. expected: a model's
+    parameters, of which only the names and shapes matter.
+
+    Raises InputError for a tensor that is missing, unknown, of the wrong shape or not finite.
+    """
+    missing = {name: parameter.shape for name, parameter in expected.items()}
     loaded = {}
     for name, tensor in tensors:
         what = f"{path}: tensor {name}"
@@ -306,11 +312,9 @@ def load_weights(
             raise InputError(f"{what} occurs twice")
         elif not name.endswith(IGNORED_TENSORS):
             raise InputError(
-                f"{what} is unknown: only {type(module).__name__}'s own tensors are supported, and "
-                "no quantized ones in .safetensors"
+                f"{what} is unknown: only the weights of a Llama, or of a drafter, are supported, "
+                "and no quantized ones in .safetensors"
             )
     if missing:
         raise InputError(f"{path}: tensor {next(iter(missing))} missing")
-    # strict=False, because a tied head has no tensor of its own. assign=True, because copying into
-    # tensors on the meta device would do nothing.
-    module.load_state_dict(loaded, strict=False, assign=True)
+    return loaded

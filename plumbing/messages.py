@@ -5,7 +5,8 @@ A message is a header, then fields as a JSON object, then tensors in the safeten
     "MoAs" | version | size of fields | size of tensors | fields | tensors
        4   |    1    |        4       |        8        |        |            bytes
 
-A server that cannot give what was asked for sends the field "refused" instead, which says why.
+A server that cannot give what was asked for, or that received a malformed message, sends the field
+"refused" instead, which says why.
 
 Each client of the server has a thread and a session of its own. This file knows nothing of models:
 it receives a request, and the session says what to reply. Nothing is encrypted, and no client is
@@ -40,7 +41,7 @@ Replies = Iterator[tuple[dict, Tensors]]  # the fields and the tensors of each
 
 HEADER = struct.Struct("!4sBIQ")  # "!": big-endian, as is usual in networks, and no padding
 MAGIC = b"MoAs"  # shows at once if the peer speaks a different protocol
-VERSION = 5  # of this format: a peer that uses a different version would misread our messages
+VERSION = 6  # of this format: a peer that uses a different version would misread our messages
 MAX_FIELDS = 1 << 16  # bytes: the longest fields, a draft of 64 tokens, have less than a thousand
 MAX_PIECE = 1 << 16  # bytes in one call, so a false size cannot make us allocate much memory
 SEND_SECONDS = 10.0  # for a piece: a peer that does not receive must not block us for longer
@@ -80,7 +81,7 @@ def refuse_malformed(what: str) -> Iterator[None]:
         raise ProtocolError(f"malformed {what}: {error!r:.200}")
 
 
-class Message(NamedTuple):
+class ReceivedMessage(NamedTuple):
     """A message that has been received."""
 
     fields: dict
@@ -102,7 +103,7 @@ def send_message(sock: socket.socket, fields: dict, tensors: Tensors) -> int:
     return len(message)
 
 
-def receive_message(sock: socket.socket, limit: int, deadline: float) -> Message:
+def receive_message(sock: socket.socket, limit: int, deadline: float) -> ReceivedMessage:
     """Receive the next message.
 
     Raise OSError: ConnectionError if the peer leaves, ProtocolError if the message is malformed or
@@ -124,7 +125,7 @@ def receive_message(sock: socket.socket, limit: int, deadline: float) -> Message
         tensors = safetensors.torch.load(data) if data else {}
     if "refused" in fields:
         raise Refused(f"refused: {fields['refused']!r:.300}")
-    return Message(fields, tensors, size)
+    return ReceivedMessage(fields, tensors, size)
 
 
 def receive_bytes(sock: socket.socket, size: int, deadline: float) -> bytes:
@@ -164,6 +165,7 @@ MAX_REQUEST = 1 << 20  # bytes: twice what a prompt of 131,072 tokens takes
 MAX_CLIENTS = 8  # each client has a KV cache of the target
 PLACE_SECONDS = 1.0  # to wait for a place: a client that reconnects may still have its old one
 IDLE_SECONDS = 300.0  # a client without a request for so long may have vanished: it loses its place
+DRAIN_SECONDS = 1.0  # for a client to receive a refusal, before its connection is closed
 
 
 class Session(Protocol):
@@ -182,29 +184,19 @@ HasLeft = Callable[[], bool]  # returns whether a client has closed its connecti
 NewSession = Callable[[HasLeft], Session]
 
 
-def serve_sessions(
-    address: Address, new_session: NewSession, announce: Callable[[Address], None]
-) -> None:
-    """Serve without end. `announce` is called with the address as soon as clients can connect.
-    Raise InputError if the server cannot listen there."""
-    host, port = address
-    with input_errors(f"cannot serve at {host}:{port}", OSError):
-        server = MessageServer(address, new_session)
-    with server:
-        announce(server.server_address[:2])  # host and port: an IPv6 address has two more numbers
-        server.serve_forever()
-
-
 class MessageServer(socketserver.ThreadingTCPServer):
-    """Gives a thread and a session to every client. The methods after `__init__` replace methods of
+    """Gives a thread and a session to every client. The methods after `serve` replace methods of
     socketserver, where the socket of a connection is called `request`."""
 
     allow_reuse_address = True  # a restarted server need not wait until its old port is free
     request_queue_size = 128  # connections not yet accepted: a burst of them must not be refused
 
-    def __init__(self, address: Address, new_session: NewSession):
-        """Begin to listen. Raise OSError if this is impossible at the address, InputError if other
-        machines could connect."""
+    def __init__(self, address: Address):
+        """Reserve an address. Raise InputError if it is taken, or if other machines could connect.
+
+        Nobody can connect before `serve`. A server can thus find out that its port is taken before
+        it loads a model, and refuses connections while it loads.
+        """
         host, port = address
         if not re.fullmatch(r"localhost|127\.[0-9.]+|::1", host):
             raise InputError(
@@ -212,10 +204,21 @@ class MessageServer(socketserver.ThreadingTCPServer):
                 f"To connect from elsewhere: ssh -L {port}:localhost:{port} server"
             )
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.new_session = new_session
         self.places = threading.Semaphore(MAX_CLIENTS)
         self.connections: set[socket.socket] = set()
-        super().__init__(address, ClientHandler)
+        self.complaint = f"cannot serve at {host}:{port}"
+        super().__init__(address, ClientHandler, bind_and_activate=False)
+        with input_errors(self.complaint, OSError):
+            self.server_bind()
+
+    def serve(self, new_session: NewSession, announce: Callable[[Address], None]) -> None:
+        """Serve until `shutdown`. `announce` is called with the address as soon as clients can
+        connect."""
+        self.new_session = new_session
+        with input_errors(self.complaint, OSError):
+            self.server_activate()  # begins to listen
+        announce(self.server_address[:2])  # host and port: an IPv6 address has two more numbers
+        self.serve_forever()
 
     def process_request(self, request: socket.socket, client_address: Address) -> None:
         """Start the thread of a new connection."""
@@ -242,36 +245,39 @@ class ClientHandler(socketserver.StreamRequestHandler):
     disable_nagle_algorithm = True  # send small messages at once, without waiting for more bytes
 
     def handle(self) -> None:
-        """Serve the client until it leaves. If the client breaks a rule, disconnect it, with a line
-        on stderr."""
+        """Serve the client until it leaves. If the client breaks a rule, print a line on stderr,
+        tell it so, and disconnect it."""
         has_place = self.server.places.acquire(timeout=PLACE_SECONDS)
         try:
             if has_place:
                 self.serve()
             else:
                 self.refuse(f"the server already has {MAX_CLIENTS} clients; try again later")
+                self.drain()
         except ConnectionError:
             pass  # the client has left
         except OSError as error:
-            print(f"{self.client_address[0]}: {error}", file=sys.stderr)
+            self.complain(error)
         finally:
             if has_place:
                 self.server.places.release()
-
-    def refuse(self, reason: str) -> None:
-        send_message(self.connection, {"refused": reason}, {})
 
     def serve(self) -> None:
         """Answer one request after the other until an OSError occurs, which happens at the latest
         when the client leaves."""
         session = self.server.new_session(self.has_left)
         send_message(self.connection, session.greeting, {})
-        while True:
-            deadline = monotonic() + IDLE_SECONDS
-            request = receive_message(self.connection, MAX_REQUEST, deadline)
-            self.answer(session, request)
+        try:
+            while True:
+                deadline = monotonic() + IDLE_SECONDS
+                request = receive_message(self.connection, MAX_REQUEST, deadline)
+                self.answer(session, request)
+        except ProtocolError as error:
+            self.complain(error)
+            self.refuse(str(error))
+            self.drain()
 
-    def answer(self, session: Session, request: Message) -> None:
+    def answer(self, session: Session, request: ReceivedMessage) -> None:
         """Send the replies to a request. Each reply has a field "elapsed": the seconds since the
         request arrived or, for a later reply to the same request, since the previous reply was
         ready. If the session serves other clients in this time, that counts as well."""
@@ -283,8 +289,25 @@ class ClientHandler(socketserver.StreamRequestHandler):
                 now = monotonic()
                 send_message(self.connection, {**fields, "elapsed": now - since}, tensors)
                 since = now
-        except InputError as error:  # from a model whose logits are NaN, say
+        except InputError as error:  # a model whose logits are NaN, say
             self.refuse(str(error))
+
+    def complain(self, error: OSError) -> None:
+        print(f"{self.client_address[0]}: {error}", file=sys.stderr)
+
+    def refuse(self, reason: str) -> None:
+        send_message(self.connection, {"refused": reason}, {})
+
+    def drain(self) -> None:
+        """Wait until the client has closed its end of the connection, but not for long. To close
+        ours while bytes of the client lie unread would reset the connection, and the client might
+        lose what it has not yet read: the refusal."""
+        self.connection.shutdown(socket.SHUT_WR)  # we send nothing more
+        self.connection.settimeout(DRAIN_SECONDS)
+        deadline = monotonic() + DRAIN_SECONDS
+        with suppress(OSError):
+            while monotonic() < deadline and self.connection.recv(MAX_PIECE):
+                pass
 
     def has_left(self) -> bool:
         """Return whether the client has closed its end of the connection."""

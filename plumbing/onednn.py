@@ -2,9 +2,13 @@
 
 oneDNN can store a weight in blocks, in the order in which its kernel reads them. With such a weight
 a product of a few rows takes little longer than a product of a single row. PyTorch has no public
-functions for this, which is why requirements.txt states the version of PyTorch.
+functions for this. requirements.txt therefore states the version of PyTorch that is tested. With
+another one `can_multiply` tries whether its private functions still work in the same way. If they
+do not, weights stay as they are, and nothing else changes.
 """
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -32,16 +36,22 @@ def packed_product(x: Tensor, weight: Tensor, min_rows: int = 1) -> Tensor:
     return out[:count].reshape(*x.shape[:-1], -1)
 
 
+@cache
 def can_multiply(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN can multiply matrices of this dtype on this CPU."""
-    if not torch.backends.mkldnn.is_available():  # it is missing on some Macs
+    """Return whether `packed_product` multiplies matrices of this dtype on this CPU, which is tried
+    once."""
+    if dtype not in (torch.float32, torch.bfloat16):
         return False
-    if dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return dtype == torch.float32
+    ones = torch.ones(1, 8, dtype=dtype)
+    try:
+        return bool(packed_product(ones, reorder_weight(ones)) == 8)
+    # A CPU may lack instructions, and PyTorch the functions, or they take other arguments.
+    except (RuntimeError, AttributeError, TypeError):
+        return False
 
 
 def has_fast_bfloat16() -> bool:
     """Return whether this CPU multiplies bfloat16 faster than float32."""
-    # A CPU with AMX has AVX-512 BF16 as well.
-    return can_multiply(torch.bfloat16) and torch.cpu._is_avx512_bf16_supported()
+    # A CPU with AMX has AVX-512 BF16 as well. (This function is private, too.)
+    has_instructions = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    return can_multiply(torch.bfloat16) and has_instructions()

@@ -88,7 +88,7 @@ def say(message: str) -> None:
         tqdm.write(message, file=sys.stderr)
 
 
-def progress_bar(done: int, updates: int) -> tqdm:
-    """Return a progress bar for all updates of a training run, of which `done` are done already.
-    Only process 0 shows the bar."""
-    return tqdm(initial=done, total=updates, unit=" updates", disable=rank() > 0)
+def progress_bar(done: int, total: int, unit: str) -> tqdm:
+    """Return a progress bar for a training, which counts in a unit (" updates") and has done some
+    of it already. Only process 0 shows the bar."""
+    return tqdm(initial=done, total=total, unit=unit, disable=rank() > 0)

@@ -8,6 +8,8 @@ JSON array of objects. Four forms are training data:
     {"conversations": [{"from": "human", "value": "Hi"}, ...]}          ShareGPT
     {"instruction": "Translate", "input": "Hi", "output": "Hallo"}      Alpaca
 
+Beside them, {"system": "Be brief."} is a first message, and {"history": [["Hi", "Hello!"], ...]}
+are earlier turns. A record with more that belongs to the conversation, such as images, is refused.
 Two forms are prompts, which have no answers:
 
     {"prompt": "Hi"}
@@ -27,15 +29,6 @@ from plumbing.errors import InputError, input_errors
 
 # --- Files: the records in them ---
 
-OTHER_FORMATS = {  # the first bytes of a file; what it is, and what to do with it
-    b"PAR1": "Parquet: convert it with pandas (read_parquet, then to_json with lines=True)",
-    b"\x1f\x8b": "gzip: unpack it with gunzip",
-    b"BZh": "bzip2: unpack it with bunzip2",
-    b"\xfd7zXZ": "xz: unpack it with unxz",
-    b"\x28\xb5\x2f\xfd": "zstd: unpack it with unzstd",
-    b"PK\x03\x04": "a zip archive: unpack it with unzip",
-    b"\xff\xfe": "UTF-16: convert it with iconv -f UTF-16 -t UTF-8",
-}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs begin a UTF-8 file with it
 
 
@@ -49,15 +42,10 @@ class Record(NamedTuple):
 
 def find_records(path: str | Path) -> Iterator[Record]:
     """Yield the records of a file, one per line or all in one JSON array. Raises InputError."""
-    if Path(path).is_dir():
-        raise InputError(f"{path} is a folder: name the files in it, as in {path}/*.jsonl")
     with input_errors(f"{path}: cannot be read", OSError), open(path, "rb") as file:
         begin = file.peek()
-        for magic, what in OTHER_FORMATS.items():
-            if begin.startswith(magic):
-                raise InputError(f"{path} is not JSON but {what}")
-        if b"\0" in begin:
-            raise InputError(f"{path} is a binary file, not JSON")
+        if b"\0" in begin:  # as in every compressed or columnar file, and in UTF-16
+            raise InputError(f"{path} is not JSON in UTF-8: unpack it or convert it")
         if begin.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
             # `json` counts characters, but offsets are bytes. In latin-1 the two agree, because
             # every byte is one character. Encoding the text again, in `array_records`, restores the
@@ -94,17 +82,29 @@ def array_records(path: str | Path, text: str) -> Iterator[Record]:
 ROLES = ("system", "user", "assistant")
 
 
+class UnusableRecord(InputError):
+    """A record that holds no usable conversation.
+
+    Records with the same fault have the same `reason`, so that they can be counted. The message
+    adds a detail of this record.
+    """
+
+    def __init__(self, reason: str, detail: object = ""):
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
 def check_message(message: dict) -> None:
-    """Check that this is a message of a chat. Otherwise raise InputError."""
+    """Check that this is a message of a chat. Otherwise raise UnusableRecord."""
     role = message.get("role")
     content = message.get("content")
     if role not in ROLES or not isinstance(content, str):
-        raise InputError(
-            f"a message needs a role ({', '.join(ROLES)}) and text as content, "
-            f"not {message!r:.100}"
-        )
-    with input_errors("the text is not valid UTF-8", UnicodeError):
+        wanted = f"a message needs a role ({', '.join(ROLES)}) and text as content"
+        raise UnusableRecord("an unusable turn", f"{wanted}, not {message!r:.100}")
+    try:
         content.encode()  # JSON and the command line may hold half a surrogate pair
+    except UnicodeError as error:
+        raise UnusableRecord("an unusable turn", f"not valid UTF-8: {error}") from None
 
 
 def next_role(messages: list[dict]) -> str:
@@ -121,19 +121,20 @@ ROLE_NAMES = {  # the names that ShareGPT gives to roles
     "bing": "assistant",
     "bard": "assistant",
 }
-TOOL_ROLES = ("tool", "function", "tool_call", "function_call", "observation")
-
-
-class UnusableRecord(InputError):
-    """A record that holds no usable conversation.
-
-    Records with the same fault have the same `reason`, so that they can be counted. The message
-    adds a detail of this record.
-    """
-
-    def __init__(self, reason: str, detail: object = ""):
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
+UNREAD_KEYS = (  # of a record or a turn; without them the conversation would be a different one
+    "tools",
+    "functions",
+    "tool_calls",
+    "function_call",
+    "documents",
+    "images",
+    "videos",
+    "audios",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "chat_template_kwargs",
+)
 
 
 def parse_record(text: bytes) -> dict:
@@ -147,22 +148,39 @@ def parse_record(text: bytes) -> dict:
     return record
 
 
-def read_messages(record: dict) -> tuple[list[dict], bool]:
-    """Return the messages of a record, and whether they end before a turn that uses a tool.
-
-    Each model has a format of its own for tool calls and for their results. A conversation is
-    therefore read only up to its first tool call. Raises UnusableRecord.
-    """
+def read_messages(record: dict) -> list[dict]:
+    """Return the messages of a record. Raises UnusableRecord."""
+    refuse_unread(record)
     messages = []
-    for turn in find_turns(record):
+    for turn in [*read_history(record), *find_turns(record)]:
         if isinstance(turn, str):  # a turn without a role: user and assistant alternate
             turn = {"role": next_role(messages), "content": turn}
-        if not isinstance(turn, dict):
-            raise UnusableRecord("an unusable turn", f"{turn!r:.60}")
-        if uses_tool(turn):
-            return messages, True
         messages.append(read_turn(turn))
-    return messages, False
+    system = record.get("system") or record.get("system_prompt")
+    if system:
+        if messages and messages[0]["role"] == "system":
+            raise UnusableRecord("a system message beside a conversation that has one")
+        messages.insert(0, read_turn({"role": "system", "content": system}))
+    return messages
+
+
+def refuse_unread(value: dict) -> None:
+    """Raise UnusableRecord if a record or a turn holds more of a conversation than is read here,
+    such as images. (Each model has a format of its own for tool calls and for their results.)"""
+    for key in UNREAD_KEYS:
+        if value.get(key):
+            raise UnusableRecord(f"{key} cannot be read")
+
+
+def read_history(record: dict) -> list:
+    """Return the turns before those of the record itself. Raises UnusableRecord."""
+    turns = []
+    history = record.get("history") or []
+    for exchange in history if isinstance(history, list) else [history]:
+        if not isinstance(exchange, list) or len(exchange) != 2:
+            raise UnusableRecord("an unusable history", f"{exchange!r:.60}")
+        turns += exchange
+    return turns
 
 
 def find_turns(record: dict) -> list:
@@ -184,27 +202,17 @@ def find_turns(record: dict) -> list:
     )
 
 
-def uses_tool(turn: dict) -> bool:
-    """Return whether a turn calls a tool or is what a tool returned."""
-    role = turn.get("role", turn.get("from"))
-    return bool(turn.get("tool_calls") or turn.get("function_call") or role in TOOL_ROLES)
-
-
 def read_turn(turn: dict) -> dict:
     """Return a turn as a message. Raises UnusableRecord."""
     match turn:
         case {"role": str(role), "content": content} | {"from": str(role), "value": content}:
             if isinstance(content, list):
                 content = join_parts(content)
-            elif content is None:
-                content = ""
-            message = {"role": ROLE_NAMES.get(role, role), "content": content}
         case _:
             raise UnusableRecord("an unusable turn", f"no role or no content in {turn!r:.60}")
-    try:
-        check_message(message)
-    except InputError as error:
-        raise UnusableRecord("an unusable turn", error) from None
+    refuse_unread(turn)
+    message = {"role": ROLE_NAMES.get(role, role), "content": content}
+    check_message(message)
     return message
 
 
@@ -221,30 +229,14 @@ def join_parts(parts: list) -> str:
     return "".join(texts)
 
 
-def usable_messages(record: dict) -> tuple[list[dict], list[str]]:
-    """Return the messages of a record to train on, and descriptions of what was cut.
-
-    Answers before the first question are left out. The conversation ends before the first turn that
-    uses a tool or is empty. (A system message may be empty.) Raises UnusableRecord if the record
-    cannot be read, or if no answer is left.
-    """
-    messages, ends_early = read_messages(record)  # early: at a turn that uses a tool
-    kept = []
-    cuts = []
-    has_question = False
+def usable_messages(record: dict) -> list[dict]:
+    """Return the messages of a record to train on. Raises UnusableRecord if the record cannot be
+    read, has an empty turn (a system message may be empty), or has no answer. (What begins a
+    conversation answers nothing.)"""
+    messages = read_messages(record)
     for message in messages:
-        role = message["role"]
-        if role != "system" and not message["content"].strip():
-            ends_early = True
-            break
-        if role == "user":
-            has_question = True
-        if role == "assistant" and not has_question:
-            cuts.append("answers left out because no question comes before them")
-        else:
-            kept.append(message)
-    if ends_early:
-        cuts.append("conversations cut at a turn that is empty or uses a tool")
-    if "assistant" not in [message["role"] for message in kept]:
+        if message["role"] != "system" and not message["content"].strip():
+            raise UnusableRecord("an empty turn")
+    if "assistant" not in [message["role"] for message in messages[1:]]:
         raise UnusableRecord("no answer")
-    return kept, cuts
+    return messages

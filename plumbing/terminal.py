@@ -11,7 +11,7 @@ import os
 import select
 import sys
 from threading import Timer
-from typing import Collection, Iterator, Protocol
+from typing import Collection, Iterator
 
 from tqdm import tqdm
 
@@ -34,20 +34,8 @@ LONG_PROMPT = 256  # tokens: a prompt of this length or more has a progress bar
 PATIENCE = 1.0  # seconds to wait for a server in silence
 
 
-class Progress(Protocol):
-    """Shows that the program is at work until an answer's first token comes. The caller then calls
-    `close`. A second call of `close` does no harm."""
-
-    def update(self, tokens_read: int) -> None:
-        """Show how many tokens of the prompt have been read so far."""
-
-    def close(self) -> None:
-        """Stop showing progress."""
-
-
 class PromptBar:
-    """A `Progress` while a prompt of `length` tokens is read on this machine: a bar, if the prompt
-    is long."""
+    """A bar while a prompt of `length` tokens is read on this machine, if the prompt is long."""
 
     def __init__(self, length: int):
         self.bar = tqdm(
@@ -58,24 +46,22 @@ class PromptBar:
             disable=length < LONG_PROMPT,
         )
 
-    def update(self, tokens_read: int) -> None:
-        self.bar.update(tokens_read - self.bar.n)
+    def update(self, tokens: int) -> None:
+        """Show that so many more tokens have been read, or as many as were left."""
+        self.bar.update(min(tokens, self.bar.total - self.bar.n))
 
     def close(self) -> None:
         self.bar.close()
 
 
 class WaitingNote:
-    """A `Progress` while a server reads a prompt: a line of text, if that takes longer than
-    PATIENCE. A server does not say how far it has read, so there is nothing to update."""
+    """A line of text while a server reads a prompt, if that takes longer than PATIENCE. A server
+    does not say how far it has read."""
 
     def __init__(self):
         note = "connecting, and waiting for the server to read the prompt ..."
         self.timer = Timer(PATIENCE, print, [note], {"file": sys.stderr})
         self.timer.start()
-
-    def update(self, tokens_read: int) -> None:
-        pass
 
     def close(self) -> None:
         self.timer.cancel()
@@ -92,24 +78,21 @@ def why_stopped(tokens: list[int], stop_ids: Collection[int], max_new_tokens: in
     return "context" if len(tokens) < max_new_tokens else "max-new-tokens"
 
 
-def report(text: str, tokens: list[int], statistics: dict, as_json: bool) -> None:
-    """Print an answer and its statistics as one JSON object on stdout, or only the statistics as a
-    line on stderr."""
-    statistics = {"new_tokens": len(tokens), **statistics}
-    if as_json:
-        print(json.dumps({"text": text, "tokens": tokens, **statistics}))
-        return
-    parts = []
-    for name, value in statistics.items():
-        if isinstance(value, float):
-            value = f"{value:.3g}"
-        parts.append(f"{name.replace('_', ' ')} {value}")
-    print(", ".join(parts), file=sys.stderr)
+def draw_statistics(statistics: dict) -> str:
+    """Draw what a reader wants to know of an answer's statistics as a line. (--json has all.)"""
+    parts = [f"{statistics['new_tokens']} tokens"]
+    if statistics["stopped"] != "stop token":
+        parts[0] += f" ({statistics['stopped']})"
+    parts.append(f"{statistics['tokens_per_second']:.3g} tokens per second")
+    parts.append(f"acceptance length {statistics['acceptance_length']:.3g}")
+    if "bytes_up" in statistics:
+        parts.append(f"{statistics['bytes_up']} bytes up, {statistics['bytes_down']} down")
+    return ", ".join(parts)
 
 
 # --- A traced cycle ---
 #
-# `Trace` of speculate.py makes a *record* of each cycle. --trace draws the record, in `draw_cycle`,
+# `Trace` of app/display.py makes a *record* of each cycle. --trace draws the record, in `draw_cycle`,
 # and --trace --json prints it. A record is a dict with these keys:
 #
 #     cycle             the number of the cycle, from 1
@@ -135,7 +118,7 @@ def report(text: str, tokens: list[int], statistics: dict, as_json: bool) -> Non
 #
 # `parent` is an index of `drafts`, or -1 for the root. q and p are the probabilities of the token
 # after its parent, by the drafter and by the target. A server does not send p, which is then None.
-# The values of `verdict` are those of the function `verdict` of speculate.py.
+# The values of `verdict` are those of the function `verdict` of app/display.py.
 
 
 def draw_cycle(record: dict) -> Iterator[str]:

@@ -1,14 +1,16 @@
 """Tokenizers: from text and conversations to token ids, and back.
 
 A chat model has learned conversations in one format, in which control tokens such as <|im_end|>
-mark who speaks and where a turn ends. (A turn is what one speaker says at once. plumbing/chat.py
-has the formats.) Control tokens are written by their ids. If a message contains the characters of a
-control token, they stay plain text, so that a message can neither end its turn nor open a new one.
+mark who speaks and where a turn ends (see plumbing/chat.py). If a message contains the characters
+of a control token, they are encoded as plain text, so that a message can neither end its turn nor
+open a new one.
 """
 from __future__ import annotations
 
+import re
 import sys
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Iterator, NamedTuple
@@ -16,38 +18,24 @@ from typing import Iterator, NamedTuple
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from plumbing.chat import (
-    CHATML,
-    CONTROL_PATTERN,
-    CONTROL_TOKENS,
-    LLAMA3,
-    ChatFormat,
-    detect_chat_format,
-)
+from plumbing.chat import CHATML, LLAMA3, MARK, ChatTemplate
 from plumbing.errors import InputError, input_errors
 from plumbing.files import read_json
 from plumbing.gguf import parse_gguf
 from plumbing.hub import resolve_path
 from plumbing.huggingface import read_stop_ids
-from plumbing.records import check_message
 
 # --- Encoding and decoding ---
 
 
 @dataclass
 class Tokenizer:
-    """A model's tokenizer, with its stop ids and its chat format. `load_tokenizer` makes one."""
+    """A model's tokenizer, with its stop ids and its chat template. `load_tokenizer` makes one."""
 
     backend: tokenizers.Tokenizer
     stop_ids: set[int]
-    template: str = ""  # the model's chat template, if it has one
-    bos_token: str = ""
-
-    @cached_property
-    def chat_format(self) -> ChatFormat:
-        """How the model's conversations are written. Raises InputError if the format is not
-        supported; the tokenizer can then be used for plain text only."""
-        return detect_chat_format(self.backend, self.template, self.bos_token)
+    template: str = ""  # the chat template, in Jinja
+    names: dict[str, str] = field(default_factory=dict)  # what it calls special tokens
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of plain text. Even "<|im_end|>" is plain text here."""
@@ -57,70 +45,55 @@ class Tokenizer:
         """Return the text of ids, without the control tokens."""
         return self.backend.decode(ids, skip_special_tokens=True)
 
-    def encode_markup(self, markup: str, **fields: str) -> list[int]:
-        r"""Return the ids of a piece of the chat format, such as "<|im_start|>{role}\n".
+    @cached_property
+    def control_ids(self) -> dict[str, int]:
+        """The ids of all control tokens."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
 
-        The fields in braces are filled in after the control tokens have been found, so that the
-        characters of a control token within a field stay plain text.
-        """
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """How the model's conversations are written. Raises InputError if that is unknown; the
+        tokenizer can then be used for plain text only."""
+        if not self.template:
+            raise InputError(
+                "the model has no chat template, and no control tokens of ChatML or Llama-3"
+            )
+        if self.backend.encode("a", add_special_tokens=False).tokens != ["a"]:
+            raise InputError(
+                "the tokenizer marks where a text begins, as SentencePiece does, and so cannot "
+                "encode a conversation in pieces: use a model with a byte-level tokenizer"
+            )
+        return ChatTemplate(self.template, self.names, self.control_ids)
+
+    def encode_markup(self, markup: str) -> list[int]:
+        """Return the ids of markup: control tokens by their ids, all else as plain text."""
         ids = []
-        for part in CONTROL_PATTERN.split(markup):
-            if part in CONTROL_TOKENS:
-                ids.append(self.backend.token_to_id(part))
-            else:
-                ids += self.encode(part.format(**fields))
+        for part in self.chat_template.split(markup):
+            if part in self.control_ids:
+                ids.append(self.control_ids[part])
+            elif part:
+                ids += self.encode(part.replace(MARK, ""))
         return ids
 
-    def opening(self, role: str) -> list[int]:
-        """Return the ids that open a turn of `role`. Raises InputError."""
-        return self.encode_markup(self.chat_format.open_turn, role=role)
-
     def turns(self, messages: list[dict]) -> Iterator[tuple[list[int], bool]]:
-        r"""Yield a conversation in pieces: the ids of each, and whether the assistant generates
-        them. One exchange in ChatML has four pieces:
-
-            <|im_start|>user\nHi<|im_end|>\n    False
-            <|im_start|>assistant\n             False
-            Hello!<|im_end|>                    True
-            \n                                  False
-
-        An answer is encoded separately from its opening, because the opening is already encoded
-        when the model generates the answer. If both were encoded together, the "\n" that ends the
-        opening and a "\n" that begins the answer might merge into the one token "\n\n", and a
-        drafter would be trained on ids that it never sees in generation.
-
-        Raises InputError.
-        """
-        chat_format = self.chat_format
-        has_system = bool(messages) and messages[0].get("role") == "system"
-        if chat_format.system and not has_system:
-            messages = [{"role": "system", "content": chat_format.system}, *messages]
-        if chat_format.begin:
-            yield [self.backend.token_to_id(chat_format.begin)], False
-        for message in messages:
-            check_message(message)
-            role = message["role"]
-            content = message["content"]
-            if chat_format.strips:
-                content = content.strip()
-            if role == "assistant":
-                end = self.backend.token_to_id(chat_format.end_token)
-                yield self.opening(role), False
-                yield [*self.encode(content), end], True
-                yield self.encode(chat_format.separator), False
-            else:
-                turn = chat_format.open_turn + "{content}" + chat_format.end_turn
-                yield self.encode_markup(turn, role=role, content=content), False
+        """Yield a conversation to train on in pieces: the ids of each, and whether the assistant
+        generates them. Raises InputError (see `ChatTemplate.turns`)."""
+        for markup, is_answer in list(self.chat_template.turns(messages)):  # first, all errors
+            yield self.encode_markup(markup), is_answer
 
     def chat(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
         """Return the ids of a conversation [{"role", "content"}, ...] and, by default, the ids that
         open the assistant's next turn. Raises InputError."""
-        ids = []
-        for piece, _ in self.turns(messages):
-            ids += piece
-        if add_generation_prompt:
-            ids += self.opening("assistant")
-        return ids
+        template = self.chat_template
+        return self.encode_markup(
+            template.render(template.protect(messages), add_generation_prompt)
+        )
+
+    def question_prompt(self, messages: list[dict]) -> list[int]:
+        """Return the ids of a conversation up to where the user's next message begins, for a model
+        that is to write this message. Raises InputError."""
+        return self.encode_markup(self.chat_template.question_prompt(messages))
 
 
 class TextStream:
@@ -162,52 +135,45 @@ class TextStream:
 
 # --- From files ---
 
-# Llama-3.1's template writes a system turn that begins with these words and states today's date.
-KNOWLEDGE_DATE = "Cutting Knowledge Date"
+ASSUMED = {"<|im_start|>": CHATML, "<|start_header_id|>": LLAMA3}  # without a template of its own
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a model's tokenizer, with the stop ids that its checkpoint states. Raises InputError.
 
-    path: what `resolve_path` takes, or what it has returned.
+    path: what `resolve_path` takes, or what it has returned. If the checkpoint has no chat
+    template, a line says which one is assumed.
     """
     path = resolve_path(path)
     read = read_gguf_tokenizer if path.suffix == ".gguf" else read_hugging_face_tokenizer
     tokenizer = read(path)
-    print_notes(path, tokenizer)
+    for token, template in ASSUMED.items():
+        if not tokenizer.template and tokenizer.backend.token_to_id(token) is not None:
+            tokenizer.template = template
+            print(f"{path} has no chat template: the one with {token} is assumed", file=sys.stderr)
     return tokenizer
 
 
-def print_notes(path: Path, tokenizer: Tokenizer) -> None:
-    """Tell the user what is assumed about the chat format, and what conversations leave out."""
-    try:
-        name = tokenizer.chat_format.name
-    except InputError:  # raised again if the user asks for a conversation
-        return
-    if not tokenizer.template:
-        print(f"{path} has no chat template: its format is taken for {name}'s", file=sys.stderr)
-    if KNOWLEDGE_DATE in tokenizer.template:
-        note = "states the date in a system turn, which is left out here"
-        print(f"{path}: the chat template {note}", file=sys.stderr)
-
-
 def build_tokenizer(
-    backend: tokenizers.Tokenizer, stop_ids: list[int], template: str, bos_token: str
+    backend: tokenizers.Tokenizer, stop_ids: list[int], template: str, names: dict[str, str]
 ) -> Tokenizer:
     """Make a tokenizer from what a checkpoint states. Raises InputError for invalid stop ids."""
     for token in stop_ids:
         if type(token) is not int or token < 0:
             raise InputError(f"eos_token_id is invalid: {token!r:.40}")
     # Not every checkpoint marks its control tokens as such.
-    present = [token for token in CONTROL_TOKENS if backend.token_to_id(token) is not None]
-    backend.add_special_tokens(present)
+    added = [token.content for token in backend.get_added_tokens_decoder().values()]
+    backend.add_special_tokens([token for token in added if re.fullmatch(r"<\|\w+\|>", token)])
     # The library's name for this setting misleads: True means that the characters "<|im_end|>" in a
     # message are encoded as plain text.
     backend.encode_special_tokens = True
+    tokenizer = Tokenizer(backend, set(stop_ids), template, names)
     # Some checkpoints state only the base model's stop token, which does not end a turn.
-    ends = [CHATML.end_token, LLAMA3.end_token]
-    end_ids = [backend.token_to_id(token) for token in ends if token in present]
-    return Tokenizer(backend, {*stop_ids, *end_ids}, template, bos_token)
+    ends = ["<|im_end|>", "<|eot_id|>"]
+    with suppress(InputError):  # raised again if the user asks for a conversation
+        ends.append(tokenizer.chat_template.end_of_answer)
+    tokenizer.stop_ids |= {backend.token_to_id(end) for end in ends} - {None}
+    return tokenizer
 
 
 # --- From a Hugging Face folder ---
@@ -221,27 +187,28 @@ def read_hugging_face_tokenizer(path: Path) -> Tokenizer:
     # The file may ask for truncation and padding, which were needed only to train the model.
     backend.no_truncation()
     backend.no_padding()
-    template, bos_token = read_template(path)
-    return build_tokenizer(backend, read_stop_ids(path), template, bos_token)
+    template, names = read_template(path)
+    return build_tokenizer(backend, read_stop_ids(path), template, names)
 
 
-def read_template(path: Path) -> tuple[str, str]:
-    """Return the chat template of a folder and its bos_token, the token that begins a text. Either
-    is "" if the folder states none. Raises InputError."""
+def read_template(path: Path) -> tuple[str, dict[str, str]]:
+    """Return the chat template of a folder, or "", and what the template calls special tokens, such
+    as {"bos_token": "<s>"}. Raises InputError."""
     stated = {}
     if (path / "tokenizer_config.json").exists():
         stated = read_json(path / "tokenizer_config.json")
     template = stated.get("chat_template") or ""
-    if isinstance(template, list):  # several templates, each with a name
-        with input_errors(f"{path}: the list of chat templates is invalid", AttributeError):
-            named = {one.get("name"): one.get("template") for one in template}
-        template = named.get("default") or ""
-    if (path / "chat_template.jinja").exists():
-        template = (path / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
-    bos_token = stated.get("bos_token") or ""
-    if isinstance(bos_token, dict):
-        bos_token = bos_token.get("content") or ""
-    return str(template), str(bos_token)
+    with input_errors(f"{path}: the chat template cannot be read", Exception):
+        if isinstance(template, list):  # several templates, each with a name
+            template = {one["name"]: one["template"] for one in template}["default"]
+        if (path / "chat_template.jinja").exists():
+            template = (path / "chat_template.jinja").read_text(encoding="utf-8")
+    names = {}
+    for name in ("bos_token", "eos_token"):
+        match stated.get(name):
+            case str(token) | {"content": str(token)}:
+                names[name] = token
+    return str(template), names
 
 
 # --- From a GGUF file ---
@@ -286,13 +253,15 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
     metadata = parse_gguf(path).metadata
     with input_errors(f"{path}: not a tokenizer of type smollm or llama-bpe", Exception):
         backend = build_gguf_tokenizer(metadata)
-        bos_token = ""
-        if "tokenizer.ggml.bos_token_id" in metadata:
-            bos_token = backend.id_to_token(metadata["tokenizer.ggml.bos_token_id"])
+        names = {}
+        for name in ("bos", "eos"):
+            key = f"tokenizer.ggml.{name}_token_id"
+            if key in metadata:
+                names[f"{name}_token"] = backend.id_to_token(metadata[key])
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     stop_ids = [metadata[key] for key in keys if key in metadata]
     template = str(metadata.get("tokenizer.chat_template", ""))
-    return build_tokenizer(backend, stop_ids, template, bos_token)
+    return build_tokenizer(backend, stop_ids, template, names)
 
 
 def build_gguf_tokenizer(metadata: dict) -> tokenizers.Tokenizer:

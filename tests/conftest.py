@@ -3,6 +3,7 @@ import json
 import os
 import shutil
 import sys
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,12 +20,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test may fetch from the hub
 
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
-from tiny_models import CHATML, byte_tokenizer, new_drafter, new_target  # noqa: E402
+from tiny_models import CHATML, LETTERS, byte_tokenizer, new_drafter, new_target  # noqa: E402
 
-from llama import Llama, load_model, load_tokenizer  # noqa: E402
-from moa import save_drafter  # noqa: E402
+from app.loading import load_drafter, load_model, make_ready, save_drafter  # noqa: E402
+from llama import Llama  # noqa: E402
+from moa import Drafter  # noqa: E402
 from plumbing.errors import InputError  # noqa: E402
-from plumbing.tokenizer import Tokenizer  # noqa: E402
+from plumbing.hub import SHIPPED_DRAFTERS  # noqa: E402
+from plumbing.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 
 
 def raises(culprit: str, call, *args) -> None:
@@ -55,6 +58,14 @@ def smollm2() -> tuple[Llama, Tokenizer]:
 
 
 @pytest.fixture(scope="session")
+def packed_smollm2(smollm2) -> tuple[Llama, Drafter]:
+    """The default target and its drafter, packed, as speculate.py packs them."""
+    target = deepcopy(smollm2[0])
+    drafter = load_drafter(SHIPPED_DRAFTERS["smollm2"], target)
+    return make_ready(target, [drafter]), drafter
+
+
+@pytest.fixture(scope="session")
 def toy() -> tuple[Llama, Tokenizer]:
     """The shipped toy target and its tokenizer, where any trained model will do."""
     return load_model("toy"), load_tokenizer("toy")
@@ -64,6 +75,12 @@ def toy() -> tuple[Llama, Tokenizer]:
 def copy(tmp_path) -> Path:
     """A checkpoint to spoil."""
     return shutil.copytree(TIED, tmp_path / "model")
+
+
+@pytest.fixture
+def chat_model(copy) -> Path:
+    """The smallest model that can chat: 254 bytes and two control tokens."""
+    return byte_tokenizer(copy, CHATML, LETTERS[:-2])
 
 
 @pytest.fixture(scope="session")

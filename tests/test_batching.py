@@ -18,8 +18,8 @@ from test_losslessness import (
     check,
     compare,
     exact_texts,
-    record_another_q,
     redraw_from_p,
+    sharpen,
 )
 from tiny_models import PROMPT, chi_square, new_drafter, new_target
 
@@ -35,7 +35,7 @@ from llama import (
     sample_next,
 )
 from moa import Drafter, DraftLimits
-from plumbing.errors import InputError
+from speculate import TreeSampler
 
 Prompts = list[tuple[list[int], GenerationConfig]]
 
@@ -113,7 +113,7 @@ def test_tokens_drawn_together_are_those_drawn_alone_as_no_row_uses_up_anothers_
 
 def test_logits_that_are_nan_are_an_error_also_where_rows_are_sampled_together():
     samplings = [Sampling(), Sampling()]
-    with pytest.raises(InputError, match="NaN"):
+    with pytest.raises(FloatingPointError, match="NaN"):
         batching.sample_together(torch.tensor([[0.0, 1.0], [math.nan, 0.0]]), samplings)
 
 
@@ -232,8 +232,8 @@ def sampling_of(row: int, temperature: float, top_p: float) -> Sampling:
 def draft_alone(drafter: Drafter, text: list[int], root: int, sampling: Sampling):
     cache = drafter.target.new_cache(64)
     drafter.target.hidden(torch.tensor([text]), cache)
-    state = drafter.new_state(64, sampling)
-    state.append_verified(drafter.memory_update(text, cache))
+    state = TreeSampler(drafter, 64, sampling)
+    state.append_verified(drafter.cache_update(text, cache))
     return state.draft(root, DraftLimits(depth=4))
 
 
@@ -263,6 +263,21 @@ def test_chains_of_many_rows_are_drawn_from_exactly_the_q_they_report_although_l
 # --- Lossless: every branch of what is drawn, as in test_losslessness.py ---
 
 PROMPTS = [PROMPT, [1, 2] * 5, [2]]
+
+
+@pytest.fixture(autouse=True)
+def scripted(request, monkeypatch) -> None:
+    """Where draws are scripted, batching.py's are as well."""
+    if "chance" in request.fixturenames:
+        chance = request.getfixturevalue("chance")
+        monkeypatch.setattr(batching, "sample", chance.sample)
+
+
+def record_another_q(monkeypatch) -> None:
+    """Than the one that chains are drawn from."""
+    right = BatchDraftState.draft_chains
+    sharpened = lambda *args: [sharpen(draft) for draft in right(*args)]
+    monkeypatch.setattr(BatchDraftState, "draft_chains", sharpened)
 
 
 @torch.inference_mode()

@@ -17,10 +17,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import ROOT
-from test_remote import serving_models
+from test_remote import FINGERPRINTS, serving_models
 from tiny_models import PROMPT, WORDS, new_drafter, new_target, target_alone
 
-import netsim
+from app import client
+from app.answers import Generation, Origin, TimedCycle
+from app.client import open_channel
+from app.results import DetailedResult
 from experiments import bench
 from experiments.bench import (
     Contender,
@@ -34,10 +37,9 @@ from experiments.bench import (
 from experiments.prompts import Prompt, read_prompt_file
 from experiments.tables import Column, format_markdown, print_rows
 from llama import GenerationConfig
-from moa import Draft, DraftLimits, VerifyResult
-from netsim import Link, open_channel
+from moa import Draft, DraftLimits
+from netsim import Link
 from plumbing.errors import run_command
-from speculate import Generation, Origin, TimedCycle
 
 
 class Done(NamedTuple):
@@ -92,7 +94,7 @@ def answer_of(seconds: float, tokens: list[int], calls: int) -> Generation:
         PROMPT,
         tokens,
         [Origin.TARGET] * len(tokens),
-        seconds,
+        seconds=seconds,
         target_calls=calls,
         drafted=2 * calls,
         draft_seconds=seconds / 4,
@@ -148,10 +150,10 @@ def test_all_methods_go_on_after_the_targets_own_answer():
         name: str
         tokens: list[int]
 
-        def cycles(self, prompt: list[int], *_):
+        def cycles(self, prompt: list[int], config: GenerationConfig):
             asked[self.name].append(prompt)
             for token in self.tokens:
-                result = VerifyResult([], token, memory=None, draft=Draft(prompt[-1]))
+                result = DetailedResult([], token, update=None, draft=Draft(prompt[-1]))
                 yield TimedCycle(result, [token], 0.0, 0.0)
 
     contenders = {
@@ -187,8 +189,8 @@ def test_text_written_offline_is_judged_wherever_it_stands():
 
 def test_over_networks_everything_is_measured_on_each_and_cut_once(monkeypatch):
     monkeypatch.setattr(bench.tqdm, "monitor_interval", 0)  # its thread is none of the server's
-    monkeypatch.setattr(netsim, "MIN_TIMEOUT", 0.2)
-    monkeypatch.setattr(netsim, "INITIAL_BACKOFF", 0.0)
+    monkeypatch.setattr(client, "MIN_TIMEOUT", 0.2)
+    monkeypatch.setattr(client, "INITIAL_BACKOFF", 0.0)
     target = new_target(16)
     drafter = new_drafter(target)
     config = GenerationConfig(8)
@@ -196,7 +198,9 @@ def test_over_networks_everything_is_measured_on_each_and_cut_once(monkeypatch):
     with serving_models(target, drafter) as server:
         channels = {}
         for name, link in links.items():
-            channels[name] = partial(open_channel, server.server_address, link, 0)
+            channels[name] = partial(
+                open_channel, server.server_address, link, 0, fingerprints=FINGERPRINTS
+            )
         contenders = remote_contenders(drafter, DraftLimits(4), channels, outage_after=2)
         turns = list(bench_prompts(WORDS, 64, contenders, [Prompt("a", ["one"])], config))
     rows = summarize(target, contenders, turns, config)

@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import raises
+from tiny_models import CHATML, CHATML_TEMPLATE, ask, byte_tokenizer
 from tiny_target import CHAT, STOP, counting, make_tiny_target, write
 
-import llama
-from plumbing import conversations
 from plumbing.conversations import Conversations, Stream, hold_out
-from plumbing.records import usable_messages
+from plumbing.records import find_records
+from plumbing.tokenizer import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> llama.Tokenizer:
-    return llama.load_tokenizer(make_tiny_target(tmp_path_factory.mktemp("tiny")))
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    return load_tokenizer(make_tiny_target(tmp_path_factory.mktemp("tiny")))
 
 
-def encode(tokenizer: llama.Tokenizer, path: Path, seq_len: int, *records) -> Conversations:
+def encode(tokenizer: Tokenizer, path: Path, seq_len: int, *records) -> Conversations:
     return Conversations([str(write(path, *records))], tokenizer, seq_len)
 
 
@@ -42,87 +42,97 @@ def test_an_answer_is_the_assistants_tokens_and_their_stop_token_up_to_seq_len(
     assert torch.equal(cut.answer, whole.answer[:50])
 
 
-def test_a_conversation_without_an_answer_within_seq_len_is_left_out(tmp_path, tokenizer):
-    data = encode(tokenizer, tmp_path / "a", 50, {"data": ["?" * 50, "!"]}, {"messages": CHAT})
-    (usable,) = data.read_usable([0, 1, 0])
-    assert usable is data[1]
-    assert not data[0].answer.any()
-    raises("no answer within --seq-len tokens", hold_out,
-           encode(tokenizer, tmp_path / "a", 20, {"messages": CHAT}), 0)
-
-
-def test_answers_before_any_question_and_all_from_an_empty_turn_on_are_cut_and_counted(
+def test_an_epoch_is_a_pass_over_what_can_be_trained_on_and_a_line_says_what_cannot(
     tmp_path, tokenizer, capsys
 ):
-    system = {"role": "system", "content": ""}  # which may be empty
-    early = {"role": "assistant", "content": "Hello!"}
-    empty = {"role": "user", "content": " \n"}
-    data = encode(
-        tokenizer,
-        tmp_path / "chats",
-        200,
-        {"messages": [early, *CHAT]},
-        {"messages": [system, early, *CHAT[:2]]},
-        {"messages": [*CHAT[:2], empty, *CHAT[2:]]},
-        {"messages": [CHAT[0], {"role": "assistant", "content": ""}, *CHAT[2:]]},
-    )
-    kept = [CHAT, [system, *CHAT[:2]], CHAT[:2]]
-    assert len(data) == 3
-    for i, messages in enumerate(kept):
-        assert data[i].tokens.tolist() == tokenizer.chat(messages, add_generation_prompt=False)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].endswith("line 4: no answer")
-    assert lines[1:] == [
-        "3 conversations, 1 records skipped",
-        "  2 answers left out because no question comes before them",
-        "  1 conversations cut at a turn that is empty or uses a tool",  # a second one is skipped
-        "  1 skipped: no answer",
+    records = counting(20)
+    for i in range(180):
+        records.append({"data": ["long" * 60, f"answer {i}"]})
+    records += counting(5)  # again
+    data = encode(tokenizer, tmp_path / "a", 200, *records)
+    assert capsys.readouterr().err.splitlines() == [
+        "20 conversations, 185 records skipped",
+        f"  180 like {tmp_path / 'a'}, line 21: no answer within --seq-len 200 tokens",
+        f"  5 like {tmp_path / 'a'}, line 201: equal to an earlier one",
     ]
+    training, held_out = hold_out(data, seed=0)
+    assert len(held_out) == 2
+    stream = Stream(data, training, seed=0)
+    assert stream.batches_per_epoch(3) == 6
+    texts = [tokenizer.decode(one.tokens.tolist()) for one in itertools.islice(stream, 18)]
+    assert len(set(texts)) == 18
+    assert not set(texts) & {tokenizer.decode(one.tokens.tolist()) for one in held_out}
+
+
+@pytest.mark.parametrize("room, is_usable", [(1, False), (2, True)])
+def test_two_tokens_of_an_answer_can_be_trained_on(tmp_path, tokenizer, room, is_usable):
+    opening = len(tokenizer.chat(CHAT[:1]))
+    if is_usable:
+        data = encode(tokenizer, tmp_path / "a", opening + room, {"messages": CHAT})
+        assert data[0].answer.sum() == 2
+    else:
+        raises("no usable conversation", encode, tokenizer, tmp_path / "a", opening + room,
+               {"messages": CHAT})
+
+
+def test_what_begins_a_conversation_is_no_answer(tmp_path, tokenizer):
+    greeting = {"role": "assistant", "content": "Hello!"}
+    data = encode(tokenizer, tmp_path / "a", 200, {"messages": [greeting, *CHAT[:2]]})
+    text = tokenizer.decode(data[0].tokens[data[0].answer].tolist())
+    assert text == CHAT[1]["content"]
+    assert "Hello!" in tokenizer.decode(data[0].tokens.tolist())
+
+
+def test_a_template_that_fails_or_rewrites_turns_is_an_input_error_in_training(tmp_path):
+    byte_tokenizer(tmp_path, CHATML)
+    for template, why in (
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        (CHATML_TEMPLATE.replace("message['content']", "'[…]'"), "rewrites turns"),
+    ):
+        (tmp_path / "chat_template.jinja").write_text(template)
+        raises(why, encode, load_tokenizer(tmp_path), tmp_path / "a", 200, *counting(3))
+
+
+def test_a_file_that_has_changed_is_an_input_error_that_names_it(tmp_path, tokenizer):
+    data = encode(tokenizer, tmp_path / "a", 200, *counting(3))
+    write(tmp_path / "a", "\n" * 1000)
+    raises(f"{tmp_path / 'a'} has changed since", data.__getitem__, 2)
 
 
 BROKEN = {  # a line, and what is wrong with it
     "{half": "not valid JSON: Expecting",
-    '{"a":' + "[" * 100_000: "recursion",
     '"text"': "not a JSON object",
     '{"data": 3}': "none of messages",
     '{"messages": []}': "no answer",
     '{"messages": [3]}': "an unusable turn",
-    '{"data": ["a", 3]}': "an unusable turn",
-    '{"data": ["a question"]}': "no answer",
-    '{"conversations": [{"from": "nobody", "value": ""}, 3]}': "needs a role",
-    '{"conversations": [{"from": ["user"], "value": ""}]}': "an unusable turn",
-    '{"messages": [{"role": "user"}]}': "no content in {'role': 'user'}",
-    '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "part that is not text",
-    '{"instruction": "a", "output": null}': "an unusable turn",
     '{"instruction": "a", "input": 3, "output": "b"}': "an input that is not text: 3",
-    '{"data": ["\\ud800", "b"]}': "not valid UTF-8",
+    '{"messages": [{"role": "user", "content": " "}]}': "an empty turn",
 }
-REASONS = [
-    "  2 skipped: not valid JSON",
-    "  1 skipped: not a JSON object",
-    "  1 skipped: none of messages, data, conversations, instruction with output, turns, "
-    "and prompt",
-    "  2 skipped: no answer",
-    "  8 skipped: an unusable turn",
-    "  1 skipped: an input that is not text",
+AGAIN = [  # lines with the same faults
+    '{"a":' + "[" * 100_000,
+    '{"data": ["a question"]}',
+    '{"data": ["a", 3]}',
+    '{"conversations": [{"from": "nobody", "value": ""}, 3]}',
+    '{"conversations": [{"from": ["user"], "value": ""}]}',
+    '{"messages": [{"role": "user"}]}',
+    '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+    '{"instruction": "a", "output": null}',
+    '{"data": ["\\ud800", "b"]}',
 ]
 
 
-def test_a_broken_record_is_skipped_five_are_named_and_all_are_counted_by_reason(
-    tmp_path, tokenizer, capsys, monkeypatch
+def test_a_broken_record_is_skipped_and_each_kind_is_counted_with_an_example(
+    tmp_path, tokenizer, capsys
 ):
-    path = write(tmp_path / "a", *counting(3), *BROKEN, "", *counting(1))
-    assert len(Conversations([str(path)], tokenizer, 96)) == 4
+    path = write(tmp_path / "a", *counting(3), *BROKEN, "", *AGAIN, *counting(4)[3:])
+    assert len(Conversations([path], tokenizer, 96)) == 4
     told = capsys.readouterr().err.splitlines()
-    assert told[5:] == [f"4 conversations, {len(BROKEN)} records skipped", *REASONS]
-    monkeypatch.setattr(conversations, "MAX_NAMED", 100)
-    Conversations([str(path)], tokenizer, 96)
-    named = capsys.readouterr().err.splitlines()[:len(BROKEN)]
-    assert named[:5] == told[:5]
-    for number, (line, why) in enumerate(zip(named, BROKEN.values()), 4):
-        assert line.startswith(f"skipped {path}, line {number}: ")
-        assert why in line
+    assert told[0] == f"4 conversations, {len(BROKEN) + len(AGAIN)} records skipped"
+    counts = (2, 1, 1, 2, 8, 1, 1)
+    for number, line, count, why in zip(range(4, 11), told[1:], counts, BROKEN.values()):
+        assert line.startswith(f"  {count} like {path}, line {number}: {why}")
         assert len(line) < 500
+    assert len(told) == 1 + len(BROKEN)
 
 
 def test_lines_of_large_files_are_read_where_they_are(tmp_path, tokenizer):
@@ -132,7 +142,8 @@ def test_lines_of_large_files_are_read_where_they_are(tmp_path, tokenizer):
     paths = [write(tmp_path / "a", *records[:301], "{"), write(tmp_path / "b", *records[301:])]
     data = Conversations(list(map(str, paths)), tokenizer, 96)
     for i in (999, 0, 789, 301, 300, 299):
-        messages, _ = usable_messages(records[i])
+        question, answer = records[i]["data"]
+        messages = [*ask(question), {"role": "assistant", "content": answer}]
         tokens = tokenizer.chat(messages, add_generation_prompt=False)
         assert data[i].tokens.tolist() == tokens[:96]
     tracemalloc.start()
@@ -151,19 +162,16 @@ def test_a_json_array_is_read_as_its_records_one_a_line_would_be(tmp_path, token
     assert len(data) == 5
     for i in range(5):
         assert torch.equal(data[i].tokens, lines[i].tokens)
-    named, *_ = capsys.readouterr().err.splitlines()
-    assert named.startswith(f"skipped {path}, record 6: none of messages")
+    assert f"  1 like {path}, record 6: none of messages" in capsys.readouterr().err
 
 
-def test_the_time_to_read_an_array_grows_with_its_length_only(tmp_path, tokenizer):
+def test_the_time_to_read_an_array_grows_with_its_length_only(tmp_path):
     turns = [{"from": "human", "value": "é" * 9}, {"from": "gpt", "value": "an answer " * 100}]
     record = json.dumps({"conversations": turns})
     path = write(tmp_path / "array.json", "[" + ",\n".join([record] * 10_000) + "]")
     began = time.process_time()
-    data = Conversations([str(path)], tokenizer, 96)
+    assert len(list(find_records(path))) == 10_000
     assert time.process_time() - began < 5  # a fraction of a second; by its square, minutes
-    assert len(data) == 10_000
-    assert torch.equal(data[9_999].tokens, data[0].tokens)
 
 
 def test_an_epoch_is_a_permutation_and_can_be_gone_on_with_at_any_position(tmp_path, tokenizer):
@@ -183,19 +191,3 @@ def test_an_epoch_is_a_permutation_and_can_be_gone_on_with_at_any_position(tmp_p
     assert order[:10] != order[10:20]
     for position in range(25):
         assert walk(position) == order[position:]
-
-
-def test_an_epoch_has_as_many_batches_as_it_takes_to_draw_each_conversation(tmp_path, tokenizer):
-    data = encode(tokenizer, tmp_path / "a", 200, *counting(10))
-    stream = Stream(data, np.arange(10), seed=0)
-    assert [stream.batches_per_epoch(size) for size in (1, 3, 5, 10, 11)] == [10, 4, 2, 1, 1]
-
-
-def test_one_usable_conversation_is_found_in_every_epoch(tmp_path, tokenizer):
-    records = [{"data": ["?" * 96, "!"]}] * 10  # nothing of the answer is left
-    records[7] = {"data": ["?", "!"]}
-    data = encode(tokenizer, tmp_path / "a", 96, *records)
-    stream = Stream(data, np.arange(10), seed=0)
-    for epoch in range(20):
-        assert next(iter(stream)) is data[7]
-        assert (stream.position - 1) // 10 == epoch

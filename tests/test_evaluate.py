@@ -1,21 +1,24 @@
 """A finished drafter is scored as while it was trained, and by really drafting."""
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from test_bench import assert_refused, command
 from tiny_models import new_drafter
-from tiny_target import counting, make_tiny_target, write
+from tiny_target import counting, error_of, make_tiny_target, write
 
+from app.evaluation import evaluate as evaluate_in_one_pass
+from app.loading import load_drafter, load_model, save_drafter
 from experiments import evaluate
-from experiments.ablations import ABLATIONS
-from llama import Llama, load_model, load_tokenizer
-from moa import DraftLimits, load_drafter, save_drafter
+from experiments.ablations import ALL
+from llama import Llama, Sampling
+from moa import DraftLimits
 from plumbing.conversations import Conversations, TokenizedConversation
+from plumbing.errors import run_command
+from plumbing.tokenizer import load_tokenizer
 from train import TrainConfig
-from train import evaluate as evaluate_in_one_pass
 
 
 @pytest.fixture(scope="module")
@@ -40,20 +43,24 @@ def data(tmp_path_factory) -> Path:
     return write(tmp_path_factory.mktemp("data") / "held_out.jsonl", *counting(3))
 
 
-@pytest.mark.parametrize("ablation, choices", [
-    (None, {}),
-    (None, {"target_layer_inference": 1}),
-    (None, {"target_layer_inference": 3, "likeness": 1.0}),  # it is always right
+def command(*arguments) -> None:
+    """The program, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["evaluate.py", "--device", "cpu", *map(str, arguments)])
+        run_command(evaluate.main)
+
+
+@pytest.mark.parametrize("name, choices", [
+    ("full", {}),
+    ("full", {"target_layer_inference": 1}),
+    ("full", {"target_layer_inference": 3, "likeness": 1.0}),  # it is always right
     ("no-ca", {}),
     ("neither", {}),
 ])
-def test_by_drafting_scores_what_is_right_of_chains_drafted_one_by_one(target, ablation, choices):
+def test_by_drafting_scores_what_is_right_of_chains_drafted_one_by_one(target, name, choices):
     """Against chains that are drafted and verified one by one, each from the text's beginning."""
-    new_verifier = evaluate.LocalVerifier
-    if ablation is not None:
-        choices = {**choices, "kind": ABLATIONS[ablation].kind}
-        new_verifier = ABLATIONS[ablation].new_verifier
-    drafter = new_drafter(target, **choices)
+    ablation = ALL[name]
+    drafter = new_drafter(target, kind=ablation.kind, **choices)
     tokens = torch.randint(256, (65,))
     sequence = TokenizedConversation(tokens, torch.arange(65) >= 5)
     tried = Counter()
@@ -61,9 +68,9 @@ def test_by_drafting_scores_what_is_right_of_chains_drafted_one_by_one(target, a
     for start in range(5, 65 - 8, 8):
         text = tokens[:start].tolist()
         root = int(tokens[start])
-        state = drafter.new_state(65, evaluate.Sampling())
-        verifier = new_verifier(target, drafter, 65, evaluate.Sampling())
-        state.append_verified(verifier.prefill(text).memory)
+        state = ablation.new_state(drafter, 65, Sampling())
+        verifier = ablation.new_verifier(target, drafter, 65, Sampling())
+        state.append_verified(verifier.prefill(text).update)
         draft = state.draft(root, DraftLimits(depth=8))
         with_draft = torch.tensor([text + draft.tokens])
         choices_after = target(with_draft)[0, start:].argmax(-1).tolist()
@@ -72,7 +79,9 @@ def test_by_drafting_scores_what_is_right_of_chains_drafted_one_by_one(target, a
             right[depth] += token == choice
             if token != choice:
                 break
-    scores = evaluate.evaluate_drafting(drafter, [sequence], new_verifier)
+    scores = evaluate.evaluate_drafting(
+        drafter, [sequence], ablation.new_verifier, ablation.new_state
+    )
     expected = [right[depth] / tried[depth] for depth in range(8) if tried[depth]]
     assert scores["depth_accuracy"] == expected
     assert tried[0] == 7
@@ -80,15 +89,17 @@ def test_by_drafting_scores_what_is_right_of_chains_drafted_one_by_one(target, a
 
 
 def test_the_program_prints_the_scores_that_training_would_log(
-    tiny, target, drafter_folder, data
+    tiny, target, drafter_folder, data, capsys
 ):
-    flags = ["--model", tiny, "--data", data, "--seq-len", 200]
-    done = command(evaluate, drafter_folder, *flags)
+    flags = [drafter_folder, "--model", tiny, "--data", data, "--seq-len", 200]
+    command(*flags)
     conversations = Conversations([data], load_tokenizer(tiny), 200)
-    sequences = list(conversations.read_usable(range(3)))
+    sequences = [conversations[index] for index in range(3)]
     drafter = load_drafter(drafter_folder, target)
-    assert json.loads(done.out) == evaluate_in_one_pass(drafter, sequences, TrainConfig())
-    drafted = json.loads(command(evaluate, drafter_folder, *flags, "--by-drafting").out)
+    expected = evaluate_in_one_pass(drafter, sequences, TrainConfig())
+    assert json.loads(capsys.readouterr().out) == expected
+    command(*flags, "--by-drafting")
+    drafted = json.loads(capsys.readouterr().out)
     assert 1 <= len(drafted["depth_accuracy"]) <= 8
     assert drafted["implied_acceptance_length"] > 1
 
@@ -100,7 +111,7 @@ def test_the_program_prints_the_scores_that_training_would_log(
     (["--seq-len", "16"], "no answer within"),
     (["--by-drafting", "--seq-len", "40"], "no answer is long enough to draft in"),
 ])
-def test_bad_input_ends_in_one_line(tiny, drafter_folder, data, flags, why):
+def test_bad_input_ends_in_one_line(tiny, drafter_folder, data, capsys, flags, why):
     folder = [drafter_folder] if flags[0].startswith("--") else []
     files = ["--model", tiny, "--data", data, "--seq-len", 200]
-    assert_refused(command(evaluate, *folder, *files, *flags), why)
+    assert why in error_of(command, capsys, *folder, *files, *flags)

@@ -1,38 +1,38 @@
 """With drafts, greedy text and the logits behind it are those of the target alone, to the bit."""
 import pytest
 import torch
+from tiny_models import PROMPT as TINY_PROMPT
+from tiny_models import new_drafter, new_target
 from torch import Tensor
 
-from experiments.bench import CHAIN
-from llama import GenerationConfig, PackedLlama, Sampling, load_model
-from moa import Drafter, DraftLimits, VerifyResult, load_drafter, pack_together, to_bfloat16
+from app.answers import count_slots
+from app.exact import ExactKVCache, ExactLlama, ExactVerifier
+from app.loading import load_drafter, load_model
+from app.lookup import Lookup
+from app.packed import pack, pack_models, to_bfloat16
+from app.results import DetailedResult
+from app.speculate_command import REMOTE_TREE, TREE
+from llama import GenerationConfig, Llama, Sampling
+from moa import Drafter, DraftLimits
 from plumbing.hub import SHIPPED_DRAFTERS
 from plumbing.kernels import KEY_BLOCK
 from plumbing.onednn import has_fast_bfloat16
-from speculate import (
-    REMOTE_TREE,
-    TREE,
-    ExactKVCache,
-    ExactVerifier,
-    Lookup,
-    count_slots,
-    speculate,
-)
+from speculate import TreeSampler, speculate
 
 # On a CPU without it the tests of bfloat16 run in float32, twice.
 BFLOAT16 = torch.bfloat16 if has_fast_bfloat16() else torch.float32
+CHAIN = DraftLimits(depth=6, min_confidence=0.2)
 PROMPT = "Write a story about a fox, a wolf and a crow."
 
 
-def load(name: str, dtype: torch.dtype) -> tuple[PackedLlama, Drafter]:
+def load(name: str, dtype: torch.dtype) -> tuple[ExactLlama, Drafter]:
     target = load_model(name, "cpu", dtype)
     drafter = to_bfloat16(load_drafter(SHIPPED_DRAFTERS[name], target))
-    pack_together(target, [drafter])
-    return target, drafter
+    return pack_models(target, [drafter]), drafter
 
 
 @torch.inference_mode()
-def target_alone(target: PackedLlama, prompt: list[int], count: int):
+def target_alone(target: ExactLlama, prompt: list[int], count: int):
     """Return the target's tokens after a prompt, and the logits that each was chosen from."""
     cache = target.new_cache(len(prompt) + count)
     new = prompt
@@ -46,7 +46,7 @@ def target_alone(target: PackedLlama, prompt: list[int], count: int):
     return tokens, logits
 
 
-def chosen_from(result: VerifyResult) -> list[Tensor]:
+def chosen_from(result: DetailedResult) -> list[Tensor]:
     """Return the logits that each new token of a cycle was chosen from."""
     node = 0
     logits = [result.logits[node]]
@@ -56,13 +56,13 @@ def chosen_from(result: VerifyResult) -> list[Tensor]:
     return logits
 
 
-def with_drafts(target: PackedLlama, drafter: Drafter, prompt, count, limits, lookup):
+def with_drafts(target: ExactLlama, drafter: Drafter, prompt, count, limits, lookup):
     """Return the same as `target_alone`, but for the first logits."""
     config = GenerationConfig(count)
     capacity = count_slots(prompt, config, limits)
     verifier = ExactVerifier(target, drafter, capacity, Sampling())
     assert isinstance(verifier.cache, ExactKVCache)
-    state = drafter.new_state(capacity, Sampling())
+    state = TreeSampler(drafter, capacity, Sampling())
     if lookup:
         state = Lookup(state, target.config.vocab_size, Sampling())
     tokens = []
@@ -74,7 +74,7 @@ def with_drafts(target: PackedLlama, drafter: Drafter, prompt, count, limits, lo
     return tokens, logits
 
 
-def check(target: PackedLlama, drafter: Drafter, prompt: list[int], count: int, *methods) -> None:
+def check(target: ExactLlama, drafter: Drafter, prompt: list[int], count: int, *methods) -> None:
     expected, expected_logits = target_alone(target, prompt, count)
     for limits, lookup in methods:
         tokens, logits = with_drafts(target, drafter, prompt, count, limits, lookup)
@@ -117,8 +117,42 @@ def test_a_sampled_draft_is_verified_as_it_was_drawn(toy):
     prompt = toy[1].chat([{"role": "user", "content": PROMPT}])
     sampling = GenerationConfig(temperature=1.0).new_sampling("cpu")
     verifier = ExactVerifier(target, drafter, 200, sampling)
-    state = drafter.new_state(200, sampling)
+    state = TreeSampler(drafter, 200, sampling)
     result = verifier.prefill(prompt)
-    state.append_verified(result.memory)
+    state.append_verified(result.update)
     draft = state.draft(result.token, DraftLimits(depth=4, top_k=3, total_tokens=12))
     assert verifier.verify(draft).draft is draft
+
+
+def test_a_pass_that_the_cache_was_not_told_of_is_an_error():
+    """It would neither be exact nor mask the cache's unused slots."""
+    target = pack(new_target(20))
+    tokens = torch.tensor([TINY_PROMPT])
+    cache = target.new_cache(8)
+    x = target.embed_tokens(tokens)
+    with pytest.raises(RuntimeError, match="only ExactLlama.hidden may write to its cache"):
+        target.layers[0](x, target.rotary[:, :4], None, cache, 0)
+    target.hidden(tokens, cache)  # and after a pass of its own, the same
+    with pytest.raises(RuntimeError, match="only ExactLlama.hidden may write to its cache"):
+        Llama.hidden(target, tokens, cache)
+
+
+def test_with_a_target_that_is_not_exact_the_results_are_detailed_too():
+    target = new_target(20)
+    drafter = new_drafter(target)
+    verifier = ExactVerifier(target, drafter, 64, Sampling())
+    result = verifier.prefill(TINY_PROMPT)
+    assert result.draft.tokens == [TINY_PROMPT[-1]] and result.logits is None
+    state = TreeSampler(drafter, 64, Sampling())
+    state.append_verified(result.update)
+    draft = state.draft(result.token, TREE)
+    result = verifier.verify(draft)
+    assert result.draft is draft and result.logits.shape == (len(draft.tokens), 20)
+
+
+def test_positions_without_a_mask_and_a_mask_without_positions_are_refused():
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    for model in (new_target(20), pack(new_target(20))):
+        for given in ({"positions": torch.tensor([0])}, {"mask": mask}):
+            with pytest.raises(AssertionError, match="give both positions and a mask, or neither"):
+                model.hidden(torch.tensor([[1]]), model.new_cache(8), **given)

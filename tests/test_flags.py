@@ -47,7 +47,7 @@ def test_an_address_is_a_host_and_a_port_and_this_machine_where_there_is_no_host
         "", ":", ":7000", "host", "host:", "host:x", "host:-1", "host:70000", "host:²", "host:١",
         "http://host:80", "host/path:80", "::1:7000", "[::1:7000", "[]:7",
     ):
-        with pytest.raises(argparse.ArgumentTypeError, match="expected HOST:PORT"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected PORT or HOST:PORT"):
             flags.address(text)
 
 

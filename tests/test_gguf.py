@@ -12,7 +12,8 @@ from conftest import TIED, UNTIED, case_name, close, raises
 from safetensors.torch import load_file
 from tiny_models import LETTERS
 
-from llama import Llama, load_model
+from app.loading import load_model
+from llama import Llama
 from plumbing.errors import InputError
 from plumbing.gguf import CONFIG_KEYS, TENSOR_NAMES, decode_q6_k
 from plumbing.tokenizer import load_tokenizer
@@ -252,4 +253,4 @@ def test_what_ends_a_turn_stops_even_if_a_gguf_file_states_only_the_base_models_
 @pytest.mark.parametrize("key", GGUF_TOKENIZER)
 def test_gguf_metadata_of_the_wrong_kind_is_an_input_error(tmp_path, key, value):
     file = write_gguf(tmp_path / "b.gguf", GGUF_TOKENIZER | {key: value}, {})
-    raises("eos_token_id" if "eos" in key else "b.gguf", load_tokenizer, file)
+    raises("b.gguf", load_tokenizer, file)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from conftest import UNTIED, raises
 
-from llama import load_model
+from app.loading import load_model
 from plumbing import hub
 
 

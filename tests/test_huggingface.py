@@ -11,7 +11,8 @@ from conftest import TIED, UNTIED, case_name, close, raises
 from safetensors.torch import load_file, save_file
 from tiny_models import SIX_BITS
 
-from llama import Config, Llama, load_model
+from app.loading import load_model
+from llama import Config, Llama
 from plumbing.files import read_json
 from plumbing.huggingface import load_weights, parse_config, read_hugging_face
 
@@ -103,7 +104,7 @@ def test_a_config_that_cannot_be_used_is_an_input_error_that_names_the_value(
     (K, None, f"{K} missing"),
     (K, torch.zeros(32, 63), "(32, 63)"),
     (K, torch.zeros(32, 64).to(torch.float8_e4m3fn), "float8_e4m3fn"),
-    ("layers.0.self_attn.q_proj.bias", torch.zeros(64), "only Llama's own tensors"),
+    ("layers.0.self_attn.q_proj.bias", torch.zeros(64), "only the weights of a Llama"),
     (NORM, torch.full((64,), math.nan), NORM),
     (NORM, torch.full((64,), 1e6), "float16"),
 ], ids=case_name)
@@ -177,7 +178,8 @@ def test_a_bfloat16_checkpoint_is_loaded_without_a_float32_copy(copy):
     read = dict(read_tensors())
     with torch.device("meta"):
         model = Llama(Config(**sizes))
-    load_weights(model, iter(read.items()), copy, "cpu", torch.bfloat16)
-    model.tie_weights()
-    for name, weight in model.named_parameters():
+    expected = dict(model.named_parameters())
+    loaded = load_weights(expected, iter(read.items()), copy, "cpu", torch.bfloat16)
+    assert set(loaded) == set(expected)
+    for name, weight in loaded.items():
         assert weight.data_ptr() == read[name].data_ptr() != 0

@@ -1,4 +1,4 @@
-"""Claims about training runs: whatever interrupts them, they can be resumed, and end the same."""
+"""Claims about trainings: whatever interrupts them, they can be resumed, and end the same."""
 import io
 import itertools
 import json
@@ -9,7 +9,6 @@ import resource
 import runpy
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -30,10 +29,12 @@ from tiny_target import (
     write,
 )
 
-import train
-from plumbing.journal import fingerprint_files, fingerprint_model, read_log
+from app import training
+from plumbing.errors import InputError
+from plumbing.files import fingerprint_files, fingerprint_model
+from plumbing.journal import Journal, lock_folder, read_log
 
-LONG = ["--updates", 8, "--save-every", 2, "--eval-every", 3, "--lr", 1e-3]  # a run of 8 updates
+LONG = ["--updates", 8, "--save-every", 2, "--eval-every", 3, "--lr", 1e-3]
 
 
 @pytest.fixture(scope="module")
@@ -44,22 +45,18 @@ def tiny(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def command(tiny):
     """train.py's command line on the tiny target and its data, in this process."""
-
-    def run(*arguments) -> None:
-        train_with(*flags(tiny, *arguments))
-
-    return run
+    return lambda *arguments: train_with(*flags(tiny, *arguments))
 
 
 def log_of(out: Path) -> list[dict]:
-    """A run's log, without what depends on the clock."""
+    """A training's log, without what depends on the clock."""
     records = read_log(out)
     for record in records:
         record.pop("tokens_per_second", None)
     return records
 
 
-def assert_same_run(a: Path, b: Path) -> None:
+def assert_same(a: Path, b: Path) -> None:
     assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
     assert log_of(a) == log_of(b)
     assert not list(a.glob("*.part"))
@@ -83,13 +80,17 @@ def undisturbed(long_run) -> Path:
     return long_run.out
 
 
-def test_a_run_tells_its_progress_and_what_to_do_next(tiny, long_run):
+def test_a_training_tells_what_to_expect_its_progress_and_what_to_do_next(tiny, long_run):
     out, told = long_run
+    assert "8 updates: a drafter needs hundreds" in told
+    assert "| 24/24 [" in told  # conversations
     assert "update 3: held-out loss" in told
     accuracy = read_log(out)[-1]["depth_accuracy"]
     assert f"  1  {accuracy[0]:4.0%}  {'█' * round(40 * accuracy[0])}\n" in told
+    where, worth = told.splitlines()[-2:]
     next_command = f"python speculate.py --model {tiny} --drafter {out}"
-    assert told.splitlines()[-1] == f"the drafter is in {out}: {next_command}"
+    assert where == f"the drafter is in {out}: {next_command}"
+    assert "a pass of the target would yield" in worth
 
 
 # --- Killed, or full ---
@@ -99,7 +100,7 @@ def test_a_run_tells_its_progress_and_what_to_do_next(tiny, long_run):
 def forkserver() -> None:
     """Start the process from which `background` forks others, before it is needed: its imports take
     most of a process's start. (This one cannot be forked: it has threads.)"""
-    multiprocessing.set_forkserver_preload(["train"])
+    multiprocessing.set_forkserver_preload(["app.training"])
     multiprocessing.forkserver.ensure_running()
 
 
@@ -113,7 +114,7 @@ def background(monkeypatch, tiny: Path, *arguments) -> multiprocessing.Process:
     return process
 
 
-def test_a_run_that_is_killed_and_resumed_ends_as_if_it_had_not_been(
+def test_a_training_that_is_killed_and_resumed_ends_as_if_it_had_not_been(
     tmp_path, tiny, command, undisturbed, monkeypatch
 ):
     log = tmp_path / "log.jsonl"
@@ -124,24 +125,24 @@ def test_a_run_that_is_killed_and_resumed_ends_as_if_it_had_not_been(
         process.kill()
         process.join()
     command("--out", tmp_path, *LONG, "--resume")
-    assert_same_run(tmp_path, undisturbed)
+    assert_same(tmp_path, undisturbed)
 
 
 @pytest.mark.parametrize("owner, name, call", [
-    (train, "evaluate", 2),
-    (train, "compute_gradients", 5),
+    (training, "evaluate", 2),
+    (training, "compute_gradients", 5),
     (torch, "save", 4),
-    (os, "replace", 2),  # no checkpoint
-    (os, "replace", 3),  # no weights
-    (os, "replace", 4),  # weights, no config.json
-    (os, "replace", 5),  # a model, but the checkpoint is of update 0
-    (os, "replace", 12),  # the last log line, but neither model nor checkpoint of it
-    (os, "replace", 14),  # the finished model, but no checkpoint of it
+    (os, "replace", 1),  # no checkpoint
+    (os, "replace", 2),  # no weights
+    (os, "replace", 3),  # weights, no config.json
+    (os, "replace", 4),  # a model, but the checkpoint is of update 0
+    (os, "replace", 11),  # the last log line, but neither model nor checkpoint of it
+    (os, "replace", 13),  # the finished model, but no checkpoint of it
 ])
-def test_a_run_can_be_resumed_after_dying_anywhere(
+def test_a_training_can_be_resumed_after_dying_anywhere(
     tmp_path, command, undisturbed, owner, name, call
 ):
-    """Before the `call`-th call of a function: amid a run, and at every step of saving."""
+    """Before the `call`-th call of a function: amid a training, at every step of saving."""
     original = getattr(owner, name)
     calls = itertools.count(1)
 
@@ -157,7 +158,7 @@ def test_a_run_can_be_resumed_after_dying_anywhere(
         log.write('{"update": 3')  # what was being written
     (tmp_path / "checkpoint.pt.part").write_bytes(b"half")
     command("--out", tmp_path, *LONG, "--resume", "--json")
-    assert_same_run(tmp_path, undisturbed)
+    assert_same(tmp_path, undisturbed)
 
 
 @pytest.mark.parametrize("limit, why", [
@@ -179,12 +180,39 @@ def test_a_full_disk_is_an_error_and_leaves_what_was_there(
     assert (tmp_path / "checkpoint.pt").read_bytes() == checkpoint
 
 
+# --- Two in one folder ---
+
+
+def test_a_folder_belongs_to_one_training_until_it_ends(
+    tmp_path, tiny, command, capsys, monkeypatch
+):
+    choices = ["--out", tmp_path, "--updates", 100_000, "--eval-every", 1]
+    process = background(monkeypatch, tiny, *choices)
+    while not (tmp_path / "model.safetensors").exists():
+        time.sleep(0.01)
+    error = error_of(command, capsys, *choices, "--resume")
+    assert f"another training is at work in {tmp_path}" in error
+    process.kill()
+    process.join()
+    done = torch.load(tmp_path / "checkpoint.pt")["update"]
+    command(*choices, "--updates", done + 1, "--resume")
+    assert len(losses(tmp_path)) == done + 1
+
+
+def test_a_training_that_began_meanwhile_is_not_overwritten(tmp_path, undisturbed):
+    """Meanwhile: after a second one found the folder empty, and before it could lock it."""
+    out = shutil.copytree(undisturbed, tmp_path / "out")
+    with lock_folder(out), pytest.raises(InputError, match="holds a training"):
+        Journal(out, {}, torch.optim.AdamW([torch.zeros(1)]), lambda: None, {}).begin()
+    assert_same(out, undisturbed)
+
+
 # --- Asked to stop ---
 
 
 def send_signals(patch, at_update: int, *signals: signal.Signals) -> None:
     """Send signals to this process during an update."""
-    original = train.compute_gradients
+    original = training.compute_gradients
     calls = itertools.count(1)
 
     def interrupted(*arguments):
@@ -193,15 +221,16 @@ def send_signals(patch, at_update: int, *signals: signal.Signals) -> None:
                 os.kill(os.getpid(), number)
         return original(*arguments)
 
-    patch.setattr(train, "compute_gradients", interrupted)
+    patch.setattr(training, "compute_gradients", interrupted)
 
 
 @pytest.mark.parametrize("signals, status", [
     ([signal.SIGINT], 130),
     ([signal.SIGTERM], 143),  # Slurm, Kubernetes, `timeout`
     ([signal.SIGTERM, signal.SIGTERM], 143),  # Slurm, to torchrun and to what it started
+    ([signal.SIGHUP], 129),  # the terminal was closed
 ])
-def test_ctrl_c_and_sigterm_finish_the_update_save_and_say_how_to_go_on(
+def test_a_signal_finishes_the_update_saves_and_says_how_to_go_on(
     tmp_path, command, undisturbed, capfd, signals, status
 ):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
@@ -212,18 +241,21 @@ def test_ctrl_c_and_sigterm_finish_the_update_save_and_say_how_to_go_on(
     assert "stopping after this update" in told
     assert told.splitlines()[-1] == "saved at 3; go on with --resume"
     command("--out", tmp_path, *LONG, "--resume")
-    assert_same_run(tmp_path, undisturbed)
+    assert "going on with update 4 of 8\n" in capfd.readouterr().err
+    assert_same(tmp_path, undisturbed)
 
 
-def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path, command, undisturbed, capfd):
+def test_a_second_ctrl_c_ends_a_training_at_once_and_says_what_is_saved(
+    tmp_path, command, undisturbed, capfd
+):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
         send_signals(patch, 3, signal.SIGINT, signal.SIGINT)
         command("--out", tmp_path, *LONG)
     assert end.value.code == 130
-    assert "saved at" not in capfd.readouterr().err
+    assert "what is saved is update 2" in capfd.readouterr().err
     assert torch.load(tmp_path / "checkpoint.pt")["update"] == 2
     command("--out", tmp_path, *LONG, "--resume")
-    assert_same_run(tmp_path, undisturbed)
+    assert_same(tmp_path, undisturbed)
 
 
 def test_three_processes_train_as_one_does_and_stop_together(tmp_path, tiny, command):
@@ -254,12 +286,12 @@ def test_three_processes_train_as_one_does_and_stop_together(tmp_path, tiny, com
 # --- Going on ---
 
 
-def test_what_a_resumed_run_is_not_told_again_is_as_it_was(tmp_path, command, undisturbed):
+def test_what_a_resumed_training_is_not_told_again_is_as_it_was(tmp_path, command, undisturbed):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
         send_signals(patch, 3, signal.SIGINT)
         command("--out", tmp_path, *LONG)
     train_with("--out", tmp_path, "--resume", "--device", "cpu")
-    assert_same_run(tmp_path, undisturbed)
+    assert_same(tmp_path, undisturbed)
 
 
 def test_resume_knows_model_and_data_by_their_contents_and_not_by_their_place(
@@ -285,13 +317,10 @@ def test_resume_knows_model_and_data_by_their_contents_and_not_by_their_place(
 
 def test_a_mistyped_folder_to_resume_is_mentioned(tmp_path, command, capsys):
     command("--out", tmp_path / "mistyped", "--updates", 1, "--resume")
-    assert "mistyped holds no run to resume: a new one begins" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        train_with("--out", tmp_path / "again", "--resume")
-    assert "again holds no run to resume" in capsys.readouterr().err
+    assert "mistyped holds no training to resume: a new one begins" in capsys.readouterr().err
 
 
-def test_a_run_whose_log_was_deleted_goes_on_with_a_new_one(
+def test_a_training_whose_log_was_deleted_goes_on_with_a_new_one(
     tmp_path, command, capsys, undisturbed
 ):
     out = shutil.copytree(undisturbed, tmp_path / "out")
@@ -309,7 +338,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path, command, capsys
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, undisturbed) -> Path:
-    """A folder with a run, a damaged one, and one whose checkpoint is gone."""
+    """A folder with a training, a damaged one, and one whose checkpoint is gone."""
     path = tmp_path_factory.mktemp("files")
     (path / "shards").mkdir()
     (path / "shards" / "model-00001-of-00002.safetensors").touch()
@@ -323,13 +352,13 @@ def files(tmp_path_factory, undisturbed) -> Path:
 
 
 @pytest.mark.parametrize("choices, why", [
-    ("--out run", "holds a run: --resume goes on"),
+    ("--out run", "holds a training: --resume goes on"),
     ("--out run --resume --lr 1", "run has lr 0.001, not 1.0"),
     ("--out run --resume --schedule cosine --updates 9", "updates 8, not 9"),
     ("--out gone --resume", "holds a model but no checkpoint"),
     ("--out shards", "shards holds a model"),
     ("--out damaged --resume", "not a readable checkpoint"),
-    ("--out file/out", "Not a directory"),
+    ("--out file/out", "file is not a folder"),
     (f"--out {'x' * 300}", "name too long: 'xxx"),
 ])
 def test_a_folder_that_cannot_be_used_is_an_error_and_stays_as_it_is(
@@ -342,16 +371,6 @@ def test_a_folder_that_cannot_be_used_is_an_error_and_stays_as_it_is(
 
 
 # --- Files ---
-
-
-def test_files_have_the_permissions_that_the_umask_gives(tmp_path, command):
-    before = os.umask(0o027)
-    try:
-        command("--out", tmp_path / "out", "--updates", 1)
-    finally:
-        os.umask(before)
-    for name in ("model.safetensors", "config.json", "checkpoint.pt", "log.jsonl"):
-        assert stat.S_IMODE((tmp_path / "out" / name).stat().st_mode) == 0o640
 
 
 def test_paths_may_have_any_letters_whatever_the_locale(tmp_path, tiny, command):

@@ -1,44 +1,39 @@
-"""Claims about the target: logits, cache, sampling, packed weights, and the command line."""
-import io
+"""Claims about the target: logits, cache, sampling, and the plain way to load a checkpoint."""
 import json
 import math
 import os
-import pty
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import GOLDEN, ROOT, TIED, UNTIED, case_name, close, raises
+from conftest import GOLDEN, ROOT, TIED, UNTIED, close
 from safetensors.torch import load_file
-from tiny_models import CHATML, LETTERS, LLAMA3, ask, byte_tokenizer, chi_square, new_target
+from tiny_models import ask, chi_square, new_target
 
 import llama
-from plumbing.errors import run_command
+from app.loading import load_model
 
 SMOLLM2 = json.loads((GOLDEN / "smollm2_greedy.json").read_text())
 TOKENS = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(0))
-COMMAND = [sys.executable, ROOT / "llama.py", "--device", "cpu"]
 both = pytest.mark.parametrize("folder", [UNTIED, TIED], ids=lambda path: path.name)
 
 
 @pytest.fixture(scope="module")
 def tiny() -> llama.Llama:
-    return llama.load_model(UNTIED)
+    return load_model(UNTIED)
 
 
 def generate(model: llama.Llama, prompt: list[int], *config, **choices) -> list[int]:
     return list(llama.generate(model, prompt, llama.GenerationConfig(*config, **choices)))
 
 
-# --- The model: logits, cache, packed weights ---
+# --- The model: logits, cache ---
 
 
 @both
 def test_logits_and_greedy_tokens_equal_the_reference(folder):
-    model = llama.load_model(folder)
+    model = load_model(folder)
     expected = load_file(folder / "expected.safetensors")
     close(model(expected["input_ids"]), expected["logits"])
     prompt = expected["greedy"][0, :16].tolist()
@@ -55,8 +50,8 @@ def test_logits_and_greedy_tokens_equal_the_reference(folder):
 @both
 def test_a_forward_in_chunks_through_a_used_cache_equals_an_uncached_one_in_float32(
         folder, dtype, tolerance):
-    expected = llama.load_model(folder)(TOKENS)
-    model = llama.load_model(folder, dtype=dtype)
+    expected = load_model(folder)(TOKENS)
+    model = load_model(folder, dtype=dtype)
     cache = model.new_cache(40, batch=3)
 
     def check(logits: torch.Tensor, start: int) -> None:
@@ -108,12 +103,10 @@ def test_a_prompt_read_in_pieces_gives_the_cache_and_the_last_state_of_one_pass(
     whole_cache = model.new_cache(length)
     whole = model.hidden(prompt, whole_cache)
     cache = model.new_cache(length)
-    read = []
-    last = llama.read_in_pieces(model, prompt[0].tolist(), cache, read.append)
+    last = llama.read_prompt(model, prompt[0].tolist(), cache)
     close(model.lm_head(last), model.lm_head(whole[0, -1]))
     close(cache.kv, whole_cache.kv)
     assert cache.length == length
-    assert read == [*range(512, length, 512), length]
 
 
 def test_a_long_prompt_takes_memory_in_proportion_to_its_length():
@@ -134,43 +127,6 @@ def test_a_long_prompt_takes_memory_in_proportion_to_its_length():
     done = subprocess.run(command, env=os.environ | folders, capture_output=True, text=True)
     short, long = map(float, done.stdout.split())
     assert long - short < 100  # in one pass it would be 340: one mask of 8192 x 8192 has 67 MB
-
-
-@pytest.mark.parametrize("dtype, tolerance", [
-    (torch.float32, 2e-5), (torch.bfloat16, 0.05),
-], ids=str)
-@both
-def test_a_packed_model_gives_the_same_logits_for_any_number_of_tokens(folder, dtype, tolerance):
-    model = llama.load_model(folder, dtype=dtype)
-    packed = llama.pack(llama.load_model(folder, dtype=dtype))
-    if llama.can_pack(torch.ones(1, dtype=dtype)):  # otherwise the model stays as it is
-        unpacked = {name for name, _ in packed.named_parameters() if "norm" not in name}
-        assert unpacked == {"embed_tokens.weight"}
-    cache = model.new_cache(200)
-    packed_cache = packed.new_cache(200)
-    for count in (*range(1, 18), 1, 40):
-        expected = model(TOKENS[:1, :count], cache)
-        logits = packed(TOKENS[:1, :count], packed_cache)
-        assert logits.dtype == dtype
-        assert not packed_cache.kv[:, :, :, packed_cache.length:].any()  # no padding
-        assert (logits - expected).abs().max() < tolerance * expected.abs().max()
-
-
-def test_a_model_whose_dtype_cannot_be_packed_says_once_that_its_texts_may_differ(capsys):
-    model = llama.load_model(UNTIED, dtype=torch.float16)
-    assert llama.pack(model) is model
-    assert type(model) is llama.Llama
-    warning = "no exact kernels were found on this CPU: texts may differ\n"
-    assert capsys.readouterr().err == warning
-
-
-def test_positions_without_a_mask_and_a_mask_without_positions_are_refused():
-    positions = torch.tensor([0])
-    mask = torch.ones(1, 1, dtype=torch.bool)
-    for model in (llama.load_model(UNTIED), llama.pack(llama.load_model(UNTIED))):
-        for given in ({"positions": positions}, {"mask": mask}):
-            with pytest.raises(AssertionError, match="give both positions and a mask, or neither"):
-                model.hidden(TOKENS[:1, :1], model.new_cache(8), **given)
 
 
 def test_a_cache_that_is_full_is_an_error_and_never_drops_a_token():
@@ -202,20 +158,6 @@ def test_the_default_target_writes_with_its_cache_what_the_reference_does(smollm
     golden = SMOLLM2[4]
     prompt_ids = tokenizer.chat(ask(golden["prompt"]))
     assert generate(model, prompt_ids, 9, stop_ids=tokenizer.stop_ids) == golden["greedy"][:9]
-
-
-def test_a_model_without_its_first_layers_computes_the_others(tiny):
-    last = llama.load_model(UNTIED, last=1)
-    assert list(last.layers)[:2] == [None, None]
-    calls = []
-    hook = tiny.layers[2].register_forward_hook(
-        lambda layer, args, kwargs, output: calls.append((args, kwargs, output)), with_kwargs=True
-    )
-    logits = tiny(TOKENS)
-    hook.remove()
-    ((args, kwargs, output),) = calls
-    close(last.layers[2](*args, **kwargs), output)
-    close(last.lm_head(last.norm(output)), logits)
 
 
 def test_the_target_reads_every_new_token_except_the_last(tiny):
@@ -252,10 +194,11 @@ def test_at_temperature_0_or_next_to_it_the_likeliest_token_is_certain(temperatu
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("damage", [math.nan, math.inf])
-def test_logits_that_overflowed_are_an_input_error_that_names_other_types(damage, temperature):
+def test_logits_that_overflowed_are_an_error(damage, temperature):
     sampling = llama.GenerationConfig(temperature=temperature).new_sampling("cpu")
     logits = torch.tensor([0.0, damage, 1.0])
-    raises("--dtype bfloat16 or float32", llama.sample_next, logits, sampling)
+    with pytest.raises(FloatingPointError):
+        llama.sample_next(logits, sampling)
 
 
 def test_tokens_are_distributed_as_the_softmax_of_the_logits():
@@ -332,116 +275,17 @@ def test_whether_64_tokens_reach_top_p_is_settled_in_the_same_way_beside_any_nei
             assert torch.equal(alone > 0, beside_flat[0] > 0)
 
 
-# --- Command line ---
+# --- The plain way to load a checkpoint ---
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_an_input_error(copy):
-    byte_tokenizer(copy, LLAMA3)
-    raises("the model's 256 embeddings", llama.load_target, copy, "cpu", torch.float32)
+@pytest.mark.parametrize("folder", [UNTIED, ROOT / "weights/toy/target"], ids=str)
+def test_the_chapter_by_itself_loads_a_folder_of_hugging_face(folder):
+    plain = llama.load_llama(folder)
+    checked = load_model(folder)
+    assert plain.config == checked.config
+    assert torch.equal(plain(TOKENS), checked(TOKENS))
 
 
-@pytest.fixture
-def chat_model(copy) -> Path:
-    """The smallest model that can chat: 254 bytes and two control tokens."""
-    return byte_tokenizer(copy, CHATML, LETTERS[:-2])
-
-
-def test_a_piped_prompt_with_json_gives_one_object_with_its_tokens_even_with_stderr_closed(
-        chat_model):
-    model = llama.load_model(chat_model)
-    tokenizer = llama.load_tokenizer(chat_model)
-    expected = generate(model, tokenizer.chat(ask("Hi!")), 8, temperature=1.0, seed=3)
-    flags = ["--max-new-tokens", "8", "--temperature", "1", "--seed", "3", "--json"]
-    command = ["sh", "-c", '"$@" 2>&-', "sh", *COMMAND, "--model", chat_model, *flags]
-    prompt = "Hi!\n"  # as `echo` ends a line
-    done = subprocess.run(command, capture_output=True, text=True, input=prompt)
-    assert done.returncode == 0
-    answer = json.loads(done.stdout)
-    assert answer["tokens"] == expected
-    assert answer["text"] == tokenizer.decode(expected)
-    assert answer["new_tokens"] == 8
-    assert answer["target_calls"] == 7
-    assert answer["seconds"] >= answer["prompt_seconds"] > 0
-    assert answer["tokens_per_second"] > 0
-    assert answer["stopped"] == "max-new-tokens"
-    assert answer["prompt_tokens"] == len(tokenizer.chat(ask("Hi!")))
-    assert answer["seed"] == 3
-
-
-def test_text_goes_to_stdout_in_its_encoding_and_statistics_to_stderr(
-        chat_model, monkeypatch, capsys):
-    tokenizer = llama.load_tokenizer(chat_model)
-    model = llama.load_model(chat_model)
-    tokens = generate(model, tokenizer.chat(ask("Hi")), 9, temperature=100.0)
-    text = tokenizer.decode(tokens)
-    assert not text.isascii()
-    stdout = io.TextIOWrapper(io.BytesIO(), "ascii")
-    monkeypatch.setattr(sys, "stdout", stdout)
-    flags = ["--model", str(chat_model), "--prompt", "Hi", "--max-new-tokens", "9"]
-    flags += ["--temperature", "100", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", ["llama.py", *flags])
-    run_command(llama.main)
-    stdout.flush()
-    assert stdout.buffer.getvalue() == f"{text}\n".encode("ascii", "replace")
-    assert "new tokens 9, seconds" in capsys.readouterr().err
-
-
-def test_a_reader_of_stdout_who_leaves_ends_the_answer_without_a_message(chat_model):
-    flags = ["--model", chat_model, "--prompt", "Hi"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([*COMMAND, *flags], **pipes)
-    process.stdout.close()
-    _, errors = process.communicate()
-    assert errors == b""
-    assert process.returncode == 1
-
-
-def refusal(flags: list, monkeypatch, capsys) -> str:
-    """Return the line of error with which the command ends. Check that its exit status is 2."""
-    monkeypatch.setattr(sys, "argv", ["llama.py", "--device", "cpu", *map(str, flags)])
-    with pytest.raises(SystemExit) as caught:
-        run_command(llama.main)
-    out, err = capsys.readouterr()
-    assert caught.value.code == 2
-    assert out == ""
-    assert re.fullmatch("llama.py: error: .*\n", err)
-    return err
-
-
-def test_without_a_prompt_on_a_terminal_one_line_says_how_to_give_one(monkeypatch, capsys):
-    ours, theirs = pty.openpty()
-    with open(theirs) as terminal:
-        monkeypatch.setattr(sys, "stdin", terminal)
-        error = refusal([], monkeypatch, capsys)
-    os.close(ours)
-    assert error == "llama.py: error: no prompt: give one with --prompt TEXT, or pipe one in\n"
-
-
-def test_help_shows_the_defaults(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["llama.py", "--help"])
-    with pytest.raises(SystemExit):
-        llama.main()
-    text = " ".join(capsys.readouterr().out.split())
-    defaults = {
-        "--max-new-tokens": "256",
-        "--temperature": "0.0",
-        "--top-p": "1.0",
-        "--seed": "0",
-        "--model": "smollm2",
-    }
-    for flag, default in defaults.items():
-        assert re.search(rf"{flag} [A-Z_]+ [^()]*\(default: {default}\)", text)
-
-
-@pytest.mark.parametrize("flags, culprit", [
-    (["--temperature", "-1"], "--temperature: invalid value '-1': expected 0 to 100"),
-    (["--temperature", "nan"], "--temperature"),
-    (["--top-p", "0"], "--top-p"),
-    (["--max-new-tokens", "0"], "--max-new-tokens: invalid value '0': expected at least 1"),
-    (["--seed", "x"], "--seed: invalid int value: 'x'"),
-    (["--device", "abacus"], "abacus"),
-    (["--device", "cuda:99"], "cuda:9"),
-    (["--model", "two\nlines"], "two lines: no such file or folder, and no such model"),
-], ids=case_name)
-def test_a_bad_flag_ends_in_one_line_and_status_2(flags, culprit, capsys, monkeypatch):
-    assert culprit in refusal(["--prompt", "Hi", *flags], monkeypatch, capsys)
+def test_the_chapter_by_itself_refuses_rope_that_it_would_get_wrong():
+    with pytest.raises(ValueError, match="llama3"):
+        llama.load_llama(TIED)

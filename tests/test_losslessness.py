@@ -7,7 +7,7 @@ once, with its probability. Added up by the text that comes out, these must be t
 probabilities, up to what float32 rounds. The same sums must reject wrong rules.
 
 That the real draws have the probabilities which are scripted here is shown in test_llama.py
-(`sample`) and in test_moa.py (`gumbel_topk`).
+(`sample`) and in test_speculate.py (`gumbel_topk`).
 
 First comes one draft with its verification, where tables of random logits stand for networks, so
 that much can be enumerated: 8 600 branches by the right rules, 15 000 by wrong ones. Then come
@@ -19,46 +19,27 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Callable, Iterator, NamedTuple
 
 import pytest
 import torch
 from tiny_models import new_drafter, new_target
-from torch import Tensor
+from torch import Tensor, nn
 
 import llama
 import moa
 import netsim
 import speculate
-from experiments.ablations import LastStateVerifier, NoCADrafter, NoLSADrafter
+from app.lookup import Lookup, NoDrafter
 from llama import GenerationConfig, Llama, Sampling, probabilities
-from moa import (
-    Draft,
-    Drafter,
-    DraftHead,
-    DraftLimits,
-    DraftState,
-    LimitedHead,
-    MemoryUpdate,
-    RemoteDraftState,
-    draw_choices,
-    likeliest_choices,
-    quantize_probabilities,
-)
-from netsim import Channel, Link, Network, TargetSession
-from plumbing.messages import Message
+from moa import CacheUpdate, Draft, Drafter, DraftLimits, DraftState, likeliest_choices
+from netsim import Connection, Link, QuantizedDraftState, RemoteVerifier, Server
 from speculate import (
     Acceptance,
-    ExactVerifier,
     LocalVerifier,
-    Lookup,
-    OnServer,
-    TimedCycle,
-    WithDrafts,
+    TreeSampler,
     accept_draft,
-    answer,
+    draw_choices,
     rejection_sample_tree,
 )
 
@@ -114,7 +95,7 @@ class Chance:
         return self.outcome(p.double().tolist())
 
     def gumbel_topk(self, p: Tensor, k: int, generator: torch.Generator) -> Tensor:
-        """In place of moa.gumbel_topk: p (frontier, V), k tokens each in the order drawn."""
+        """In place of speculate.gumbel_topk: p (F, V), k tokens each in the order drawn."""
         rows = []
         for weights in p.double().tolist():
             drawn = []
@@ -173,7 +154,7 @@ def chance(monkeypatch) -> Chance:
     chance = Chance()
     for script in (llama, moa, speculate):
         monkeypatch.setattr(script, "sample", chance.sample)
-    monkeypatch.setattr(moa, "gumbel_topk", chance.gumbel_topk)
+    monkeypatch.setattr(speculate, "gumbel_topk", chance.gumbel_topk)
     monkeypatch.setattr(torch, "rand", chance.rand)
     monkeypatch.setattr(torch, "multinomial", None)  # whoever draws past the script fails
     return chance
@@ -243,12 +224,19 @@ def leave_x_in_q(monkeypatch) -> None:
     monkeypatch.setattr(speculate, "without", lambda q, x: q)
 
 
+def change_drafts(monkeypatch, change: Callable[[Draft], Draft]) -> None:
+    """Change every draft after it was drawn."""
+    right = TreeSampler.draft
+
+    def draft(state: TreeSampler, root: int, limits: DraftLimits) -> Draft:
+        return change(right(state, root, limits))
+
+    monkeypatch.setattr(TreeSampler, "draft", draft)
+
+
 def drop_unlikely_drafts(monkeypatch) -> None:
     """Drawn, and then not proposed."""
-    right = DraftState.draft
-
-    def draft_likely(state: DraftState, root: int, limits: DraftLimits) -> Draft:
-        draft = right(state, root, limits)
+    def drop(draft: Draft) -> Draft:
         kept = [i for i, p in enumerate(draft.path_probabilities) if p >= 0.3]
         smaller = draft.keep(kept)
         for index, i in enumerate(kept):
@@ -256,31 +244,30 @@ def drop_unlikely_drafts(monkeypatch) -> None:
                 smaller.q[index] = draft.q[i]
         return smaller
 
-    monkeypatch.setattr(DraftState, "draft", draft_likely)
+    change_drafts(monkeypatch, drop)
 
 
-def sharpen(q: Tensor) -> Tensor:
-    return q**3 / (q**3).sum(-1, keepdim=True)
+def sharpen(draft: Draft) -> Draft:
+    for parent, q in draft.q.items():
+        draft.q[parent] = q**3 / (q**3).sum()
+    return draft
 
 
 def record_another_q(monkeypatch) -> None:
     """Than the one that drafts are drawn from."""
-    plain = DraftHead.over_all_tokens
-    limited = LimitedHead.over_all_tokens
-    monkeypatch.setattr(DraftHead, "over_all_tokens", lambda *of: sharpen(plain(*of)))
-    monkeypatch.setattr(LimitedHead, "over_all_tokens", lambda *of: sharpen(limited(*of)))
+    change_drafts(monkeypatch, sharpen)
 
 
 def receive_another_q(monkeypatch) -> None:
     """Than the one that a client has sent."""
-    right = netsim.dequantize_probabilities
-    monkeypatch.setattr(netsim, "dequantize_probabilities", lambda *sent: sharpen(right(*sent)))
+    right = netsim.parse_verify
+    monkeypatch.setattr(netsim, "parse_verify", lambda *sent: sharpen(right(*sent)))
 
 
 def draw_before_quantizing(monkeypatch) -> None:
     """From a finer q than the one that is sent."""
     fine = DraftState.next_distributions
-    monkeypatch.setattr(RemoteDraftState, "next_distributions", fine)
+    monkeypatch.setattr(QuantizedDraftState, "next_distributions", fine)
 
 
 def doubt_certain_drafts(monkeypatch) -> None:
@@ -375,7 +362,7 @@ def test_the_token_that_comes_out_is_distributed_as_p_whatever_q_is(q, count, ch
         likeliest = likeliest_choices(Draft(0), [0], q[None], count, min_probability=0.0)
         counts = Counter(choice.row for choice in likeliest)
         choices = draw_choices(counts, q[None], torch.Generator())
-        draft = siblings([choice.output for choice in choices], q)
+        draft = siblings([choice.token for choice in choices], q)
         return accepted_text(draft, try_siblings(draft, chance))
 
     check(compare(chance.branches(run), chain_rule([P])))
@@ -409,11 +396,11 @@ class TableSteps:
         return torch.stack([self.table.after(draft, node) for node in frontier])
 
 
-class TableDraftState(TableSteps, DraftState):
+class TableDraftState(TableSteps, TreeSampler):
     pass
 
 
-class RemoteTableDraftState(TableSteps, RemoteDraftState):
+class RemoteTableDraftState(TableSteps, QuantizedDraftState):
     pass
 
 
@@ -447,7 +434,7 @@ TABLE_CASES = {
 def drafter_for_tables(draft_vocabulary: tuple[int, ...] | None) -> Drafter:
     """Only its head is used, and a table's rows are logits already."""
     drafter = new_drafter(new_target(VOCABULARY, layers=1), draft_vocabulary=draft_vocabulary)
-    drafter.head.logits = lambda logits: logits
+    drafter.lm_head = nn.Identity()
     return drafter
 
 
@@ -472,16 +459,18 @@ def one_cycle(
         state = Lookup(None, VOCABULARY, sampling)
         generator = torch.Generator().manual_seed(seed)
         text = torch.randint(VOCABULARY, (8,), generator=generator).tolist()
-        state.append_verified(MemoryUpdate(text, None, None))
+        state.append_verified(CacheUpdate(text, None, None))
     else:
         kind = TableDraftState if q_tokens is None else RemoteTableDraftState
         state = kind(drafter, 16, sampling)
-        state.table = Table(seed + 100, limits.depth, len(drafter.head.linear.weight))
+        outputs = VOCABULARY if draft_vocabulary is None else len(draft_vocabulary)
+        state.table = Table(seed + 100, limits.depth, outputs)
 
     def run() -> list[int]:
         draft = state.draft(2, limits)
-        if q_tokens is not None and draft.q:
-            draft.q = sent(draft.q)
+        if q_tokens is not None:
+            message = netsim.make_verify(draft)
+            draft = netsim.parse_verify(*message, draft.tokens[0], drafter.target)
         rows = [target_table.after(draft, i) for i in range(len(draft.tokens))]
         return accepted_text(draft, accept_draft(torch.stack(rows), draft, sampling))
 
@@ -489,17 +478,10 @@ def one_cycle(
     return compare(chance.branches(run), chain_rule(conditionals))
 
 
-def sent(q: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Distributions as they arrive over a network."""
-    ids, weights = quantize_probabilities(torch.stack(list(q.values())))
-    received = netsim.dequantize_probabilities(ids, weights, VOCABULARY)
-    return dict(zip(q, received))
-
-
 @pytest.mark.parametrize("name", TABLE_CASES)
 def test_a_draft_and_its_verification_write_what_the_target_would(name, chance, monkeypatch):
     choices, _ = TABLE_CASES[name]
-    monkeypatch.setattr(moa, "Q_TOKENS", choices.get("q_tokens"))
+    monkeypatch.setattr(netsim, "Q_TOKENS", choices.get("q_tokens"))
     for seed in SEEDS:
         check(one_cycle(chance, seed, **choices))
 
@@ -507,7 +489,7 @@ def test_a_draft_and_its_verification_write_what_the_target_would(name, chance, 
 @pytest.mark.parametrize("name", TABLE_CASES)
 def test_the_same_check_rejects_each_wrong_rule(name, chance, monkeypatch):
     choices, wrong_rules = TABLE_CASES[name]
-    monkeypatch.setattr(moa, "Q_TOKENS", choices.get("q_tokens"))
+    monkeypatch.setattr(netsim, "Q_TOKENS", choices.get("q_tokens"))
     for wrong_rule in wrong_rules:
         with monkeypatch.context() as patch:
             wrong_rule(patch)
@@ -520,30 +502,6 @@ def test_the_same_check_rejects_each_wrong_rule(name, chance, monkeypatch):
 PROMPT = [0, 2, 1, 1]
 LENGTH = 4  # of the text that is compared
 LAYERS = 1
-
-
-class InProcess(Channel):
-    """A channel to a server in this process, without a network: replies arrive at once."""
-
-    def __init__(self, session: TargetSession):
-        super().__init__(("", 0), Network(Link()))
-        self.session = session
-
-    def connect(self) -> dict:
-        return self.session.greeting
-
-    def send(self, fields: dict, tensors: dict) -> None:
-        self.replies = self.session.parse(fields, tensors)()
-
-    def receive(self) -> Message:
-        return Message(*next(self.replies), size=0)
-
-
-def in_process(
-    target: Llama, drafter: Drafter, worker: ThreadPoolExecutor, prompt: list[int]
-) -> InProcess:
-    session = TargetSession(target, drafter, worker, LocalVerifier, has_left=lambda: False)
-    return InProcess(session)
 
 
 def exact_texts(target: Llama, config: GenerationConfig, prompt: list[int]) -> Tensor:
@@ -568,30 +526,31 @@ def whole_answers(
     lookup: bool = False,
     alone: bool = False,
     remote: bool = False,
-    new_verifier: type[LocalVerifier] = ExactVerifier,
     **choices,
 ) -> Comparison:
     """Of answers that are interrupted after so many drafts. choices: the drafter's."""
     target = new_target(VOCABULARY, layers=LAYERS)
-    drafter = None if alone else new_drafter(target, **choices)
+    drafter = NoDrafter() if alone else new_drafter(target, **choices)
     config = GenerationConfig(max_new_tokens, temperature, top_p)
-    method = WithDrafts(target, drafter, limits, lookup, new_verifier)
-    with ThreadPoolExecutor(1) as worker:
+
+    def run() -> list[int]:
+        sampling = config.new_sampling("cpu")
         if remote:
-            connect = partial(in_process, target, drafter, worker)
-            method = OnServer(connect, drafter, limits, lookup=lookup)
+            state = QuantizedDraftState(drafter, 64, sampling)
+            connection = Connection(Server(target, drafter), Link())
+            verifier = RemoteVerifier(connection, state, config)
+        else:
+            state = None if alone else TreeSampler(drafter, 64, sampling)
+            verifier = LocalVerifier(target, drafter, 64, sampling)
+        if lookup:
+            state = Lookup(state, VOCABULARY, sampling)
+        tokens = []
+        answer = speculate.speculate(verifier, state, prompt, config, limits)
+        for cycle in itertools.islice(answer, 1 + cycles):  # the first one is the prompt's
+            tokens += cycle.tokens
+        return tokens
 
-        def run() -> list[int]:
-            seen = []
-
-            def emit(cycle: TimedCycle) -> None:
-                seen.append(cycle)
-                if len(seen) > cycles:  # the first one is the prompt's
-                    raise KeyboardInterrupt
-
-            return answer(method, prompt, config, emit).tokens
-
-        return compare(chance.branches(run), exact_texts(target, config, prompt))
+    return compare(chance.branches(run), exact_texts(target, config, prompt))
 
 
 RETOLD = [0, 2, 1, 0, 2]  # after which lookup finds something, or the drafter is asked
@@ -604,13 +563,6 @@ ANSWER_CASES = {
         drop_unlikely_drafts,
     ),
     "tree, N = 1": (dict(limits=TREE, cycles=1, top_p=0.9, target_layer_inference=1), accept_all),
-    "without LSA": (
-        dict(limits=CHAIN, cycles=1, kind=NoLSADrafter, new_verifier=LastStateVerifier),
-        record_another_q,
-    ),
-    "tree without CA": (
-        dict(limits=TREE, cycles=1, top_p=0.9, kind=NoCADrafter), drop_unlikely_drafts
-    ),
     "draft vocabulary": (dict(limits=CHAIN, cycles=1, draft_vocabulary=(0, 2)), redraw_from_p),
     "limits": (dict(limits=CAUTIOUS_CHAIN, cycles=1, top_p=0.9), drop_unlikely_drafts),
     "lookup": (dict(limits=CHAIN, cycles=2, lookup=True, alone=True), doubt_certain_drafts),

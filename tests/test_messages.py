@@ -242,7 +242,9 @@ def wait_for(condition) -> None:
 def serving(new_session=Session, host: str = "localhost"):
     """A server in threads of this process; afterwards none of them is left."""
     before = threading.active_count()
-    with MessageServer((host, 0), new_session) as server:
+    with MessageServer((host, 0)) as server:
+        server.new_session = new_session
+        server.server_activate()
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
@@ -265,6 +267,30 @@ def test_a_server_listens_at_any_loopback_address(host):
     "0.0.0.0", "::", "10.0.0.1", "server.example", "127.0.0.1.example"])
 def test_a_server_that_other_machines_could_reach_is_refused_in_one_line_that_shows_ssh(host):
     with pytest.raises(InputError, match=f"cannot serve at {host}: ") as error:
-        MessageServer((host, 7000), Session)
+        MessageServer((host, 7000))
     assert "ssh -L 7000:localhost:7000 server" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_port_that_is_taken_is_noticed_at_once_and_nobody_can_connect_before_the_server_serves():
+    with serving() as server:
+        with pytest.raises(InputError, match="cannot serve at localhost:[0-9]+: .*in use"):
+            MessageServer(("localhost", server.server_address[1]))
+    with MessageServer(("localhost", 0)) as loading:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(loading.server_address)
+
+
+@pytest.mark.parametrize("message, reason", [
+    (raw(b"{}", magic=b"HTTP"), "wrong magic bytes or version"),
+    (raw(b"{}", bytes(LIMIT)), "too long"),
+    (frame({}), "malformed request: KeyError")], ids=lambda value: str(value)[:20])
+def test_a_client_that_breaks_a_rule_is_told_why_and_disconnected(message, reason, capsys):
+    with serving() as server, socket.create_connection(server.server_address) as sock:
+        receive_message(sock, LIMIT, soon())
+        sock.sendall(message + bytes(1000))
+        with pytest.raises(Refused, match=reason):
+            receive_message(sock, LIMIT, soon())
+        assert sock.recv(1) == b""
+    err = capsys.readouterr().err
+    assert err.startswith("127.0.0.1: ") and reason in err

@@ -1,11 +1,7 @@
 """Claims about the drafter: the authors' numbers, one pass against step by step, drafts and what
-they are drawn from, packing, checkpoints."""
+they are drawn from."""
 import copy
 import itertools
-import json
-import math
-import os
-import stat
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,53 +9,21 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import GOLDEN, ROOT
-from safetensors.torch import load_file, save_file
-from tiny_models import SIX_BITS, chi_square
+from conftest import GOLDEN
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import llama
 import moa
-from llama import (
-    Config,
-    KVCache,
-    Llama,
-    PackedAttention,
-    PackedLinear,
-    RMSNorm,
-    Sampling,
-    can_pack,
-    causal_mask,
-    load_model,
-    probabilities,
-    sample,
-)
-from moa import (
-    Draft,
-    Drafter,
-    DraftLimits,
-    DraftState,
-    RemoteDraftState,
-    default_config,
-    dequantize_probabilities,
-    draw_choices,
-    gumbel_topk,
-    likeliest_choices,
-    load_drafter,
-    load_models,
-    new_drafter,
-    pack_together,
-    quantize_probabilities,
-    save_drafter,
-    to_bfloat16,
-)
-from plumbing.errors import InputError
-from plumbing.hub import SHIPPED_DRAFTERS
+from app.loading import load_drafter, load_model
+from llama import Config, KVCache, Llama, RMSNorm, Sampling, causal_mask, probabilities, sample
+from moa import Draft, Drafter, DraftLimits, DraftState, default_config, likeliest_choices
+from speculate import TreeSampler
+from train import drafter_pass, reuse_target_layers
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 LAYERS = 4
 VOCABULARY = 32
-PARTIAL = (3, 5, 8, 13, 21, 30)  # a draft vocabulary
 SIZES = Config(
     vocab_size=VOCABULARY,
     hidden_size=32,
@@ -90,14 +54,19 @@ def target() -> Llama:
     return target
 
 
-def random_drafter(
-    target: Llama, seed: int = 1, kind: type[Drafter] = Drafter, **choices
-) -> Drafter:
+def random_drafter(target: Llama, seed: int = 1, **choices) -> Drafter:
     torch.manual_seed(seed)
-    drafter = new_drafter(target, replace(default_config(target), **choices), kind)
+    drafter = Drafter(target, replace(default_config(target), **choices))
     drafter.requires_grad_(False).eval()
-    random_norms(drafter)
+    for name in moa.TRAINED:
+        random_norms(getattr(drafter, name))
     return drafter
+
+
+def features_of(drafter: Drafter, tokens: Tensor, kv: Tensor, horizon: Tensor) -> Tensor:
+    """Return the predicted final hidden states (B, T, E) of one pass over all positions."""
+    _, features = drafter_pass(drafter, tokens, kv, horizon)
+    return features
 
 
 def random_tokens(count: int) -> list[int]:
@@ -125,13 +94,13 @@ def read(target: Llama, tokens: list[int]) -> Reading:
 def verify(state: DraftState, cache: KVCache, tokens: list[int]) -> None:
     """Let the target read tokens, and the drafter their memory."""
     state.drafter.target.hidden(torch.tensor([tokens]), cache)
-    state.append_verified(state.drafter.memory_update(tokens, cache))
+    state.append_verified(state.drafter.cache_update(tokens, cache))
 
 
 def state_after(
-    drafter: Drafter, tokens: list[int], sampling: Sampling = Sampling(), remote: bool = False
+    drafter: Drafter, tokens: list[int], sampling: Sampling = Sampling()
 ) -> DraftState:
-    state = RemoteDraftState(drafter, 64, sampling) if remote else drafter.new_state(64, sampling)
+    state = TreeSampler(drafter, 64, sampling)
     verify(state, drafter.target.new_cache(len(tokens)), tokens)
     return state
 
@@ -217,8 +186,8 @@ def test_lsa_memory_features_and_logits_are_those_of_the_authors(N):
     kv, hidden = read(target, tokens[0].tolist())
     last_of_prompt = int((~response).sum()) - 1
     horizon = torch.arange(tokens.shape[1]).clamp(max=last_of_prompt).unsqueeze(0)
-    features = drafter.features(tokens, kv, horizon)
-    logits = drafter.head.logits(features)
+    features = features_of(drafter, tokens, kv, horizon)
+    logits = drafter.lm_head(features)
 
     def check(actual: Tensor, expected: Tensor) -> None:
         torch.testing.assert_close(actual.view_as(expected), expected, **CLOSE)
@@ -226,7 +195,7 @@ def test_lsa_memory_features_and_logits_are_those_of_the_authors(N):
     check(kv, expected["target_kv"])  # in the cache's order, which LSA was trained on
     check(hidden, expected["target_hidden"][:, -1])
     check(drafter.layer_self_attend(kv), expected["lsa_mean"])
-    check(drafter.build_memory(kv), expected["memory"])
+    check(drafter.build_memory([kv]), expected["memory"])
     check(features[response], expected["features"][response])
     check(logits[response], expected["draft_logits"][response])
 
@@ -357,9 +326,7 @@ def test_features_are_those_of_a_slow_drafter_that_is_written_from_the_paper(tar
     texts = [random_tokens(12), random_tokens(24)[12:]]
     kv = torch.cat([read(target, text).kv for text in texts])
     inputs = (torch.tensor(texts), kv, torch.tensor(HORIZONS))
-    ca_output, features = drafter(*inputs)
-    assert torch.equal(ca_output, drafter.mix_attentions(*inputs))
-    assert torch.equal(features, drafter.features(*inputs))
+    ca_output, features = drafter_pass(drafter, *inputs)
     assert torch.equal(ca_output, features) == (N == 0)
     for b, text in enumerate(texts):
         for i, h in enumerate(HORIZONS[b]):
@@ -405,7 +372,7 @@ def test_drafting_step_by_step_gives_the_features_of_one_pass_under_its_horizon(
         target, choices, monkeypatch):
     monkeypatch.setattr(moa, "LSA_TOKENS", 2)  # a text takes several reads
     drafter = random_drafter(target, **choices)
-    state = drafter.new_state(64)
+    state = DraftState(drafter, 64, Sampling())
     cache = target.new_cache(64)
     verified = []
     for cycle in CYCLES:
@@ -420,51 +387,8 @@ def test_drafting_step_by_step_gives_the_features_of_one_pass_under_its_horizon(
             tokens = verified + path_tokens(draft, i)
             horizon = torch.full((1, len(tokens)), len(verified) - 1)
             kv, _ = read(target, tokens)
-            features = drafter.features(torch.tensor([tokens]), kv, horizon)
+            features = features_of(drafter, torch.tensor([tokens]), kv, horizon)
             torch.testing.assert_close(steps[i], features[0, -1], **CLOSE)
-
-
-# After 14 come 15, 16 and 17. 18 follows 15, 19 and 20 follow 17.
-TREE = given_draft([14, 15, 16, 17, 18, 19, 20], [-1, 0, 0, 0, 1, 3, 3])
-
-
-@pytest.mark.parametrize("choices", [{}, N2], ids=str)
-def test_an_unverified_chain_stays_until_tokens_are_verified_in_its_place(target, choices):
-    drafter = random_drafter(target, **choices)
-    tokens = random_tokens(7)
-    as_drafts = step_through(state_after(drafter, tokens), TREE)
-    cache = target.new_cache(64)
-    state = RemoteDraftState(drafter, 64, Sampling())
-    verify(state, cache, tokens)
-    state.draft_unverified(14, 1)
-    state.draft(9, DraftLimits(2))  # this draft is dropped again
-    state.draft_unverified(17, 1)
-    torch.testing.assert_close(step_through_chain(state, [19]), as_drafts[5:6], **CLOSE)
-    torch.testing.assert_close(step_through_chain(state, [20]), as_drafts[6:7], **CLOSE)
-    verify(state, cache, [14, 15])  # and not the unverified 17
-    expected = step_through_chain(state_after(drafter, tokens + [14, 15]), [18])
-    torch.testing.assert_close(step_through_chain(state, [18]), expected, **CLOSE)
-
-
-@pytest.mark.parametrize("choices", [{}, N2], ids=str)
-def test_an_unverified_chain_goes_on_as_one_draft_would(target, choices):
-    state = state_after(random_drafter(target, **choices), random_tokens(7), remote=True)
-    root, *chain = state.draft(2, DraftLimits(6)).tokens
-    begun = state.draft_unverified(root, 4)
-    continued = state.draft_unverified(begun[-1], 2)
-    assert begun + continued == chain
-
-
-def test_while_the_server_is_out_of_reach_nothing_is_drafted_for_it(target):
-    cache = target.new_cache(64)
-    state = RemoteDraftState(random_drafter(target), 64, Sampling())
-    verify(state, cache, random_tokens(7))
-    online = state.draft(2, DraftLimits(3)).tokens
-    state.append_verified(None)
-    assert state.draft(2, DraftLimits(3)).tokens == [2]
-    assert [2] + state.draft_unverified(2, 3) == online  # but the text goes on
-    verify(state, cache, online)  # the server is back
-    assert len(state.draft(5, DraftLimits(3)).tokens) == 4
 
 
 @pytest.mark.parametrize("N", [1, LAYERS])
@@ -480,8 +404,8 @@ def test_from_the_true_hidden_state_the_draft_distribution_is_the_targets_own(ta
     kv, _ = read(target, tokens[0].tolist())
     none = torch.full((12,), -1)
     for horizon in (none, positions, positions - 1, positions.clamp(max=5)):
-        features = drafter.reuse_target_layers(true_state, kv, horizon.unsqueeze(0))
-        torch.testing.assert_close(drafter.head.logits(features), target(tokens), **CLOSE)
+        features = reuse_target_layers(drafter, true_state, kv, horizon.unsqueeze(0))
+        torch.testing.assert_close(drafter.lm_head(features), target(tokens), **CLOSE)
 
 
 def test_features_do_not_depend_on_memory_beyond_the_horizon_nor_on_later_tokens(target):
@@ -490,23 +414,23 @@ def test_features_do_not_depend_on_memory_beyond_the_horizon_nor_on_later_tokens
     kv, _ = read(target, tokens[0].tolist())
     horizon = torch.arange(12).clamp(max=4).unsqueeze(0)
     none = torch.full((1, 12), -1)
-    features = drafter.features(tokens, kv, horizon)
+    features = features_of(drafter, tokens, kv, horizon)
 
     beyond = kv.clone()
     beyond[:, 5:] = torch.randn_like(kv[:, 5:])
-    torch.testing.assert_close(drafter.features(tokens, beyond, horizon), features)
-    without = drafter.features(tokens, kv, none)
-    assert torch.equal(drafter.features(tokens, beyond, none), without)
+    torch.testing.assert_close(features_of(drafter, tokens, beyond, horizon), features)
+    without = features_of(drafter, tokens, kv, none)
+    assert torch.equal(features_of(drafter, tokens, beyond, none), without)
 
     at_horizon = kv.clone()
     at_horizon[:, 4] = torch.randn_like(kv[:, 4])
-    difference = drafter.features(tokens, at_horizon, horizon) - features
+    difference = features_of(drafter, tokens, at_horizon, horizon) - features
     changed = difference.abs().amax(-1)[0] > 1e-4
     assert changed.tolist() == [False] * 4 + [True] * 8
 
     later = tokens.clone()
     later[0, 8:] = (tokens[0, 8:] + 1) % VOCABULARY
-    torch.testing.assert_close(drafter.features(later, kv, horizon)[:, :8], features[:, :8])
+    torch.testing.assert_close(features_of(drafter, later, kv, horizon)[:, :8], features[:, :8])
 
 
 def test_a_cycle_costs_its_new_tokens_only(target):
@@ -527,7 +451,7 @@ def test_a_cycle_costs_its_new_tokens_only(target):
 
     for name, module in modules.items():
         module.register_forward_pre_hook(count_rows(name))
-    state = drafter.new_state(64)
+    state = DraftState(drafter, 64, Sampling())
     cache = target.new_cache(64)
     for verified, drafted, parents in CYCLES:
         rows.clear()
@@ -544,24 +468,16 @@ def test_a_cycle_costs_its_new_tokens_only(target):
 # --- Drafts, and what they are drawn from ---
 
 
-@pytest.mark.parametrize("vocabulary, remote", [(None, False), (PARTIAL, False), (PARTIAL, True)])
-def test_the_first_token_is_drawn_from_the_drafters_own_q_quantized_for_a_remote_target(
-        target, vocabulary, remote, monkeypatch):
-    monkeypatch.setattr(moa, "Q_TOKENS", 2)
-    drafter = random_drafter(target, draft_vocabulary=vocabulary)
+def test_the_first_token_is_drawn_from_the_drafters_own_q(target):
+    drafter = random_drafter(target)
     tokens = random_tokens(6)
-    state = state_after(drafter, tokens, Sampling(0.7, 0.9, seeded()), remote)
+    state = state_after(drafter, tokens, Sampling(0.7, 0.9, seeded()))
     twin = seeded()
     for _ in range(20):
         draft = state.draft(2, DraftLimits(1))
-        q = draft.q[0]
-        assert sample(q, twin) == draft.tokens[1]
-    allowed = torch.tensor(vocabulary or range(VOCABULARY))
+        assert sample(draft.q[0], twin) == draft.tokens[1]
     features = step_through_chain(state_after(drafter, tokens), [2])  # (1, E)
-    own = probabilities(target.lm_head(features)[:, allowed], 0.7, 0.9)
-    if remote:
-        own = dequantize_probabilities(*quantize_probabilities(own), len(allowed))
-    torch.testing.assert_close(q[None], torch.zeros(1, VOCABULARY).index_copy(1, allowed, own))
+    torch.testing.assert_close(draft.q[0], probabilities(target.lm_head(features), 0.7, 0.9)[0])
 
 
 def tied_target() -> Llama:
@@ -602,29 +518,6 @@ def test_every_token_of_a_tree_has_positive_probability_in_the_q_it_reports_alth
         assert draft.q[draft.parents[i]][draft.tokens[i]] == draft.probabilities[i] > 0
 
 
-def test_a_quantized_q_is_close_to_q_and_unchanged_by_quantizing_it_again():
-    q = torch.randn(5, 300).mul(4).softmax(-1)
-    ids, weights = quantize_probabilities(q)
-    assert ids.shape == weights.shape == (5, 64)
-    assert ids.dtype == torch.int32
-    assert weights.dtype == torch.uint8
-    coarse = dequantize_probabilities(ids, weights, 300)
-    torch.testing.assert_close(coarse.sum(-1), torch.ones(5))
-    assert torch.equal(coarse.argmax(-1), q.argmax(-1))
-    assert (coarse - q).abs().sum(-1).max() < 0.1
-    assert torch.equal(dequantize_probabilities(*quantize_probabilities(coarse), 300), coarse)
-
-
-def test_gumbel_topk_draws_without_replacement_in_the_order_of_sampling():
-    p = torch.tensor([0.5, 0.25, 0.15, 0.1])
-    pairs = gumbel_topk(p.expand(40_000, -1), 2, seeded())
-    drawn = 4 * pairs[:, 0] + pairs[:, 1]
-    joint = p[:, None] * p / (1 - p)[:, None]  # a, then b: p(a) p(b) / (1 - p(a))
-    joint.fill_diagonal_(0)
-    assert chi_square(drawn, joint.flatten()) < 31.3  # 11 degrees of freedom: 1 seed in 1000
-    assert chi_square(drawn, joint.T.flatten()) > 31.3  # the other order is noticed
-
-
 LEAVES = [1, 2, 3]
 
 
@@ -640,58 +533,39 @@ def test_the_likeliest_choices_are_those_of_the_likeliest_paths_and_no_path_unde
         count, least):
     q = probabilities(torch.randn(3, 8), 0.5)
     choices = likeliest_choices(draft_of_leaves(), LEAVES, q, count, least)
-    found = {(choice.row, choice.output) for choice in choices}
+    found = {(choice.row, choice.token) for choice in choices}
     assert len(found) == len(choices)
     values = {}
     for leaf, path_probability in enumerate((0.5, 0.3, 0.2)):
-        for output in range(8):
-            values[leaf, output] = path_probability * q[leaf, output].item()
+        for token in range(8):
+            values[leaf, token] = path_probability * q[leaf, token].item()
     likeliest = sorted(values, key=lambda pair: -values[pair])[:count]
     assert found == {pair for pair in likeliest if values[pair] >= least}
     assert (len(choices) < count) == (least > 0)
 
 
-@pytest.mark.parametrize("count", [1, 4, 9])
-def test_how_many_children_each_leaf_has_is_settled_before_they_are_drawn(count):
-    q = probabilities(torch.randn(3, 8), 0.5, 0.95)
-    likeliest = likeliest_choices(draft_of_leaves(), LEAVES, q, count, 0.0)
-    counts = Counter(choice.row for choice in likeliest)
-    generator = seeded()
-    draws = [draw_choices(counts, q, generator) for _ in range(20)]
-    for drawn in draws:
-        assert Counter(choice.row for choice in drawn) == counts
-        assert len({(choice.row, choice.output) for choice in drawn}) == len(drawn)
-        for choice in drawn:
-            assert choice.probability == q[choice.row, choice.output] > 0
-    assert len(set(map(tuple, draws))) > 1
-
-
 @pytest.mark.parametrize("N, least", [(0, 0.0), (1, 0.0), (3, 0.05)])
-def test_a_greedy_tree_has_the_paths_that_the_drafter_finds_likeliest_of_all(target, N, least):
-    verified = random_tokens(6)
+def test_a_greedy_tree_has_the_paths_that_the_drafter_finds_likeliest_of_all(N, least):
     depth = 3
     count = 20
-    drafter = random_drafter(target, target_layer_inference=N, draft_vocabulary=PARTIAL)
-    logits = drafter.head.logits
-    # Sharper, so that distributions are not all alike and deep paths beat shallow ones.
-    drafter.head.logits = lambda features: logits(3 * features)
+    tokens = range(6)  # so few that every path can be tried
+    target = Llama(replace(SIZES, vocab_size=len(tokens)))
+    random_norms(target)
+    target.lm_head.weight.mul_(3)  # sharper, so that deep paths beat shallow ones
+    drafter = random_drafter(target, target_layer_inference=N)
+    verified = [3, 1, 4, 1, 5, 0]
 
     # By one pass over every path of three tokens.
-    endings = list(itertools.product(range(len(PARTIAL)), repeat=depth))
-    texts = []
-    for ending in endings:
-        texts.append(verified + [2] + [PARTIAL[choice] for choice in ending])
-    tokens = torch.tensor(texts)  # (B, T)
+    endings = list(itertools.product(tokens, repeat=depth))
+    texts = torch.tensor([verified + [2, *ending] for ending in endings])  # (B, T)
     kv, _ = read(target, verified)
-    kv = nn.functional.pad(kv, (0, 0, 0, 0, 0, 1 + depth)).expand(len(tokens), -1, -1, -1)
-    horizon = torch.full_like(tokens, len(verified) - 1)
-    features = drafter.features(tokens, kv, horizon)[:, len(verified):-1]
-    q = drafter.head.logits(features).softmax(-1)  # (B, depth, draft vocabulary)
+    kv = nn.functional.pad(kv, (0, 0, 0, 0, 0, 1 + depth)).expand(len(texts), -1, -1, -1)
+    horizon = torch.full_like(texts, len(verified) - 1)
+    features = features_of(drafter, texts, kv, horizon)[:, len(verified):-1]
+    q = drafter.lm_head(features).softmax(-1)  # (B, depth, V)
     q = q.gather(-1, torch.tensor(endings).unsqueeze(-1)).squeeze(-1)
-    path_probabilities = q.cumprod(-1)  # (B, depth)
     values = {}
-    for text, row in zip(texts, path_probabilities.tolist()):
-        path = tuple(text[-depth:])
+    for path, row in zip(endings, q.cumprod(-1).tolist()):
         for length in range(1, depth + 1):
             values[path[:length]] = row[length - 1]
     likeliest = sorted(values, key=lambda path: -values[path])[:count]
@@ -723,8 +597,8 @@ def test_a_token_of_a_tree_is_drawn_from_the_drafters_q_after_its_own_path(targe
         text = verified + path_tokens(draft, parent)
         kv, _ = read(target, text)
         horizon = torch.full((1, len(text)), len(verified) - 1)
-        features = drafter.features(torch.tensor([text]), kv, horizon)[0, -1]
-        torch.testing.assert_close(q, probabilities(drafter.head.logits(features), 1.0), **CLOSE)
+        features = features_of(drafter, torch.tensor([text]), kv, horizon)[0, -1]
+        torch.testing.assert_close(q, probabilities(drafter.lm_head(features), 1.0), **CLOSE)
         for child in draft.children(parent):
             assert draft.parents[child] == parent
             assert draft.probabilities[child] == q[draft.tokens[child]]
@@ -760,240 +634,3 @@ def test_a_draft_ends_where_the_drafter_is_no_longer_confident(target, top_k):
         draft = state.draft(2, DraftLimits(8, top_k, 64, least))
         depths.append(max(map(len, paths(draft))))
     assert depths[0] == 8 > depths[1] > depths[2] > depths[3] == 1
-
-
-# --- Fast on a CPU ---
-
-
-@pytest.mark.parametrize("bfloat16", [False, True])
-@pytest.mark.parametrize("choices", [
-    {}, N2, {"draft_vocabulary": PARTIAL},
-], ids=str)
-def test_packed_it_drafts_the_same_and_in_bfloat16_almost_the_same(
-        target, choices, bfloat16, monkeypatch):
-    # A CPU that lacks instructions for bfloat16 computes in it as exactly, only more slowly.
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
-    drafter = random_drafter(target, **choices)
-    twin = copy.deepcopy(target)
-    packed = to_bfloat16(random_drafter(twin, **choices))
-    pack_together(twin, [packed])
-    tokens = random_tokens(9)
-    state = state_after(packed, tokens)
-    expected_state = state_after(drafter, tokens)
-    assert packed.rotary.dtype == torch.float32
-    packs = can_pack(torch.ones(1))  # elsewhere nothing is packed, and the checks hold as well
-    dtype = torch.bfloat16 if bfloat16 and packs else torch.float32
-    assert packed.dtype == state.self_cache.kv.dtype == dtype
-    if packs and not bfloat16:
-        assert isinstance(packed.self_attention.self_attn, PackedAttention)
-        assert isinstance(packed.head.linear, PackedLinear)
-    if not bfloat16:
-        draft = state.draft(2, DraftLimits(3, 4, 12))
-        expected = expected_state.draft(2, DraftLimits(3, 4, 12))
-        assert draft.tokens == expected.tokens
-        assert draft.parents == expected.parents
-        assert draft.probabilities == pytest.approx(expected.probabilities, rel=1e-4)
-    tolerance = 0.02 if bfloat16 else 1e-5
-    for count in (1, 9, 17):
-        draft = given_draft(random_tokens(1 + count), [-1] + [0] * count)
-        features = step_through(state, draft)
-        expected = step_through(expected_state, draft)
-        assert (features - expected).norm() < tolerance * expected.norm()
-        logits = drafter.head.logits(expected)
-        assert (packed.head.logits(features) - logits).norm() < tolerance * logits.norm()
-
-
-# --- Checkpoints ---
-
-@pytest.mark.parametrize("choices", [
-    {}, N2, {"draft_vocabulary": (1, 2, 31)}, {"layer_self_attention_num_attention_heads": 10},
-], ids=str)
-def test_a_saved_drafter_comes_back_as_it_was(target, tmp_path, choices):
-    drafter = random_drafter(target, **choices)
-    folder = tmp_path / "drafter"
-    save_drafter(drafter, folder, torch.float32)
-    files = sorted(file.name for file in folder.iterdir())
-    assert files == ["config.json", "model.safetensors"]
-    loaded = load_drafter(folder, target)
-    assert loaded.config == drafter.config
-    tokens = random_tokens(9)
-    kv, _ = read(target, tokens)
-    horizon = torch.arange(9).clamp(max=3).unsqueeze(0)
-    features = drafter.features(torch.tensor([tokens]), kv, horizon)
-    loaded_features = loaded.features(torch.tensor([tokens]), kv, horizon)
-    torch.testing.assert_close(loaded_features, features)
-    torch.testing.assert_close(loaded.head.logits(features), drafter.head.logits(features))
-
-
-def test_a_config_may_leave_the_sizes_out(target, tmp_path):
-    drafter = random_drafter(
-        target,
-        self_attention_num_key_value_heads=2,
-        cross_attention_num_key_value_heads=4,
-        layer_self_attention_intermediate_size=7,
-        self_attention_intermediate_size=9,
-    )
-    save_drafter(drafter, tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    assert load_drafter(tmp_path, target).config == drafter.config
-
-
-def test_a_save_that_fails_leaves_the_old_checkpoint_complete(target, tmp_path, monkeypatch):
-    save_drafter(random_drafter(target, seed=1), tmp_path)
-    old = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    monkeypatch.setattr(moa, "save_file", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        save_drafter(random_drafter(target, seed=2, **N2), tmp_path)
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == old
-
-
-def refused(folder, target: Llama, complaint: str) -> None:
-    """Check that loading ends in one line that names the folder and what is wrong."""
-    with pytest.raises(InputError) as error:
-        load_drafter(folder, target)
-    message = str(error.value)
-    assert complaint in message
-    assert str(folder) in message
-    assert "\n" not in message
-
-
-@pytest.mark.parametrize("file, content, complaint", [
-    ("config.json", None, "(config.json is missing)"),
-    ("config.json", b"{", "cannot be read as JSON"),
-    ("model.safetensors", None, "(model.safetensors is missing)"),
-    ("model.safetensors", b"?", "not a safetensors file"),
-    ("model.safetensors", SIX_BITS, "F6_E2M3"),  # a type that PyTorch lacks
-])
-def test_a_missing_or_damaged_file_is_refused_in_one_line(
-        target, tmp_path, file, content, complaint):
-    save_drafter(random_drafter(target), tmp_path)
-    (tmp_path / file).unlink()
-    if content is not None:
-        (tmp_path / file).write_bytes(content)
-    refused(tmp_path, target, complaint)
-
-
-@pytest.mark.parametrize("folder, complaint", [
-    ("nowhere", "nowhere: no drafter is there"),
-    (ROOT / "weights", "smollm2; one is in"),
-    (ROOT / "weights/toy", "one is in"),
-])
-def test_of_a_folder_without_a_drafter_the_message_names_those_within(target, folder, complaint):
-    refused(folder, target, complaint)
-
-
-@pytest.mark.parametrize("name, tensor, complaint", [
-    ("Ekv2E.bias", None, "Ekv2E.bias missing"),
-    ("Ekv2E.bias", torch.ones(3), "expected floats (32,)"),
-    ("more", torch.ones(3), "tensor more is unknown"),
-])
-def test_a_tensor_that_does_not_fit_is_refused_in_one_line(
-        target, tmp_path, name, tensor, complaint):
-    save_drafter(random_drafter(target), tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors.pop(name, None)
-    if tensor is not None:
-        tensors[name] = tensor
-    save_file(tensors, tmp_path / "model.safetensors")
-    refused(tmp_path, target, complaint)
-
-
-@pytest.mark.parametrize("name, value, complaint", [
-    ("target_layer_inference", LAYERS + 1, "target_layer_inference 5: the target has only 4"),
-    ("target_layer_inference", -1, "target_layer_inference is invalid: -1"),
-    ("num_attention_heads", 0, "num_attention_heads"),
-    ("num_attention_heads", "four", "num_attention_heads is invalid: 'four'"),
-    ("num_attention_heads", 64, "num_attention_heads"),
-    ("layer_self_attention_num_attention_heads", 0, "layer_self_attention"),
-    ("layer_self_attention_num_attention_heads", 41, "layer_self_attention"),
-    ("rope_theta", [], "rope_theta"),
-    ("rope_theta", 0, "rope_theta"),
-    ("rms_norm_eps", math.inf, "rms_norm_eps"),
-    ("use_cross_attention", False, "python -m experiments.ablations"),
-    ("draft_vocabulary", [VOCABULARY], "draft_vocabulary"),
-    ("draft_vocabulary", [-1], "draft_vocabulary"),
-    ("draft_vocabulary", [], "draft_vocabulary"),
-    ("draft_vocabulary", [3, 3], "draft_vocabulary"),
-    ("draft_vocabulary", "all", "draft_vocabulary"),
-], ids=str)
-def test_a_config_that_cannot_be_used_is_refused_in_one_line(
-        target, tmp_path, name, value, complaint):
-    save_drafter(random_drafter(target), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config[name] = value
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    refused(tmp_path, target, complaint)
-
-
-# --- Whose drafter ---
-
-
-@pytest.mark.parametrize("size, value", [
-    ("vocab_size", 40), ("hidden_size", 64), ("num_hidden_layers", 3), ("num_key_value_heads", 1),
-])
-def test_a_drafter_of_another_model_is_refused_in_one_line_that_names_its_own(
-        target, tmp_path, size, value):
-    other = Llama(replace(SIZES, **{size: value}))
-    vocabulary = (value - 1,) if size == "vocab_size" else None  # unknown to the target
-    drafter = random_drafter(other, draft_vocabulary=vocabulary)
-    save_drafter(drafter, tmp_path, target_name="its-own")
-    refused(tmp_path, target, "belongs to another model")
-    refused(tmp_path, target, "--model its-own")
-    assert load_drafter(tmp_path, other).config == drafter.config
-
-
-@pytest.mark.parametrize("name", [
-    "self_attention_intermediate_size", "cross_attention_num_key_value_heads",
-    "layer_self_attention_intermediate_size", "layer_self_attention_num_key_value_heads",
-])
-def test_what_config_and_tensors_both_state_has_to_agree(target, tmp_path, name):
-    drafter = random_drafter(target)
-    save_drafter(drafter, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config[name] *= 2
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    refused(tmp_path, target, "expected floats")
-
-
-def test_every_shipped_drafter_names_its_target():
-    for model, folder in SHIPPED_DRAFTERS.items():
-        stated = json.loads((folder / "config.json").read_text())
-        assert SHIPPED_DRAFTERS[stated["target_model"]] == folder
-
-
-def test_files_have_the_permissions_that_the_user_asked_for(target, tmp_path):
-    old = os.umask(0o027)
-    try:
-        save_drafter(random_drafter(target), tmp_path / "drafter")
-    finally:
-        os.umask(old)
-    for file in (tmp_path / "drafter").iterdir():
-        assert stat.S_IMODE(file.stat().st_mode) == 0o640
-
-
-def test_without_a_shipped_drafter_the_message_says_how_to_get_one_or_that_there_is_no_such_model(
-        checkpoint):
-    with pytest.raises(InputError, match="no drafter is shipped for .*: train one"):
-        load_models(checkpoint[1], None, "cpu", torch.float32)
-    with pytest.raises(InputError, match="no drafter is shipped for OWNER/BIG"):
-        load_models("OWNER/BIG", None, "cpu", torch.float32)  # the model is not downloaded for this
-    with pytest.raises(InputError, match="no such model"):
-        load_models("smolm2", None, "cpu", torch.float32)
-
-
-def test_a_client_holds_of_the_target_only_what_drafting_needs(checkpoint):
-    """The client drafts the same tokens."""
-    whole = load_models(checkpoint[1], checkpoint[3], "cpu", torch.float32)
-    client = load_models(checkpoint[1], checkpoint[3], "cpu", torch.float32, remote=True)
-    N = client.drafter.N
-    assert [layer is None for layer in client.target.layers] == [True] * (4 - N) + [False] * N
-    tokens = random_tokens(9)
-    cache = whole.target.new_cache(9)
-    whole.target.hidden(torch.tensor([tokens]), cache)
-    update = whole.drafter.memory_update(tokens, cache)
-    drafts = []
-    for models in (whole, client):
-        state = models.drafter.new_state(64)
-        state.append_verified(update)
-        drafts.append(state.draft(2, DraftLimits(4)).tokens)
-    assert drafts[0] == drafts[1]

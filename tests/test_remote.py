@@ -18,6 +18,7 @@ import termios
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -25,51 +26,48 @@ from typing import Callable, NamedTuple
 import pytest
 import torch
 from conftest import ROOT
+from test_client import channel_to
+from test_losslessness import (  # noqa: F401 (a fixture)
+    CLEARLY,
+    VOCABULARY,
+    Chance,
+    Comparison,
+    chance,
+    compare,
+    exact_texts,
+)
+from test_losslessness import check as check_distribution
 from test_messages import LIMIT, frame, serving, soon, wait_for
-from test_netsim import channel_to
 from tiny_models import PROMPT, ask, new_drafter, new_target, target_alone
 
-import netsim
-import speculate
-from llama import (
-    GenerationConfig,
-    Llama,
-    Sampling,
-    Tokenizer,
-    generate,
-    load_model,
-    load_tokenizer,
-    pack,
-    probabilities,
-)
-from moa import Draft, Drafter, DraftLimits, RemoteDraftState
-from netsim import (
+from app import client, speculate_command
+from app.answers import Generation, Method, OnServer, Origin, PlainApi, TimedCycle, answer
+from app.client import (
     OFFLINE_TOKENS,
-    PROFILES,
     Channel,
     ConnectionLost,
-    Link,
-    Network,
     Outage,
-    RemoteVerifier,
-    TargetSession,
-    dequantize_memory,
-    quantize_memory,
+    ReconnectingVerifier,
+    RemoteDraftState,
 )
+from app.loading import load_model
+from app.packed import pack
+from app.server import MAX_KEPT_REPLIES, Service, TargetSession, announce_on_terminal
+from llama import GenerationConfig, Llama, generate, probabilities
+from moa import Draft, Drafter, DraftLimits
+from netsim import INITIAL_RTO, PROFILES, Link, Message, make_read
 from plumbing import messages
 from plumbing.devices import DTYPES, choose_dtype
-from plumbing.errors import InputError, run_command
-from plumbing.messages import MessageServer, receive_message, send_message
-from speculate import (
-    Generation,
-    LocalVerifier,
-    Method,
-    OnServer,
-    Origin,
-    PlainApi,
-    TimedCycle,
-    answer,
+from plumbing.errors import InputError
+from plumbing.flags import address
+from plumbing.messages import (
+    MessageServer,
+    ReceivedMessage,
+    receive_message,
+    send_message,
 )
+from plumbing.tokenizer import Tokenizer, load_tokenizer
+from speculate import LocalVerifier, VerifyResult, speculate
 
 CHAIN = DraftLimits(4)
 TREE = DraftLimits(4, top_k=2, total_tokens=8)
@@ -84,28 +82,27 @@ Pair = tuple[Llama, Drafter]
 @contextlib.contextmanager
 def serving_models(target: Llama, drafter: Drafter):
     """A server in threads of this process."""
-    drafter.checkpoint_hash = "test"
     with ThreadPoolExecutor(1) as worker:
         worker.submit(int).result()  # starts the worker's thread, which is not one of the server's
         with serving(new_session(target, drafter, worker)) as server:
             yield server
 
 
+FINGERPRINTS = {"target": "t", "drafter": "d"}
+
+
 def new_session(target: Llama, drafter: Drafter, worker: ThreadPoolExecutor) -> partial:
-    return partial(TargetSession, target, drafter, worker, LocalVerifier)
+    return partial(TargetSession, Service(target, drafter, FINGERPRINTS, worker))
 
 
 @contextlib.contextmanager
 def serving_elsewhere(target: Llama, drafter: Drafter, port: int = 0):
     """A server in a process of its own, which ends afterwards: the process and the address."""
-    drafter.checkpoint_hash = "test"
     ours, theirs = multiprocessing.Pipe()
 
     def serve() -> None:
-        with ThreadPoolExecutor(1) as worker:
-            server = MessageServer(("127.0.0.1", port), new_session(target, drafter, worker))
-            theirs.send(server.server_address)
-            server.serve_forever()
+        with ThreadPoolExecutor(1) as worker, MessageServer(("127.0.0.1", port)) as server:
+            server.serve(new_session(target, drafter, worker), theirs.send)
 
     process = multiprocessing.get_context("fork").Process(target=serve)
     process.start()
@@ -127,8 +124,8 @@ def models() -> Pair:
 @pytest.fixture
 def impatient(monkeypatch):
     """A client that gives up on a reply after a fifth of a second, and tries again at once."""
-    monkeypatch.setattr(netsim, "MIN_TIMEOUT", 0.2)
-    monkeypatch.setattr(netsim, "INITIAL_BACKOFF", 0.0)
+    monkeypatch.setattr(client, "MIN_TIMEOUT", 0.2)
+    monkeypatch.setattr(client, "INITIAL_BACKOFF", 0.0)
 
 
 def over(
@@ -143,16 +140,22 @@ def api_over(channel: Channel, target: Llama) -> Method:
     return PlainApi(lambda prompt: channel, target.config.vocab_size)
 
 
-class CountedOutage(Network):
-    """A network whose outage ends when the answer has `until` tokens, however long they take."""
-
-    def __init__(self, first: int, until: float = math.inf, link: Link = Link()):
-        super().__init__(link, outage=CountedEnd(first))
-        self.outage.until = until  # tokens
+Emit = Callable[[TimedCycle], object]
 
 
-class CountedEnd(Outage):
-    until = math.inf
+def watch(method: Method, prompt: list[int], config: GenerationConfig, emit: Emit) -> Generation:
+    """An answer each of whose cycles is shown to `emit` as soon as it is there."""
+    generation = Generation(prompt)
+    for cycle in generation.record(method.cycles(prompt, config)):
+        emit(cycle)
+    return generation
+
+
+@dataclass
+class CountedOutage(Outage):
+    """An outage that ends when the answer has `until` tokens, however long they take."""
+
+    until: float = math.inf
 
     def begin_if_due(self, count: int, now: float) -> None:
         super().begin_if_due(count, now)
@@ -171,35 +174,14 @@ def connect(server: MessageServer) -> tuple[socket.socket, dict]:
 
 @pytest.mark.parametrize("choices", [
     dict(target_layer_inference=0),
-    dict(target_layer_inference=2)], ids=str)
-def test_a_memory_in_8_bits_is_off_by_hardly_more_than_half_a_step_of_each_key_and_value(choices):
-    target = new_target(16)
-    drafter = new_drafter(target, **choices)
-    cache = target.new_cache(9)
-    target.hidden(torch.tensor([PROMPT]), cache)
-    memory = drafter.memory_update(PROMPT, cache)
-    tensors = quantize_memory(memory)
-    received = dequantize_memory(tensors, PROMPT, RemoteDraftState(drafter, 9, Sampling()))
-    assert received.tokens == PROMPT
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.int8, torch.half}
-    for sent, got in ((memory.cross_kv, received.cross_kv), (memory.reused_kv, received.reused_kv)):
-        assert got.shape == sent.shape
-        halves = sent.unflatten(-1, (2, -1))
-        step = halves.abs().amax(-1, keepdim=True) / 127
-        error = (got - sent).unflatten(-1, (2, -1)).abs()
-        assert (error <= 0.6 * step + 1e-6).all()
-
-
-@pytest.mark.parametrize("choices", [
-    dict(target_layer_inference=0),
     dict(target_layer_inference=2),
     dict(target_layer_inference=4, likeness=0.8)], ids=str)
 def test_greedy_tokens_are_those_of_the_target_alone_over_every_network(choices, monkeypatch):
     target = new_target(16)
     drafter = new_drafter(target, **choices)
     alone = target_alone(target, 24)
-    monkeypatch.setattr(netsim, "MIN_RTO_MARGIN", 0.002)
-    monkeypatch.setattr(netsim, "INITIAL_RTO", 0.002)
+    monkeypatch.setattr("netsim.MIN_RTO_MARGIN", 0.002)
+    monkeypatch.setattr(client, "INITIAL_RTO", 0.002)
 
     def run(link: Link, seed: int, count: int, limits: DraftLimits, lookup: bool) -> None:
         method = over(channel_to(server, link, seed=seed), drafter, limits, lookup)
@@ -243,7 +225,7 @@ def test_plain_use_of_an_api_streams_what_the_target_writes_alone_with_the_same_
         for seed, stop_ids in ((3, []), (4, []), (4, [5, 7])):
             config = GenerationConfig(24, temperature, 0.9, seed, frozenset(stop_ids))
             cycles = []
-            result = answer(api_over(channel_to(server), target), PROMPT, config, cycles.append)
+            result = watch(api_over(channel_to(server), target), PROMPT, config, cycles.append)
             assert result.tokens == list(generate(target, PROMPT, config))
             assert [cycle.tokens for cycle in cycles] == [[token] for token in result.tokens]
             assert result.origins == [Origin.TARGET] * len(result.tokens)
@@ -256,7 +238,7 @@ def test_plain_use_of_an_api_ends_where_the_server_is_lost_for_good(models):
     with serving_models(*models) as server:
         channel = channel_to(server, timeout=0.3, after=2)
         with pytest.raises(InputError, match="the answer ends here: no answer from the server"):
-            answer(api_over(channel, target), PROMPT, CONFIG, cycles.append)
+            watch(api_over(channel, target), PROMPT, CONFIG, cycles.append)
     tokens = [cycle.tokens[0] for cycle in cycles]
     assert 2 <= len(tokens) < 24  # those that had arrived, and no more
     assert tokens == target_alone(target, 24)[:len(tokens)]
@@ -276,13 +258,13 @@ def test_an_outage_shorter_than_the_timeout_delays_tokens_and_loses_none(models,
     with serving_models(*models) as server:
         channel = channel_to(server, link, after=5, seconds=0.3)
         method = over(channel, drafter) if drafts else api_over(channel, target)
-        result = answer(method, PROMPT, GenerationConfig(48), emit)
+        result = watch(method, PROMPT, GenerationConfig(48), emit)
     assert result.tokens == target_alone(target, 48)
     assert result.unverified == 0 and result.outage == ""
     assert result.network["round_trips"] == (1 + result.target_calls if drafts else 1)
     totals = list(itertools.accumulate(counts))
     next_cycle = 1 + [total >= 5 for total in totals].index(True)
-    outage_ends = channel.network.outage.begins + 0.3
+    outage_ends = channel.outage.begins + 0.3
     # (Some replies of an API may have arrived before the outage, but wait on a busy machine.)
     delayed = [moment >= outage_ends for moment in moments].index(True)
     assert delayed == next_cycle if drafts else delayed >= next_cycle
@@ -310,30 +292,6 @@ def test_sampled_tokens_are_distributed_as_the_targets_own():
         p[second, third] += steps[0, first] * steps[1, second] * steps[2, third]
     deviation = (150 * p * (1 - p)).sqrt()
     assert ((counts - 150 * p).abs() <= 4.5 * deviation + 1e-6).all()
-
-
-@pytest.mark.parametrize("limits", [CHAIN, TREE], ids=["chain", "tree"])
-def test_the_server_rejects_by_the_very_q_that_the_drafts_were_drawn_from(limits, monkeypatch):
-    target = new_target(300, sharpness=5.0, context=128)  # q is sent for fewer tokens than these
-    drafter = new_drafter(target, target_layer_inference=4, likeness=1.0)
-    verify_remote = RemoteVerifier.verify_remote
-    verify = LocalVerifier.verify
-    sent = []
-    received = []
-    monkeypatch.setattr(RemoteVerifier, "verify_remote", lambda remote, draft: (
-        sent.append(draft) or verify_remote(remote, draft)))
-    monkeypatch.setattr(LocalVerifier, "verify", lambda local, draft: (
-        received.append(draft) or verify(local, draft)))
-    with serving_models(target, drafter) as server:
-        config = GenerationConfig(100, temperature=1.5, top_p=0.3)
-        answer(over(channel_to(server), drafter, limits), PROMPT, config)
-    assert len(sent) == len(received) > 10
-    for ours, theirs in zip(sent, received):
-        assert ours.tokens == theirs.tokens and ours.parents == theirs.parents
-        assert ours.q.keys() == theirs.q.keys() == set(ours.parents[1:])
-        for parent, token in zip(ours.parents[1:], ours.tokens[1:]):
-            assert ours.q[parent][token] > 0
-            assert ours.q[parent].equal(theirs.q[parent])
 
 
 def test_eight_clients_at_once_get_their_own_answers_from_one_thread(monkeypatch):
@@ -398,10 +356,10 @@ def test_an_outage_costs_verification_only_for_as_long_as_it_lasts(
     open_files = len(os.listdir("/proc/self/fd"))
     cycles = []
     with serving_models(target, drafter) as server:
-        network = CountedOutage(after, until, Link(0.002, 0.002))
-        channel = Channel(server.server_address, network)
+        outage = CountedOutage(after, until=until)
+        channel = Channel(server.server_address, Link(0.002, 0.002), outage=outage)
         method = over(channel, drafter, limits, lookup)
-        result = answer(method, PROMPT, GenerationConfig(100), cycles.append)
+        result = watch(method, PROMPT, GenerationConfig(100), cycles.append)
         wait_for(lambda: not server.connections)
     assert len(os.listdir("/proc/self/fd")) == open_files
     verified = check(target, result, cycles, 100)
@@ -413,9 +371,9 @@ def test_an_outage_costs_verification_only_for_as_long_as_it_lasts(
     assert not any(verified[first_lost:end])
     if until < math.inf:
         assert all(verified[until + OFFLINE_TOKENS:])
-    offline = [cycle for cycle in cycles if cycle.link == "offline"]
-    for cycle in offline[1:]:
-        assert lookup or cycle.draft.tokens[1:] == []  # no server would verify a draft
+    offline = [cycle.result for cycle in cycles if cycle.is_offline]
+    for result in offline[1:]:
+        assert lookup or result.draft.tokens[1:] == []  # no server would verify a draft
 
 
 @pytest.mark.parametrize("deed, moment, N", [
@@ -440,13 +398,13 @@ def test_a_server_that_is_lost_costs_verification_until_it_is_back(
     def emit(cycle: TimedCycle) -> None:
         before = sum(len(earlier.tokens) for earlier in cycles)
         cycles.append(cycle)
-        states.append(cycle.link)
+        states.append(cycle.result.link)
         if not before < moment <= before + len(cycle.tokens):
             return
         if deed == "kill":
             killer.start()
         elif deed == "stop":
-            monkeypatch.setattr(netsim, "CONNECT_SECONDS", 0.1)
+            monkeypatch.setattr(client, "CONNECT_SECONDS", 0.1)
             os.kill(server.pid, signal.SIGSTOP)
         else:
             server.kill()
@@ -457,9 +415,8 @@ def test_a_server_that_is_lost_costs_verification_until_it_is_back(
         server, address = stack.enter_context(serving_elsewhere(target, drafter))
         _, port = address
         killer = threading.Timer(delay, server.kill)
-        channel = Channel(address, Network(Link()))
-        method = over(channel, drafter)
-        result = answer(method, PROMPT, GenerationConfig(100), emit)
+        method = over(Channel(address), drafter)
+        result = watch(method, PROMPT, GenerationConfig(100), emit)
         if deed == "kill":
             killer.join()
     assert threading.active_count() == threads
@@ -487,7 +444,7 @@ WRONG_TENSORS = [
     damaged(None, 1e300, torch.float64),  # infinite in float32
 ]
 MALFORMED = [(fields, None, None) for fields in WRONG_FIELDS]
-for tensor_name in ("cross", "cross_scale", "reused", "reused_scale"):
+for tensor_name in ("ca", "ca_scale", "tli", "tli_scale"):
     MALFORMED += [({}, tensor_name, damage) for damage in WRONG_TENSORS]
 
 
@@ -501,7 +458,7 @@ def test_malformed_replies_count_as_lost(fields, name, damage, impatient, monkey
 
     def emit(cycle: TimedCycle) -> None:
         cycles.append(cycle)
-        states.append(cycle.link)
+        states.append(cycle.result.link)
 
     def send_malformed(sock, right_fields: dict, right_tensors: dict) -> None:
         if "drafter" in right_fields or next(replies) < 5:
@@ -513,21 +470,22 @@ def test_malformed_replies_count_as_lost(fields, name, damage, impatient, monkey
     monkeypatch.setattr(messages, "send_message", send_malformed)
     with serving_models(target, drafter) as server:
         method = over(channel_to(server), drafter)
-        result = answer(method, PROMPT, GenerationConfig(24), emit)
+        result = watch(method, PROMPT, GenerationConfig(24), emit)
     verified = check(target, result, cycles, 24)
     assert states[-1] == "offline"
     assert verified.index(False) >= 5 and verified.count(False) > 5
 
 
 @pytest.mark.parametrize("step, error", [
-    ("send_message", TypeError("a bug")),
-    ("wait", RuntimeError("a bug")),
-    ("dequantize_memory", torch.OutOfMemoryError("CUDA out of memory")),
-    ("dequantize_memory", RuntimeError("you tried to allocate 8 bytes"))], ids=repr)
+    ("app.client.send_message", TypeError("a bug")),
+    ("app.client.wait", RuntimeError("a bug")),
+    ("netsim.dequantize_update", torch.OutOfMemoryError("CUDA out of memory")),
+    ("netsim.dequantize_update", RuntimeError("you tried to allocate 8 bytes"))], ids=repr)
 def test_a_bug_or_a_lack_of_memory_is_not_reported_as_a_lost_connection(
         step, error, models, monkeypatch):
     target, drafter = models
-    working = getattr(netsim, step)
+    module, name = step.rsplit(".", 1)
+    working = getattr(sys.modules[module], name)
     calls = itertools.count()
 
     def fail_later(*arguments):
@@ -535,7 +493,7 @@ def test_a_bug_or_a_lack_of_memory_is_not_reported_as_a_lost_connection(
             return working(*arguments)
         raise error
 
-    monkeypatch.setattr(netsim, step, fail_later)
+    monkeypatch.setattr(step, fail_later)
     with serving_models(target, drafter) as server:
         with pytest.raises(type(error)) as raised:
             answer(over(channel_to(server), drafter), PROMPT, CONFIG)
@@ -559,7 +517,8 @@ def test_accepted_tokens_of_a_reply_are_ints_even_if_it_says_floats(monkeypatch)
 
 
 def test_the_pause_after_a_failed_reconnection_begins_when_it_has_failed_and_doubles(monkeypatch):
-    verifier = RemoteVerifier(None, None, GenerationConfig())
+    channel = Channel(("", 0))
+    verifier = ReconnectingVerifier(channel, None, GenerationConfig())
 
     def fail() -> None:
         time.sleep(0.03)
@@ -568,8 +527,8 @@ def test_the_pause_after_a_failed_reconnection_begins_when_it_has_failed_and_dou
     def lose(draft: Draft) -> None:
         raise ConnectionLost("not connected")
 
-    monkeypatch.setattr(verifier, "connect_and_read", fail)
-    monkeypatch.setattr(verifier, "verify_remote", lose)
+    monkeypatch.setattr(channel, "connect", fail)
+    monkeypatch.setattr(verifier, "verify_online", lose)
     monkeypatch.setattr(verifier, "draft_offline", lambda reason: reason)
     for pause in (0.5, 1.0, 2.0):
         verifier.retry_at = 0.0
@@ -578,13 +537,15 @@ def test_the_pause_after_a_failed_reconnection_begins_when_it_has_failed_and_dou
         assert verifier.verify(Draft(0)) == "not connected"  # too early to try again
 
 
-def test_a_server_with_another_drafter_is_refused(models):
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain API use", "drafts"])
+def test_a_server_with_another_target_is_refused(models, drafts):
     target, drafter = models
-    other = new_drafter(target)
-    other.checkpoint_hash = "other"
     with serving_models(target, drafter) as server:
-        with pytest.raises(InputError, match="another drafter; start both sides with the same"):
-            answer(over(channel_to(server), other), PROMPT, CONFIG)
+        channel = channel_to(server)
+        channel.fingerprints = {"target": "another"}
+        method = over(channel, drafter) if drafts else api_over(channel, target)
+        with pytest.raises(InputError, match="another target; start both sides with the same"):
+            answer(method, PROMPT, CONFIG)
 
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain API use", "drafts"])
@@ -599,6 +560,120 @@ def test_a_target_that_produces_nan_ends_in_one_line(drafts, capsys):
             answer(method, PROMPT, CONFIG)
     assert "\n" not in str(error.value)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain API use", "drafts"])
+def test_the_reason_why_a_request_is_refused_reaches_the_client(models, drafts):
+    target, drafter = models
+    config = GenerationConfig(1000)  # more than the context has room for
+    with serving_models(target, drafter) as server:
+        channel = channel_to(server)
+        method = over(channel, drafter) if drafts else api_over(channel, target)
+        with pytest.raises(InputError, match="refused: .*invalid max_new_tokens 1000") as error:
+            answer(method, PROMPT, config)
+    assert "\n" not in str(error.value)
+
+
+# --- A verdict once drawn stands ---
+
+
+def test_the_verdict_that_was_drawn_before_its_reply_was_lost_is_the_one_in_the_answer(
+        monkeypatch):
+    target = new_target(16)
+    drafter = new_drafter(target, target_layer_inference=4, likeness=0.9)
+    verdicts = []
+    cycles = []
+    verify = TargetSession.verify
+
+    def verify_slowly(session: TargetSession, draft: Draft) -> VerifyResult:
+        result = verify(session, draft)
+        verdicts.append(result.accepted + [result.token])
+        if len(verdicts) == 3:
+            time.sleep(0.5)
+        return result
+
+    monkeypatch.setattr(TargetSession, "verify", verify_slowly)
+    with serving_models(target, drafter) as server:
+        method = over(channel_to(server, timeout=0.3), drafter)
+        watch(method, PROMPT, GenerationConfig(24, temperature=1.0, seed=5), cycles.append)
+    assert len(verdicts[2]) > 1 and cycles[3].tokens == verdicts[2]
+    assert cycles[3].result.draft.path_of(verdicts[2][:-1])  # it is about this very draft
+    links = [cycle.result.link for cycle in cycles]
+    assert links.index("reconnected") == 4 and links.count("connected") == len(cycles) - 1
+
+
+class LateReplies(Channel):
+    """A channel to a server in this process. The reply to a draft is late if the draft is accepted
+    in part: the larger a reply, the likelier it is late."""
+
+    def __init__(self, service: Service):
+        super().__init__(("", 0))
+        self.service = service
+
+    def connect(self) -> None:
+        self.server = TargetSession(self.service, has_left=lambda: False)
+        self.session = self.server.name
+        self.sock = socket.socket()  # which nobody uses
+
+    def send(self, fields: dict, tensors: dict) -> None:
+        self.call = fields["call"]
+        self.replies = self.server.parse(fields, tensors)()
+
+    def receive(self) -> ReceivedMessage:
+        fields, tensors = next(self.replies)
+        if self.call == "verify" and fields["accepted"]:
+            raise TimeoutError("timed out")
+        return ReceivedMessage(fields, tensors, size=0)
+
+
+def answers_with_late_replies(chance: Chance, cycles: int) -> Comparison:
+    """Of answers that are interrupted after so many drafts."""
+    target = new_target(VOCABULARY, layers=1)
+    drafter = new_drafter(target)
+    config = GenerationConfig(16, temperature=0.8)
+    with ThreadPoolExecutor(1) as worker:
+        service = Service(target, drafter, {}, worker)
+
+        def run() -> list[int]:
+            state = RemoteDraftState(drafter, 64, config.new_sampling("cpu"))
+            verifier = ReconnectingVerifier(LateReplies(service), state, config)
+            tokens = []
+            answer = speculate(verifier, state, [0, 2, 1, 1], config, DraftLimits(1))
+            for cycle in itertools.islice(answer, 1 + cycles):  # the first one is the prompt's
+                tokens += cycle.tokens
+            return tokens
+
+        return compare(chance.branches(run), exact_texts(target, config, [0, 2, 1, 1]))
+
+
+def test_where_large_replies_are_late_an_answer_is_distributed_as_the_targets_own(chance):
+    check_distribution(answers_with_late_replies(chance, cycles=2))
+
+
+def test_the_same_check_rejects_a_second_verdict_in_place_of_a_late_one(chance, monkeypatch):
+    monkeypatch.setattr(Service, "find", lambda *request: None)
+    assert answers_with_late_replies(chance, cycles=1).off > CLEARLY
+
+
+def test_the_newest_reply_of_a_session_is_kept_for_a_while_and_for_nobody_else(models):
+    with ThreadPoolExecutor(1) as worker:
+        sessions = []
+        connect = new_session(*models, worker)
+        for _ in range(MAX_KEPT_REPLIES + 1):
+            sessions.append(connect(lambda: False))
+            [reply] = reply_to(sessions[-1], READ, {})
+
+        def repeated(session: str, number: object) -> dict:
+            request = {"call": "repeat", "session": session, "missed": number}
+            [(fields, _)] = reply_to(sessions[-1], request, {})
+            return fields
+
+        newest = sessions[-1].name
+        assert repeated(newest, 1) == reply[0]
+        for session, number in ((newest, 2), (newest, "1"), ("", 1), (sessions[0].name, 1)):
+            assert repeated(session, number) == {}
+        reply_to(sessions[1], VERIFY, {"drafts": [], "parents": []})
+        assert repeated(sessions[1].name, 1) == {} != repeated(sessions[1].name, 2)
 
 
 # --- The server and its clients ---
@@ -617,7 +692,8 @@ def test_a_client_that_sends_nothing_more_is_disconnected(models, part, monkeypa
 
 def read_text(sock: socket.socket, text: list[int], count: int = 24) -> None:
     """Ask for the token after a text, and do not wait for it."""
-    send_message(sock, *netsim.text_request("read", text, GenerationConfig(count)))
+    fields, tensors = make_read(text, GenerationConfig(count), seed=0)
+    send_message(sock, {**fields, "number": 1}, tensors)
 
 
 def test_one_client_too_many_is_refused_in_one_line_until_another_leaves(models, monkeypatch):
@@ -651,7 +727,7 @@ def test_a_client_that_was_disconnected_while_it_was_idle_reconnects(models, mon
             time.sleep(0.5)
 
     with serving_models(*models) as server:
-        result = answer(over(channel_to(server), drafter), PROMPT, CONFIG, emit)
+        result = watch(over(channel_to(server), drafter), PROMPT, CONFIG, emit)
     assert result.tokens == target_alone(target, 24)
     assert result.unverified == 0 and result.network["round_trips"] >= 1 + result.target_calls + 3
 
@@ -660,7 +736,6 @@ def test_a_client_that_was_disconnected_while_it_was_idle_reconnects(models, mon
 def stopped_worker(target: Llama, drafter: Drafter):
     """A server whose worker does nothing, and the event that lets it begin."""
     begin = threading.Event()
-    drafter.checkpoint_hash = "test"
     with ThreadPoolExecutor(1) as worker:
         worker.submit(begin.wait)
         with serving(new_session(target, drafter, worker)) as server:
@@ -710,8 +785,9 @@ def test_a_prompt_whose_client_has_left_is_not_read_to_its_end(monkeypatch):
         with serving_models(target, drafter) as server:
             sock, _ = connect(server)
             with sock:
-                config = GenerationConfig(24)
-                send_message(sock, *netsim.text_request(call, PROMPT * 2000, config))
+                fields, tensors = make_read(PROMPT * 2000, GenerationConfig(24), seed=0)
+                changes = {"call": call, "number": 1, "stop_ids": []}
+                send_message(sock, fields | changes, tensors)
                 wait_for(lambda: len(pieces) >= 2)
             wait_for(lambda: not server.connections)
         assert len(pieces) < 8  # a prompt of 8000 tokens has more
@@ -719,13 +795,14 @@ def test_a_prompt_whose_client_has_left_is_not_read_to_its_end(monkeypatch):
 
 READ = {
     "call": "read",
+    "number": 1,
     "max_new_tokens": 3,
     "temperature": 0.8,
     "top_p": 1.0,
     "seed": 0,
-    "stop_ids": [],
 }
-VERIFY = {"call": "verify", "drafts": [1, 2, 1], "parents": [0, 1, 0]}  # a small tree
+GENERATE = READ | {"call": "generate", "stop_ids": []}
+VERIFY = {"call": "verify", "number": 2, "drafts": [1, 2, 1], "parents": [0, 1, 0]}  # a small tree
 TEXT = torch.tensor(PROMPT, dtype=torch.int32)
 IDS = torch.arange(16, dtype=torch.int32).expand(2, 16).contiguous()  # of two parents
 WEIGHTS = torch.full((2, 16), 9, dtype=torch.uint8)
@@ -753,10 +830,10 @@ WRONG_TEXTS = [
     {"seed": -1},
     {"seed": 2**63},
     {"seed": True},
-    {"stop_ids": None},
-    {"stop_ids": [[]]},
 ]
+WRONG_NUMBERS = [{"number": number} for number in (None, 0, -1, 1.0, "1", 2**64)]
 WRONG_DRAFTS = [
+    *WRONG_NUMBERS,
     {"drafts": None},
     {"drafts": [1, 2, 16]},
     {"drafts": [1, 2, -1]},
@@ -804,8 +881,10 @@ def reply_to(session: TargetSession, right: dict, changes: dict) -> list[tuple[d
 
 
 @pytest.mark.parametrize("right, wrong", [
-    *((READ, wrong) for wrong in WRONG_TEXTS + [{"known": -1}, {"known": 4}, {"known": "all"}]),
-    *((READ | {"call": "generate"}, wrong) for wrong in ({"tokens": None}, {"max_new_tokens": 61})),
+    *((READ, wrong) for wrong in WRONG_TEXTS + WRONG_NUMBERS),
+    *((READ, {"known": known}) for known in (-1, 4, "all")),
+    *((GENERATE, wrong) for wrong in ({"tokens": None}, {"max_new_tokens": 61})),
+    *((GENERATE, {"stop_ids": stop_ids}) for stop_ids in (None, [[]])),
     *((VERIFY, wrong) for wrong in WRONG_DRAFTS)], ids=lambda value: str(value)[:40])
 def test_a_malformed_request_is_refused_and_a_right_one_after_it_is_answered(models, right, wrong):
     with ThreadPoolExecutor(1) as worker:
@@ -845,8 +924,9 @@ SHAPES = [(0,), (1,), (3,), (2, 16), (2, 16), (70,), (), (2**40, 0)]
 
 def random_request(generator: random.Random) -> tuple[dict, dict]:
     """Fields and tensors of a request that is nearly right."""
-    fields = READ | VERIFY
-    fields["call"] = generator.choice(["read", "verify", "generate", "verify", "stop"])
+    fields = GENERATE | VERIFY | {"session": "", "missed": 1}
+    calls = ["read", "verify", "generate", "verify", "repeat", "stop"]
+    fields["call"] = generator.choice(calls)
     fields["temperature"] = generator.choice([0, 0.8])
     for name in generator.sample(sorted(fields), generator.choice([0, 1, 1, 3])):
         fields[name] = generator.choice(ODD)
@@ -949,7 +1029,7 @@ def command(checkpoint, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["speculate.py", *checkpoint, *arguments])
         status = 0
         try:
-            run_command(speculate.main)
+            speculate_command.main()
         except SystemExit as end:
             status = end.code
         out, err = capsys.readouterr()
@@ -1049,7 +1129,7 @@ def test_a_server_of_our_own_may_be_a_plain_api_and_ends_however_its_client_ends
 
 def test_the_command_line_gives_the_same_tokens_with_the_target_on_a_server_that_ctrl_c_ends(
         processes, command, tiny, monkeypatch):
-    monkeypatch.setattr(netsim, "MIN_TIMEOUT", 0.2)
+    monkeypatch.setattr(client, "MIN_TIMEOUT", 0.2)
     target, tokenizer = tiny
     alone = list(generate(target, tokenizer.chat(ask("Why?")), CONFIG))
     server = processes.server
@@ -1071,7 +1151,8 @@ def test_the_command_line_gives_the_same_tokens_with_the_target_on_a_server_that
         busy = stack.enter_context(socket.create_connection((host, int(port))))
         receive_message(idle, LIMIT, soon())
         receive_message(busy, LIMIT, soon())
-        send_message(busy, *netsim.text_request("generate", PROMPT, GenerationConfig(2000)))
+        fields, tensors = make_read(PROMPT, GenerationConfig(2000), seed=0)
+        send_message(busy, fields | {"call": "generate", "stop_ids": []}, tensors)
         receive_message(busy, LIMIT, soon())  # the first token of many
         server.send_signal(signal.SIGINT)
         assert server.wait(30) == 130

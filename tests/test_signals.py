@@ -1,4 +1,5 @@
-"""Claims about Ctrl-C and SIGTERM: a program finishes a step and stops, or stops at once."""
+"""Claims about signals to stop: a program finishes a step and stops, or stops at once."""
+import os
 import signal
 
 import pytest
@@ -20,10 +21,11 @@ def test_a_signal_is_noted_and_ends_the_program_when_the_program_says_so(number,
 
 
 @pytest.mark.parametrize("first", SIGNALS)
-def test_after_the_first_signal_sigterm_has_no_effect_and_ctrl_c_stops_at_once(first, capfd):
+def test_after_the_first_signal_only_ctrl_c_has_an_effect_and_stops_at_once(first, capfd):
     with StopSignals("stopping") as signals:
         signal.raise_signal(first)
         signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGHUP)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert signals.received == first
@@ -42,3 +44,30 @@ def test_afterwards_signals_do_what_they_did_before():
         assert [signal.getsignal(number) for number in SIGNALS] != before
         signal.raise_signal(signal.SIGINT)
     assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_signal_that_the_program_was_started_to_ignore_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as by nohup
+    try:
+        with StopSignals("stopping") as signals:
+            signal.raise_signal(signal.SIGHUP)
+            assert signals.received is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_after_the_terminal_was_closed_the_program_can_still_print_and_go_on():
+    ours = os.dup(2)
+    terminal, our_end = os.openpty()
+    try:
+        os.dup2(our_end, 2)
+        os.close(terminal)
+        with pytest.raises(OSError):
+            os.write(2, b"lost")
+        with StopSignals("stopping") as signals:
+            signal.raise_signal(signal.SIGHUP)
+        os.write(2, b"saved")
+        assert signals.received == signal.SIGHUP
+    finally:
+        os.dup2(ours, 2)

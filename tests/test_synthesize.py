@@ -15,14 +15,15 @@ from test_bench import Done, assert_refused, command
 from tiny_models import ask
 from tiny_target import CHAT, STOP, make_tiny_target, write
 
+from app.loading import load_model
 from experiments import synthesize
 from experiments.batching import Request
 from experiments.prompts import read_first_questions
 from experiments.synthesize import SynthesisConfig
-from llama import Llama, load_model, load_tokenizer
+from llama import Llama
 from plumbing.conversations import Conversations
 from plumbing.errors import InputError
-from plumbing.tokenizer import Tokenizer
+from plumbing.tokenizer import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +116,8 @@ def test_a_conversation_takes_turns_and_keeps_an_answer_that_is_cut_short_but_no
         begun = 0 if questions is None else 1  # messages
         for i, (prompt, config) in enumerate(batch.asked, begun):
             role = ("user", "assistant")[i % 2]
-            before = tokenizer.chat(CHAT[:i], add_generation_prompt=False)
-            assert prompt == before + tokenizer.opening(role)
+            opening = tokenizer.encode_markup(f"<|im_start|>{role}\n")
+            assert prompt == tokenizer.chat(CHAT[:i], add_generation_prompt=False) + opening
             assert len(prompt) + config.max_new_tokens == 200
             assert config.stop_ids == {STOP}
             assert config.temperature in synthesize.TEMPERATURES[role]
@@ -161,8 +162,7 @@ def test_the_target_writes_its_own_training_data_and_answers_questions(tmp_path,
         for messages in written(path):
             roles = [message["role"] for message in messages]
             assert roles == (["user", "assistant"] * 20)[:len(roles)]
-        data = Conversations([path], tokenizer, 200)
-        assert len(list(data.read_usable(range(7)))) == 7  # to train on
+        assert len(Conversations([path], tokenizer, 200)) == 7  # to train on
     assert set(first_messages(answers)) <= asked
     assert not set(first_messages(own)) <= asked
     for _ in range(6):  # an answer may come out empty

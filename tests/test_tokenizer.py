@@ -1,12 +1,21 @@
 """Claims about text and conversations as token ids."""
 import json
+from datetime import date
 from pathlib import Path
 
 import pytest
 import tokenizers
 import torch
 from conftest import case_name, raises
-from tiny_models import CHATML, CHATML_TEMPLATE, LLAMA3, LLAMA3_TEMPLATE, ask, byte_tokenizer
+from tiny_models import (
+    CHATML,
+    CHATML_TEMPLATE,
+    LETTERS,
+    LLAMA3,
+    LLAMA3_TEMPLATE,
+    ask,
+    byte_tokenizer,
+)
 
 from plumbing.tokenizer import TextStream, Tokenizer, load_tokenizer
 
@@ -103,29 +112,59 @@ def test_stop_ids_are_the_integers_of_generation_config_or_else_of_config_and_th
         assert tokenizer.stop_ids == stop_ids | {end_of_turn}
 
 
-def set_template(folder: Path, template, bos_token=None) -> None:
-    stated = {"chat_template": template, "bos_token": bos_token}
-    (folder / "tokenizer_config.json").write_text(json.dumps(stated))
+# --- The model's own template ---
 
-
-def chat_text(folder: Path, messages: list[dict]) -> str:
-    tokenizer = load_tokenizer(folder)
-    return tokenizer.backend.decode(tokenizer.chat(messages), skip_special_tokens=False)
-
-
+BOS = "<|begin_of_text|>"
 CHATML_HI = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 LLAMA3_HI = (
     "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n"
 )
-BOS = "<|begin_of_text|>"
-OTHER_TEMPLATE = "{% for message in messages %}User: {{ message['content'] }}{% endfor %}Assistant:"
-BRANCHES_TEMPLATE = (  # ChatML with a branch for each role, as fine-tunes have it
-    "{% for message in messages %}{% if message.role == 'user' %}"
-    "{{ '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}{% else %}"
-    "{{ '<|im_start|>assistant\\n' + message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+EXCHANGE = [*ask("Hi"), {"role": "assistant", "content": "<think>\nNo.\n</think>\n\nYes"}]
+LOOP = "{%- for message in messages %}"
+OPENING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+WITH_TILDES = (
+    LOOP + "{{- '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>' ~ '\\n' }}"
+    "{%- endfor %}" + OPENING
 )
-TRIMMED_SYSTEM = "{% set system_message = messages[0]['content'] | trim %}"
+AS_BLOCKS = (
+    LOOP + "{% if message.role == 'user' %}\n<|im_start|>user\n{{ message.content }}<|im_end|>\n"
+    "{% endif %}\n{% endfor %}\n{% if add_generation_prompt %}\n<|im_start|>assistant\n{% endif %}"
+)
+WITH_SET = (
+    "{% set start = '<|im_start|>' %}{% set end = '<|im_end|>\\n' %}" + LOOP
+    + "{{ start + message.role }}\n{{ message.content + end }}{% endfor %}" + OPENING
+)
+WITH_DEFAULT = (
+    "{% if messages[0].role != 'system' %}"
+    "<|im_start|>system\nYou're of help.<|im_end|>\n{% endif %}" + CHATML_TEMPLATE
+)
+WITH_SUFFIX = CHATML_TEMPLATE.replace(
+    "['content'] ", "['content'] + (' /no_think' if message.role == 'user' else '')"
+)
+WITHOUT_REASONING = CHATML_TEMPLATE.replace(
+    "message['content']", "message['content'].split('</think>')[-1].lstrip()"
+)
+REASONING_OPENED = WITHOUT_REASONING.replace("assistant\\n", "assistant\\n<think>\\n")
+DATED = "<|im_start|>system\nIt is {{ strftime_now('%Y') }}.<|im_end|>\n" + CHATML_TEMPLATE
+OTHER_TEMPLATE = (
+    LOOP + "{% if loop.index > 3 %}{% break %}{% endif %}"
+    "{% generation %}{{ message | tojson }}{{ eos_token }}{% endgeneration %}{% endfor %}"
+)
+
+
+def set_template(folder: Path, template, bos_token=None, **stated) -> None:
+    stated = {"chat_template": template, "bos_token": bos_token, **stated}
+    (folder / "tokenizer_config.json").write_text(json.dumps(stated))
+
+
+def as_text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return tokenizer.backend.decode(ids, skip_special_tokens=False)
+
+
+def chat_text(folder: Path, messages: list[dict]) -> str:
+    tokenizer = load_tokenizer(folder)
+    return as_text(tokenizer, tokenizer.chat(messages))
 
 
 @pytest.mark.parametrize("template, bos_token, text", [
@@ -133,105 +172,144 @@ TRIMMED_SYSTEM = "{% set system_message = messages[0]['content'] | trim %}"
     ("{{ bos_token }}" + CHATML_TEMPLATE, BOS, BOS + CHATML_HI),  # Llama-3 fine-tunes have it
     ("{{ bos_token }}" + CHATML_TEMPLATE, {"content": BOS}, BOS + CHATML_HI),
     ("{{ bos_token }}" + CHATML_TEMPLATE, {"lstrip": False}, CHATML_HI),  # states no content
-    (f"{{{{ '{BOS}' }}}}" + CHATML_TEMPLATE, None, BOS + CHATML_HI),
     (LLAMA3_TEMPLATE, BOS, BOS + LLAMA3_HI),
-    (LLAMA3_TEMPLATE.replace("bos_token + ", ""), BOS, LLAMA3_HI),
+    (LLAMA3_TEMPLATE.replace("add_generation_prompt", "true"), BOS, BOS + LLAMA3_HI),  # at first
     ([{"name": "tool_use", "template": OTHER_TEMPLATE},
       {"name": "default", "template": CHATML_TEMPLATE}], BOS, CHATML_HI),
+    (WITH_TILDES, None, CHATML_HI),
+    (AS_BLOCKS, None, CHATML_HI),
+    (WITH_SET, None, CHATML_HI),
+    (WITH_DEFAULT, None, "<|im_start|>system\nYou're of help.<|im_end|>\n" + CHATML_HI),
+    (WITH_SUFFIX, None, CHATML_HI.replace("Hi", "Hi /no_think")),
+    (REASONING_OPENED, None, CHATML_HI + "<think>\n"),
+    (DATED, None, f"<|im_start|>system\nIt is {date.today().year}.<|im_end|>\n" + CHATML_HI),
+    (OTHER_TEMPLATE, None, '{"role": "user", "content": "Hi"}<|im_end|>'),
 ], ids=case_name)
-def test_the_models_own_template_decides_on_the_format_whatever_tokens_there_are(
+def test_a_conversation_is_what_the_models_own_template_writes(
         tmp_path, template, bos_token, text, capsys):
     byte_tokenizer(tmp_path, LLAMA3 + CHATML)
-    set_template(tmp_path, template, bos_token)
+    set_template(tmp_path, template, bos_token, eos_token="<|im_end|>")
     assert chat_text(tmp_path, ask("Hi")) == text
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("template", [
-    OTHER_TEMPLATE,
-    CHATML_TEMPLATE.replace("<|im_end|>\\n", "<|im_end|>"),  # does not end its turns as ChatML does
-    LLAMA3_TEMPLATE.replace("\n\n", "\n"),
-    BRANCHES_TEMPLATE.replace("message.content", "message.content | trim", 1),  # only the user's
-], ids=case_name)
-def test_a_template_of_an_unknown_format_is_an_input_error_that_names_the_supported_ones(
-        tmp_path, template):
-    byte_tokenizer(tmp_path, LLAMA3 + CHATML)
-    set_template(tmp_path, template, BOS)
-    tokenizer = load_tokenizer(tmp_path)
-    complaint = "the model's chat template has an unknown format: only ChatML and Llama-3"
-    raises(complaint, tokenizer.chat, ask("Hi"))
-    raises(complaint, tokenizer.opening, "user")
-
-
-@pytest.mark.parametrize("template, content", [
-    (CHATML_TEMPLATE, " Hi\n"),
-    (TRIMMED_SYSTEM + CHATML_TEMPLATE, " Hi\n"),  # it strips something else
-    (BRANCHES_TEMPLATE, " Hi\n"),
-    (BRANCHES_TEMPLATE.replace("message.content", "message.content.strip()"), "Hi"),
-    (BRANCHES_TEMPLATE.replace("message.content", "message.content|trim"), "Hi"),
-    (LLAMA3_TEMPLATE, "Hi"),
-    (LLAMA3_TEMPLATE.replace(" | trim", ""), " Hi\n"),
-], ids=case_name)
-def test_spaces_around_a_message_are_dropped_only_if_the_template_drops_them(
-        tmp_path, template, content):
-    byte_tokenizer(tmp_path, LLAMA3 + CHATML)
-    set_template(tmp_path, template, BOS)
-    text = BOS + LLAMA3_HI if "<|eot_id|>" in template else CHATML_HI
-    assert chat_text(tmp_path, ask(" Hi\n")) == text.replace("Hi", content)
-
-
-def test_a_list_of_templates_that_holds_none_is_an_input_error(tmp_path):
+def test_a_template_in_a_file_of_its_own_counts(tmp_path):
     byte_tokenizer(tmp_path, CHATML)
-    set_template(tmp_path, ["default"])
-    raises("the list of chat templates is invalid", load_tokenizer, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(WITH_SUFFIX, encoding="utf-8")
+    assert chat_text(tmp_path, ask("ü")) == CHATML_HI.replace("Hi", "ü /no_think")
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    raises("the chat template cannot be read", load_tokenizer, tmp_path)
 
 
-@pytest.mark.parametrize("control_tokens, name, text", [
-    (CHATML, "ChatML", CHATML_HI), (LLAMA3, "Llama-3", BOS + LLAMA3_HI),
+def test_reasoning_is_lost_where_the_template_loses_it_even_if_it_looks_for_control_tokens(
+        tmp_path):
+    byte_tokenizer(tmp_path, [*CHATML, "<|/think|>"])
+    template = WITHOUT_REASONING.replace("</think>", "<|/think|>")
+    set_template(tmp_path, template)
+    answer = {"role": "assistant", "content": "No.<|/think|> Yes"}
+    text = chat_text(tmp_path, [*ask("Hi"), answer, *ask("Hi")])
+    assert text == CHATML_HI + "Yes<|im_end|>\n" + CHATML_HI
+
+
+@pytest.mark.parametrize("eos_token", ["</s>", "<|im_end|>"])
+def test_the_token_that_ends_an_answer_is_a_stop_token(tmp_path, eos_token):
+    byte_tokenizer(tmp_path, CHATML)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    template = LOOP + "[{{ message.role }}] {{ message.content }} {{ eos_token }}{% endfor %}"
+    set_template(tmp_path, template, eos_token=eos_token)
+    ends = {backend.token_to_id(eos_token), backend.token_to_id("<|im_end|>")}
+    assert load_tokenizer(tmp_path).stop_ids == ends
+
+
+def test_an_answer_is_encoded_separately_from_what_opens_it(tmp_path):
+    byte_tokenizer(tmp_path, CHATML)
+    stated = json.loads((tmp_path / "tokenizer.json").read_text())
+    stated["model"]["vocab"]["ĊĊ"] = 300
+    stated["model"]["merges"] = [["Ċ", "Ċ"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stated))
+    tokenizer = load_tokenizer(tmp_path)
+    messages = [*ask("\n\nHi"), {"role": "assistant", "content": "\n\nHello"}]
+    ids = tokenizer.chat(messages, add_generation_prompt=False)
+    assert ids == tokenizer.chat(messages[:1]) + tokenizer.encode("\n\nHello") + ids[-2:]
+    assert ids.count(300) == 1  # a question is encoded together with what opens it
+    assert sum([piece for piece, _ in tokenizer.turns(messages)], []) == ids
+
+
+def test_a_question_may_be_what_the_model_writes_next(tmp_path):
+    byte_tokenizer(tmp_path, CHATML)
+    set_template(tmp_path, WITH_DEFAULT)
+    tokenizer = load_tokenizer(tmp_path)
+    opening = "<|im_start|>user\n"
+    default = "<|im_start|>system\nYou're of help.<|im_end|>\n"
+    assert as_text(tokenizer, tokenizer.question_prompt([])) == default + opening
+    written = tokenizer.chat(EXCHANGE, add_generation_prompt=False)
+    assert tokenizer.question_prompt(EXCHANGE) == written + tokenizer.encode_markup(opening)
+
+
+SYSTEM_LAST = (
+    LOOP + "[{{ message.role }}]{% if loop.last and messages[0].role == 'system' %}"
+    "{{ messages[0].content }}{% endif %}{{ message.content }}<|im_end|>{% endfor %}"
+)
+REASONING_LAST = (
+    LOOP + "<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' and loop.last %}"
+    "<think></think>{% endif %}{{ message.content }}<|im_end|>\n{% endfor %}" + OPENING
+)
+
+
+@pytest.mark.parametrize("template, messages", [
+    (REASONING_OPENED, [*ask("Hi"), {"role": "assistant", "content": "Yes"}]),
+    (WITHOUT_REASONING, EXCHANGE),
+    (SYSTEM_LAST, [{"role": "system", "content": "Be brief."}, *EXCHANGE]),
+    (REASONING_LAST, [*EXCHANGE, *ask("Why?")]),
+], ids=["prompt", "reasoning", "system", "history"])
+def test_a_template_that_rewrites_or_drops_a_turn_is_refused_in_training_but_chats(
+        tmp_path, template, messages):
+    byte_tokenizer(tmp_path, CHATML)
+    set_template(tmp_path, template)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.chat(messages)
+    raises("rewrites turns or drops a part", lambda: list(tokenizer.turns(messages)))
+
+
+@pytest.mark.parametrize("template", [
+    "{% for",
+    "{{ raise_exception('no system role') }}",
+    "{{ messages[9].content }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.append(1) }}",
+], ids=case_name)
+def test_a_template_that_fails_or_leaves_its_sandbox_is_an_input_error_in_a_conversation(
+        tmp_path, template):
+    byte_tokenizer(tmp_path, CHATML)
+    set_template(tmp_path, template)
+    tokenizer = load_tokenizer(tmp_path)
+    raises("the model's chat template ", tokenizer.chat, ask("Hi"))
+    raises("the model's chat template ", lambda: list(tokenizer.turns(EXCHANGE)))
+    assert tokenizer.decode(tokenizer.encode("Hi")) == "Hi"
+
+
+# --- Models without a template, and what is refused ---
+
+
+@pytest.mark.parametrize("control_tokens, text", [
+    (CHATML, CHATML_HI), (LLAMA3, BOS + LLAMA3_HI)
 ], ids=["ChatML", "Llama-3"])
-def test_without_a_template_a_line_says_which_format_is_assumed(
-        tmp_path, control_tokens, name, text, capsys):
+def test_without_a_template_a_line_says_which_one_is_assumed(
+        tmp_path, control_tokens, text, capsys):
     byte_tokenizer(tmp_path, control_tokens)
     (tmp_path / "tokenizer_config.json").unlink()
     assert chat_text(tmp_path, ask("Hi")) == text
-    line = f"{tmp_path} has no chat template: its format is taken for {name}'s\n"
-    assert capsys.readouterr().err == line
-
-
-def test_a_template_that_states_the_date_is_read_without_it_and_a_line_says_so(tmp_path, capsys):
-    byte_tokenizer(tmp_path, LLAMA3)
-    dated = "{# Cutting Knowledge Date: December 2023, Today Date: {{ date_string }} #}"
-    set_template(tmp_path, dated + LLAMA3_TEMPLATE, BOS)
-    assert chat_text(tmp_path, ask("Hi")) == BOS + LLAMA3_HI
-    assert "states the date in a system turn, which is left out here" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.jinja"])
-def test_a_system_message_of_the_templates_own_is_added_where_no_other_is_given(tmp_path, file):
-    byte_tokenizer(tmp_path, CHATML)
-    question = {"role": "user", "content": "Hi"}
-    default = {"role": "system", "content": "You are of help."}
-    other = {"role": "system", "content": "Be brief."}
-    with_default = chat_text(tmp_path, [default, question])
-    with_other = chat_text(tmp_path, [other, question])
-    template = (
-        "{% if messages[0]['role'] != 'system' %}"
-        "{{ '<|im_start|>system\\nYou are of help.<|im_end|>\\n' }}{% endif %}" + CHATML_TEMPLATE
-    )
-    if file == "chat_template.jinja":
-        (tmp_path / file).write_bytes(template.encode() + b"\xff\xfe")  # not even UTF-8
-    else:
-        set_template(tmp_path, template)
-    assert chat_text(tmp_path, [question]) == with_default
-    assert chat_text(tmp_path, [other, question]) == with_other
-
-
-def test_a_system_message_of_the_templates_own_that_is_in_no_turn_is_an_input_error(tmp_path):
-    byte_tokenizer(tmp_path, CHATML)
-    set_template(tmp_path, "{% set system_message = 'You are of help.' %}" + CHATML_TEMPLATE)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no chat template" in line
     tokenizer = load_tokenizer(tmp_path)
-    raises("probably a system message, outside a system turn", tokenizer.chat, ask("Hi"))
-    raises("probably a system message, outside a system turn", tokenizer.opening, "user")
+    assert tokenizer.stop_ids == {tokenizer.backend.token_to_id(control_tokens[-1])}
+
+
+def test_without_a_template_and_control_tokens_a_conversation_is_an_input_error(tmp_path):
+    tokenizer = load_tokenizer(byte_tokenizer(tmp_path, ["[INST]"]))
+    raises("no chat template", tokenizer.chat, ask("Hi"))
 
 
 @pytest.mark.parametrize("part, value", [
@@ -241,32 +319,25 @@ def test_a_system_message_of_the_templates_own_that_is_in_no_turn_is_an_input_er
 ], ids=["Metaspace", "a space before", "Prepend"])
 def test_a_tokenizer_that_marks_where_a_text_begins_is_an_input_error_in_a_conversation(
         tmp_path, part, value):
-    byte_tokenizer(tmp_path, CHATML)
+    byte_tokenizer(tmp_path, CHATML, [*LETTERS, "\u2581"])
     backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     setattr(backend, part, value)
     backend.save(str(tmp_path / "tokenizer.json"))
     raises("marks where a text begins", load_tokenizer(tmp_path).chat, ask("Hi"))
 
 
-@pytest.mark.parametrize("message, culprit", [
-    ({"role": "wizard", "content": ""}, "'wizard'"),
-    ({"role": "user"}, "a role"),
-    ({"role": "user", "content": 3}, "text"),
-    ({"role": "user", "content": "\udcff"}, "UTF"),
+@pytest.mark.parametrize("message", [
+    {"role": "wizard", "content": ""},
+    {"role": "user"},
+    {"role": "user", "content": 3},
+    {"role": "user", "content": "\udcff"},
 ], ids=case_name)
-def test_a_message_that_is_no_turn_of_a_chat_is_an_input_error(tmp_path, message, culprit):
+def test_a_message_that_is_no_turn_of_a_chat_is_an_input_error(tmp_path, message):
     tokenizer = load_tokenizer(byte_tokenizer(tmp_path, LLAMA3))
-    raises(culprit, tokenizer.chat, [message])
+    raises("an unusable turn", tokenizer.chat, [message])
 
 
 def test_a_missing_or_damaged_tokenizer_is_an_input_error_that_names_it(copy):
     raises("tokenizer.json: not a tokenizer", load_tokenizer, copy)  # there is none
     (copy / "tokenizer.json").write_text("{}")
     raises("tokenizer.json: not a tokenizer", load_tokenizer, copy)
-
-
-def test_a_vocabulary_without_the_tokens_of_a_chat_format_is_an_input_error(tmp_path):
-    tokenizer = load_tokenizer(byte_tokenizer(tmp_path, ["[INST]"]))
-    raises("only ChatML and Llama-3 are supported", tokenizer.chat, [])
-    set_template(tmp_path, CHATML_TEMPLATE)
-    raises("no token <|im_start|>", load_tokenizer(tmp_path).chat, [])

@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from app.loading import load_model
 from experiments import toy
 from experiments.prompts import read_prompt_file
-from llama import GenerationConfig, generate, load_model, load_tokenizer
+from llama import GenerationConfig, generate
 from plumbing.conversations import Conversations
 from plumbing.errors import run_command
 from plumbing.records import read_messages
-from plumbing.tokenizer import Tokenizer
+from plumbing.tokenizer import Tokenizer, load_tokenizer
 
 SIZES = ["--layers", "2", "--width", "64", "--vocabulary", "300"]
 UPDATES = ["--updates", "6", "--eval-every", "1", "--save-every", "2"]
@@ -161,7 +162,7 @@ def test_the_held_out_loss_falls_to_the_one_that_the_saved_target_has(made):
     tokenizer = load_tokenizer(made)
     texts = []
     for line in read_lines(made / "held_out.jsonl"):
-        messages, _ = read_messages(line)
+        messages = read_messages(line)
         texts.append(text_of(tokenizer, messages)[:WINDOW])
     text = torch.cat(texts)
     expected = []
@@ -199,7 +200,7 @@ def test_a_stopped_run_saves_and_resumes_to_the_same_weights(make, made, tmp_pat
 
 def test_a_finished_target_is_not_overwritten(make, made, capsys):
     before = {path: path.read_bytes() for path in made.iterdir()}
-    assert f"{made} holds a run" in error_of(capsys, make, made, "--seed", "1")
+    assert f"{made} holds a training" in error_of(capsys, make, made, "--seed", "1")
     assert {path: path.read_bytes() for path in made.iterdir()} == before
 
 

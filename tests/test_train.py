@@ -1,9 +1,7 @@
-"""Claims about training: horizons, losses, one update, the learning rate, and what evaluations
-say."""
+"""Claims about training: horizons, losses, one update, the loop, and what evaluations say."""
 import json
 import re
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from conftest import GOLDEN, ROOT
 from safetensors.torch import load_file
-from tiny_models import new_drafter
+from tiny_models import new_drafter, new_target
 from tiny_target import (
     STOP,
-    counting,
     error_of,
     flags,
     losses,
@@ -25,16 +22,21 @@ from tiny_target import (
 )
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import llama
-import moa
-import speculate
 import train
+from app import evaluation, speculate_command, train_command, training
+from app.exact import ExactLlama
+from app.loading import load_drafter, load_model
+from app.packed import pack
+from app.training import RunConfig
 from experiments.toy import library_functions
+from llama import GenerationConfig, Llama, Sampling, generate
+from moa import Drafter, DraftLimits, DraftState
 from plumbing.conversations import TokenizedConversation
 from plumbing.journal import read_log
+from speculate import LocalVerifier, speculate
 from train import TrainConfig
 
-PLAIN = TrainConfig(updates=100)
+PLAIN = TrainConfig()
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +45,8 @@ def tiny(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def target(tiny) -> llama.Llama:
-    return llama.load_model(tiny)
+def target(tiny) -> Llama:
+    return load_model(tiny)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +55,16 @@ def command(tiny):
     return lambda *arguments: train_with(*flags(tiny, *arguments))
 
 
-def random_drafter(target: llama.Llama, **choices) -> moa.Drafter:
+def random_drafter(target: Llama, **choices) -> Drafter:
     """A drafter to train."""
-    return new_drafter(target, **choices).requires_grad_(True)
+    drafter = new_drafter(target, **choices)
+    for parameter in drafter.trained_parameters().values():
+        parameter.requires_grad_(True)
+    return drafter
+
+
+def gradients(drafter: Drafter) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in drafter.trained_parameters().values()]
 
 
 def sequences(*sizes: tuple[int, int]) -> list[TokenizedConversation]:
@@ -69,20 +78,20 @@ def sequences(*sizes: tuple[int, int]) -> list[TokenizedConversation]:
     return made
 
 
-# --- Horizons and losses ---
+# --- Horizons ---
 
 
-def test_a_query_reads_memory_up_to_the_token_before_its_run():
+def test_a_query_reads_memory_up_to_the_token_before_its_mock_cycle():
     answer = torch.tensor([0] * 3 + [1] * 12 + [0] * 2 + [1] * 4).bool()
-    horizon = train.run_horizon(answer, length=5, phase=2)  # an answer's first run is 5 - 2 long
+    horizon = train.cycle_horizon(answer, length=5, phase=2)  # an answer's first has 5 - 2 tokens
     first_answer = [2] * 3 + [5] * 5 + [10] * 4
     assert horizon.tolist() == [0, 1, 2] + first_answer + [15, 16] + [16] * 3 + [19]
-    nothing_before = train.run_horizon(torch.ones(6, dtype=torch.bool), length=4, phase=1)
+    nothing_before = train.cycle_horizon(torch.ones(6, dtype=torch.bool), length=4, phase=1)
     assert nothing_before.tolist() == [-1] * 3 + [2] * 3
 
 
-def test_the_table_in_the_file_is_what_run_horizon_does():
-    horizons = train.run_horizon(torch.arange(13) >= 4, length=4, phase=0).tolist()
+def test_the_table_in_the_chapter_is_what_cycle_horizon_does():
+    horizons = train.cycle_horizon(torch.arange(13) >= 4, length=4, phase=0).tolist()
     row = re.compile(r"#  +(\d+)  +0 \.\. (\d+)  +0 \.\. (\d+)  +(\d+)  +(\d+)\b")
     rows = row.findall((ROOT / "train.py").read_text())
     assert [int(numbers[0]) for numbers in rows] == [4, 5, 6, 7, 8]
@@ -97,7 +106,7 @@ def test_every_depth_is_trained_at_every_position_of_an_answer():
     for length in range(5, 16):
         depths = []
         for phase in range(length):
-            depth = torch.arange(40) - train.run_horizon(answer, length, phase)
+            depth = torch.arange(40) - train.cycle_horizon(answer, length, phase)
             assert not depth[:4].any()  # a prompt sees itself
             starts = (depth[4:] == 1).nonzero()[:, 0]
             assert starts[0] == 0
@@ -109,7 +118,7 @@ def test_every_depth_is_trained_at_every_position_of_an_answer():
             assert reached == set(range(1, min(length, i + 1) + 1))
 
 
-def test_runs_of_one_see_the_memory_just_before_and_endless_runs_the_prompts_only():
+def test_cycles_of_one_see_the_memory_just_before_and_endless_ones_the_prompts_only():
     (sequence,) = sequences((4, 30))
     (just_before,) = train.draw_examples([sequence], 0, TrainConfig(run_length=(1, 1)))
     (unbounded,) = train.draw_examples([sequence], 0, TrainConfig(run_length=(10**9, 10**9)))
@@ -117,35 +126,54 @@ def test_runs_of_one_see_the_memory_just_before_and_endless_runs_the_prompts_onl
     assert unbounded.horizon.tolist() == [0, 1, 2] + [3] * 31
 
 
-def test_only_what_is_in_an_answer_and_predicts_what_is_in_it_is_trained():
-    answer = torch.tensor([0] * 3 + [1] * 12 + [0] * 2 + [1] * 4).bool()
-    assert train.loss_mask(answer).nonzero()[:, 0].tolist() == [*range(3, 14), *range(17, 20)]
+# --- The pass over all positions, and losses ---
 
 
 @pytest.mark.parametrize("N", [0, 1])
-def test_losses_are_the_authors(N):
-    """Averages over the response. Their KL lacks the target's own entropy, which is constant."""
+def test_features_and_losses_are_the_authors(N):
+    """Losses are averages over the response. Their KL lacks the target's own entropy, which is
+    constant."""
     folder = GOLDEN / f"moa-tiny-n{N}"
-    target = llama.load_model(folder / "target")
-    drafter = moa.load_drafter(folder / "drafter", target)
+    target = load_model(folder / "target")
+    drafter = load_drafter(folder / "drafter", target)
     golden = load_file(folder / "expected.safetensors")
     expected = json.loads((folder / "expected.json").read_text())
     response = golden["response_mask"][0].bool()
     # One token more, so that every position of the response is trained.
     tokens = F.pad(golden["input_ids"][0], (0, 1))
     answer = F.pad(response, (0, 1), value=True)
-    horizon = train.run_horizon(answer, length=len(answer), phase=0)
+    horizon = train.cycle_horizon(answer, length=len(answer), phase=0)
+    features = train.drafter_pass(
+        drafter, golden["input_ids"], golden["target_kv"], horizon[None, :-1]
+    )[1]
+    golden_features = golden["features"].view_as(features)
+    torch.testing.assert_close(
+        features[0, response], golden_features[0, response], atol=1e-4, rtol=1e-4
+    )
     batch = train.Example(tokens[None], answer[None], horizon[None])
     sums = torch.stack(train.distill(drafter, batch, PLAIN).losses).detach()
     loss, kl, hidden = sums / response.sum()
     distribution = torch.distributions.Categorical(logits=golden["target_logits"][0, response])
     entropy = distribution.entropy().mean()
-    features = expected["feature_loss"]
+    feature_loss = expected["feature_loss"]
     if N > 0:
-        features = (features + expected["prev_feature_loss"]) / 2
+        feature_loss = (feature_loss + expected["prev_feature_loss"]) / 2
     assert kl + entropy == pytest.approx(expected["forward_KL"], abs=1e-4)
-    assert hidden == pytest.approx(features, abs=1e-4)
+    assert hidden == pytest.approx(feature_loss, abs=1e-4)
     assert loss + 0.1 * entropy == pytest.approx(expected["loss"], abs=1e-4)
+
+
+def test_a_packed_target_cannot_be_trained_on(tiny):
+    packed = pack(load_model(tiny))
+    if not isinstance(packed, ExactLlama):
+        pytest.skip("this CPU has no exact kernels")
+    with pytest.raises(RuntimeError, match="unpacked"):
+        train.target_pass(packed, torch.zeros(1, 8, dtype=torch.long), N=0)
+
+
+def test_only_what_is_in_an_answer_and_predicts_what_is_in_it_is_trained():
+    answer = torch.tensor([0] * 3 + [1] * 12 + [0] * 2 + [1] * 4).bool()
+    assert train.loss_mask(answer).nonzero()[:, 0].tolist() == [*range(3, 14), *range(17, 20)]
 
 
 def test_the_kl_in_pieces_and_its_gradient_are_those_of_the_plain_formula(monkeypatch):
@@ -167,21 +195,23 @@ def test_the_kl_in_pieces_and_its_gradient_are_those_of_the_plain_formula(monkey
 
 def test_padding_and_micro_batches_change_nothing(target):
     batch = sequences((5, 12), (20, 31), (3, 4))
+    examples = train.draw_examples(batch, 25, PLAIN)
+    count = train.count_trained(examples)
     results = []
     for size in (1, 2, 3):
         drafter = random_drafter(target)
         config = TrainConfig(micro_batch_size=size)
-        means = train.compute_gradients(drafter, batch, 25, config)
-        results.append([torch.tensor(means)] + [p.grad for p in drafter.parameters()])
+        sums = train.compute_gradients(drafter, examples, count, config)
+        results.append([sums / count] + gradients(drafter))
     # The plain mean over all trained positions, each sequence by itself.
     drafter = random_drafter(target)
     alone = []
-    for one in train.draw_examples(batch, 25, PLAIN):
+    for one in examples:
         alone.append(train.distill(drafter, train.collate([one], target.device), PLAIN))
-    count = sum(len(result.final) for result in alone)
+    assert count == sum(len(result.final) for result in alone)
     means = sum(torch.stack(result.losses) for result in alone) / count
     means[0].backward()  # the first is the loss
-    expected = [means.detach()] + [p.grad for p in drafter.parameters()]
+    expected = [means.detach()] + gradients(drafter)
     for result in results:
         torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-4)
 
@@ -189,9 +219,10 @@ def test_padding_and_micro_batches_change_nothing(target):
 def test_batches_on_a_gpu_have_few_shapes():
     for size, padded in ((63, 64), (64, 64), (65, 128)):
         (example,) = train.draw_examples(sequences((3, size - 3)), 0, PLAIN)
-        batch = train.collate([example], torch.device("meta"))  # any but a CPU
-        assert batch.tokens.shape == batch.answer.shape == batch.horizon.shape == (1, padded)
-        assert train.collate([example], torch.device("cpu")).tokens.shape == (1, size)
+        on_gpu = evaluation.pad_for_gpu(example, torch.device("cuda"))
+        assert [len(field) for field in on_gpu] == [padded] * 3
+        assert evaluation.pad_for_gpu(example, torch.device("cpu")) is example
+        assert train.count_trained([on_gpu]) == train.count_trained([example])
 
 
 # --- Optimization ---
@@ -199,12 +230,12 @@ def test_batches_on_a_gpu_have_few_shapes():
 
 def test_the_papers_recipe_is_the_default(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--data", "x"])
-    args = train.parse_arguments()
+    args = train_command.parse_arguments()
     assert (args.kl_weight, args.feature_weight) == (0.1, 1.0)
     assert (args.lr, args.warmup, args.schedule) == (3e-5, 50, "paper")
     assert (args.run_length, args.tli) == ((5, 15), 0)
     assert (args.batch_size, args.seq_len, train.MAX_GRADIENT_NORM) == (32, 2048, 1.0)
-    (adamw,) = train.make_optimizers(torch.nn.Linear(2, 2), args.optimizer)
+    adamw = training.choose_optimizer(torch.nn.Linear(2, 2).parameters(), args.optimizer)
     assert adamw.defaults["betas"] == (0.9, 0.95)
     assert adamw.defaults["weight_decay"] == 0
 
@@ -225,16 +256,17 @@ def test_the_papers_rate_rises_for_half_of_an_epoch_that_is_shorter_than_two_war
 
 
 def test_a_cosine_falls_to_nothing():
-    config = TrainConfig(lr=1.0, schedule="cosine", warmup=1, updates=100)
-    rates = [train.learning_rate(update, config, 7) for update in (0, 50, 100)]
+    config = RunConfig(lr=1.0, schedule="cosine", warmup=1, updates=100)
+    rates = [training.scheduled_rate(update, config, 7) for update in (0, 50, 100)]
     assert rates == pytest.approx([1, 0.5, 0])
 
 
 def test_muon_is_for_matrices_and_adamw_for_the_rest(target):
+    parameters = random_drafter(target).trained_parameters().values()
     dimensions = {}
-    for made in train.make_optimizers(random_drafter(target), "muon"):
-        parameters = made.param_groups[0]["params"]
-        dimensions[type(made).__name__] = {parameter.ndim for parameter in parameters}
+    for made in training.choose_optimizer(parameters, "muon").optimizers:
+        matrices_or_not = {parameter.ndim for parameter in made.param_groups[0]["params"]}
+        dimensions[type(made).__name__] = matrices_or_not
     assert dimensions == {"Muon": {2}, "AdamW": {1}}
 
 
@@ -256,7 +288,18 @@ def test_one_conversation_trains_and_its_gradient_is_clipped(tmp_path, command, 
     assert norms[1] > 0.05
 
 
-def test_a_gradient_that_is_not_finite_ends_the_run_and_spares_its_checkpoint(
+def test_a_gradient_that_is_not_finite_changes_no_weight(target):
+    drafter = random_drafter(target)
+    weights = list(drafter.trained_parameters().values())
+    before = [weight.detach().clone() for weight in weights]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, torch.nan)
+    with pytest.raises(FloatingPointError):
+        train.apply_gradients(drafter, train.new_optimizer(weights), lr=1.0)
+    assert all(map(torch.equal, weights, before))
+
+
+def test_a_gradient_that_is_not_finite_ends_a_training_and_spares_its_checkpoint(
     tmp_path, command, capsys
 ):
     choices = ["--out", tmp_path, "--updates", 3, "--save-every", 1, "--lr", 1e30]
@@ -264,18 +307,10 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_spares_its_checkpoint(
     assert torch.load(tmp_path / "checkpoint.pt")["update"] == 1
 
 
-def test_training_lowers_the_loss(tmp_path, command):
-    few = write(tmp_path / "few.jsonl", *counting(4))
-    recipe = ["--updates", 30, "--lr", 4e-3, "--schedule", "cosine"]
-    command("--data", few, "--out", tmp_path / "out", *recipe)
-    loss = losses(tmp_path / "out")
-    assert np.mean(loss[-3:]) < 0.7 * np.mean(loss[:3])
-
-
 @pytest.mark.parametrize("choice, expected", [
     ("--tli 1", {"target_layer_inference": 1}),
-    ("--draft-vocabulary 258", {"draft_vocabulary": tuple(range(258))}),
-    ("--draft-vocabulary 3", {"draft_vocabulary": (11, 220, STOP)}),  # and comma and space
+    ("--draft-vocabulary 258", {"draft_vocabulary": list(range(258))}),
+    ("--draft-vocabulary 3", {"draft_vocabulary": [11, 220, STOP]}),  # and comma and space
     ("--kv-heads 2 --lsa-heads 2", {
         "cross_attention_num_key_value_heads": 2, "layer_self_attention_num_attention_heads": 2
     }),
@@ -287,67 +322,87 @@ def test_every_kind_of_drafter_trains_in_either_type_and_loads(
         command("--out", tmp_path / dtype, "--updates", 3, "--dtype", dtype, *choice.split())
     exact = losses(tmp_path / "float32")
     assert losses(tmp_path / "bfloat16") == pytest.approx(exact, rel=0.05)
-    drafter = moa.load_drafter(tmp_path / "float32", target)
-    assert expected.items() <= asdict(drafter.config).items()
+    load_drafter(tmp_path / "float32", target)
+    config = json.loads((tmp_path / "float32" / "config.json").read_text())
+    assert expected.items() <= config.items()
+
+
+# --- The chapter's loop ---
+
+
+def tokens_per_pass(drafter: Drafter, prompts: list[list[int]]) -> float:
+    """New tokens for each pass of the target, with greedy chains of four."""
+    cycles = []
+    for prompt in prompts:
+        verifier = LocalVerifier(drafter.target, drafter, 64, Sampling())
+        state = DraftState(drafter, 64, Sampling())
+        written = speculate(verifier, state, prompt, GenerationConfig(32), DraftLimits(depth=4))
+        cycles += list(written)[1:]  # the first token comes with the prompt
+    return sum(len(cycle.tokens) for cycle in cycles) / len(cycles)
+
+
+def test_the_chapters_loop_lowers_the_loss_and_drafts_are_accepted():
+    target = new_target(48, layers=2, sharpness=4.0)
+    prompts = torch.randint(48, (32, 6)).tolist()
+    conversations = []
+    for seed, prompt in enumerate(prompts[8:]):
+        answer = list(generate(target, prompt, GenerationConfig(40, temperature=0.7, seed=seed)))
+        tokens = torch.tensor(prompt + answer)
+        conversations.append((tokens, torch.arange(len(tokens)) >= len(prompt)))
+    drafter = random_drafter(target)
+    before = tokens_per_pass(drafter, prompts[:8])
+    config = TrainConfig(updates=60, batch_size=4, micro_batch_size=4, lr=1e-3, warmup=3)
+    loss = [float(losses.loss) for losses in train.train(drafter, conversations, config)]
+    assert len(loss) == 60
+    assert np.mean(loss[-3:]) < 0.3 * np.mean(loss[:3])  # about 0.14
+    assert tokens_per_pass(drafter, prompts[:8]) > 1.4 * before  # on new prompts
 
 
 # --- Evaluation ---
 
 
 def test_what_is_held_out_is_never_trained_on(tmp_path, command, monkeypatch):
-    seen = {"compute_gradients": set(), "evaluate": set()}
+    seen = {"make_update": set(), "evaluate": set()}
 
-    def watch(name: str) -> None:
-        """Note the sequences, which are the second argument."""
-        function = getattr(train, name)
+    def watch(name: str, place: int) -> None:
+        """Note the sequences, which are the argument at this place."""
+        function = getattr(training, name)
 
-        def record(drafter, batch, *arguments):
-            seen[name].update(tuple(sequence.tokens.tolist()) for sequence in batch)
-            return function(drafter, batch, *arguments)
+        def record(*arguments):
+            seen[name].update(tuple(one.tokens.tolist()) for one in arguments[place])
+            return function(*arguments)
 
-        monkeypatch.setattr(train, name, record)
+        monkeypatch.setattr(training, name, record)
 
-    watch("compute_gradients")
-    watch("evaluate")
+    watch("make_update", 2)
+    watch("evaluate", 1)
     command("--out", tmp_path, "--updates", 4)
-    assert len(seen["compute_gradients"]) == 11
+    assert len(seen["make_update"]) == 11
     assert len(seen["evaluate"]) == 1
-    assert not seen["compute_gradients"] & seen["evaluate"]
-
-
-@pytest.mark.parametrize("count, told", [(9, True), (10, False)])
-def test_with_fewer_than_ten_conversations_it_says_that_none_is_held_out(
-    tmp_path, command, capsys, count, told
-):
-    path = write(tmp_path / "data.jsonl", *counting(count))
-    command("--data", path, "--out", tmp_path / "out", "--updates", 2, "--eval-every", 1)
-    lines = capsys.readouterr().err.splitlines()
-    assert sum("is also trained on" in line for line in lines) == told
+    assert not seen["make_update"] & seen["evaluate"]
 
 
 @pytest.mark.parametrize("vocabulary", [None, tuple(reversed(range(258)))])
 def test_a_drafter_that_knows_the_hidden_state_is_always_right(target, vocabulary, monkeypatch):
     """It reuses every layer of the target, and is given what enters them."""
-    choices = {"target_layer_inference": 3, "draft_vocabulary": vocabulary}
-    oracle = random_drafter(target, **choices)
-    entering = lambda tokens, kv, horizon: target.embed_tokens(tokens)
-    monkeypatch.setattr(oracle, "mix_attentions", entering)
+    oracle = random_drafter(target, target_layer_inference=3, draft_vocabulary=vocabulary)
     batch = sequences((5, 60), (9, 50))
-    scores = train.evaluate(oracle, batch, PLAIN)
+    ordinary = evaluation.evaluate(random_drafter(target), batch, PLAIN)
+    monkeypatch.setattr(train, "self_attend", lambda _, tokens: target.embed_tokens(tokens))
+    monkeypatch.setattr(train, "cross_attend", lambda _, entering, *others: entering)
+    scores = evaluation.evaluate(oracle, batch, PLAIN)
     assert scores["depth_accuracy"] == [1.0] * 8
     assert scores["implied_acceptance_length"] == 9
     assert scores["held_out_loss"] == pytest.approx(0, abs=1e-5)
-    assert train.evaluate(oracle, batch, PLAIN, max_depth=1)["depth_accuracy"] == [1.0]
-    ordinary = train.evaluate(random_drafter(target), batch, PLAIN)  # without its gift
     assert ordinary["implied_acceptance_length"] < 4
 
 
 def right_but_for(
     monkeypatch,
-    target: llama.Llama,
+    target: Llama,
     batch: list[TokenizedConversation],
     *wrong: tuple[int, int],
-) -> moa.Drafter:
+) -> Drafter:
     """A drafter that is right except at some places, each a (sequence, position)."""
     drafter = random_drafter(target)
     logits = []
@@ -359,26 +414,27 @@ def right_but_for(
                 truth[position] = -truth[position]
         logits.append(truth[train.loss_mask(sequence.answer)])
     answers = iter(logits)
-    monkeypatch.setattr(drafter.head, "logits", lambda features: next(answers))
+    monkeypatch.setattr(drafter, "distributions", lambda features, sampling: next(answers))
     return drafter
 
 
-def test_accuracy_at_a_depth_is_among_runs_that_were_right_before(target, monkeypatch):
-    """An answer of three runs, of 8, 8 and 3 queries. Wrong are depths 3 and 4 of the first run and
-    depth 6 of the second."""
+def test_accuracy_at_a_depth_is_among_cycles_that_were_right_before(target, monkeypatch):
+    """An answer of three mock cycles, of 8, 8 and 3 queries. Wrong are depths 3 and 4 of the first
+    and depth 6 of the second."""
     batch = sequences((4, 20))
     wrong = [(0, 4 + 2), (0, 4 + 3), (0, 4 + 8 + 5)]
     drafter = right_but_for(monkeypatch, target, batch, *wrong)
-    scores = train.evaluate(drafter, batch, PLAIN)
+    scores = evaluation.evaluate(drafter, batch, PLAIN)
     assert scores["depth_accuracy"] == pytest.approx([1, 1, 2 / 3, 1, 1, 0])
     assert scores["implied_acceptance_length"] == pytest.approx(1 + 1 + 1 + 2 / 3 * 3)
 
 
-def test_a_run_that_ends_wrong_says_nothing_about_the_next_conversation(target, monkeypatch):
-    """Two answers, of one run of 3 queries and two of 7 and 4. Wrong is the first query of all."""
+def test_a_cycle_that_ends_wrong_says_nothing_about_the_next_conversation(target, monkeypatch):
+    """Two answers, of one mock cycle of 3 queries and two of 7 and 4. Wrong is the first query of
+    all."""
     batch = sequences((4, 4), (4, 12))
     drafter = right_but_for(monkeypatch, target, batch, (0, 4))
-    scores = train.evaluate(drafter, batch, PLAIN)
+    scores = evaluation.evaluate(drafter, batch, PLAIN)
     assert scores["depth_accuracy"] == pytest.approx([2 / 3, 1, 1, 1, 1, 1, 1])
 
 
@@ -425,10 +481,10 @@ def test_without_data_one_is_asked_for(capsys):
 def on_toy(monkeypatch, capsys):
     """A command line on the toy target, in this process: the object that it prints."""
 
-    def run(script: str, *arguments) -> dict:
-        words = [script, "--model", "toy", "--device", "cpu", "--json", *map(str, arguments)]
+    def run(command, *arguments) -> dict:
+        words = ["command", "--model", "toy", "--device", "cpu", "--json", *map(str, arguments)]
         monkeypatch.setattr(sys, "argv", words)
-        (train.main if script == "train.py" else speculate.main)()
+        command.main()
         return json.loads(capsys.readouterr().out)
 
     return run
@@ -436,24 +492,20 @@ def on_toy(monkeypatch, capsys):
 
 def test_thirty_updates_make_a_drafter_whose_drafts_are_accepted(tmp_path, on_toy):
     """On a real model and real text. Without training it would be 1.0 tokens a call."""
-    library = library_functions()
-    signatures = [name for name, source in sorted(library.items()) if 200 <= len(source) <= 600]
-    records = []
-    for signature in signatures[::len(signatures) // 400]:
-        question = {"role": "user", "content": signature}
-        answer = {"role": "assistant", "content": library[signature]}
-        records.append({"messages": [question, answer]})
+    library = {name: text for name, text in library_functions().items() if 200 <= len(text) <= 600}
+    records = [{"data": [name, library[name]]} for name in sorted(library)[::len(library) // 400]]
     recipe = "--updates 30 --batch-size 3 --seq-len 256 --eval-every 1000 --kl-weight 1"
     recipe += " --micro-batch-size 3"
     schedule = "--optimizer muon --lr 2e-2 --schedule cosine --warmup 10"
     task = ["--data", write(tmp_path / "functions.jsonl", *records), "--out", tmp_path]
-    trained = on_toy("train.py", *task, *recipe.split(), *schedule.split())
+    trained = on_toy(train_command, *task, *recipe.split(), *schedule.split())
     assert trained["update"] == 30
     new_tokens = 0
     target_calls = 0
     for signature in ("def close(self):", "def read(self, size=-1):", "def __repr__(self):"):
         question = ["--prompt", signature, "--max-new-tokens", 48]
-        drafted = on_toy("speculate.py", "--drafter", tmp_path, "--draft-length", 4, *question)
+        drafter = ["--drafter", tmp_path, "--draft-length", 4]
+        drafted = on_toy(speculate_command, *drafter, *question)
         new_tokens += drafted["new_tokens"] - 1  # the first comes with the prompt
         target_calls += drafted["target_calls"]
     assert new_tokens / target_calls > 1.25  # about 1.45, with other seeds 1.5 and 1.3

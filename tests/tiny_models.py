@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import tokenizers
 import torch
 
-import moa
+from app import loading
 from llama import Config, GenerationConfig, Llama, generate
-from moa import Drafter
+from moa import Drafter, default_config
 
 PROMPT = [0, 3, 1, 4]
 CHATML = ["<|im_start|>", "<|im_end|>"]
@@ -31,7 +31,8 @@ LLAMA3_TEMPLATE = (  # as published with Llama-3
     "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
     "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim"
     " + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}"
-    "{{ content }}{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+    "{{ content }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 LETTERS = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 # A safetensors file of a type that PyTorch lacks.
@@ -64,14 +65,19 @@ def new_target(
 
 
 def new_drafter(
-    target: Llama, likeness: float = 0.0, kind: type[Drafter] = Drafter, **choices
+    target: Llama,
+    likeness: float = 0.0,
+    kind: type[Drafter] = Drafter,
+    draft_vocabulary: tuple[int, ...] | None = None,
+    **choices,
 ) -> Drafter:
     """A random drafter, its config the default one except for `choices`.
 
     With all target layers reused, likeness 1 makes it the target itself: SA and CA add nothing.
     """
     torch.manual_seed(1)
-    drafter = moa.new_drafter(target, replace(moa.default_config(target), **choices), kind)
+    config = replace(default_config(target), **choices)
+    drafter = loading.new_drafter(target, config, draft_vocabulary, kind)
     drafter.requires_grad_(False)
     if likeness > 0:
         for layer in (drafter.self_attention, drafter.cross_attention):

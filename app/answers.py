@@ -1,0 +1,353 @@
+"""Ways to answer a prompt, and what an answer cost.
+
+`speculate` measures nothing. Here its cycles are timed, and their costs are added up. There are
+four ways to answer: the target alone, with drafts, with a server that verifies, and with a server
+that writes alone. Each is a class with a method `cycles`, which yields timed cycles. A `Generation`
+adds them up:
+
+    generation = answer(WithDrafts(target, drafter, limits), prompt, GenerationConfig())
+    print(tokenizer.decode(generation.tokens), acceptance_length([generation]))
+"""
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from time import monotonic, perf_counter
+from typing import Callable, Generator, Iterator, Protocol
+
+import torch
+
+from app.client import Channel, ReconnectingVerifier, RemoteDraftState, call_api
+from app.exact import ExactVerifier
+from app.lookup import Lookup, NoDrafter
+from app.results import DetailedResult
+from llama import GenerationConfig, Llama, generate
+from moa import Draft, Drafter, DraftLimits, DraftState
+from netsim import Traffic
+from speculate import Cycle, LocalVerifier, TreeSampler, Verifier, VerifyResult, speculate
+
+# --- Cycles, and what they cost ---
+
+
+class Origin(Enum):
+    """Who wrote a token."""
+
+    TARGET = auto()
+    DRAFT = auto()  # the drafter, and the target accepted the token
+    UNVERIFIED = auto()  # the drafter, and the target has not seen the token
+
+
+@dataclass
+class TimedCycle(Cycle):
+    """A cycle, and what it cost. Where the target writes alone, every token is a cycle."""
+
+    result: DetailedResult
+    draft_seconds: float
+    verify_seconds: float
+    traffic: Traffic | None = None  # None if the target is on this machine
+    is_late: bool = False  # a simulated outage overlapped the cycle
+
+    @property
+    def is_offline(self) -> bool:
+        """Return whether the server was out of reach, and the drafter wrote the tokens alone."""
+        return self.result.link == "offline"
+
+    @property
+    def draft_is_lost(self) -> bool:
+        """Return whether the draft was lost with the connection: the server did not verify the
+        draft, even if a new connection was made."""
+        return self.result.link != "connected"
+
+    @property
+    def origins(self) -> list[Origin]:
+        """Return who wrote each token."""
+        if self.is_offline:
+            return [Origin.UNVERIFIED] * len(self.tokens)
+        origins = [Origin.DRAFT] * len(self.result.accepted) + [Origin.TARGET]
+        return origins[:len(self.tokens)]
+
+    @property
+    def path(self) -> list[int]:
+        """Return the nodes of the draft that are in the answer: the root, then accepted ones."""
+        return self.result.draft.path_of(self.tokens[:self.origins.count(Origin.DRAFT)])
+
+
+Cycles = Generator[TimedCycle, None, None]  # an iterator that can be closed
+
+
+@dataclass
+class Stopwatch:
+    """A wrapper around a verifier, which notes when each call of the verifier began and ended."""
+
+    verifier: Verifier
+    began: float = 0.0  # when the newest call began, in seconds of `perf_counter`
+    ended: float = 0.0
+
+    def prefill(self, prompt: list[int]) -> VerifyResult:
+        return self.time(self.verifier.prefill, prompt)
+
+    def verify(self, draft: Draft) -> VerifyResult:
+        return self.time(self.verifier.verify, draft)
+
+    def time(self, call: Callable, argument: list[int] | Draft) -> VerifyResult:
+        self.began = perf_counter()
+        result = call(argument)
+        self.ended = perf_counter()
+        return result
+
+
+def timed_cycles(
+    verifier: Verifier,
+    state: DraftState | Lookup,
+    prompt: list[int],
+    config: GenerationConfig,
+    limits: DraftLimits,
+) -> Cycles:
+    """Run the loop, and time its cycles.
+
+    Whatever the loop does between two calls of the verifier counts as drafting. LSA counts as
+    verification, because the verifier runs it. (On an accelerator LSA may still be running when
+    `verify` returns, and its remainder is counted in the next draft.)
+    """
+    watch = Stopwatch(verifier)
+    resumed = perf_counter()  # when the loop went on
+    for cycle in speculate(watch, state, prompt, config, limits):
+        draft_seconds = watch.began - resumed
+        verify_seconds = watch.ended - watch.began
+        yield TimedCycle(cycle.result, cycle.tokens, draft_seconds, verify_seconds)
+        resumed = perf_counter()
+
+
+def cycles_of_tokens(tokens: Iterator[int], prompt: list[int]) -> Cycles:
+    """Make a cycle of each token."""
+    start = perf_counter()
+    for token in tokens:
+        result = DetailedResult([], token, update=None, draft=Draft(prompt[-1]))
+        yield TimedCycle(result, [token], 0.0, perf_counter() - start)
+        start = perf_counter()
+
+
+def over_channel(channel: Channel, cycles: Cycles) -> Cycles:
+    """Run cycles whose target is at the other end of a channel. Note each cycle's traffic, and
+    whether an outage delayed the cycle. Begin the simulated outage when it is due, and close the
+    channel at the end."""
+    outage = channel.outage
+    count = 0  # the number of tokens so far
+    start = monotonic()
+    try:
+        for cycle in cycles:
+            cycle.traffic = channel.traffic
+            channel.traffic = Traffic()  # counts the next cycle
+            cycle.is_late = outage.overlaps(start, monotonic())
+            count += len(cycle.tokens)
+            start = monotonic()
+            outage.begin_if_due(count, start)
+            yield cycle
+    finally:
+        channel.close()
+
+
+# --- Four ways to answer ---
+
+
+class Method(Protocol):
+    """A way to answer prompts. The next four classes are such ways."""
+
+    def cycles(self, prompt: list[int], config: GenerationConfig) -> Cycles:
+        """Answer a prompt, cycle by cycle.
+
+        Raise InputError if a server sends no first token, or if a plain API is lost later. In
+        neither case can a drafter take over.
+        """
+
+
+@dataclass
+class Alone:
+    """The target writes alone."""
+
+    model: Llama
+
+    def cycles(self, prompt: list[int], config: GenerationConfig) -> Cycles:
+        return cycles_of_tokens(generate(self.model, prompt, config), prompt)
+
+
+@dataclass
+class WithDrafts:
+    """A drafter, lookup, or both draft, and the target verifies on this machine."""
+
+    model: Llama
+    drafter: Drafter | None  # None: with lookup only, as in experiments/bench.py
+    limits: DraftLimits
+    lookup: bool = False
+    new_verifier: type[LocalVerifier] = ExactVerifier
+
+    @torch.inference_mode()
+    def cycles(self, prompt: list[int], config: GenerationConfig) -> Cycles:
+        sampling = config.new_sampling(self.model.device)
+        capacity = count_slots(prompt, config, self.limits)
+        state = TreeSampler(self.drafter, capacity, sampling) if self.drafter else None
+        if self.lookup:
+            state = Lookup(state, self.model.config.vocab_size, sampling)
+        drafter = self.drafter or NoDrafter()
+        verifier = self.new_verifier(self.model, drafter, capacity, sampling)
+        return timed_cycles(verifier, state, prompt, config, self.limits)
+
+
+NewChannel = Callable[[list[int]], Channel]  # opens a channel to a server for a prompt
+
+
+@dataclass
+class OnServer:
+    """Drafts are made here, as in `WithDrafts`, and a server verifies."""
+
+    new_channel: NewChannel
+    drafter: Drafter
+    limits: DraftLimits
+    lookup: bool = False
+
+    @torch.inference_mode()
+    def cycles(self, prompt: list[int], config: GenerationConfig) -> Cycles:
+        channel = self.new_channel(prompt)
+        target = self.drafter.target
+        sampling = config.new_sampling(target.device)
+        state = RemoteDraftState(self.drafter, count_slots(prompt, config, self.limits), sampling)
+        verifier = ReconnectingVerifier(channel, state, config)
+        source = Lookup(state, target.config.vocab_size, sampling) if self.lookup else state
+        return over_channel(channel, timed_cycles(verifier, source, prompt, config, self.limits))
+
+
+@dataclass
+class PlainApi:
+    """A server writes alone, as behind a plain API."""
+
+    new_channel: NewChannel
+    vocab_size: int
+
+    def cycles(self, prompt: list[int], config: GenerationConfig) -> Cycles:
+        channel = self.new_channel(prompt)
+        tokens = call_api(channel, prompt, config, self.vocab_size)
+        return over_channel(channel, cycles_of_tokens(tokens, prompt))
+
+
+def count_slots(prompt: list[int], config: GenerationConfig, limits: DraftLimits) -> int:
+    """Return how many slots the target's and the drafter's caches need: for the text, the root of
+    the newest draft, and the draft.
+
+    The target's cache holds all tokens of a draft, at most total_tokens. The drafter's caches hold
+    the nodes that it expands, at most top_k on each level.
+    """
+    drafted = max(limits.total_tokens, limits.depth * limits.top_k)
+    return len(prompt) + config.max_new_tokens + 1 + drafted
+
+
+@contextmanager
+def after_each_pass(model: Llama, call: Callable[[], object]) -> Iterator[None]:
+    """Call `call` after each pass of a model that ends within this block, for example after each
+    piece of a prompt. `call` may raise an exception to stop."""
+
+    def hook(*_) -> None:  # a value other than None would replace the output of the norm
+        call()
+
+    handle = model.norm.register_forward_hook(hook)  # which ends every pass
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# --- One answer ---
+
+
+@dataclass
+class Generation:
+    """One answer, and what it cost. The first cycle, which reads the prompt, is not counted in
+    target_calls, draft_seconds and verify_seconds."""
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    began: float = field(default_factory=perf_counter)
+    seconds: float = 0.0  # from `began` to the end
+    prompt_seconds: float = 0.0  # until the first token
+    target_calls: int = 0
+    drafted: int = 0  # the number of drafted tokens that the target decided on
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    network: Counter = field(default_factory=Counter)  # the sums of the cycles' Traffic
+    outage: str = ""  # the reason why the drafter first wrote alone; empty if it never did
+    disconnected: bool = False  # the network was down, or the connection had to be made again
+
+    def record(self, cycles: Cycles) -> Cycles:
+        """Yield each cycle, after adding it. However the answer ends, close `cycles` (and with it
+        the channel to a server), and note how long it took."""
+        try:
+            for cycle in cycles:
+                self.add(cycle)
+                yield cycle
+        finally:
+            cycles.close()
+            self.seconds = perf_counter() - self.began
+
+    def add(self, cycle: TimedCycle) -> None:
+        """Add a cycle."""
+        if not self.tokens:  # the prompt's cycle
+            self.prompt_seconds = cycle.verify_seconds
+        else:
+            self.draft_seconds += cycle.draft_seconds
+            self.verify_seconds += cycle.verify_seconds
+            if cycle.is_offline:
+                self.outage = self.outage or cycle.result.reason
+            else:
+                self.target_calls += 1
+            if not cycle.draft_is_lost:
+                self.drafted += len(cycle.result.draft.tokens) - 1  # without the root
+        self.disconnected |= cycle.is_late or cycle.draft_is_lost
+        self.tokens += cycle.tokens
+        self.origins += cycle.origins
+        if cycle.traffic is not None:
+            self.network.update(vars(cycle.traffic))
+
+    @property
+    def unverified(self) -> int:
+        return self.origins.count(Origin.UNVERIFIED)
+
+    def statistics(self) -> dict:
+        """Return what --json shows of this answer's cost."""
+        statistics = {
+            "new_tokens": len(self.tokens),
+            "seconds": self.seconds,
+            "tokens_per_second": tokens_per_second([self]),
+            "target_calls": self.target_calls,
+            "acceptance_length": acceptance_length([self]),
+            "prompt_tokens": len(self.prompt),
+            "prompt_seconds": self.prompt_seconds,
+            "draft_seconds": self.draft_seconds,
+            "verify_seconds": self.verify_seconds,
+        }
+        if self.network:
+            statistics |= self.network
+            statistics["unverified_tokens"] = self.unverified
+            statistics["disconnected"] = self.disconnected
+        return statistics
+
+
+def answer(method: Method, prompt: list[int], config: GenerationConfig) -> Generation:
+    """Answer a prompt to the end. Raises InputError: see `Method.cycles`."""
+    generation = Generation(prompt)
+    for _ in generation.record(method.cycles(prompt, config)):
+        pass
+    return generation
+
+
+def acceptance_length(answers: list[Generation]) -> float:
+    """Return how many tokens a call of the target yields, without unverified tokens. The call that
+    reads a prompt, and the first token, which comes from that call, are not counted."""
+    new_tokens = sum(len(g.tokens) - 1 - g.unverified for g in answers)
+    return new_tokens / max(1, sum(g.target_calls for g in answers))
+
+
+def tokens_per_second(answers: list[Generation]) -> float:
+    """Return tokens per second."""
+    return sum(len(g.tokens) for g in answers) / sum(g.seconds for g in answers)

@@ -1,0 +1,41 @@
+"""The command line of llama.py: the target alone answers one prompt."""
+from __future__ import annotations
+
+import sys
+
+from app.answers import Alone
+from app.chat import Terminal
+from app.loading import load_target_alone
+from llama import GenerationConfig
+from plumbing.devices import DTYPES, choose_dtype
+from plumbing.errors import run_command
+from plumbing.flags import Parser, add_generation_arguments, add_model_arguments
+from plumbing.prompts import read_prompt
+
+
+def main() -> None:
+    run_command(run)
+
+
+def run() -> None:
+    parser = Parser(
+        description="Generate with the target alone.",
+        examples='  python llama.py --prompt "Why is the sky blue?"\n'
+        "  echo Hi | python llama.py --model toy --temperature 0.7",
+        main_flag="--prompt",
+    )
+    parser.add_argument("--prompt", help="default: what is piped into standard input")
+    add_model_arguments(parser.add_argument_group("model"))
+    add_generation_arguments(parser.add_argument_group("answer"))
+    args = parser.parse_args()
+    question = read_prompt(args.prompt)
+    models = load_target_alone(
+        args.model, args.device, DTYPES[choose_dtype(args.device, args.dtype)]
+    )
+    stop_ids = frozenset(models.tokenizer.stop_ids)
+    config = GenerationConfig(
+        args.max_new_tokens, args.temperature, args.top_p, args.seed, stop_ids
+    )
+    terminal = Terminal(models, Alone(models.target), config, as_json=args.json)
+    if not terminal.respond([{"role": "user", "content": question}]):
+        sys.exit(130)  # the shell's number for Ctrl-C
