@@ -219,7 +219,7 @@ class Drafter(nn.Module):
 
     def distributions(self, hidden: Tensor, sampling: Sampling) -> Tensor:
         """Return q, from which drafted tokens are chosen: hidden (..., E) -> (..., V)."""
-        logits = self.lm_head(hidden.to(self.target.dtype))
+        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype))
         if sampling.temperature == 0:  # nothing is drawn, but trees rank paths by probability
             return probabilities(logits, 1.0)
         return probabilities(logits, sampling.temperature, sampling.top_p)

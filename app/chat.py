@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -31,7 +32,15 @@ from plumbing.terminal import (
     read_questions,
     why_stopped,
 )
-from plumbing.tokenizer import TextStream
+from plumbing.tokenizer import TextStream, Tokenizer
+
+
+def generation_config(args: Namespace, tokenizer: Tokenizer) -> GenerationConfig:
+    """Return what the flags of `add_generation_arguments` and --seed state."""
+    stop_ids = frozenset(tokenizer.stop_ids)
+    return GenerationConfig(
+        args.max_new_tokens, args.temperature, args.top_p, args.seed, stop_ids
+    )
 
 
 @dataclass
@@ -46,6 +55,11 @@ class Terminal:
     trace: bool = False
     as_json: bool = False
     answers: list[Generation] = field(default_factory=list)
+
+    def answer_once(self, question: str) -> None:
+        """Answer a single prompt. If Ctrl-C ends the answer, exit with status 130."""
+        if not self.respond([{"role": "user", "content": question}]):
+            sys.exit(130)  # the shell's number for Ctrl-C
 
     def respond(self, messages: list[dict]) -> bool:
         """Print the answer to a conversation, and what it cost. Return whether it is complete: not

@@ -27,7 +27,6 @@ from time import monotonic, sleep
 from typing import Iterator
 
 import torch
-from torch import Tensor
 
 from app.exact import likeliest_first
 from app.results import DetailedResult
@@ -46,7 +45,7 @@ from netsim import (
     make_read,
 )
 from plumbing import flags
-from plumbing.errors import InputError, input_errors
+from plumbing.errors import input_errors
 from plumbing.messages import (
     MAX_FIELDS,
     Address,
@@ -171,7 +170,7 @@ class Channel:
         self.sock: socket.socket | None = None
         self.is_new = True  # no reply has come over this connection yet
         self.slowest = 0.0  # seconds waited for the slowest reply, over all connections
-        self.server_clock = 0.0  # simulated moment of the server's last event: a request, or a reply
+        self.server_clock = 0.0  # simulated moment of its last event: a request, or a reply
         self.session = ""  # the server's name for this connection
         self.number = 0  # of the newest request, counted over all connections
         # The session and the number of a request whose reply was missed.
@@ -370,8 +369,9 @@ class ReconnectingVerifier(RemoteVerifier):
     longer be distributed as the target's own. If the server has no such reply, no verdict was drawn
     (or the server has restarted). The client then asks it to read all tokens so far.
 
-    If no connection can be made, the drafter writes alone, and its tokens are unverified. The next
-    call tries again. In the following example the last of `tokens` is the next root:
+    If no connection can be made, the drafter writes alone, and its tokens are unverified. (They
+    take the place of a verdict that was missed, which is then void.) The next call tries again. In
+    the following example the last of `tokens` is the next root:
 
         what happens                                         tokens               have a memory
         prefill: the server's token is 7                     5 9 2 7              5 9 2
@@ -492,7 +492,7 @@ class ReconnectingVerifier(RemoteVerifier):
 
         Return its last token as `token`, because it is the next root, and all others in `accepted`.
         """
-        self.connection.unanswered = None  # other tokens are about to take the place of that reply
+        self.connection.unanswered = None  # other tokens take the place of a reply that was missed
         count = min(OFFLINE_TOKENS, self.full_length - len(self.tokens))
         root = self.tokens[-1]
         written = self.state.draft_unverified(root, count)

@@ -1,16 +1,13 @@
 """The command line of llama.py: the target alone answers one prompt."""
 from __future__ import annotations
 
-import sys
-
 from app.answers import Alone
-from app.chat import Terminal
+from app.chat import Terminal, generation_config
 from app.loading import load_target_alone
-from llama import GenerationConfig
 from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import run_command
 from plumbing.flags import Parser, add_generation_arguments, add_model_arguments
-from plumbing.prompts import read_prompt
+from plumbing.prompts import given_or_piped
 
 
 def main() -> None:
@@ -28,14 +25,8 @@ def run() -> None:
     add_model_arguments(parser.add_argument_group("model"))
     add_generation_arguments(parser.add_argument_group("answer"))
     args = parser.parse_args()
-    question = read_prompt(args.prompt)
-    models = load_target_alone(
-        args.model, args.device, DTYPES[choose_dtype(args.device, args.dtype)]
-    )
-    stop_ids = frozenset(models.tokenizer.stop_ids)
-    config = GenerationConfig(
-        args.max_new_tokens, args.temperature, args.top_p, args.seed, stop_ids
-    )
-    terminal = Terminal(models, Alone(models.target), config, as_json=args.json)
-    if not terminal.respond([{"role": "user", "content": question}]):
-        sys.exit(130)  # the shell's number for Ctrl-C
+    question = given_or_piped(args.prompt)
+    dtype = DTYPES[choose_dtype(args.device, args.dtype)]
+    models = load_target_alone(args.model, args.device, dtype)
+    config = generation_config(args, models.tokenizer)
+    Terminal(models, Alone(models.target), config, as_json=args.json).answer_once(question)

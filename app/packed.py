@@ -8,8 +8,8 @@ EPYC), and more rows cost less than with nn.Linear. One wide product is also fas
 narrow ones of the same input, even on a GPU.
 
 For these reasons `pack` replaces the modules of a finished model by the packed modules below. A
-packed model cannot be trained, saved or moved. On a CPU it is also exact, if the CPU's kernels allow
-it: see app/exact.py.
+packed model cannot be trained, saved or moved. On a CPU it is also exact, if the CPU's kernels
+allow it: see app/exact.py.
 """
 from __future__ import annotations
 

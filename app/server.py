@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Callable
 
 import torch
-from torch import Tensor
 
 from app.answers import after_each_pass
 from app.exact import ExactVerifier
@@ -184,7 +183,7 @@ class TargetSession(Server):
             except FloatingPointError as error:
                 raise InputError(f"{error}: the server needs --dtype bfloat16 or float32")
 
-    def stop_if_client_left(self, *_) -> None:
+    def stop_if_client_left(self) -> None:
         """Raise ConnectionError if the client has left, so that no more work is done for it."""
         if self.has_left():
             raise ConnectionError("the client has left")
@@ -276,7 +275,7 @@ def serve(
 ) -> None:
     """Load models, and serve without end. `announce` is called with the address once clients can
     connect. Raise InputError if the server cannot listen there, before anything is loaded."""
-    with MessageServer(address) as server, futures.ThreadPoolExecutor(1) as worker:
+    with futures.ThreadPoolExecutor(1) as worker, MessageServer(address) as server:
         models = load_models(model, drafter, device, dtype)
         checksums = fingerprints(model, find_drafter(model, drafter))
         service = Service(models.target, models.drafter, checksums, worker)

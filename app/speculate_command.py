@@ -12,7 +12,7 @@ import torch
 
 from app import client, server
 from app.answers import Alone, Method, OnServer, PlainApi, WithDrafts
-from app.chat import Terminal
+from app.chat import Terminal, generation_config
 from app.loading import (
     Models,
     find_drafter,
@@ -21,14 +21,13 @@ from app.loading import (
     load_target,
     load_target_alone,
 )
-from llama import GenerationConfig
 from moa import DraftLimits
 from netsim import MAX_DRAFT_TOKENS, Link
 from plumbing import flags
 from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import run_command
 from plumbing.messages import Address
-from plumbing.prompts import read_prompt
+from plumbing.prompts import given_or_piped
 
 # The sizes of trees, if the command line states none. They were tuned on 48 prompts of Spec-Bench,
 # at temperature 0, on an Intel Xeon. EAGLE-2's trees have about 60 tokens. TREE is small: on a CPU
@@ -180,7 +179,7 @@ def run() -> None:
         return
     chatting = args.prompt is None and sys.stdin is not None and sys.stdin.isatty()
     # Read before the models are loaded: if there is nothing to read, no time is lost.
-    question = "" if chatting else read_prompt(args.prompt)
+    question = "" if chatting else given_or_piped(args.prompt)
     models = load_needed_models(args, dtype)
     link = client.link_of(
         args.network,
@@ -190,17 +189,14 @@ def run() -> None:
         loss=args.loss,
     )
     method = choose_method(args, models, dtype, link or Link())
-    stop_ids = frozenset(models.tokenizer.stop_ids)
-    config = GenerationConfig(
-        args.max_new_tokens, args.temperature, args.top_p, args.seed, stop_ids
-    )
+    config = generation_config(args, models.tokenizer)
     terminal = Terminal(
         models, method, config, bool(args.remote), args.show, args.trace, args.json
     )
     if chatting:
         terminal.chat(f"The target is {args.model}, {describe_place(args.remote, link)}.")
-    elif not terminal.respond([{"role": "user", "content": question}]):
-        sys.exit(130)  # the shell's number for Ctrl-C
+    else:
+        terminal.answer_once(question)
 
 
 def load_needed_models(args: Namespace, dtype: torch.dtype) -> Models:

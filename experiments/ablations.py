@@ -8,7 +8,7 @@ minutes. The same command goes on where it was interrupted:
     python -m experiments.ablations --model toy --data answers.jsonl --out runs/parts --updates 400
 
 answers.jsonl holds conversations, best with answers of the target's own (`python -m
-experiments.synthesize` writes them). experiments/results/README.md has the results of longer runs.
+experiments.synthesize` writes them). For longer trainings see experiments/results/README.md.
 """
 from __future__ import annotations
 

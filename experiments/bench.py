@@ -34,8 +34,9 @@ from statistics import fmean
 from timeit import repeat
 from typing import Callable, Iterator, NamedTuple
 
-if not __package__:  # run as a file, from which Python does not find the repository's root
-    sys.exit("bench.py: run it from the repository's root: python -m experiments.bench")
+if not __package__:  # run as a file: Python does not find the repository's root
+    print("run this from the repository's root: python -m experiments.bench", file=sys.stderr)
+    sys.exit(2)
 
 import torch
 from tqdm import tqdm

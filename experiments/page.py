@@ -83,6 +83,7 @@ def read_trace(lines: list[str], source: str) -> dict:
             "cycles": [cycle for cycle in cycles if cycle["tokens"]],
             "summary": summary,
             "stopped": totals["stopped"],
+            "stop": totals["tokens"][-1] if totals["stopped"] == "stop token" else None,
         }
 
 
@@ -217,14 +218,14 @@ def caption(trace: dict) -> str:
     """Say how many tokens there are of each kind, and in how many passes of the target."""
     verified = [cycle for cycle in trace["cycles"] if not cycle["offline"]]
     tokens = sum(len(cycle["tokens"]) for cycle in verified)
-    drafted = sum(node["accepted"] for cycle in verified for node in cycle["drafts"])
+    drafted = sum(kind == "draft" for _, kind in answer_pieces(trace))
     alone = sum(len(cycle["tokens"]) for cycle in trace["cycles"]) - tokens
     text = (
         f"{tokens} tokens in {len(verified)} passes of the target, "
         f"{tokens / len(verified):.1f} in each. Green: drafted and accepted, {drafted}."
     )
     if alone:
-        text += f" Yellow: the drafter's own while the server was out of reach, unverified, {alone}."
+        text += f" Yellow: the drafter's own, while the server was out of reach, {alone}."
     return text
 
 

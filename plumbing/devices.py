@@ -14,7 +14,7 @@ def check_device(device: str) -> None:
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition(". ")[0]  # PyTorch may go on for a page
+        reason, _, _ = str(error).partition(". ")  # PyTorch may go on for a page
         if "device string" in reason:
             reason = "a device is cpu, cuda or mps"  # instead of PyTorch's twenty
         raise InputError(f"--device {device} cannot be used here: {reason}") from None

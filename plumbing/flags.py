@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         if not argument.startswith("-"):
             hint = f": did you mean {self.main_flag} {argument!r:.60}?" if self.main_flag else ""
             return f"unexpected argument {argument!r:.60}{hint}"
-        flag = argument.partition("=")[0]
+        flag, _, _ = argument.partition("=")
         close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
         hint = f": did you mean {close[0]}?" if close else " (--help shows all flags)"
         return f"unknown flag {flag}{hint}"

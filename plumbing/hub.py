@@ -85,7 +85,7 @@ def fetch_from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the hub's library raises a dozen kinds, with pages of text
-        reason = str(error).partition("\n")[0]
+        reason, _, _ = str(error).partition("\n")
         raise InputError(
             f"{name} is no folder here and cannot be fetched from the Hugging Face hub "
             f"(check the name and the connection, or give a folder or a .gguf file): {reason}"

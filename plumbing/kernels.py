@@ -307,8 +307,8 @@ def probe_grain(trial: Trial, period: int) -> int:
     """Return the *grain*: the least number of neighboring keys that have to move together.
 
     A kernel may first add up a few neighboring keys, and then add their sum to a lane. In the
-    drawing above a grain is a single key, and so it was on an AMD EPYC. Grains may be larger on a
-    CPU with AMX: according to Intel's manual its instruction for bfloat16, TDPBF16PS, sums the
+    drawing above a grain is a single key, and so it was on an AMD EPYC. On an Intel Xeon with AMX
+    it is 32 keys in bfloat16: according to Intel's manual the instruction TDPBF16PS sums the
     products of a whole tile, up to 32 keys, before it adds them to the earlier sum.
 
     If neighbors are added up in pairs, keys may move from slot 66 on, but not from slot 65 on,

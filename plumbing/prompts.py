@@ -7,7 +7,7 @@ from typing import Callable
 from plumbing.errors import InputError, input_errors
 
 
-def read_prompt(text: str | None) -> str:
+def given_or_piped(text: str | None) -> str:
     """Return the prompt `text` or, if it is None, the prompt that is piped in. Raise InputError if
     there is no prompt, or if it is empty or not valid text."""
     if text is None:

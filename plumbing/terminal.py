@@ -92,8 +92,8 @@ def draw_statistics(statistics: dict) -> str:
 
 # --- A traced cycle ---
 #
-# `Trace` of app/display.py makes a *record* of each cycle. --trace draws the record, in `draw_cycle`,
-# and --trace --json prints it. A record is a dict with these keys:
+# `Trace` of app/display.py makes a *record* of each cycle. --trace draws the record, in
+# `draw_cycle`, and --trace --json prints it. A record is a dict with these keys:
 #
 #     cycle             the number of the cycle, from 1
 #     root              the text of the root, the token that the draft follows

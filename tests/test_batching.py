@@ -7,7 +7,7 @@ from typing import Callable
 
 import pytest
 import torch
-from test_bench import command, prompt_file  # noqa: F401 (a fixture)
+from test_bench import command, prompt_file, rows_of  # noqa: F401 (a fixture)
 from test_losslessness import (
     CLEARLY,
     LAYERS,
@@ -25,15 +25,7 @@ from tiny_models import PROMPT, chi_square, new_drafter, new_target
 
 from experiments import batching
 from experiments.batching import Batch, BatchDraftState, ChainBatch, RaggedKVCache, Request
-from llama import (
-    GenerationConfig,
-    Llama,
-    Sampling,
-    generate,
-    probabilities,
-    sample,
-    sample_next,
-)
+from llama import GenerationConfig, Llama, Sampling, generate, probabilities, sample_next
 from moa import Drafter, DraftLimits
 from speculate import TreeSampler
 
@@ -237,29 +229,6 @@ def draft_alone(drafter: Drafter, text: list[int], root: int, sampling: Sampling
     return state.draft(root, DraftLimits(depth=4))
 
 
-SAMPLINGS = [(1.0, 0.3), (0.7, 0.9), (0.0, 1.0), (3.0, 0.95), (1.0, 0.5)]  # temperature, top-p
-
-
-def test_chains_of_many_rows_are_drawn_from_exactly_the_q_they_report_although_logits_tie():
-    """In bfloat16, with 8192 tokens of which always 128 have the same logit. With top-p, rows whose
-    q is flat need more tokens to be looked at than the others."""
-    target = new_target(8192)
-    for parameter in target.parameters():  # not the rotary table
-        parameter.data = parameter.data.bfloat16()
-    target.lm_head.weight.copy_(torch.randn(64, 16).repeat(128, 1))
-    state = BatchDraftState(new_drafter(target), rows=5, capacity=64)
-    cache = RaggedKVCache(target.new_cache(64, batch=5).kv)
-    read_tokens(state, cache, [random_tokens(count) for count in (3, 9, 4, 6, 2)])
-    samplings = [sampling_of(row, *choices) for row, choices in enumerate(SAMPLINGS)]
-    for row, draft in enumerate(state.draft_chains([1, 2, 3, 4, 5], 12, samplings)):
-        twin = torch.Generator().manual_seed(row)
-        assert len(draft.tokens) == 1 + 12
-        assert len(draft.q) == (0 if samplings[row].temperature == 0 else 12)
-        for newest, q in draft.q.items():
-            assert sample(q, twin) == draft.tokens[newest + 1]
-            assert (q == q[q > 0].min()).sum() >= 128  # tokens that tie are in it together
-
-
 # --- Lossless: every branch of what is drawn, as in test_losslessness.py ---
 
 PROMPTS = [PROMPT, [1, 2] * 5, [2]]
@@ -329,7 +298,7 @@ def test_the_program_measures_the_target_and_chains_for_each_batch_size(
         {"prompt": "Say hello."}, {"prompt": "Count to five."}, {"turns": ["What is 2 + 2?"]}
     )
     flags = [prompts, *checkpoint, "--rows", 1, 3, "--max-new-tokens", 12]
-    rows = command(batching, *flags, "--json").rows()
+    rows = rows_of(command(batching, *flags, "--json"))
     names = [(row["batch"], row["method"]) for row in rows]
     assert names == list(itertools.product((1, 3), ("target", "chain")))
     for row in rows:

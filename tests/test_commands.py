@@ -136,8 +136,7 @@ def test_a_piped_prompt_with_json_gives_one_object_even_with_stderr_closed(chat_
     assert result["text"] == tokenizer.decode(expected)
 
 
-def test_text_is_written_in_the_encoding_of_stdout(chat_model, monkeypatch):
-    monkeypatch.setattr("io.TextIOWrapper", io.TextIOWrapper)
+def test_text_is_written_in_the_encoding_of_stdout(chat_model):
     flags = ["--model", chat_model, "--dtype", "float32", *HI, "--max-new-tokens", 9]
     flags += ["--temperature", 100]
     model = load_model(chat_model)

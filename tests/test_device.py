@@ -7,27 +7,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_netsim import channel_to
+from test_client import channel_to
 from test_remote import serving_models
 from tiny_models import new_drafter, new_target
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-import netsim
 import speculate
-import train
-from experiments.ablations import ABLATIONS, FULL, Ablation
+from app import answers, server, training
+from app.answers import Generation, OnServer, WithDrafts
+from app.display import Trace
+from app.evaluation import evaluate
+from experiments.ablations import ABLATIONS, FULL, Ablation, WithAblation
 from experiments.batching import Batch, ChainBatch, answer_all
 from experiments.evaluate import evaluate_drafting
-from llama import GenerationConfig, Llama, load_tokenizer
+from llama import GenerationConfig, Llama
 from moa import Drafter, DraftLimits
 from plumbing.conversations import TokenizedConversation
-from speculate import (
-    Generation,
-    OnServer,
-    Trace,
-    WithDrafts,
-)
-from train import TrainConfig
+from plumbing.tokenizer import load_tokenizer
 
 aten = torch.ops.aten
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -164,8 +160,11 @@ def provide_what_it_lacks(monkeypatch) -> None:
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)
     for owner, name in (
         (speculate, "speculate"),
-        (speculate, "answer"),
-        (netsim.TargetSession, "make_next"),
+        (answers, "speculate"),
+        (WithDrafts, "cycles"),
+        (WithAblation, "cycles"),
+        (OnServer, "cycles"),
+        (server.TargetSession, "make_next"),
     ):
         monkeypatch.setattr(owner, name, torch.no_grad()(getattr(owner, name).__wrapped__))
 
@@ -194,17 +193,18 @@ def answer_on(
     ablation = ABLATIONS.get(where, FULL)
     target, drafter = models(device, kind=ablation.kind, **choices)
     config = GenerationConfig(6, temperature, top_p=0.9)
-    with_drafts = WithDrafts(target, drafter, limits)
     if where == "server":
         with serving_models(target, drafter) as server:
             method = OnServer(lambda prompt: channel_to(server), drafter, limits)
-            return speculate.answer(method, PROMPT, config)
-    if where == "here":
-        trace = Trace(load_tokenizer("toy"), config.new_sampling(device), as_json=True)
-        method = replace(with_drafts, lookup=True)
-        return speculate.answer(method, PROMPT, config, trace.emit)
-    method = replace(with_drafts, new_verifier=ablation.new_verifier)
-    return speculate.answer(method, PROMPT, config)
+            return answers.answer(method, PROMPT, config)
+    if where in ABLATIONS:
+        return answers.answer(WithAblation(target, drafter, limits, ablation), PROMPT, config)
+    trace = Trace(load_tokenizer("toy"), config.new_sampling(device), as_json=True)
+    method = WithDrafts(target, drafter, limits, lookup=True)
+    generation = Generation(PROMPT)
+    for cycle in generation.record(method.cycles(PROMPT, config)):
+        trace.emit(cycle)
+    return generation
 
 
 PLACES = [("no-lsa", {}), ("no-ca", {})]
@@ -265,18 +265,19 @@ def test_a_batch_without_a_drafter_reads_its_prompts_together_and_samples_togeth
 
 def losses_on(device, ablation: Ablation, choices: dict) -> list[float]:
     """Those of an update and, after it, those of an evaluation."""
-    config = TrainConfig(run_length=(5, 15), micro_batch_size=2, kl_weight=1.0)
+    config = training.RunConfig(micro_batch_size=2, kl_weight=1.0)
     batch = []
     for size in (18, 25, 21):
         positions = torch.arange(size)
         batch.append(TokenizedConversation(positions % 20, positions >= 6))
     _, drafter = models(device, kind=ablation.kind, **choices)
-    drafter.requires_grad_(True)
-    losses = train.compute_gradients(drafter, batch, 0, config)
-    for optimizer in train.make_optimizers(drafter, "muon"):
-        optimizer.step()
-    scores = train.evaluate(drafter, batch, config, ablation.max_depth)
-    return [*losses, scores["held_out_loss"]]
+    parameters = drafter.trained_parameters().values()
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    optimizer = training.choose_optimizer(parameters, "muon")
+    losses = training.make_update(drafter, optimizer, batch, 0, 1e-3, config)
+    scores = evaluate(drafter, batch, config)
+    return [losses["loss"], losses["kl"], scores["held_out_loss"]]
 
 
 KINDS = [(FULL, choices) for choices in CHOICES] + [(ABLATIONS["neither"], {})]

@@ -6,7 +6,7 @@ from tiny_models import new_drafter, new_target
 from torch import Tensor
 
 from app.answers import count_slots
-from app.exact import ExactKVCache, ExactLlama, ExactVerifier
+from app.exact import REFINED_TOKENS, ExactKVCache, ExactLlama, ExactVerifier, RefinedHead
 from app.loading import load_drafter, load_model
 from app.lookup import Lookup
 from app.packed import pack, pack_models, to_bfloat16
@@ -156,3 +156,22 @@ def test_positions_without_a_mask_and_a_mask_without_positions_are_refused():
         for given in ({"positions": torch.tensor([0])}, {"mask": mask}):
             with pytest.raises(AssertionError, match="give both positions and a mask, or neither"):
                 model.hidden(torch.tensor([[1]]), model.new_cache(8), **given)
+
+
+# --- Ties of bfloat16 ---
+
+
+@torch.inference_mode()
+def test_the_largest_logits_of_a_refined_head_are_those_of_float32_alone_and_together(toy):
+    target, _ = load("toy", BFLOAT16)
+    weight = target.embed_tokens.weight
+    head = RefinedHead(target.lm_head, weight)
+    hidden = torch.randn(32, weight.shape[1]).to(BFLOAT16)
+    together = head(hidden)
+    exact = hidden.float() @ weight.float().T
+    likeliest = target.lm_head(hidden).float().topk(REFINED_TOKENS).indices
+    torch.testing.assert_close(together.gather(1, likeliest), exact.gather(1, likeliest))
+    assert torch.equal(together.argmax(-1), exact.argmax(-1))
+    for count in range(1, 33):
+        assert torch.equal(head(hidden[:count]), together[:count])
+        assert torch.equal(head(hidden[count - 1]), together[count - 1])

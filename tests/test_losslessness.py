@@ -434,7 +434,8 @@ TABLE_CASES = {
 def drafter_for_tables(draft_vocabulary: tuple[int, ...] | None) -> Drafter:
     """Only its head is used, and a table's rows are logits already."""
     drafter = new_drafter(new_target(VOCABULARY, layers=1), draft_vocabulary=draft_vocabulary)
-    drafter.lm_head = nn.Identity()
+    outputs = VOCABULARY if draft_vocabulary is None else len(draft_vocabulary)
+    drafter.lm_head.weight = nn.Parameter(torch.eye(outputs), requires_grad=False)
     return drafter
 
 

@@ -12,7 +12,8 @@ from conftest import ROOT
 from experiments import page
 from plumbing.errors import InputError
 
-HOSTILE = '</script><b>"&\u2028'
+HOSTILE = '</script><b>"&\u2028\x1b[2J'
+SHOWN = '</script><b>"&\u2028\\x1b[2J'  # a control character is named
 
 
 class Scripts(HTMLParser):
@@ -51,7 +52,7 @@ def test_the_page_holds_the_trace_and_a_hostile_prompt_stays_text(trace_lines):
     data, program = parsed.scripts
     shown = json.loads(data)
     records = [json.loads(line) for line in trace_lines]
-    assert shown["prompt"] == HOSTILE
+    assert shown["prompt"] == SHOWN
     assert shown["prompt_tokens"] == len(records[0]["tokens"])
     assert shown["cycles"] == records[1:-1]
     assert "b" not in parsed.tags  # the prompt's <b> has not become a tag
@@ -65,25 +66,65 @@ def test_the_page_fetches_nothing_and_is_small(trace_lines):
     assert len(text.encode()) < 300_000
 
 
+def texts_of(picture: str) -> dict[str, list[str]]:
+    """The texts in a picture, by their classes."""
+    texts = {"own": [], "draft": [], "unverified": [], "quiet": []}
+    for element in xml.etree.ElementTree.fromstring(picture).iter(SVG + "text"):
+        texts[element.get("class")].append(element.text)
+    return texts
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
 def test_the_picture_shows_the_whole_answer_with_the_drafted_tokens_marked(trace_lines):
     trace = page.read_trace(trace_lines, "here")
-    picture = xml.etree.ElementTree.fromstring(page.make_picture(trace))
-    texts = {"own": "", "draft": "", "quiet": ""}
-    for element in picture.iter("{http://www.w3.org/2000/svg}text"):
-        texts[element.get("class")] += element.text
-    assert texts["quiet"].startswith(HOSTILE)
+    texts = texts_of(page.make_picture(trace))
+    assert texts["quiet"][0] == SHOWN
     for kind in ("own", "draft"):
         expected = "".join(text for text, one in page.answer_pieces(trace) if one == kind)
-        assert "".join(texts[kind].split()) == "".join(expected.split())
-    assert texts["draft"]
+        assert "".join("".join(texts[kind]).split()) == "".join(expected.split())
+    assert texts["draft"] and not texts["unverified"]
+
+
+def test_a_picture_holds_long_words_and_prompts_and_control_characters_and_marks_an_outage():
+    cycle = {"drafts": [], "tokens": [1], "root": "", "offline": False}
+    words = {**cycle, "text": "x" * 200 + " 😀" * 60 + "\x00\t\n"}
+    alone = {**cycle, "text": "written alone", "tokens": [1, 2, 3], "offline": True}
+    totals = {"tokens": [1, 1, 2, 3], "new_tokens": 4, "target_calls": 0, "acceptance_length": 0.0,
+              "tokens_per_second": 1.0, "unverified_tokens": 3, "stopped": "stop token"}
+    records = [{"prompt": "p" * 300, "tokens": [1]}, words, alone, totals]
+    trace = page.read_trace([json.dumps(record) for record in records], "here")
+    assert "3 tokens are the drafter's own" in trace["summary"]
+    picture = page.make_picture(trace)
+    texts = texts_of(picture)
+    assert "".join(texts["own"]).replace(" ", "") == "x" * 200 + "😀" * 60 + "\\x00"
+    assert texts["unverified"] == ["written alone"]
+    assert "".join(texts["quiet"]).startswith("p" * 300 + "1 tokens in 1 passes of the target")
+    right = float(re.search(r'viewBox="0 0 (\d+)', picture)[1]) - 24
+    for element in xml.etree.ElementTree.fromstring(picture).iter(SVG + "text"):
+        assert float(element.get("x")) + float(element.get("textLength")) <= right + 1
+
+
+def run_page(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "experiments.page", "--prompt", "def close(self):"]
+    return subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
 def test_the_command_answers_a_prompt_and_writes_one_file(tmp_path):
-    flags = ["--model", "toy", "--device", "cpu", "--max-new-tokens", "8"]
     out = tmp_path / "page.html"
-    command = [sys.executable, "-m", "experiments.page", "--prompt", "def close(self):"]
-    subprocess.run([*command, "--out", str(out), *flags], cwd=ROOT, check=True)
+    flags = ["--model", "toy", "--device", "cpu", "--max-new-tokens", "8"]
+    done = run_page("--out", str(out), *flags)
+    assert done.returncode == 0 and "page.html is written" in done.stderr
     assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("out", ["folder.html", "file/page.html"])
+def test_an_out_that_cannot_be_written_is_refused_before_anything_is_answered(tmp_path, out):
+    (tmp_path / "folder.html").mkdir()
+    (tmp_path / "file").touch()
+    done = run_page("--out", str(tmp_path / out), "--no-such-flag")  # speculate.py would refuse it
+    assert done.returncode == 2 and "cannot be written" in done.stderr
 
 
 @pytest.mark.parametrize("lines", [[], ['{"text": "hello"}'], ["no JSON"], ["1", "2"]])

@@ -1,4 +1,4 @@
-"""Claims about the pages: every link leads somewhere, and the front page knows its files."""
+"""Claims about the pages: every link leads somewhere, and the front page knows its chapters."""
 import re
 
 import pytest
@@ -13,9 +13,8 @@ LINK = re.compile(
     r"([^)#:]*)"  # a path from the page's folder, or nothing. One with a colon is on the web
     r"(?:#([^)]*))?\)"  # a heading of that page
 )
-# | [llama.py](llama.py) | a Llama: ... | 836 (525) |
-SCRIPT = re.compile(r"^\| \[(\w+\.py)\].*\| ([\d,]+) \((?:the link: )?(\d+)\) \|$", re.MULTILINE)
-BAR = "# --- The method ends here"
+# | [llama.py](llama.py) | a Llama: ... | 524 |
+CHAPTER = re.compile(r"^\| \[(\w+\.py)\].*\| ([\d,]+) \|$", re.MULTILINE)
 
 
 def anchors(text: str) -> set[str]:
@@ -37,16 +36,9 @@ def test_every_link_within_the_repository_leads_somewhere(page):
             assert anchor in anchors(target.read_text()), f"{path}#{anchor}"
 
 
-def test_the_front_page_says_how_long_each_script_is_and_where_the_method_ends():
-    scripts = SCRIPT.findall((ROOT / "README.md").read_text())
-    assert len(scripts) == 5
-    for name, length, method in scripts:
+def test_the_front_page_says_how_long_each_chapter_is():
+    chapters = CHAPTER.findall((ROOT / "README.md").read_text())
+    assert len(chapters) == 5
+    for name, length in chapters:
         lines = (ROOT / name).read_text().splitlines()
         assert int(length.replace(",", "")) == len(lines), name
-        if name == "netsim.py":  # it has no bar: the link comes first, and stands alone
-            begin = lines.index("# --- The link ---")
-            end = lines.index("# --- The client's channel ---")
-            assert int(method) == end - begin
-        else:
-            bars = [number for number, line in enumerate(lines) if line.startswith(BAR)]
-            assert [int(method)] == bars, name

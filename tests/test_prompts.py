@@ -6,7 +6,7 @@ import pytest
 from conftest import case_name, raises
 from tiny_target import CHAT
 
-from plumbing.prompts import answer_length, drop_oldest_exchanges, read_prompt
+from plumbing.prompts import answer_length, drop_oldest_exchanges, given_or_piped
 
 
 @pytest.mark.parametrize("room, kept, line", [
@@ -33,8 +33,8 @@ def test_a_prompt_that_leaves_no_room_in_the_context_is_an_input_error(capsys):
 
 def test_a_given_prompt_is_taken_as_it_is_and_a_piped_one_without_its_last_line_break(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n two\nlines \n\n"))
-    assert read_prompt(" Hi\n") == " Hi\n"
-    assert read_prompt(None) == "\n two\nlines \n"
+    assert given_or_piped(" Hi\n") == " Hi\n"
+    assert given_or_piped(None) == "\n two\nlines \n"
 
 
 @pytest.mark.parametrize("piped, culprit", [
@@ -42,4 +42,4 @@ def test_a_given_prompt_is_taken_as_it_is_and_a_piped_one_without_its_last_line_
 ], ids=case_name)
 def test_a_piped_prompt_that_is_empty_or_no_text_is_an_input_error(piped, culprit, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped), "utf-8"))
-    raises(culprit, read_prompt, None)
+    raises(culprit, given_or_piped, None)

@@ -20,9 +20,10 @@ from train import drafter_pass
 
 RESULTS = ROOT / "experiments/results"
 FILES = sorted(path.stem for path in RESULTS.glob("*.json"))
-# Comparisons early in training, and others: the page only tells what came out.
+# Of comparisons early in training, and of others, the page only tells what came out.
 EARLY = {name for name in FILES if name.endswith("_early")}
 TOLD = (EARLY - {"text_early"}) | {"staircase", "text", "repeated"}
+TOLD |= {"longer", "longest", "cost", "cost_longest"}
 PAGES = {name: RESULTS / "README.md" for name in FILES}
 PAGES["network"] = RESULTS / "smollm2/README.md"  # the one that is about the default target
 

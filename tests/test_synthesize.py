@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from command_line import Done
 from conftest import ROOT
-from test_bench import Done, assert_refused, command
+from test_bench import assert_refused, command
 from tiny_models import ask
 from tiny_target import CHAT, STOP, make_tiny_target, write
 

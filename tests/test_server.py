@@ -1,0 +1,559 @@
+"""The server: who gets a place, what a client may send, and whole command lines."""
+import contextlib
+import fcntl
+import json
+import math
+import os
+import random
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from command_line import command, refused
+from conftest import ROOT
+from test_client import channel_to
+from test_messages import LIMIT, frame, serving, soon, wait_for
+from test_remote import (  # noqa: F401 (fixtures)
+    CONFIG,
+    impatient,
+    models,
+    new_session,
+    over,
+    serving_models,
+    watch,
+)
+from tiny_models import PROMPT, ask, new_drafter, new_target, target_alone
+
+from app import client
+from app.answers import TimedCycle, answer
+from app.loading import load_model
+from app.packed import pack
+from app.server import MAX_KEPT_REPLIES, TargetSession, announce_on_terminal
+from llama import GenerationConfig, Llama, generate
+from moa import Drafter
+from netsim import make_read
+from plumbing import messages
+from plumbing.devices import DTYPES, choose_dtype
+from plumbing.errors import InputError
+from plumbing.flags import address
+from plumbing.messages import MessageServer, receive_message, send_message
+from plumbing.tokenizer import Tokenizer, load_tokenizer
+from speculate import LocalVerifier
+
+# --- Who gets a place, and who loses it ---
+
+
+def connect(server: MessageServer) -> socket.socket:
+    """A connection that has been greeted."""
+    sock = socket.create_connection(server.server_address, timeout=30)
+    receive_message(sock, LIMIT, soon())
+    return sock
+
+
+@pytest.mark.parametrize("part", [b"", b"MoAs"])
+def test_a_client_that_sends_nothing_more_is_disconnected(models, part, monkeypatch, capsys):
+    monkeypatch.setattr(messages, "IDLE_SECONDS", 0.1)
+    with serving_models(*models) as server:
+        sock = connect(server)
+        with sock:
+            sock.sendall(part)
+            assert sock.recv(1) == b""
+    assert capsys.readouterr().err == "127.0.0.1: timed out\n"
+
+
+def read_text(sock: socket.socket, text: list[int], count: int = 24) -> None:
+    """Ask for the token after a text, and do not wait for it."""
+    fields, tensors = make_read(text, GenerationConfig(count), seed=0)
+    send_message(sock, {**fields, "number": 1}, tensors)
+
+
+def test_one_client_too_many_is_refused_in_one_line_until_another_leaves(models, monkeypatch):
+    monkeypatch.setattr(messages, "PLACE_SECONDS", 0.1)
+    target, drafter = models
+    with serving_models(*models) as server, contextlib.ExitStack() as stack:
+        sockets = []
+        for _ in range(messages.MAX_CLIENTS):
+            sockets.append(stack.enter_context(connect(server)))
+        with pytest.raises(InputError, match="refused: .* already has 8 clients") as error:
+            answer(over(channel_to(server), drafter), PROMPT, CONFIG)
+        assert "\n" not in str(error.value)
+        for sock in sockets[1:]:  # the server goes on serving the clients that it has
+            read_text(sock, PROMPT)
+            receive_message(sock, LIMIT, soon())
+        sockets[0].close()
+        monkeypatch.setattr(messages, "PLACE_SECONDS", 10.0)
+        result = answer(over(channel_to(server), drafter), PROMPT, CONFIG)
+    assert result.tokens == target_alone(target, 24)
+
+
+def test_a_client_that_was_disconnected_while_it_was_idle_reconnects(models, monkeypatch):
+    monkeypatch.setattr(messages, "IDLE_SECONDS", 0.3)
+    target, drafter = models
+    pauses = []
+
+    def emit(cycle: TimedCycle) -> None:
+        if len(pauses) < 3:
+            pauses.append(cycle)
+            time.sleep(0.5)
+
+    with serving_models(*models) as server:
+        result = watch(over(channel_to(server), drafter), PROMPT, CONFIG, emit)
+    assert result.tokens == target_alone(target, 24)
+    assert result.unverified == 0 and result.network["round_trips"] >= 1 + result.target_calls + 3
+
+
+@contextlib.contextmanager
+def stopped_worker(target: Llama, drafter: Drafter):
+    """A server whose worker does nothing, and the event that lets it begin."""
+    begin = threading.Event()
+    with ThreadPoolExecutor(1) as worker:
+        worker.submit(begin.wait)
+        with serving(new_session(target, drafter, worker)) as server:
+            yield server, begin
+            begin.set()
+
+
+def test_the_work_of_clients_that_have_left_is_dropped_and_their_places_are_free_at_once(
+        models, monkeypatch):
+    requests = []
+    prefills = []
+    parse = TargetSession.parse
+    prefill = LocalVerifier.prefill
+    monkeypatch.setattr(TargetSession, "parse", lambda *call: (
+        requests.append(call) or parse(*call)))
+    monkeypatch.setattr(LocalVerifier, "prefill", lambda *call: (
+        prefills.append(call) or prefill(*call)))
+    target, drafter = models
+    with stopped_worker(*models) as (server, begin):
+        for _ in range(20):  # more than there are places
+            sock = connect(server)
+            with sock:
+                read_text(sock, PROMPT)
+                wait_for(lambda: requests)
+            wait_for(lambda: not server.connections)
+            requests.clear()
+        threading.Timer(0.3, begin.set).start()
+        result = answer(over(channel_to(server), drafter), PROMPT, CONFIG)
+    assert result.tokens == target_alone(target, 24)
+    assert len(prefills) == 1
+
+
+def test_a_prompt_whose_client_has_left_is_not_read_to_its_end(monkeypatch):
+    target = new_target(16, context=8192)
+    drafter = new_drafter(target)
+    pieces = []
+    stop_if_client_left = TargetSession.stop_if_client_left
+
+    def slow_piece(session: TargetSession, *progress) -> None:
+        pieces.append(progress)
+        time.sleep(0.05)
+        stop_if_client_left(session)
+
+    monkeypatch.setattr(TargetSession, "stop_if_client_left", slow_piece)
+    for call in ("read", "generate"):
+        pieces.clear()
+        with serving_models(target, drafter) as server:
+            sock = connect(server)
+            with sock:
+                fields, tensors = make_read(PROMPT * 2000, GenerationConfig(24), seed=0)
+                changes = {"call": call, "number": 1, "stop_ids": []}
+                send_message(sock, fields | changes, tensors)
+                wait_for(lambda: len(pieces) >= 2)
+            wait_for(lambda: not server.connections)
+        assert len(pieces) < 8  # a prompt of 8000 tokens has more
+
+
+# --- Hostile messages ---
+
+READ = {
+    "call": "read",
+    "number": 1,
+    "max_new_tokens": 3,
+    "temperature": 0.8,
+    "top_p": 1.0,
+    "seed": 0,
+}
+GENERATE = READ | {"call": "generate", "stop_ids": []}
+VERIFY = {"call": "verify", "number": 2, "drafts": [1, 2, 1], "parents": [0, 1, 0]}  # a small tree
+TEXT = torch.tensor(PROMPT, dtype=torch.int32)
+IDS = torch.arange(16, dtype=torch.int32).expand(2, 16).contiguous()  # of two parents
+WEIGHTS = torch.full((2, 16), 9, dtype=torch.uint8)
+
+
+def each(name: str, *values: object) -> list[dict]:
+    """Changes of a request: each of these values in this place. None: without it."""
+    return [{name: value} for value in values]
+
+
+WRONG_NUMBERS = each("number", None, 0, -1, 1.0, "1", 2**64)
+WRONG_TEXTS = [
+    *WRONG_NUMBERS,
+    *each("call", "stop", []),
+    *each("tokens", None, TEXT.long(), TEXT[None], TEXT[:0], TEXT - 1),
+    *each("tokens", TEXT + 12, TEXT.repeat(16)),  # the target has 16 tokens, its context 64
+    *each("max_new_tokens", None, 0, 2.0, 61),  # 61: with the prompt one too many
+    *each("temperature", -1, math.nan, 101, "warm", "0.8", True),
+    *each("top_p", 0, 1.1, math.nan),
+    *each("seed", -1, 2**63, True),
+]
+WRONG_DRAFTS = [
+    *WRONG_NUMBERS,
+    *each("drafts", None, [1, 2, 16], [1, 2, -1], [1, 2, 1.0], [1, 2, True], [1, 2]),
+    {"drafts": [1] * 65, "parents": [0] * 65},
+    *each("parents", None, [0, 1], [-1, 1, 0], [0, 1.0, 0]),
+    *each("parents", [0, 2, 0], [0, 3, 0], [0, 0, 0]),  # itself, a later one, fewer than have a q
+    *each("ids", None, IDS.float(), IDS[:1], IDS[:, :15], IDS + 1),
+    *each("weights", None, WEIGHTS.int(), WEIGHTS[:, :15]),
+    *each("weights", WEIGHTS * torch.tensor([[1], [0]], dtype=torch.uint8)),
+    *each("weights", WEIGHTS * (IDS != 2)),  # a token that cannot have been drawn
+]
+
+
+def request(right: dict, changes: dict) -> tuple[dict, dict]:
+    """Fields and tensors of a request with these changes. None: without it."""
+    changed = right | {"tokens": TEXT, "ids": IDS, "weights": WEIGHTS} | changes
+    fields = {}
+    tensors = {}
+    for name, value in changed.items():
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+        elif value is not None:
+            fields[name] = value
+    return fields, tensors
+
+
+def reply_to(session: TargetSession, right: dict, changes: dict) -> list[tuple[dict, dict]]:
+    """All replies to such a request."""
+    compute_replies = session.parse(*request(right, changes))
+    return list(compute_replies())
+
+
+@pytest.mark.parametrize("right, wrong", [
+    *((READ, wrong) for wrong in WRONG_TEXTS + each("known", -1, 4, "all")),
+    *((GENERATE, wrong) for wrong in each("stop_ids", None, [[]]) + [{"max_new_tokens": 61}]),
+    *((VERIFY, wrong) for wrong in WRONG_DRAFTS)], ids=lambda value: str(value)[:40])
+def test_a_malformed_request_is_refused_and_a_right_one_after_it_is_answered(models, right, wrong):
+    with ThreadPoolExecutor(1) as worker:
+        session = new_session(*models, worker)(lambda: False)
+        if right is VERIFY:
+            with pytest.raises(ValueError, match="drafts must follow a text"):
+                reply_to(session, VERIFY, {})
+            reply_to(session, READ, {})
+        with pytest.raises((LookupError, TypeError, ValueError)):
+            reply_to(session, right, wrong)
+        (fields, _), *more = reply_to(session, right, {})
+        assert 0 <= fields["token"] < 16
+        assert len(more) == (2 if right["call"] == "generate" else 0)
+
+
+@pytest.mark.parametrize("verified, parents, complaint", [
+    (0, list(range(64)), "positions [0-9]+: expected an int from 0 to 64"),  # the context
+    (5, [0] * 64, "slots in the cache [0-9]+: expected an int from 0 to 72")],
+    ids=["chain", "siblings"])
+def test_drafts_beyond_what_was_asked_for_are_refused(models, verified, parents, complaint):
+    with ThreadPoolExecutor(1) as worker:
+        session = new_session(*models, worker)(lambda: False)
+        reply_to(session, READ, {"temperature": 0})
+        for _ in range(verified):  # each adds a token to the server's cache
+            reply_to(session, VERIFY, {"drafts": [], "parents": []})
+        too_many = {"drafts": [1] * 64, "parents": parents}
+        with pytest.raises(ValueError, match=f"invalid number of {complaint}$"):
+            reply_to(session, VERIFY, too_many)
+
+
+ODD = [
+    None, -1, 0, 1, 3, 10**9, 2**70, 10**400, "0", [], {}, 1.5, math.nan, math.inf, True, [-1],
+    [[]], "\ud800",
+]
+SHAPES = [(0,), (1,), (3,), (2, 16), (2, 16), (70,), (), (2**40, 0)]
+
+
+def random_request(generator: random.Random) -> tuple[dict, dict]:
+    """Fields and tensors of a request that is nearly right."""
+    fields = GENERATE | VERIFY | {"session": "", "missed": 1}
+    calls = ["read", "verify", "generate", "verify", "repeat", "stop"]
+    fields["call"] = generator.choice(calls)
+    fields["temperature"] = generator.choice([0, 0.8])
+    for name in generator.sample(sorted(fields), generator.choice([0, 1, 1, 3])):
+        fields[name] = generator.choice(ODD)
+    tensors = {}
+    for name in ("tokens", "ids", "weights"):
+        if generator.random() < 0.9:
+            end = generator.choice([2, 16, 17])
+            dtype = generator.choice([torch.int32, torch.uint8, torch.half])
+            tensors[name] = torch.randint(-1, end, generator.choice(SHAPES)).to(dtype)
+    if generator.random() < 0.5:
+        tensors["ids"] = IDS
+    return fields, tensors
+
+
+def random_message(number: int, whole: bytes, generator: random.Random) -> bytes:
+    """A message that is cut short, one with some bytes replaced, or three requests that are nearly
+    right after at most two that are."""
+    start = generator.randrange(len(whole))
+    kind = number % 8
+    if kind < 5:
+        if number % 2 == 0:
+            return whole[:start]
+        end = start + generator.randrange(9)
+        return whole[:start] + generator.randbytes(generator.randrange(9)) + whole[end:]
+    message = whole * (kind - 5)
+    for _ in range(3):
+        fields, tensors = random_request(generator)
+        message += frame(fields, tensors)
+    return message
+
+
+def test_hundreds_of_malformed_frames_leave_the_server_serving(capsys):
+    target = new_target(16, layers=1)
+    drafter = new_drafter(target)
+    generator = random.Random(0)
+    whole = frame(READ, {"tokens": TEXT})
+    with serving_models(target, drafter) as server:
+        for number in range(500):
+            sock = socket.create_connection(server.server_address, timeout=30)
+            with sock, contextlib.suppress(OSError):
+                sock.sendall(random_message(number, whole, generator))
+                sock.shutdown(socket.SHUT_WR)
+                while sock.recv(1 << 16):
+                    pass
+        wait_for(lambda: not server.connections)
+        result = answer(over(channel_to(server), drafter), PROMPT, CONFIG)
+        assert result.tokens == target_alone(target, 24)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 200
+    assert all(line.startswith("127.0.0.1: ") for line in lines)
+
+
+def test_the_newest_reply_of_a_session_is_kept_for_a_while_and_for_nobody_else(models):
+    with ThreadPoolExecutor(1) as worker:
+        sessions = []
+        connect = new_session(*models, worker)
+        for _ in range(MAX_KEPT_REPLIES + 1):
+            sessions.append(connect(lambda: False))
+            [reply] = reply_to(sessions[-1], READ, {})
+
+        def repeated(session: str, number: object) -> dict:
+            request = {"call": "repeat", "session": session, "missed": number}
+            [(fields, _)] = reply_to(sessions[-1], request, {})
+            return fields
+
+        newest = sessions[-1].name
+        assert repeated(newest, 1) == reply[0]
+        for session, number in ((newest, 2), (newest, "1"), ("", 1), (sessions[0].name, 1)):
+            assert repeated(session, number) == {}
+        reply_to(sessions[1], VERIFY, {"drafts": [], "parents": []})
+        assert repeated(sessions[1].name, 1) == {} != repeated(sessions[1].name, 2)
+
+
+# --- Whole command lines, in processes of their own ---
+
+
+class Processes(NamedTuple):
+    """All are started at once, because most of their time is that of imports."""
+
+    piped: subprocess.Popen  # its prompt comes from a pipe; all else, on a CPU, is the default
+    server: subprocess.Popen  # until Ctrl-C
+    alone: subprocess.Popen  # without drafts, from a server of its own, for minutes
+    chat: subprocess.Popen  # on a terminal, over a slow link: its answers take a minute
+    terminal: int  # our end of it
+
+
+def start(*arguments: str, **streams) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "speculate.py", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"TERM": "dumb"},
+        start_new_session=True,
+        preexec_fn=take_terminal,
+        **streams,
+    )
+
+
+STREAMS = "stdin", "stdout", "stderr"
+
+
+def take_terminal() -> None:
+    """Let Ctrl-C on the terminal, if stdin is one, reach this process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's & ignores it
+    if os.isatty(0):
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.fixture(scope="module")
+def tiny(checkpoint) -> tuple[Llama, Tokenizer]:
+    """The target of these command lines, and its tokenizer."""
+    folder = checkpoint[1]
+    return load_model(folder), load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def processes(checkpoint):
+    pipe = subprocess.PIPE
+    outputs = dict(stdout=pipe, stderr=pipe, text=True)
+    slow = ["--remote", "--max-new-tokens", "1700", *checkpoint]
+    api = ["--no-speculation", "--bandwidth", "5kbit"]
+    terminal, theirs = os.openpty()
+    started = Processes(
+        piped=start("--remote", "--latency", "21ms", "--device", "cpu", stdin=pipe, **outputs),
+        server=start("--serve", "0", *checkpoint, **outputs),
+        alone=start("--prompt", "Why?", *api, *slow, **outputs),
+        chat=start("--trace", "--latency", "30ms", *slow, **dict.fromkeys(STREAMS, theirs)),
+        terminal=terminal,
+    )
+    os.close(theirs)
+    started.piped.stdin.write("Say hi.\n")
+    started.piped.stdin.close()
+    yield started
+    os.close(terminal)
+    *all_started, _ = started
+    for process in all_started:
+        process.kill()
+        with process:
+            pass  # closes its pipes and waits for its end
+
+
+def is_running(pid: str) -> bool:
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        return "State:\tZ" not in status  # a zombie has ended
+    return False
+
+
+def own_processes(client: subprocess.Popen) -> list[str]:
+    """The processes that a client has started: its server."""
+    children = Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text().split()
+    assert children and all(map(is_running, children))
+    return children
+
+
+def read_until(terminal: int, pattern: str) -> str:
+    """What comes from a terminal until it matches."""
+    text = ""
+    deadline = soon(60)
+    while not re.search(pattern, text, re.DOTALL):
+        ready, _, _ = select.select([terminal], [], [], max(0, deadline - time.monotonic()))
+        assert ready, text
+        text += os.read(terminal, 1 << 16).decode(errors="replace")
+    return text
+
+
+def test_ctrl_c_on_a_terminal_ends_an_answer_and_the_end_of_the_chat_its_server(processes):
+    terminal = processes.terminal
+    read_until(terminal, "Ask something.*> ")
+    servers = []
+    for question in (b"one\n", b"two\n"):
+        os.write(terminal, question)
+        read_until(terminal, "cycle 2: ")
+        servers.append(own_processes(processes.chat))
+        os.write(terminal, b"\x03")
+        read_until(terminal, r"tokens \(interrupted\), .* bytes up.*> ")
+    assert servers[0] == servers[1]
+    os.write(terminal, b"\x04")
+    read_until(terminal, "answers, .* acceptance length")
+    assert processes.chat.wait(30) == 0
+    wait_for(lambda: not any(map(is_running, servers[0])))
+
+
+def test_a_server_of_our_own_may_be_a_plain_api_and_ends_even_if_its_client_is_killed(
+        processes, tiny):
+    alone = processes.alone
+    text = alone.stdout.read(20)  # the answer has begun
+    target, tokenizer = tiny
+    prompt = tokenizer.chat(ask("Why?"))
+    whole = tokenizer.decode(list(generate(target, prompt, GenerationConfig(60))))
+    assert whole.startswith(text) and len(text) == 20
+    its_server = own_processes(alone)
+    alone.kill()
+    assert alone.wait(30) == -signal.SIGKILL
+    wait_for(lambda: not any(map(is_running, its_server)))
+
+
+def test_the_command_line_gives_the_same_tokens_with_the_target_on_a_server_that_ctrl_c_ends(
+        processes, tiny, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "MIN_TIMEOUT", 0.2)
+    target, tokenizer = tiny
+    alone = list(generate(target, tokenizer.chat(ask("Why?")), CONFIG))
+    server = processes.server
+    address = server.stdout.readline().strip()
+    question = [*checkpoint, "--prompt", "Why?", "--max-new-tokens", "24", "--remote", address]
+    for more in (["--network", "4g"], ["--network", "wan", "--no-speculation"]):
+        done = command(*question, "--json", *more)
+        result = json.loads(done.out)
+        assert done.status == 0 and result["tokens"] == alone
+        assert result["disconnected"] is False and result["unverified_tokens"] == 0
+        for name in ("bytes_up", "bytes_down", "round_trips", "network_seconds"):
+            assert result[name] > 0
+    lost = command(*question, "--disconnect-after", "9")
+    assert lost.status == 0 and " of 24 tokens are the drafter's own, unverified\n" in lost.err
+    other = shutil.copytree(checkpoint[1], tmp_path / "other")
+    with open(other / "config.json", "a") as file:
+        file.write(" ")  # of the same sizes, but not the same files
+    for more in ([], ["--no-speculation"]):
+        done = command(*question, "--model", other, *more)
+        refused(done, "the server has another target; start both sides with the same")
+    host, port = address.split(":")
+    done = command("--serve", port, "--model", "nowhere")  # noticed before loading
+    refused(done, f"cannot serve at localhost:{port}: ")
+    with contextlib.ExitStack() as stack:
+        _, busy = [
+            stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(2)
+        ]
+        receive_message(busy, LIMIT, soon())
+        fields, tensors = make_read(PROMPT, GenerationConfig(2000), seed=0)
+        send_message(busy, fields | {"call": "generate", "stop_ids": []}, tensors)
+        receive_message(busy, LIMIT, soon())  # the first token of many
+        server.send_signal(signal.SIGINT)
+        assert server.wait(30) == 130
+    advice = f"connect with: python speculate.py --remote {address}"
+    assert server.stderr.read() == f"{advice} (and this side's --model and --drafter)\n"
+
+
+def test_the_prompt_may_come_from_a_pipe_and_the_target_from_a_server_of_our_own(
+        processes, smollm2):
+    _, tokenizer = smollm2
+    dtype = DTYPES[choose_dtype("cpu", None)]
+    model = pack(load_model("smollm2", "cpu", dtype))  # exact, also in bfloat16
+    out = processes.piped.stdout.read()
+    err = processes.piped.stderr.read()
+    prompt = tokenizer.chat(ask("Say hi."))
+    config = GenerationConfig(256, stop_ids=frozenset(tokenizer.stop_ids))
+    assert processes.piped.wait(30) == 0, err
+    assert out == tokenizer.decode(list(generate(model, prompt, config))) + "\n"
+    assert "bytes up" in err and "unverified" not in err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_address_that_a_server_prints_is_one_that_remote_takes(host, capsys):
+    announce_on_terminal((host, 7000))
+    out, err = capsys.readouterr()
+    assert address(out.strip()) == (host, 7000)
+    assert f"--remote {out.strip()} " in err
+
+
+REMOTE = ["--prompt", "Hi", "--remote"]
+
+
+@pytest.mark.parametrize("arguments, complaint", [
+    ([*REMOTE, "--latency", "21"], "a duration like"),
+    ([*REMOTE, "--network", "3g"], "--network"),
+    ([*REMOTE, "http://localhost:7000"], "HOST:PORT"),
+    (["--serve", "0.0.0.0:7000"], "ssh -L 7000:localhost:7000 server"),
+    ([*REMOTE, "a..b:7000"], "no connection to a..b:7000"),
+    ([*REMOTE, "127.0.0.1:9"], "no connection to 127.0.0.1:9"),
+    ([*REMOTE, "[::1]:9"], "no connection to ::1:9"),
+    ([*REMOTE, "127.0.0.1:9", "--no-speculation"], "no connection to 127.0.0.1:9")], ids=str)
+def test_a_network_that_is_not_there_is_refused(arguments, complaint, checkpoint, impatient):
+    refused(command(*checkpoint, *arguments), complaint)
