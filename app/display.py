@@ -73,10 +73,16 @@ class Trace:
     sampling: Sampling  # only its temperature and top_p are used
     as_json: bool
     cycles: int = 0
+    newest: str = ""  # the text of the answer's newest token
+
+    def __post_init__(self):
+        self.stream = TextStream(self.tokenizer)  # of the answer so far
 
     def emit(self, cycle: TimedCycle) -> None:
         self.cycles += 1
         record = self.record(cycle)
+        for token in cycle.tokens:
+            self.newest = self.stream.add(token)
         lines = [json.dumps(record)] if self.as_json else terminal.draw_cycle(record)
         print(*lines, sep="\n", flush=True)
 
@@ -87,13 +93,13 @@ class Trace:
     def record(self, cycle: TimedCycle) -> dict:
         """Return the record of a cycle."""
         result = cycle.result
-        shown = cycle.tokens if cycle.is_offline else [result.token]
+        texts = self.texts_after_answer([*result.accepted, result.token])
         record = {
             "cycle": self.cycles,
-            "root": self.tokenizer.decode(result.draft.tokens[:1]),
+            "root": self.newest,
             "drafts": self.drafted_nodes(cycle),
             "token": result.token,
-            "text": self.tokenizer.decode(shown),
+            "text": "".join(texts) if cycle.is_offline else texts[-1],
             "tokens": cycle.tokens,
             "offline": cycle.is_offline,
             "draft_seconds": cycle.draft_seconds,
@@ -102,6 +108,14 @@ class Trace:
         if cycle.traffic is not None:
             record["link"] = {"state": result.link, **vars(cycle.traffic)}
         return record
+
+    def texts_after_answer(self, tokens: list[int]) -> list[str]:
+        """Return what each token would add to the text of the answer so far: "" if a token ends
+        inside a character, and the whole character with the token that completes it."""
+        stream = TextStream(self.tokenizer)
+        stream.before = list(self.stream.before)
+        stream.pending = list(self.stream.pending)
+        return [stream.add(token) for token in tokens]
 
     def drafted_nodes(self, cycle: TimedCycle) -> list[dict]:
         """Return the drafted tokens as the record lists them."""
@@ -115,9 +129,10 @@ class Trace:
         nodes = []
         for i, token in enumerate(draft.tokens[1:], start=1):
             parent = draft.parents[i]
+            tokens = [draft.tokens[node] for node in draft.paths[i][1:]]
             node = {
                 "token": token,
-                "text": self.tokenizer.decode([token]),
+                "text": self.texts_after_answer(tokens)[-1],
                 "parent": parent - 1,  # node 1 has index 0 in this list
                 "q": draft.probabilities[i],
                 "p": None if p is None else float(p[parent, token]),

@@ -63,6 +63,7 @@ from app.loading import (
     load_models,
     load_target,
     make_ready,
+    read_drafter_config,
 )
 from app.packed import PackedLinear
 from app.server import start_server
@@ -395,6 +396,8 @@ def load(args: Namespace, dtype: torch.dtype) -> tuple[Models, dict[str, Drafter
         folder = args.drafter[0] if args.drafter else None
         models = load_models(args.model, folder, args.device, dtype)
         return models, {str(folder): models.drafter}
+    for folder in args.drafter:
+        read_drafter_config(folder)  # before the target loads, which takes longer
     target, tokenizer = load_target(args.model, args.device, dtype)
     drafters = {}
     for folder in args.drafter:

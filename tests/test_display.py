@@ -16,7 +16,7 @@ from app.loading import load_model
 from llama import GenerationConfig, Sampling, probabilities
 from moa import DraftLimits
 from plumbing.terminal import GREEN, PLAIN, RED, draw_cycle
-from plumbing.tokenizer import load_tokenizer
+from plumbing.tokenizer import TextStream, load_tokenizer
 
 SAMPLED = ["--temperature", "1.2", "--top-p", "0.95"]
 TRACES = {
@@ -97,8 +97,20 @@ def test_a_traced_p_is_the_targets_probability_of_a_draft(traced, tiny):
             logits = target(torch.tensor([text + before]))[0, -1]
             p = probabilities(logits, temperature, top_p)[draft["token"]]
             assert draft["p"] == pytest.approx(float(p), abs=1e-4)
-            assert draft["text"] == tokenizer.decode([draft["token"]])
         text += accepted_tokens(cycle)
+
+
+def test_a_traced_text_is_what_the_token_adds_to_the_answer_and_its_path(traced, tiny):
+    """Of a character of several tokens, the last one adds all."""
+    answer = []
+    for cycle in traced.cycles:
+        paths = {-1: []}
+        for i, draft in enumerate(cycle["drafts"]):
+            paths[i] = paths[draft["parent"]] + [draft["token"]]
+            stream = TextStream(tiny[1])
+            added = [stream.add(token) for token in answer + paths[i]]
+            assert draft["text"] == added[-1]
+        answer += cycle["tokens"]
 
 
 CYCLE = re.compile(
