@@ -288,7 +288,6 @@ class Llama(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        # nn.Embedding(V, E) is the same, but takes a second on the meta device of `load_llama`.
         embeddings = torch.randn(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
         self.layers = nn.ModuleList()
@@ -427,8 +426,8 @@ def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
     (Tokens exactly as likely as the last one are also in the nucleus. Otherwise the order in which
     a sort puts equal numbers would decide, and in bfloat16 many probabilities are equal.)
     """
-    # Sorting all of V would do. But usually the likeliest few tokens are enough, and are found forty
-    # times as fast.
+    # Sorting all of V would do. But usually the likeliest few tokens are enough, and are found much
+    # faster.
     for count in (64, 1024, p.shape[-1]):
         descending = p.topk(min(count, p.shape[-1])).values  # (..., count)
         sums = descending.cumsum(-1)  # up to and including each token
@@ -507,13 +506,26 @@ def load_llama(folder: str | Path, device="cpu", dtype=torch.float32) -> Llama:
     Raises ValueError for another architecture, or for RoPE that is scaled (Llama-3.1 and later).
     `load_model` of app/loading.py reads these too, and other formats, and checks what it reads.
     """
-    stated = json.loads(Path(folder, "config.json").read_text())
+    config_file = Path(folder, "config.json")
+    stated = {k: v for k, v in json.loads(config_file.read_text()).items() if v is not None}
+    # Newer files state theta among the settings of RoPE.
     rope = stated.get("rope_parameters") or stated.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if stated["model_type"] != "llama" or rope_type != "default":
-        raise ValueError(f"{folder}: a {stated['model_type']} with RoPE of type {rope_type}")
-    # Older files leave out the head size, newer ones state theta among the settings of RoPE.
-    sizes = {"head_dim": stated["hidden_size"] // stated["num_attention_heads"]} | stated | rope
+    variant = (
+        stated["model_type"],
+        stated.get("hidden_act", "silu"),
+        rope.get("rope_type", rope.get("type", "default")),
+    )
+    if variant != ("llama", "silu", "default"):
+        raise ValueError(f"{config_file}: {variant} is not a Llama's architecture")
+    heads = stated["num_attention_heads"]
+    sizes = {  # what Hugging Face takes for sizes that are left out
+        "num_key_value_heads": heads,
+        "head_dim": stated["hidden_size"] // heads,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+    }
+    sizes |= stated | rope
     names = [field.name for field in fields(Config)]
     config = Config(**{name: sizes[name] for name in names if name in sizes})
     with torch.device("meta"):  # shapes without data: the weights come from the files
@@ -522,10 +534,9 @@ def load_llama(folder: str | Path, device="cpu", dtype=torch.float32) -> Llama:
     for file in Path(folder).glob("model*.safetensors"):  # one, or several shards
         for name, tensor in load_file(file).items():
             weights[name.removeprefix("model.")] = tensor.to(device, dtype)
-    if config.tie_word_embeddings:
-        weights["lm_head.weight"] = weights["embed_tokens.weight"]
+    # A tied head has no weights of its own: it uses the embeddings.
+    weights.setdefault("lm_head.weight", weights["embed_tokens.weight"])
     model.load_state_dict(weights, assign=True)
-    model.tie_weights()  # again, to the embeddings that were loaded
     return model.to(device)  # moves the rotary table; the weights are there already
 
 

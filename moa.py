@@ -10,14 +10,15 @@ four parts, which the next section writes as formulas:
     SA   Self-Attention, causal, reads the embeddings of the text and of the draft, so that a
          drafted token sees the drafted tokens before it.
     CA   Cross-Attention takes its queries from SA's output, and its keys and values from the memory
-         of all verified tokens. It never reads what the drafter itself has guessed, so training can
-         show it the very memory that it will have while drafting (*on-policy*: see train.py).
+         of all verified tokens. These are never guesses of the drafter's own, so training can show
+         it the very memory that it will have while drafting (*on-policy*: see train.py).
     TLI  Target Layer Inference runs the target's last N layers on CA's output. With N = 0 there are
          none, and CA's output itself predicts the target's final hidden state, as in the shipped
          drafters. The last section is about N > 0.
 
-`Drafter` has these layers. `DraftState` runs them for one conversation, with caches, and makes
-chains and trees of drafted tokens. speculate.py lets the target verify them.
+`Drafter` has these layers. `DraftState` runs them for one conversation, with caches, and drafts a
+chain of tokens: there the method is complete. Trees follow, which let a token have alternatives.
+speculate.py lets the target verify what is drafted.
 """
 from __future__ import annotations
 
@@ -34,17 +35,18 @@ from llama import (
 
 # --- The method in formulas ---
 #
-# Number the tokens 0, 1, 2, ... A token is *verified* once the target has read and kept it. The
-# *text* is the verified tokens, 0 to t - 1. Token t, the *root*, follows the text. The root is the
-# newest token, which the target has chosen but not yet read. The tokens after the root are drafted.
-# e_j is the embedding of token j, and [k_jl v_jl] are its key and value in the target's layer l:
+# Number the tokens 0, 1, 2, ... A token is *verified* once the target has read and kept it: its
+# keys and values are then in the target's cache. The *text* is the verified tokens, 0 to t - 1.
+# Token t, the *root*, is the newest one: the target has chosen it, but not read it yet. The tokens
+# after the root are drafted. e_j is the embedding of token j, and [k_jl v_jl] are its key and value
+# in the target's layer l. What follows token i, for i >= t, is predicted by
 #
 #                                                                               in the code
 #     z_j1, ..., z_jL = LSA([k_j1 v_j1], ..., [k_jL v_jL])   for all j < t      layer_self_attend
 #     m_j = W mean(z_j1, ..., z_jL) + b                                         memory
 #     s_i = the last output of SA(e_0, ..., e_i)                                sa_output
 #     g_i = CA(query s_i; keys and values from m_0, ..., m_{t-1})               ca_output
-#     h'_i = g_i if N = 0, else norm(the target's last N layers on g_i)         hidden
+#     h'_i = g_i, or with N > 0 see the last section                            hidden
 #     q_i = softmax(LM head h'_i)                                               q
 #
 # LSA lets the vector of each layer take what it needs from the other layers. The results are
@@ -53,10 +55,10 @@ from llama import (
 # head 0, then the key and value of head 1, and so on.
 #
 # h'_i predicts the target's final hidden state at token i, from which the target's own LM head
-# computes q_i, the distribution of token i + 1.
+# computes q_i, the drafter's distribution of token i + 1.
 #
-# Shapes: those of llama.py, plus N reused target layers, K drafted tokens, F nodes on the frontier
-# of a draft (see `DraftLimits`). LSA, SA, CA and the target each have their own H, Hkv and D.
+# Shapes: those of llama.py, plus N reused target layers, K drafted tokens, F tokens that are run
+# through the drafter at once. LSA, SA, CA and the target each have their own H, Hkv and D.
 
 # --- The layers ---
 
@@ -85,7 +87,7 @@ def kv_hidden_size(sizes: Config) -> int:
 
 def default_config(target: Llama) -> DrafterConfig:
     """Return the paper's sizes for Llama-3-8B. For other targets the proportions are the same, as
-    closely as the numbers of heads allow. For Llama-3-8B, 0.25 billion parameters in all:
+    closely as the numbers of heads allow. For Llama-3-8B, 0.26 billion parameters in all:
 
         layer      width    heads    kv heads    MLP
         LSA         2048       32           8    3072
@@ -119,9 +121,8 @@ class CrossAttentionLayer(DecoderLayer):
     """A decoder layer whose queries come from one sequence, and whose keys and values come from a
     different one, the memory.
 
-    Call `keys_values(memory, rope)` once, then `attend_to` with any queries. The attention module
-    is named `self_attn`, as in the authors' checkpoints. One norm, `input_layernorm`, serves both
-    sequences.
+    Call `keys_values(memory, rope)` once, then `attend_to` with any queries. The names are those of
+    the authors' checkpoints, so the attention is `self_attn`, and one norm serves both sequences.
     """
 
     def attend_to(self, kv: Tensor, x: Tensor, rope: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -237,16 +238,25 @@ class Drafter(nn.Module):
         return CacheUpdate(tokens, ca_kv, cache.kv[first_reused:, :, :, start:end])
 
 
-# --- Drafts ---
+@dataclass
+class CacheUpdate:
+    """The keys and values by which the drafter's caches grow when T tokens have been verified. (CA
+    reads only keys and values, so these are computed from the memory at once.)"""
+
+    tokens: list[int]
+    ca_kv: Tensor  # CA's, computed from the memory, (1, Hkv, T, 2D)
+    tli_kv: Tensor  # the target's own, in its last N layers, (N, 1, Hkv, T, 2D): a view
+
+
+# --- Drafting, with caches ---
 
 
 class Draft:
-    """A tree of tokens: the root, and drafted tokens that may follow it. A chain is the simplest
-    tree.
+    """The root, and drafted tokens that may follow it: a chain or, more generally, a tree.
 
     The tokens are numbered in the order in which they are added, and a *node* is such a number.
-    Node 0 is the root. Node i has the token tokens[i], and follows node parents[i], whose number is
-    smaller:
+    Node 0 is the root. Node i has the token tokens[i], and follows node parents[i]. In a chain that
+    is node i - 1. In a tree two tokens may follow the same one:
 
         node   token        parent   path
          0     " lies"        -1     0
@@ -306,70 +316,31 @@ class Draft:
         """Return how many levels a node is below the root."""
         return len(self.paths[node]) - 1
 
-    def mask(self, nodes: list[int], cached: list[int], text_length: int) -> Tensor:
-        """Return which slots of a cache each of `nodes` may see, as a mask of shape (len(nodes),
-        text_length + len(cached)). A node sees the whole text, its ancestors and itself. It does
-        not see its siblings, which are alternatives to it.
-
-        cached: the nodes whose keys and values lie in the cache after the text, in this order.
-        """
-        rows = []
-        for node in nodes:
-            rows.append([other in self.paths[node] for other in cached])
-        text = torch.ones(len(nodes), text_length, dtype=torch.bool)
-        return torch.cat([text, torch.tensor(rows)], dim=1)
-
-    def keep(self, kept: list[int]) -> Draft:
-        """Return the draft of these nodes only, in this order: the root first, and each parent
-        before its children. For temperature 0 only: a token that was drawn must be proposed."""
-        smaller = Draft(self.tokens[0])
-        new_node = {0: 0}  # from the number of a kept node to its number in the smaller draft
-        for node in kept[1:]:
-            parent = new_node[self.parents[node]]
-            new_node[node] = smaller.add(self.tokens[node], parent, self.probabilities[node])
-        return smaller
-
 
 @dataclass(frozen=True)
 class DraftLimits:
-    """The limits of a draft, which grows level by level.
-
-    To *expand* a node is to run the drafter on it and to add tokens after it. The nodes that are
-    expanded next are the *frontier*. The first three limits are EAGLE-2's. The other two stop a
-    draft where the drafter is unsure, as in Kangaroo (Liu et al. 2024) and others.
-    """
+    """The limits of a draft. The first three are EAGLE-2's. The other two save the cost of unlikely
+    tokens, as in Kangaroo (Liu et al. 2024) and others."""
 
     depth: int  # levels below the root, at most; for a chain, K drafted tokens
-    top_k: int = 1  # nodes on a frontier, at most; with 1 the draft is a chain
+    top_k: int = 1  # nodes that a level of a tree expands, at most; with 1 the draft is a chain
     total_tokens: int = 64  # drafted tokens of a tree, at most; does not limit a chain
-    min_confidence: float = 0.0  # stop if the probabilities of a frontier's paths sum to less
+    min_confidence: float = 0.0  # stop if the probabilities of the newest paths sum to less
     min_probability: float = 0.0  # a tree ignores paths below this probability
-
-
-# --- Drafting: the layers with caches, for one conversation ---
-
-
-@dataclass
-class CacheUpdate:
-    """The keys and values by which the drafter's caches grow when T tokens have been verified. (CA
-    reads only keys and values, so these are computed from the memory at once.)"""
-
-    tokens: list[int]
-    ca_kv: Tensor  # CA's, computed from the memory, (1, Hkv, T, 2D)
-    tli_kv: Tensor  # the target's own, in its last N layers, (N, 1, Hkv, T, 2D)
 
 
 class DraftState:
     """The drafter's side of one conversation: three caches, and the draft that is being made.
+
+    To draft is to `step` on the newest node, to choose a token after it from q, and to repeat. A
+    node is *expanded* when the drafter has run on it: it then has keys and values, too.
 
         keys and values         of verified tokens        of expanded nodes of the draft
         self_cache  SA          its own                   its own
         ca_cache    CA          made from the memory      none: they have no memory
         tli_cache   N layers    the target's own          computed from CA's output
 
-    While drafting, `self_cache` and `tli_cache` grow by the same nodes in the same order, that of
-    `expanded`, so one mask serves both. For example, with a text of 10 tokens and a chain of three,
-    of which the target accepts two:
+    For example, with a text of 10 tokens and a chain of three, of which the target accepts two:
 
                                         length of the caches:   SA   CA   TLI
         before the draft                                        10   10   10
@@ -385,7 +356,7 @@ class DraftState:
 
     def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
         """capacity: the slots of each cache, one for each token of the text and one for each
-        expanded node of a draft. A tree has at most 1 + (depth - 1) * top_k expanded nodes."""
+        expanded node of a draft: at most 1 + (depth - 1) * top_k."""
         config = drafter.config
         target = drafter.target
         self.drafter = drafter
@@ -430,20 +401,12 @@ class DraftState:
         self.self_cache.length = self.text_length
         self.tli_cache.length = self.text_length
 
-    def draft(self, root: int, limits: DraftLimits) -> Draft:
-        """Draft a chain or, at temperature 0, a tree of tokens that may follow the root. (Trees
-        that are drawn: `TreeSampler` of speculate.py.)"""
-        self.discard_draft()  # an earlier draft, if nothing was verified since
-        if limits.top_k == 1:
-            return self.draft_chain(root, limits)
-        return self.draft_tree(root, limits)
-
     def step(self, draft: Draft, frontier: list[int]) -> Tensor:
-        """Run SA, CA and TLI on the frontier, whose nodes are all on one level. Returns predicted
-        hidden states (F, E)."""
+        """Run SA, CA and TLI on some nodes: the newest one of a chain, or several of one level of a
+        tree. Returns predicted hidden states (F, E)."""
         drafter = self.drafter
         self.expanded += frontier  # before the mask is made: each node sees itself as well
-        mask = self.tree_mask(draft, frontier)  # (F, S)
+        mask = self.frontier_mask(draft, frontier)  # (F, S)
         # Nodes of one level have the same position, so one angle serves them all: (2, 1, D).
         position = self.text_length + draft.depth(frontier[0])
         rope = drafter.rotary[:, position:position + 1]
@@ -460,16 +423,8 @@ class DraftState:
         self.tli_cache.length += len(frontier)
         return hidden.squeeze(0)
 
-    def tree_mask(self, draft: Draft, frontier: list[int]) -> Tensor | None:
-        """Return which tokens in the caches each node of the frontier sees, (F, S), or None if all
-        see all of them, as in a chain: attention is faster without a mask."""
-        if draft.is_chain:
-            return None
-        mask = draft.mask(frontier, self.expanded, self.text_length)
-        return None if mask.all() else mask.to(self.drafter.device)
-
     def embed(self, tokens: list[int]) -> Tensor:
-        """Look up embeddings of tokens: (1, T, E)."""
+        """Look up embeddings: (1, T, E)."""
         return self.drafter.embed(torch.tensor([tokens], device=self.drafter.device))
 
     def next_distributions(self, draft: Draft, frontier: list[int]) -> Tensor:
@@ -479,9 +434,8 @@ class DraftState:
     def draft_chain(self, root: int, limits: DraftLimits) -> Draft:
         """Draft up to K tokens, each chosen from q after the tokens before it (algorithm 1).
 
-        A chain may stop early, but only before a token is drawn. If " in" is unlikely, the chain
-        may stop after it. Dropping " in" itself would change the distribution of the text, as
-        speculate.py shows with numbers.
+        A chain may stop early, but only before a token is drawn. To drop a drawn token would
+        change the distribution of the text, as speculate.py shows with numbers.
         """
         draft = Draft(root)
         for last in range(limits.depth):  # the last node so far: a chain's nodes are 0, 1, 2, ...
@@ -496,42 +450,20 @@ class DraftState:
             draft.add(token, parent=last, probability=float(q[token]))
         return draft
 
-    def draft_tree(self, root: int, limits: DraftLimits) -> Draft:
-        """Draft a dynamic tree at temperature 0, after EAGLE-2 (Li et al. 2024b). Several tokens
-        may follow the same token, and compete by the probabilities of their paths. A path's
-        probability is the product of q along it, from the root on. At each level:
+    def draft(self, root: int, limits: DraftLimits) -> Draft:
+        """Draft a chain or, at temperature 0, a tree. (Sampled trees: see speculate.py.)"""
+        self.discard_draft()  # an earlier draft, if nothing was verified since
+        if limits.top_k == 1:
+            return self.draft_chain(root, limits)
+        return draft_tree(self, root, limits)
 
-        1. Run the drafter on the frontier.
-        2. Of all tokens that may follow the frontier, add the `total_tokens` likeliest, but none
-           below `min_probability`. (At the end, no more than `total_tokens` are kept.)
-        3. The `top_k` likeliest of the added tokens are the next frontier.
-
-        At the end, keep the `total_tokens` likeliest of all levels. In this example, depth is 2,
-        top_k is 2 and total_tokens is 4. Tokens e and f follow a (0.60 times 0.7 and 0.2), and g
-        and h follow b (0.30 times 0.8 and 0.1):
-
-            level 1, after the root     a 0.60   b 0.30   c 0.05   d 0.03    next frontier: a, b
-            level 2, after a and b      e 0.42   g 0.24   f 0.12   h 0.03
-            kept                        a 0.60   e 0.42   b 0.30   g 0.24
-
-        The parent of every kept token is kept as well: its path is at least as likely. (EAGLE-2
-        adds `top_k` tokens after each node. Here all nodes of a frontier compete.)
-        """
-        if self.sampling.temperature > 0:
-            raise ValueError("above temperature 0 the tokens of a tree have to be drawn")
-        draft = Draft(root)
-        frontier = [0]
-        for _ in range(limits.depth):
-            if not worth_expanding(draft, frontier, limits):
-                break
-            q = self.next_distributions(draft, frontier)  # (F, V)
-            likeliest = likeliest_choices(
-                draft, frontier, q, limits.total_tokens, limits.min_probability
-            )
-            children = add_choices(draft, frontier, likeliest)
-            frontier = likeliest_paths(draft, children, limits.top_k)
-        drafted = list(range(1, len(draft.tokens)))  # all nodes but the root
-        return draft.keep([0] + likeliest_paths(draft, drafted, limits.total_tokens))
+    def frontier_mask(self, draft: Draft, frontier: list[int]) -> Tensor | None:
+        """Return which tokens in the caches each node of the frontier sees, (F, S), or None if all
+        see all of them, as in a chain: attention is faster without a mask."""
+        if draft.is_chain:
+            return None
+        mask = draft_mask(draft, frontier, self.expanded, self.text_length)
+        return None if mask.all() else mask.to(self.drafter.device)
 
 
 def empty_cache(
@@ -543,12 +475,58 @@ def empty_cache(
 
 
 def worth_expanding(draft: Draft, frontier: list[int], limits: DraftLimits) -> bool:
-    """Return whether to expand the frontier, that is, whether the probabilities of its paths sum to
-    at least `min_confidence`."""
+    """Return whether to expand the newest nodes, that is, whether the probabilities of their paths
+    sum to at least `min_confidence`."""
     if not frontier:  # the previous level added nothing
         return False
     confidence = sum(draft.path_probabilities[node] for node in frontier)
     return confidence >= limits.min_confidence
+
+
+# --- Greedy trees ---
+#
+# In a tree several tokens may follow the same token. It grows level by level: the nodes that are
+# expanded next are its *frontier*. Two numbers name a token that may be added: the row of q, which
+# is the place of its parent in the frontier, and the token itself, a column of q.
+
+
+def draft_tree(state: DraftState, root: int, limits: DraftLimits) -> Draft:
+    """Draft a dynamic tree at temperature 0, after EAGLE-2 (Li et al. 2024b). Tokens compete by the
+    probabilities of their paths. A path's probability is the product of q along it, from the root
+    on. At each level:
+
+    1. Run the drafter on the frontier.
+    2. Of all tokens that may follow the frontier, add the `total_tokens` likeliest, but none below
+       `min_probability`. (At the end, no more than `total_tokens` are kept.)
+    3. The `top_k` likeliest of the added tokens are the next frontier.
+
+    At the end, keep the `total_tokens` likeliest of all levels. In this example, depth is 2, top_k
+    is 2 and total_tokens is 4:
+
+        level 1     after the root:  a 0.60           b 0.30           c 0.05    d 0.03
+        level 2     after a and b:   ae 0.60 * 0.7    bg 0.30 * 0.8
+                                     af 0.60 * 0.2    bh 0.30 * 0.1
+        kept        a 0.60    ae 0.42    b 0.30    bg 0.24
+
+    The frontier of level 2 is a and b, which have rows 0 and 1 of q. The parent of every kept token
+    is kept as well: its path is at least as likely. (EAGLE-2 adds `top_k` tokens after each node.
+    Here all nodes of a frontier compete.)
+    """
+    if state.sampling.temperature > 0:
+        raise ValueError("above temperature 0 the tokens of a tree have to be drawn")
+    draft = Draft(root)
+    frontier = [0]
+    for _ in range(limits.depth):
+        if not worth_expanding(draft, frontier, limits):
+            break
+        q = state.next_distributions(draft, frontier)  # (F, V)
+        likeliest = likeliest_choices(
+            draft, frontier, q, limits.total_tokens, limits.min_probability
+        )
+        children = add_choices(draft, frontier, likeliest)
+        frontier = likeliest_paths(draft, children, limits.top_k)
+    drafted = list(range(1, len(draft.tokens)))  # all nodes but the root
+    return keep_nodes(draft, [0] + likeliest_paths(draft, drafted, limits.total_tokens))
 
 
 class Choice(NamedTuple):
@@ -564,9 +542,8 @@ def likeliest_choices(
 ) -> list[Choice]:
     """Of all tokens after the frontier, return the `count` whose paths are likeliest, or fewer
     if only so many paths reach `min_probability`. q (F, V)"""
-    # A drawn token must keep a probability above 0 while rejection sampling computes with what is
-    # left of q. float32 ends near 1e-38, so 1e-30 leaves a margin. (This limit also excludes the
-    # many tokens to which top-p gives probability 0.)
+    # speculate.py divides by q, so no token with a probability near float32's smallest (1e-38) is
+    # drafted. (This also excludes the many tokens to which top-p gives probability 0.)
     least = max(min_probability, 1e-30)
     top = q.topk(min(count, q.shape[-1]))  # of one node's tokens, at most `count` are returned
     top_probabilities = top.values.tolist()  # F lists
@@ -587,26 +564,49 @@ def add_choices(draft: Draft, frontier: list[int], choices: list[Choice]) -> lis
 
 
 def likeliest_paths(draft: Draft, nodes: list[int], count: int) -> list[int]:
-    """Of these nodes, return the `count` whose paths are likeliest. The nodes that are given and
-    those that are returned are in ascending order.
-
-    Sorting is stable, so a parent comes before a child of probability 1.
-    """
+    """Return the `count` of these nodes whose paths are likeliest. Nodes are in ascending order,
+    and sorting is stable, so a parent comes before a child of probability 1."""
     best = sorted(nodes, key=lambda node: -draft.path_probabilities[node])[:count]
     return sorted(best)
+
+
+def draft_mask(draft: Draft, nodes: list[int], cached: list[int], text_length: int) -> Tensor:
+    """Return which slots of a cache each of `nodes` may see, as a mask of shape (len(nodes),
+    text_length + len(cached)). A node sees the whole text, its ancestors and itself. It does not
+    see its siblings, which are alternatives to it.
+
+    cached: the nodes whose keys and values lie in the cache after the text, in this order.
+    """
+    rows = []
+    for node in nodes:
+        rows.append([other in draft.paths[node] for other in cached])
+    text = torch.ones(len(nodes), text_length, dtype=torch.bool)
+    return torch.cat([text, torch.tensor(rows)], dim=1)
+
+
+def keep_nodes(draft: Draft, kept: list[int]) -> Draft:
+    """Return the draft of these nodes only, in this order: the root first, and each parent before
+    its children. For temperature 0 only: a token that was drawn must be proposed."""
+    smaller = Draft(draft.tokens[0])
+    new_node = {0: 0}  # from the number of a kept node to its number in the smaller draft
+    for node in kept[1:]:
+        parent = new_node[draft.parents[node]]
+        new_node[node] = smaller.add(draft.tokens[node], parent, draft.probabilities[node])
+    return smaller
 
 
 # --- Target Layer Inference: N > 0 ---
 #
 # CA's output g_i then predicts not the target's final hidden state, but the state that enters its
-# last N layers, which finish the work: a larger N gives better drafts at a higher cost. In these
-# layers, node i of a draft after t verified tokens attends to
+# last N layers, which finish the work: a larger N gives better drafts at a higher cost.
 #
-#     tokens 0 to t - 1       the target's own keys and values, as its cache holds them
-#     its ancestors, itself   keys and values that the layers compute from CA's output
+#     h'_i = norm(the target's last N layers on g_i)    in each of which query i attends to
 #
-# That is what `tli_cache` holds: `append_verified` brings the first, each `step` adds the second,
-# and `discard_draft` drops these again.
+#         tokens 0 to t - 1    the target's own keys and values, as its cache holds them
+#         tokens t to i        keys and values that the layer computes from g_t, ..., g_i
+#
+# (In a tree: its ancestors from the root on, and itself.) That is what `tli_cache` holds:
+# `append_verified` brings the first, each `step` adds the second, and `discard_draft` drops these.
 
 
 def run_target_layers(

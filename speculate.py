@@ -38,6 +38,7 @@ from moa import (
     DraftLimits,
     DraftState,
     add_choices,
+    draft_mask,
     likeliest_choices,
     likeliest_paths,
     worth_expanding,
@@ -53,9 +54,7 @@ class VerifyResult:
 
     accepted: list[int]  # the drafted tokens that the target keeps
     token: int  # the target's own token, which comes after the accepted ones
-    # For all tokens that the pass verified: the prompt, or the root and the accepted tokens. None
-    # if the drafter's caches are not to grow.
-    update: CacheUpdate | None
+    update: CacheUpdate  # of what the pass verified: the prompt, or the root and the accepted
 
 
 class Verifier(Protocol):
@@ -70,8 +69,7 @@ class Verifier(Protocol):
 
 @dataclass
 class Cycle:
-    """One round of the loop: a draft and its verification. The first cycle reads the prompt, and
-    its draft is empty."""
+    """What one round of the loop brings. The first round reads the prompt, and drafts nothing."""
 
     result: VerifyResult
     tokens: list[int]  # the new tokens of the answer
@@ -88,7 +86,7 @@ def speculate(
     """Run algorithm 1. Yield each cycle as soon as it is complete.
 
     The first cycle has the token after the prompt. The last one ends with a stop token, or with
-    token number max_new_tokens. Prompt and answer must fit the model's context.
+    token number max_new_tokens, which is at least 1. Prompt and answer must fit the context.
 
     Of `config` only max_new_tokens and stop_ids are used here. The temperature is in the `Sampling`
     that the verifier and the state hold.
@@ -99,9 +97,9 @@ def speculate(
         tokens = truncate_at_stop(result.accepted + [result.token], config.stop_ids)
         yield Cycle(result, tokens)
         left -= len(tokens)
-        if left == 0 or tokens[-1] in config.stop_ids:
+        if left <= 0 or tokens[-1] in config.stop_ids:
             return
-        state.append_verified(result.update)  # grow the cross-attention's keys and values
+        state.append_verified(result.update)  # grow the drafter's caches, CA's above all
         # The target adds a token of its own, so at most left - 1 drafted ones can be used.
         depth = min(limits.depth, left - 1)  # if 0, nothing is drafted
         draft = state.draft(result.token, replace(limits, depth=depth))
@@ -187,7 +185,7 @@ def draft_layout(draft: Draft, start: int, device) -> tuple[Tensor, Tensor]:
     """
     nodes = list(range(len(draft.tokens)))
     positions = [start + draft.depth(node) for node in nodes]
-    mask = draft.mask(nodes, nodes, start)
+    mask = draft_mask(draft, nodes, nodes, start)
     return torch.tensor(positions, device=device), mask.to(device)
 
 
@@ -286,24 +284,27 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 # --- Sampled trees ---
 #
-# Above temperature 0 the tokens of a tree are drawn from q, so that the rule below can compare the
-# target's p with the q that a token was drawn from. The proof of that rule needs three things:
+# Above temperature 0 a tree's tokens may be drawn from q, and compared with p one after the other.
+# The proof of the rule, in `rejection_sample_tree`, has five premises:
 #
 # 1. Every child is drawn from its parent's q, without replacement.
 # 2. Every child that is drawn is proposed. Dropping one afterwards would change the distribution of
 #    the text. Say p = q = (0.6, 0.4) for tokens a and b. One token is drawn, and b is always
 #    dropped, because b is unlikely. Whenever b is dropped, the target draws a token itself. The
 #    text therefore continues with a with probability 0.6 + 0.4 * 0.6 = 0.84 instead of 0.6.
-# 3. How many children a node gets is fixed before any of them is drawn. The number may depend on q
-#    and on the levels above.
+# 3. Whether a node gets one more child is decided before that child is drawn. The decision may
+#    depend on q, on the levels above and on the children drawn so far. Here the number of children
+#    is fixed before the first is drawn.
+# 4. Children are tried in the order drawn. Trying the likelier one first would tell which it is.
+# 5. Each child is judged by a random number of its own, which is independent of all draws.
 
 
 class TreeSampler(DraftState):
     """A `DraftState` that also draws trees, above temperature 0.
 
     It spends its budget on likely paths, as EAGLE-2 does, but draws tokens without replacement, as
-    Jeon et al. 2024 do. (EAGLE-2 proposes the likeliest tokens at any temperature. That is exact,
-    too: a token that is certain to be proposed is accepted with probability p. Which of the two
+    Jeon et al. 2024 do. (EAGLE-2 proposes the likeliest tokens at any temperature, without drawing.
+    That is exact, too, with q(x) = 1 for a token that is certain to be proposed. Which of the two
     accepts more was not measured.)
     """
 
@@ -329,7 +330,7 @@ class TreeSampler(DraftState):
                 break
             q = self.next_distributions(draft, frontier)  # (F, V)
             likeliest = likeliest_choices(draft, frontier, q, share, limits.min_probability)
-            # How many children each row's node gets is fixed before any of them is drawn.
+            # How many children each row's node gets is fixed before any is drawn (premise 3).
             counts = Counter(choice.row for choice in likeliest)
             drawn = draw_choices(counts, q, self.sampling.generator)
             children = add_choices(draft, frontier, drawn)
@@ -383,26 +384,27 @@ def rejection_sample_tree(
     therefore tried with these two distributions, p_left and q_left, in place of p and q. If all
     children are rejected, the token is drawn from p_left.
 
-    Take p and q of the example in `rejection_sample`, and say that b was drawn first, then a. b is
-    accepted with probability 0.6. If b is rejected, p_left is (1, 0, 0) and q_left (0.8, 0, 0.2),
-    so a is accepted.
+    Take p and q of the example in `rejection_sample`, and say that b was drawn first, then c. b is
+    accepted with probability 0.3 / 0.5 = 0.6. If b is rejected, p_left is (1, 0, 0) and q_left
+    (0.8, 0, 0.2), so c is rejected, too. Now p_left is (1, 0, 0) again, and a comes out.
 
     Why that is exact, by induction over the number of children that are left. Claim: given which
     children were rejected so far, the token that comes out is distributed as p_left.
 
     - No child is left: the token is drawn from p_left.
-    - Else the next child x was drawn from q_left. That is so even given the rejections: whether the
-      siblings before x were rejected depends only on those siblings and on their own random
-      numbers u, and x was drawn from q_left whatever these were. Call p' = scaled(max(p_left -
-      q_left, 0)). If x is rejected, p' is the new p_left and one child less is left. By induction,
-      the token is then distributed as p'. In short: x is accepted with probability min(1, p_left(x)
-      / q_left(x)), and if x is rejected, the token is distributed as p'. That is the chain's rule
-      with p_left and q_left in place of p and q, so the token is distributed as p_left.
+    - Else the next child x was drawn from q_left (premise 1), even given that the children before x
+      were rejected. For that depends only on these children and their random numbers (4, 5), and
+      that there is a next child tells nothing about which token it is (2, 3). Call p' =
+      scaled(max(p_left - q_left, 0)). If x is rejected, p' is the new p_left, and one child less is
+      left. By induction, the token is then distributed as p'. In short: x is accepted with
+      probability min(1, p_left(x) / q_left(x)), and if x is rejected, the token is distributed as
+      p'. That is the chain's rule with p_left and q_left in place of p and q, so the token is
+      distributed as p_left.
 
-    Before the first child is tried, p_left is p. The token is therefore distributed as p. The same
-    holds one level deeper, although the number of a node's children depends on the levels above:
-    given all draws and verdicts up to a node, its children are fresh draws from its q, however many
-    there are.
+    Before the first child is tried, p_left is p. The token is therefore distributed as p. So is the
+    next one, a level deeper: given all draws and verdicts up to a node, its children are fresh
+    draws from its q, however many the levels above have left room for. And as each token is
+    distributed as p after the tokens before it, the whole text is distributed as the target's.
     """
     path = [0]
     while True:

@@ -11,8 +11,8 @@
     evaluation          how good a drafter is on held-out text
     *_command           the command lines of llama.py, speculate.py and train.py
 
-The chapters know nothing of these modules, which wrap, subclass or call them. A reader of the paper
-may skip the whole folder. To see how a command reaches the loop, read `speculate_command.run`,
-`Terminal.respond` of chat and `timed_cycles` of answers. To see what makes speculation pay on a CPU,
-read packed and exact.
+The chapters know nothing of these modules, which wrap, subclass or call them. (Only the last lines
+of three hand over to their command lines.) A reader of the paper may skip the whole folder. To see
+how a command reaches the loop, read `speculate_command.run`, `Terminal.respond` of chat and
+`timed_cycles` of answers. To see what makes speculation pay on a CPU, read packed and exact.
 """

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from app.results import DetailedResult
 from llama import KVCache, Llama
-from moa import Draft
+from moa import Draft, keep_nodes
 from plumbing.kernels import KEY_BLOCK, MIN_ROWS, AttentionLimits
 from plumbing.layout import TreeLayout, lay_out_tree
 from speculate import LocalVerifier
@@ -153,7 +153,7 @@ class ExactVerifier(LocalVerifier):
         text, as the cache has it anyway.)"""
         draft = likeliest_first(draft)
         layout = lay_out_tree(draft.paths, cache.length, cache.limits)
-        draft = draft.keep(layout.nodes)
+        draft = keep_nodes(draft, layout.nodes)
         if not draft.is_chain:
             cache.layout = layout
         return draft
@@ -168,7 +168,7 @@ def likeliest_first(draft: Draft) -> Draft:
     is no room for all, the last ones are left out. (A path is at least as likely as its extensions,
     so parents come first.) For temperature 0 only."""
     nodes = range(len(draft.tokens))
-    return draft.keep(sorted(nodes, key=lambda node: -draft.path_probabilities[node]))
+    return keep_nodes(draft, sorted(nodes, key=lambda node: -draft.path_probabilities[node]))
 
 
 REFINED_TOKENS = 64

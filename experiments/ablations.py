@@ -266,7 +266,7 @@ class NoCADraftState(TreeSampler):
         (F, E)."""
         drafter = self.drafter
         self.expanded += frontier
-        mask = self.tree_mask(draft, frontier)  # (F, S)
+        mask = self.frontier_mask(draft, frontier)  # (F, S)
         position = self.text_length + draft.depth(frontier[0])
         rope = drafter.rotary[:, position:position + 1]
         memory_before = self.last_memory  # of the root, (1, E)

@@ -11,6 +11,6 @@
     onednn, kernels, layout     products in oneDNN's format; how much padding makes passes
                                 bit-identical; slots for the nodes of a tree
 
-A reader of the paper may skip all of them. The last line is the one with a story of its own: why the
-same sum can have two values, and what that means for speculative decoding.
+A reader of the paper may skip all of them. The last line has a story of its own: why the same sum
+can have two values, and what that means for speculative decoding.
 """

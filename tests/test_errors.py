@@ -31,7 +31,8 @@ def raising(error: BaseException):
     (raising(torch.OutOfMemoryError("on a GPU")), "error: not enough memory: on a GPU\n"),
     (raising(RuntimeError("Tried to allocate")), "error: not enough memory: Tried to allocate\n"),
     (raising(MemoryError()), "error: not enough memory\n"),
-], ids=["input", "disk", "GPU memory", "PyTorch's memory", "Python's memory"])
+    (raising(FloatingPointError("NaN")), "error: NaN: use --dtype bfloat16 or float32\n"),
+], ids=["input", "disk", "GPU memory", "PyTorch's memory", "Python's memory", "NaN"])
 def test_an_error_that_is_no_bug_ends_in_one_line_and_status_2(main, line, capsys):
     status, told = end_of(main, capsys)
     assert status == 2
