@@ -1,4 +1,8 @@
-"""The target: Llama-3 inference from scratch, for one conversation. In the paper it is M_Large.
+"""A Llama from scratch: inference for one conversation.
+
+Speculative decoding takes two models. The large one, whose text is wanted, is the *target* (M_Large
+in the paper). The small one, the *drafter*, guesses what the target will write. This chapter is the
+target. Its drafter will read the target's KV cache, which makes the cache the part to watch.
 
 A decoder layer adds to each token's vector x the outputs of attention and of an MLP:
 
@@ -15,7 +19,7 @@ and values. moa.py builds the drafter from the same `DecoderLayer`.
     python llama.py --prompt "Why is the sky blue?"    # the default target, fetched on first use
     model = load_llama(folder)                         # or, in a notebook, one of your own
 
-This is the first of five chapters; moa.py is the next. The folder app/ makes a program of them.
+moa.py is the next of five chapters. The folder app/ makes programs of them.
 
 Shapes: B batch, T new tokens, S tokens in the cache including the new ones, L layers, E hidden
 size, H heads, Hkv kv heads, D head size, V vocabulary. Ekv = Hkv * D is the width of one layer's
@@ -345,7 +349,6 @@ class Llama(nn.Module):
 
         tokens (B, T) follow the tokens in the cache, one after the other. If they branch, as a
         draft may, give both their positions (T) and a mask (T, S), True where a token sees a slot.
-        If positions and mask differ between the rows of a batch, give (B, 1, T) and (B, 1, T, S).
         """
         assert (positions is None) == (mask is None), "give both positions and a mask, or neither"
         count = tokens.shape[1]
@@ -540,6 +543,6 @@ def load_llama(folder: str | Path, device="cpu", dtype=torch.float32) -> Llama:
     return model.to(device)  # moves the rotary table; the weights are there already
 
 
-if __name__ == "__main__":  # the command line imports this file as a module, like everybody else
+if __name__ == "__main__":  # the command line is in app/, and imports this file as `llama`
     from app.llama_command import main
     main()

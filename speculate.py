@@ -433,6 +433,6 @@ def without(q: Tensor, x: int) -> Tensor:
     return rest / rest.sum().clamp(min=torch.finfo(q.dtype).tiny)
 
 
-if __name__ == "__main__":  # the command line imports this file as a module, like everybody else
+if __name__ == "__main__":  # the command line is in app/, and imports this file as `speculate`
     from app.speculate_command import main
     main()

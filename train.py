@@ -9,21 +9,21 @@ position is
 Why both? How many drafted tokens are accepted depends on p and q alone, and KL compares these. But
 Smooth L1 says of each of the E numbers in h' how it should change, which a comparison of
 distributions says only indirectly, and it keeps h' in the space that the frozen LM head reads.
+(With our toy target, Smooth L1 raised the acceptance length by 0.3% in greedy chains, which may be
+chance, and by 4% in sampled trees: experiments/results/README.md.)
 
-Drafters before this one had two faults. *Partial observability*: they read the target's last hidden
-state, although what the target does next depends on its whole KV cache, which LSA reads here. And
-they were trained *off-policy*: on the target's true states, where they later read their own
-guesses. This drafter is trained *on-policy* (the policy is the drafter itself): it sees in training
-the same kind of input that it will see when it follows its own drafts. (Here this holds for the
-memory. The tokens are still the text's.)
+EAGLE's drafter is trained on the target's true hidden states, but drafts from its own guesses of
+the newest ones. The paper calls that *off-policy*: the policy is the drafter itself. Here CA
+reads no guesses, only the memory of verified tokens, so training can show it the very memory that
+it will have while drafting: *on-policy*. The first section shows how.
 
-The chapter first shows how one pass lets every position of an answer see exactly the memory that
-this position would see while drafting. Losses, one update and the loop follow. The last section is
-for drafters that reuse target layers (N > 0).
+Then come the drafter's pass over all positions and the loss of a conversation, which complete the
+method; batches, updates and the loop; drafters that reuse target layers (N > 0); and a list of what
+differs from the paper.
 
-    python train.py --data ultrachat.jsonl                  # the paper's settings, one epoch
-    drafter = Drafter(target, default_config(target))       # or, in a notebook, the loop below
-    for losses in train(drafter, conversations, TrainConfig()): ...
+    python train.py --data ultrachat.jsonl              # the paper's hyperparameters, but one epoch
+    drafter = Drafter(target, default_config(target))   # or, in a notebook, the loop below
+    for losses in train(drafter, conversations, TrainConfig(updates=1000)): ...
 
 Shapes: B sequences, T tokens, L layers of the target, 2 Ekv numbers for a token's keys and values
 in a layer, E hidden size, V tokens in the vocabulary, N reused layers, n trained positions. In the
@@ -40,6 +40,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from llama import KVCache, Llama, causal_mask
@@ -68,7 +69,8 @@ from moa import LSA_TOKENS, Drafter, run_target_layers
 # drafted ones. The horizon is where the memory column ends: at 3, then at 7. The depth is the place
 # of a drafted token in its draft, counted from 1.
 #
-# While drafting, tokens 5 to 7 would be the drafter's own. If the target wrote the text, greedily,
+# While drafting, tokens 5 to 7 would be the drafter's own. So training is on-policy in the memory,
+# but teacher-forced in the tokens, in the paper as here. If the target wrote the text, greedily,
 # this difference hardly matters: right drafts are the tokens of the text, and what follows a wrong
 # draft is discarded. Text by other authors, such as UltraChat's, continues in ways that the target
 # never would. On such text, part of the training is on contexts that drafting never produces.
@@ -83,30 +85,33 @@ from moa import LSA_TOKENS, Drafter, run_target_layers
 #     phase 2     4 5 | 6 7 8 9 | ..
 #     phase 3     4 | 5 6 7 8 | ..
 #
-# Over time every position is trained at every depth that it can have in a draft. The authors' code
-# cuts where the position in the conversation is a multiple of the length, which shortens the first
-# piece, too. It differs in one more way: the first query of a piece also sees its own memory, a
-# state that never occurs while drafting.
+# Over time every position is trained at every depth that it can have in a draft.
+#
+# Others had parts of this before. GLIDE (Du et al. 2024, arXiv 2402.02082) attends to the target's
+# KV cache from the last verification, and is trained under a mask of blocks, all of one length.
+# HASS (Zhang et al. 2024, arXiv 2408.15766) trains EAGLE's drafter on its own guesses, which takes
+# several passes.
 
 
 def cycle_horizon(answer: Tensor, length: int, phase: int) -> Tensor:
     """Return the horizon of each query, (T). answer (T) is True at what the assistant wrote.
 
-    A mock cycle has `length` tokens, with two exceptions: the first one of an answer has `phase`
-    tokens fewer, and the last one ends where the answer ends. With length 4 and phase 1, an answer
-    that begins at position 4 has the mock cycles 4 5 6 | 7 8 9 10 | 11 .. with the horizons 3, 6
-    and 10.
+    With length 4 and phase 1, an answer that begins at position 4 has the mock cycles 4 5 6 |
+    7 8 9 10 | 11 .. with the horizons 3, 6 and 10. (The last one ends where the answer ends.)
     """
     horizons = []
-    begin = 0  # where the next answer begins, or the present one
+    horizon = -1  # if the text begins with an answer, that is: no memory
+    left = length - phase  # queries that are left in the mock cycle
     for position, in_answer in enumerate(answer.tolist()):
-        if not in_answer:
-            begin = position + 1
-            horizons.append(position)  # has no effect: nothing is trained outside answers
-            continue
-        if position == begin or (position - begin + phase) % length == 0:
-            cycle_begin = position
-        horizons.append(cycle_begin - 1)
+        if in_answer:
+            if left == 0:  # the next mock cycle begins
+                horizon = position - 1
+                left = length
+            left -= 1
+        else:  # not trained, but an answer may begin at the next position
+            horizon = position
+            left = length - phase
+        horizons.append(horizon)
     return torch.tensor(horizons)
 
 
@@ -131,12 +136,15 @@ def drafter_pass(
     tokens (B, T); kv (B, T, L, 2 Ekv) from the target's cache, see `KVCache.by_token`; horizon
     (B, T): the last position whose memory a query may read, -1 for none.
     """
+    # Why in pieces? Each token is a sequence to LSA, so without them its batch would be B T tokens,
+    # and some of PyTorch's CUDA kernels take no more than 65,535. Pieces also save memory, but only
+    # in evaluations: in training, the backward pass needs the activations of all pieces.
     memory = drafter.build_memory(kv.split(LSA_TOKENS, dim=1))  # (B, T, E)
     sa_output = self_attend(drafter, tokens)  # (B, T, E)
     ca_output = cross_attend(drafter, sa_output, memory, horizon)  # (B, T, E)
     if drafter.N == 0:
         return ca_output, ca_output
-    return ca_output, reuse_target_layers(drafter, ca_output, kv, horizon)  # the last section
+    return ca_output, reuse_target_layers(drafter, ca_output, kv, horizon)  # see N > 0, below
 
 
 def self_attend(drafter: Drafter, tokens: Tensor) -> Tensor:
@@ -157,12 +165,57 @@ def cross_attend(drafter: Drafter, sa_output: Tensor, memory: Tensor, horizon: T
     positions = torch.arange(count, device=memory.device)
     within = positions <= horizon.unsqueeze(-1)  # (B, T, T): query i, memory j
     memory_kv = drafter.cross_attention.keys_values(memory, rope)  # (B, Hkv, T, 2D)
-    # With horizon -1 a query reads nothing: PyTorch's attention then returns zeros, and the
-    # residual connection passes on SA's output alone.
+    # With horizon -1 a query reads nothing: PyTorch's attention then returns zeros (not NaN), and
+    # the residual connection passes on SA's output alone.
     return drafter.cross_attention.attend_to(memory_kv, sa_output, rope, within.unsqueeze(1))
 
 
-# --- Losses ---
+# --- The loss ---
+#
+# `distill` is the whole method: it runs the target and the drafter once each over a conversation,
+# and compares what they compute. Read it for a single conversation (B = 1) and with N = 0. Its
+# parts follow. After them come pieces, batches and micro-batches, which save memory and time, but
+# leave the loss what it is.
+
+
+class Example(NamedTuple):
+    """A conversation to train on, as tensors of shape (T). `distill` takes a batch of several, with
+    the same fields in shape (B, T)."""
+
+    tokens: Tensor
+    answer: Tensor  # True at what the assistant wrote, its stop tokens included
+    horizon: Tensor  # from `cycle_horizon`
+
+
+class Losses(NamedTuple):
+    """Losses, each summed over trained positions, or their means: scalar tensors."""
+
+    loss: Tensor  # the weighted sum of the other two
+    kl: Tensor
+    smooth_l1: Tensor
+
+
+def distill(
+    drafter: Drafter, batch: Example, config: TrainConfig
+) -> tuple[Losses, Tensor, Tensor]:
+    """Return the losses of a batch, summed over its n trained positions, and the hidden states that
+    were compared there: h' and h, (n, E) each."""
+    tokens, answer, horizon = batch  # (B, T) each
+    trained = loss_mask(answer)  # (B, T), True at n positions
+
+    # The target's cache is what the drafter reads, its final hidden states are what it learns.
+    kv, final, entering = target_pass(drafter.target, tokens, drafter.N)
+    ca_output, features = drafter_pass(drafter, tokens, kv, horizon)  # (B, T, E) each
+
+    features = features[trained].float()  # h', (n, E)
+    final = final[trained].float()  # h, (n, E)
+    kl = kl_in_pieces(features, final, drafter.lm_head.weight)  # `kl_divergence`, in less memory
+    smooth_l1 = smooth_l1_loss(features, final)
+    if drafter.N > 0:  # CA's output predicts a state, too: see N > 0, below
+        ca_loss = smooth_l1_loss(ca_output[trained], entering[trained])
+        smooth_l1 = (smooth_l1 + ca_loss) / 2
+    loss = config.kl_weight * kl + config.feature_weight * smooth_l1  # weights 0.1 and 1.0
+    return Losses(loss, kl, smooth_l1), features, final
 
 
 def loss_mask(answer: Tensor) -> Tensor:
@@ -176,24 +229,54 @@ def loss_mask(answer: Tensor) -> Tensor:
     return answer & followed
 
 
+@torch.no_grad()
+def target_pass(target: Llama, tokens: Tensor, N: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Run the target over tokens (B, T). Returns its cache by token (B, T, L, 2 Ekv), its final
+    hidden states (B, T, E) and, if N > 0, the states that enter its last N layers (B, T, E).
+
+    `Llama.hidden` has the same loop, but does not return the states between layers. (For N = 0 it
+    would do. But it also works with a target that was packed for inference, app/packed.py, whose
+    cache raises RuntimeError in any other pass on a CPU, and so in this one.)
+    """
+    batch, count = tokens.shape
+    first_reused = len(target.layers) - N
+    rope = target.rotary[:, :count]
+    mask = causal_mask(count, past=0, device=tokens.device)
+    cache = target.new_cache(count, batch)  # its length stays 0: no later pass continues it
+    x = target.embed_tokens(tokens)
+    entering = None
+    for i, layer in enumerate(target.layers):
+        if i == first_reused:
+            entering = x
+        x = layer(x, rope, mask, cache, i)
+    return cache.by_token(0, count), target.norm(x), entering
+
+
 def kl_divergence(features: Tensor, final: Tensor, head: Tensor) -> Tensor:
-    """Return KL(p || q), summed over n positions.
+    """Return KL(p || q), summed over n positions: where p is large, q must not be small.
 
     p follows from the target's final hidden states (n, E), and q from those that the drafter
     predicts (n, E), through the weight of the LM head (V, E).
 
     When tokens are sampled at temperature 1 without top-p, KL bounds how often a drafted token is
-    rejected. A rejection has probability sum max(p - q, 0), which is at most sqrt(KL / 2) by
-    Pinsker's inequality.
-
-    This is the forward KL: where p is large, q must not be small. The paper's table of
-    hyperparameters says reverse KL, KL(q || p), but the authors' code computes the forward one.
+    rejected, if it is the first to be tried at its place. Its rejection has the probability
+    sum max(p - q, 0), which is at most sqrt(KL / 2) by Pinsker's inequality. (A drafter that drafts
+    only some tokens, app/vocabulary.py, has an LM head of fewer rows. Then p and q here are
+    distributions over these tokens only, and KL bounds nothing.)
     """
     # The softmax is in float32: in bfloat16, rounding errors would swamp a sum over V tokens.
     log_p = F.linear(final, head).log_softmax(-1, dtype=torch.float32)  # (n, V)
     log_q = F.linear(features, head).log_softmax(-1, dtype=torch.float32)  # (n, V)
     return (log_p.exp() * (log_p - log_q)).sum()
 
+
+def smooth_l1_loss(predicted: Tensor, actual: Tensor) -> Tensor:
+    """Return Smooth L1 between hidden states (n, E), mean over E, summed over n positions."""
+    loss = F.smooth_l1_loss(predicted.float(), actual.float(), reduction="none")  # (n, E)
+    return loss.mean(-1).sum()
+
+
+# --- Less memory: the KL in pieces ---
 
 MAX_LOGITS_AT_ONCE = 2**25  # 128 MiB, plus a few temporaries of that size
 
@@ -215,19 +298,13 @@ def kl_in_pieces(features: Tensor, final: Tensor, head: Tensor) -> Tensor:
     return total
 
 
-def smooth_l1_loss(predicted: Tensor, actual: Tensor) -> Tensor:
-    """Return Smooth L1 between hidden states (n, E), mean over E, summed over n positions."""
-    loss = F.smooth_l1_loss(predicted.float(), actual.float(), reduction="none")  # (n, E)
-    return loss.mean(-1).sum()
-
-
 # --- Batches ---
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. Defaults are the paper's, as far as the paper or its code states them.
-    experiments/README.md lists the differences from the authors' code."""
+    """How to train. Defaults are the paper's hyperparameters, as far as the paper or its authors'
+    code states them. The end of this file lists what differs."""
 
     updates: int = 186_000  # almost thirty times through the paper's data
     batch_size: int = 32  # conversations in an update
@@ -240,16 +317,20 @@ class TrainConfig:
     seed: int = 0
 
 
-class Example(NamedTuple):
-    """A conversation, with its horizons for one update, as tensors of shape (T). `collate` stacks
-    several examples into a micro-batch, which has the same fields in shape (B, T)."""
-
-    tokens: Tensor
-    answer: Tensor  # True at what the assistant wrote, its stop tokens included
-    horizon: Tensor
-
-
 Conversation = tuple[Tensor, Tensor]  # tokens and answer, as in `Example`
+
+
+def draw_batches(
+    conversations: list[Conversation], config: TrainConfig
+) -> Iterator[list[Conversation]]:
+    """Yield batches without end. Each epoch goes through the conversations in an order of its own.
+    Its last batch may be smaller."""
+    for epoch in itertools.count():
+        # Without the 1, epoch 0 and update 0 would share their random numbers (`draw_examples`).
+        draws = np.random.default_rng((config.seed, epoch, 1))
+        order = draws.permutation(len(conversations))
+        for first in range(0, len(order), config.batch_size):
+            yield [conversations[i] for i in order[first:first + config.batch_size]]
 
 
 def draw_examples(batch: list[Conversation], update: int, config: TrainConfig) -> list[Example]:
@@ -265,93 +346,26 @@ def draw_examples(batch: list[Conversation], update: int, config: TrainConfig) -
     return examples
 
 
-def collate(examples: list[Example], device: torch.device) -> Example:
-    """Pad examples to one length, and stack them into a micro-batch. The padding is on the right,
-    where no causal query looks. It is in no answer, so it is not trained."""
-    longest = max(len(example.tokens) for example in examples)
-
-    def stack(tensors: list[Tensor]) -> Tensor:
-        padded = [F.pad(tensor, (0, longest - len(tensor))) for tensor in tensors]  # zeros or False
-        return torch.stack(padded).to(device)  # (B, T)
-
-    return Example(
-        tokens=stack([example.tokens for example in examples]),
-        answer=stack([example.answer for example in examples]),
-        horizon=stack([example.horizon for example in examples]),
-    )
-
-
-# --- Target and drafter, compared ---
-
-
-class TargetStates(NamedTuple):
-    """What the target computes from a text."""
-
-    kv: Tensor  # the KV cache, (B, T, L, 2 Ekv)
-    final: Tensor  # h: the hidden states after the final norm, (B, T, E)
-    entering: Tensor | None  # the states that enter the last N layers, (B, T, E), if N > 0
-
-
-@torch.no_grad()
-def target_pass(target: Llama, tokens: Tensor, N: int) -> TargetStates:
-    """Run the target over tokens (B, T), and keep the hidden states that enter its last N layers.
-
-    `Llama.hidden` has the same loop, but returns none of these states. The cache's length stays 0,
-    because no later pass continues the cache.
-    """
-    batch, count = tokens.shape
-    first_reused = len(target.layers) - N
-    rope = target.rotary[:, :count]
-    mask = causal_mask(count, past=0, device=tokens.device)
-    cache = target.new_cache(count, batch)
-    x = target.embed_tokens(tokens)
-    entering = None
-    for i, layer in enumerate(target.layers):
-        if i == first_reused:
-            entering = x
-        x = layer(x, rope, mask, cache, i)
-    return TargetStates(cache.by_token(0, count), target.norm(x), entering)
-
-
-class Losses(NamedTuple):
-    """Losses, each summed over trained positions, or their means: scalar tensors."""
-
-    loss: Tensor  # the weighted sum of the other two
-    kl: Tensor
-    smooth_l1: Tensor
-
-
-class Distillation(NamedTuple):
-    """The losses of a micro-batch, and the hidden states at its n trained positions."""
-
-    losses: Losses
-    features: Tensor  # h', (n, E)
-    final: Tensor  # h, (n, E)
-
-
-def distill(drafter: Drafter, micro_batch: Example, config: TrainConfig) -> Distillation:
-    """Run the target and the drafter once over a micro-batch, and compare their results."""
-    tokens, answer, horizon = micro_batch
-    trained = loss_mask(answer)  # True at n positions
-    states = target_pass(drafter.target, tokens, drafter.N)
-    ca_output, features = drafter_pass(drafter, tokens, states.kv, horizon)  # (B, T, E) each
-    features = features[trained].float()  # (n, E)
-    final = states.final[trained].float()  # (n, E)
-    kl = kl_in_pieces(features, final, drafter.lm_head.weight)
-    smooth_l1 = smooth_l1_loss(features, final)
-    if drafter.N > 0:
-        ca_loss = smooth_l1_loss(ca_output[trained], states.entering[trained])
-        smooth_l1 = (smooth_l1 + ca_loss) / 2  # the last section
-    loss = config.kl_weight * kl + config.feature_weight * smooth_l1
-    return Distillation(Losses(loss, kl, smooth_l1), features, final)
-
-
-# --- One update ---
-
-
 def count_trained(examples: list[Example]) -> int:
     """Return how many positions of these examples are trained."""
     return sum(int(loss_mask(example.answer).sum()) for example in examples)
+
+
+def collate(examples: list[Example], device: torch.device) -> Example:
+    """Pad examples to one length, and stack them into a batch for `distill`. The padding is on the
+    right, where no causal query looks. It is in no answer, so it is not trained."""
+    tokens = pad_sequence([example.tokens for example in examples], batch_first=True)  # (B, T)
+    answer = pad_sequence([example.answer for example in examples], batch_first=True)
+    horizon = pad_sequence([example.horizon for example in examples], batch_first=True)
+    return Example(tokens.to(device), answer.to(device), horizon.to(device))
+
+
+# --- One update ---
+#
+# The loss of an update is the mean over all trained positions of its batch. A whole batch may not
+# fit into memory, so it is read in *micro-batches*, one after the other, whose gradients add up.
+# `train`, further down, has the whole update in four lines: `draw_examples`, `count_trained`,
+# `compute_gradients`, which runs `distill`, and `apply_gradients`.
 
 
 def compute_gradients(
@@ -359,9 +373,11 @@ def compute_gradients(
 ) -> Tensor:
     """Compute the gradients of the examples' losses. Returns the sums of these `Losses`, (3).
 
-    Micro-batches are read one after the other. The loss of each is divided by `total`, the number
-    of trained positions in the whole batch, so that all gradients add up to that of the mean.
+    The loss of each micro-batch is divided by `total`, the number of trained positions in the whole
+    batch, so that all gradients add up to that of the mean.
     """
+    # `zero_grad` would leave no gradients at all. Of several processes (app/training.py) one may
+    # get no examples, and then has zeros to add to the gradients of the others.
     for parameter in drafter.trained_parameters().values():
         parameter.grad = torch.zeros_like(parameter)
     sums = torch.zeros(3, device=drafter.device)
@@ -369,7 +385,7 @@ def compute_gradients(
     examples = sorted(examples, key=lambda example: len(example.tokens))
     for first in range(0, len(examples), config.micro_batch_size):
         micro_batch = collate(examples[first:first + config.micro_batch_size], drafter.device)
-        losses = distill(drafter, micro_batch, config).losses
+        losses, _, _ = distill(drafter, micro_batch, config)
         (losses.loss / total).backward()
         sums += torch.stack(losses).detach()
     return sums
@@ -398,23 +414,6 @@ def apply_gradients(drafter: Drafter, optimizer: torch.optim.Optimizer, lr: floa
     return norm
 
 
-def train_step(
-    drafter: Drafter,
-    optimizer: torch.optim.Optimizer,
-    batch: list[Conversation],
-    update: int,
-    lr: float,
-    config: TrainConfig,
-) -> Losses:
-    """Make one update, whose loss is the mean over all trained positions of the batch. Returns the
-    means."""
-    examples = draw_examples(batch, update, config)
-    total = count_trained(examples)
-    sums = compute_gradients(drafter, examples, total, config)  # (3)
-    apply_gradients(drafter, optimizer, lr)
-    return Losses(*(sums / total))
-
-
 def learning_rate(update: int, config: TrainConfig, epoch_updates: int) -> float:
     """Return the learning rate of an update, counted from 0. An epoch has `epoch_updates`.
 
@@ -436,30 +435,15 @@ def learning_rate(update: int, config: TrainConfig, epoch_updates: int) -> float
 
 # --- The loop ---
 #
-# The paper trains on UltraChat, without a system prompt, in float16 mixed precision. This is the
-# same loop in float32, on one device. app/training.py calls the same functions, and adds a log,
-# checkpoints, evaluations, mixed precision and several processes.
-#
-# A new drafter has the random weights that PyTorch gives its modules, and norms of weight 1. (The
-# authors also draw the weights of norms, from N(0, std) with a small std. A layer then begins close
-# to the identity, because what it adds to x is small.)
-
-
-def draw_batches(
-    conversations: list[Conversation], config: TrainConfig
-) -> Iterator[list[Conversation]]:
-    """Yield batches without end. Each epoch goes through the conversations in an order of its own.
-    Its last batch may be smaller."""
-    for epoch in itertools.count():
-        order = np.random.default_rng((config.seed, epoch)).permutation(len(conversations))
-        for first in range(0, len(order), config.batch_size):
-            yield [conversations[i] for i in order[first:first + config.batch_size]]
+# In float32, on one device. app/training.py calls the same functions, and adds a log, checkpoints,
+# evaluations, mixed precision and several processes. (Its batches differ where an epoch ends: they
+# are filled up from the next epoch.)
 
 
 def train(
     drafter: Drafter, conversations: list[Conversation], config: TrainConfig
 ) -> Iterator[Losses]:
-    """Train a drafter, as the paper does. Yields the losses of each update.
+    """Train a drafter. Yields the losses of each update, as means over its trained positions.
 
     conversations: pairs of tokens (T) and answer (T), see `Example`; in each, at least two tokens
     in a row belong to an answer. Raises FloatingPointError if a gradient is not finite.
@@ -468,8 +452,11 @@ def train(
     epoch_updates = math.ceil(len(conversations) / config.batch_size)
     batches = draw_batches(conversations, config)
     for update in range(config.updates):
-        lr = learning_rate(update, config, epoch_updates)
-        yield train_step(drafter, optimizer, next(batches), update, lr, config)
+        examples = draw_examples(next(batches), update, config)
+        total = count_trained(examples)
+        sums = compute_gradients(drafter, examples, total, config)  # (3)
+        apply_gradients(drafter, optimizer, learning_rate(update, config, epoch_updates))
+        yield Losses(*(sums / total))
 
 
 # --- Training with reused target layers: N > 0 ---
@@ -477,21 +464,24 @@ def train(
 # CA's output then enters the last N layers of the target. What query 6, with horizon 3, sees in
 # each of these layers:
 #
-#     position                                    0 1 2 3 4 5 6 7
-#     the target's own keys and values            + + + + . . . .
-#     those that the layer makes of CA's output   . . . . + + + .
+#     position                                    0 1 2 3 4 5 6 7 8
+#     the target's own keys and values            + + + + . . . . .
+#     those that the layer makes of CA's output   . . . . + + + . .
 #
 # In a draft, tokens 0 to 3 are verified, and the cache holds the target's own keys and values for
 # them. Tokens 4 to 6 are the newest one and two drafted ones: their keys and values are the
-# drafter's. One pass must serve every query, so a layer is given both kinds for every position, 2T
-# in all, and each row of the mask is one such picture, its two lines joined. This is exactly what
-# drafting computes: positions 4 and 5 share query 6's horizon, so their keys and values are those
-# of a draft that begins at 4. (The authors' code approximates: it feeds the layers the true state
-# at verified positions, and the predicted one elsewhere.)
+# drafter's. But to query 8, whose horizon is 7, tokens 4 to 6 are verified, too. One pass serves
+# both queries, so a layer is given both kinds for every position, 2T in all, and the mask says
+# which of them a query sees. A row of it is such a picture, with its two lines joined:
 #
-# CA's output now predicts a state, too: the one that enters these layers in the target
-# (`TargetStates.entering`). Its Smooth L1 loss and that of the final states count half each, as in
-# the authors' code.
+#     query 6     + + + + . . . . . | . . . . + + + . .
+#     query 8     + + + + + + + + . | . . . . . . . . +
+#
+# This is exactly what drafting computes: positions 4 and 5 share query 6's horizon, so their keys
+# and values are those of a draft that begins at 4.
+#
+# CA's output now predicts a state, too: the one that enters these layers in the target. Its Smooth
+# L1 loss and that of the final states count half each, as in the authors' code.
 
 
 def reuse_target_layers(
@@ -519,6 +509,28 @@ class KnownKeysValues(KVCache):
         return torch.cat([self.kv[layer].to(kv.dtype), kv], dim=2)  # (B, Hkv, 2T, 2D)
 
 
-if __name__ == "__main__":  # the command line imports this file as a module, like everybody else
+# --- What differs from the paper and its authors' code ---
+#
+#                       paper                 authors' code               here
+#     mock cycle        5 to 15 tokens        6 to 14                     5 to 15
+#     where it is cut   -                     at multiples of its length  after a random phase
+#     its first query   sees earlier memory   sees its own memory, too    sees earlier memory
+#     KL                reverse, KL(q || p)   forward, KL(p || q)         forward
+#     mean of the loss  over answers' tokens  in each conversation first  over a batch's positions
+#     learning rate     3e-5                  as in `learning_rate`       as in the code
+#     new norms         -                     from N(0, std)              1
+#     precision         float16, mixed        bfloat16, mixed             float32
+#     N > 0             -                     approximated                exact
+#
+# A dash means that the paper does not say. The authors count positions from the beginning of the
+# conversation, so that their cuts shorten an answer's first mock cycle, too. No query sees its own
+# memory while drafting. The paper names the reverse KL in its table of hyperparameters ("reserve KL
+# loss"). With a small std in its norms, a layer begins close to the identity, because what it adds
+# to x is small. For N > 0 the authors' code has one state at each position, either the target's own
+# or the drafter's. But a position is verified for some queries and drafted for others, and for one
+# of these kinds its state is the wrong one. experiments/README.md has the rest.
+
+
+if __name__ == "__main__":  # the command line is in app/, and imports this file as `train`
     from app.train_command import main
     main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from tqdm import tqdm
 
 from llama import Llama, Sampling
@@ -13,7 +14,6 @@ from plumbing.devices import DTYPES
 from plumbing.errors import InputError
 from train import (
     MAX_LOGITS_AT_ONCE,
-    Distillation,
     Example,
     TrainConfig,
     collate,
@@ -45,9 +45,10 @@ def evaluate(
         horizon = cycle_horizon(answer, EVALUATION_CYCLE, phase)  # (T)
         example = pad_for_gpu(Example(tokens, answer, horizon), drafter.device)
         with mixed_precision(drafter.device, dtype):
-            result = distill(drafter, collate([example], drafter.device), config)
-            right = first_choices_match(drafter, result)  # n of them
-        sums += torch.stack(result.losses)
+            batch = collate([example], drafter.device)
+            batch_losses, features, final = distill(drafter, batch, config)
+            right = first_choices_match(drafter, features, final)  # n of them
+        sums += torch.stack(batch_losses)
         depth = (torch.arange(len(tokens)) - horizon)[loss_mask(answer)]  # (n)
         begins = depth == 1  # at the first position of a mock cycle, and at no other
         for is_first, is_right in zip(begins.tolist(), right):
@@ -60,13 +61,14 @@ def evaluate(
     return losses | depth_scores(cycles)
 
 
-def first_choices_match(drafter: Drafter, result: Distillation) -> list[bool]:
-    """Return for each trained position whether drafter and target choose the same token."""
+def first_choices_match(drafter: Drafter, features: Tensor, final: Tensor) -> list[bool]:
+    """Return for each position whether drafter and target choose the same token, given the hidden
+    states that the drafter predicts (n, E), and the target's own (n, E)."""
     matches = []
     rows = max(1, MAX_LOGITS_AT_ONCE // drafter.target.config.vocab_size)
-    for features, final in zip(result.features.split(rows), result.final.split(rows)):
-        drafts = drafter.distributions(features, Sampling()).argmax(-1)
-        choices = drafter.target.lm_head(final.to(drafter.target.dtype)).argmax(-1)
+    for predicted, actual in zip(features.split(rows), final.split(rows)):
+        drafts = drafter.distributions(predicted, Sampling()).argmax(-1)
+        choices = drafter.target.lm_head(actual.to(drafter.target.dtype)).argmax(-1)
         matches += (drafts == choices).tolist()
     return matches
 

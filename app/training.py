@@ -1,7 +1,8 @@
 """Training as a program: with a log, checkpoints, evaluations, and what makes it faster.
 
-train.py has the method, and a loop that is the paper's. `train_drafter` here makes the same
-updates, by calling the chapter's functions, and adds around them:
+train.py has the method, and a plain loop. `train_drafter` here calls the same functions for each
+update. Its batches cross from one epoch into the next, where the chapter ends an epoch with a
+smaller batch. Around the updates it adds:
 
     a journal           log and checkpoints, so that --resume goes on after any interruption
     evaluations         on conversations that are held out (app/evaluation.py)
@@ -92,7 +93,7 @@ def make_update(
     lr: float,
     config: RunConfig,
 ) -> dict[str, float]:
-    """Make one update, as `train_step` of train.py does, but in mixed precision and with several
+    """Make one update, as the loop of train.py does, but in mixed precision and with several
     processes. Returns its losses, learning rate and gradient norm, for the log. Raises InputError
     if a gradient is not finite."""
     examples = draw_examples(batch, update, config)

@@ -151,8 +151,8 @@ def test_features_and_losses_are_the_authors(N):
         features[0, response], golden_features[0, response], atol=1e-4, rtol=1e-4
     )
     batch = train.Example(tokens[None], answer[None], horizon[None])
-    sums = torch.stack(train.distill(drafter, batch, PLAIN).losses).detach()
-    loss, kl, hidden = sums / response.sum()
+    losses, _, _ = train.distill(drafter, batch, PLAIN)
+    loss, kl, hidden = torch.stack(losses).detach() / response.sum()
     distribution = torch.distributions.Categorical(logits=golden["target_logits"][0, response])
     entropy = distribution.entropy().mean()
     feature_loss = expected["feature_loss"]
@@ -161,6 +161,40 @@ def test_features_and_losses_are_the_authors(N):
     assert kl + entropy == pytest.approx(expected["forward_KL"], abs=1e-4)
     assert hidden == pytest.approx(feature_loss, abs=1e-4)
     assert loss + 0.1 * entropy == pytest.approx(expected["loss"], abs=1e-4)
+
+
+def test_a_query_without_memory_passes_on_what_sa_says(target):
+    """PyTorch's attention gives zeros, not NaN, where a whole row is masked, and a gradient too."""
+    drafter = random_drafter(target)
+    size = target.config.hidden_size
+    sa_output = torch.randn(2, 6, size, requires_grad=True)
+    memory = torch.randn(2, 6, size, requires_grad=True)
+    horizon = torch.tensor([[-1] * 6, [-1, -1, 1, 1, 1, 4]])
+    ca_output = train.cross_attend(drafter, sa_output, memory, horizon)
+    alone = drafter.cross_attention.feed_forward(sa_output)
+    reads_nothing = horizon == -1
+    torch.testing.assert_close(ca_output[reads_nothing], alone[reads_nothing])
+    assert not torch.isclose(ca_output, alone).all(-1)[~reads_nothing].any()
+    ca_output.sum().backward()
+    for tensor in (sa_output, memory, *drafter.cross_attention.parameters()):
+        assert tensor.grad.isfinite().all()
+
+
+def test_the_picture_of_the_mask_in_the_chapter_is_what_a_reused_layer_sees(target, monkeypatch):
+    drafter = random_drafter(target, target_layer_inference=1)
+    masks = []
+    monkeypatch.setattr(train, "run_target_layers", lambda *args: masks.append(args[3]))
+    horizon = train.cycle_horizon(torch.arange(9) >= 4, length=4, phase=0)
+    config = target.config
+    width = 2 * config.num_key_value_heads * config.head_dim
+    kv = torch.zeros(1, 9, config.num_hidden_layers, width)
+    train.reuse_target_layers(drafter, torch.zeros(1, 9, config.hidden_size), kv, horizon[None])
+    (mask,) = masks
+    rows = re.findall(r"#  +query (\d)  +([+.| ]+)\n", (ROOT / "train.py").read_text())
+    assert [query for query, _ in rows] == ["6", "8"]
+    for query, row in rows:
+        expected = [sign == "+" for sign in row if sign in "+."]
+        assert mask[0, 0, int(query)].tolist() == expected
 
 
 def test_a_packed_target_cannot_be_trained_on(tiny):
@@ -205,11 +239,15 @@ def test_padding_and_micro_batches_change_nothing(target):
         results.append([sums / count] + gradients(drafter))
     # The plain mean over all trained positions, each sequence by itself.
     drafter = random_drafter(target)
-    alone = []
+    sums = 0
+    compared = 0
     for one in examples:
-        alone.append(train.distill(drafter, train.collate([one], target.device), PLAIN))
-    assert count == sum(len(result.final) for result in alone)
-    means = sum(torch.stack(result.losses) for result in alone) / count
+        batch = train.Example(*[field.unsqueeze(0) for field in one])
+        losses, _, final = train.distill(drafter, batch, PLAIN)
+        sums = sums + torch.stack(losses)
+        compared += len(final)
+    assert compared == count
+    means = sums / count
     means[0].backward()  # the first is the loss
     expected = [means.detach()] + gradients(drafter)
     for result in results:
@@ -358,6 +396,25 @@ def test_the_chapters_loop_lowers_the_loss_and_drafts_are_accepted():
     assert tokens_per_pass(drafter, prompts[:8]) > 1.4 * before  # on new prompts
 
 
+def test_the_order_of_an_epoch_is_drawn_apart_from_the_mock_cycles_of_an_update():
+    """Update 3 and epoch 3 of the same seed do not share their random numbers."""
+    streams = []
+
+    def note_stream(entropy) -> np.random.Generator:
+        streams.append(np.random.SeedSequence(entropy).generate_state(4).tolist())
+        return original(entropy)
+
+    original = np.random.default_rng
+    conversations = sequences((2, 9), (2, 9))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np.random, "default_rng", note_stream)
+        batches = train.draw_batches(conversations, TrainConfig(batch_size=2))
+        for update in range(4):
+            train.draw_examples(next(batches), update, PLAIN)
+    assert len(streams) == 8
+    assert len({tuple(stream) for stream in streams}) == 8
+
+
 # --- Evaluation ---
 
 
@@ -407,8 +464,8 @@ def right_but_for(
     drafter = random_drafter(target)
     logits = []
     for i, sequence in enumerate(batch):
-        states = train.target_pass(target, sequence.tokens[None], N=0)
-        truth = target.lm_head(states.final[0])  # (T, V)
+        _, final, _ = train.target_pass(target, sequence.tokens[None], N=0)
+        truth = target.lm_head(final[0])  # (T, V)
         for position in range(len(truth)):
             if (i, position) in wrong:
                 truth[position] = -truth[position]
