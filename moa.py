@@ -65,7 +65,7 @@ from llama import (
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """A drafter's sizes, named as in the authors' config.json."""
+    """A drafter's sizes, named as in the authors' config.json. (`default_config`: the paper's.)"""
 
     num_attention_heads: int  # of SA and CA
     layer_self_attention_num_attention_heads: int
@@ -83,38 +83,6 @@ class DrafterConfig:
 def kv_hidden_size(sizes: Config) -> int:
     """Return 2 Ekv, the size of a token's key and value together in one layer of the target."""
     return 2 * sizes.num_key_value_heads * sizes.head_dim
-
-
-def default_config(target: Llama) -> DrafterConfig:
-    """Return the paper's sizes for Llama-3-8B. For other targets the proportions are the same, as
-    closely as the numbers of heads allow. For Llama-3-8B, 0.26 billion parameters in all:
-
-        layer      width    heads    kv heads    MLP
-        LSA         2048       32           8    3072
-        SA, CA      4096       32           4    6144
-    """
-    sizes = target.config
-    heads = sizes.num_attention_heads
-    kv_heads = math.gcd(heads, max(1, heads // 8))  # about one for eight heads; must divide heads
-    kv_width = kv_hidden_size(sizes)  # LSA's width
-    # LSA has the target's number of heads, which need not divide kv_width: with 9 heads, 384 make
-    # heads of 42, and 6 numbers are left over. But RoPE needs an even head size. With as many heads
-    # as kv heads it is 2 D.
-    layer_heads = heads
-    while kv_width // layer_heads % 2 != 0:
-        layer_heads -= sizes.num_key_value_heads
-    return DrafterConfig(
-        num_attention_heads=heads,
-        layer_self_attention_num_attention_heads=layer_heads,
-        layer_self_attention_num_key_value_heads=sizes.num_key_value_heads,
-        layer_self_attention_intermediate_size=3 * kv_width // 2,
-        self_attention_num_key_value_heads=kv_heads,
-        self_attention_intermediate_size=3 * sizes.hidden_size // 2,
-        cross_attention_num_key_value_heads=kv_heads,
-        cross_attention_intermediate_size=3 * sizes.hidden_size // 2,
-        rms_norm_eps=sizes.rms_norm_eps,
-        rope_theta=sizes.rope_theta,
-    )
 
 
 class CrossAttentionLayer(DecoderLayer):
@@ -142,7 +110,7 @@ class Drafter(nn.Module):
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__()
         self.target = target
-        self.lm_head = target.lm_head
+        self.lm_head = target.lm_head  # app/vocabulary.py has one of fewer rows, for speed
         self.config = config
         sizes = target.config
         kv_width = kv_hidden_size(sizes)  # 2 Ekv, the width of LSA
@@ -302,8 +270,8 @@ class Draft:
         return None
 
     def path_of(self, tokens: list[int]) -> list[int]:
-        """Return the path from the root along these tokens: node 0, then a node for each token.
-        Raises ValueError if one of these tokens was not drafted there."""
+        """Return the path from the root along these tokens, as nodes. (A client finds out with it
+        which of its drafts a server kept.) Raises ValueError for a token not drafted there."""
         path = [0]
         for token in tokens:
             child = self.child(path[-1], token)
@@ -333,7 +301,8 @@ class DraftState:
     """The drafter's side of one conversation: three caches, and the draft that is being made.
 
     To draft is to `step` on the newest node, to choose a token after it from q, and to repeat. A
-    node is *expanded* when the drafter has run on it: it then has keys and values, too.
+    node is *expanded* when the drafter has run on it: it then has keys and values, too. The nodes
+    to expand next are the *frontier*: in a chain the newest node, in a tree several of one level.
 
         keys and values         of verified tokens        of expanded nodes of the draft
         self_cache  SA          its own                   its own
@@ -402,8 +371,7 @@ class DraftState:
         self.tli_cache.length = self.text_length
 
     def step(self, draft: Draft, frontier: list[int]) -> Tensor:
-        """Run SA, CA and TLI on some nodes: the newest one of a chain, or several of one level of a
-        tree. Returns predicted hidden states (F, E)."""
+        """Expand the frontier: run SA, CA and TLI on it. Returns predicted hidden states (F, E)."""
         drafter = self.drafter
         self.expanded += frontier  # before the mask is made: each node sees itself as well
         mask = self.frontier_mask(draft, frontier)  # (F, S)
@@ -485,9 +453,8 @@ def worth_expanding(draft: Draft, frontier: list[int], limits: DraftLimits) -> b
 
 # --- Greedy trees ---
 #
-# In a tree several tokens may follow the same token. It grows level by level: the nodes that are
-# expanded next are its *frontier*. Two numbers name a token that may be added: the row of q, which
-# is the place of its parent in the frontier, and the token itself, a column of q.
+# In a tree several tokens may follow the same token. It grows level by level. A token that may be
+# added is named by two numbers: its parent's place in the frontier, a row of q, and its column.
 
 
 def draft_tree(state: DraftState, root: int, limits: DraftLimits) -> Draft:
@@ -618,3 +585,37 @@ def run_target_layers(
     for i, layer in enumerate(drafter.target.layers[-drafter.N:]):
         x = layer(x, rope, mask, cache, i)
     return drafter.target.norm(x)
+
+
+# --- Sizes of a new drafter ---
+
+
+def default_config(target: Llama) -> DrafterConfig:
+    """Return the paper's sizes for Llama-3-8B. For other targets the proportions are the same, as
+    closely as the numbers of heads allow. For Llama-3-8B, 0.26 billion parameters in all:
+
+        layer      width    heads    kv heads    MLP
+        LSA         2048       32           8    3072
+        SA, CA      4096       32           4    6144
+    """
+    sizes = target.config
+    heads = sizes.num_attention_heads
+    kv_heads = math.gcd(heads, max(1, heads // 8))  # about one for eight heads; must divide heads
+    kv_width = kv_hidden_size(sizes)  # LSA's width
+    # RoPE needs an even head size. As long as the target's number of heads makes LSA's odd, take
+    # fewer. (With as many heads as kv heads the size is 2 D. It need not divide kv_width.)
+    layer_heads = heads
+    while kv_width // layer_heads % 2 != 0:
+        layer_heads -= sizes.num_key_value_heads
+    return DrafterConfig(
+        num_attention_heads=heads,
+        layer_self_attention_num_attention_heads=layer_heads,
+        layer_self_attention_num_key_value_heads=sizes.num_key_value_heads,
+        layer_self_attention_intermediate_size=3 * kv_width // 2,
+        self_attention_num_key_value_heads=kv_heads,
+        self_attention_intermediate_size=3 * sizes.hidden_size // 2,
+        cross_attention_num_key_value_heads=kv_heads,
+        cross_attention_intermediate_size=3 * sizes.hidden_size // 2,
+        rms_norm_eps=sizes.rms_norm_eps,
+        rope_theta=sizes.rope_theta,
+    )

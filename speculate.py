@@ -12,7 +12,15 @@ target's own. The section *Sampled trees* draws trees above temperature 0, and p
 
     python speculate.py --prompt "Explain why the sky is blue." --show   # accepted tokens are green
 
-`--help` shows more commands.
+or, in a notebook, with a target, its drafter and a prompt of token ids:
+
+    config = GenerationConfig(max_new_tokens=100, temperature=0.8)
+    limits = DraftLimits(depth=6, top_k=3, total_tokens=8)
+    sampling = config.new_sampling("cpu")
+    capacity = len(prompt) + 100 + 1 + limits.depth * limits.top_k  # slots: text, root and draft
+    verifier = LocalVerifier(target, drafter, capacity, sampling)
+    state = TreeSampler(drafter, capacity, sampling)
+    for cycle in speculate(verifier, state, prompt, config, limits): ...
 
 Shapes: T tokens, K drafted tokens, S tokens in the cache, E hidden size, F nodes on the frontier of
 a draft, V vocabulary.
@@ -160,6 +168,10 @@ class LocalVerifier:
         after drafted token 1 decides on drafted token 2, and so on. If all are accepted, the last
         distribution supplies the target's own token. (In a tree, the distribution after a node
         decides on all its children.)
+
+        (In exact arithmetic the distribution after a token is that of a pass over the token alone.
+        Floats are rounded in another order, so at a near tie another token may be the likeliest.
+        app/exact.py sees to it that on a CPU both passes round alike.)
         """
         positions, mask = draft_layout(draft, self.cache.length, self.model.device)
         ids = torch.tensor([draft.tokens], device=self.model.device)  # (1, 1 + K)
@@ -284,19 +296,8 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 # --- Sampled trees ---
 #
-# Above temperature 0 a tree's tokens may be drawn from q, and compared with p one after the other.
-# The proof of the rule, in `rejection_sample_tree`, has five premises:
-#
-# 1. Every child is drawn from its parent's q, without replacement.
-# 2. Every child that is drawn is proposed. Dropping one afterwards would change the distribution of
-#    the text. Say p = q = (0.6, 0.4) for tokens a and b. One token is drawn, and b is always
-#    dropped, because b is unlikely. Whenever b is dropped, the target draws a token itself. The
-#    text therefore continues with a with probability 0.6 + 0.4 * 0.6 = 0.84 instead of 0.6.
-# 3. Whether a node gets one more child is decided before that child is drawn. The decision may
-#    depend on q, on the levels above and on the children drawn so far. Here the number of children
-#    is fixed before the first is drawn.
-# 4. Children are tried in the order drawn. Trying the likelier one first would tell which it is.
-# 5. Each child is judged by a random number of its own, which is independent of all draws.
+# Above temperature 0 a tree's tokens are drawn from q, and tried against p one after the other:
+# how they are drawn comes first, then the rule that tries them and why it is exact.
 
 
 class TreeSampler(DraftState):
@@ -330,7 +331,7 @@ class TreeSampler(DraftState):
                 break
             q = self.next_distributions(draft, frontier)  # (F, V)
             likeliest = likeliest_choices(draft, frontier, q, share, limits.min_probability)
-            # How many children each row's node gets is fixed before any is drawn (premise 3).
+            # How many children each row's node gets is fixed before any of them is drawn.
             counts = Counter(choice.row for choice in likeliest)
             drawn = draw_choices(counts, q, self.sampling.generator)
             children = add_choices(draft, frontier, drawn)
@@ -388,18 +389,29 @@ def rejection_sample_tree(
     accepted with probability 0.3 / 0.5 = 0.6. If b is rejected, p_left is (1, 0, 0) and q_left
     (0.8, 0, 0.2), so c is rejected, too. Now p_left is (1, 0, 0) again, and a comes out.
 
-    Why that is exact, by induction over the number of children that are left. Claim: given which
-    children were rejected so far, the token that comes out is distributed as p_left.
+    Why is that exact? It needs this of the draft (say p = q = (0.6, 0.4) for tokens a and b):
 
-    - No child is left: the token is drawn from p_left.
-    - Else the next child x was drawn from q_left (premise 1), even given that the children before x
-      were rejected. For that depends only on these children and their random numbers (4, 5), and
-      that there is a next child tells nothing about which token it is (2, 3). Call p' =
-      scaled(max(p_left - q_left, 0)). If x is rejected, p' is the new p_left, and one child less is
-      left. By induction, the token is then distributed as p'. In short: x is accepted with
-      probability min(1, p_left(x) / q_left(x)), and if x is rejected, the token is distributed as
-      p'. That is the chain's rule with p_left and q_left in place of p and q, so the token is
-      distributed as p_left.
+    (1) Every child is drawn from its parent's q, without replacement.
+    (2) Every child that is drawn is proposed. If one token is drawn, and b is dropped as unlikely,
+        the target then draws itself: a comes out with probability 0.6 + 0.4 * 0.6 = 0.84.
+    (3) Children are tried in the order drawn. If both are drawn, but the likelier a is tried first,
+        a is always accepted.
+    (4) Whether there is one more child is decided before it is drawn. The decision may depend on q,
+        on the levels above and on the children before. (`TreeSampler` fixes their number first.)
+    (5) Each child has a random number u of its own, which is independent of all draws.
+
+    The proof is an induction over the number of children that are left. Claim: given which children
+    were rejected so far, the token that comes out is distributed as p_left.
+
+    No child is left: the token is drawn from p_left.
+
+    Else there is a next child x. It was drawn from q_left, by (1). Does it matter that the children
+    before x were rejected? No: the rejections were decided by those children and their u, and x was
+    drawn without regard to these, by (3) and (5). That x is there at all tells nothing about which
+    token it is, by (2) and (4). So x is accepted with probability min(1, p_left(x) / q_left(x)).
+    If x is rejected, the new p_left is p' = scaled(max(p_left - q_left, 0)), one child less is
+    left, and by induction the token is distributed as p'. That is the chain's rule with p_left and
+    q_left in place of p and q, so the token is distributed as p_left.
 
     Before the first child is tried, p_left is p. The token is therefore distributed as p. So is the
     next one, a level deeper: given all draws and verdicts up to a node, its children are fresh
