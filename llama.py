@@ -537,8 +537,8 @@ def load_llama(folder: str | Path, device="cpu", dtype=torch.float32) -> Llama:
     for file in Path(folder).glob("model*.safetensors"):  # one, or several shards
         for name, tensor in load_file(file).items():
             weights[name.removeprefix("model.")] = tensor.to(device, dtype)
-    # A tied head has no weights of its own: it uses the embeddings.
-    weights.setdefault("lm_head.weight", weights["embed_tokens.weight"])
+    if config.tie_word_embeddings:  # the LM head uses the embeddings, and has no weights of its own
+        weights["lm_head.weight"] = weights["embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)
     return model.to(device)  # moves the rotary table; the weights are there already
 

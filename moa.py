@@ -47,15 +47,15 @@ from llama import (
 #     s_i = the last output of SA(e_0, ..., e_i)                                sa_output
 #     g_i = CA(query s_i; keys and values from m_0, ..., m_{t-1})               ca_output
 #     h'_i = g_i, or with N > 0 see the last section                            hidden
-#     q_i = softmax(LM head h'_i)                                               q
+#     q_i = softmax(LM head h'_i), with temperature and top-p                   q
 #
 # LSA lets the vector of each layer take what it needs from the other layers. The results are
-# averaged, unweighted; W maps the average to the hidden size. LSA reads keys as the cache holds
-# them, that is, rotated by their position. With several kv heads, [k v] is the key and value of
-# head 0, then the key and value of head 1, and so on.
+# averaged; W maps the average to the hidden size. LSA reads keys as the cache holds them, rotated
+# by position; CA rotates its own. With several kv heads, [k v] is the key and value of head 0, then
+# the key and value of head 1, and so on.
 #
-# h'_i predicts the target's final hidden state at token i, from which the target's own LM head
-# computes q_i, the drafter's distribution of token i + 1.
+# h'_i predicts the target's final hidden state at token i. The target's own LM head makes of it
+# q_i, the drafter's distribution of token i + 1.
 #
 # Shapes: those of llama.py, plus N reused target layers, K drafted tokens, F tokens that are run
 # through the drafter at once. LSA, SA, CA and the target each have their own H, Hkv and D.

@@ -448,6 +448,8 @@ def train(
     conversations: pairs of tokens (T) and answer (T), see `Example`; in each, at least two tokens
     in a row belong to an answer. Raises FloatingPointError if a gradient is not finite.
     """
+    if not conversations:
+        raise ValueError("no conversations to train on")
     optimizer = new_optimizer(drafter.trained_parameters().values())
     epoch_updates = math.ceil(len(conversations) / config.batch_size)
     batches = draw_batches(conversations, config)
