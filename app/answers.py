@@ -55,12 +55,6 @@ class TimedCycle(Cycle):
         return self.result.link == "offline"
 
     @property
-    def draft_is_lost(self) -> bool:
-        """Return whether the draft was lost with the connection: the server did not verify the
-        draft, even if a new connection was made."""
-        return self.result.link != "connected"
-
-    @property
     def origins(self) -> list[Origin]:
         """Return who wrote each token."""
         if self.is_offline:
@@ -301,9 +295,8 @@ class Generation:
                 self.outage = self.outage or cycle.result.reason
             else:
                 self.target_calls += 1
-            if not cycle.draft_is_lost:
-                self.drafted += len(cycle.result.draft.tokens) - 1  # without the root
-        self.disconnected |= cycle.is_late or cycle.draft_is_lost
+            self.drafted += len(cycle.result.draft.tokens) - 1  # without the root
+        self.disconnected |= cycle.is_late or cycle.result.link != "connected"
         self.tokens += cycle.tokens
         self.origins += cycle.origins
         if cycle.traffic is not None:

@@ -26,10 +26,10 @@ from llama import PIECE, GenerationConfig
 from plumbing.errors import InputError
 from plumbing.prompts import answer_length, drop_oldest_exchanges
 from plumbing.terminal import (
-    PromptBar,
-    WaitingNote,
     draw_statistics,
+    prompt_bar,
     read_questions,
+    waiting_note,
     why_stopped,
 )
 from plumbing.tokenizer import TextStream, Tokenizer
@@ -98,10 +98,10 @@ class Terminal:
     def progress(self, prompt: list[int]) -> Iterator[None]:
         """Show that the program is at work while a prompt is read, within this block."""
         if self.remote:
-            with closing(WaitingNote()):
+            with waiting_note():
                 yield
             return
-        with closing(PromptBar(len(prompt))) as bar:
+        with prompt_bar(len(prompt)) as bar:
             with after_each_pass(self.models.target, lambda: bar.update(PIECE)):
                 yield
 

@@ -14,42 +14,45 @@ What a network can do to a client, and what the client does about it:
     the connection breaks    make a new one, and ask for the reply that was missed
     there is no network      let the drafter write alone, and try again after growing pauses
 
-Durations are in seconds, sizes in bytes. A moment is a value of time.monotonic().
+A server that cannot be reached, refuses to answer, is too late, or sends something malformed is
+lost: whichever it is, an OSError is raised. Durations are in seconds, sizes in bytes. A moment is a
+value of time.monotonic().
 """
 from __future__ import annotations
 
 import argparse
 import math
 import socket
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import monotonic, sleep
 from typing import Iterator
 
-import torch
+from torch import Tensor
 
 from app.exact import likeliest_first
 from app.results import DetailedResult
-from llama import GenerationConfig, Sampling
-from moa import CacheUpdate, Draft, Drafter, DraftLimits
+from llama import GenerationConfig
+from moa import CacheUpdate, Draft, DraftLimits
 from netsim import (
     INITIAL_RTO,
     PROFILES,
     Link,
-    Message,
     QuantizedDraftState,
-    RemoteVerifier,
+    Read,
+    Reply,
     SimulatedPath,
-    Tensors,
     Traffic,
+    Verify,
+    draw_seed,
     make_read,
+    make_verify,
+    parse_reply,
+    retransmission_timeout,
 )
 from plumbing import flags
 from plumbing.errors import input_errors
 from plumbing.messages import (
-    MAX_FIELDS,
     Address,
-    ReceivedMessage,
     check_int,
     receive_message,
     refuse_malformed,
@@ -110,14 +113,14 @@ class InterruptedPath(SimulatedPath):
         arrival = super().travel(sent, size)
         if self.outage.overlaps(sent, arrival):  # nothing moves; one RTO later, TCP sends again
             stopped = max(sent, self.outage.begins)
-            arrival += self.outage.ends - stopped + self.link.retransmission_timeout()
+            arrival += self.outage.ends - stopped + retransmission_timeout(self.link)
         return arrival
 
     def begin_connection(self) -> None:
         """Begin a new connection, which does not wait for what is in flight over the old one."""
         self.busy_until = 0.0
         self.last_arrival = 0.0
-        self.rto = INITIAL_RTO
+        self.first_rto = INITIAL_RTO
 
 
 def wait(arrival: float, deadline: float) -> None:
@@ -135,104 +138,70 @@ CONNECT_SECONDS = 10.0  # for the real handshake at most: there may be no server
 MAX_REPLY = 1 << 30  # bytes: enough for the update of a prompt of 131,072 tokens, 8,000 bytes each
 
 
-class ConnectionLost(Exception):
-    """The server cannot be reached, refuses to answer, is too late, or sends malformed data."""
-
-
+@dataclass
 class Channel:
     """The client's end of a connection, in place of netsim's `Connection`.
 
-    Where the same message gets several replies, `send` sends it and each call of `receive` waits
-    for a reply. Call both within `closed_on_failure`, which closes the connection if a call fails.
-    `connect` makes the first connection, and a new one if the caller wants to go on after a
-    failure.
+    `connect` makes the first connection, `send` sends a request, and each call of `receive` waits
+    for a reply. All three raise an OSError if the server is lost. Then `connect` again, or `close`.
     """
 
-    def __init__(
-        self,
-        address: Address,
-        link: Link = Link(),
-        seed: int = 0,
-        outage: Outage | None = None,
-        timeout: float | None = None,
-        fingerprints: dict[str, str] | None = None,
-    ):
-        """link: simulated, the same in both directions; by default one without delay. timeout: for
-        every reply; None: see `reply_timeout`. fingerprints: of this side's target and drafter, by
-        app/loading.py. A server with others is refused."""
-        self.address = address
-        self.outage = outage or Outage()  # by default one that never begins
-        self.up = InterruptedPath(link, 2 * seed, self.outage)
-        self.down = InterruptedPath(link, 2 * seed + 1, self.outage)
-        self.timeout = timeout
-        self.fingerprints = fingerprints or {}
-        self.traffic = Traffic()
-        self.sock: socket.socket | None = None
-        self.is_new = True  # no reply has come over this connection yet
-        self.slowest = 0.0  # seconds waited for the slowest reply, over all connections
-        self.server_clock = 0.0  # simulated moment of its last event: a request, or a reply
-        self.session = ""  # the server's name for this connection
-        self.number = 0  # of the newest request, counted over all connections
-        # The session and the number of a request whose reply was missed.
-        self.unanswered: tuple[str, int] | None = None
+    address: Address
+    link: Link = Link()  # simulated, the same in both directions; by default one without delay
+    seed: int = 0  # of the delays
+    outage: Outage = field(default_factory=Outage)  # by default one that never begins
+    timeout: float | None = None  # for every reply; None: see `reply_timeout`
+    # Of this side's target and drafter, by app/loading.py. A server with others is refused.
+    fingerprints: dict[str, str] = field(default_factory=dict)
+
+    traffic: Traffic = field(default_factory=Traffic)
+    sock: socket.socket | None = None
+    session: str = ""  # the server's name for this connection
+    number: int = 0  # of the newest request over this connection
+    is_new: bool = True  # no reply has come over this connection yet
+    slowest: float = 0.0  # seconds waited for the slowest reply, over all connections
+    server_clock: float = 0.0  # simulated moment of its last event: a request, or a reply
+
+    def __post_init__(self):
+        self.up = InterruptedPath(self.link, 2 * self.seed, self.outage)
+        self.down = InterruptedPath(self.link, 2 * self.seed + 1, self.outage)
 
     def connect(self) -> None:
-        """Make a new connection. Raise ConnectionLost if the server does not answer in time, or has
-        another target or drafter."""
+        """Make a new connection to the server, which must have the same target and drafter."""
         self.close()
         self.up.begin_connection()
         self.down.begin_connection()
         start = monotonic()
         if self.outage.overlaps(start, start):  # an outage at this moment
-            raise ConnectionLost("the network is down")
+            raise ConnectionError("the network is down")
         timeout = INITIAL_RTO + self.reply_timeout()  # that of the previous connection
         deadline = start + min(CONNECT_SECONDS, timeout)  # of the real handshake
-        host, port = self.address
-        with self.closed_on_failure(f"no connection to {host}:{port}"):
-            with refuse_malformed("address"):  # a host name like a..b raises a ValueError
-                self.sock = socket.create_connection(self.address, deadline - start)
-            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send at once
-            greeting = receive_message(self.sock, MAX_FIELDS, deadline)
-            self.traffic.bytes_down += greeting.size
-            # Two round trips: SYN and SYN-ACK of TCP, then its ACK and the greeting.
-            arrival = start
-            for down_size in (0, greeting.size):
-                arrival = self.up.arrival_of(arrival, 0)
-                arrival = self.down.arrival_of(arrival, down_size)
-            wait(arrival, start + timeout)
-        self.is_new = True
-        self.session = greeting.fields.get("session", "")
-        self.check_fingerprints(greeting.fields)
-
-    def check_fingerprints(self, greeting: dict) -> None:
-        """Raise ConnectionLost if the server has another target or drafter: drafts would be useless
-        and, with another target, tokens would mean something else."""
+        with refuse_malformed("address"):  # a host name like a..b raises a ValueError
+            self.sock = socket.create_connection(self.address, deadline - start)
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send at once
+        greeting, size = receive_message(self.sock, MAX_REPLY, deadline)
+        # Two round trips: SYN and SYN-ACK of TCP, then its ACK and the greeting.
+        arrival = start
+        for down_size in (0, size):
+            arrival = self.up.arrival_of(arrival, 0)
+            arrival = self.down.arrival_of(arrival, down_size)
+        wait(arrival, start + timeout)
+        self.traffic.bytes_down += size
         for part, ours in self.fingerprints.items():
-            if greeting.get(part) != ours:
-                self.close()
-                raise ConnectionLost(
+            if greeting.get(part) != ours:  # with another target, tokens mean something else
+                raise ConnectionError(
                     f"the server has another {part}; start both sides with the same --model and "
                     "--drafter"
                 )
+        self.session = greeting.get("session", "")
+        self.number = 0
+        self.is_new = True
 
     def close(self) -> None:
         """Close the connection, if there is one."""
         if self.sock:
             self.sock.close()
         self.sock = None
-
-    @contextmanager
-    def closed_on_failure(self, complaint: str = "no answer from the server") -> Iterator[None]:
-        """Close the connection and raise ConnectionLost if an OSError occurs in this block.
-
-        A malformed reply raises ProtocolError, which is an OSError. All other exceptions pass
-        through: a bug of ours, or too little memory, must not look like a lost server.
-        """
-        try:
-            yield
-        except OSError as error:
-            self.close()
-            raise ConnectionLost(f"{complaint}: {error}")
 
     def reply_timeout(self) -> float:
         """Return how many seconds to wait for the next reply.
@@ -256,33 +225,18 @@ class Channel:
         least = FIRST_REPLY_SECONDS if self.is_new else MIN_TIMEOUT
         return max(least, 10 * self.slowest)
 
-    def request(self, message: Message) -> Message:
-        """Send a request, and return its reply. Raise ConnectionLost if no reply comes in time.
-
-        Requests are numbered. If the reply is missed, `unanswered` says which one it was.
-        """
-        fields, tensors = message
-        self.number += 1
-        with self.closed_on_failure():
-            if self.sock is not None:
-                self.unanswered = (self.session, self.number)
-            self.send({**fields, "number": self.number}, tensors)
-            reply = self.receive()
-        self.unanswered = None
-        return reply.fields, reply.tensors
-
-    def send(self, fields: dict, tensors: Tensors) -> None:
+    def send(self, fields: dict) -> None:
         """Send a request."""
         if self.sock is None:
-            raise ConnectionLost("not connected")
+            raise ConnectionError("not connected")
+        self.number += 1
         sent = monotonic()
-        size = send_message(self.sock, fields, tensors)
-        self.traffic.network_seconds += monotonic() - sent
+        size = send_message(self.sock, fields)
         self.traffic.bytes_up += size
         self.traffic.round_trips += 1
         self.server_clock = self.up.arrival_of(sent, size)
 
-    def receive(self) -> ReceivedMessage:
+    def receive(self) -> dict:
         """Return the next reply, at the moment when it would arrive over the simulated network.
 
         A reply's field "elapsed" says how many seconds the server took: since the request arrived
@@ -290,15 +244,15 @@ class Channel:
         """
         start = monotonic()
         deadline = start + self.reply_timeout()
-        reply = receive_message(self.sock, MAX_REPLY, deadline)
+        reply, size = receive_message(self.sock, MAX_REPLY, deadline)
         with refuse_malformed("reply"):
-            elapsed = max(0.0, float(reply.fields["elapsed"]))  # NaN becomes 0
+            elapsed = max(0.0, float(reply.pop("elapsed")))  # NaN becomes 0
         self.server_clock += elapsed
-        arrival = self.down.arrival_of(self.server_clock, reply.size)
+        arrival = self.down.arrival_of(self.server_clock, size)
         wait(arrival, deadline)
         waited = monotonic() - start
         self.traffic.network_seconds += max(0.0, waited - elapsed)
-        self.traffic.bytes_down += reply.size
+        self.traffic.bytes_down += size
         self.slowest = max(self.slowest, waited)
         self.is_new = False
         return reply
@@ -313,10 +267,10 @@ INITIAL_BACKOFF = 0.5  # seconds from a failed attempt to reconnect to the next;
 class RemoteDraftState(QuantizedDraftState):
     """Drafts for a target on a server, and goes on alone while the server is out of reach.
 
-    Then no update arrives, and no draft can be verified. `draft` returns the root alone, and
-    `ReconnectingVerifier` calls `draft_unverified`, whose tokens stay in SA's and TLI's caches as
-    if they were verified: they count as text. An example: in an outage after a text of 10 tokens,
-    the drafter writes four tokens, twice.
+    Then no update arrives, and no draft can be verified. `ReconnectingVerifier` calls
+    `draft_unverified`, whose tokens stay in SA's and TLI's caches as if they were verified: they
+    count as text. As long as there are such tokens, `draft` returns the root alone. An example: in
+    an outage after a text of 10 tokens, the drafter writes four tokens, twice.
 
                                              tokens in the caches:   SA   CA   TLI   unverified
         before                                                       10   10   10        0
@@ -330,10 +284,7 @@ class RemoteDraftState(QuantizedDraftState):
     answer's statistics still count them as unverified.
     """
 
-    def __init__(self, drafter: Drafter, capacity: int, sampling: Sampling):
-        super().__init__(drafter, capacity, sampling)
-        self.offline = False
-        self.unverified = 0  # tokens in SA's and TLI's caches that count as text, without a memory
+    unverified = 0  # tokens in SA's and TLI's caches that count as text, without a memory
 
     @property
     def text_length(self) -> int:
@@ -341,37 +292,36 @@ class RemoteDraftState(QuantizedDraftState):
 
     def append_verified(self, update: CacheUpdate | None) -> None:
         """Grow the caches. update: None while the server is out of reach."""
-        self.offline = update is None
         if update is not None:
             self.unverified = 0  # the update appends these tokens again, now with a memory
             super().append_verified(update)
 
     def draft(self, root: int, limits: DraftLimits) -> Draft:
-        if self.offline:
-            return Draft(root)
-        return super().draft(root, limits)
+        return Draft(root) if self.unverified else super().draft(root, limits)
 
     def draft_unverified(self, root: int, count: int) -> list[int]:
         """Return `count` tokens drafted after the root. The caches keep the root and all of these
         tokens but the last as text."""
-        # super(): while offline, our own `draft` drafts nothing.
         draft = super().draft(root, DraftLimits(depth=count))
         self.unverified += len(self.expanded)
         return draft.tokens[1:]
 
 
-class ReconnectingVerifier(RemoteVerifier):
-    """A `RemoteVerifier` that copes with a lost server.
+class ReconnectingVerifier:
+    """A `Verifier` like netsim's `RemoteVerifier`, which copes with a lost server.
 
     It makes a new connection, and asks the server for the reply that it missed. **A verdict once
     drawn stands.** Replies that accept many tokens are large, and therefore more often late. To
     have another verdict drawn in place of a late one would favor short ones, and the text would no
-    longer be distributed as the target's own. If the server has no such reply, no verdict was drawn
-    (or the server has restarted). The client then asks it to read all tokens so far.
+    longer be distributed as the target's own. If the server has no such reply, it never received
+    the request, and the client asks it to read all tokens so far. (The server may also have
+    restarted, or have replied to MAX_KEPT_REPLIES other sessions since. Only then is a second
+    verdict drawn.)
 
-    If no connection can be made, the drafter writes alone, and its tokens are unverified. (They
-    take the place of a verdict that was missed, which is then void.) The next call tries again. In
-    the following example the last of `tokens` is the next root:
+    If no connection can be made, or if the repeated reply is missed twice, the drafter writes
+    alone, and its tokens are unverified. They take the place of a verdict that was missed, which is
+    then void. The next call tries again. In the following example the last of `tokens` is the next
+    root:
 
         what happens                                         tokens               have a memory
         prefill: the server's token is 7                     5 9 2 7              5 9 2
@@ -390,14 +340,15 @@ class ReconnectingVerifier(RemoteVerifier):
     text may differ: see plumbing/kernels.py.
     """
 
-    connection: Channel
-    state: RemoteDraftState
-
     def __init__(self, channel: Channel, state: RemoteDraftState, config: GenerationConfig):
-        super().__init__(channel, state, config)
+        self.channel = channel
+        self.state = state
+        self.config = config
+        self.tokens: list[int] = []  # prompt and answer; the last token is the next root
         self.full_length = 0  # tokens of the prompt and of the longest answer that is allowed
         self.draft = Draft(0)  # that the newest request asks to verify; empty if it asks to read
         self.has_read = False  # the server has read the text over this connection
+        self.missed: tuple[str, int] | None = None  # a request without a reply: session and number
         self.retry_at = 0.0  # do not reconnect before this moment
         self.backoff = INITIAL_BACKOFF  # seconds
 
@@ -406,8 +357,8 @@ class ReconnectingVerifier(RemoteVerifier):
         answer: without a memory the drafter cannot begin."""
         self.tokens = list(prompt)
         self.full_length = len(prompt) + self.config.max_new_tokens
-        with input_errors("no first token from the server", ConnectionLost):
-            self.connection.connect()
+        with input_errors("no first token from the server", OSError):
+            self.channel.connect()
             return replace(self.read(), link="connected")
 
     def verify(self, draft: Draft) -> DetailedResult:
@@ -416,83 +367,93 @@ class ReconnectingVerifier(RemoteVerifier):
         write alone."""
         try:
             return self.verify_online(draft)
-        except ConnectionLost as error:
+        except OSError as error:
             reason = str(error)
         if monotonic() >= self.retry_at:  # else it is too early after the last failed attempt
             try:
                 return self.reconnect()
-            except ConnectionLost as error:
+            except OSError as error:
                 reason += f"; then {error}"
+            self.retry_at = monotonic() + self.backoff
+            self.backoff *= 2
         return self.draft_offline(reason)
 
     def verify_online(self, draft: Draft) -> DetailedResult:
-        """Let the server verify a draft. Raise ConnectionLost if it does not answer."""
+        """Let the server verify a draft, over the present connection."""
         if not self.has_read:
             return self.read()  # the draft is lost
         if not draft.q:  # nothing was drawn, so the order of the tokens is free
             # If the server has no room for all tokens, it leaves out the last ones.
             draft = likeliest_first(draft)
         self.draft = draft
-        return super().verify(draft)
+        return self.request("verify", make_verify(draft))
 
     def read(self) -> DetailedResult:
-        """Let the server read all tokens so far. It replies with its token after them, and with the
-        update that the drafter lacks."""
+        """Let the server read all tokens so far. It replies with its token after them, and with an
+        update of all of them."""
         self.has_read = False
         self.draft = Draft(self.tokens[-1])
         left = self.full_length - len(self.tokens)
         config = replace(self.config, max_new_tokens=left)
-        fields, tensors = make_read(self.tokens, config, self.new_seed())
-        fields["known"] = self.state.ca_cache.length
-        result = self.request((fields, tensors))
+        seed = draw_seed(self.state.sampling.generator)
+        result = self.request("read", make_read(self.tokens, config, seed))
         self.has_read = True
         return result
 
+    def request(self, call: str, request: Read | Verify) -> DetailedResult:
+        """Send a request. Until its reply has come, it counts as missed."""
+        self.channel.send({"call": call, **vars(request)})
+        self.missed = self.channel.session, self.channel.number
+        return self.result(self.channel.receive())
+
     def reconnect(self) -> DetailedResult:
         """Connect again. Take the reply that was missed or, if there is none, let the server read
-        all tokens. If this fails, note when to try again, and raise ConnectionLost."""
-        missed = self.connection.unanswered
-        try:
-            self.connection.connect()
-            result = self.repeat(*missed) if missed else None
-            if result is None:
-                result = self.read()
-        except ConnectionLost:
-            self.retry_at = monotonic() + self.backoff
-            self.backoff *= 2
-            raise
+        all tokens."""
+        self.channel.connect()
+        result = None
+        if self.missed is not None:
+            try:
+                result = self.repeat()
+            except OSError:  # the reply is missed again, but the server still has it
+                self.channel.connect()
+                result = self.repeat()
+        result = result or self.read()
         self.backoff = INITIAL_BACKOFF
         return result
 
-    def repeat(self, session: str, number: int) -> DetailedResult | None:
-        """Ask for the reply to an earlier request. Return None if the server does not have it."""
-        fields = {"call": "repeat", "session": session, "missed": number}
-        fields, tensors = self.connection.request((fields, {}))
-        if "token" not in fields:
-            return None
-        result = self.parse_reply(fields, tensors)
+    def repeat(self) -> DetailedResult | None:
+        """Ask for the reply that was missed. Return None if the server does not have it."""
+        session, number = self.missed
+        self.channel.send({"call": "repeat", "session": session, "number": number})
+        reply = self.channel.receive()
         self.has_read = False  # over the new connection
-        return result
+        return self.result(reply) if reply else None
 
-    def parse_reply(self, fields: dict, tensors: Tensors) -> DetailedResult:
-        """Check a reply, and return the result that it describes. Raise ConnectionLost if the reply
-        is malformed."""
+    def result(self, reply: dict) -> DetailedResult:
+        """Check a reply, and return the result that it describes."""
         vocab_size = self.state.drafter.target.config.vocab_size
-        with self.connection.closed_on_failure(), refuse_malformed("reply"):
-            path = self.draft.path_of(fields["accepted"])
+        with refuse_malformed("reply"):
+            reply = Reply(**reply)
+            path = self.draft.path_of(reply.accepted)
             accepted = [self.draft.tokens[node] for node in path[1:]]  # our own ints, never 9.0
-            token = check_int(fields["token"], 0, vocab_size - 1)
-            check_update(tensors)
-            result = super().parse_reply({"accepted": accepted, "token": token}, tensors)
+            check_int(reply.token, 0, vocab_size - 1, "token")
+            # The server has read all tokens up to the new one. CA lacks the last ones of these.
+            lacking = (self.tokens + accepted)[self.state.ca_cache.length:]
+            update = parse_reply(reply, lacking).update
+            update.ca_kv = newest(update.ca_kv, len(lacking), self.state.ca_cache.kv[0])
+            update.tli_kv = newest(update.tli_kv, len(lacking), self.state.tli_cache.kv)
+        self.missed = None
+        self.tokens += accepted + [reply.token]
         link = "connected" if self.has_read else "reconnected"
-        return DetailedResult(accepted, token, result.update, self.draft, link=link)
+        return DetailedResult(accepted, reply.token, update, self.draft, link=link)
 
     def draft_offline(self, reason: str) -> DetailedResult:
         """Let the drafter write alone, in place of a draft that no server would verify.
 
         Return its last token as `token`, because it is the next root, and all others in `accepted`.
         """
-        self.connection.unanswered = None  # other tokens take the place of a reply that was missed
+        self.channel.close()
+        self.missed = None  # these tokens take the place of the reply
         count = min(OFFLINE_TOKENS, self.full_length - len(self.tokens))
         root = self.tokens[-1]
         written = self.state.draft_unverified(root, count)
@@ -502,15 +463,13 @@ class ReconnectingVerifier(RemoteVerifier):
         )
 
 
-def check_update(tensors: Tensors) -> None:
-    """Raise ValueError if what a server has sent cannot be an update. (Its sizes are checked where
-    it is put into shape.)"""
-    for name in ("ca", "tli"):
-        scale = tensors[name + "_scale"]
-        if tensors[name].dtype != torch.int8 or scale.dtype != torch.half:
-            raise ValueError("the update has another dtype")
-        if not scale.isfinite().all():
-            raise ValueError("the update holds NaN or infinity")
+def newest(kv: Tensor, count: int, cache_kv: Tensor) -> Tensor:
+    """Return the keys and values of the last `count` tokens (..., count, 2D) that a server has
+    sent. Raise ValueError if they do not fit into this cache."""
+    kv = kv[..., -count:, :]
+    if kv.shape != cache_kv[..., :count, :].shape or not kv.isfinite().all():
+        raise ValueError("the update has another shape, or holds NaN or infinity")
+    return kv
 
 
 # --- A plain API's client, with which the paper compares ---
@@ -521,19 +480,17 @@ def call_api(
 ) -> Iterator[int]:
     """Use the server as a plain API: the target decodes alone. Yield each token when it arrives.
     Raise InputError when the server is lost."""
-    with input_errors("the answer ends here", ConnectionLost):
+    request = vars(make_read(prompt, config, config.seed))
+    with input_errors("the answer ends here", OSError):
         channel.connect()
-        fields, tensors = make_read(prompt, config, config.seed)
-        fields |= {"call": "generate", "stop_ids": sorted(config.stop_ids)}
-        with channel.closed_on_failure():
-            channel.send(fields, tensors)
-            for _ in range(config.max_new_tokens):
-                reply = channel.receive()
-                with refuse_malformed("reply"):
-                    token = check_int(reply.fields["token"], 0, vocab_size - 1)
-                yield token
-                if token in config.stop_ids:
-                    return
+        channel.send({"call": "generate", **request, "stop_ids": sorted(config.stop_ids)})
+        for _ in range(config.max_new_tokens):
+            token = channel.receive().get("token")
+            with refuse_malformed("reply"):
+                check_int(token, 0, vocab_size - 1, "token")
+            yield token
+            if token in config.stop_ids:
+                return
 
 
 # --- From flags to a link, from a link to a channel ---
@@ -563,15 +520,14 @@ def open_channel(
     link: Link,
     seed: int,
     prompt: list[int],
-    fingerprints: dict[str, str] | None = None,
     outage_after: float = math.inf,
     outage_for: float = math.inf,
-    timeout: float | None = None,
+    **others,
 ) -> Channel:
-    """Return a channel for one answer. outage_after: tokens.
+    """Return a channel for one answer. outage_after: tokens. others: fields of Channel.
 
     The sum of the prompt's tokens is a part of the seed. The same prompt therefore meets the same
     delays again, and most other prompts meet different ones.
     """
     outage = Outage(outage_after, outage_for)
-    return Channel(address, link, seed + sum(prompt), outage, timeout, fingerprints)
+    return Channel(address, link, seed + sum(prompt), outage, **others)

@@ -58,10 +58,11 @@ class Printer:
             print(f"\n[{note}]", file=sys.stderr)
         for token, origin in zip(cycle.tokens, cycle.origins):
             text = self.stream.add(token)
+            text = terminal.printable(text)
             print(terminal.paint(text, COLORS[origin]) if self.show else text, end="", flush=True)
 
     def end(self, text: str) -> None:
-        print(self.stream.pending_text(), flush=True)
+        print(terminal.printable(self.stream.pending_text()), flush=True)
 
 
 @dataclass
@@ -88,7 +89,7 @@ class Trace:
 
     def end(self, text: str) -> None:
         if not self.as_json:
-            print(f"\n{text}", flush=True)
+            print(f"\n{terminal.printable(text)}", flush=True)
 
     def record(self, cycle: TimedCycle) -> dict:
         """Return the record of a cycle."""
@@ -100,6 +101,7 @@ class Trace:
             "drafts": self.drafted_nodes(cycle),
             "token": result.token,
             "text": "".join(texts) if cycle.is_offline else texts[-1],
+            "control": result.token in self.tokenizer.control_ids.values(),
             "tokens": cycle.tokens,
             "offline": cycle.is_offline,
             "draft_seconds": cycle.draft_seconds,
@@ -119,8 +121,6 @@ class Trace:
 
     def drafted_nodes(self, cycle: TimedCycle) -> list[dict]:
         """Return the drafted tokens as the record lists them."""
-        if cycle.draft_is_lost:
-            return []
         draft = cycle.result.draft
         path = cycle.path
         p = None  # the target's distribution after each node, (1 + K, V)
@@ -133,6 +133,7 @@ class Trace:
             node = {
                 "token": token,
                 "text": self.texts_after_answer(tokens)[-1],
+                "control": token in self.tokenizer.control_ids.values(),
                 "parent": parent - 1,  # node 1 has index 0 in this list
                 "q": draft.probabilities[i],
                 "p": None if p is None else float(p[parent, token]),

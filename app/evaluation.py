@@ -1,4 +1,8 @@
-"""Scores of a drafter on held-out conversations: losses, and how often its drafts are right."""
+"""Scores of a drafter on held-out conversations: losses, and how often its drafts are right.
+
+Training calls `evaluate` every --eval-every updates, and python -m experiments.evaluate scores a
+finished drafter with it. A last section has what both need on a GPU and in bfloat16.
+"""
 from __future__ import annotations
 
 import numpy as np
@@ -46,19 +50,17 @@ def evaluate(
         example = pad_for_gpu(Example(tokens, answer, horizon), drafter.device)
         with mixed_precision(drafter.device, dtype):
             batch = collate([example], drafter.device)
-            batch_losses, features, final = distill(drafter, batch, config)
+            losses, features, final = distill(drafter, batch, config)
             right = first_choices_match(drafter, features, final)  # n of them
-        sums += torch.stack(batch_losses)
-        depth = (torch.arange(len(tokens)) - horizon)[loss_mask(answer)]  # (n)
-        begins = depth == 1  # at the first position of a mock cycle, and at no other
-        for is_first, is_right in zip(begins.tolist(), right):
-            if is_first:
+        sums += torch.stack(losses)
+        depths = (torch.arange(len(tokens)) - horizon)[loss_mask(answer)]  # (n)
+        for depth, is_right in zip(depths.tolist(), right):
+            if depth == 1:  # a mock cycle begins
                 cycles.append([])
             cycles[-1].append(is_right)
-    count = sum(len(cycle) for cycle in cycles)
-    loss, kl, smooth_l1 = (sums / count).tolist()
-    losses = {"held_out_loss": loss, "held_out_kl": kl, "held_out_smooth_l1": smooth_l1}
-    return losses | depth_scores(cycles)
+    loss, kl, smooth_l1 = (sums / sum(map(len, cycles))).tolist()
+    scores = {"held_out_loss": loss, "held_out_kl": kl, "held_out_smooth_l1": smooth_l1}
+    return scores | depth_scores(cycles)
 
 
 def first_choices_match(drafter: Drafter, features: Tensor, final: Tensor) -> list[bool]:
@@ -102,16 +104,13 @@ def depth_scores(cycles: list[list[bool]]) -> dict:
     return {"depth_accuracy": accuracies, "implied_acceptance_length": length}
 
 
-def draw_scores(scores: dict, update: int) -> str:
-    """Draw the scores of `evaluate` as text, with a bar for the accuracy at each depth."""
-    lines = [
-        f"update {update}: held-out loss {scores['held_out_loss']:.3f}",
-        f"  KL {scores['held_out_kl']:.3f}, implied acceptance length "
-        f"{scores['implied_acceptance_length']:.2f}, and how often drafts are right, by depth:",
-    ]
-    for depth, accuracy in enumerate(scores["depth_accuracy"], 1):
-        lines.append(f"  {depth}  {accuracy:4.0%}  {'█' * round(40 * accuracy)}")
-    return "\n".join(lines)
+def draw_scores(scores: dict) -> str:
+    """Draw the scores of `evaluate` as a line."""
+    accuracies = " ".join(f"{accuracy:.0%}" for accuracy in scores["depth_accuracy"])
+    return (
+        f"held-out loss {scores['held_out_loss']:.3f}, right drafts by depth {accuracies}, "
+        f"implied acceptance length {scores['implied_acceptance_length']:.2f}"
+    )
 
 
 # --- The chapter's passes on a GPU, and in bfloat16 ---

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.exact import ExactLlama
+from app.exact import ExactLlama, RefinedHead
 from app.vocabulary import LimitedDrafter
 from llama import MLP, Attention, Llama, RMSNorm, rotate
 from moa import Drafter
@@ -45,8 +45,11 @@ def pack(target: Llama) -> Llama:
     """
     if not can_pack(target.embed_tokens.weight):
         return target
+    head_weight = target.lm_head.weight
     for name, part in target.named_children():
         setattr(target, name, packed(part))
+    if target.device.type == "cpu" and target.dtype == torch.bfloat16:
+        target.lm_head = RefinedHead(target.lm_head, head_weight)
     limits = find_limits(target) if target.device.type == "cpu" else None
     if limits is None:
         return target
@@ -59,7 +62,8 @@ def pack_drafter(drafter: Drafter, target: Llama) -> None:
     """Pack a drafter in place. target: its target, which is packed already."""
     drafter.target = target
     if not isinstance(drafter, LimitedDrafter):
-        drafter.lm_head = target.lm_head
+        head = target.lm_head  # drafts need not be exact, and do without the refinement
+        drafter.lm_head = head.head if isinstance(head, RefinedHead) else head
     for name, part in drafter.named_children():
         if name != "target":
             setattr(drafter, name, packed(part))
@@ -77,6 +81,8 @@ def packed(module: nn.Module) -> nn.Module:
         return PackedMLP(module)
     if weight.device.type == "cpu" and isinstance(module, RMSNorm):
         return PackedRMSNorm(module)
+    if weight.device.type == "cpu" and isinstance(module, nn.Embedding):
+        return WideEmbedding.from_pretrained(module.weight)
     if weight.device.type == "cpu" and isinstance(module, nn.Linear) and module.bias is None:
         return PackedLinear(module)
     for name, part in module.named_children():
@@ -152,6 +158,15 @@ class PackedLinear(Packed):
         return packed_product(x, self.weight, self.min_rows)
 
 
+class WideEmbedding(nn.Embedding):
+    """Embeddings in float32, whatever the dtype of the weight. Every layer adds to them, so that the
+    sum over the layers is then in float32 as well. In bfloat16 each of the 60 additions would round
+    it to eight significant bits."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).float()
+
+
 class PackedRMSNorm(Packed):
     """RMSNorm in four operations. On a CPU F.rms_norm consists of more.
 
@@ -163,13 +178,14 @@ class PackedRMSNorm(Packed):
     def __init__(self, norm: RMSNorm):
         super().__init__()
         size = len(norm.weight)
+        self.dtype = norm.weight.dtype  # of the output; the input may be wider
         self.scale = norm.weight.detach().float() * math.sqrt(size)
         self.floor = torch.tensor(math.sqrt(size * norm.eps))
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        return (wide * self.scale / torch.hypot(length, self.floor)).type_as(x)
+        return (wide * self.scale / torch.hypot(length, self.floor)).to(self.dtype)
 
 
 class PackedAttention(Attention):

@@ -1,18 +1,18 @@
-"""The server of app/client.py: sessions of clients over sockets, around netsim's `Server`.
+"""The server of app/client.py: what netsim's `Server` does, for many clients over sockets.
 
     python speculate.py --serve 7000
 
 plumbing/messages.py receives requests and sends replies, and has a thread for each client. Here is
-what a session does with a request. Beyond netsim's two calls a server has two more:
+what a session does with a request. Beside netsim's two a server knows two more:
 
-    call        the client sends              the server replies
-    read        + number, known               the update without that of the first `known` tokens
-    verify      + number
-    repeat      a session, a number           the reply to that request, or nothing
-    generate    a text, stop_ids              token: a reply for each, as a plain API
+    call        the client sends            the server replies
+    read        netsim's Read               netsim's Reply
+    verify      netsim's Verify             netsim's Reply
+    repeat      a session, a number         the session's reply to the request of this number, or {}
+    generate    netsim's Read, stop_ids     token: a reply for each, as a plain API
 
-A client that has missed a reply asks for it again with "repeat", over a new connection: see
-`ReconnectingVerifier`. `known` says how many tokens it has the update of.
+A session's requests are numbered from 1. A client that has missed a reply asks for it again with
+"repeat", over a new connection, which is a new session: see `ReconnectingVerifier`.
 
 Whatever a client sends is checked, and is refused if it is malformed. The worst that a client can
 do is to keep the server busy.
@@ -24,7 +24,6 @@ import secrets
 import signal
 import sys
 import threading
-from collections import OrderedDict
 from concurrent import futures
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,35 +37,16 @@ import torch
 from app.answers import after_each_pass
 from app.exact import ExactVerifier
 from app.loading import find_drafter, fingerprints, load_models
-from llama import GenerationConfig, Llama, Sampling, generate
-from moa import CacheUpdate, Draft, Drafter
-from netsim import (
-    MAX_DRAFT_TOKENS,
-    Q_TOKENS,
-    Message,
-    Server,
-    Tensors,
-    dequantize_probabilities,
-    make_reply,
-    parse_read,
-    parse_verify,
-)
+from llama import GenerationConfig, Llama, generate
+from moa import Draft, Drafter
+from netsim import MAX_DRAFT_TOKENS, Q_TOKENS, Read, Verify, make_reply, parse_verify
 from plumbing.errors import InputError, run_command
-from plumbing.messages import (
-    MAX_CLIENTS,
-    Address,
-    HasLeft,
-    MessageServer,
-    Replies,
-    check_ids,
-    check_int,
-)
+from plumbing.messages import MAX_CLIENTS, Address, HasLeft, MessageServer, Replies, check_int
 from speculate import VerifyResult
 
 # --- Sessions ---
 
 MAX_KEPT_REPLIES = 2 * MAX_CLIENTS  # also those of clients that have left: see `Service.keep`
-MAX_NUMBER = 1 << 53  # of a request
 
 
 @dataclass
@@ -80,104 +60,94 @@ class Service:
         a client's thread                                the worker thread
         receives a request, and calls `parse`
         in `run_in_worker`, submits `make_next`     ->   runs `decide`, `repeat` or `generate` until
-        and checks that the client is still there        the function yields its next reply
-        sends the reply                             <-
+        sends the reply                             <-   the function yields its next reply
     """
 
     model: Llama
     drafter: Drafter
     fingerprints: dict[str, str]
     worker: futures.ThreadPoolExecutor
-    # The newest reply of each session: its number, and the message. The worker alone uses this.
-    kept: OrderedDict[str, tuple[int, Message]] = field(default_factory=OrderedDict)
+    # The newest reply of each session, and its request's number. The worker alone uses this.
+    kept: dict[str, tuple[int, dict]] = field(default_factory=dict)
 
-    def keep(self, session: str, number: int, reply: Message) -> None:
+    def keep(self, session: str, number: int, reply: dict) -> None:
         """Keep a reply, in case that the client misses it. Only the sessions that replied last have
         theirs kept."""
+        self.kept.pop(session, None)  # so that this session becomes the last one in the dict
         self.kept[session] = (number, reply)
-        self.kept.move_to_end(session)
         if len(self.kept) > MAX_KEPT_REPLIES:
-            self.kept.popitem(last=False)
-
-    def find(self, session: str, number: int) -> Message | None:
-        """Return the reply of a session to the request of this number, or None."""
-        newest, reply = self.kept.get(session, (0, None))
-        return reply if newest == number else None
+            del self.kept[next(iter(self.kept))]  # the first one
 
 
-class TargetSession(Server):
+class TargetSession:
     """The server's side of one client: a `Session` of plumbing/messages.py."""
 
     def __init__(self, service: Service, has_left: HasLeft):
-        super().__init__(service.model, service.drafter)
         self.service = service
         self.has_left = has_left
         self.name = secrets.token_hex(8)  # no other client can guess it
+        self.greeting = {**service.fingerprints, "session": self.name}
+        self.number = 0  # of the newest request
+        self.verifier: ExactVerifier | None = None  # of the text that was read last
 
-    @property
-    def greeting(self) -> dict:
-        return {**self.service.fingerprints, "session": self.name}
-
-    def new_verifier(self, capacity: int, sampling: Sampling) -> ExactVerifier:
-        return ExactVerifier(self.model, self.drafter, capacity, sampling)
-
-    def parse(self, fields: dict, tensors: Tensors) -> Callable[[], Replies]:
-        """Check a request. Return a function that makes its replies."""
-        call = fields["call"]
+    def parse(self, fields: dict) -> Replies:
+        """Check a request. Return its replies."""
+        self.number += 1
+        call = fields.pop("call")
         # The functions called here are generators: they do nothing until asked for a reply.
-        if call == "verify":
-            number = check_int(fields["number"], 1, MAX_NUMBER, "number")
-            draft = self.check_verify(fields, tensors)
-            replies = self.decide(number, partial(self.verify, draft))
-        elif call == "read":
-            number = check_int(fields["number"], 1, MAX_NUMBER, "number")
-            tokens, config = check_read(fields, tensors, self.model)
-            known = check_int(fields.get("known", 0), 0, len(tokens) - 1, "known")
-            replies = self.decide(number, partial(self.read, tokens, config), known)
+        if call == "read":
+            request = check_read(fields, self.service.model)
+            replies = self.decide(partial(self.read, request))
+        elif call == "verify":
+            draft = self.check_verify(fields)
+            replies = self.decide(partial(self.verifier.verify, draft))
         elif call == "repeat":
-            replies = self.repeat(str(fields["session"]), fields["missed"])
+            number = fields["number"]
+            check_int(number, 1, 2**63, "number")
+            replies = self.repeat(str(fields["session"]), number)
         elif call == "generate":
-            tokens, config = check_read(fields, tensors, self.model)
-            stop_ids = frozenset(fields["stop_ids"])
-            replies = self.generate(tokens, replace(config, stop_ids=stop_ids))
+            stop_ids = frozenset(fields.pop("stop_ids"))
+            request = check_read(fields, self.service.model)
+            config = replace(request.config, stop_ids=stop_ids)
+            replies = self.generate(request.tokens.tolist(), config)
         else:
             raise ValueError(f"unknown call {call!r:.40}")
-        return partial(self.run_in_worker, replies)
+        return self.run_in_worker(replies)
 
-    def decide(
-        self, number: int, compute: Callable[[], VerifyResult], known: int = 0
-    ) -> Replies:
+    def read(self, request: Read) -> VerifyResult:
+        """Begin a text."""
+        model = self.service.model
+        sampling = request.config.new_sampling(model.device)
+        self.verifier = ExactVerifier(model, self.service.drafter, request.slots, sampling)
+        return self.verifier.prefill(request.tokens.tolist())
+
+    def decide(self, compute: Callable[[], VerifyResult]) -> Replies:
         """Reply with a verdict, which is kept before it is sent."""
-        reply = make_reply(without_known(compute(), known))
-        self.service.keep(self.name, number, reply)
+        reply = vars(make_reply(compute()))
+        self.service.keep(self.name, self.number, reply)
         yield reply
 
     def repeat(self, session: str, number: int) -> Replies:
-        """Reply as another session has. (Like all work, this waits for the worker, and so for the
-        end of a pass of that session.)"""
-        yield self.service.find(session, number) or ({}, {})
+        """Reply as another session has to the request of this number, or with {}. (Like all work,
+        this waits for the worker, and so for the end of a pass of that session.)"""
+        newest, reply = self.service.kept.get(session, (0, {}))
+        yield reply if newest == number else {}
 
     def generate(self, tokens: list[int], config: GenerationConfig) -> Replies:
         """Write with the target alone, as a plain API does. Yield a reply for each token."""
-        for token in generate(self.model, tokens, config):
-            yield {"token": token}, {}
+        for token in generate(self.service.model, tokens, config):
+            yield {"token": token}
 
     def run_in_worker(self, replies: Replies) -> Replies:
-        """Let the worker compute each reply when it is asked for. Raise ConnectionError as soon as
-        the client has left."""
-        while True:
-            task = self.service.worker.submit(self.make_next, replies)
-            while not futures.wait([task], timeout=0.1).done:
-                self.stop_if_client_left()
-            reply = task.result()
-            if reply is None:
-                return
+        """Let the worker compute each reply when it is asked for."""
+        submit = self.service.worker.submit
+        while (reply := submit(self.make_next, replies).result()) is not None:
             yield reply
 
     @torch.inference_mode()
-    def make_next(self, replies: Replies) -> Message | None:
+    def make_next(self, replies: Replies) -> dict | None:
         self.stop_if_client_left()  # it may have left while the worker served others
-        with after_each_pass(self.model, self.stop_if_client_left):
+        with after_each_pass(self.service.model, self.stop_if_client_left):
             try:
                 return next(replies, None)
             except FloatingPointError as error:
@@ -188,78 +158,55 @@ class TargetSession(Server):
         if self.has_left():
             raise ConnectionError("the client has left")
 
-    def check_verify(self, fields: dict, tensors: Tensors) -> Draft:
-        """Check a draft, and return it. The draft must fit the model, the text and the context."""
+    def check_verify(self, fields: dict) -> Draft:
+        """Check a draft, and return it. It must fit the model, and the context."""
         if self.verifier is None:
             raise ValueError("drafts must follow a text")
-        sizes = self.model.config
-        tokens = fields["drafts"]
-        check_int(len(tokens), 0, MAX_DRAFT_TOKENS, "number of drafted tokens")
-        for i, (token, parent) in enumerate(zip(tokens, fields["parents"], strict=True)):
-            check_int(token, 0, sizes.vocab_size - 1)
-            check_int(parent, 0, i)  # the root, or a token before this one
-        if self.verifier.sampling.temperature == 0 or not tokens:
-            draft = parse_verify(fields, {}, self.root, self.model)  # without q
+        request = Verify(**fields)
+        sizes = self.service.model.config
+        check_int(len(request.tokens), 1, 1 + MAX_DRAFT_TOKENS, "number of tokens")
+        for token in request.tokens:
+            check_int(token, 0, sizes.vocab_size - 1, "token")
+        for i, parent in enumerate(request.parents):
+            check_int(parent, 0, i, "parent")  # the root, or a token before this one
+        if self.verifier.sampling.temperature == 0 or not request.parents:
+            request.ids = None  # q is not needed
         else:
-            check_probabilities(fields, tensors, self.model)
-            draft = parse_verify(fields, tensors, self.root, self.model)
-        cache = self.verifier.cache
-        positions = cache.length + max(map(len, draft.paths))
-        slots = cache.length + len(draft.tokens)
+            check_weights(request, sizes.vocab_size)
+        draft = parse_verify(request, self.service.model)
+        positions = self.verifier.cache.length + max(map(len, draft.paths))
         check_int(positions, 0, sizes.max_position_embeddings, "number of positions")
-        check_int(slots, 0, cache.kv.shape[3], "number of slots in the cache")
         return draft
 
 
-def without_known(result: VerifyResult, known: int) -> VerifyResult:
-    """Return a result whose update lacks the first `known` tokens."""
-    update = result.update
-    left = CacheUpdate(
-        update.tokens[known:], update.ca_kv[..., known:, :], update.tli_kv[..., known:, :]
-    )
-    return replace(result, update=left)
+# What a client has sent is checked. If it is malformed, one of the exceptions is raised that
+# `refuse_malformed` of plumbing/messages.py catches.
 
 
-# The next functions check what a client has sent. If it is malformed, they raise one of the
-# exceptions that `refuse_malformed` of plumbing/messages.py catches.
+def check_read(fields: dict, model: Llama) -> Read:
+    """Check a text and its settings. Text and answer must fit the context."""
+    request = Read(**fields)
+    tokens = request.tokens
+    if tokens.dtype != torch.int32 or tokens.dim() != 1:
+        raise ValueError("expected an int32 vector")
+    if tokens.min() < 0 or tokens.max() >= model.config.vocab_size:
+        raise ValueError("a token is not in the vocabulary")
+    left = model.config.max_position_embeddings - len(tokens)
+    check_int(request.max_new_tokens, 1, left, "max_new_tokens")
+    if not (0 <= request.temperature <= 100 and 0 < request.top_p <= 1):  # NaN neither
+        raise ValueError("invalid temperature or top_p")
+    request.config.new_sampling("cpu")  # fails with an invalid seed
+    return request
 
 
-def check_read(
-    fields: dict, tensors: Tensors, model: Llama
-) -> tuple[list[int], GenerationConfig]:
-    """Check a text and its GenerationConfig, and return them. Text and answer must fit the
-    context."""
-    context = model.config.max_position_embeddings
-    tokens = check_ids(tensors["tokens"], model.config.vocab_size)
-    length = check_int(len(tokens), 1, context - 1, "length of the text")
-    check_int(fields["max_new_tokens"], 1, context - length, "max_new_tokens")
-    check_int(fields["seed"], 0, 2**63 - 1, "seed")
-    check_number(fields["temperature"], 0, 100, "temperature")
-    check_number(fields["top_p"], 1e-6, 1, "top_p")
-    return parse_read(fields, tensors)
-
-
-def check_number(value: object, low: float, high: float, what: str) -> None:
-    """Raise ValueError unless the value is an int or a float within [low, high]."""
-    if type(value) not in (int, float) or not low <= value <= high:
-        raise ValueError(f"invalid {what} {value!r:.40}: expected a number from {low} to {high}")
-
-
-def check_probabilities(fields: dict, tensors: Tensors, model: Llama) -> None:
-    """Check the distributions of a draft. There must be one for each parent, from which its
-    children can have been drawn."""
-    vocab_size = model.config.vocab_size
-    parents = sorted(set(fields["parents"]))
-    ids = tensors["ids"]
-    weights = tensors["weights"]
-    shape = (len(parents), min(Q_TOKENS, vocab_size))
-    check_ids(ids.flatten(), vocab_size)
-    if ids.shape != shape or weights.shape != shape or weights.dtype != torch.uint8:
+def check_weights(request: Verify, vocab_size: int) -> None:
+    """Check the weights of q: of a distribution for each parent, none of which is 0 throughout."""
+    weights = request.weights
+    shape = (len(set(request.parents)), min(Q_TOKENS, vocab_size))
+    if not weights.shape == request.ids.shape == shape or weights.dtype != torch.uint8:
         raise ValueError("q does not fit the drafts")
-    q = dequantize_probabilities(ids, weights, vocab_size)  # NaN where all weights are 0
-    rows = [parents.index(parent) for parent in fields["parents"]]
-    if not (q[rows, fields["drafts"]] > 0).all():
-        raise ValueError("q does not fit the drafts: one cannot have been drawn from it")
+    if not weights.any(dim=-1).all():
+        raise ValueError("a q is 0")
 
 
 # --- Serving ---

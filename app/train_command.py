@@ -1,9 +1,12 @@
-"""The command line of train.py."""
+"""The command line of train.py: its flags, and how they become the arguments of `train_drafter`.
+
+A flag has the name of a field of `RunConfig` or `DrafterSizes`, whose default it has, too.
+"""
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 
 from app.training import DrafterSizes, RunConfig, train_drafter
@@ -21,64 +24,24 @@ EXAMPLES = """\
 """
 
 
-def make_parser() -> Parser:
-    parser = Parser(
-        description="Distill a target into a Mixture-of-Attentions drafter.",
-        examples=EXAMPLES,
-        main_flag="--data",
+def main() -> None:
+    run_command(run)
+
+
+def run() -> None:
+    args = parse_arguments()
+    device = join_processes(args.device)
+    args.dtype = choose_training_dtype(device, args.dtype)
+    args.run_length = tuple(args.run_length)  # argparse makes a list
+    config = RunConfig(**{field.name: getattr(args, field.name) for field in fields(RunConfig)})
+    sizes = DrafterSizes(**{size.name: getattr(args, size.name) for size in fields(DrafterSizes)})
+    train_drafter(
+        args.model, args.data, args.out, config, sizes, device=device, resume=args.resume
     )
-    add = parser.add_argument
-    add("--data", nargs="+", metavar="FILE", type=path,
-        help="conversations, as JSON lines or a JSON array")
-    add("--out", default="runs/drafter", type=path,
-        help="the drafter's folder (default: %(default)s)")
-    add("--resume", action="store_true",
-        help="go on with the training in --out; flags not given keep their values")
-    add("--json", action="store_true", help="end with the log's last record on stdout")
-    add_model_arguments(parser)
-    add_drafter_arguments(parser)
-    add_training_arguments(parser)
-    return parser
-
-
-def add_training_arguments(parser: Parser) -> None:
-    add = parser.add_argument_group("training").add_argument
-    count = partial(add, type=positive_int)
-    factor = partial(add, type=number(float, 0))
-    count("--updates", help="default: one pass over the data")
-    count("--batch-size", default=RunConfig.batch_size,
-          help="conversations in an update (default: %(default)s)")
-    count("--micro-batch-size", default=RunConfig.micro_batch_size,
-          help="conversations read at once (default: %(default)s)")
-    add("--seq-len", type=number(int, 16), default=RunConfig.seq_len,
-        help="tokens of a conversation, at most (default: %(default)s)")
-    factor("--lr", default=RunConfig.lr,
-           help="--schedule paper peaks at 20 times this (default: %(default)s)")
-    add("--schedule", choices=("paper", "cosine"), default=RunConfig.schedule,
-        help="the learning rate's; paper: as in its authors' code (default: %(default)s)")
-    count("--warmup", default=RunConfig.warmup, help="updates (default: %(default)s)")
-    add("--optimizer", choices=("adamw", "muon"), default=RunConfig.optimizer,
-        help="muon: for matrices, with adamw for the rest (default: %(default)s)")
-    factor("--kl-weight", default=RunConfig.kl_weight,
-           help="the weight of KL(p || q) (default: %(default)s)")
-    factor("--feature-weight", default=RunConfig.feature_weight,
-           help="the weight of Smooth L1 on hidden states (default: %(default)s)")
-    count("--run-length", nargs=2, metavar=("LOW", "HIGH"), default=RunConfig.run_length,
-          help="tokens of a mock cycle (default: {} {})".format(*RunConfig.run_length))
-    count("--eval-every", default=RunConfig.eval_every, help="updates (default: %(default)s)")
-    count("--save-every", default=RunConfig.save_every, help="updates (default: %(default)s)")
-
-
-def add_drafter_arguments(parser: Parser) -> None:
-    add = parser.add_argument_group("the drafter (sizes default to the paper's proportions)")
-    count = partial(add.add_argument, type=positive_int)
-    add.add_argument("--tli", type=number(int, 0), default=0, metavar="N",
-                     help="target layers to reuse (default: %(default)s)")
-    count("--lsa-heads", help="heads of LSA")
-    count("--lsa-mlp", help="width of LSA's MLP")
-    count("--mlp", help="width of SA's and CA's MLPs")
-    count("--kv-heads", help="kv heads of SA and CA")
-    count("--draft-vocabulary", metavar="COUNT", help="draft only the most frequent tokens")
+    if args.json and rank() == 0:
+        log = read_log(args.out)  # empty, if a finished training's log was deleted
+        print(json.dumps(log[-1] if log else {}))
+    leave_processes()
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -100,26 +63,59 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def fields_from(args: argparse.Namespace, settings: type[RunConfig | DrafterSizes]) -> dict:
-    """Return the arguments that have the names of a dataclass's fields, by name."""
-    return {field.name: getattr(args, field.name) for field in fields(settings)}
-
-
-def run() -> None:
-    args = parse_arguments()
-    args.run_length = tuple(args.run_length)  # argparse makes a list
-    device = join_processes(args.device)
-    args.dtype = choose_training_dtype(device, args.dtype)
-    config = RunConfig(**fields_from(args, RunConfig))
-    sizes = DrafterSizes(**fields_from(args, DrafterSizes))
-    train_drafter(
-        args.model, args.data, args.out, config, sizes, device=device, resume=args.resume
+def make_parser() -> Parser:
+    parser = Parser(
+        description="Distill a target into a Mixture-of-Attentions drafter.",
+        examples=EXAMPLES,
+        main_flag="--data",
     )
-    if args.json and rank() == 0:
-        log = read_log(args.out)  # empty, if a finished training's log was deleted
-        print(json.dumps(log[-1] if log else {}))
-    leave_processes()
+    add = parser.add_argument
+    add("--data", nargs="+", metavar="FILE", type=path,
+        help="conversations, as JSON lines or a JSON array")
+    add("--out", default="runs/drafter", type=path,
+        help="the drafter's folder (default: %(default)s)")
+    add("--resume", action="store_true",
+        help="go on with the training in --out; flags not given keep their values")
+    add("--json", action="store_true", help="end with the log's last record on stdout")
+    add_model_arguments(parser)
+    add_drafter_arguments(parser)
+    add_training_arguments(parser)
+    # On a GPU the default dtype is bfloat16, see `choose_training_dtype`.
+    parser.set_defaults(**asdict(RunConfig()) | asdict(DrafterSizes()) | {"dtype": None})
+    return parser
 
 
-def main() -> None:
-    run_command(run)
+def add_drafter_arguments(parser: Parser) -> None:
+    add = parser.add_argument_group("the drafter (sizes default to the paper's proportions)")
+    count = partial(add.add_argument, type=positive_int)
+    add.add_argument("--tli", type=number(int, 0), metavar="N",
+                     help="target layers to reuse (default: %(default)s)")
+    count("--lsa-heads", help="heads of LSA")
+    count("--lsa-mlp", help="width of LSA's MLP")
+    count("--mlp", help="width of SA's and CA's MLPs")
+    count("--kv-heads", help="kv heads of SA and CA")
+    count("--draft-vocabulary", metavar="COUNT", help="draft only the most frequent tokens")
+
+
+def add_training_arguments(parser: Parser) -> None:
+    add = parser.add_argument_group("training").add_argument
+    count = partial(add, type=positive_int)
+    factor = partial(add, type=number(float, 0))
+    count("--updates", help="default: one pass over the data")
+    count("--batch-size", help="conversations in an update (default: %(default)s)")
+    count("--micro-batch-size", help="conversations read at once (default: %(default)s)")
+    add("--seq-len", type=number(int, 16),
+        help="tokens of a conversation, at most (default: %(default)s)")
+    factor("--lr", help="--schedule paper peaks at 20 times this (default: %(default)s)")
+    add("--schedule", choices=("paper", "cosine"),
+        help="the learning rate's; paper: as in its authors' code (default: %(default)s)")
+    count("--warmup", help="updates (default: %(default)s)")
+    add("--optimizer", choices=("adamw", "muon"),
+        help="muon: for matrices, with adamw for the rest (default: %(default)s)")
+    factor("--kl-weight", help="the weight of KL(p || q) (default: %(default)s)")
+    factor("--feature-weight",
+           help="the weight of Smooth L1 on hidden states (default: %(default)s)")
+    count("--run-length", nargs=2, metavar=("LOW", "HIGH"),
+          help="tokens of a mock cycle (default: %(default)s)")
+    count("--eval-every", help="updates (default: %(default)s)")
+    count("--save-every", help="updates (default: %(default)s)")

@@ -1,8 +1,7 @@
 """Training as a program: with a log, checkpoints, evaluations, and what makes it faster.
 
-train.py has the method, and a plain loop. `train_drafter` here calls the same functions for each
-update. Its batches cross from one epoch into the next, where the chapter ends an epoch with a
-smaller batch. Around the updates it adds:
+train.py has the method, and a plain loop. `train_drafter`, which its command line calls, draws the
+same batches and uses the same functions for each update. Around the updates it adds:
 
     a journal           log and checkpoints, so that --resume goes on after any interruption
     evaluations         on conversations that are held out (app/evaluation.py)
@@ -20,9 +19,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Iterable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
+from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 
 from app.evaluation import check_context, draw_scores, evaluate, mixed_precision, pad_for_gpu
@@ -31,7 +31,6 @@ from llama import Llama
 from moa import Drafter, default_config
 from plumbing.conversations import (
     Conversations,
-    Stream,
     TokenizedConversation,
     check_files,
     frequent_tokens,
@@ -50,6 +49,7 @@ from train import (
     apply_gradients,
     compute_gradients,
     count_trained,
+    draw_batches,
     draw_examples,
     learning_rate,
     new_optimizer,
@@ -71,8 +71,8 @@ class RunConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class DrafterSizes:
-    """The sizes of a drafter that can be chosen. None: the size that `default_config` of moa.py
-    gives."""
+    """The sizes of a drafter that can be chosen, named as the flags of train.py. None: the size
+    that `default_config` of moa.py gives."""
 
     tli: int = 0  # N, the number of target layers that the drafter reuses
     lsa_heads: int | None = None
@@ -82,7 +82,162 @@ class DrafterSizes:
     draft_vocabulary: int | None = None  # how many tokens the drafter may draft
 
 
-# --- One update, and the loop ---
+# Settings that may change when a training is resumed. They say where files lie, when something is
+# written, and how many conversations are read at once (which affects only the rounding of sums).
+MAY_DIFFER = {"model", "data", "eval_every", "save_every", "micro_batch_size"}
+FEW_UPDATES = 200  # a drafter that has had fewer predicts hardly anything
+
+# --- A whole training ---
+
+
+def train_drafter(
+    model: str,
+    data: list[str | Path],
+    out: str | Path,
+    config: RunConfig,
+    sizes: DrafterSizes = DrafterSizes(),
+    *,
+    device: str = "cpu",
+    resume: bool = False,
+    kind: type[Drafter] = Drafter,
+) -> None:
+    """Train a drafter for a model on files of conversations, into the folder `out`.
+
+    kind: `Drafter`, or a variant (experiments/ablations.py). Raises InputError, SystemExit after a
+    signal to stop, and KeyboardInterrupt after a second Ctrl-C.
+    """
+    data = [Path(file) for file in data]
+    out = Path(out)
+    resumes = find_run(out, resume)
+    check_files(data)  # before the model is loaded, which takes longer
+    target, tokenizer = load_target(model, device, DTYPES[config.dtype])
+    check_context(config.seq_len, target)
+    training, held_out = hold_out(Conversations(data, tokenizer, config.seq_len), config.seed)
+    epoch_updates = math.ceil(len(training) / config.batch_size)
+    config = replace(config, updates=config.updates or epoch_updates)
+    if config.updates < FEW_UPDATES:
+        say(f"{config.updates} updates: a drafter needs hundreds; for little data --batch-size 1 "
+            "--updates 400 (recipes: weights/README.md)")
+
+    drafter = make_drafter(target, training, sizes, config.seed, kind)
+    parameters = drafter.trained_parameters()
+    optimizer = choose_optimizer(parameters.values(), config.optimizer)
+    save_model = partial(save_drafter, drafter, out, target_name=model)
+    settings = asdict(config) | asdict(sizes) | {  # plain values, which --resume compares
+        "kind": kind.__name__,
+        "model": str(model),
+        "model_checksum": fingerprint_model(resolve_path(model)),
+        "data": [str(file) for file in data],
+        "data_checksum": fingerprint_files(data),
+    }
+    journal = Journal(out, parameters, optimizer, save_model, settings)
+    with lock_folder(out):
+        if resumes:
+            # The paper's schedule does not depend on `updates`. A training with this schedule can
+            # therefore be made longer.
+            longer = {"updates"} if config.schedule == "paper" else set()
+            journal.resume(config.updates, MAY_DIFFER | longer)
+        else:
+            journal.begin()
+        try:
+            run_updates(drafter, optimizer, training, held_out, journal, config)
+        except KeyboardInterrupt:
+            say(f"stopped at once; what is saved is update {journal.done}: --resume goes on there")
+            raise
+    say_worth(out, model)
+
+
+def say_worth(out: Path, model: str) -> None:
+    """Say where a drafter is, what it is worth by its last evaluation, and what to do next."""
+    say(f"the drafter is in {out}: python speculate.py --model {model} --drafter {out}")
+    log = read_log(out)  # empty, if it was deleted
+    if log and "implied_acceptance_length" in log[-1]:
+        length = log[-1]["implied_acceptance_length"]
+        told = f"with its drafts a pass of the target would yield {length:.2f} tokens, else 1"
+        if length < 1.5:
+            say(f"{told}: probably slower than the target alone. Next: more text, or more updates "
+                "(recipes: weights/README.md)")
+        else:
+            say(f"{told}. Next: python -m experiments.bench --model {model} --drafter {out}")
+
+
+def make_drafter(
+    target: Llama, training: Subset, sizes: DrafterSizes, seed: int, kind: type[Drafter]
+) -> Drafter:
+    """Make a drafter with random weights, in the sizes that were chosen. Raises InputError."""
+    choices = {
+        "target_layer_inference": sizes.tli,
+        "layer_self_attention_num_attention_heads": sizes.lsa_heads,
+        "layer_self_attention_intermediate_size": sizes.lsa_mlp,
+        "self_attention_intermediate_size": sizes.mlp,
+        "cross_attention_intermediate_size": sizes.mlp,
+        "self_attention_num_key_value_heads": sizes.kv_heads,
+        "cross_attention_num_key_value_heads": sizes.kv_heads,
+    }
+    choices = {name: choice for name, choice in choices.items() if choice is not None}
+    count = sizes.draft_vocabulary
+    vocabulary = None
+    if count is not None:
+        vocab_size = target.config.vocab_size
+        if count > vocab_size:
+            raise InputError(f"--draft-vocabulary {count}: the model has {vocab_size} tokens")
+        vocabulary = frequent_tokens(training, vocab_size, count)
+    torch.manual_seed(seed)  # under torchrun: the same weights in every process
+    config = replace(default_config(target), **choices)
+    return new_drafter(target, config, vocabulary, kind).to(target.device)
+
+
+# --- The updates ---
+
+
+def run_updates(
+    drafter: Drafter,
+    optimizer: torch.optim.Optimizer,
+    training: Subset,
+    held_out: list[TokenizedConversation],
+    journal: Journal,
+    config: RunConfig,
+) -> None:
+    """Train up to config.updates. A training that was interrupted has done the first journal.done
+    updates.
+
+    held_out: for `evaluate`. Raises InputError if a gradient is not finite, SystemExit after a
+    signal to stop, and KeyboardInterrupt after a second Ctrl-C.
+    """
+    epoch_updates = math.ceil(len(training) / config.batch_size)
+    batches = draw_batches(range(len(training)), config)  # of indices
+    batches = itertools.islice(batches, journal.done, config.updates)
+    with (
+        StopSignals("stopping after this update, or evaluation") as signals,
+        progress_bar(journal.done, config.updates) as progress,
+    ):
+        for update, indices in enumerate(batches, journal.done):
+            began = perf_counter()
+            batch = [training[index] for index in indices]
+            lr = scheduled_rate(update, config, epoch_updates)
+            with counted_by(progress, drafter, 1 / len(batch), update + 1):
+                measured = make_update(drafter, optimizer, batch, update, lr, config)
+            seconds = perf_counter() - began
+            speed = sum(len(conversation.tokens) for conversation in batch) / seconds
+
+            done = update + 1
+            is_last = done == config.updates
+            journal.log(done, measured | {"tokens_per_second": speed})
+            progress.update(done - progress.n)
+            progress.set_postfix_str(f"loss {measured['loss']:.3f}, {speed:.0f} tokens/s")
+            signals.message = f"stopping after this update (takes {seconds:.1f}s), or evaluation"
+            if rank() == 0 and (is_last or done % config.eval_every == 0):
+                scores = evaluate(drafter, held_out, config, config.dtype)
+                journal.log(done, scores)
+                say(f"update {done}: {draw_scores(scores)}")
+            # All processes have to stop at the same update, whichever received the signal.
+            stops = true_in_any(bool(signals.received), drafter.device)
+            if stops or is_last or done % config.save_every == 0:
+                journal.save(done)
+            if stops:
+                break
+    if journal.done < config.updates:
+        end_stopped_run(journal.done, signals)
 
 
 def make_update(
@@ -116,63 +271,13 @@ def make_update(
     return dict(zip(Losses._fields, means)) | {"lr": lr, "grad_norm": norm}
 
 
-def run_updates(
-    drafter: Drafter,
-    optimizer: torch.optim.Optimizer,
-    stream: Stream,
-    held_out: list[TokenizedConversation],
-    journal: Journal,
-    config: RunConfig,
-) -> None:
-    """Train up to config.updates. A training that was interrupted has done the first journal.done
-    updates.
-
-    held_out: for `evaluate`. Raises InputError if a gradient is not finite, SystemExit after a
-    signal to stop, and KeyboardInterrupt after a second Ctrl-C.
-    """
-    conversations = iter(stream)
-    epoch_updates = stream.batches_per_epoch(config.batch_size)
-    read = journal.done * config.batch_size  # conversations
-    with (
-        StopSignals("stopping after this update, or evaluation") as signals,
-        progress_bar(read, config.updates * config.batch_size, " conversations") as progress,
-        counted_by(progress, drafter),
-    ):
-        for update in range(journal.done, config.updates):
-            began = perf_counter()
-            progress.set_description(f"update {update + 1} of {config.updates}")
-            batch = list(itertools.islice(conversations, config.batch_size))
-            lr = scheduled_rate(update, config, epoch_updates)
-            measured = make_update(drafter, optimizer, batch, update, lr, config)
-            seconds = perf_counter() - began
-            speed = sum(len(conversation.tokens) for conversation in batch) / seconds
-
-            done = update + 1
-            is_last = done == config.updates
-            journal.log(done, measured | {"tokens_per_second": speed})
-            progress.set_postfix_str(f"loss {measured['loss']:.3f}, {speed:.0f} tokens/s")
-            signals.message = f"stopping after this update (takes {seconds:.1f}s), or evaluation"
-            if rank() == 0 and (is_last or done % config.eval_every == 0):
-                scores = evaluate(drafter, held_out, config, config.dtype)
-                journal.log(done, scores)
-                say(draw_scores(scores, done))
-            # All processes have to stop at the same update, whichever received the signal.
-            stops = true_in_any(bool(signals.received))
-            if stops or is_last or done % config.save_every == 0:
-                journal.save(done, stream.position)
-            if stops:
-                break
-    if journal.done < config.updates:
-        end_stopped_run(journal.done, signals)
-
-
-def counted_by(progress: tqdm, drafter: Drafter) -> torch.utils.hooks.RemovableHandle:
-    """Return a context in which a progress bar counts the conversations that the drafter reads to
-    train on. (SA runs once for each micro-batch.)"""
+def counted_by(progress: tqdm, drafter: Drafter, part: float, end: int) -> RemovableHandle:
+    """Return a context in which a progress bar grows, up to `end`, by `part` for each conversation
+    that the drafter reads. The chapter knows no bars, so this is seen from outside: SA runs once
+    for each micro-batch."""
 
     def count(_module: nn.Module, _inputs: tuple, output: Tensor) -> None:
-        if torch.is_grad_enabled():  # not in evaluations
-            progress.update(len(output) * world_size())
+        progress.update(min(part * len(output) * world_size(), end - progress.n))
 
     return drafter.self_attention.register_forward_hook(count)
 
@@ -230,137 +335,3 @@ def choose_optimizer(
     # Muon's steps are scaled to be as large as AdamW's, so that one learning rate serves both.
     muon = torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     return Optimizers(muon, new_optimizer(vectors))
-
-
-# --- A whole training ---
-
-# Settings that may change when a training is resumed. They say where files lie, when something is
-# written, and how many conversations are read at once (which affects only the rounding of sums).
-MAY_DIFFER = {"model", "data", "eval_every", "save_every", "micro_batch_size"}
-
-
-def train_drafter(
-    model: str,
-    data: list[str | Path],
-    out: str | Path,
-    config: RunConfig,
-    sizes: DrafterSizes = DrafterSizes(),
-    *,
-    device: str = "cpu",
-    resume: bool = False,
-    kind: type[Drafter] = Drafter,
-) -> None:
-    """Train a drafter for a model on files of conversations, into the folder `out`.
-
-    kind: `Drafter`, or a variant (experiments/ablations.py). Raises InputError, SystemExit after a
-    signal to stop, and KeyboardInterrupt after a second Ctrl-C.
-    """
-    data = [Path(file) for file in data]
-    out = Path(out)
-    resumes = find_run(out, resume)
-    check_files(data)  # before the model is loaded, which takes longer
-    target, tokenizer = load_target(model, device, DTYPES[config.dtype])
-    check_context(config.seq_len, target)
-    conversations = Conversations(data, tokenizer, config.seq_len)
-    training, held_out = hold_out(conversations, config.seed)
-    stream = Stream(conversations, training, config.seed)
-    config = replace(config, updates=config.updates or stream.batches_per_epoch(config.batch_size))
-    drafter = make_drafter(target, conversations, training, sizes, config.seed, kind)
-    parameters = drafter.trained_parameters()
-    optimizer = choose_optimizer(parameters.values(), config.optimizer)
-    save_model = partial(save_drafter, drafter, out, target_name=model)
-    settings = describe_training(model, data, config, sizes, kind)
-    journal = Journal(out, parameters, optimizer, save_model, settings)
-    say_if_few(config.updates)
-    with lock_folder(out):
-        if resumes:
-            # The paper's schedule does not depend on `updates`. A training with this schedule can
-            # therefore be made longer.
-            longer = {"updates"} if config.schedule == "paper" else set()
-            journal.resume(config.updates, MAY_DIFFER | longer)
-            stream.position = journal.position
-        else:
-            journal.begin()
-        try:
-            run_updates(drafter, optimizer, stream, held_out, journal, config)
-        except KeyboardInterrupt:
-            say(f"stopped at once; what is saved is update {journal.done}: --resume goes on there")
-            raise
-    if rank() == 0:
-        say_worth(read_log(out), model, out)
-
-
-def describe_training(
-    model: str, data: list[Path], config: RunConfig, sizes: DrafterSizes, kind: type[Drafter]
-) -> dict:
-    """Return all settings of a training, as plain values. --resume compares them with the saved
-    settings."""
-    return asdict(config) | asdict(sizes) | {
-        "kind": kind.__name__,
-        "model": str(model),
-        "model_checksum": fingerprint_model(resolve_path(model)),
-        "data": [str(file) for file in data],
-        "data_checksum": fingerprint_files(data),
-    }
-
-
-def make_drafter(
-    target: Llama,
-    data: Conversations,
-    training: np.ndarray,
-    sizes: DrafterSizes,
-    seed: int,
-    kind: type[Drafter],
-) -> Drafter:
-    """Make a drafter with random weights, in the sizes that were chosen. Raises InputError."""
-    choices = {
-        "target_layer_inference": sizes.tli,
-        "layer_self_attention_num_attention_heads": sizes.lsa_heads,
-        "layer_self_attention_intermediate_size": sizes.lsa_mlp,
-        "self_attention_intermediate_size": sizes.mlp,
-        "cross_attention_intermediate_size": sizes.mlp,
-        "self_attention_num_key_value_heads": sizes.kv_heads,
-        "cross_attention_num_key_value_heads": sizes.kv_heads,
-    }
-    choices = {name: choice for name, choice in choices.items() if choice is not None}
-    count = sizes.draft_vocabulary
-    vocabulary = None
-    if count is not None:
-        vocab_size = target.config.vocab_size
-        if count > vocab_size:
-            raise InputError(f"--draft-vocabulary {count}: the model has {vocab_size} tokens")
-        vocabulary = frequent_tokens(data, training, vocab_size, count)
-    torch.manual_seed(seed)  # under torchrun: the same weights in every process
-    config = replace(default_config(target), **choices)
-    return new_drafter(target, config, vocabulary, kind).to(target.device)
-
-
-# --- What to expect ---
-
-FEW_UPDATES = 200  # a drafter that has had fewer predicts hardly anything
-
-
-def say_if_few(updates: int) -> None:
-    """Say so if there are too few updates for a useful drafter."""
-    if updates < FEW_UPDATES:
-        say(f"{updates} updates: a drafter needs hundreds; for little data --batch-size 1 "
-            "--updates 400 (recipes: weights/README.md)")
-
-
-def say_worth(log: list[dict], model: str, out: Path) -> None:
-    """Say where the drafter is, what it is worth by its last evaluation, and what to do next. log:
-    empty if it was deleted."""
-    say(f"the drafter is in {out}: python speculate.py --model {model} --drafter {out}")
-    length = log[-1].get("implied_acceptance_length") if log else None
-    if length is None:
-        return
-    next_step = f"python -m experiments.bench --model {model} --drafter {out}"
-    if length < 1.3:
-        worth = "slower than the target alone"
-        next_step = "more text, or more updates (recipes: weights/README.md)"
-    elif length < 2:
-        worth = "no faster than the target alone"
-    else:
-        worth = "faster than the target alone, unless the target is tiny"
-    say(f"with its drafts a pass of the target would yield {length:.2f} tokens, without them 1: "
-        f"probably {worth}. Next: {next_step}")

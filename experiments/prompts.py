@@ -5,13 +5,7 @@ from pathlib import Path
 from typing import Iterator, NamedTuple
 
 from plumbing.errors import InputError, input_errors
-from plumbing.records import (
-    UnusableRecord,
-    find_records,
-    parse_record,
-    read_messages,
-    read_turn,
-)
+from plumbing.records import find_records, parse_record, read_messages, read_turn
 
 
 class Prompt(NamedTuple):
@@ -34,10 +28,7 @@ def read_prompt_file(path: str | Path) -> list[Prompt]:
 
 def parse_prompt(record: dict) -> Prompt:
     """Return the prompt in a record. Raise InputError if the prompt is unusable."""
-    if "prompt" in record:  # its messages, if it has any, begin with the prompt
-        messages = [read_turn({"role": "user", "content": record["prompt"]})]
-    else:
-        messages = read_messages(record)
+    messages = read_any_messages(record)
     if "system" in [message["role"] for message in messages]:
         raise InputError("system messages are not supported in prompts")
     turns = user_turns(messages)
@@ -54,12 +45,22 @@ def read_first_questions(path: str | Path) -> Iterator[str]:
     out unusable records. Raise InputError if the file cannot be read."""
     for record in find_records(path):
         try:
-            messages = read_messages(parse_record(record.text))
-        except UnusableRecord:
+            turns = user_turns(read_any_messages(parse_record(record.text)))
+        except InputError:
             continue
-        turns = user_turns(messages)
         if turns and turns[0].strip():
             yield turns[0]
+
+
+def read_any_messages(record: dict) -> list[dict]:
+    """Return the messages of a record of prompts or of a conversation. Raise InputError if it is
+    unusable."""
+    match record:
+        case {"prompt": question}:  # its messages, if it has any, begin with the prompt
+            return [read_turn({"role": "user", "content": question})]
+        case {"turns": list(questions)}:
+            return [read_turn({"role": "user", "content": question}) for question in questions]
+    return read_messages(record)
 
 
 def user_turns(messages: list[dict]) -> list[str]:

@@ -34,6 +34,7 @@ from app.loading import load_target_alone
 from experiments.batching import Batch, Request
 from experiments.prompts import read_first_questions
 from llama import GenerationConfig, Llama
+from plumbing.chat import MARK
 from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import InputError, run_command
 from plumbing.flags import Parser, add_model_arguments, number, path, positive_int
@@ -128,13 +129,22 @@ def next_turn(
 ) -> tuple[list[dict], list[int], GenerationConfig]:
     """Return the next turn of a conversation, as `Batch.add_all` takes what is to be written."""
     role = next_role(messages)
-    ids = tokenizer.chat(messages) if role == "assistant" else tokenizer.question_prompt(messages)
+    ids = tokenizer.chat(messages) if role == "assistant" else question_prompt(tokenizer, messages)
     prompt = ids[:config.seq_len - 1]  # there is room for one token, at least
     room = config.seq_len - len(prompt)
     temperature = draws.choice(TEMPERATURES[role])
     seed = draws.getrandbits(63)
     stop_ids = frozenset(tokenizer.stop_ids)
     return messages, prompt, GenerationConfig(room, temperature, TOP_P, seed, stop_ids)
+
+
+def question_prompt(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
+    """Return the ids of a conversation up to where the user's next message begins. Raises
+    InputError."""
+    template = tokenizer.chat_template
+    markup = template.render([*template.protect(messages), {"role": "user", "content": MARK}])
+    before, _, _ = markup.rpartition(MARK)
+    return tokenizer.encode_markup(before)
 
 
 def append_turn(tokenizer: Tokenizer, request: Request, draws: random.Random) -> bool:

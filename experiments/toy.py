@@ -239,7 +239,7 @@ def train_target(
     """
     with (
         StopSignals("stopping after this update, or evaluation") as signals,
-        progress_bar(journal.done, config.updates, " updates") as progress,
+        progress_bar(journal.done, config.updates) as progress,
     ):
         for update in range(journal.done, config.updates):
             began = perf_counter()
@@ -269,7 +269,7 @@ def train_target(
                 journal.log(done, scores)
                 say(f"update {done}: held-out loss {scores['held_out_loss']:.3f}")
             if signals.received or is_last or done % config.save_every == 0:
-                journal.save(done, position=0)  # draws depend on the update alone
+                journal.save(done)
             if signals.received:
                 break
     if journal.done < config.updates:

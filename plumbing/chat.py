@@ -9,10 +9,11 @@ The template is rendered as `transformers` does, by jinja2, which PyTorch requir
 A stranger wrote it: it runs in a sandbox, where it can reach no attribute of Python's own objects
 and change nothing that it is given.
 
-`ChatTemplate` returns *markup*: text whose control tokens, such as <|im_end|>, mark who speaks and
-where a turn ends. (A turn is what one speaker says at once.) What users write is never markup. If a
-message holds the characters of a control token, MARK is put between them, so that the control
-tokens of the markup are those that the template wrote. `Tokenizer.encode_markup` removes the marks.
+What a template writes is *markup*: text whose control tokens, such as <|im_end|>, mark who speaks
+and where a turn ends. (A turn is what one speaker says at once.) What users write is never markup.
+If a message holds the characters of a control token, `protect` puts a MARK between them, so that
+the control tokens of the markup are those that the template wrote. `Tokenizer` of
+plumbing/tokenizer.py, which is the only one to use this module, removes the marks again.
 """
 from __future__ import annotations
 
@@ -23,29 +24,13 @@ from functools import cached_property, partial
 from typing import Iterable, Iterator, NoReturn
 
 import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
+from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from plumbing.errors import InputError, input_errors
 from plumbing.records import check_message
 
 MARK = "\udc80"  # half of a surrogate pair: no valid text contains it
-NOTHING = "(?!)"  # a pattern that matches nowhere
-CHATML = (  # for models without a template, as is the next one
-    "{% for message in messages %}"
-    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-LLAMA3 = (
-    "<|begin_of_text|>{% for message in messages %}"
-    "<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
-    "{{ message.content | trim }}<|eot_id|>"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
 
 
 def raise_exception(message: str) -> NoReturn:
@@ -58,17 +43,6 @@ def strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-class Generation(Extension):
-    """The block {% generation %} ... {% endgeneration %}, with which some templates mark what the
-    model writes. It is rendered as if the marks were not there."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)  # the word "generation"
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 class ChatTemplate:
     """A chat template, compiled. All methods raise InputError where the template fails.
 
@@ -78,15 +52,20 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, names: dict[str, str], control_tokens: Iterable[str]):
+        # Some templates mark what the model writes, as {% generation %} ... {% endgeneration %},
+        # which changes nothing in the text.
+        source = re.sub(r"(\{%-?\s*)generation\b", r"\1if true", source)
+        source = re.sub(r"(\{%-?\s*)endgeneration\b", r"\1endif", source)
         sandbox = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
         sandbox.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         sandbox.globals.update(names, raise_exception=raise_exception, strftime_now=strftime_now)
         with input_errors("the model's chat template is invalid", jinja2.TemplateError):
             self.template = sandbox.from_string(source)
         longest_first = sorted(control_tokens, key=len, reverse=True)  # of two that begin alike
-        self.control_token = "|".join(map(re.escape, longest_first)) or NOTHING
+        # A pattern. Without any control token it matches nowhere.
+        self.control_token = "|".join(map(re.escape, longest_first)) or "(?!)"
 
     def render(self, messages: list[dict], add_generation_prompt: bool = False) -> str:
         """Return the markup of a conversation. The generation prompt opens the assistant's next
@@ -99,34 +78,24 @@ class ChatTemplate:
             )
 
     def protect(self, messages: list[dict]) -> list[dict]:
-        """Return messages with marks within their control tokens.
+        """Return messages with marks within their control tokens. Raises InputError if these are no
+        messages of a chat.
 
         A template may look for a control token in a message: some drop all of an answer up to
-        </think>. If the marks change what the template writes, the messages are returned as they
-        are, and their control tokens count. Raises InputError if these are no messages of a chat.
+        </think>. Where marks would change what the template writes, there are none.
         """
-        put_marks = lambda token: MARK.join(token[0])
-        marked = []
+        protected = []
         for message in messages:
             check_message(message)
-            content = re.sub(self.control_token, put_marks, message["content"])
-            marked.append({"role": message["role"], "content": content})
-        if marked == messages or self.render(marked).replace(MARK, "") == self.render(messages):
-            return marked
-        return messages
-
-    def question_prompt(self, messages: list[dict]) -> str:
-        """Return the markup of a conversation up to where the user's next message begins."""
-        markup = self.render([*self.protect(messages), {"role": "user", "content": MARK}])
-        before, _, _ = markup.rpartition(MARK)
-        return before
-
-    @cached_property
-    def generation_prompt(self) -> str:
-        """What opens an answer, or "" if the template writes it with or without being asked to."""
-        question = [{"role": "user", "content": "Hi"}]
-        opened = self.render(question, add_generation_prompt=True)
-        return opened.removeprefix(self.render(question))
+            protected.append({"role": message["role"], "content": message["content"]})
+        expected = self.render(protected)
+        for message in protected:
+            for token in sorted(set(re.findall(self.control_token, message["content"]))):
+                unmarked = message["content"]
+                message["content"] = unmarked.replace(token, MARK.join(token))
+                if self.render(protected).replace(MARK, "") != expected:
+                    message["content"] = unmarked
+        return protected
 
     @cached_property
     def end_of_answer(self) -> str:
@@ -138,19 +107,6 @@ class ChatTemplate:
         if token is None:
             raise InputError("the model's chat template ends an answer with no control token")
         return token[0]
-
-    def split(self, markup: str) -> list[str | None]:
-        r"""Split markup into control tokens and the texts between them.
-
-        It is also split where an answer begins (this is what None stands for). The generation
-        prompt is encoded before a model begins to answer, so an answer is encoded separately from
-        it. If both were encoded together, the "\n" that ends the one and a "\n" that begins the
-        other might merge into the one token "\n\n", which the model has never seen there.
-        """
-        begin_of_answer = f"(?<={re.escape(self.generation_prompt)})"
-        if not self.generation_prompt:
-            begin_of_answer = NOTHING
-        return re.split(f"({self.control_token})|{begin_of_answer}", markup)
 
     def turns(self, messages: list[dict]) -> Iterator[tuple[str, bool]]:
         r"""Yield the markup of a conversation to train on in pieces, each with whether the

@@ -1,4 +1,4 @@
-"""Devices, and which dtype to use on each."""
+"""Where to run (--device), and which dtype to use there (--dtype). Used by the command lines."""
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,5 @@
-"""Files: atomic writes, reading JSON, checksums and fingerprints."""
+"""Files: atomic writes, reading JSON, and checksums. Used wherever a program keeps something: by
+checkpoints, logs and downloads here, by app/loading.py and by experiments/."""
 from __future__ import annotations
 
 import hashlib
@@ -17,10 +18,10 @@ from plumbing.errors import InputError, input_errors
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file, which replaces `path` once it is complete.
 
-    The folder is made if it does not exist. If an exception ends the writing, `path` stays as it
-    was. Raises InputError "`path` cannot be written" if the disk is full or `path` is not writable,
-    and for every other OSError, RuntimeError or SafetensorError that the caller's block raises. The
-    block should therefore only write.
+    The folder is made if it does not exist. If an exception or a power failure ends the writing,
+    `path` stays as it was. Raises InputError "`path` cannot be written" if the disk is full or
+    `path` is not writable, and for every other OSError, RuntimeError or SafetensorError that the
+    caller's block raises. The block should therefore only write.
     """
     part = Path(f"{path}.part")
     # On a full disk Python raises OSError, torch.save RuntimeError and safetensors its own error.
@@ -32,6 +33,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
         try:
             yield part
             part.chmod(permissions)  # safetensors makes files that only their owner may read
+            with open(part, "rb") as written:
+                # Without this the name might be on the disk before the contents are.
+                os.fsync(written.fileno())
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)

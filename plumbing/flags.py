@@ -1,12 +1,14 @@
-"""Command lines: a parser whose errors are one line, types of values, and flags that scripts share.
+"""Command lines: flags that scripts share, types of values, and a parser whose errors are one line.
 
-Every value is checked as it enters the program: `argparse` calls the type of the argument, and an
-error that the type raises becomes one line, which says what was expected.
+The command lines of app/ and experiments/ are made of this:
 
     parser = Parser(description="Train a drafter.", examples="python train.py --data chats.jsonl")
     parser.add_argument("--out", type=path)
     parser.add_argument("--updates", type=positive_int)
     add_model_arguments(parser.add_argument_group("model"))
+
+Every value is checked as it enters the program: `argparse` calls the type of the argument, and an
+error that the type raises becomes one line, which says what was expected.
 """
 from __future__ import annotations
 
@@ -23,6 +25,105 @@ import torch
 from plumbing.devices import DTYPES
 from plumbing.errors import fail
 from plumbing.hub import DEFAULT_MODEL, TOY_MODEL
+
+# --- Flags that scripts share ---
+
+# In these functions `parser` is a parser, or a group of its arguments under a heading of their own
+# in --help. (argparse has a private name for what both are.)
+
+
+def add_model_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the flags that choose a model and how to run it: --model, --device, --dtype, and --seed
+    for all random draws."""
+    add = parser.add_argument
+    add("--model", type=os.path.expanduser, default=DEFAULT_MODEL,
+        help=f"folder, .gguf file, hub id or {TOY_MODEL} (default: %(default)s)")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    add("--device", default=str(accelerator or "cpu"),
+        help="cpu, cuda or mps (default here: %(default)s)")
+    add("--dtype", choices=DTYPES,
+        help="default: bfloat16, but float32 on a CPU that is slow with it, or that trains")
+    add("--seed", type=number(int, 0, 2**63 - 1), default=0,
+        help="of all random draws (default: %(default)s)")
+
+
+def add_generation_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the flags that say how to generate an answer, and --json to print the answer as JSON."""
+    add = parser.add_argument
+    add("--max-new-tokens", type=positive_int, default=256,
+        help="the most tokens an answer may have (default: %(default)s)")
+    add("--temperature", type=number(float, 0, 100), default=0.0,
+        help="0 takes the likeliest token (default: %(default)s)")
+    add("--top-p", type=number(float, 1e-6, 1), default=1.0,
+        help="draw from the likeliest tokens that make up this share (default: %(default)s)")
+    add("--json", action="store_true", help="print one JSON object instead of the text")
+
+
+# --- Types of values ---
+
+
+def path(text: str) -> Path:
+    """Return the path of a file or folder. `~` is the home folder, even in --out=~/runs, where a
+    shell leaves the `~` as it is."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(os.path.expanduser(text))
+
+
+def address(text: str) -> tuple[str, int]:
+    """Return the host and the port of "HOST:PORT" or "PORT". Without a host, the host is this
+    machine. An IPv6 address stands in brackets: "[::1]:7000". Raises ArgumentTypeError."""
+    match = re.fullmatch(r"(?:(\[.+\]|[^:/\[\]]+):)?([0-9]+)", text)
+    if match is None or int(match[2]) > 65535:
+        raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected PORT or HOST:PORT")
+    host = match[1] or "localhost"
+    return host.strip("[]"), int(match[2])
+
+
+def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], int | float]:
+    """Return an argparse type for an int or a float (`kind`) within [low, high]."""
+    expected = f"at least {low}" if high == math.inf else f"{low} to {high}"
+
+    def parse(text: str) -> int | float:
+        value = kind(text)  # raises ValueError for a text that is no number
+        if not low <= value <= high or value == math.inf:
+            raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
+        return value
+
+    # argparse turns the ValueError into "invalid int value: 'x'", where "int" is this name.
+    parse.__name__ = kind.__name__
+    return parse
+
+
+def quantity(
+    units: dict[str, float], low: float, high: float, expected: str
+) -> Callable[[str], float]:
+    """Return an argparse type for a number with a unit, whose value lies within [low, high]."""
+
+    def parse(text: str) -> float:
+        value = math.nan  # lies within no limits
+        match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([A-Za-z%]+)", text)
+        if match:
+            value = float(match[1]) * units.get(match[2], math.nan)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
+        return value
+
+    return parse
+
+
+positive_int = number(int, 1)
+SECONDS = {"ms": 1e-3, "s": 1.0}
+duration = quantity(SECONDS, 0.0, 3600.0, "a duration like 21ms or 0.5s, an hour at most")
+time_limit = quantity(SECONDS, 1e-3, 3600.0, "a duration from 1ms to an hour, like 5s")
+BITS_PER_SECOND = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
+bandwidth = quantity(
+    BITS_PER_SECOND, 1e3, 1e15, "a bandwidth like 20Mbit or 1Gbit, 1kbit at least"
+)
+# Of packets: TCP would never finish if every packet were lost.
+loss_rate = quantity({"%": 1e-2}, 0.0, 0.9, "a share like 0.1%, 90% at most")
+
+# --- The parser ---
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,13 +151,12 @@ class Parser(argparse.ArgumentParser):
 
     def explain_unknown(self, argument: str) -> str:
         """Say what an unknown argument may have been meant for."""
-        if not argument.startswith("-"):
-            hint = f": did you mean {self.main_flag} {argument!r:.60}?" if self.main_flag else ""
-            return f"unexpected argument {argument!r:.60}{hint}"
-        flag, _, _ = argument.partition("=")
-        close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-        hint = f": did you mean {close[0]}?" if close else " (--help shows all flags)"
-        return f"unknown flag {flag}{hint}"
+        if argument.startswith("-"):
+            flag, _, _ = argument.partition("=")
+            close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            return f"unknown flag {flag}: did you mean {' '.join(close) or '--help'}?"
+        meant = f": did you mean {self.main_flag} {argument!r:.60}?" if self.main_flag else ""
+        return f"unexpected argument {argument!r:.60}{meant}"
 
     def refuse(self, args: argparse.Namespace, names: Iterable[str], why: str) -> None:
         """End the program if any of the named arguments differs from its default, because it would
@@ -65,119 +165,3 @@ class Parser(argparse.ArgumentParser):
             if getattr(args, name) != self.get_default(name):
                 flag = name.replace("_", "-")
                 self.error(f"--{flag} {why}")
-
-
-# --- Types of values ---
-
-
-def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], int | float]:
-    """Return an argparse type for an int or a float (`kind`) within [low, high]."""
-    expected = f"at least {low}" if high == math.inf else f"{low} to {high}"
-
-    def parse(text: str) -> int | float:
-        value = kind(text)  # raises ValueError for a text that is no number
-        if not low <= value <= high or value == math.inf:
-            raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
-        return value
-
-    # argparse turns the ValueError into "invalid int value: 'x'", where "int" is this name.
-    parse.__name__ = kind.__name__
-    return parse
-
-
-positive_int = number(int, 1)
-
-
-def path(text: str) -> Path:
-    """Return the path of a file or folder. `~` is the home folder, even in --out=~/runs, where a
-    shell leaves the `~` as it is."""
-    if not text:
-        raise argparse.ArgumentTypeError("the path is empty")
-    return Path(os.path.expanduser(text))
-
-
-SECONDS = {"ms": 1e-3, "s": 1.0}
-BITS_PER_SECOND = {"bit": 1.0, "kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
-
-
-def quantity(text: str, units: dict[str, float], low: float, high: float, expected: str) -> float:
-    """Return the value of a number with a unit: 0.021 for "21ms", if `units` is SECONDS.
-
-    Raises ArgumentTypeError, which says what was expected, unless the value lies within
-    [low, high].
-    """
-    value = math.nan  # lies within no limits
-    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([A-Za-z%]+)", text)
-    if match:
-        value = float(match[1]) * units.get(match[2], math.nan)
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
-    return value
-
-
-def duration(text: str) -> float:
-    """Return a duration in seconds, which may be 0."""
-    expected = "a duration like 21ms or 0.5s, an hour at most"
-    return quantity(text, SECONDS, low=0.0, high=3600.0, expected=expected)
-
-
-def time_limit(text: str) -> float:
-    """Return a duration in seconds, which may not be 0."""
-    expected = "a duration from 1ms to an hour, like 5s"
-    return quantity(text, SECONDS, low=1e-3, high=3600.0, expected=expected)
-
-
-def bandwidth(text: str) -> float:
-    """Return a bandwidth in bits per second."""
-    expected = "a bandwidth like 20Mbit or 1Gbit, 1kbit at least"
-    return quantity(text, BITS_PER_SECOND, low=1e3, high=1e15, expected=expected)
-
-
-def loss_rate(text: str) -> float:
-    """Return the share of packets that are lost. The share is limited to 90%, because TCP would
-    never finish if every packet were lost."""
-    return quantity(text, {"%": 1e-2}, low=0.0, high=0.9, expected="a share like 0.1%, 90% at most")
-
-
-def address(text: str) -> tuple[str, int]:
-    """Return the host and the port of "HOST:PORT" or "PORT". Without a host, the host is this
-    machine. An IPv6 address stands in brackets: "[::1]:7000". Raises ArgumentTypeError."""
-    match = re.fullmatch(r"(?:(\[.+\]|[^:/\[\]]+):)?([0-9]+)", text)
-    if match is None or int(match[2]) > 65535:
-        raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected PORT or HOST:PORT")
-    host = match[1] or "localhost"
-    return host.strip("[]"), int(match[2])
-
-
-# --- Flags that scripts share ---
-
-# A parser, or a group of its arguments under a heading of their own in --help. (argparse has no
-# public name for a group.)
-ParserOrGroup = argparse.ArgumentParser | argparse._ArgumentGroup
-
-
-def add_model_arguments(parser: ParserOrGroup) -> None:
-    """Add the flags that choose a model and how to run it: --model, --device, --dtype, and --seed
-    for all random draws."""
-    add = parser.add_argument
-    add("--model", type=os.path.expanduser, default=DEFAULT_MODEL,
-        help=f"folder, .gguf file, hub id or {TOY_MODEL} (default: %(default)s)")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    add("--device", default=str(accelerator or "cpu"),
-        help="cpu, cuda or mps (default here: %(default)s)")
-    add("--dtype", choices=DTYPES,
-        help="default: bfloat16, but float32 on a CPU that is slow with it, or that trains")
-    add("--seed", type=number(int, 0, 2**63 - 1), default=0,
-        help="of all random draws (default: %(default)s)")
-
-
-def add_generation_arguments(parser: ParserOrGroup) -> None:
-    """Add the flags that say how to generate an answer, and --json to print the answer as JSON."""
-    add = parser.add_argument
-    add("--max-new-tokens", type=positive_int, default=256,
-        help="the most tokens an answer may have (default: %(default)s)")
-    add("--temperature", type=number(float, 0, 100), default=0.0,
-        help="0 takes the likeliest token (default: %(default)s)")
-    add("--top-p", type=number(float, 1e-6, 1), default=1.0,
-        help="draw from the likeliest tokens that make up this share (default: %(default)s)")
-    add("--json", action="store_true", help="print one JSON object instead of the text")

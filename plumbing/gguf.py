@@ -1,5 +1,8 @@
 """GGUF, the file format of llama.cpp: sizes, a tokenizer and tensors in one file, little-endian.
 
+app/loading.py reads a model from such a file with `read_gguf`, plumbing/tokenizer.py its tokenizer
+with `parse_gguf`. The sections go from the model down to the bytes. A file is
+
     "GGUF", version, number of tensors, number of metadata entries
     metadata    each entry: key (a string), type id, value
     tensors     each tensor: name, number of dimensions, dimensions, type id, offset of its data
@@ -29,7 +32,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
@@ -69,7 +72,87 @@ TENSOR_NAMES = {  # parts of tensor names: in a GGUF file, and in llama.py
     "ffn_down": "mlp.down_proj",
 }
 
-# --- Types of tensors ---
+# --- A model ---
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies in a GGUF file."""
+
+    shape: tuple[int, ...]
+    type_id: int
+    start: int  # the offset in the data of the file, in bytes
+
+
+class GGUFFile(NamedTuple):
+    """What a GGUF file holds."""
+
+    path: Path
+    metadata: dict
+    tensors: dict[str, StoredTensor]
+    data: Tensor  # bytes, memory-mapped
+
+
+def read_gguf(path: Path) -> tuple[dict, ReadTensors]:
+    """Return the sizes of the model in a GGUF file, and a function that yields its tensors. Raises
+    InputError."""
+    file = parse_gguf(path)
+    # The names are those of a config.json, so that `parse_config` checks the sizes of both formats.
+    config = {name: file.metadata.get(key) for name, key in CONFIG_KEYS.items()}
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    if config["rope_type"] == "none":  # llama.cpp's word for "default"
+        config["rope_type"] = "default"
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding and embedding.shape:
+        config["vocab_size"] = embedding.shape[0]
+    sizes = parse_config(config, path)
+    head_dim = sizes["head_dim"]
+    if "rope_freqs.weight" in file.tensors:
+        factors = read_tensor(file, "rope_freqs.weight", head_dim)
+        sizes["rope_factors"] = tuple(factors.tolist())
+    return sizes, partial(read_gguf_tensors, file, head_dim)
+
+
+def read_gguf_tensors(
+    file: GGUFFile, head_dim: int, skipped: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) for the tensors of a GGUF file, with the names that llama.py uses.
+
+    Tensors whose names begin with one of `skipped` are left out. Raises InputError.
+    """
+    for name in file.tensors:
+        # blk.3.attn_q.weight -> layers.3.self_attn.q_proj.weight
+        parts = [TENSOR_NAMES.get(part, part) for part in name.split(".")]
+        renamed = ".".join(parts)
+        if not renamed.startswith(skipped):
+            yield renamed, read_tensor(file, name, head_dim)
+
+
+def read_tensor(file: GGUFFile, name: str, head_dim: int) -> Tensor:
+    """Return the tensor that has this name in the file, decoded to floats. Raises InputError."""
+    shape, type_id, start = file.tensors[name]
+    if type_id not in BLOCK_TYPES:
+        type_name = UNSUPPORTED_TYPES.get(type_id, type_id)
+        supported = ", ".join(block.name for block in BLOCK_TYPES.values())
+        raise InputError(
+            f"{file.path}: tensor {name} has the unsupported type {type_name}: use a file that has "
+            f"only the types {supported}"
+        )
+    block = BLOCK_TYPES[type_id]
+    block_bytes = sum(block.part_bytes)
+    what = f"{file.path}: tensor {name} of type {block.name} and shape {shape} is damaged"
+    with input_errors(what, RuntimeError, TypeError):  # PyTorch raises both for a wrong shape
+        end = start + math.prod(shape) // block.weights * block_bytes
+        blocks = file.data[start:end].view(-1, block_bytes)
+        tensor = block.decode(*blocks.split(block.part_bytes, dim=1)).view(shape)
+        if name.endswith(("attn_q.weight", "attn_k.weight")):
+            # RoPE rotates pairs of rows, x and y. In GGUF the two are neighbors: x0 y0 x1 y1 ...
+            # In llama.py they are half a head apart: x0 x1 ... y0 y1 ...
+            pairs = tensor.unflatten(0, (-1, head_dim // 2, 2))  # (heads, D/2, 2, E)
+            tensor = pairs.transpose(1, 2).flatten(0, 2)  # (heads * D, E)
+    return tensor
+
+
+# --- The types of tensors ---
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
@@ -136,123 +219,21 @@ UNSUPPORTED_TYPES = {  # by type id, for the error message
     20: "IQ4_NL",
 }
 
-# --- A model ---
-
-
-class StoredTensor(NamedTuple):
-    """Where a tensor lies in a GGUF file."""
-
-    shape: tuple[int, ...]
-    type_id: int
-    start: int  # the offset in the data of the file, in bytes
-
-
-class GGUFFile(NamedTuple):
-    """What a GGUF file holds."""
-
-    path: Path
-    metadata: dict
-    tensors: dict[str, StoredTensor]
-    data: Tensor  # bytes, memory-mapped
-
-
-def read_gguf(path: Path) -> tuple[dict, ReadTensors]:
-    """Return the sizes of the model in a GGUF file, and a function that yields its tensors. Raises
-    InputError."""
-    file = parse_gguf(path)
-    count = file.metadata.get("split.count")
-    if count not in (None, 0, 1):
-        raise InputError(
-            f"{path} is one of {count!r:.40} parts: merge them with `llama-gguf-split --merge`"
-        )
-    # The names are those of a config.json, so that `parse_config` checks the sizes of both formats.
-    config = {name: file.metadata.get(key) for name, key in CONFIG_KEYS.items()}
-    config["tie_word_embeddings"] = "output.weight" not in file.tensors
-    if config["rope_type"] == "none":  # llama.cpp's word for "default"
-        config["rope_type"] = "default"
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding and embedding.shape:
-        config["vocab_size"] = embedding.shape[0]
-    sizes = parse_config(config, path)
-    head_dim = sizes["head_dim"]
-    rotary_dim = file.metadata.get("llama.rope.dimension_count", head_dim)
-    if rotary_dim != head_dim:
-        raise InputError(
-            f"{path}: RoPE rotates {rotary_dim!r:.40} of the {head_dim} dimensions of a head, "
-            "but only RoPE over all dimensions is supported"
-        )
-    if "rope_freqs.weight" in file.tensors:
-        factors = read_tensor(file, "rope_freqs.weight", head_dim)
-        sizes["rope_factors"] = tuple(factors.tolist())
-    return sizes, partial(read_gguf_tensors, file, head_dim)
-
-
-def read_gguf_tensors(
-    file: GGUFFile, head_dim: int, skipped: tuple[str, ...] = ()
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for the tensors of a GGUF file, with the names that llama.py uses.
-
-    Tensors whose names begin with one of `skipped` are left out. Raises InputError.
-    """
-    for name in file.tensors:
-        # blk.3.attn_q.weight -> layers.3.self_attn.q_proj.weight
-        parts = [TENSOR_NAMES.get(part, part) for part in name.split(".")]
-        renamed = ".".join(parts)
-        if not renamed.startswith(skipped):
-            yield renamed, read_tensor(file, name, head_dim)
-
-
-def read_tensor(file: GGUFFile, name: str, head_dim: int) -> Tensor:
-    """Return the tensor that has this name in the file, decoded to floats. Raises InputError."""
-    shape, type_id, start = file.tensors[name]
-    if type_id not in BLOCK_TYPES:
-        type_name = UNSUPPORTED_TYPES.get(type_id, type_id)
-        supported = ", ".join(block.name for block in BLOCK_TYPES.values())
-        raise InputError(
-            f"{file.path}: tensor {name} has the unsupported type {type_name}: use a file that has "
-            f"only the types {supported}"
-        )
-    block = BLOCK_TYPES[type_id]
-    block_bytes = sum(block.part_bytes)
-    what = f"{file.path}: tensor {name} of type {block.name} and shape {shape} is damaged"
-    with input_errors(what, RuntimeError, TypeError):  # PyTorch raises both for a wrong shape
-        end = start + math.prod(shape) // block.weights * block_bytes
-        blocks = file.data[start:end].view(-1, block_bytes)
-        tensor = block.decode(*blocks.split(block.part_bytes, dim=1)).view(shape)
-        if name.endswith(("attn_q.weight", "attn_k.weight")):
-            # RoPE rotates pairs of rows, x and y. In GGUF the two are neighbors: x0 y0 x1 y1 ...
-            # In llama.py they are half a head apart: x0 x1 ... y0 y1 ...
-            pairs = tensor.unflatten(0, (-1, head_dim // 2, 2))  # (heads, D/2, 2, E)
-            tensor = pairs.transpose(1, 2).flatten(0, 2)  # (heads * D, E)
-    return tensor
-
-
 # --- The file ---
 
-NUMBERS = {  # by type id: the letter of the type in `struct`
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-STRING = 8  # this type and the next are not numbers
+# By type id: the letter of a number's type in `struct`.
+NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+STRING = 8  # (type ids, too)
 ARRAY = 9
 
 
+@lru_cache(maxsize=1)  # the model and its tokenizer are read one after the other
 def parse_gguf(path: Path) -> GGUFFile:
     """Read the header of a GGUF file, and map its data into memory. Raises InputError."""
     what = f"{path}: not a GGUF file, or a damaged one"
-    # Damage may also show as a file that ends too early (struct.error), as an impossible length
-    # (OverflowError) or as arrays within arrays without end (RecursionError).
-    kinds = (OSError, ValueError, struct.error, OverflowError, RecursionError)
-    with input_errors(what, *kinds), open(path, "rb") as opened:
+    # Damage shows in many ways, such as a file that ends too early (struct.error), an impossible
+    # length (OverflowError) or arrays within arrays without end (RecursionError).
+    with input_errors(what, Exception), open(path, "rb") as opened:
         file = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants it writable
         magic, version, tensor_count, metadata_count = read_numbers(file, "4sIQQ")
         if magic != b"GGUF" or version not in (2, 3):
@@ -270,10 +251,8 @@ def parse_gguf(path: Path) -> GGUFFile:
             type_id, start = read_numbers(file, "IQ")
             tensors[name] = StoredTensor(shape, type_id, start)
         alignment = metadata.get("general.alignment", 32)
-        if type(alignment) is not int or alignment < 1:
-            raise ValueError(f"general.alignment is invalid: {alignment!r:.40}")
-        data_start = math.ceil(file.tell() / alignment) * alignment
-        data = torch.frombuffer(file, dtype=torch.uint8)[data_start:]
+        padding = -file.tell() % alignment
+        data = torch.frombuffer(file, dtype=torch.uint8)[file.tell() + padding:]
         return GGUFFile(path, metadata, tensors, data)
 
 

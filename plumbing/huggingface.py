@@ -1,28 +1,25 @@
 """Model folders as Hugging Face's `save_pretrained` writes them: sizes and tensors.
 
-    config.json                     the sizes, and which variant of the architecture it is
-    model.safetensors               named tensors, or several such files (shards) and beside them
-    model.safetensors.index.json    which shard holds which tensor
-    generation_config.json          which tokens end an answer
+    config.json               the sizes, and which variant of the architecture it is
+    model.safetensors         named tensors, or several such files, the shards
+    generation_config.json    which tokens end an answer
+
+app/loading.py makes a model of them, in three steps, and checks each, so that a damaged file, or a
+model other than a Llama, ends in an InputError that names the culprit:
+
+    sizes, read = read_hugging_face(path)       # the fields of a `Config` of llama.py
+    model = Llama(Config(**sizes))
+    load_weights(dict(model.named_parameters()), read(()), path, device, dtype)
+
+`load_weights` converts and moves one tensor after the other, so that RAM never holds the whole
+model twice. The second and the third section also serve GGUF files (plumbing/gguf.py).
 
 A folder may state the same fact in two places:
 
     whether the LM head is tied    tensors named lm_head win over `tie_word_embeddings`
-    the tensors                    model.safetensors wins over an index
+    the tensors                    model.safetensors wins over shards
     the stop tokens                generation_config.json wins over config.json
-    RoPE                           the settings must agree
-
-A file that is damaged, or that belongs to a model other than a Llama, ends in an InputError that
-names the culprit.
-
-The module has three parts. The first reads a folder. The other two also serve GGUF files
-(plumbing/gguf.py):
-
-- `parse_config` checks the sizes and returns a plain dict, the fields of a `Config` of llama.py.
-- `load_weights` checks tensors, converts and moves them, one at a time. Therefore RAM never holds
-  the whole model twice.
-
-app/loading.py reads drafters, too, with `read_tensors` and `load_weights`.
+    RoPE                           rope_parameters win over rope_scaling, and both over the rest
 """
 from __future__ import annotations
 
@@ -60,22 +57,15 @@ def read_hugging_face(path: Path) -> tuple[dict, ReadTensors]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the .safetensors files of a folder. Raises InputError if one is missing."""
+    """Return the .safetensors files of a folder: one, or several shards. Raises InputError if there
+    is none."""
     single = path / "model.safetensors"
-    if single.exists():
-        return [single]
-    index = path / "model.safetensors.index.json"
-    if not index.exists():
+    files = [single] if single.exists() else sorted(path.glob("model-*.safetensors"))
+    if not files:
         raise InputError(
-            f"{single}: no such file, and no {index.name} either (if the folder has only "
+            f"{single}: no such file, and no shards either (if the folder has only "
             "pytorch_model.bin, convert it to safetensors)"
         )
-    damage = f"{index}: the weight_map is missing or invalid"
-    with input_errors(damage, KeyError, AttributeError, TypeError):
-        files = [path / name for name in sorted(set(read_json(index)["weight_map"].values()))]
-    for file in files:
-        if not file.exists():
-            raise InputError(f"{file}: no such file, but {index.name} names it")
     return files
 
 
@@ -98,10 +88,8 @@ def has_head(files: list[Path]) -> bool:
 def read_tensors(
     paths: list[Path], skipped: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for the tensors of .safetensors files. Names lose the prefix `model.`.
-
-    Tensors whose names begin with one of `skipped` are left out. Raises InputError.
-    """
+    """Yield (name, tensor) for the tensors of .safetensors files, but for those whose names begin
+    with one of `skipped`. Names lose the prefix `model.`. Raises InputError."""
     for path in paths:
         with open_safetensors(path) as file:
             for name in file.keys():
@@ -131,47 +119,33 @@ def parse_config(config: dict, path: Path) -> dict:
     The metadata of a GGUF file are passed as such a dict, under the names of a config.json.
     """
     with input_errors(path, InputError):  # puts the path before the message of an InputError
-        stated = {name: value for name, value in config.items() if value is not None}
-        stated |= collect_rope_settings(config)
+        stated = collect_settings(config)
         check_architecture(stated)
-        sizes = read_sizes(stated)
+        sizes = parse_sizes(stated)
         sizes["tie_word_embeddings"] = stated.get("tie_word_embeddings") is True
-        sizes["rope_factors"] = read_rope_factors(stated, sizes)
+        if stated.get("rope_type") == "llama3":
+            sizes["rope_factors"] = llama3_rope_factors(stated, sizes)
+        elif stated.get("factor", 1) != 1:
+            raise InputError("RoPE has a factor, but no rope_type that says what it is for")
         return sizes
 
 
-LLAMA3_ROPE = (  # in the order in which `llama3_rope_factors` takes them
-    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-)
-ROPE_SETTINGS = ("rope_type", "rope_theta", "partial_rotary_factor", *LLAMA3_ROPE)
-
-
-def collect_rope_settings(config: dict) -> dict:
-    """Return the settings of RoPE in a config.json, which files of different ages state
-    differently:
+def collect_settings(config: dict) -> dict:
+    """Return what a config.json states, with the settings of RoPE among the rest. Files of
+    different ages state these differently:
 
         {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 8.0, ...}}
         {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, ...}}
         {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0, ...}}
-
-    Raises InputError if the settings contradict each other.
     """
-    places = [{name: config.get(name) for name in ROPE_SETTINGS}]
-    for name in ("rope_scaling", "rope_parameters"):
-        place = config.get(name) or {}
+    stated = {}
+    for place in (config, config.get("rope_scaling") or {}, config.get("rope_parameters") or {}):
         if not isinstance(place, dict):
-            raise InputError(f"{name} is invalid: {place!r:.40}")
-        places.append(place)
-    settings = {}
-    for place in places:
-        for name, value in place.items():
-            if name == "type":
-                name = "rope_type"
-            if value is None:
-                continue
-            if settings.setdefault(name, value) != value:
-                raise InputError(f"{name} is {settings[name]!r:.40} and also {value!r:.40}")
-    return settings
+            raise InputError(f"rope_scaling or rope_parameters is invalid: {place!r:.40}")
+        stated |= {name: value for name, value in place.items() if value is not None}
+    if "type" in stated:
+        stated.setdefault("rope_type", stated["type"])
+    return stated
 
 
 SUPPORTED = {  # the values that are supported; each of these settings may also be left out
@@ -208,28 +182,22 @@ SIZES = {  # the sizes that a model needs, with their types
 }
 
 
-def read_sizes(stated: dict) -> dict:
+def parse_sizes(stated: dict) -> dict:
     """Return the numbers of SIZES. Raises InputError."""
-    complete = default_sizes(stated) | stated
-    sizes = {name: read_number(complete, name, kind) for name, kind in SIZES.items()}
-    heads = sizes["num_attention_heads"]
+    heads = parse_number(stated, "num_attention_heads", int)
+    defaults = {  # for what a config.json may leave out
+        "num_key_value_heads": heads,
+        "head_dim": parse_number(stated, "hidden_size", int) // heads,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+    }
+    sizes = {name: parse_number(defaults | stated, name, kind) for name, kind in SIZES.items()}
     kv_heads = sizes["num_key_value_heads"]
     head_dim = sizes["head_dim"]
     if heads % kv_heads != 0 or head_dim % 2 != 0:
         raise InputError(f"invalid sizes: {heads} heads, {kv_heads} kv heads, head size {head_dim}")
     return sizes
-
-
-def default_sizes(stated: dict) -> dict:
-    """Return the sizes that a config.json may leave out. Raises InputError."""
-    heads = read_number(stated, "num_attention_heads", int)
-    return {
-        "num_key_value_heads": heads,
-        "head_dim": read_number(stated, "hidden_size", int) // heads,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 2048,
-    }
 
 
 MAXIMA = {  # a model with larger sizes would take too long to make, or too much memory
@@ -239,7 +207,7 @@ MAXIMA = {  # a model with larger sizes would take too long to make, or too much
 }
 
 
-def read_number(stated: dict, name: str, kind: type[int] | type[float]) -> int | float:
+def parse_number(stated: dict, name: str, kind: type) -> int | float:
     """Return a positive number that is stated. Raises InputError."""
     value = stated.get(name)
     # In JSON a float may look like an int: 10000 for 10000.0.
@@ -249,28 +217,19 @@ def read_number(stated: dict, name: str, kind: type[int] | type[float]) -> int |
     return value
 
 
-def read_rope_factors(stated: dict, sizes: dict) -> tuple[float, ...] | None:
-    """Return the divisors of the rotary frequencies, or None if the frequencies are not scaled.
-    Raises InputError."""
-    if stated.get("rope_type") == "llama3":
-        scaling = [read_number(stated, name, float) for name in LLAMA3_ROPE]
-        return llama3_rope_factors(sizes["head_dim"], sizes["rope_theta"], *scaling)
-    if stated.get("factor", 1) != 1:
-        raise InputError("RoPE has a factor, but no rope_type that says what it is for")
-    return None
-
-
-def llama3_rope_factors(
-    head_dim: int, theta: float, factor: float, low: float, high: float, original: float
-) -> tuple[float, ...]:
+def llama3_rope_factors(stated: dict, sizes: dict) -> tuple[float, ...]:
     """Return divisors (D/2) of the rotary frequencies: Llama-3.1's way to a longer context.
 
     A frequency that turns less than `low` times within the `original` context is divided by
     `factor`. One that turns more than `high` times stays as it is. Between the two limits, the
-    result is a blend of both.
+    result is a blend of both. Raises InputError.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    frequencies = theta ** (-exponents)  # (D/2), in radians per token
+    factor = parse_number(stated, "factor", float)
+    low = parse_number(stated, "low_freq_factor", float)
+    high = parse_number(stated, "high_freq_factor", float)
+    original = parse_number(stated, "original_max_position_embeddings", float)
+    exponents = torch.arange(0, sizes["head_dim"], 2, dtype=torch.float64) / sizes["head_dim"]
+    frequencies = sizes["rope_theta"] ** (-exponents)  # (D/2), in radians per token
     turns = original / math.tau * frequencies  # (D/2)
     unscaled = ((turns - low) / (high - low)).clamp(0, 1)  # 1: the frequency stays
     return tuple((1 / (unscaled + (1 - unscaled) / factor)).tolist())
@@ -300,21 +259,20 @@ def load_weights(
     loaded = {}
     for name, tensor in tensors:
         what = f"{path}: tensor {name}"
-        if name in missing:
-            shape = missing.pop(name)
-            if tensor.shape != shape or tensor.dtype not in CHECKPOINT_DTYPES:
-                found = f"{tensor.dtype} {tuple(tensor.shape)}"
-                raise InputError(f"{what} is {found}, expected floats {tuple(shape)}")
-            loaded[name] = tensor.to(device, dtype)
-            if not loaded[name].isfinite().all():
-                raise InputError(f"{what} holds NaN, or values too large for {dtype}")
-        elif name in loaded:
-            raise InputError(f"{what} occurs twice")
-        elif not name.endswith(IGNORED_TENSORS):
+        if name.endswith(IGNORED_TENSORS):
+            continue
+        if name not in missing:
             raise InputError(
-                f"{what} is unknown: only the weights of a Llama, or of a drafter, are supported, "
-                "and no quantized ones in .safetensors"
+                f"{what} is unknown or occurs twice: only the weights of a Llama, or of a drafter, "
+                "are supported, and no quantized ones in .safetensors"
             )
+        shape = missing.pop(name)
+        if tensor.shape != shape or tensor.dtype not in CHECKPOINT_DTYPES:
+            found = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise InputError(f"{what} is {found}, expected floats {tuple(shape)}")
+        loaded[name] = tensor.to(device, dtype)
+        if not loaded[name].isfinite().all():
+            raise InputError(f"{what} holds NaN, or values too large for {dtype}")
     if missing:
         raise InputError(f"{path}: tensor {next(iter(missing))} missing")
     return loaded

@@ -1,9 +1,10 @@
 """The log and the checkpoint of a training, and how it goes on after an interruption.
 
-A training keeps two files in its folder, beside the model that other programs read:
+app/training.py and experiments/toy.py keep two files in the folder of a training, beside the model
+that other programs read:
 
     log.jsonl        a line for each update, and one for each evaluation
-    checkpoint.pt    weights, optimizer, the place in the data, and the settings
+    checkpoint.pt    weights, optimizer, and the settings
 
 A training that saves every 50 updates is killed during update 71, and then resumed:
 
@@ -12,9 +13,9 @@ A training that saves every 50 updates is killed during update 71, and then resu
     --resume         cuts the log back to update 50, and goes on with update 51
 
 Updates 51 to 70 are done a second time. On the same machine they come out the same, because
-everything that is drawn depends only on the seed, the place in the data, and the number of the
-update. Settings on which the result depends must stay the same. The checkpoint therefore holds
-them, with checksums of the model and of the data, and `resume` compares them.
+everything that is drawn depends only on the seed and the number of the update. Settings on which
+the result depends must stay the same. The checkpoint therefore holds them, with checksums of the
+model and of the data, and `resume` compares them.
 """
 from __future__ import annotations
 
@@ -37,7 +38,91 @@ from plumbing.signals import StopSignals
 LOG = "log.jsonl"
 CHECKPOINT = "checkpoint.pt"
 
-# --- The folder ---
+
+@dataclass
+class Journal:
+    """Writes the log and the checkpoints of a training into the folder `out`.
+
+        with lock_folder(out):
+            journal = Journal(out, parameters, optimizer, save_model, settings)
+            journal.begin()  # or journal.resume(...)
+            for update in range(journal.done, updates):
+                ...
+                journal.log(update + 1, {"loss": loss})
+                if (update + 1) % 50 == 0:
+                    journal.save(update + 1)
+
+    If there are several processes, every process must make these calls; only process 0 writes.
+    """
+
+    out: Path
+    parameters: dict[str, Tensor]  # what is trained, by name
+    optimizer: torch.optim.Optimizer
+    save_model: Callable[[], None]  # writes the model as other programs read it
+    settings: dict  # plain values, which `resume` compares with those of the checkpoint
+    done: int = 0  # how many updates were done at the checkpoint
+
+    def begin(self) -> None:
+        """Begin a training: write an empty log, and a checkpoint from which even a training that is
+        killed early can be resumed. Raises InputError if one has begun here meanwhile."""
+        wait_for_all()  # in every process, `find_run` must return before there are new files
+        if rank() == 0:
+            find_run(self.out, resume=False)  # again: now the folder is locked
+            (self.out / LOG).write_text("")
+            self.write_checkpoint()
+
+    def resume(self, updates: int, may_differ: Collection[str]) -> None:
+        """Go back to the state and the log of the checkpoint.
+
+        updates: how many updates the training is to have in the end. may_differ: the names of
+        settings that may differ from those in the checkpoint. Raises InputError if the checkpoint
+        is damaged, or belongs to a different training.
+        """
+        state = read_checkpoint(self.out)
+        check_settings(state["settings"], self.settings, may_differ, self.out)
+        for name, parameter in self.parameters.items():
+            parameter.data.copy_(state["model"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if rank() == 0:
+            # A log that was deleted is empty here, and must not be filled up with zeros.
+            log = self.out / LOG
+            os.truncate(log, min(log.stat().st_size, state["log_bytes"]))
+        self.done = state["update"]
+        if self.done >= updates:
+            say(f"the training in {self.out} has its {self.done} updates already")
+        else:
+            say(f"going on with update {self.done + 1} of {updates}")
+
+    def log(self, update: int, record: dict) -> None:
+        """Add a line about an update, counted from 1."""
+        if rank() == 0:
+            with open(self.out / LOG, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"update": update} | record) + "\n")
+
+    def save(self, done: int) -> None:
+        """Save the model and a checkpoint, after `done` updates."""
+        self.done = done
+        if rank() == 0:
+            # The model comes first. A training that is killed in between resumes from the
+            # checkpoint before this one, and saves the model again. In the other order, it might
+            # find that all updates are done, and leave an old model.
+            self.save_model()
+            self.write_checkpoint()
+
+    def write_checkpoint(self) -> None:
+        """Write everything that `resume` needs to one file, completely or not at all."""
+        state = {
+            "update": self.done,
+            "log_bytes": (self.out / LOG).stat().st_size,
+            "model": {name: parameter.detach() for name, parameter in self.parameters.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "settings": self.settings,
+        }
+        with atomic_write(self.out / CHECKPOINT) as part, open(part, "wb") as file:
+            torch.save(state, file)
+
+
+# --- Before a training: its folder ---
 
 
 def find_run(out: Path, resume: bool) -> bool:
@@ -45,12 +130,11 @@ def find_run(out: Path, resume: bool) -> bool:
     resume. Raises InputError if the folder holds a training or a model that a new one would
     overwrite, or cannot be written."""
     has_checkpoint = (out / CHECKPOINT).exists()
-    has_model = any(out.glob("*.safetensors"))  # perhaps in shards
     if has_checkpoint and not resume:
         raise InputError(
             f"{out} holds a training: --resume goes on with it, else choose another folder"
         )
-    if has_model and not has_checkpoint:
+    if not has_checkpoint and any(out.glob("*.safetensors")):
         raise InputError(f"{out} holds a model but no checkpoint: choose another folder")
     existing = next(path for path in (out, *out.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -80,107 +164,7 @@ def lock_folder(out: Path) -> Iterator[None]:
         yield
 
 
-# --- Writing, and going on ---
-
-
-@dataclass
-class Journal:
-    """Writes the log and the checkpoints of a training into the folder `out`.
-
-        with lock_folder(out):
-            journal = Journal(out, parameters, optimizer, save_model, settings)
-            journal.begin()  # or journal.resume(...)
-            for update in range(journal.done, updates):
-                ...
-                journal.log(update + 1, {"loss": loss})
-                if (update + 1) % 50 == 0:
-                    journal.save(update + 1, position)
-
-    If there are several processes, every process must make these calls; only process 0 writes.
-    """
-
-    out: Path
-    parameters: dict[str, Tensor]  # what is trained, by name
-    optimizer: torch.optim.Optimizer
-    save_model: Callable[[], None]  # writes the model as other programs read it
-    settings: dict  # plain values, which `resume` compares with those of the checkpoint
-    done: int = 0  # how many updates were done at the checkpoint
-    position: int = 0  # the place in the data at the checkpoint
-
-    def begin(self) -> None:
-        """Begin a training: write an empty log, and a checkpoint from which even a training that is
-        killed early can be resumed. Raises InputError if one has begun here meanwhile."""
-        wait_for_all()  # in every process, `find_run` must return before there are new files
-        if rank() == 0:
-            find_run(self.out, resume=False)  # again: now the folder is locked
-            (self.out / LOG).write_text("")
-            self.write_checkpoint()
-
-    def resume(self, updates: int, may_differ: Collection[str]) -> None:
-        """Go back to the state and the log of the checkpoint.
-
-        updates: how many updates the training is to have in the end. may_differ: the names of
-        settings that may differ from those in the checkpoint. Raises InputError if the checkpoint
-        is damaged, or belongs to a different training.
-        """
-        state = read_checkpoint(self.out)
-        check_settings(state["settings"], self.settings, may_differ, self.out)
-        path = self.out / CHECKPOINT
-        with input_errors(f"{path}: does not fit this model", KeyError, RuntimeError):
-            for name, parameter in self.parameters.items():
-                parameter.data.copy_(state["model"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if rank() == 0:
-            # A log that was deleted is empty here, and must not be filled up with zeros.
-            log = self.out / LOG
-            os.truncate(log, min(log.stat().st_size, state["log_bytes"]))
-        self.done = state["update"]
-        self.position = state["position"]
-        if self.done >= updates:
-            say(f"the training in {self.out} has its {self.done} updates already")
-        else:
-            say(f"going on with update {self.done + 1} of {updates}")
-
-    def log(self, update: int, record: dict) -> None:
-        """Add a line about an update, counted from 1."""
-        if rank() == 0:
-            with open(self.out / LOG, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"update": update} | record) + "\n")
-
-    def save(self, done: int, position: int) -> None:
-        """Save the model and a checkpoint, after `done` updates, at a position in the data."""
-        self.done = done
-        self.position = position
-        if rank() == 0:
-            # The model comes first. A training that is killed in between resumes from the
-            # checkpoint before this one, and saves the model again. In the other order, it might
-            # find that all updates are done, and leave an old model.
-            self.save_model()
-            self.write_checkpoint()
-
-    def write_checkpoint(self) -> None:
-        """Write everything that `resume` needs to one file, completely or not at all."""
-        state = {
-            "update": self.done,
-            "position": self.position,
-            "log_bytes": (self.out / LOG).stat().st_size,
-            "model": {name: parameter.detach() for name, parameter in self.parameters.items()},
-            "optimizer": self.optimizer.state_dict(),
-            "settings": self.settings,
-        }
-        with atomic_write(self.out / CHECKPOINT) as part, open(part, "wb") as file:
-            torch.save(state, file)
-
-
-def end_stopped_run(done: int, signals: StopSignals) -> NoReturn:
-    """End the program after a signal has stopped a training, which was saved after `done`
-    updates."""
-    say(f"saved at {done}; go on with --resume")
-    wait_for_all()  # until process 0 has saved
-    signals.end_program()
-
-
-# --- Checkpoints, and the settings in them ---
+# --- Reading ---
 
 
 def read_checkpoint(out: Path) -> dict:
@@ -189,9 +173,9 @@ def read_checkpoint(out: Path) -> dict:
     # torch.load raises errors of many kinds for a damaged file.
     with input_errors(f"{path}: not a readable checkpoint", Exception):
         state = torch.load(path, map_location="cpu")
-    if "optimizer" not in state:
-        raise InputError(f"{path} was made by an earlier version: choose another folder")
-    return state
+        if "settings" not in state:
+            raise ValueError("made by an earlier version")
+        return state
 
 
 def read_settings(out: Path) -> dict:
@@ -220,10 +204,18 @@ def check_settings(saved: dict, wanted: dict, may_differ: Collection[str], out: 
         )
 
 
-# --- The log ---
-
-
 def read_log(out: str | Path) -> list[dict]:
     """Return the records that a training has logged."""
     lines = Path(out, LOG).read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
+
+
+# --- After a training was stopped ---
+
+
+def end_stopped_run(done: int, signals: StopSignals) -> NoReturn:
+    """End the program after a signal has stopped a training, which was saved after `done`
+    updates."""
+    say(f"saved at {done}; go on with --resume")
+    wait_for_all()  # until process 0 has saved
+    signals.end_program()

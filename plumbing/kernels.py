@@ -1,9 +1,10 @@
-"""How many rows, queries and keys to add to a pass, so that greedy text is exact on a CPU.
+"""How much padding makes the passes of a CPU bit-identical, and greedy text exact.
 
-You do not need this file to understand the paper. Speculative decoding promises that greedy text is
-the target's own, and in exact arithmetic it is: a token has the same logits in a pass over that
-token alone and in a pass over a whole draft. A computer, however, rounds each partial sum, so the
-value of a sum depends on its order:
+app/packed.py and app/exact.py ask this module for the rows, queries and keys to add to a pass. A
+reader of the paper may skip it. Speculative decoding promises that greedy text is the target's own,
+and in exact arithmetic it is: a token has the same logits in a pass over that token alone and in a
+pass over a whole draft. A computer, however, rounds each partial sum, so the value of a sum depends
+on its order:
 
     (1e8 + 1) - 1e8 = 0        in float32, which rounds 1e8 + 1 to 1e8
     (1e8 - 1e8) + 1 = 1
@@ -107,8 +108,8 @@ def probe_rows(outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> 
 # all keys. PyTorch's kernel does so for a block of KEY_BLOCK keys at a time, and adds up the blocks
 # one after the other. Within a block the kernel behaves as if it dealt the keys out to *lanes*, one
 # key to each lane in turn. Each lane is a sum of its own, and at every *split* the lanes are added
-# up. Here are the slots (places in the cache) of 24 keys, for a kernel with 4 lanes and a split
-# after 12 keys:
+# up. Here are the slots (places in the cache) of 24 keys, for an invented kernel with 4 lanes, a
+# split after 12 keys and blocks of 24 keys:
 #
 #     lane     0   1   2   3
 #
@@ -124,8 +125,9 @@ def probe_rows(outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> 
 # A masked key adds 0 to its lane. If slot 5 is masked, its key may therefore lie in slot 9 instead:
 # slot 9 belongs to the same lane, and the key before it in this lane is still the key of slot 1.
 #
-# The probes below find out what a kernel needs, and each explains one property of kernels.
-# `AttentionLimits`, after the probes, holds what they found.
+# The probes below find out the properties of a kernel, one after the other: how many queries it
+# takes at a time, then its lanes, its grains and its splits. Each repeats the rows of this drawing
+# that it is about. `AttentionLimits`, after the probes, holds what they found.
 
 
 # --- Attention: trials ---
@@ -291,10 +293,14 @@ PERIODS = (16, 32, 64)  # the periods that are tried; no CPU so far needed more 
 def probe_period(trial: Trial) -> int | None:
     """Return the *period* of the lanes: if a key moves a period later, it stays in its lane.
 
-    Any multiple of the number of lanes is a period. Return the least one of PERIODS, or None if
-    none of these is a period. In the trial for a period of 16 the keys from slot 64 on move to the
-    slots from 80 on. With 16 lanes, or 8 or 4, each key stays in its lane. With 32 lanes the key of
-    slot 64 does not: slot 64 belongs to lane 0, and slot 80 to lane 16.
+        lane     0   1   2   3
+        slot     4   5   6   7
+                 8   9  10  11
+
+    In the drawing 4 is a period: the key of slot 5 may move to slot 9. 2 is none: slot 7 belongs to
+    another lane. Any multiple of the number of lanes is a period. Return the least one of PERIODS,
+    or None if none of these is a period. In the trial for a period of 16 the keys from slot 64 on
+    move to the slots from 80 on.
     """
     first = KEYS_TO_MOVE // 2
     for period in PERIODS:
@@ -307,18 +313,20 @@ def probe_grain(trial: Trial, period: int) -> int:
     """Return the *grain*: the least number of neighboring keys that have to move together.
 
     A kernel may first add up a few neighboring keys, and then add their sum to a lane. In the
-    drawing above a grain is a single key, and so it was on an AMD EPYC. On an Intel Xeon with AMX
-    it is 32 keys in bfloat16: according to Intel's manual the instruction TDPBF16PS sums the
-    products of a whole tile, up to 32 keys, before it adds them to the earlier sum.
+    drawing a grain is a single key, and so it was on an AMD EPYC. With grains of two keys the rows
+    would be:
 
-    If neighbors are added up in pairs, keys may move from slot 66 on, but not from slot 65 on,
-    because key 64 would lose its neighbor. In general, a number is a multiple of the grain if keys
-    may move from each of its multiples on. With a period of 16:
+        lane       0       1       2       3
+        slot     0   1   2   3   4   5   6   7
+                 8   9  10  11  12  13  14  15
 
-        slot              64  65  66  67 ...  80  81  82  83
-        before            64  65  66  67
-        moved from 66     64  65   -   -       -   -  66  67    (64 + 65), (66 + 67): the same
-        moved from 65     64   -   -   -       -  65  66  67    (64), (65), (66 + 67)
+    There keys may move from slot 2 on, by a period of 8: the pair of 2 and 3 comes to slots 10 and
+    11. They may not move from slot 3 on, because the key of slot 2 would lose its neighbor. In
+    general, a number is a multiple of the grain if keys may move from each of its multiples on.
+
+    On an Intel Xeon with AMX a grain is 32 keys in bfloat16: according to Intel's manual the
+    instruction TDPBF16PS sums the products of a whole tile, up to 32 keys, before it adds them to
+    the earlier sum.
     """
     first = KEYS_TO_MOVE // 2
     grain = 1
@@ -333,9 +341,15 @@ def probe_grain(trial: Trial, period: int) -> int:
 def probe_splits(trial: Trial, period: int) -> tuple[int, ...]:
     """Return the *splits*: the numbers of keys in a block after which the lanes are added up.
 
+        lane     0   1   2   3
+        slot     4   5   6   7
+                 8   9  10  11
+                --------------   a split
+                12  13  14  15
+
     No key may move past a split. If there is no split after n keys, the last of these keys may move
-    a period later. With a period of 32 and a split at 192, the last 32 of 160 keys may move from
-    slot 128 to slot 160, but the last 32 of 192 keys may not move from slot 160 to slot 192.
+    a period later: in the drawing the last 4 of 8 keys may move to slots 8 to 11. The last 4 of 12
+    keys may not move to slots 12 to 15, so a split is at 12.
 
     If a grain is as long as the period, which leaves a single lane, the first split is not found:
     the last grain is added to the sum of all keys before it, whether the split lies before or after
@@ -351,8 +365,14 @@ def probe_splits(trial: Trial, period: int) -> tuple[int, ...]:
 def probe_lengths(trial: Trial, period: int) -> tuple[int, ...]:
     """Return the *lengths* to which the last block of a cache may be padded.
 
-    A block of fewer than KEY_BLOCK keys may be split elsewhere than a full block. At these lengths
-    it is not: its sums are the same as if masked slots followed, up to KEY_BLOCK.
+        slot     0   1   2   3
+                 4   5   6   7
+                --------------   a split that a block of 24 keys does not have
+                 8   9  10  11
+                12  13  14  15   the end of a block of 16 keys
+
+    A block that is not full may be split elsewhere than a full one, as here. At the lengths that
+    are returned it is not: its sums are the same as if masked slots followed, up to KEY_BLOCK.
     """
     lengths = []
     for count in range(period, KEY_BLOCK + 1, period):

@@ -1,9 +1,10 @@
 """Messages over a socket, and a server that gives each of its clients a session.
 
-A message is a header, then fields as a JSON object, then tensors in the safetensors format:
+A message is a dict of named values. Its tensors are sent in the safetensors format, and everything
+else, without what is None, as a JSON object, after a header:
 
-    "MoAs" | version | size of fields | size of tensors | fields | tensors
-       4   |    1    |        4       |        8        |        |            bytes
+    "MoAs" | version | size of the JSON | size of the tensors | JSON | tensors
+       4   |    1    |        4         |          8          |      |            bytes
 
 A server that cannot give what was asked for, or that received a malformed message, sends the field
 "refused" instead, which says why.
@@ -16,15 +17,13 @@ elsewhere, go through SSH, which encrypts and authenticates.
 from __future__ import annotations
 
 import json
-import re
 import socket
 import socketserver
 import struct
 import sys
-import threading
 from contextlib import contextmanager, suppress
 from time import monotonic
-from typing import Callable, Iterator, NamedTuple, Protocol
+from typing import Callable, Iterator, Protocol
 
 import safetensors.torch
 import torch
@@ -33,18 +32,16 @@ from torch import Tensor
 from plumbing.errors import InputError, input_errors, is_out_of_memory
 
 Address = tuple[str, int]  # host and port
-Tensors = dict[str, Tensor]  # by name
-Replies = Iterator[tuple[dict, Tensors]]  # the fields and the tensors of each
-
+Replies = Iterator[dict]
 
 # --- Messages ---
 
 HEADER = struct.Struct("!4sBIQ")  # "!": big-endian, as is usual in networks, and no padding
 MAGIC = b"MoAs"  # shows at once if the peer speaks a different protocol
-VERSION = 6  # of this format: a peer that uses a different version would misread our messages
-MAX_FIELDS = 1 << 16  # bytes: the longest fields, a draft of 64 tokens, have less than a thousand
-MAX_PIECE = 1 << 16  # bytes in one call, so a false size cannot make us allocate much memory
-SEND_SECONDS = 10.0  # for a piece: a peer that does not receive must not block us for longer
+VERSION = 7  # of this format: a peer that uses a different version would misread our messages
+MAX_JSON = 1 << 16  # bytes: a draft of 64 tokens takes less than a thousand
+MAX_PIECE = 1 << 16  # bytes to receive at once: a false size cannot make us allocate much memory
+SEND_SECONDS = 60.0  # for a message: a peer that does not receive must not block us for longer
 
 
 class ProtocolError(OSError):
@@ -58,11 +55,12 @@ class Refused(OSError):
 # What reading a malformed message may raise. The list is broad, because the peer may send any JSON
 # and any tensors, and the code that reads them would need a check before each of its steps.
 MALFORMED = (
-    LookupError,  # a field or a tensor is missing
-    TypeError,  # a field has a different type, such as null for a list
+    LookupError,  # a field is missing
+    TypeError,  # a field has a different type, such as null for a list, or is one too many
     ValueError,  # the bytes are not JSON, or a value fails one of our own checks
     ArithmeticError,  # an int is too large for a float
     RuntimeError,  # JSON is nested too deeply, or a tensor has a different shape
+    AttributeError,  # a field is not a tensor
     safetensors.SafetensorError,  # the bytes are not tensors
 )
 
@@ -81,30 +79,26 @@ def refuse_malformed(what: str) -> Iterator[None]:
         raise ProtocolError(f"malformed {what}: {error!r:.200}")
 
 
-class ReceivedMessage(NamedTuple):
-    """A message that has been received."""
-
-    fields: dict
-    tensors: Tensors
-    size: int  # bytes, with the header
-
-
-def send_message(sock: socket.socket, fields: dict, tensors: Tensors) -> int:
-    """Send a message. Return its size in bytes.
-
-    Raise OSError, for example TimeoutError if the peer does not take a piece in SEND_SECONDS.
-    """
-    text = json.dumps(fields, separators=(",", ":")).encode()
+def send_message(sock: socket.socket, fields: dict) -> int:
+    """Send a message. Return its size in bytes. Raise OSError, for example TimeoutError if the peer
+    does not take it in SEND_SECONDS."""
+    tensors = {}
+    others = {}
+    for name, value in fields.items():
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        elif value is not None:
+            others[name] = value
+    text = json.dumps(others, separators=(",", ":")).encode()
     data = safetensors.torch.save(tensors) if tensors else b""
     message = HEADER.pack(MAGIC, VERSION, len(text), len(data)) + text + data
     sock.settimeout(SEND_SECONDS)
-    for first in range(0, len(message), MAX_PIECE):  # the timeout holds for each piece
-        sock.sendall(message[first:first + MAX_PIECE])
+    sock.sendall(message)
     return len(message)
 
 
-def receive_message(sock: socket.socket, limit: int, deadline: float) -> ReceivedMessage:
-    """Receive the next message.
+def receive_message(sock: socket.socket, limit: int, deadline: float) -> tuple[dict, int]:
+    """Receive the next message. Return it, and its size in bytes.
 
     Raise OSError: ConnectionError if the peer leaves, ProtocolError if the message is malformed or
     longer than `limit` bytes, Refused if it is a refusal, TimeoutError at the moment `deadline`.
@@ -114,18 +108,19 @@ def receive_message(sock: socket.socket, limit: int, deadline: float) -> Receive
     if magic != MAGIC or version != VERSION:
         raise ProtocolError("malformed message: wrong magic bytes or version")
     size = HEADER.size + text_size + data_size
-    if text_size > MAX_FIELDS or size > limit:
+    if text_size > MAX_JSON or size > limit:
         raise ProtocolError(f"a message of {size} bytes is too long")
     text = receive_bytes(sock, text_size, deadline)
     data = receive_bytes(sock, data_size, deadline)
     with refuse_malformed("message"):
         fields = json.loads(text)
         if not isinstance(fields, dict):
-            raise ValueError("the fields are not an object")
-        tensors = safetensors.torch.load(data) if data else {}
+            raise ValueError("the JSON is not an object")
+        if data:
+            fields |= safetensors.torch.load(data)
     if "refused" in fields:
         raise Refused(f"refused: {fields['refused']!r:.300}")
-    return ReceivedMessage(fields, tensors, size)
+    return fields, size
 
 
 def receive_bytes(sock: socket.socket, size: int, deadline: float) -> bytes:
@@ -144,40 +139,28 @@ def receive_bytes(sock: socket.socket, size: int, deadline: float) -> bytes:
     return bytes(received)
 
 
-def check_int(value: object, low: int, high: int, what: str = "value") -> int:
-    """Return the value if it is an int within [low, high]. Otherwise raise ValueError, in whose
-    message `what` names the value."""
+def check_int(value: object, low: int, high: int, what: str) -> None:
+    """Raise ValueError unless the value is an int within [low, high]. `what` names it."""
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"invalid {what} {value!r:.40}: expected an int from {low} to {high}")
-    return value
-
-
-def check_ids(tensor: Tensor, end: int) -> list[int]:
-    """Return the values of an int32 vector if they are within [0, end), else raise ValueError."""
-    if tensor.dtype != torch.int32 or tensor.dim() != 1:
-        raise ValueError("expected an int32 vector")
-    return [check_int(value, 0, end - 1) for value in tensor.tolist()]
 
 
 # --- The server ---
 
+LOOPBACK = ("localhost", "127.0.0.1", "::1")  # where only this machine can connect
 MAX_REQUEST = 1 << 20  # bytes: twice what a prompt of 131,072 tokens takes
 MAX_CLIENTS = 8  # each client has a KV cache of the target
-PLACE_SECONDS = 1.0  # to wait for a place: a client that reconnects may still have its old one
 IDLE_SECONDS = 300.0  # a client without a request for so long may have vanished: it loses its place
-DRAIN_SECONDS = 1.0  # for a client to receive a refusal, before its connection is closed
 
 
 class Session(Protocol):
     """What a server needs to know to serve one client."""
 
-    @property
-    def greeting(self) -> dict:
-        """The fields of the first message to the client."""
+    greeting: dict  # the first message to the client
 
-    def parse(self, fields: dict, tensors: Tensors) -> Callable[[], Replies]:
-        """Check a request. Return a function that makes its replies, each reply only when it is
-        asked for. Raise an exception in MALFORMED if the request is malformed."""
+    def parse(self, fields: dict) -> Replies:
+        """Check a request. Return its replies, each of which is made when it is asked for. Raise an
+        exception in MALFORMED if the request is malformed."""
 
 
 HasLeft = Callable[[], bool]  # returns whether a client has closed its connection
@@ -189,7 +172,6 @@ class MessageServer(socketserver.ThreadingTCPServer):
     socketserver, where the socket of a connection is called `request`."""
 
     allow_reuse_address = True  # a restarted server need not wait until its old port is free
-    request_queue_size = 128  # connections not yet accepted: a burst of them must not be refused
 
     def __init__(self, address: Address):
         """Reserve an address. Raise InputError if it is taken, or if other machines could connect.
@@ -198,13 +180,12 @@ class MessageServer(socketserver.ThreadingTCPServer):
         it loads a model, and refuses connections while it loads.
         """
         host, port = address
-        if not re.fullmatch(r"localhost|127\.[0-9.]+|::1", host):
+        if host not in LOOPBACK:
             raise InputError(
                 f"cannot serve at {host}: only this machine may connect, so serve at localhost. "
                 f"To connect from elsewhere: ssh -L {port}:localhost:{port} server"
             )
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.places = threading.Semaphore(MAX_CLIENTS)
         self.connections: set[socket.socket] = set()
         self.complaint = f"cannot serve at {host}:{port}"
         super().__init__(address, ClientHandler, bind_and_activate=False)
@@ -245,69 +226,49 @@ class ClientHandler(socketserver.StreamRequestHandler):
     disable_nagle_algorithm = True  # send small messages at once, without waiting for more bytes
 
     def handle(self) -> None:
-        """Serve the client until it leaves. If the client breaks a rule, print a line on stderr,
-        tell it so, and disconnect it."""
-        has_place = self.server.places.acquire(timeout=PLACE_SECONDS)
+        """Serve the client until it leaves. If the client breaks a rule, tell it so, disconnect it,
+        and print a line on stderr."""
         try:
-            if has_place:
-                self.serve()
-            else:
+            if len(self.server.connections) > MAX_CLIENTS:
                 self.refuse(f"the server already has {MAX_CLIENTS} clients; try again later")
-                self.drain()
+            else:
+                self.serve()
         except ConnectionError:
             pass  # the client has left
         except OSError as error:
-            self.complain(error)
-        finally:
-            if has_place:
-                self.server.places.release()
+            print(f"{self.client_address[0]}: {error}", file=sys.stderr)
 
     def serve(self) -> None:
         """Answer one request after the other until an OSError occurs, which happens at the latest
         when the client leaves."""
         session = self.server.new_session(self.has_left)
-        send_message(self.connection, session.greeting, {})
-        try:
-            while True:
-                deadline = monotonic() + IDLE_SECONDS
-                request = receive_message(self.connection, MAX_REQUEST, deadline)
+        send_message(self.connection, session.greeting)
+        while True:
+            deadline = monotonic() + IDLE_SECONDS
+            try:
+                request, _ = receive_message(self.connection, MAX_REQUEST, deadline)
                 self.answer(session, request)
-        except ProtocolError as error:
-            self.complain(error)
-            self.refuse(str(error))
-            self.drain()
+            except ProtocolError as error:
+                self.refuse(str(error))
+                raise
 
-    def answer(self, session: Session, request: ReceivedMessage) -> None:
+    def answer(self, session: Session, request: dict) -> None:
         """Send the replies to a request. Each reply has a field "elapsed": the seconds since the
         request arrived or, for a later reply to the same request, since the previous reply was
         ready. If the session serves other clients in this time, that counts as well."""
         since = monotonic()
         with refuse_malformed("request"):
-            compute_replies = session.parse(request.fields, request.tensors)
+            replies = session.parse(request)
         try:
-            for fields, tensors in compute_replies():
+            for reply in replies:
                 now = monotonic()
-                send_message(self.connection, {**fields, "elapsed": now - since}, tensors)
+                send_message(self.connection, {**reply, "elapsed": now - since})
                 since = now
         except InputError as error:  # a model whose logits are NaN, say
             self.refuse(str(error))
 
-    def complain(self, error: OSError) -> None:
-        print(f"{self.client_address[0]}: {error}", file=sys.stderr)
-
     def refuse(self, reason: str) -> None:
-        send_message(self.connection, {"refused": reason}, {})
-
-    def drain(self) -> None:
-        """Wait until the client has closed its end of the connection, but not for long. To close
-        ours while bytes of the client lie unread would reset the connection, and the client might
-        lose what it has not yet read: the refusal."""
-        self.connection.shutdown(socket.SHUT_WR)  # we send nothing more
-        self.connection.settimeout(DRAIN_SECONDS)
-        deadline = monotonic() + DRAIN_SECONDS
-        with suppress(OSError):
-            while monotonic() < deadline and self.connection.recv(MAX_PIECE):
-                pass
+        send_message(self.connection, {"refused": reason})
 
     def has_left(self) -> bool:
         """Return whether the client has closed its end of the connection."""

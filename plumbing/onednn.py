@@ -1,7 +1,8 @@
 """Products with oneDNN, the library that multiplies matrices for PyTorch on a CPU.
 
-oneDNN can store a weight in blocks, in the order in which its kernel reads them. With such a weight
-a product of a few rows takes little longer than a product of a single row. PyTorch has no public
+app/packed.py reorders the weights of a model for it, and multiplies with `packed_product`. oneDNN
+can store a weight in blocks, in the order in which its kernel reads them. With such a weight a
+product of a few rows takes little longer than a product of a single row. PyTorch has no public
 functions for this. requirements.txt therefore states the version of PyTorch that is tested. With
 another one `can_multiply` tries whether its private functions still work in the same way. If they
 do not, weights stay as they are, and nothing else changes.

@@ -1,5 +1,6 @@
-"""Several processes that train one drafter together, each on a GPU of its own.
+"""Several processes that train one drafter together (app/training.py), each on a GPU of its own.
 
+Without torchrun there is one process, and nothing of this has an effect. But
 `torchrun --nproc-per-node 4 train.py ...` starts four processes. Every process draws the same batch
 and computes the gradients of its share of the batch. The gradients are then summed over all
 processes, so the sum is the same (up to rounding) for any number of processes. With two processes
@@ -7,7 +8,7 @@ and a batch of five, process 0 has sequences 0, 2 and 4, and process 1 has seque
 
 `all_reduce` is a meeting: it returns once all processes have called it. Therefore all processes
 must make the same calls in the same order, even a process that has nothing to add; otherwise they
-wait for each other forever. Without torchrun there is one process, and nothing to wait for.
+wait for each other forever.
 
 Process 0 alone writes files and prints messages (`say`, `progress_bar`).
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from plumbing.devices import check_device
+from plumbing.terminal import PICTURES
 
 
 def rank() -> int:
@@ -71,12 +73,9 @@ def all_reduce(tensor: Tensor) -> None:
         dist.all_reduce(tensor)
 
 
-def true_in_any(condition: bool) -> bool:
+def true_in_any(condition: bool, device: torch.device) -> bool:
     """Return whether a condition is true in at least one process. All processes must call this
     function, and all get the same answer."""
-    if not dist.is_initialized():
-        return condition
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     count = torch.tensor(float(condition), device=device)
     all_reduce(count)
     return count.item() > 0
@@ -85,10 +84,11 @@ def true_in_any(condition: bool) -> bool:
 def say(message: str) -> None:
     """Print to stderr, from process 0 only, above any progress bar."""
     if rank() == 0:
-        tqdm.write(message, file=sys.stderr)
+        tqdm.write(message.translate(PICTURES), file=sys.stderr)
 
 
-def progress_bar(done: int, total: int, unit: str) -> tqdm:
-    """Return a progress bar for a training, which counts in a unit (" updates") and has done some
-    of it already. Only process 0 shows the bar."""
-    return tqdm(initial=done, total=total, unit=unit, disable=rank() > 0)
+def progress_bar(done: int, total: int) -> tqdm:
+    """Return a progress bar for a training, which has done some updates already, and may have done
+    a part of one. Only process 0 shows the bar."""
+    drawing = "{l_bar}{bar}| {n:.1f}/{total} updates [{elapsed}<{remaining}{postfix}]"
+    return tqdm(initial=done, total=total, bar_format=drawing, disable=rank() > 0)

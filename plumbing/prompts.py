@@ -1,4 +1,4 @@
-"""Prompts: given on the command line or piped in, and fitted into the model's context."""
+"""Prompts of a command line (app/): given or piped in, and fitted into the model's context."""
 from __future__ import annotations
 
 import sys
@@ -8,7 +8,7 @@ from plumbing.errors import InputError, input_errors
 
 
 def given_or_piped(text: str | None) -> str:
-    """Return the prompt `text` or, if it is None, the prompt that is piped in. Raise InputError if
+    """Return the prompt `text` or, if it is None, the prompt that is piped in. Raises InputError if
     there is no prompt, or if it is empty or not valid text."""
     if text is None:
         if sys.stdin is None or sys.stdin.isatty():
@@ -21,14 +21,11 @@ def given_or_piped(text: str | None) -> str:
     return text
 
 
-# --- What the context has room for ---
-
-
 def answer_length(context: int, prompt_length: int, max_new_tokens: int) -> int:
     """Return how many new tokens the context has room for, at most max_new_tokens, and print a
     warning if there is room for fewer. All arguments are in tokens.
 
-    Raise InputError if there is no room for a new token.
+    Raises InputError if there is no room for a new token.
     """
     room = context - prompt_length
     if room < 1:
@@ -45,11 +42,10 @@ def drop_oldest_exchanges(
     messages: list[dict], count_tokens: Callable[[list[dict]], int], context: int, room: int
 ) -> list[dict]:
     """Return the newest messages of a chat that leave `room` tokens of the context for an answer.
-    Print how many exchanges were dropped.
+    Print how many questions were dropped.
 
     The messages are question, answer, question, answer, ..., question, without a system message.
-    An exchange is a question and its answer, so messages are dropped two at a time. The last
-    question always stays.
+    A question and its answer are dropped together. The last question always stays.
     """
     kept = messages
     length = count_tokens(kept)
@@ -58,10 +54,8 @@ def drop_oldest_exchanges(
         length = count_tokens(kept)
     dropped = (len(messages) - len(kept)) // 2
     # If the last question is too long by itself, the caller refuses the question and keeps all
-    # earlier messages. No exchange is left out in that case, so nothing is printed.
+    # earlier messages. Nothing is left out in that case, so nothing is printed.
     if dropped and length < context:
-        oldest = "question and its answer"
-        if dropped > 1:
-            oldest = f"{dropped} questions and their answers"
-        print(f"the context is full: the oldest {oldest} are left out", file=sys.stderr)
+        note = f"the context is full: the oldest questions are left out ({dropped})"
+        print(note, file=sys.stderr)
     return kept

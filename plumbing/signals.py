@@ -1,4 +1,15 @@
-"""Ctrl-C, SIGTERM and SIGHUP: let a program finish what it is doing before it stops."""
+"""Signals that ask a training to stop: it finishes its update, saves, and ends.
+
+Such a signal is Ctrl-C (SIGINT), SIGTERM, which Slurm, Kubernetes and `timeout` send, or SIGHUP,
+which comes when a terminal is closed. app/training.py and experiments/toy.py train like this:
+
+    with StopSignals("stopping after this update") as signals:
+        for update in range(updates):
+            ...
+            if signals.received:
+                save()
+                signals.end_program()
+"""
 from __future__ import annotations
 
 import os
@@ -9,29 +20,20 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Notes that the program was asked to stop: by Ctrl-C (SIGINT), by SIGTERM, which Slurm,
-    Kubernetes and `timeout` send, or by SIGHUP (the terminal was closed). The program reads
-    `received` wherever it is able to stop.
+    """Notes the first signal, which the program looks up in `received` wherever it is able to stop.
 
-        with StopSignals("stopping after this batch") as signals:
-            for batch in batches:
-                ...
-                if signals.received:
-                    save()
-                    signals.end_program()
-
-    Only the first signal, of any kind, is noted. After that, Ctrl-C raises KeyboardInterrupt at
-    once, and the others have no further effect. (SIGTERM may arrive twice: Slurm sends SIGTERM to
-    torchrun and to each process that torchrun started, and torchrun forwards its own SIGTERM to
-    these processes.) A signal that the program was started to ignore, as by nohup, stays ignored.
+    After that, Ctrl-C raises KeyboardInterrupt at once, and the others have no further effect.
+    (SIGTERM may arrive twice: Slurm sends SIGTERM to torchrun and to each process that torchrun
+    started, and torchrun forwards its own SIGTERM to these processes.) A signal that the program
+    was started to ignore, as by nohup, stays ignored.
     """
 
     def __init__(self, message: str):
         self.message = message  # printed when the first signal arrives; may change until then
         self.received: int | None = None  # the number of the first signal
+        self.previous = {}  # the handlers that were there before
 
     def __enter__(self) -> StopSignals:
-        self.previous = {}
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self.previous[number] = signal.signal(number, self.receive)
@@ -57,7 +59,5 @@ class StopSignals:
     def end_program(self) -> NoReturn:
         """Raise SystemExit with the status that a shell reports for a program that a signal ended:
         128 + the signal's number."""
-        number = self.received
-        if number is None:  # another process of the same training has received it
-            number = signal.SIGINT
-        raise SystemExit(128 + number)
+        # Without a number, another process of the same training has received the signal.
+        raise SystemExit(128 + (self.received or signal.SIGINT))

@@ -1,8 +1,9 @@
-"""The terminal: what a person sees there beside an answer's text, and what they type in a chat.
+"""What a person sees in the terminal beside an answer's text, and what they type in a chat.
 
-The sections follow one answer. While its prompt is read, progress is shown. When the answer has
-ended, its statistics are printed. With --trace every cycle is drawn. The last section reads the
-questions of a chat. All of them work with texts, numbers and dicts: nothing here knows a model.
+app/chat.py and app/display.py call these functions, with texts, numbers and dicts: nothing here
+knows a model. The sections follow one answer: while its prompt is read there is a progress bar, the
+text is printed, perhaps in colors, with --trace every cycle is drawn, and the statistics come last.
+The last section reads the questions of a chat.
 """
 from __future__ import annotations
 
@@ -10,15 +11,61 @@ import json
 import os
 import select
 import sys
+from contextlib import contextmanager, suppress
 from threading import Timer
 from typing import Collection, Iterator
 
 from tqdm import tqdm
 
+# --- While a prompt is read ---
+
+LONG_PROMPT = 256  # tokens: a prompt of this length or more has a progress bar
+PATIENCE = 1.0  # seconds to wait for a server in silence
+
+
+def prompt_bar(length: int) -> tqdm:
+    """Return a progress bar for a prompt of `length` tokens that is read on this machine. It is
+    shown only if the prompt is long, and nothing of it is left in the end."""
+    is_short = length < LONG_PROMPT
+    return tqdm(
+        desc="reading the prompt", total=length, unit=" tokens", leave=False, disable=is_short
+    )
+
+
+@contextmanager
+def waiting_note() -> Iterator[None]:
+    """Print a line if the block takes longer than PATIENCE. In it a server reads a prompt, and a
+    server does not say how far it has read."""
+    note = "connecting, and waiting for the server to read the prompt ..."
+    timer = Timer(PATIENCE, print, [note], {"file": sys.stderr})
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+# --- Text and colors ---
+
 GREEN = "\033[32m"
 YELLOW = "\033[33m"
 RED = "\033[31m"
 PLAIN = "\033[0m"
+
+# Each control character of ASCII has a picture in Unicode: that of "\x1b" (escape) is "␛". The
+# control characters from 128 on have none. A line break and a tab do no harm.
+PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+PICTURES |= {127: "␡"} | dict.fromkeys(range(128, 160), "\ufffd")
+
+
+def printable(text: str) -> str:
+    """Return a model's text as it may be sent to stdout.
+
+    A terminal obeys control characters: "\\x1b[2J" would clear the screen, and others may even type
+    on the user's behalf. On a terminal their pictures are shown instead. A file or a pipe gets the
+    text as it is.
+    """
+    return text.translate(PICTURES) if sys.stdout.isatty() else text
 
 
 def paint(text: str, color: str) -> str:
@@ -28,43 +75,92 @@ def paint(text: str, color: str) -> str:
     return color + text + PLAIN
 
 
-# --- While a prompt is read ---
+# --- A traced cycle ---
+#
+# `Trace` of app/display.py makes a *record* of each cycle. --trace draws the record, in
+# `draw_cycle`, and --trace --json prints it. A record is a dict with these keys:
+#
+#     cycle             the number of the cycle, from 1
+#     root              the text of the root, the token that the draft follows
+#     drafts            a dict for each drafted token, as below
+#     token             the target's own token; offline, the drafter's last token
+#     text              the text of `token`; offline, of all tokens of the cycle
+#     control           whether `token` is a control token, such as the one that ends an answer
+#     tokens            the new tokens of the answer
+#     offline           whether the server was out of reach, and the drafter wrote the tokens alone
+#     draft_seconds     how long drafting took
+#     verify_seconds    how long verification took
+#     link              only with a server: the state of the connection, and the cycle's traffic
+#
+# Here is a dict of `drafts`, and part of a drawing:
+#
+#     {"token": 2, "text": " in", "control": false, "parent": -1, "q": 0.75, "p": 0.6,
+#      "accepted": true, "verdict": "accepted"}
+#
+#     " lies"
+#     ├ " in"                      q 0.75  p 0.60  accepted
+#     │ └ " the"                   q 0.80  p 0.40  rejected
+#     └ " within"                  q 0.08  p 0.11  not tried
+#
+# `parent` is an index of `drafts`, or -1 for the root. q and p are the probabilities of the token
+# after its parent, by the drafter and by the target. A server does not send p, which is then None.
+# A token that ends inside a character of several bytes has the text "", and the token that
+# completes the character has all of it. The values of `verdict` are those of the function `verdict`
+# of app/display.py.
 
-LONG_PROMPT = 256  # tokens: a prompt of this length or more has a progress bar
-PATIENCE = 1.0  # seconds to wait for a server in silence
 
-
-class PromptBar:
-    """A bar while a prompt of `length` tokens is read on this machine, if the prompt is long."""
-
-    def __init__(self, length: int):
-        self.bar = tqdm(
-            total=length,
-            desc="reading the prompt",
-            unit=" tokens",
-            leave=False,
-            disable=length < LONG_PROMPT,
+def draw_cycle(record: dict) -> Iterator[str]:
+    """Draw a cycle for a person, line by line. A draft of the default size fits 80 columns."""
+    drafts = record["drafts"]
+    accepted = sum(node["accepted"] for node in drafts)
+    yield (
+        f"cycle {record['cycle']}: {len(drafts)} drafted, {accepted} accepted; "
+        f"draft {1e3 * record['draft_seconds']:.1f} ms, "
+        f"verification {1e3 * record['verify_seconds']:.1f} ms"
+    )
+    if "link" in record:
+        link = record["link"]
+        yield (
+            f"  link: {link['state']}, {link['bytes_up']} bytes up, {link['bytes_down']} down, "
+            f"{1e3 * link['network_seconds']:.0f} ms"
         )
+    if drafts:
+        # A chain goes straight down, however long it is: an indent for each level would not fit.
+        is_chain = all(node["parent"] == i - 1 for i, node in enumerate(drafts))
+        yield f"  {quote(record['root'])}"
+        yield from draw_branch(drafts, parent=-1, indent="  ", is_chain=is_chain)
+    if record["offline"]:
+        yield paint("  offline: the drafter alone wrote, unverified,", YELLOW)
+        yield paint(f"  {printable(json.dumps(record['text'], ensure_ascii=False))}", YELLOW)
+    elif len(record["tokens"]) > accepted:  # else an accepted stop token ended the answer
+        yield f"  the target's own: {quote(record['text'], record['control'])}"
 
-    def update(self, tokens: int) -> None:
-        """Show that so many more tokens have been read, or as many as were left."""
-        self.bar.update(min(tokens, self.bar.total - self.bar.n))
 
-    def close(self) -> None:
-        self.bar.close()
+def draw_branch(drafts: list[dict], parent: int, indent: str, is_chain: bool) -> Iterator[str]:
+    """Draw the drafted tokens that follow a parent, and below each token those that follow it."""
+    children = [i for i, node in enumerate(drafts) if node["parent"] == parent]
+    for i in children:
+        node = drafts[i]
+        last = i == children[-1]
+        label = f"{indent}{'└' if last else '├'} {quote(node['text'], node['control'])}"
+        numbers = f"q {node['q']:.2f}"
+        if node["p"] is not None:
+            numbers += f"  p {node['p']:.2f}"
+        color = {"accepted": GREEN, "rejected": RED}.get(node["verdict"], "")
+        yield f"{label:<32} {numbers}  {paint(node['verdict'], color)}"
+        below = indent
+        if not is_chain:
+            below += "  " if last else "│ "
+        yield from draw_branch(drafts, i, below, is_chain)
 
 
-class WaitingNote:
-    """A line of text while a server reads a prompt, if that takes longer than PATIENCE. A server
-    does not say how far it has read."""
-
-    def __init__(self):
-        note = "connecting, and waiting for the server to read the prompt ..."
-        self.timer = Timer(PATIENCE, print, [note], {"file": sys.stderr})
-        self.timer.start()
-
-    def close(self) -> None:
-        self.timer.cancel()
+def quote(text: str, control: bool = False) -> str:
+    """Put a token's text in quotes, cut to what a line has room for. A control token has no text,
+    and is shown as <control>."""
+    if control:
+        return "<control>"
+    shown = text if len(text) <= 16 else text[:15] + "…"
+    return printable(json.dumps(shown, ensure_ascii=False))
 
 
 # --- The statistics of an answer ---
@@ -80,96 +176,17 @@ def why_stopped(tokens: list[int], stop_ids: Collection[int], max_new_tokens: in
 
 def draw_statistics(statistics: dict) -> str:
     """Draw what a reader wants to know of an answer's statistics as a line. (--json has all.)"""
-    parts = [f"{statistics['new_tokens']} tokens"]
-    if statistics["stopped"] != "stop token":
-        parts[0] += f" ({statistics['stopped']})"
-    parts.append(f"{statistics['tokens_per_second']:.3g} tokens per second")
-    parts.append(f"acceptance length {statistics['acceptance_length']:.3g}")
+    line = (
+        f"{statistics['new_tokens']} tokens ({statistics['stopped']}), "
+        f"{statistics['tokens_per_second']:.3g} tokens per second, "
+        f"acceptance length {statistics['acceptance_length']:.3g}"
+    )
     if "bytes_up" in statistics:
-        parts.append(f"{statistics['bytes_up']} bytes up, {statistics['bytes_down']} down")
-    return ", ".join(parts)
+        line += f", {statistics['bytes_up']} bytes up, {statistics['bytes_down']} down"
+    return line
 
 
-# --- A traced cycle ---
-#
-# `Trace` of app/display.py makes a *record* of each cycle. --trace draws the record, in
-# `draw_cycle`, and --trace --json prints it. A record is a dict with these keys:
-#
-#     cycle             the number of the cycle, from 1
-#     root              the text of the root, the token that the draft follows
-#     drafts            a dict for each drafted token, as below
-#     token             the target's own token; offline, the drafter's last token
-#     text              the text of `token`; offline, of all tokens of the cycle
-#     tokens            the new tokens of the answer
-#     offline           whether the server was out of reach, and the drafter wrote the tokens alone
-#     draft_seconds     how long drafting took
-#     verify_seconds    how long verification took
-#     link              only with a server: the state of the connection, and the cycle's traffic
-#
-# Here is a dict of `drafts`, and part of a drawing:
-#
-#     {"token": 2, "text": " in", "parent": -1, "q": 0.75, "p": 0.6, "accepted": true,
-#      "verdict": "accepted"}
-#
-#     " lies"
-#     ├ " in"                      q 0.75  p 0.60  accepted
-#     │ └ " the"                   q 0.80  p 0.40  rejected
-#     └ " within"                  q 0.08  p 0.11  not tried
-#
-# `parent` is an index of `drafts`, or -1 for the root. q and p are the probabilities of the token
-# after its parent, by the drafter and by the target. A server does not send p, which is then None.
-# The values of `verdict` are those of the function `verdict` of app/display.py.
-
-
-def draw_cycle(record: dict) -> Iterator[str]:
-    """Draw a cycle for a person, line by line. A draft of the default size fits 80 columns."""
-    drafts = record["drafts"]
-    accepted = sum(node["accepted"] for node in drafts)
-    times = f"draft {1e3 * record['draft_seconds']:.1f} ms"
-    times += f", verification {1e3 * record['verify_seconds']:.1f} ms"
-    yield f"cycle {record['cycle']}: {len(drafts)} drafted, {accepted} accepted; {times}"
-    if "link" in record:
-        link = record["link"]
-        traffic = f"{link['bytes_up']} bytes up, {link['bytes_down']} down"
-        yield f"  link: {link['state']}, {traffic}, {1e3 * link['network_seconds']:.0f} ms"
-    if drafts:
-        # A chain goes straight down, however long it is: an indent for each level would not fit.
-        is_chain = all(node["parent"] == i - 1 for i, node in enumerate(drafts))
-        yield f"  {quote(record['root'])}"
-        yield from draw_branch(drafts, parent=-1, indent="  ", is_chain=is_chain)
-    if record["offline"]:
-        yield paint("  offline: the drafter alone wrote, unverified,", YELLOW)
-        yield paint(f"  {json.dumps(record['text'], ensure_ascii=False)}", YELLOW)
-    elif len(record["tokens"]) > accepted:  # else an accepted stop token ended the answer
-        yield f"  the target's own: {quote(record['text'])}"
-
-
-def draw_branch(drafts: list[dict], parent: int, indent: str, is_chain: bool) -> Iterator[str]:
-    """Draw the drafted tokens that follow a parent, and below each token those that follow it."""
-    children = [i for i, node in enumerate(drafts) if node["parent"] == parent]
-    for i in children:
-        node = drafts[i]
-        last = i == children[-1]
-        label = f"{indent}{'└' if last else '├'} {quote(node['text'])}"
-        numbers = f"q {node['q']:.2f}"
-        if node["p"] is not None:
-            numbers += f"  p {node['p']:.2f}"
-        color = {"accepted": GREEN, "rejected": RED}.get(node["verdict"], "")
-        yield f"{label:<32} {numbers}  {paint(node['verdict'], color)}"
-        below = indent
-        if not is_chain:
-            below += "  " if last else "│ "
-        yield from draw_branch(drafts, i, below, is_chain)
-
-
-def quote(text: str) -> str:
-    """Put a token's text in quotes, cut to what a line has room for. An empty text is shown as
-    "<end>": control tokens, such as the one that ends an answer, decode to an empty text."""
-    shown = text if len(text) <= 16 else text[:15] + "…"
-    return json.dumps(shown or "<end>", ensure_ascii=False)
-
-
-# --- A chat ---
+# --- The questions of a chat ---
 
 PASTE_SECONDS = 0.05  # a line that follows this soon after the line before it was pasted, not typed
 
@@ -177,31 +194,33 @@ PASTE_SECONDS = 0.05  # a line that follows this soon after the line before it w
 def read_questions() -> Iterator[str]:
     """Yield the questions of a chat, until one is "exit" or "quit" or the input ends. Ctrl-C drops
     a question that is being typed."""
-    try:
+    with suppress(ImportError):
         import readline  # noqa: F401 (lets a terminal edit lines and recall them)
-    except ImportError:
-        pass
-    ended = False
-    while not ended:
-        lines = []
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are not valid text become "\ufffd"
+    while True:
         try:
-            lines.append(read_line())
-            while more_is_pasted():
-                lines.append(read_line())
+            question = read_question()
         except EOFError:
-            ended = True
+            print(file=sys.stderr)
+            return
         except KeyboardInterrupt:
             print(file=sys.stderr)
             continue
-        except UnicodeError as error:
-            print(f"error: that line is not valid text: {error}", file=sys.stderr)
-            continue
-        question = "\n".join(lines)
         if question.strip() in ("exit", "quit"):
             return
         if question.strip():
             yield question
-    print(file=sys.stderr)
+
+
+def read_question() -> str:
+    """Read a line, or all lines of a text that is pasted at once. Raises EOFError at the end of the
+    input."""
+    lines = [read_line()]
+    with suppress(EOFError):  # what was pasted before the end is a question, too
+        while more_is_pasted():
+            lines.append(read_line())
+    return "\n".join(lines)
 
 
 def read_line() -> str:
@@ -214,10 +233,6 @@ def read_line() -> str:
 
 
 def more_is_pasted() -> bool:
-    """Return whether one more line is there already. All lines of a pasted text are one
-    question."""
-    try:
-        ready, _, _ = select.select([sys.stdin], [], [], PASTE_SECONDS)
-    except OSError:  # Windows cannot tell, so every line is a question there
-        return False
+    """Return whether one more line is there already."""
+    ready, _, _ = select.select([sys.stdin], [], [], PASTE_SECONDS)
     return bool(ready)

@@ -1,24 +1,29 @@
 """Tokenizers: from text and conversations to token ids, and back.
 
-A chat model has learned conversations in one format, in which control tokens such as <|im_end|>
-mark who speaks and where a turn ends (see plumbing/chat.py). If a message contains the characters
-of a control token, they are encoded as plain text, so that a message can neither end its turn nor
-open a new one.
+`load_tokenizer` reads a model's tokenizer from its folder or .gguf file. Every program uses
+
+    tokenizer.encode(text)        the ids of plain text
+    tokenizer.decode(ids)         the text of ids; `TextStream` does it token by token
+    tokenizer.chat(messages)      the ids of a conversation, as its model has learned to read it
+    tokenizer.turns(messages)     the same to train on, with what of it the assistant generates
+
+In a conversation, control tokens such as <|im_end|> mark who speaks and where a turn ends: see
+plumbing/chat.py. If a message contains the characters of a control token, they are encoded as plain
+text, so that a message can neither end its turn nor open a new one.
 """
 from __future__ import annotations
 
 import re
-import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import Iterator
 
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from plumbing.chat import CHATML, LLAMA3, MARK, ChatTemplate
+from plumbing.chat import MARK, ChatTemplate
 from plumbing.errors import InputError, input_errors
 from plumbing.files import read_json
 from plumbing.gguf import parse_gguf
@@ -57,7 +62,8 @@ class Tokenizer:
         tokenizer can then be used for plain text only."""
         if not self.template:
             raise InputError(
-                "the model has no chat template, and no control tokens of ChatML or Llama-3"
+                "the model has no chat template: use a chat model, or write its template to "
+                "chat_template.jinja in its folder"
             )
         if self.backend.encode("a", add_special_tokens=False).tokens != ["a"]:
             raise InputError(
@@ -69,10 +75,10 @@ class Tokenizer:
     def encode_markup(self, markup: str) -> list[int]:
         """Return the ids of markup: control tokens by their ids, all else as plain text."""
         ids = []
-        for part in self.chat_template.split(markup):
+        for part in re.split(f"({self.chat_template.control_token})", markup):
             if part in self.control_ids:
                 ids.append(self.control_ids[part])
-            elif part:
+            else:
                 ids += self.encode(part.replace(MARK, ""))
         return ids
 
@@ -89,11 +95,6 @@ class Tokenizer:
         return self.encode_markup(
             template.render(template.protect(messages), add_generation_prompt)
         )
-
-    def question_prompt(self, messages: list[dict]) -> list[int]:
-        """Return the ids of a conversation up to where the user's next message begins, for a model
-        that is to write this message. Raises InputError."""
-        return self.encode_markup(self.chat_template.question_prompt(messages))
 
 
 class TextStream:
@@ -135,23 +136,16 @@ class TextStream:
 
 # --- From files ---
 
-ASSUMED = {"<|im_start|>": CHATML, "<|start_header_id|>": LLAMA3}  # without a template of its own
-
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a model's tokenizer, with the stop ids that its checkpoint states. Raises InputError.
 
-    path: what `resolve_path` takes, or what it has returned. If the checkpoint has no chat
-    template, a line says which one is assumed.
+    path: what `resolve_path` takes, or what it has returned.
     """
     path = resolve_path(path)
-    read = read_gguf_tokenizer if path.suffix == ".gguf" else read_hugging_face_tokenizer
-    tokenizer = read(path)
-    for token, template in ASSUMED.items():
-        if not tokenizer.template and tokenizer.backend.token_to_id(token) is not None:
-            tokenizer.template = template
-            print(f"{path} has no chat template: the one with {token} is assumed", file=sys.stderr)
-    return tokenizer
+    if path.suffix == ".gguf":
+        return read_gguf_tokenizer(path)
+    return read_hugging_face_tokenizer(path)
 
 
 def build_tokenizer(
@@ -169,10 +163,8 @@ def build_tokenizer(
     backend.encode_special_tokens = True
     tokenizer = Tokenizer(backend, set(stop_ids), template, names)
     # Some checkpoints state only the base model's stop token, which does not end a turn.
-    ends = ["<|im_end|>", "<|eot_id|>"]
     with suppress(InputError):  # raised again if the user asks for a conversation
-        ends.append(tokenizer.chat_template.end_of_answer)
-    tokenizer.stop_ids |= {backend.token_to_id(end) for end in ends} - {None}
+        tokenizer.stop_ids.add(tokenizer.control_ids[tokenizer.chat_template.end_of_answer])
     return tokenizer
 
 
@@ -216,35 +208,26 @@ def read_template(path: Path) -> tuple[str, dict[str, str]]:
 # Values of tokenizer.ggml.token_type:
 CONTROL = 3
 USER_DEFINED = 4  # a token of plain text that is never split
+SPECIAL_IDS = {  # keys, by what a chat template calls the token
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+}
 LLAMA3_PATTERN = (  # from Llama-3's tokenizer.json
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-
-class GGUFPreTokenizer(NamedTuple):
-    """How a text is split into pieces before BPE merges anything. No token crosses the border
-    between two pieces."""
-
-    steps: list[pre_tokenizers.PreTokenizer]
-    ignore_merges: bool  # whether a piece that is itself a token becomes that token without merges
-
-
-PRE_TOKENIZERS = {  # by name; a GGUF file states only the name
-    "smollm": GGUFPreTokenizer(
-        steps=[  # split off single digits, then split the rest as GPT-2 does (use_regex)
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ],
-        ignore_merges=False,
-    ),
-    "llama-bpe": GGUFPreTokenizer(
-        steps=[
-            pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ],
-        ignore_merges=True,
-    ),
+# How a text is split into pieces before BPE merges anything. No token crosses the border between
+# two pieces. A GGUF file states only a name.
+PRE_TOKENIZERS = {
+    "smollm": [  # split off single digits, then split the rest as GPT-2 does (use_regex)
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+    ],
+    "llama-bpe": [
+        pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
 }
 
 
@@ -253,13 +236,9 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
     metadata = parse_gguf(path).metadata
     with input_errors(f"{path}: not a tokenizer of type smollm or llama-bpe", Exception):
         backend = build_gguf_tokenizer(metadata)
-        names = {}
-        for name in ("bos", "eos"):
-            key = f"tokenizer.ggml.{name}_token_id"
-            if key in metadata:
-                names[f"{name}_token"] = backend.id_to_token(metadata[key])
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    stop_ids = [metadata[key] for key in keys if key in metadata]
+        ids = {name: metadata[key] for name, key in SPECIAL_IDS.items() if key in metadata}
+        names = {name: backend.id_to_token(token) for name, token in ids.items()}
+    stop_ids = [ids["eos_token"]] if "eos_token" in ids else []
     template = str(metadata.get("tokenizer.chat_template", ""))
     return build_tokenizer(backend, stop_ids, template, names)
 
@@ -267,13 +246,14 @@ def read_gguf_tokenizer(path: Path) -> Tokenizer:
 def build_gguf_tokenizer(metadata: dict) -> tokenizers.Tokenizer:
     """Make a byte-level BPE tokenizer from a vocabulary and merges. If the metadata are damaged, it
     may raise exceptions of any type."""
-    steps, ignore_merges = PRE_TOKENIZERS[metadata["tokenizer.ggml.pre"]]
+    name = metadata["tokenizer.ggml.pre"]
     tokens = metadata["tokenizer.ggml.tokens"]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    model = tokenizers.models.BPE(vocabulary, merges, ignore_merges=ignore_merges)
+    # With Llama-3 a piece that is itself a token becomes that token without merges.
+    model = tokenizers.models.BPE(vocabulary, merges, ignore_merges=name == "llama-bpe")
     backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(PRE_TOKENIZERS[name])
     backend.decoder = tokenizers.decoders.ByteLevel()
     for token, kind in zip(tokens, metadata["tokenizer.ggml.token_type"], strict=True):
         if kind == CONTROL:

@@ -30,7 +30,7 @@ from moa import DraftLimits
 from netsim import Link
 from plumbing import terminal
 from plumbing.messages import MessageServer
-from plumbing.terminal import draw_cycle
+from plumbing.terminal import PICTURES, draw_cycle
 from plumbing.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 CHAIN = DraftLimits(depth=6, min_confidence=0.2)
@@ -111,7 +111,7 @@ def test_a_chat_whose_context_is_full_goes_on_without_its_oldest_turns(chat, tin
     done = chat([long, long, "b"], "--max-new-tokens", 10, "--json")
     assert done.status == 0
     assert done.err.count("the context is full") == 1
-    assert "the context is full: the oldest question and its answer are left out\n" in done.err
+    assert "the context is full: the oldest questions are left out (1)\n" in done.err
     answers = [json.loads(line)["tokens"] for line in done.out.splitlines()]
     assert answers[0] == answers[1] == answer_alone(tiny, ask(long), 10)
     _, after_one = conversation(tiny, [long, "b"], 10)
@@ -120,7 +120,7 @@ def test_a_chat_whose_context_is_full_goes_on_without_its_oldest_turns(chat, tin
 
 def test_a_full_context_drops_another_turn_rather_than_cut_the_answer(chat):
     done = chat(["a" * 1000, "a" * 880], "--max-new-tokens", 100, "--json")
-    assert "the context is full: the oldest question and its answer are left out\n" in done.err
+    assert "the context is full: the oldest questions are left out (1)\n" in done.err
     answers = [json.loads(line) for line in done.out.splitlines()]
     assert [answer["new_tokens"] for answer in answers] == [100, 100]
 
@@ -225,9 +225,10 @@ def test_show_colors_what_was_written_without_the_target_on_a_terminal(
     for token, origin in zip(generation.tokens, generation.origins):
         text = stream.add(token)
         unverified += text if origin == Origin.UNVERIFIED else ""
-    assert "".join(re.findall("\033\\[33m(.*?)\033\\[0m", out, re.DOTALL)) == unverified != ""
+    yellow = "".join(re.findall("\033\\[33m(.*?)\033\\[0m", out, re.DOTALL))
+    assert yellow == unverified.translate(PICTURES) != ""
     plain = re.sub("\033\\[[0-9]+m", "", out)
-    assert plain == models.tokenizer.decode(generation.tokens) + "\n"
+    assert plain == models.tokenizer.decode(generation.tokens).translate(PICTURES) + "\n"
 
 
 @pytest.mark.parametrize("latency, count, said", [
@@ -387,6 +388,10 @@ def run_forked(argv: list[str]) -> None:
         os._exit(status)
 
 
+def on_terminal(text: str) -> str:
+    return text.translate(PICTURES).replace("\n", "\r\n")
+
+
 LEFT_OUT = r"tokens \(interrupted\).*left out of the conversation\r\n> $"
 
 
@@ -398,7 +403,7 @@ def test_a_chat_ends_an_answer_at_ctrl_c_and_itself_at_ctrl_d(start_on_terminal,
     chat.type(b"\x03")
     chat.read_until(LEFT_OUT)
     whole = tiny[1].decode(answer_alone(tiny, ask("one"), 200))
-    assert seen[:45] == "one\r\n" + whole.replace("\n", "\r\n")[:40]
+    assert seen[:45] == "one\r\n" + on_terminal(whole)[:40]
     chat.type(b"\x03")  # where there is no answer to end
     chat.read_until("> $")
     chat.type(b"two\n")
@@ -424,7 +429,7 @@ def test_a_text_pasted_as_several_lines_is_one_question_and_a_cut_answer_is_no_c
     chat.type(b"\x03")
     whole = tiny[1].decode(answer_alone(tiny, ask("one\ntwo\n\nthree"), 100))
     answer_seen = seen.partition("three\r\n")[2]
-    assert answer_seen[:30] == whole.replace("\n", "\r\n")[:30]
+    assert answer_seen[:30] == on_terminal(whole)[:30]
     chat.read_until(LEFT_OUT)
     chat.type(b"\x04")
     assert chat.wait() == 0

@@ -14,7 +14,6 @@ from tiny_models import PROMPT, new_drafter, new_target
 from app import client
 from app.client import (
     Channel,
-    ConnectionLost,
     InterruptedPath,
     Outage,
     RemoteDraftState,
@@ -25,7 +24,7 @@ from llama import Sampling
 from moa import DraftLimits, DraftState
 from netsim import PROFILES, Link
 from plumbing import messages
-from plumbing.messages import HEADER, MAGIC, VERSION, MessageServer, ReceivedMessage
+from plumbing.messages import HEADER, MAGIC, VERSION, MessageServer
 
 # --- Outages ---
 
@@ -93,71 +92,35 @@ def connected(link: Link = Link(), timeout: float | None = None, **outage):
             yield channel
 
 
-TENSORS = {"x": torch.arange(3)}
+X = torch.arange(3)
 
 
-def replies_to(channel: Channel, work: list[float]):
-    """Yield the replies of a Session, each when it arrives."""
-    with channel.closed_on_failure():
-        channel.send({"work": work}, TENSORS)
-        for _ in work:
-            yield channel.receive()
-
-
-def ask(channel: Channel, *work: float) -> list[ReceivedMessage]:
-    return list(replies_to(channel, list(work) or [0.0]))
-
-
-def stream(channel: Channel, work: list[float], moments: list[float]) -> None:
-    """Take every reply for a token, and add the moments when they arrive."""
-    for _ in replies_to(channel, work):
-        moments.append(time.monotonic())
-        channel.outage.begin_if_due(len(moments), moments[-1])
+def ask(channel: Channel, *work: float) -> list[dict]:
+    """The replies of a Session."""
+    channel.send({"work": work or [0.0], "x": X})
+    return [channel.receive() for _ in work or [0.0]]
 
 
 def test_replies_come_after_the_way_up_the_servers_work_and_the_way_down():
+    """And all bytes, round trips and the network's share of the time are counted."""
     with connected(Link(0.01, bandwidth=1e5)) as channel:
-        work = [0.03, 0.02]
-        request_size = len(frame({"work": work}, TENSORS))
+        traffic = channel.traffic
+        assert (traffic.bytes_up, traffic.bytes_down) == (0, len(frame(GREETING)))
+        work = [0.03, 0.2]
+        start = time.monotonic()
+        channel.send({"work": work, "x": X})
         worked = 0.0
-        start = time.monotonic()
-        for seconds, reply in zip(work, replies_to(channel, work), strict=True):
-            moment = time.monotonic()
+        for seconds in work:
+            received = traffic.bytes_down
+            assert channel.receive()["x"].equal(X)
+            moment = time.monotonic() - start
             worked += seconds
-            transfer = 8 * (request_size + reply.size) / 1e5
-            assert moment >= start + 2 * 0.01 + transfer + worked
-            assert reply.fields["elapsed"] >= 0.02
-            assert reply.tensors["x"].equal(TENSORS["x"])
-
-
-def test_all_bytes_round_trips_and_the_networks_share_of_the_time_are_counted():
-    with connected(Link(0.01, bandwidth=1e5)) as channel:
-        down = len(frame(GREETING))
-        assert (channel.traffic.bytes_up, channel.traffic.bytes_down) == (0, down)
-        start = time.monotonic()
-        replies = ask(channel, 0.03, 0.2)
-        seconds = time.monotonic() - start
-        up = len(frame({"work": [0.03, 0.2]}, TENSORS))
-        down += sum(len(frame(reply.fields, reply.tensors)) for reply in replies)
-        assert (channel.traffic.bytes_up, channel.traffic.bytes_down) == (up, down)
-        assert channel.traffic.round_trips == 1
-        assert 0.02 <= channel.traffic.network_seconds <= seconds - 0.2
-
-
-def test_requests_are_numbered_and_a_missed_reply_is_noted(monkeypatch):
-    with connected(timeout=0.1) as channel:
-        channel.session = "this"
-        for number in (1, 2):
-            fields, _ = channel.request(({"work": [0.0]}, {}))
-            assert fields["number"] == 1  # of the reply
-            assert channel.number == number and channel.unanswered is None
-        with pytest.raises(ConnectionLost, match="timed out"):
-            channel.request(({"work": [0.3]}, {}))
-        assert channel.unanswered == ("this", 3)
-        channel.unanswered = None
-        with pytest.raises(ConnectionLost, match="not connected"):
-            channel.request(({"work": [0.0]}, {}))
-        assert channel.unanswered is None  # nothing was sent
+            size = traffic.bytes_down - received
+            assert size > len(frame({"x": X}))  # there is "elapsed", too
+            assert moment >= 2 * 0.01 + 8 * (traffic.bytes_up + size) / 1e5 + worked
+        assert traffic.bytes_up == len(frame({"work": work, "x": X}))
+        assert traffic.round_trips == channel.number == 1
+        assert 0.02 <= traffic.network_seconds <= moment - 0.2
 
 
 def test_a_slow_link_delays_a_new_connection_and_does_not_break_it(monkeypatch):
@@ -193,19 +156,20 @@ def test_the_first_reply_of_a_new_connection_has_as_long_as_the_very_first(monke
         channel.connect()
         ask(channel, 0.3)  # seconds of work, as if to read a long text
         channel.slowest = 0.0
-        with pytest.raises(ConnectionLost, match="timed out"):
+        with pytest.raises(TimeoutError, match="timed out"):
             ask(channel, 0.3)
 
 
 def test_an_outage_that_outlasts_the_reply_timeout_ends_a_stream_at_its_deadline():
     with connected(timeout=0.3, after=3, seconds=1.0) as channel:
-        moments = []
-        with pytest.raises(ConnectionLost, match="no answer from the server: timed out"):
-            stream(channel, [0.02] * 8, moments)
-        lost = time.monotonic()
-        assert len(moments) == 3
-        assert moments[-1] + 0.3 <= lost < moments[-1] + 1.0  # before the outage ends
-        assert channel.sock is None and channel.traffic.round_trips == 1
+        channel.send({"work": [0.02] * 8, "x": X})
+        for count in (1, 2, 3):
+            channel.receive()
+            last = time.monotonic()
+            channel.outage.begin_if_due(count, last)
+        with pytest.raises(TimeoutError, match="timed out"):
+            channel.receive()
+        assert last + 0.3 <= time.monotonic() < last + 1.0  # before the outage ends
 
 
 def test_a_late_reply_is_lost_after_ten_times_the_slowest_and_a_new_connection_works(monkeypatch):
@@ -213,18 +177,16 @@ def test_a_late_reply_is_lost_after_ten_times_the_slowest_and_a_new_connection_w
     with connected(Link(0.02), after=3, seconds=1.0) as channel:
         ask(channel)
         assert channel.slowest > 0.03  # both ways, less the time to send
-        assert channel.traffic.network_seconds >= 2 * 0.02
         channel.slowest = 0.03  # also on a busy machine
         start = time.monotonic()
-        patience = 10 * channel.slowest
         channel.outage.begin_if_due(3, start + 0.01)  # while the next request is in flight
-        with pytest.raises(ConnectionLost, match="no answer from the server"):
+        with pytest.raises(TimeoutError):
             ask(channel)
-        assert time.monotonic() > start + patience
-        with pytest.raises(ConnectionLost, match="not connected"):
-            ask(channel)
-        with pytest.raises(ConnectionLost, match="the network is down"):
+        assert time.monotonic() > start + 10 * 0.03
+        with pytest.raises(ConnectionError, match="the network is down"):
             channel.connect()
+        with pytest.raises(ConnectionError, match="not connected"):
+            ask(channel)
         while channel.outage.overlaps(time.monotonic(), time.monotonic()):
             time.sleep(0.01)
         channel.connect()
@@ -237,7 +199,7 @@ def sending(monkeypatch, *sent: bytes | None):
     """A channel to a server that sends these bytes instead of its own; after None it closes."""
     queue = list(sent)
 
-    def send(sock: socket.socket, fields: dict, tensors: dict) -> None:
+    def send(sock: socket.socket, fields: dict) -> None:
         sock.sendall(queue.pop(0))
 
     with monkeypatch.context() as patch, serving() as server:
@@ -248,26 +210,17 @@ def sending(monkeypatch, *sent: bytes | None):
 
 HUGE = HEADER.pack(MAGIC, VERSION, 2, 2**60)
 NOISE = b"HTTP/1.1 400 Bad Request\r\n\r\n"
-WRONG_REPLIES = [None, b"", NOISE, HUGE, frame(*EXAMPLE)[:40], frame({})]
+WRONG_REPLIES = [None, b"", NOISE, HUGE, frame(EXAMPLE)[:40], frame({})]
 WRONG_REPLIES += [frame({"elapsed": seconds}) for seconds in (None, [], "x", 10**400, math.inf)]
 
 
 @pytest.mark.parametrize("reply", WRONG_REPLIES, ids=lambda reply: repr(reply)[17:60])
-def test_a_server_that_fails_is_lost_in_one_line_and_nothing_else_happens(reply, monkeypatch):
+def test_a_reply_that_is_none_is_an_error_of_one_line(reply, monkeypatch):
     with sending(monkeypatch, frame({}), reply) as channel:
         channel.connect()
-        for _ in range(2):
-            with pytest.raises(ConnectionLost) as lost:
-                ask(channel)
-            assert str(lost.value) and "\n" not in str(lost.value)
-            assert channel.sock is None
-
-
-def test_a_bug_of_the_client_is_not_reported_as_a_lost_connection():
-    with connected() as channel:
-        with pytest.raises(TypeError, match="not JSON serializable"):
-            list(replies_to(channel, [{1, 2}]))
-        assert len(ask(channel)) == 1  # the connection still works
+        with pytest.raises(OSError) as lost:
+            ask(channel)
+        assert str(lost.value) and "\n" not in str(lost.value)
 
 
 def test_an_impossible_time_of_work_is_no_failure(monkeypatch):
@@ -279,19 +232,14 @@ def test_an_impossible_time_of_work_is_no_failure(monkeypatch):
             assert channel.traffic.network_seconds >= 0
 
 
-@pytest.mark.parametrize("greeting, complaint", [
-    (NOISE, "no connection to 127.0.0.1:"),
-    (HUGE, "no connection to 127.0.0.1:"),
-    (raw(b"[]"), "no connection to 127.0.0.1:"),
-    (frame({})[:-1], "no connection to 127.0.0.1:"),
-    (frame({"refused": "full"}), "no connection to 127.0.0.1:[0-9]+: refused: 'full'")])
-def test_a_greeting_that_is_none_is_lost_in_one_line(greeting, complaint, monkeypatch):
+@pytest.mark.parametrize("greeting", [
+    NOISE, HUGE, raw(b"[]"), frame({})[:-1], frame({"refused": "full"})])
+def test_a_greeting_that_is_none_is_an_error_of_one_line(greeting, monkeypatch):
+    monkeypatch.setattr(client, "CONNECT_SECONDS", 0.3)
     with sending(monkeypatch, greeting) as channel:
-        monkeypatch.setattr(client, "CONNECT_SECONDS", 0.3)
-        with pytest.raises(ConnectionLost, match=complaint) as lost:
+        with pytest.raises(OSError) as lost:
             channel.connect()
-        assert "\n" not in str(lost.value)
-        assert channel.sock is None
+        assert str(lost.value) and "\n" not in str(lost.value)
 
 
 @pytest.mark.parametrize("fingerprints, other", [
@@ -300,22 +248,20 @@ def test_a_greeting_that_is_none_is_lost_in_one_line(greeting, complaint, monkey
     ({"drafter": "mine"}, "drafter"),
     ({"target": "mine", "drafter": "test"}, "target")], ids=str)
 def test_a_server_with_another_target_or_drafter_is_refused(fingerprints, other):
-    with serving() as server:
-        with contextlib.closing(channel_to(server)) as channel:
-            channel.fingerprints = fingerprints
-            if other is None:
+    with serving() as server, contextlib.closing(channel_to(server)) as channel:
+        channel.fingerprints = fingerprints
+        if other is None:
+            channel.connect()
+        else:
+            with pytest.raises(ConnectionError, match=f"the server has another {other}; start"):
                 channel.connect()
-            else:
-                with pytest.raises(ConnectionLost, match=f"the server has another {other}; start"):
-                    channel.connect()
-                assert channel.sock is None
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "a..b"])
-def test_an_address_without_a_server_is_lost_in_one_line(host):
-    with pytest.raises(ConnectionLost, match=f"no connection to {host}:9: ") as lost:
+def test_an_address_without_a_server_is_an_error_of_one_line(host):
+    with pytest.raises(OSError) as lost:
         Channel((host, 9)).connect()
-    assert "\n" not in str(lost.value)
+    assert str(lost.value) and "\n" not in str(lost.value)
 
 
 # --- Drafting on alone ---
@@ -360,9 +306,9 @@ def test_unverified_tokens_go_on_as_one_draft_would_until_others_are_verified_in
 def test_while_the_server_is_out_of_reach_nothing_is_drafted_for_it(states):
     state, _ = states
     online = state.draft(2, DraftLimits(3)).tokens
+    assert [2] + state.draft_unverified(2, 3) == online  # the text goes on
     state.append_verified(None)
     assert state.draft(2, DraftLimits(3)).tokens == [2]
-    assert [2] + state.draft_unverified(2, 3) == online  # but the text goes on
     verify(state, online)  # the server is back
     assert len(state.draft(5, DraftLimits(3)).tokens) == 4
 

@@ -74,7 +74,8 @@ def test_a_trace_as_json_has_the_prompt_an_object_for_each_cycle_and_the_generat
         assert cycle["tokens"] == accepted_tokens(cycle)
         tokens += cycle["tokens"]
         for i, draft in enumerate(cycle["drafts"]):
-            assert {"token", "text", "parent", "q", "p", "accepted", "verdict"} == set(draft)
+            keys = {"token", "text", "control", "parent", "q", "p", "accepted", "verdict"}
+            assert keys == set(draft)
             assert -1 <= draft["parent"] < i
     generation = traced.generation
     assert tokens == generation["tokens"] and len(tokens) == 24
@@ -116,8 +117,13 @@ def test_a_traced_text_is_what_the_token_adds_to_the_answer_and_its_path(traced,
 CYCLE = re.compile(
     r"cycle \d+: (\d+) drafted, (\d+) accepted; draft [\d.]+ ms, verification [\d.]+ ms"
 )
-ROW = re.compile(r'([ │]*)[└├] (".*") +q (\d\.\d\d)  p (\d\.\d\d)  (.*)')
-OWN = re.compile(r"  the target's own: (\".+\")")
+ROW = re.compile(r'([ │]*)[└├] (".*"|<control>) +q (\d\.\d\d)  p (\d\.\d\d)  (.*)')
+OWN = re.compile(r"  the target's own: (\".*\"|<control>)")
+
+
+def drawn(of: dict) -> str:
+    """Return how the token of a cycle or of a draft is drawn."""
+    return "<control>" if of["control"] else json.dumps(of["text"], ensure_ascii=False)
 
 
 def rows_of_json(cycle: dict, parent: int = -1, depth: int = 1) -> list[tuple]:
@@ -128,8 +134,7 @@ def rows_of_json(cycle: dict, parent: int = -1, depth: int = 1) -> list[tuple]:
     below = depth if is_chain else depth + 1  # a chain goes straight down
     for i, draft in enumerate(cycle["drafts"]):
         if draft["parent"] == parent:
-            text = json.dumps(draft["text"] or "<end>", ensure_ascii=False)
-            rows.append((depth, text, f"{draft['q']:.2f}", f"{draft['p']:.2f}"))
+            rows.append((depth, drawn(draft), f"{draft['q']:.2f}", f"{draft['p']:.2f}"))
             rows += rows_of_json(cycle, i, below)
     return rows
 
@@ -175,8 +180,7 @@ def test_a_trace_draws_what_its_json_has_and_says_what_became_of_each_draft(trac
         assert rows == rows_of_json(cycle)
         assert verdicts == verdicts_of_json(cycle, traced.sampled)
         seen += verdicts
-        text = json.dumps(cycle["text"] or "<end>", ensure_ascii=False)
-        assert [match[1] for match in matches(OWN, lines)] == [text], part
+        assert [match[1] for match in matches(OWN, lines)] == [drawn(cycle)], part
     assert seen["accepted"]
 
 

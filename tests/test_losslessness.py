@@ -485,8 +485,7 @@ def one_cycle(
     def run() -> list[int]:
         draft = state.draft(2, limits)
         if q_tokens is not None:
-            message = netsim.make_verify(draft)
-            draft = netsim.parse_verify(*message, draft.tokens[0], drafter.target)
+            draft = netsim.parse_verify(netsim.make_verify(draft), drafter.target)
         rows = [target_table.after(draft, i) for i in range(len(draft.tokens))]
         return accepted_text(draft, accept_draft(torch.stack(rows), draft, sampling))
 
@@ -554,7 +553,7 @@ def whole_answers(
         if remote:
             state = QuantizedDraftState(drafter, 64, sampling)
             connection = Connection(Server(target, drafter), Link())
-            verifier = RemoteVerifier(connection, state, config)
+            verifier = RemoteVerifier(connection, config, sampling)
         else:
             state = None if alone else TreeSampler(drafter, 64, sampling)
             verifier = LocalVerifier(target, drafter, 64, sampling)

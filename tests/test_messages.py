@@ -7,7 +7,6 @@ import struct
 import threading
 import time
 import tracemalloc
-from functools import partial
 
 import pytest
 import torch
@@ -57,11 +56,11 @@ def described(dtype: str, length: object, end: int) -> bytes:
     return one_tensor({"dtype": dtype, "shape": [length], "data_offsets": [0, end]})
 
 
-def frame(fields: dict, tensors: dict | None = None) -> bytes:
+def frame(fields: dict) -> bytes:
     """The bytes of a message."""
     near, far = socket.socketpair()
     with near, far:
-        return far.recv(send_message(near, fields, tensors or {}))
+        return far.recv(send_message(near, fields))
 
 
 def receive_from(data: bytes) -> OSError | None:
@@ -78,43 +77,44 @@ def receive_from(data: bytes) -> OSError | None:
     return None
 
 
-EXAMPLE = ({"accepted": 3, "note": "Grüße"},
-           {"kv": torch.arange(24, dtype=torch.int8).view(2, 3, 4),
-            "scale": torch.tensor([0.5, 2], dtype=torch.half)})
+EXAMPLE = {
+    "accepted": 3,
+    "note": "Grüße",
+    "kv": torch.arange(24, dtype=torch.int8).view(2, 3, 4),
+    "scale": torch.tensor([0.5, 2], dtype=torch.half),
+}
 
 
 @pytest.mark.parametrize("shape", [(), (5, 3), (3, 0, 2)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.half,
                                    torch.float32], ids=str)
 def test_a_message_arrives_as_it_was_sent(ends, dtype, shape):
-    some = {"a": torch.tensor([True]),
-            "x": (torch.rand(shape) * 9).to(dtype),
-            "y": torch.zeros(2)}
-    for sent in (some, {}):
-        size = send_message(ends[0], EXAMPLE[0], sent)
-        message = receive_message(ends[1], size, soon())
-        assert message.fields == EXAMPLE[0]
-        assert message.size == size
-        assert message.tensors.keys() == sent.keys()
-        for name, tensor in sent.items():
-            assert message.tensors[name].dtype == tensor.dtype
-            assert message.tensors[name].equal(tensor)
+    fields = {"accepted": 3, "note": "Grüße"}
+    some = {"a": torch.tensor([True]), "x": (torch.rand(shape) * 9).to(dtype)}
+    for tensors in (some, {}):
+        size = send_message(ends[0], fields | tensors | {"q": None})
+        message, received_size = receive_message(ends[1], size, soon())
+        assert received_size == size
+        for name, tensor in tensors.items():
+            received = message.pop(name)
+            assert received.dtype == tensor.dtype and received.equal(tensor)
+        assert message == fields
 
 
 def test_a_message_that_is_too_long_is_refused(ends):
-    size = send_message(ends[0], *EXAMPLE)
+    size = send_message(ends[0], EXAMPLE)
     with pytest.raises(ProtocolError, match="too long"):
         receive_message(ends[1], size - 1, soon())
 
 
 def test_a_refusal_is_received_as_an_error_that_says_why(ends):
-    send_message(ends[0], {"refused": "full"}, {})
+    send_message(ends[0], {"refused": "full"})
     with pytest.raises(Refused, match="^refused: 'full'$"):
         receive_message(ends[1], LIMIT, soon())
 
 
 def test_every_truncation_is_noticed():
-    whole = frame(*EXAMPLE)
+    whole = frame(EXAMPLE)
     assert receive_from(whole) is None
     for length in range(len(whole)):
         assert isinstance(receive_from(whole[:length]), ConnectionError)
@@ -122,7 +122,7 @@ def test_every_truncation_is_noticed():
 
 def test_random_frames_and_frames_with_flipped_bits_raise_a_protocol_error_and_nothing_else():
     generator = random.Random(0)
-    whole = frame(*EXAMPLE)
+    whole = frame(EXAMPLE)
     received = 0
     for _ in range(1000):
         damaged = bytearray(whole)
@@ -208,27 +208,27 @@ def test_a_peer_that_sends_too_little_is_held_to_the_deadline(ends, seconds):
 def test_a_peer_that_takes_too_little_is_held_to_the_time_to_send(ends, monkeypatch):
     monkeypatch.setattr(messages, "SEND_SECONDS", 0.1)
     with pytest.raises(TimeoutError):
-        send_message(ends[1], {}, {"x": torch.zeros(1 << 22)})
+        send_message(ends[1], {"x": torch.zeros(1 << 22)})
 
 
 # --- A server ---
 
 class Session:
-    """Answers {"work": [seconds, ...]} with as many replies, each after so long and with the
-    request's tensors."""
+    """Answers {"work": [seconds, ...], "x": ...} with as many replies, each after so long and with
+    the same x."""
 
     greeting = {"drafter": "test"}
 
     def __init__(self, has_left):
         pass
 
-    def parse(self, fields, tensors):
-        return partial(self.replies, fields["work"], tensors)
+    def parse(self, fields):
+        return self.replies(fields["work"], fields["x"])
 
-    def replies(self, work, tensors):
-        for number, seconds in enumerate(work, start=1):
+    def replies(self, work, x):
+        for seconds in work:
             time.sleep(seconds)
-            yield {"number": number}, tensors
+            yield {"x": x}
 
 
 def wait_for(condition) -> None:
@@ -256,11 +256,12 @@ def serving(new_session=Session, host: str = "localhost"):
     assert not server.connections
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1"])
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1"])
 def test_a_server_listens_at_any_loopback_address(host):
     with serving(host=host) as server:
         with socket.create_connection(server.server_address[:2]) as sock:
-            assert receive_message(sock, LIMIT, soon()).fields == Session.greeting
+            greeting, _ = receive_message(sock, LIMIT, soon())
+    assert greeting == Session.greeting
 
 
 @pytest.mark.parametrize("host", [
@@ -282,13 +283,13 @@ def test_a_port_that_is_taken_is_noticed_at_once_and_nobody_can_connect_before_t
 
 
 @pytest.mark.parametrize("message, reason", [
-    (raw(b"{}", magic=b"HTTP"), "wrong magic bytes or version"),
-    (raw(b"{}", bytes(LIMIT)), "too long"),
+    (raw(b"", magic=b"HTTP"), "wrong magic bytes or version"),
+    (HEADER.pack(MAGIC, VERSION, 2, LIMIT), "too long"),
     (frame({}), "malformed request: KeyError")], ids=lambda value: str(value)[:20])
 def test_a_client_that_breaks_a_rule_is_told_why_and_disconnected(message, reason, capsys):
     with serving() as server, socket.create_connection(server.server_address) as sock:
         receive_message(sock, LIMIT, soon())
-        sock.sendall(message + bytes(1000))
+        sock.sendall(message)
         with pytest.raises(Refused, match=reason):
             receive_message(sock, LIMIT, soon())
         assert sock.recv(1) == b""

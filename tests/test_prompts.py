@@ -11,9 +11,9 @@ from plumbing.prompts import answer_length, drop_oldest_exchanges, given_or_pipe
 
 @pytest.mark.parametrize("room, kept, line", [
     (60, 0, ""),
-    (30, 2, "the context is full: the oldest question and its answer are left out\n"),
-    (15, 4, "the context is full: the oldest 2 questions and their answers are left out\n"),
-    (5, 4, "the context is full: the oldest 2 questions and their answers are left out\n"),
+    (30, 2, "the context is full: the oldest questions are left out (1)\n"),
+    (15, 4, "the context is full: the oldest questions are left out (2)\n"),
+    (5, 4, "the context is full: the oldest questions are left out (2)\n"),
 ])
 def test_the_oldest_questions_and_answers_make_room_for_an_answer_but_the_last_question_stays(
         room, kept, line, capsys):

@@ -173,7 +173,7 @@ def test_drafters_that_are_compared_have_the_same_number_of_parameters_within_a_
     target = load_model("toy")
     counts = []
     for recipe in recipes.RECIPES.values():
-        drafter = make_drafter(target, None, None, recipe.sizes(), seed=0, kind=recipe.drafter.kind)
+        drafter = make_drafter(target, None, recipe.sizes(), seed=0, kind=recipe.drafter.kind)
         counts.append(sum(p.numel() for p in drafter.trained_parameters().values()))
     assert max(counts) <= 1.01 * min(counts)
 

@@ -42,13 +42,12 @@ from app.loading import load_model
 from app.packed import pack
 from app.server import MAX_KEPT_REPLIES, TargetSession, announce_on_terminal
 from llama import GenerationConfig, Llama, generate
-from moa import Drafter
 from netsim import make_read
 from plumbing import messages
 from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import InputError
 from plumbing.flags import address
-from plumbing.messages import MessageServer, receive_message, send_message
+from plumbing.messages import MALFORMED, MessageServer, receive_message, send_message
 from plumbing.tokenizer import Tokenizer, load_tokenizer
 from speculate import LocalVerifier
 
@@ -73,14 +72,13 @@ def test_a_client_that_sends_nothing_more_is_disconnected(models, part, monkeypa
     assert capsys.readouterr().err == "127.0.0.1: timed out\n"
 
 
-def read_text(sock: socket.socket, text: list[int], count: int = 24) -> None:
+def send_read(sock: socket.socket, text: list[int], count: int = 24, **changes) -> None:
     """Ask for the token after a text, and do not wait for it."""
-    fields, tensors = make_read(text, GenerationConfig(count), seed=0)
-    send_message(sock, {**fields, "number": 1}, tensors)
+    request = vars(make_read(text, GenerationConfig(count), seed=0))
+    send_message(sock, {"call": "read", **request, **changes})
 
 
-def test_one_client_too_many_is_refused_in_one_line_until_another_leaves(models, monkeypatch):
-    monkeypatch.setattr(messages, "PLACE_SECONDS", 0.1)
+def test_one_client_too_many_is_refused_in_one_line_until_another_leaves(models):
     target, drafter = models
     with serving_models(*models) as server, contextlib.ExitStack() as stack:
         sockets = []
@@ -90,10 +88,10 @@ def test_one_client_too_many_is_refused_in_one_line_until_another_leaves(models,
             answer(over(channel_to(server), drafter), PROMPT, CONFIG)
         assert "\n" not in str(error.value)
         for sock in sockets[1:]:  # the server goes on serving the clients that it has
-            read_text(sock, PROMPT)
+            send_read(sock, PROMPT)
             receive_message(sock, LIMIT, soon())
         sockets[0].close()
-        monkeypatch.setattr(messages, "PLACE_SECONDS", 10.0)
+        wait_for(lambda: len(server.connections) < 8)
         result = answer(over(channel_to(server), drafter), PROMPT, CONFIG)
     assert result.tokens == target_alone(target, 24)
 
@@ -114,19 +112,7 @@ def test_a_client_that_was_disconnected_while_it_was_idle_reconnects(models, mon
     assert result.unverified == 0 and result.network["round_trips"] >= 1 + result.target_calls + 3
 
 
-@contextlib.contextmanager
-def stopped_worker(target: Llama, drafter: Drafter):
-    """A server whose worker does nothing, and the event that lets it begin."""
-    begin = threading.Event()
-    with ThreadPoolExecutor(1) as worker:
-        worker.submit(begin.wait)
-        with serving(new_session(target, drafter, worker)) as server:
-            yield server, begin
-            begin.set()
-
-
-def test_the_work_of_clients_that_have_left_is_dropped_and_their_places_are_free_at_once(
-        models, monkeypatch):
+def test_the_work_of_clients_that_have_left_is_dropped(models, monkeypatch):
     requests = []
     prefills = []
     parse = TargetSession.parse
@@ -136,16 +122,16 @@ def test_the_work_of_clients_that_have_left_is_dropped_and_their_places_are_free
     monkeypatch.setattr(LocalVerifier, "prefill", lambda *call: (
         prefills.append(call) or prefill(*call)))
     target, drafter = models
-    with stopped_worker(*models) as (server, begin):
-        for _ in range(20):  # more than there are places
-            sock = connect(server)
-            with sock:
-                read_text(sock, PROMPT)
-                wait_for(lambda: requests)
-            wait_for(lambda: not server.connections)
-            requests.clear()
-        threading.Timer(0.3, begin.set).start()
-        result = answer(over(channel_to(server), drafter), PROMPT, CONFIG)
+    begin = threading.Event()
+    with ThreadPoolExecutor(1) as worker:
+        worker.submit(begin.wait)  # the worker is busy
+        with serving(new_session(target, drafter, worker)) as server:
+            for count in range(1, 5):
+                with connect(server) as sock:
+                    send_read(sock, PROMPT)
+                    wait_for(lambda: len(requests) == count)
+            threading.Timer(0.3, begin.set).start()
+            result = answer(over(channel_to(server), drafter), PROMPT, CONFIG)
     assert result.tokens == target_alone(target, 24)
     assert len(prefills) == 1
 
@@ -167,9 +153,8 @@ def test_a_prompt_whose_client_has_left_is_not_read_to_its_end(monkeypatch):
         with serving_models(target, drafter) as server:
             sock = connect(server)
             with sock:
-                fields, tensors = make_read(PROMPT * 2000, GenerationConfig(24), seed=0)
-                changes = {"call": call, "number": 1, "stop_ids": []}
-                send_message(sock, fields | changes, tensors)
+                changes = {"stop_ids": []} if call == "generate" else {}
+                send_read(sock, PROMPT * 2000, call=call, **changes)
                 wait_for(lambda: len(pieces) >= 2)
             wait_for(lambda: not server.connections)
         assert len(pieces) < 8  # a prompt of 8000 tokens has more
@@ -177,72 +162,65 @@ def test_a_prompt_whose_client_has_left_is_not_read_to_its_end(monkeypatch):
 
 # --- Hostile messages ---
 
+TEXT = torch.tensor(PROMPT, dtype=torch.int32)
 READ = {
     "call": "read",
-    "number": 1,
+    "tokens": TEXT,
     "max_new_tokens": 3,
     "temperature": 0.8,
     "top_p": 1.0,
     "seed": 0,
 }
 GENERATE = READ | {"call": "generate", "stop_ids": []}
-VERIFY = {"call": "verify", "number": 2, "drafts": [1, 2, 1], "parents": [0, 1, 0]}  # a small tree
-TEXT = torch.tensor(PROMPT, dtype=torch.int32)
-IDS = torch.arange(16, dtype=torch.int32).expand(2, 16).contiguous()  # of two parents
-WEIGHTS = torch.full((2, 16), 9, dtype=torch.uint8)
+VERIFY = {  # a small tree
+    "call": "verify",
+    "tokens": [3, 1, 2, 1],
+    "parents": [0, 1, 0],
+    "ids": torch.arange(16, dtype=torch.int32).expand(2, 16).contiguous(),  # of two parents
+    "weights": torch.full((2, 16), 9, dtype=torch.uint8),
+}
+REPEAT = {"call": "repeat", "session": "", "number": 1}
+IDS = VERIFY["ids"]
+WEIGHTS = VERIFY["weights"]
 
 
 def each(name: str, *values: object) -> list[dict]:
-    """Changes of a request: each of these values in this place. None: without it."""
+    """Changes of a request: each of these values in this place."""
     return [{name: value} for value in values]
 
 
-WRONG_NUMBERS = each("number", None, 0, -1, 1.0, "1", 2**64)
 WRONG_TEXTS = [
-    *WRONG_NUMBERS,
-    *each("call", "stop", []),
-    *each("tokens", None, TEXT.long(), TEXT[None], TEXT[:0], TEXT - 1),
+    *each("call", "stop", [], None),
+    *each("tokens", None, PROMPT, TEXT.long(), TEXT[None], TEXT[:0], TEXT - 1),
     *each("tokens", TEXT + 12, TEXT.repeat(16)),  # the target has 16 tokens, its context 64
     *each("max_new_tokens", None, 0, 2.0, 61),  # 61: with the prompt one too many
-    *each("temperature", -1, math.nan, 101, "warm", "0.8", True),
+    *each("temperature", -1, math.nan, 101, "warm", "0.8", None),
     *each("top_p", 0, 1.1, math.nan),
-    *each("seed", -1, 2**63, True),
+    *each("seed", 2**70, "0", None),
+    *each("more", 1),
 ]
 WRONG_DRAFTS = [
-    *WRONG_NUMBERS,
-    *each("drafts", None, [1, 2, 16], [1, 2, -1], [1, 2, 1.0], [1, 2, True], [1, 2]),
-    {"drafts": [1] * 65, "parents": [0] * 65},
+    *each("tokens", None, 3, [], [3, 1, 2, 16], [3, 1, 2, -1], [3, 1, 2, 1.0], [3, 1, 2, True]),
+    *each("tokens", [3, 1, 2], [16, 1, 2, 1], TEXT),
+    {"tokens": [1] * 66, "parents": [0] * 65},
     *each("parents", None, [0, 1], [-1, 1, 0], [0, 1.0, 0]),
     *each("parents", [0, 2, 0], [0, 3, 0], [0, 0, 0]),  # itself, a later one, fewer than have a q
-    *each("ids", None, IDS.float(), IDS[:1], IDS[:, :15], IDS + 1),
+    *each("ids", None, [1], IDS[:1], IDS[:, :15], IDS + 1),
     *each("weights", None, WEIGHTS.int(), WEIGHTS[:, :15]),
     *each("weights", WEIGHTS * torch.tensor([[1], [0]], dtype=torch.uint8)),
-    *each("weights", WEIGHTS * (IDS != 2)),  # a token that cannot have been drawn
+    *each("more", 1),
 ]
 
 
-def request(right: dict, changes: dict) -> tuple[dict, dict]:
-    """Fields and tensors of a request with these changes. None: without it."""
-    changed = right | {"tokens": TEXT, "ids": IDS, "weights": WEIGHTS} | changes
-    fields = {}
-    tensors = {}
-    for name, value in changed.items():
-        if isinstance(value, torch.Tensor):
-            tensors[name] = value
-        elif value is not None:
-            fields[name] = value
-    return fields, tensors
-
-
-def reply_to(session: TargetSession, right: dict, changes: dict) -> list[tuple[dict, dict]]:
+def reply_to(session: TargetSession, right: dict, changes: dict) -> list[dict]:
     """All replies to such a request."""
-    compute_replies = session.parse(*request(right, changes))
-    return list(compute_replies())
+    return list(session.parse(right | changes))
 
 
 @pytest.mark.parametrize("right, wrong", [
-    *((READ, wrong) for wrong in WRONG_TEXTS + each("known", -1, 4, "all")),
+    *((READ, wrong) for wrong in WRONG_TEXTS),
     *((GENERATE, wrong) for wrong in each("stop_ids", None, [[]]) + [{"max_new_tokens": 61}]),
+    *((REPEAT, wrong) for wrong in each("number", None, "1", TEXT)),
     *((VERIFY, wrong) for wrong in WRONG_DRAFTS)], ids=lambda value: str(value)[:40])
 def test_a_malformed_request_is_refused_and_a_right_one_after_it_is_answered(models, right, wrong):
     with ThreadPoolExecutor(1) as worker:
@@ -251,26 +229,23 @@ def test_a_malformed_request_is_refused_and_a_right_one_after_it_is_answered(mod
             with pytest.raises(ValueError, match="drafts must follow a text"):
                 reply_to(session, VERIFY, {})
             reply_to(session, READ, {})
-        with pytest.raises((LookupError, TypeError, ValueError)):
-            reply_to(session, right, wrong)
-        (fields, _), *more = reply_to(session, right, {})
-        assert 0 <= fields["token"] < 16
-        assert len(more) == (2 if right["call"] == "generate" else 0)
+        with pytest.raises(MALFORMED):
+            session.parse(right | wrong)
+        replies = reply_to(session, right, {})
+        if right is REPEAT:
+            assert replies == [{}]
+        else:
+            assert 0 <= replies[0]["token"] < 16
+            assert len(replies) == (3 if right is GENERATE else 1)
 
 
-@pytest.mark.parametrize("verified, parents, complaint", [
-    (0, list(range(64)), "positions [0-9]+: expected an int from 0 to 64"),  # the context
-    (5, [0] * 64, "slots in the cache [0-9]+: expected an int from 0 to 72")],
-    ids=["chain", "siblings"])
-def test_drafts_beyond_what_was_asked_for_are_refused(models, verified, parents, complaint):
+def test_a_draft_beyond_the_context_is_refused(models):
     with ThreadPoolExecutor(1) as worker:
         session = new_session(*models, worker)(lambda: False)
         reply_to(session, READ, {"temperature": 0})
-        for _ in range(verified):  # each adds a token to the server's cache
-            reply_to(session, VERIFY, {"drafts": [], "parents": []})
-        too_many = {"drafts": [1] * 64, "parents": parents}
-        with pytest.raises(ValueError, match=f"invalid number of {complaint}$"):
-            reply_to(session, VERIFY, too_many)
+        too_deep = {"tokens": [1] * 65, "parents": list(range(64))}
+        with pytest.raises(ValueError, match="number of positions 69: .* from 0 to 64"):
+            reply_to(session, VERIFY, too_deep)
 
 
 ODD = [
@@ -280,23 +255,18 @@ ODD = [
 SHAPES = [(0,), (1,), (3,), (2, 16), (2, 16), (70,), (), (2**40, 0)]
 
 
-def random_request(generator: random.Random) -> tuple[dict, dict]:
-    """Fields and tensors of a request that is nearly right."""
-    fields = GENERATE | VERIFY | {"session": "", "missed": 1}
-    calls = ["read", "verify", "generate", "verify", "repeat", "stop"]
-    fields["call"] = generator.choice(calls)
-    fields["temperature"] = generator.choice([0, 0.8])
+def random_request(generator: random.Random) -> dict:
+    """A request that is nearly right."""
+    fields = dict(generator.choice([READ, VERIFY, VERIFY, GENERATE, REPEAT]))
+    if generator.random() < 0.5 and "temperature" in fields:
+        fields["temperature"] = 0
     for name in generator.sample(sorted(fields), generator.choice([0, 1, 1, 3])):
         fields[name] = generator.choice(ODD)
-    tensors = {}
-    for name in ("tokens", "ids", "weights"):
-        if generator.random() < 0.9:
+        if generator.random() < 0.3:
             end = generator.choice([2, 16, 17])
             dtype = generator.choice([torch.int32, torch.uint8, torch.half])
-            tensors[name] = torch.randint(-1, end, generator.choice(SHAPES)).to(dtype)
-    if generator.random() < 0.5:
-        tensors["ids"] = IDS
-    return fields, tensors
+            fields[name] = torch.randint(-1, end, generator.choice(SHAPES)).to(dtype)
+    return fields
 
 
 def random_message(number: int, whole: bytes, generator: random.Random) -> bytes:
@@ -311,8 +281,7 @@ def random_message(number: int, whole: bytes, generator: random.Random) -> bytes
         return whole[:start] + generator.randbytes(generator.randrange(9)) + whole[end:]
     message = whole * (kind - 5)
     for _ in range(3):
-        fields, tensors = random_request(generator)
-        message += frame(fields, tensors)
+        message += frame(random_request(generator))
     return message
 
 
@@ -320,7 +289,7 @@ def test_hundreds_of_malformed_frames_leave_the_server_serving(capsys):
     target = new_target(16, layers=1)
     drafter = new_drafter(target)
     generator = random.Random(0)
-    whole = frame(READ, {"tokens": TEXT})
+    whole = frame(READ)
     with serving_models(target, drafter) as server:
         for number in range(500):
             sock = socket.create_connection(server.server_address, timeout=30)
@@ -345,16 +314,15 @@ def test_the_newest_reply_of_a_session_is_kept_for_a_while_and_for_nobody_else(m
             sessions.append(connect(lambda: False))
             [reply] = reply_to(sessions[-1], READ, {})
 
-        def repeated(session: str, number: object) -> dict:
-            request = {"call": "repeat", "session": session, "missed": number}
-            [(fields, _)] = reply_to(sessions[-1], request, {})
-            return fields
+        def repeated(session: str, number: int) -> dict:
+            [reply] = reply_to(sessions[-1], REPEAT, {"session": session, "number": number})
+            return reply
 
         newest = sessions[-1].name
-        assert repeated(newest, 1) == reply[0]
-        for session, number in ((newest, 2), (newest, "1"), ("", 1), (sessions[0].name, 1)):
+        assert repeated(newest, 1) is reply
+        for session, number in ((newest, 2), ("", 1), (sessions[0].name, 1)):
             assert repeated(session, number) == {}
-        reply_to(sessions[1], VERIFY, {"drafts": [], "parents": []})
+        reply_to(sessions[1], VERIFY, {})
         assert repeated(sessions[1].name, 1) == {} != repeated(sessions[1].name, 2)
 
 
@@ -512,8 +480,7 @@ def test_the_command_line_gives_the_same_tokens_with_the_target_on_a_server_that
             stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(2)
         ]
         receive_message(busy, LIMIT, soon())
-        fields, tensors = make_read(PROMPT, GenerationConfig(2000), seed=0)
-        send_message(busy, fields | {"call": "generate", "stop_ids": []}, tensors)
+        send_read(busy, PROMPT, count=2000, call="generate", stop_ids=[])
         receive_message(busy, LIMIT, soon())  # the first token of many
         server.send_signal(signal.SIGINT)
         assert server.wait(30) == 130
@@ -551,9 +518,9 @@ REMOTE = ["--prompt", "Hi", "--remote"]
     ([*REMOTE, "--network", "3g"], "--network"),
     ([*REMOTE, "http://localhost:7000"], "HOST:PORT"),
     (["--serve", "0.0.0.0:7000"], "ssh -L 7000:localhost:7000 server"),
-    ([*REMOTE, "a..b:7000"], "no connection to a..b:7000"),
-    ([*REMOTE, "127.0.0.1:9"], "no connection to 127.0.0.1:9"),
-    ([*REMOTE, "[::1]:9"], "no connection to ::1:9"),
-    ([*REMOTE, "127.0.0.1:9", "--no-speculation"], "no connection to 127.0.0.1:9")], ids=str)
+    ([*REMOTE, "a..b:7000"], "no first token from the server: malformed address"),
+    ([*REMOTE, "127.0.0.1:9"], "no first token from the server: [Errno 111]"),
+    ([*REMOTE, "[::1]:9"], "no first token from the server: "),
+    ([*REMOTE, "127.0.0.1:9", "--no-speculation"], "the answer ends here: [Errno 111]")], ids=str)
 def test_a_network_that_is_not_there_is_refused(arguments, complaint, checkpoint, impatient):
     refused(command(*checkpoint, *arguments), complaint)

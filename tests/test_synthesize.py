@@ -13,7 +13,7 @@ import pytest
 from command_line import Done
 from conftest import ROOT
 from test_bench import assert_refused, command
-from tiny_models import ask
+from tiny_models import CHATML, CHATML_TEMPLATE, ask, byte_tokenizer
 from tiny_target import CHAT, STOP, make_tiny_target, write
 
 from app.loading import load_model
@@ -132,6 +132,19 @@ def test_a_conversation_takes_turns_and_keeps_an_answer_that_is_cut_short_but_no
         converse(target, tokenizer, None)
 
 
+def test_a_question_follows_what_the_template_writes_before_it(tmp_path):
+    byte_tokenizer(tmp_path, CHATML)
+    default = "<|im_start|>system\nYou're of help.<|im_end|>\n"
+    (tmp_path / "chat_template.jinja").write_text(default + CHATML_TEMPLATE)
+    tokenizer = load_tokenizer(tmp_path)
+    opening = "<|im_start|>user\n"
+    first = synthesize.question_prompt(tokenizer, [])
+    assert tokenizer.backend.decode(first, skip_special_tokens=False) == default + opening
+    written = tokenizer.chat(CHAT, add_generation_prompt=False)
+    later = synthesize.question_prompt(tokenizer, CHAT)
+    assert later == written + tokenizer.encode_markup(opening)
+
+
 def test_a_conversation_written_in_a_batch_is_the_one_written_alone(
     target, tokenizer, monkeypatch
 ):
@@ -163,7 +176,8 @@ def test_the_target_writes_its_own_training_data_and_answers_questions(tmp_path,
         for messages in written(path):
             roles = [message["role"] for message in messages]
             assert roles == (["user", "assistant"] * 20)[:len(roles)]
-        assert len(Conversations([path], tokenizer, 200)) == 7  # to train on
+        different = set(map(str, written(path)))  # so tiny a target may repeat itself
+        assert len(Conversations([path], tokenizer, 200)) == len(different)  # to train on
     assert set(first_messages(answers)) <= asked
     assert not set(first_messages(own)) <= asked
     for _ in range(6):  # an answer may come out empty

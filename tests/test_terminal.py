@@ -1,42 +1,51 @@
-"""Claims about what a person sees while a prompt is read, and about why an answer ended."""
+"""Claims about what a person sees while a prompt is read and of control characters, and about why
+an answer ended."""
+import sys
 import time
 
 import pytest
 
 from plumbing import terminal
-from plumbing.terminal import PromptBar, WaitingNote, why_stopped
+from plumbing.terminal import printable, prompt_bar, quote, waiting_note, why_stopped
 
 
 @pytest.mark.parametrize("length, is_shown", [
     (terminal.LONG_PROMPT, True), (terminal.LONG_PROMPT - 1, False)
 ])
-def test_a_long_prompt_has_a_bar_of_which_nothing_is_left(
-    length, is_shown, capsys
-):
-    bar = PromptBar(length)
-    bar.update(64)
-    bar.update(128)
-    assert bar.bar.disable != is_shown
-    told = capsys.readouterr().err
-    assert ("reading the prompt" in told) == is_shown
-    bar.close()
-    assert capsys.readouterr().err.strip() == ""  # spaces, where the bar was
+def test_a_long_prompt_has_a_bar_of_which_nothing_is_left(length, is_shown, capsys):
+    with prompt_bar(length) as bar:
+        bar.update(64)
+        told = capsys.readouterr().err
+        assert ("reading the prompt" in told) == is_shown
+        bar.update(512)  # more than was left
+    assert capsys.readouterr().err.rpartition("\r")[2].strip() == ""  # spaces, where the bar was
 
 
-def test_a_server_that_sends_nothing_for_a_while_is_explained(capsys, monkeypatch):
+@pytest.mark.parametrize("seconds", [0.1, 0.0])
+def test_only_a_server_that_sends_nothing_for_a_while_is_explained(seconds, capsys, monkeypatch):
     monkeypatch.setattr(terminal, "PATIENCE", 0.05)
-    note = WaitingNote()
-    note.timer.join()
-    note.close()
-    assert "waiting for the server to read the prompt" in capsys.readouterr().err
-
-
-def test_a_server_that_answers_soon_is_not(capsys, monkeypatch):
-    monkeypatch.setattr(terminal, "PATIENCE", 0.05)
-    note = WaitingNote()
-    note.close()
+    with waiting_note():
+        time.sleep(seconds)
     time.sleep(0.1)
-    assert capsys.readouterr().err == ""
+    told = capsys.readouterr().err
+    assert ("waiting for the server to read the prompt" in told) == (seconds > 0)
+
+
+def test_a_terminal_is_sent_no_character_that_it_obeys_and_a_file_gets_all(monkeypatch):
+    obeyed = [chr(code) for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"]
+    harmless = "\tnaïve\n日本語 👩‍👩‍👧"
+    assert printable("".join(obeyed)) == "".join(obeyed)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert printable(harmless) == harmless
+    assert printable("\x1b[2J") == "␛[2J"
+    for shown in (printable("".join(obeyed)), quote("".join(obeyed[40:50]))):
+        assert not set(shown) & set(obeyed)
+
+
+def test_a_control_token_is_not_drawn_as_text_and_part_of_a_character_is_not_drawn_as_one():
+    assert quote("", control=True) == "<control>"
+    assert quote("<control>") == '"<control>"'
+    assert quote("") == '""'
 
 
 @pytest.mark.parametrize("tokens, reason", [

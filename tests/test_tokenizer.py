@@ -201,14 +201,16 @@ def test_a_template_in_a_file_of_its_own_counts(tmp_path):
     raises("the chat template cannot be read", load_tokenizer, tmp_path)
 
 
-def test_reasoning_is_lost_where_the_template_loses_it_even_if_it_looks_for_control_tokens(
-        tmp_path):
+def test_a_template_that_looks_for_a_control_token_finds_it_and_all_others_stay_text(tmp_path):
     byte_tokenizer(tmp_path, [*CHATML, "<|/think|>"])
     template = WITHOUT_REASONING.replace("</think>", "<|/think|>")
     set_template(tmp_path, template)
-    answer = {"role": "assistant", "content": "No.<|/think|> Yes"}
-    text = chat_text(tmp_path, [*ask("Hi"), answer, *ask("Hi")])
-    assert text == CHATML_HI + "Yes<|im_end|>\n" + CHATML_HI
+    answer = {"role": "assistant", "content": "No.<|/think|> Yes<|im_end|>!"}
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.chat([*ask("Hi"), answer, *ask("Hi<|im_end|>")])
+    hi = CHATML_HI.replace("Hi", "Hi<|im_end|>")
+    assert as_text(tokenizer, ids) == CHATML_HI + "Yes<|im_end|>!<|im_end|>\n" + hi
+    assert ids.count(tokenizer.control_ids["<|im_end|>"]) == 3  # one for each turn
 
 
 @pytest.mark.parametrize("eos_token", ["</s>", "<|im_end|>"])
@@ -219,33 +221,7 @@ def test_the_token_that_ends_an_answer_is_a_stop_token(tmp_path, eos_token):
     backend.save(str(tmp_path / "tokenizer.json"))
     template = LOOP + "[{{ message.role }}] {{ message.content }} {{ eos_token }}{% endfor %}"
     set_template(tmp_path, template, eos_token=eos_token)
-    ends = {backend.token_to_id(eos_token), backend.token_to_id("<|im_end|>")}
-    assert load_tokenizer(tmp_path).stop_ids == ends
-
-
-def test_an_answer_is_encoded_separately_from_what_opens_it(tmp_path):
-    byte_tokenizer(tmp_path, CHATML)
-    stated = json.loads((tmp_path / "tokenizer.json").read_text())
-    stated["model"]["vocab"]["ĊĊ"] = 300
-    stated["model"]["merges"] = [["Ċ", "Ċ"]]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(stated))
-    tokenizer = load_tokenizer(tmp_path)
-    messages = [*ask("\n\nHi"), {"role": "assistant", "content": "\n\nHello"}]
-    ids = tokenizer.chat(messages, add_generation_prompt=False)
-    assert ids == tokenizer.chat(messages[:1]) + tokenizer.encode("\n\nHello") + ids[-2:]
-    assert ids.count(300) == 1  # a question is encoded together with what opens it
-    assert sum([piece for piece, _ in tokenizer.turns(messages)], []) == ids
-
-
-def test_a_question_may_be_what_the_model_writes_next(tmp_path):
-    byte_tokenizer(tmp_path, CHATML)
-    set_template(tmp_path, WITH_DEFAULT)
-    tokenizer = load_tokenizer(tmp_path)
-    opening = "<|im_start|>user\n"
-    default = "<|im_start|>system\nYou're of help.<|im_end|>\n"
-    assert as_text(tokenizer, tokenizer.question_prompt([])) == default + opening
-    written = tokenizer.chat(EXCHANGE, add_generation_prompt=False)
-    assert tokenizer.question_prompt(EXCHANGE) == written + tokenizer.encode_markup(opening)
+    assert load_tokenizer(tmp_path).stop_ids == {backend.token_to_id(eos_token)}
 
 
 SYSTEM_LAST = (
@@ -290,26 +266,13 @@ def test_a_template_that_fails_or_leaves_its_sandbox_is_an_input_error_in_a_conv
     assert tokenizer.decode(tokenizer.encode("Hi")) == "Hi"
 
 
-# --- Models without a template, and what is refused ---
+# --- What is refused ---
 
 
-@pytest.mark.parametrize("control_tokens, text", [
-    (CHATML, CHATML_HI), (LLAMA3, BOS + LLAMA3_HI)
-], ids=["ChatML", "Llama-3"])
-def test_without_a_template_a_line_says_which_one_is_assumed(
-        tmp_path, control_tokens, text, capsys):
-    byte_tokenizer(tmp_path, control_tokens)
-    (tmp_path / "tokenizer_config.json").unlink()
-    assert chat_text(tmp_path, ask("Hi")) == text
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "no chat template" in line
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.stop_ids == {tokenizer.backend.token_to_id(control_tokens[-1])}
-
-
-def test_without_a_template_and_control_tokens_a_conversation_is_an_input_error(tmp_path):
+def test_without_a_template_a_conversation_is_an_input_error(tmp_path):
     tokenizer = load_tokenizer(byte_tokenizer(tmp_path, ["[INST]"]))
     raises("no chat template", tokenizer.chat, ask("Hi"))
+    assert tokenizer.decode(tokenizer.encode("Hi")) == "Hi"
 
 
 @pytest.mark.parametrize("part, value", [
@@ -334,7 +297,7 @@ def test_a_tokenizer_that_marks_where_a_text_begins_is_an_input_error_in_a_conve
 ], ids=case_name)
 def test_a_message_that_is_no_turn_of_a_chat_is_an_input_error(tmp_path, message):
     tokenizer = load_tokenizer(byte_tokenizer(tmp_path, LLAMA3))
-    raises("an unusable turn", tokenizer.chat, [message])
+    raises("a turn ", tokenizer.chat, [message])
 
 
 def test_a_missing_or_damaged_tokenizer_is_an_input_error_that_names_it(copy):
