@@ -435,9 +435,8 @@ def learning_rate(update: int, config: TrainConfig, epoch_updates: int) -> float
 
 # --- The loop ---
 #
-# In float32, on one device. app/training.py calls the same functions, and adds a log, checkpoints,
-# evaluations, mixed precision and several processes. (Its batches differ where an epoch ends: they
-# are filled up from the next epoch.)
+# In float32, on one device. app/training.py calls the same functions on the same batches, and adds
+# a log, checkpoints, evaluations, mixed precision and several processes.
 
 
 def train(

@@ -13,6 +13,7 @@
 
 The chapters know nothing of these modules, which wrap, subclass or call them. (Only the last lines
 of three hand over to their command lines.) A reader of the paper may skip the whole folder. To see
-how a command reaches the loop, read `speculate_command.run`, `Terminal.respond` of chat and
-`timed_cycles` of answers. To see what makes speculation pay on a CPU, read packed and exact.
+how a command reaches the loop, read `run` and `choose_method` of speculate_command,
+`Terminal.respond` of chat, `WithDrafts.cycles` and `timed_cycles` of answers. packed is what makes
+speculation pay on a CPU; exact is what makes greedy text identical.
 """

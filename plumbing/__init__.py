@@ -1,4 +1,4 @@
-"""What no paper is about. These modules know nothing of the chapters or of app:
+"""What no paper is about. These modules import nothing of the chapters or of app:
 
     errors, flags, devices      errors of one line; command lines; where and in which dtype to run
     hub, huggingface, gguf      where checkpoints are, and how two formats are read

@@ -28,11 +28,12 @@ from plumbing.hub import DEFAULT_MODEL, TOY_MODEL
 
 # --- Flags that scripts share ---
 
-# In these functions `parser` is a parser, or a group of its arguments under a heading of their own
-# in --help. (argparse has a private name for what both are.)
+# A parser, or a group of its arguments under a heading of their own in --help. (argparse has no
+# public name for a group.)
+ParserOrGroup = argparse.ArgumentParser | argparse._ArgumentGroup
 
 
-def add_model_arguments(parser: argparse._ActionsContainer) -> None:
+def add_model_arguments(parser: ParserOrGroup) -> None:
     """Add the flags that choose a model and how to run it: --model, --device, --dtype, and --seed
     for all random draws."""
     add = parser.add_argument
@@ -47,7 +48,7 @@ def add_model_arguments(parser: argparse._ActionsContainer) -> None:
         help="of all random draws (default: %(default)s)")
 
 
-def add_generation_arguments(parser: argparse._ActionsContainer) -> None:
+def add_generation_arguments(parser: ParserOrGroup) -> None:
     """Add the flags that say how to generate an answer, and --json to print the answer as JSON."""
     add = parser.add_argument
     add("--max-new-tokens", type=positive_int, default=256,
