@@ -1,9 +1,9 @@
 """Ways to answer a prompt, and what an answer cost.
 
-`speculate` measures nothing. Here its cycles are timed, and their costs are added up. There are
-four ways to answer: the target alone, with drafts, with a server that verifies, and with a server
-that writes alone. Each is a class with a method `cycles`, which yields timed cycles. A `Generation`
-adds them up:
+There are four ways: the target alone, with drafts, with a server that verifies, and with a server
+that writes alone. Each is a class with a method `cycles`, which yields the rounds of the loop with
+the time that they took. (The loop itself, `speculate`, measures nothing.) A `Generation` adds them
+up:
 
     generation = answer(WithDrafts(target, drafter, limits), prompt, GenerationConfig())
     print(tokenizer.decode(generation.tokens), acceptance_length([generation]))
@@ -20,13 +20,12 @@ from typing import Callable, Generator, Iterator, Protocol
 import torch
 
 from app.client import Channel, ReconnectingVerifier, RemoteDraftState, call_api
-from app.exact import ExactVerifier
-from app.lookup import Lookup, NoDrafter
-from app.results import DetailedResult
+from app.exact import DetailedResult, ExactVerifier
+from app.lookup import Lookup
 from llama import GenerationConfig, Llama, generate
-from moa import Draft, Drafter, DraftLimits, DraftState
+from moa import CacheUpdate, Draft, Drafter, DraftLimits, DraftState
 from netsim import Traffic
-from speculate import Cycle, LocalVerifier, TreeSampler, Verifier, VerifyResult, speculate
+from speculate import Cycle, TreeSampler, Verifier, speculate
 
 # --- Cycles, and what they cost ---
 
@@ -62,34 +61,24 @@ class TimedCycle(Cycle):
         origins = [Origin.DRAFT] * len(self.result.accepted) + [Origin.TARGET]
         return origins[:len(self.tokens)]
 
-    @property
-    def path(self) -> list[int]:
-        """Return the nodes of the draft that are in the answer: the root, then accepted ones."""
-        return self.result.draft.path_of(self.tokens[:self.origins.count(Origin.DRAFT)])
-
 
 Cycles = Generator[TimedCycle, None, None]  # an iterator that can be closed
 
 
 @dataclass
-class Stopwatch:
-    """A wrapper around a verifier, which notes when each call of the verifier began and ended."""
+class TimedState:
+    """A draft state that notes when its newest draft was complete."""
 
-    verifier: Verifier
-    began: float = 0.0  # when the newest call began, in seconds of `perf_counter`
-    ended: float = 0.0
+    state: DraftState | Lookup
+    drafted: float = 0.0  # a moment, in seconds of `perf_counter`
 
-    def prefill(self, prompt: list[int]) -> VerifyResult:
-        return self.time(self.verifier.prefill, prompt)
+    def append_verified(self, update: CacheUpdate | None) -> None:
+        self.state.append_verified(update)
 
-    def verify(self, draft: Draft) -> VerifyResult:
-        return self.time(self.verifier.verify, draft)
-
-    def time(self, call: Callable, argument: list[int] | Draft) -> VerifyResult:
-        self.began = perf_counter()
-        result = call(argument)
-        self.ended = perf_counter()
-        return result
+    def draft(self, root: int, limits: DraftLimits) -> Draft:
+        draft = self.state.draft(root, limits)
+        self.drafted = perf_counter()
+        return draft
 
 
 def timed_cycles(
@@ -99,19 +88,14 @@ def timed_cycles(
     config: GenerationConfig,
     limits: DraftLimits,
 ) -> Cycles:
-    """Run the loop, and time its cycles.
-
-    Whatever the loop does between two calls of the verifier counts as drafting. LSA counts as
-    verification, because the verifier runs it. (On an accelerator LSA may still be running when
-    `verify` returns, and its remainder is counted in the next draft.)
-    """
-    watch = Stopwatch(verifier)
-    resumed = perf_counter()  # when the loop went on
-    for cycle in speculate(watch, state, prompt, config, limits):
-        draft_seconds = watch.began - resumed
-        verify_seconds = watch.ended - watch.began
-        yield TimedCycle(cycle.result, cycle.tokens, draft_seconds, verify_seconds)
-        resumed = perf_counter()
+    """Run the loop, and time its cycles: up to the draft, and from there on. LSA counts as
+    verification, because the verifier runs it."""
+    timed = TimedState(state)
+    start = timed.drafted = perf_counter()  # the prompt's cycle drafts nothing
+    for cycle in speculate(verifier, timed, prompt, config, limits):
+        end = perf_counter()
+        yield TimedCycle(cycle.result, cycle.tokens, timed.drafted - start, end - timed.drafted)
+        start = timed.drafted = perf_counter()
 
 
 def cycles_of_tokens(tokens: Iterator[int], prompt: list[int]) -> Cycles:
@@ -169,23 +153,22 @@ class Alone:
 
 @dataclass
 class WithDrafts:
-    """A drafter, lookup, or both draft, and the target verifies on this machine."""
+    """A drafter drafts, with `lookup` only where nothing can be copied, and the target verifies on
+    this machine."""
 
     model: Llama
-    drafter: Drafter | None  # None: with lookup only, as in experiments/bench.py
+    drafter: Drafter
     limits: DraftLimits
     lookup: bool = False
-    new_verifier: type[LocalVerifier] = ExactVerifier
 
     @torch.inference_mode()
     def cycles(self, prompt: list[int], config: GenerationConfig) -> Cycles:
         sampling = config.new_sampling(self.model.device)
         capacity = count_slots(prompt, config, self.limits)
-        state = TreeSampler(self.drafter, capacity, sampling) if self.drafter else None
+        verifier = ExactVerifier(self.model, self.drafter, capacity, sampling)
+        state = TreeSampler(self.drafter, capacity, sampling)
         if self.lookup:
             state = Lookup(state, self.model.config.vocab_size, sampling)
-        drafter = self.drafter or NoDrafter()
-        verifier = self.new_verifier(self.model, drafter, capacity, sampling)
         return timed_cycles(verifier, state, prompt, config, self.limits)
 
 
@@ -204,12 +187,12 @@ class OnServer:
     @torch.inference_mode()
     def cycles(self, prompt: list[int], config: GenerationConfig) -> Cycles:
         channel = self.new_channel(prompt)
-        target = self.drafter.target
-        sampling = config.new_sampling(target.device)
+        sampling = config.new_sampling(self.drafter.device)
         state = RemoteDraftState(self.drafter, count_slots(prompt, config, self.limits), sampling)
         verifier = ReconnectingVerifier(channel, state, config)
-        source = Lookup(state, target.config.vocab_size, sampling) if self.lookup else state
-        return over_channel(channel, timed_cycles(verifier, source, prompt, config, self.limits))
+        if self.lookup:
+            state = Lookup(state, self.drafter.target.config.vocab_size, sampling)
+        return over_channel(channel, timed_cycles(verifier, state, prompt, config, self.limits))
 
 
 @dataclass
@@ -239,7 +222,8 @@ def count_slots(prompt: list[int], config: GenerationConfig, limits: DraftLimits
 @contextmanager
 def after_each_pass(model: Llama, call: Callable[[], object]) -> Iterator[None]:
     """Call `call` after each pass of a model that ends within this block, for example after each
-    piece of a prompt. `call` may raise an exception to stop."""
+    piece of a prompt, to move a progress bar. `call` may raise an exception to stop. (From outside,
+    so that the chapters need to know of neither.)"""
 
     def hook(*_) -> None:  # a value other than None would replace the output of the norm
         call()
@@ -262,8 +246,7 @@ class Generation:
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
-    began: float = field(default_factory=perf_counter)
-    seconds: float = 0.0  # from `began` to the end
+    seconds: float = 0.0  # in all
     prompt_seconds: float = 0.0  # until the first token
     target_calls: int = 0
     drafted: int = 0  # the number of drafted tokens that the target decided on
@@ -276,27 +259,27 @@ class Generation:
     def record(self, cycles: Cycles) -> Cycles:
         """Yield each cycle, after adding it. However the answer ends, close `cycles` (and with it
         the channel to a server), and note how long it took."""
+        start = perf_counter()
         try:
             for cycle in cycles:
                 self.add(cycle)
                 yield cycle
         finally:
             cycles.close()
-            self.seconds = perf_counter() - self.began
+            self.seconds = perf_counter() - start
 
     def add(self, cycle: TimedCycle) -> None:
         """Add a cycle."""
+        result = cycle.result
         if not self.tokens:  # the prompt's cycle
             self.prompt_seconds = cycle.verify_seconds
         else:
             self.draft_seconds += cycle.draft_seconds
             self.verify_seconds += cycle.verify_seconds
-            if cycle.is_offline:
-                self.outage = self.outage or cycle.result.reason
-            else:
-                self.target_calls += 1
-            self.drafted += len(cycle.result.draft.tokens) - 1  # without the root
-        self.disconnected |= cycle.is_late or cycle.result.link != "connected"
+            self.target_calls += not cycle.is_offline
+            self.drafted += len(result.draft.tokens) - 1  # without the root
+        self.outage = self.outage or result.reason
+        self.disconnected |= cycle.is_late or result.link != "connected"
         self.tokens += cycle.tokens
         self.origins += cycle.origins
         if cycle.traffic is not None:

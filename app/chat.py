@@ -7,40 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
 
-from app.answers import (
-    Generation,
-    Method,
-    acceptance_length,
-    after_each_pass,
-    tokens_per_second,
-)
-from app.display import Display, Printer, Silent, Trace
+from app.answers import Generation, Method, after_each_pass
+from app.display import Display, Printer, Trace
 from app.loading import Models
 from llama import PIECE, GenerationConfig
 from plumbing.errors import InputError
-from plumbing.prompts import answer_length, drop_oldest_exchanges
-from plumbing.terminal import (
-    draw_statistics,
-    prompt_bar,
-    read_questions,
-    waiting_note,
-    why_stopped,
-)
-from plumbing.tokenizer import TextStream, Tokenizer
-
-
-def generation_config(args: Namespace, tokenizer: Tokenizer) -> GenerationConfig:
-    """Return what the flags of `add_generation_arguments` and --seed state."""
-    stop_ids = frozenset(tokenizer.stop_ids)
-    return GenerationConfig(
-        args.max_new_tokens, args.temperature, args.top_p, args.seed, stop_ids
-    )
+from plumbing.prompts import answer_length
+from plumbing.terminal import draw_statistics, prompt_bar, read_questions, why_stopped
 
 
 @dataclass
@@ -50,21 +26,44 @@ class Terminal:
     models: Models
     method: Method
     config: GenerationConfig
-    remote: bool = False  # the target is on a server
     show: bool = False  # print tokens in colors
     trace: bool = False
     as_json: bool = False
-    answers: list[Generation] = field(default_factory=list)
 
-    def answer_once(self, question: str) -> None:
-        """Answer a single prompt. If Ctrl-C ends the answer, exit with status 130."""
-        if not self.respond([{"role": "user", "content": question}]):
-            sys.exit(130)  # the shell's number for Ctrl-C
+    def chat(self, greeting: str) -> None:
+        """Answer one question after the other, with the conversation so far as context. Each answer
+        has new caches, so the target reads the conversation again.
 
-    def respond(self, messages: list[dict]) -> bool:
-        """Print the answer to a conversation, and what it cost. Return whether it is complete: not
-        if Ctrl-C ended it."""
-        prompt = self.models.tokenizer.chat(messages)
+        Two kinds of turns are left out of the conversation: the oldest ones, when the context is
+        full, and a question whose answer Ctrl-C cut short, because later answers would take it for
+        a complete one.
+        """
+        usage = "Ask something. Ctrl-C ends an answer; exit, quit or Ctrl-D ends the chat."
+        print(f"{greeting}\n{usage}", file=sys.stderr)
+        context = self.models.target.config.max_position_embeddings
+        room = min(self.config.max_new_tokens, context // 2)  # tokens left free for an answer
+        messages: list[dict] = []
+        for question in read_questions():
+            asked = [*messages, {"role": "user", "content": question}]
+            while len(asked) > 1 and len(self.models.tokenizer.chat(asked)) > context - room:
+                asked = asked[2:]  # without the oldest question and its answer
+            try:
+                text = self.respond(asked)
+            except InputError as error:  # too long, or the server is gone: the chat goes on
+                print(f"\nerror: {error}", file=sys.stderr)
+                continue
+            if text is None:
+                print("this question is left out of the conversation", file=sys.stderr)
+                continue
+            if len(asked) <= len(messages):
+                print("the context is full: the oldest questions are left out", file=sys.stderr)
+            messages = [*asked, {"role": "assistant", "content": text}]
+
+    def respond(self, messages: list[dict]) -> str | None:
+        """Print the answer to a conversation, and what it cost. Return the answer, or None if
+        Ctrl-C ended it."""
+        tokenizer = self.models.tokenizer
+        prompt = tokenizer.chat(messages)
         context = self.models.target.config.max_position_embeddings
         count = answer_length(context, len(prompt), self.config.max_new_tokens)
         config = replace(self.config, max_new_tokens=count)
@@ -72,44 +71,34 @@ class Terminal:
             print(json.dumps({"prompt": messages[-1]["content"], "tokens": prompt}))
         display = self.new_display()
         generation = Generation(prompt)
-        stopped = None
+        interrupted = False
         try:
             with closing(generation.record(self.method.cycles(prompt, config))) as cycles:
-                with self.progress(prompt):
-                    first = next(cycles)
-                for cycle in chain([first], cycles):
+                with prompt_bar(len(prompt)) as bar:
+                    with after_each_pass(self.models.target, lambda: bar.update(PIECE)):
+                        first = next(cycles)
+                display.emit(first)
+                for cycle in cycles:
                     display.emit(cycle)
         except KeyboardInterrupt:
-            stopped = "interrupted"
+            interrupted = True
+        text = tokenizer.decode(generation.tokens)
         if generation.tokens:  # else Ctrl-C came before the first token
-            text = self.models.tokenizer.decode(generation.tokens)
             display.end(text)
-            self.report(text, generation, stopped)
-            self.answers.append(generation)
-        return stopped is None
+            self.report(text, generation, interrupted)
+        return None if interrupted else text
 
     def new_display(self) -> Display:
         tokenizer = self.models.tokenizer
         if self.trace:
             return Trace(tokenizer, self.config.new_sampling("cpu"), self.as_json)
-        return Silent() if self.as_json else Printer(TextStream(tokenizer), self.show)
+        return Display() if self.as_json else Printer(tokenizer, self.show)
 
-    @contextmanager
-    def progress(self, prompt: list[int]) -> Iterator[None]:
-        """Show that the program is at work while a prompt is read, within this block."""
-        if self.remote:
-            with waiting_note():
-                yield
-            return
-        with prompt_bar(len(prompt)) as bar:
-            with after_each_pass(self.models.target, lambda: bar.update(PIECE)):
-                yield
-
-    def report(self, text: str, generation: Generation, stopped: str | None) -> None:
-        """Print what an answer cost, and whether the network was down. stopped: why the answer was
-        ended; None: it ended by itself."""
+    def report(self, text: str, generation: Generation, interrupted: bool) -> None:
+        """Print what an answer cost, and whether the network was down."""
         config = self.config
-        if stopped is None:
+        stopped = "interrupted"
+        if not interrupted:
             stopped = why_stopped(generation.tokens, config.stop_ids, config.max_new_tokens)
         statistics = {**generation.statistics(), "stopped": stopped, "seed": config.seed}
         if self.as_json:
@@ -122,43 +111,3 @@ class Terminal:
                 f"{len(generation.tokens)} tokens are the drafter's own, unverified",
                 file=sys.stderr,
             )
-        elif generation.disconnected:
-            print("the network was down for a while; all tokens are the target's", file=sys.stderr)
-
-    def chat(self, greeting: str) -> None:
-        """Answer one question after the other, with the conversation so far as context."""
-        messages: list[dict] = []
-        usage = "Ask something. Ctrl-C ends an answer; exit, quit or Ctrl-D ends the chat."
-        print(f"{greeting}\n{usage}", file=sys.stderr)
-        for question in read_questions():
-            try:
-                messages = self.take_turn(messages, question)
-            except InputError as error:  # too long, or the server is gone: the chat goes on
-                print(f"\nerror: {error}", file=sys.stderr)
-        if self.answers:
-            tokens = sum(len(g.tokens) for g in self.answers)
-            answers = "1 answer" if len(self.answers) == 1 else f"{len(self.answers)} answers"
-            print(
-                f"{answers}, {tokens} tokens, {tokens_per_second(self.answers):.3g} tokens "
-                f"per second, acceptance length {acceptance_length(self.answers):.3g}",
-                file=sys.stderr,
-            )
-
-    def take_turn(self, messages: list[dict], question: str) -> list[dict]:
-        """Answer a question. Return the conversation with question and answer, but without turns
-        that the context has no room for. An answer that Ctrl-C cut short is left out with its
-        question: later answers would take it for a complete one."""
-        tokenizer = self.models.tokenizer
-        context = self.models.target.config.max_position_embeddings
-        room = min(self.config.max_new_tokens, context // 2)  # tokens left free for an answer
-        asked = drop_oldest_exchanges(
-            [*messages, {"role": "user", "content": question}],
-            lambda kept: len(tokenizer.chat(kept)),
-            context,
-            room,
-        )
-        if not self.respond(asked):
-            print("this question is left out of the conversation", file=sys.stderr)
-            return messages
-        text = tokenizer.decode(self.answers[-1].tokens)
-        return [*asked, {"role": "assistant", "content": text}]

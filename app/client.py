@@ -29,8 +29,7 @@ from typing import Iterator
 
 from torch import Tensor
 
-from app.exact import likeliest_first
-from app.results import DetailedResult
+from app.exact import DetailedResult, likeliest_first
 from llama import GenerationConfig
 from moa import CacheUpdate, Draft, DraftLimits
 from netsim import (

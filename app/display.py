@@ -6,23 +6,18 @@ what `Trace` records.
 from __future__ import annotations
 
 import json
-import sys
-from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
 
 from app.answers import Origin, TimedCycle
 from llama import Sampling, probabilities
-from plumbing import terminal
+from plumbing.terminal import GREEN, YELLOW, draw_cycle, paint, printable
 from plumbing.tokenizer import TextStream, Tokenizer
 
 # The colors of tokens with --show.
-COLORS = {Origin.TARGET: "", Origin.DRAFT: terminal.GREEN, Origin.UNVERIFIED: terminal.YELLOW}
+COLORS = {Origin.TARGET: "", Origin.DRAFT: GREEN, Origin.UNVERIFIED: YELLOW}
 
 
-class Display(Protocol):
-    """Shows an answer. The next three classes are displays."""
+class Display:
+    """Shows nothing, as with --json. The other two displays show an answer."""
 
     def emit(self, cycle: TimedCycle) -> None:
         """Show a cycle, as soon as it is complete."""
@@ -31,65 +26,49 @@ class Display(Protocol):
         """Show the rest. text: the whole answer."""
 
 
-class Silent:
-    """Shows nothing: with --json only the result counts."""
+class Printer(Display):
+    """Prints an answer as it comes."""
+
+    def __init__(self, tokenizer: Tokenizer, show: bool):
+        """show: print tokens in colors."""
+        self.stream = TextStream(tokenizer)
+        self.show = show
 
     def emit(self, cycle: TimedCycle) -> None:
-        pass
-
-    def end(self, text: str) -> None:
-        pass
-
-
-@dataclass
-class Printer:
-    """Prints an answer as it comes, and says when the server is lost and when it is back."""
-
-    stream: TextStream
-    show: bool  # print tokens in colors
-    offline: bool = False
-
-    def emit(self, cycle: TimedCycle) -> None:
-        if cycle.is_offline != self.offline:
-            self.offline = cycle.is_offline
-            note = "the link is back: the target goes on"
-            if self.offline:
-                note = "the link is lost: what follows is the drafter's own text, unverified"
-            print(f"\n[{note}]", file=sys.stderr)
         for token, origin in zip(cycle.tokens, cycle.origins):
-            text = self.stream.add(token)
-            text = terminal.printable(text)
-            print(terminal.paint(text, COLORS[origin]) if self.show else text, end="", flush=True)
+            text = printable(self.stream.add(token))
+            print(paint(text, COLORS[origin]) if self.show else text, end="", flush=True)
 
     def end(self, text: str) -> None:
-        print(terminal.printable(self.stream.pending_text()), flush=True)
+        print(printable(self.stream.pending_text()), flush=True)
 
 
-@dataclass
-class Trace:
+class Trace(Display):
     """Shows every cycle: what was drafted, and which drafted tokens were kept. The section *A
     traced cycle* of plumbing/terminal.py specifies a cycle's record, and has an example."""
 
-    tokenizer: Tokenizer
-    sampling: Sampling  # only its temperature and top_p are used
-    as_json: bool
-    cycles: int = 0
-    newest: str = ""  # the text of the answer's newest token
-
-    def __post_init__(self):
-        self.stream = TextStream(self.tokenizer)  # of the answer so far
+    def __init__(self, tokenizer: Tokenizer, sampling: Sampling, as_json: bool):
+        """sampling: only its temperature and top_p are used."""
+        # A greedy draft has the q of temperature 1 (see `Drafter.distributions`), and so its p.
+        self.sampling = sampling if sampling.temperature > 0 else Sampling(1.0)
+        self.as_json = as_json
+        self.tokenizer = tokenizer
+        self.control_ids = set(tokenizer.control_ids.values())
+        self.stream = TextStream(tokenizer)  # of the answer so far
+        self.newest = ""  # the text of the answer's newest token
+        self.cycles = 0
 
     def emit(self, cycle: TimedCycle) -> None:
         self.cycles += 1
         record = self.record(cycle)
         for token in cycle.tokens:
             self.newest = self.stream.add(token)
-        lines = [json.dumps(record)] if self.as_json else terminal.draw_cycle(record)
+        lines = [json.dumps(record)] if self.as_json else draw_cycle(record)
         print(*lines, sep="\n", flush=True)
 
     def end(self, text: str) -> None:
         if not self.as_json:
-            print(f"\n{terminal.printable(text)}", flush=True)
+            print(f"\n{printable(text)}", flush=True)
 
     def record(self, cycle: TimedCycle) -> dict:
         """Return the record of a cycle."""
@@ -101,7 +80,7 @@ class Trace:
             "drafts": self.drafted_nodes(cycle),
             "token": result.token,
             "text": "".join(texts) if cycle.is_offline else texts[-1],
-            "control": result.token in self.tokenizer.control_ids.values(),
+            "control": result.token in self.control_ids,
             "tokens": cycle.tokens,
             "offline": cycle.is_offline,
             "draft_seconds": cycle.draft_seconds,
@@ -122,10 +101,12 @@ class Trace:
     def drafted_nodes(self, cycle: TimedCycle) -> list[dict]:
         """Return the drafted tokens as the record lists them."""
         draft = cycle.result.draft
-        path = cycle.path
+        verdicts = find_verdicts(cycle)
         p = None  # the target's distribution after each node, (1 + K, V)
         if cycle.result.logits is not None:
-            p = target_distributions(cycle.result.logits, self.sampling)
+            p = probabilities(
+                cycle.result.logits, self.sampling.temperature, self.sampling.top_p
+            )
         nodes = []
         for i, token in enumerate(draft.tokens[1:], start=1):
             parent = draft.parents[i]
@@ -133,37 +114,32 @@ class Trace:
             node = {
                 "token": token,
                 "text": self.texts_after_answer(tokens)[-1],
-                "control": token in self.tokenizer.control_ids.values(),
+                "control": token in self.control_ids,
                 "parent": parent - 1,  # node 1 has index 0 in this list
                 "q": draft.probabilities[i],
                 "p": None if p is None else float(p[parent, token]),
-                "accepted": i in path,
-                "verdict": verdict(cycle, path, i),
+                "accepted": verdicts[i] == "accepted",
+                "verdict": verdicts[i],
             }
             nodes.append(node)
         return nodes
 
 
-def target_distributions(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return p for comparison with q: logits (..., V) -> (..., V). At temperature 0 both are the
-    distributions at temperature 1, as in `Drafter.distributions`."""
-    if sampling.temperature == 0:
-        return probabilities(logits, 1.0)
-    return probabilities(logits, sampling.temperature, sampling.top_p)
-
-
-def verdict(cycle: TimedCycle, path: list[int], node: int) -> str:
-    """Say what became of a drafted token. path: the nodes that are in the answer, `cycle.path`."""
+def find_verdicts(cycle: TimedCycle) -> list[str]:
+    """Say of each node of a cycle's draft what became of it."""
     draft = cycle.result.draft
-    if node in path:
-        return "accepted"
-    parent = draft.parents[node]
-    ended_at_parent = draft.depth(parent) == len(cycle.tokens)  # for example by a stop token
-    if parent not in path or ended_at_parent:
-        return "not reached"
-    if parent == path[-1] and draft.tokens[node] == cycle.result.token:
-        return "left out"  # a server had no room for the token (see `ExactVerifier`)
-    accepted = set(path) & set(draft.children(parent))
-    if draft.q and accepted and node > min(accepted):
-        return "not tried"  # drawn siblings are tried in order, and one before it was accepted
-    return "rejected"
+    path = draft.path_of(cycle.tokens[:cycle.origins.count(Origin.DRAFT)])  # in the answer
+    verdicts = []
+    for node, parent in enumerate(draft.parents):
+        accepted = set(path).intersection(draft.children(parent))  # one node, or none
+        verdict = "rejected"
+        if node in path:
+            verdict = "accepted"
+        elif parent not in path or draft.depth(parent) == len(cycle.tokens):
+            verdict = "not reached"  # or the answer ends at the parent, for example by a stop token
+        elif not accepted and draft.tokens[node] == cycle.result.token:
+            verdict = "left out"  # a server had no room for the token (see `ExactVerifier`)
+        elif draft.q and accepted and node > min(accepted):
+            verdict = "not tried"  # drawn siblings are tried in order, and one before was accepted
+        verdicts.append(verdict)
+    return verdicts

@@ -120,9 +120,11 @@ LENGTH_STEP = 64  # on a GPU, conversations are padded to a multiple of this
 
 def check_context(seq_len: int, target: Llama) -> None:
     """Raise InputError if conversations of seq_len tokens, padded, exceed the target's context."""
-    context = target.config.max_position_embeddings // LENGTH_STEP * LENGTH_STEP
+    context = target.config.max_position_embeddings
+    if target.device.type != "cpu":
+        context = context // LENGTH_STEP * LENGTH_STEP
     if seq_len > context:
-        raise InputError(f"--seq-len {seq_len}: the target's context is {context}")
+        raise InputError(f"--seq-len {seq_len}: the target has room for {context} tokens")
 
 
 def pad_for_gpu(example: Example, device: torch.device) -> Example:

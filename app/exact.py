@@ -1,56 +1,49 @@
 """Exact passes: with drafts, greedy text is bit for bit that of the target alone, on a CPU.
 
-In exact arithmetic it always is. But a computer rounds, so the value of a sum depends on the order
-of its terms, and the kernels of a CPU choose that order by the shapes that they are given.
-plumbing/kernels.py finds out how much padding makes the order the same in a pass over one token and
-in a pass over a draft, and plumbing/layout.py finds slots in which a tree's keys are added up in
-the order that they will have in the text. Here both are applied, around the plain classes of
-llama.py and speculate.py:
+In exact arithmetic it always is. But a computer rounds, so that a sum depends on the order of its
+terms, and a CPU's kernels order them by the shapes that they are given. Two modules of plumbing/
+find out how to keep the order, and you can read this one without them:
 
-    ExactLlama      pads the tokens of a pass, and tells the cache about the pass
-    ExactKVCache    returns masked keys as padding, and keeps a tree's nodes in their slots
-    ExactVerifier   leaves out what finds no slot, and gives the cache the layout of a tree
+    kernels.py    `AttentionLimits`: how many rows, queries and keys a pass needs, so that a token's
+                  sums are the same in a pass over that token and in a pass over a draft
+    layout.py     `TreeLayout`: slots in which a tree's keys are added up in the text's order
 
-`RefinedHead` is about something else: which of two tokens wins where bfloat16 cannot tell.
+Three subclasses of the chapters' classes apply this:
 
-You do not need this file to understand the paper. Where nothing here applies (on a GPU, in float16)
-the plain classes do the same, up to rounding.
+    ExactLlama      pads each pass to what the limits ask for, and masks the padding
+    ExactKVCache    returns as many keys as the mask has, and puts a tree's nodes in their slots
+    ExactVerifier   leaves out of a tree what finds no slot
+
+A reader of the paper may skip this file. On a GPU or in float16 the plain classes do the same, up
+to rounding.
 """
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from app.results import DetailedResult
-from llama import KVCache, Llama
+from llama import Config, KVCache, Llama
 from moa import Draft, keep_nodes
 from plumbing.kernels import KEY_BLOCK, MIN_ROWS, AttentionLimits
 from plumbing.layout import TreeLayout, lay_out_tree
-from speculate import LocalVerifier
+from speculate import LocalVerifier, VerifyResult
 
 
 class ExactLlama(Llama):
-    """A packed Llama on a CPU (app/packed.py makes it). With a cache from its own `new_cache`, a
-    pass over up to `limits.most_tokens` tokens is exact. The pieces of a prompt are longer, but a
-    prompt is always cut into pieces at the same places, so the results repeat."""
+    """A Llama on a CPU, whose parts `pack` of app/packed.py replaces. With a cache from its own
+    `new_cache`, a pass over up to `limits.most_tokens` tokens is exact. (The pieces of a prompt are
+    longer. They repeat because a prompt is always cut at the same places.)"""
 
-    def __init__(self, model: Llama, limits: AttentionLimits):
-        """Take over the parts of a model whose layers are packed."""
-        nn.Module.__init__(self)  # Llama's own would create parts that are not packed
-        self.config = model.config
+    def __init__(self, config: Config, limits: AttentionLimits):
+        super().__init__(config)
         self.limits = limits
-        self.group = model.config.num_attention_heads // model.config.num_key_value_heads
-        for name, part in model.named_children():
-            self.add_module(name, part)
-        self.register_buffer("rotary", model.rotary, persistent=False)
 
     def new_cache(self, capacity: int, batch: int = 1) -> ExactKVCache:
         capacity += -capacity % KEY_BLOCK  # leaves room for masked keys
-        return ExactKVCache(super().new_cache(capacity, batch).kv, self.limits)
+        return ExactKVCache(super().new_cache(capacity, batch).kv)
 
     def hidden(
         self,
@@ -63,9 +56,8 @@ class ExactLlama(Llama):
             return super().hidden(tokens, cache, positions, mask)
         assert (positions is None) == (mask is None), "give both positions and a mask, or neither"
         count = tokens.shape[1]
-        end = cache.length + count
         if positions is None:
-            slots = torch.arange(end)
+            slots = torch.arange(cache.length + count)
             positions = slots[cache.length:]
             mask = positions.unsqueeze(1) >= slots  # needed even for a single token
         elif cache.layout is not None:
@@ -76,49 +68,50 @@ class ExactLlama(Llama):
         tokens = F.pad(tokens, (0, padding))
         positions = F.pad(positions, (0, padding))
         mask = F.pad(mask, (0, 0, 0, padding), value=True)
-        mask = self.limits.attention_mask(mask, self.group, self.dtype)
-        with cache.expect(count):  # the cache does not store the padding
+        group = self.config.num_attention_heads // self.config.num_key_value_heads
+        mask = self.limits.attention_mask(mask, group, self.dtype)
+        cache.keys = mask.shape[1]
+        try:
             hidden = super().hidden(tokens, cache, positions, mask)
-        cache.length = end  # the length does not count the padding
+        finally:
+            cache.keys = None
+        cache.length -= padding  # counted by Llama.hidden
         return hidden[:, :count]
 
 
 class ExactKVCache(KVCache):
-    """A cache whose `append` also returns some unused slots, so that the number of keys is one that
-    the limits allow. `ExactLlama.hidden` masks the unused slots.
+    """A cache that returns as many keys as the mask of `ExactLlama.hidden` has, used or not.
 
-    While a tree is verified, `layout` says in which slots its nodes lie. There attention adds up
-    the keys in the same order as in the text. `keep_path` moves the accepted nodes to the slots
-    that they have in the text, and forgets the layout.
+    While a tree is verified, `layout` says in which slots its nodes lie: there attention adds up
+    the keys in the text's order. `keep_path` moves the accepted nodes to the slots that they have
+    in the text, and forgets the layout.
     """
 
-    def __init__(self, kv: Tensor, limits: AttentionLimits):
+    def __init__(self, kv: Tensor):
         super().__init__(kv)
-        self.limits = limits
         self.layout: TreeLayout | None = None
-        self.expected: int | None = None  # the tokens of the current pass, without padding
+        self.keys: int | None = None  # what `append` returns in the present pass
 
-    @contextmanager
-    def expect(self, count: int) -> Iterator[None]:
-        """Tell the cache that a pass over `count` tokens, and perhaps padding, runs in this
-        block."""
-        self.expected = count
-        try:
-            yield
-        finally:
-            self.expected = None
+    def lay_out(self, draft: Draft, limits: AttentionLimits) -> Draft:
+        """Find slots for a draft. Return the draft of the nodes that have one. (A chain's tokens
+        have the slots that they will have in the text, and need no layout.)"""
+        draft = likeliest_first(draft)
+        layout = lay_out_tree(draft.paths, self.length, limits)
+        draft = keep_nodes(draft, layout.nodes)
+        self.layout = None if draft.is_chain else layout
+        return draft
 
     def append(self, layer: int, kv: Tensor) -> Tensor:
         """Raises RuntimeError in a pass other than `ExactLlama.hidden`, which would neither be
         exact nor mask the unused slots."""
-        if self.expected is None:
+        if self.keys is None:
             raise RuntimeError("only ExactLlama.hidden may write to its cache: use an unpacked one")
         if self.layout is None:
-            end = super().append(layer, kv[:, :, :self.expected]).shape[2]
+            # Padding beyond the keys is not stored. What is stored, the next tokens overwrite.
+            super().append(layer, kv[:, :, :self.keys - self.length])
         else:
             self.layout.write(self.kv[layer], kv)
-            end = self.layout.mask.shape[1]
-        return self.kv[layer, :, :, :self.limits.padded(end)]
+        return self.kv[layer, :, :, :self.keys]
 
     def keep_path(self, start: int, path: list[int]) -> None:
         if self.layout is not None:
@@ -128,9 +121,26 @@ class ExactKVCache(KVCache):
         super().keep_path(start, path)
 
 
+@dataclass
+class DetailedResult(VerifyResult):
+    """A result with what programs show of a cycle. `link` is one of
+
+        "connected"      the target has read the prompt, or verified the draft
+        "reconnected"    the same, over a new connection; if the draft was lost with the old one,
+                         the server has read the text again
+        "offline"        the server is out of reach, and the drafter has written unverified tokens
+
+    A target on this machine is always connected.
+    """
+
+    draft: Draft  # that was verified, perhaps without unlikely tokens; empty if none was
+    logits: Tensor | None = None  # the target's, after each node, (1 + K, V), if they are known
+    link: str = "connected"
+    reason: str = ""  # why the link is offline
+
+
 class ExactVerifier(LocalVerifier):
-    """A verifier that is exact at temperature 0, with an `ExactLlama`. With any target it returns
-    detailed results.
+    """A verifier with detailed results. With an `ExactLlama` it is exact at temperature 0.
 
     Above temperature 0 every token that was drawn has to be proposed, so none can be left out to
     make a tree fit. The last bits may differ there, but the distribution is right.
@@ -142,21 +152,10 @@ class ExactVerifier(LocalVerifier):
         return DetailedResult(**vars(result), draft=Draft(prompt[-1]))
 
     def verify(self, draft: Draft) -> DetailedResult:
-        if self.sampling.temperature == 0 and isinstance(self.cache, ExactKVCache):
-            draft = self.lay_out(draft, self.cache)
+        if self.sampling.temperature == 0 and isinstance(self.model, ExactLlama):
+            draft = self.cache.lay_out(draft, self.model.limits)
         result = super().verify(draft)
         return DetailedResult(**vars(result), draft=draft, logits=self.logits)
-
-    def lay_out(self, draft: Draft, cache: ExactKVCache) -> Draft:
-        """Find slots for a draft. Return the draft of the nodes that have one, and give the cache
-        the layout if these are a tree. (A chain's tokens have the slots that they will have in the
-        text, as the cache has it anyway.)"""
-        draft = likeliest_first(draft)
-        layout = lay_out_tree(draft.paths, cache.length, cache.limits)
-        draft = keep_nodes(draft, layout.nodes)
-        if not draft.is_chain:
-            cache.layout = layout
-        return draft
 
     def read_draft(self, draft: Draft) -> Tensor:
         self.logits = super().read_draft(draft)  # kept for the result
@@ -169,31 +168,3 @@ def likeliest_first(draft: Draft) -> Draft:
     so parents come first.) For temperature 0 only."""
     nodes = range(len(draft.tokens))
     return keep_nodes(draft, sorted(nodes, key=lambda node: -draft.path_probabilities[node]))
-
-
-REFINED_TOKENS = 16
-
-
-class RefinedHead(nn.Module):
-    """A bfloat16 LM head whose largest logits are computed again in float32.
-
-    A bfloat16 number has eight significant bits, so that 28.1 and 28.15 are both rounded to 28.125.
-    Without this, the two likeliest tokens are exactly tied at one of 25 places in greedy text, and
-    the order of the vocabulary decides. (To multiply the whole LM head in float32 would cost a
-    sixth of the speed.) Rows have the same bits alone and together: each has its own sums.
-    """
-
-    def __init__(self, head: nn.Module, weight: Tensor):
-        """head: packed. weight: the same weight, not packed, (V, E)."""
-        super().__init__()
-        self.head = head
-        self.rows = weight.detach()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return logits in float32: hidden (..., E) -> (..., V)."""
-        logits = self.head(hidden).float()
-        count = min(REFINED_TOKENS, logits.shape[-1])
-        likeliest = logits.topk(count).indices  # (..., 16)
-        rows = self.rows[likeliest].float()  # (..., 16, E)
-        refined = (rows * hidden.float().unsqueeze(-2)).sum(-1)  # (..., 16)
-        return logits.scatter_(-1, likeliest, refined)

@@ -1,18 +1,17 @@
-"""Checkpoints: loading, checking, saving, and making models ready to answer.
-
-`load_llama` of llama.py loads a plain Hugging Face folder in some twenty lines. Here models come
-from folders, .gguf files, the hub or by name (plumbing/hub.py), everything that is read is checked,
-and a mistake is an InputError of one line. What is cheap to check is checked before the target's
-weights are read, which takes longest.
+"""Checkpoints: loading and saving, and making models ready to answer.
 
     models = load_models("smollm2", None, "cpu", torch.bfloat16)    # packed, ready to answer
     target, tokenizer = load_target("smollm2", "cpu", torch.float32)
     drafter = load_drafter("runs/drafter", target)                  # not packed, as for training
+
+`load_llama` of llama.py loads a plain Hugging Face folder in some twenty lines. Here models also
+come as .gguf files, from the hub or by name (plumbing/hub.py), and a mistake is an InputError of
+one line. What is cheap to check is checked before the target's weights are read, which takes
+longest. The last section has the checks.
 """
 from __future__ import annotations
 
 import json
-import math
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -23,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from app.exact import ExactLlama
-from app.packed import pack_models, to_bfloat16
+from app.packed import pack_models
 from app.vocabulary import LimitedDrafter
 from llama import Config, Llama
 from moa import TRAINED, Drafter, DrafterConfig, kv_hidden_size
@@ -31,7 +30,13 @@ from plumbing.errors import InputError, input_errors
 from plumbing.files import atomic_write, fingerprint_files, fingerprint_model, read_json
 from plumbing.gguf import read_gguf
 from plumbing.hub import SHIPPED_DRAFTERS, is_hub_id, resolve_path
-from plumbing.huggingface import ReadTensors, load_weights, read_hugging_face, read_tensors
+from plumbing.huggingface import (
+    ReadTensors,
+    load_weights,
+    parse_number,
+    read_hugging_face,
+    read_tensors,
+)
 from plumbing.tokenizer import Tokenizer, load_tokenizer
 
 # --- Models that are ready to answer ---
@@ -48,8 +53,7 @@ class Models(NamedTuple):
 def load_models(
     model: str, drafter: str | Path | None, device: str, dtype: torch.dtype, remote: bool = False
 ) -> Models:
-    """Load a target, its tokenizer and a drafter, packed. The drafter has the target's dtype,
-    unless `to_bfloat16` converts it.
+    """Load a target, its tokenizer and a drafter, packed.
 
     drafter: its folder; None: the one that is shipped for this model. remote: whether the target is
     on a server. To draft, a client needs only the target's embeddings, LM head and last N layers,
@@ -66,9 +70,12 @@ def load_models(
     return Models(make_ready(target, [loaded]), tokenizer, loaded)
 
 
-def load_target_alone(model: str, device: str, dtype: torch.dtype) -> Models:
-    """Load a target and its tokenizer, packed, without a drafter. Raises InputError."""
-    target, tokenizer = load_target(model, device, dtype)
+def load_target_alone(
+    model: str, device: str, dtype: torch.dtype, last: int | None = None
+) -> Models:
+    """Load a target (or only its `last` layers) and its tokenizer, packed, without a drafter.
+    Raises InputError."""
+    target, tokenizer = load_target(model, device, dtype, last)
     return Models(make_ready(target, []), tokenizer, None)
 
 
@@ -80,8 +87,6 @@ def make_ready(target: Llama, drafters: list[Drafter]) -> Llama:
         # (experiments/results/smollm2/gpu.json), and while generating every pass has a new shape,
         # because the cache grows. This turns it off for the whole process.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    for drafter in drafters:
-        to_bfloat16(drafter)
     packed = pack_models(target, drafters)
     if packed.device.type == "cpu" and not isinstance(packed, ExactLlama):
         reason = "this CPU and this PyTorch have no exact kernels"
@@ -170,6 +175,15 @@ def find_drafter(model: str, drafter: str | Path | None) -> Path:
     )
 
 
+def read_drafter_config(path: Path) -> dict:
+    """Return what the config.json in a drafter's folder states. Raises InputError."""
+    for name in DRAFTER_FILES:
+        if not (path / name).exists():
+            raise InputError(f"{path}: no drafter is there ({name} is missing)")
+    stated = read_json(path / "config.json")
+    return {name: value for name, value in stated.items() if value is not None}
+
+
 def load_drafter(path: str | Path, target: Llama, kind: type[Drafter] = Drafter) -> Drafter:
     """Load a drafter of `target`, on its device and in its dtype. The target must not be packed.
 
@@ -180,19 +194,12 @@ def load_drafter(path: str | Path, target: Llama, kind: type[Drafter] = Drafter)
     config_file, weights_file = (path / name for name in DRAFTER_FILES)
     stated = read_drafter_config(path)
     check_target(stated, target.config, path)
-    for part in TRAINED:
-        if kind is Drafter and stated.get(f"use_{part}", True) is not True:
-            raise InputError(
-                f"{path}: a drafter without {part}; only python -m experiments.ablations uses it"
-            )
     tensors = dict(read_tensors([weights_file]))
-    vocabulary = stated.get("draft_vocabulary")
-    # Sizes that do not fit can cause these exceptions: in our own checks, in PyTorch, and in a
-    # division by the number of rows of an empty tensor.
-    kinds = (InputError, RuntimeError, TypeError, ZeroDivisionError)
+    # What a config.json states wrongly can cause all of these exceptions, here and in PyTorch.
+    kinds = (InputError, RuntimeError, TypeError, IndexError, ZeroDivisionError)
     with input_errors(config_file, *kinds), torch.device("meta"):
         config = complete_config(stated, tensors, target.config)
-        drafter = new_drafter(target, config, vocabulary and tuple(vocabulary), kind)
+        drafter = new_drafter(target, config, stated.get("draft_vocabulary"), kind)
     expected = drafter.trained_parameters()
     weights = load_weights(
         expected, iter(tensors.items()), weights_file, target.device, target.dtype
@@ -201,48 +208,18 @@ def load_drafter(path: str | Path, target: Llama, kind: type[Drafter] = Drafter)
     return drafter.requires_grad_(False).eval()
 
 
-def read_drafter_config(path: Path) -> dict:
-    """Return the fields of the config.json in a drafter's folder. Raises InputError."""
-    for name in DRAFTER_FILES:
-        if not (path / name).exists():
-            message = f"{path}: no drafter is there ({name} is missing)"
-            for file in [*path.glob("*/config.json"), *path.glob("*/*/config.json")]:
-                if b"kv_hidden_size" in file.read_bytes():  # only a drafter's config has this field
-                    message += f"; one is in {file.parent}"
-            raise InputError(message)
-    stated = read_json(path / "config.json")
-    for name in [*(field.name for field in fields(DrafterConfig)), "draft_vocabulary"]:
-        value = stated.get(name)
-        if value is not None and not is_valid_field(name, value):
-            raise InputError(f"{path / 'config.json'}: {name} is invalid: {value!r:.40}")
-    return stated
-
-
-def is_valid_field(name: str, value: object) -> bool:
-    """Return whether a field of a drafter's config.json may have this value."""
-    if name in ("rms_norm_eps", "rope_theta"):
-        return type(value) in (int, float) and 0 < value < math.inf
-    if name == "draft_vocabulary":  # a list of distinct tokens
-        if not isinstance(value, list) or not value:
-            return False
-        distinct = {token for token in value if type(token) is int and token >= 0}
-        return len(distinct) == len(value)
-    return type(value) is int and value >= 0  # all other fields are counts
-
-
 def complete_config(stated: dict, tensors: dict[str, Tensor], sizes: Config) -> DrafterConfig:
-    """Return a complete config. What config.json does not state is taken from the target or, for kv
-    heads and MLP widths, from the tensors' shapes. (The authors' config.json leaves some fields
-    out.)"""
+    """Return a complete config. What config.json does not state (the authors' leaves some fields
+    out) is taken from the target or, for kv heads and MLP widths, from the tensors' shapes. Raises
+    InputError for a field that is no positive number."""
     values = {
         "num_attention_heads": sizes.num_attention_heads,
         "layer_self_attention_num_attention_heads": sizes.num_attention_heads,
         "rms_norm_eps": sizes.rms_norm_eps,
         "rope_theta": sizes.rope_theta,
     }
-    for field in fields(DrafterConfig):
-        if stated.get(field.name) is not None:
-            values[field.name] = stated[field.name]
+    values |= stated
+    reused = values.pop("target_layer_inference", 0)  # may be 0; `check_sizes` checks it
     rows = {name: len(tensor) for name, tensor in tensors.items()}
     for layer in ("self_attention", "cross_attention", "layer_self_attention"):
         heads = values.get(f"{layer}_num_attention_heads", values["num_attention_heads"])
@@ -254,7 +231,61 @@ def complete_config(stated: dict, tensors: dict[str, Tensor], sizes: Config) -> 
         # q_proj has heads * D rows and k_proj kv_heads * D, so kv_heads = heads * k_rows / q_rows.
         values.setdefault(f"{layer}_num_key_value_heads", heads * k_rows // q_rows)
         values.setdefault(f"{layer}_intermediate_size", mlp_width)
-    return DrafterConfig(**values)
+    numbers = {}
+    for field in fields(DrafterConfig):
+        if field.name != "target_layer_inference":
+            kind = float if field.name in ("rms_norm_eps", "rope_theta") else int
+            numbers[field.name] = parse_number(values, field.name, kind)
+    return DrafterConfig(**numbers, target_layer_inference=reused)
+
+
+def new_drafter(
+    target: Llama,
+    config: DrafterConfig,
+    vocabulary: tuple[int, ...] | list[int] | None = None,
+    kind: type[Drafter] = Drafter,
+) -> Drafter:
+    """Make a drafter with random weights. Its target must not be packed yet.
+
+    vocabulary: the only tokens to draft; None: all tokens. kind: `Drafter`, or a variant. Raises
+    InputError for sizes that do not fit the target or each other.
+    """
+    check_sizes(config, target.config)
+    if vocabulary is None:
+        return kind(target, config)
+    known = set(vocabulary).intersection(range(target.config.vocab_size))
+    if not vocabulary or len(known) < len(vocabulary):
+        raise InputError("draft_vocabulary must be a list of distinct tokens of the target")
+    if kind is not Drafter:
+        raise InputError(f"a {kind.__name__} drafts all tokens, without a draft_vocabulary")
+    return LimitedDrafter(target, config, tuple(vocabulary))
+
+
+def save_drafter(
+    drafter: Drafter, path: Path, dtype: torch.dtype = torch.bfloat16, target_name: str = ""
+) -> None:
+    """Write config.json and model.safetensors into a folder, each completely or not at all.
+
+    dtype: of the saved weights. target_name: the target, as named with --model. Raises RuntimeError
+    for a drafter that is packed.
+    """
+    config = asdict(drafter.config) | describe_target(drafter.target.config)
+    config["draft_vocabulary"] = getattr(drafter, "vocabulary", None)
+    config["target_model"] = target_name
+    tensors = {}
+    for name, tensor in drafter.state_dict().items():
+        if name.startswith(TRAINED):
+            tensors[name] = tensor.to("cpu", dtype).contiguous()
+    config_file, weights_file = (path / name for name in DRAFTER_FILES)
+    with (
+        atomic_write(config_file) as config_part,
+        atomic_write(weights_file) as weights_part,
+    ):
+        config_part.write_text(json.dumps(config))
+        save_file(tensors, weights_part, metadata={"format": "pt"})
+
+
+# --- Does a drafter fit its target? ---
 
 
 def describe_target(sizes: Config) -> dict[str, int]:
@@ -273,39 +304,15 @@ def check_target(stated: dict, sizes: Config, path: Path) -> None:
     for size, ours in describe_target(sizes).items():
         theirs = stated.get(size, ours)
         if theirs != ours:
-            name = stated.get("target_model") or "MODEL"
             raise InputError(
                 f"{path}: this drafter belongs to another model, whose {size} is {theirs!r:.40}, "
-                f"not {ours}: add --model {name}"
+                f"not {ours}: add --model {stated.get('target_model', 'MODEL')}"
             )
-
-
-def new_drafter(
-    target: Llama,
-    config: DrafterConfig,
-    vocabulary: tuple[int, ...] | None = None,
-    kind: type[Drafter] = Drafter,
-) -> Drafter:
-    """Make a drafter with random weights. Its target must not be packed yet.
-
-    vocabulary: the only tokens to draft; None: all tokens. kind: `Drafter`, or a variant. Raises
-    InputError for sizes that do not fit the target or each other.
-    """
-    check_sizes(config, target.config)
-    if vocabulary is None:
-        return kind(target, config)
-    if max(vocabulary) >= target.config.vocab_size:
-        raise InputError(
-            f"draft_vocabulary has tokens beyond the target's {target.config.vocab_size}"
-        )
-    if kind is not Drafter:
-        raise InputError(f"a {kind.__name__} drafts all tokens, without a draft_vocabulary")
-    return LimitedDrafter(target, config, vocabulary)
 
 
 def check_sizes(config: DrafterConfig, sizes: Config) -> None:
     """Raise InputError if a drafter's sizes do not fit each other, or a target of these sizes."""
-    if config.target_layer_inference > sizes.num_hidden_layers:
+    if not 0 <= config.target_layer_inference <= sizes.num_hidden_layers:
         raise InputError(
             f"target_layer_inference {config.target_layer_inference}: the target has only "
             f"{sizes.num_hidden_layers} layers (train.py: --tli)"
@@ -318,37 +325,10 @@ def check_sizes(config: DrafterConfig, sizes: Config) -> None:
     ]
     for layer, width, heads in layers:
         kv_heads = getattr(config, f"{layer}_num_key_value_heads")
-        head_dim = width // max(1, heads)
-        divides = heads >= 1 and kv_heads >= 1 and heads % kv_heads == 0
-        if not divides or head_dim < 2 or head_dim % 2 != 0:
+        head_dim = width // heads
+        if heads % kv_heads != 0 or head_dim < 2 or head_dim % 2 != 0:
             raise InputError(
                 f"{layer}: num_attention_heads {heads} of size {head_dim} with num_key_value_heads "
                 f"{kv_heads}: kv heads must divide the heads, whose size must be even, for RoPE "
                 "(train.py: --lsa-heads, --kv-heads)"
             )
-
-
-def save_drafter(
-    drafter: Drafter, path: Path, dtype: torch.dtype = torch.bfloat16, target_name: str = ""
-) -> None:
-    """Write config.json and model.safetensors into a folder, each completely or not at all.
-
-    dtype: of the saved weights. target_name: the target, as named with --model. Raises RuntimeError
-    for a drafter that is packed.
-    """
-    config = asdict(drafter.config) | describe_target(drafter.target.config)
-    config["draft_vocabulary"] = getattr(drafter, "vocabulary", None)
-    config["target_model"] = target_name
-    tensors = {}
-    for name, part in drafter.named_children():
-        if name in TRAINED:
-            part.state_dict(destination=tensors, prefix=f"{name}.")
-    for name, tensor in tensors.items():
-        tensors[name] = tensor.to("cpu", dtype).contiguous()
-    config_file, weights_file = (path / name for name in DRAFTER_FILES)
-    with (
-        atomic_write(config_file) as config_part,
-        atomic_write(weights_file) as weights_part,
-    ):
-        config_part.write_text(json.dumps(config))
-        save_file(tensors, weights_part, metadata={"format": "pt"})

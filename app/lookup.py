@@ -5,19 +5,22 @@ from dataclasses import dataclass, field
 
 import torch
 
-from llama import KVCache, Sampling
+from llama import Sampling
 from moa import CacheUpdate, Draft, DraftLimits, DraftState
 
 
 @dataclass
 class Lookup:
-    """Takes the place of a `DraftState` in the loop. If the newest tokens have occurred before, the
-    draft copies what followed them there. Otherwise the drafter drafts, if there is one."""
+    """Takes the place of a `DraftState` in the loop. If the newest `size` tokens have occurred
+    before, the draft copies what followed them there. Otherwise `state` drafts."""
 
-    state: DraftState | None  # the drafter's; None without a drafter (see `NoDrafter`)
+    state: DraftState
     vocab_size: int
     sampling: Sampling
+    size: int = 3  # after a shorter match the drafter is right more often than a copy
     history: list[int] = field(default_factory=list)  # the text: all tokens before the root
+    # For each run of `size` tokens in the history: the index after its newest occurrence.
+    places: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def append_verified(self, update: CacheUpdate | None) -> None:
         """Grow the history, and the drafter's caches. update: None while a server is out of reach.
@@ -26,29 +29,23 @@ class Lookup:
         copy from the wrong place. Such a draft does no harm, because it is never verified.
         """
         if update is not None:
-            self.history += update.tokens
-        if self.state is not None:
-            self.state.append_verified(update)
+            for token in update.tokens:
+                self.history.append(token)
+                self.places[tuple(self.history[-self.size:])] = len(self.history)
+        self.state.append_verified(update)
 
     def draft(self, root: int, limits: DraftLimits) -> Draft:
         """Copy a chain from the text. If there is nothing to copy, let the drafter draft."""
-        tokens = self.history + [root]
+        tokens = [*self.history, root]
+        place = self.places.get(tuple(tokens[-self.size:]))
+        if place is None:
+            return self.state.draft(root, limits)
+        # If fewer than `count` tokens are left to copy, they are repeated. For example, 5 7 8 7 8
+        # ends with 7 8, which also occurs earlier. Only 7 8 follows the earlier occurrence, so the
+        # draft is 7 8 7 8 7 ...
         count = min(limits.depth, limits.total_tokens)
-        # Copy where the last 3 tokens occurred before, else where the last 2 did, else the last 1.
-        # With a drafter, copy only where the last 3 did, because after a shorter match the drafter
-        # is right more often than a copy.
-        sizes = (3, 2, 1) if self.state is None else (3,)
-        for size in sizes:
-            place = find_earlier(tokens, size)
-            if place is not None:
-                # If fewer than `count` tokens are left to copy, they are repeated. For example,
-                # 5 7 8 7 8 ends with 7 8, which also occurs earlier. Only 7 8 follows the earlier
-                # occurrence, so the draft is 7 8 7 8 7 ...
-                copied = tokens[place:place + count]
-                return self.certain_draft(root, (copied * count)[:count])
-        if self.state is None:
-            return Draft(root)
-        return self.state.draft(root, limits)
+        copied = tokens[place:place + count] * count
+        return self.certain_draft(root, copied[:count])
 
     def certain_draft(self, root: int, tokens: list[int]) -> Draft:
         """Make a chain of tokens that were not drawn.
@@ -66,21 +63,3 @@ class Lookup:
                 q[token] = 1.0
                 draft.q[parent] = q
         return draft
-
-
-def find_earlier(tokens: list[int], size: int) -> int | None:
-    """Find the newest place where the last `size` tokens occurred before. Return the index of the
-    token that followed them there, or None if there is no such place."""
-    newest = tokens[-size:]
-    for start in reversed(range(len(tokens) - size)):  # (`newest` itself starts later)
-        if tokens[start:start + size] == newest:
-            return start + size
-    return None
-
-
-class NoDrafter:
-    """Takes the place of a `Drafter` in a verifier if all drafts are copied, and no cache of a
-    drafter is to grow. Used only by the benchmark's method "lookup" (experiments/bench.py)."""
-
-    def cache_update(self, tokens: list[int], cache: KVCache) -> CacheUpdate:
-        return CacheUpdate(tokens, ca_kv=None, tli_kv=None)

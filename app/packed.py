@@ -1,4 +1,4 @@
-"""Packed weights: modules that are fast for a few tokens.
+"""Packed models: fast for a few tokens.
 
 Most of a pass over one token is spent reading the weights, so verifying a few drafted tokens should
 cost no more. However, for 2 to 16 rows (tokens) nn.Linear on a CPU takes two to three times as long
@@ -7,9 +7,11 @@ kernel reads them. With such a weight up to six rows cost no more than one (meas
 EPYC), and more rows cost less than with nn.Linear. One wide product is also faster than several
 narrow ones of the same input, even on a GPU.
 
-For these reasons `pack` replaces the modules of a finished model by the packed modules below. A
-packed model cannot be trained, saved or moved. On a CPU it is also exact, if the CPU's kernels
-allow it: see app/exact.py.
+For these reasons `pack` replaces the modules of a finished model by those of the second section. A
+packed model cannot be trained, saved or moved. On a CPU two more things are done to it:
+
+    exactness    where the CPU's kernels allow it, passes are bit-identical (app/exact.py)
+    rounding     in bfloat16, the sum over the layers and the largest logits are kept in float32
 """
 from __future__ import annotations
 
@@ -19,59 +21,56 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.exact import ExactLlama, RefinedHead
+from app.exact import ExactLlama
 from app.vocabulary import LimitedDrafter
 from llama import MLP, Attention, Llama, RMSNorm, rotate
 from moa import Drafter
 from plumbing.kernels import AttentionLimits, probe_attention, probe_rows
-from plumbing.onednn import can_multiply, has_fast_bfloat16, packed_product, reorder_weight
+from plumbing.onednn import can_multiply, packed_product, reorder_weight
 
 # --- Packing models ---
 
 
 def pack_models(target: Llama, drafters: list[Drafter]) -> Llama:
-    """Pack a target and its drafters. Return the target to use from now on."""
+    """Pack a target, and drafters of it in place. Return the target to use from now on."""
     packed = pack(target)
     for drafter in drafters:
-        pack_drafter(drafter, packed)
+        drafter.target = packed
+        if not isinstance(drafter, LimitedDrafter):
+            head = packed.lm_head
+            # Drafts need not be exact, and do without the refinement.
+            drafter.lm_head = head.head if isinstance(head, RefinedHead) else head
+        for name, part in drafter.named_children():
+            if name != "target":
+                setattr(drafter, name, replacement(part))
     return packed
 
 
 def pack(target: Llama) -> Llama:
     """Return a packed target. The one that is given is used up: if it is not itself returned, its
-    next pass raises AttributeError.
-
-    Where `can_pack` is False, the target is returned as it is.
-    """
+    next pass raises AttributeError. Where `can_pack` is False, it is returned as it is."""
     if not can_pack(target.embed_tokens.weight):
         return target
+    on_cpu = target.device.type == "cpu"
     head_weight = target.lm_head.weight
     for name, part in target.named_children():
-        setattr(target, name, packed(part))
-    if target.device.type == "cpu" and target.dtype == torch.bfloat16:
+        setattr(target, name, replacement(part))
+    if on_cpu and target.dtype == torch.bfloat16:
         target.lm_head = RefinedHead(target.lm_head, head_weight)
-    limits = find_limits(target) if target.device.type == "cpu" else None
+    limits = find_limits(target) if on_cpu else None
     if limits is None:
         return target
-    exact = ExactLlama(target, limits)
-    del target.layers  # the layers are exact's now, and need its padding
+    with torch.device("meta"):  # the parts come from the target
+        exact = ExactLlama(target.config, limits)
+    for name, part in target.named_children():
+        setattr(exact, name, part)
+    del target.layers  # they now need the padding of `exact`
     return exact
 
 
-def pack_drafter(drafter: Drafter, target: Llama) -> None:
-    """Pack a drafter in place. target: its target, which is packed already."""
-    drafter.target = target
-    if not isinstance(drafter, LimitedDrafter):
-        head = target.lm_head  # drafts need not be exact, and do without the refinement
-        drafter.lm_head = head.head if isinstance(head, RefinedHead) else head
-    for name, part in drafter.named_children():
-        if name != "target":
-            setattr(drafter, name, packed(part))
-
-
-def packed(module: nn.Module) -> nn.Module:
-    """Return what takes the place of a module: a packed module or, if none below fits, the module
-    itself with its parts replaced."""
+def replacement(module: nn.Module) -> nn.Module:
+    """Return a packed module in place of a module or, if none below fits, the module itself with
+    its parts replaced."""
     weight = next(module.parameters(), None)
     if weight is None or not can_pack(weight):
         return module
@@ -79,14 +78,15 @@ def packed(module: nn.Module) -> nn.Module:
         return PackedAttention(module)
     if isinstance(module, MLP):
         return PackedMLP(module)
-    if weight.device.type == "cpu" and isinstance(module, RMSNorm):
-        return PackedRMSNorm(module)
-    if weight.device.type == "cpu" and isinstance(module, nn.Embedding):
-        return WideEmbedding.from_pretrained(module.weight)
-    if weight.device.type == "cpu" and isinstance(module, nn.Linear) and module.bias is None:
-        return PackedLinear(module)
+    if weight.device.type == "cpu":
+        if isinstance(module, nn.Embedding):
+            return WideEmbedding.from_pretrained(module.weight)
+        if isinstance(module, RMSNorm):
+            return PackedRMSNorm(module)
+        if isinstance(module, nn.Linear) and module.bias is None:
+            return PackedLinear(module)
     for name, part in module.named_children():
-        setattr(module, name, packed(part))
+        setattr(module, name, replacement(part))
     return module
 
 
@@ -111,21 +111,6 @@ def find_limits(target: Llama) -> AttentionLimits | None:
                 return None
             part.min_rows = min_rows
     return limits
-
-
-def to_bfloat16(drafter: Drafter) -> Drafter:
-    """Convert a drafter's float32 weights to bfloat16 on a CPU that has instructions for it. Return
-    the same drafter.
-
-    Drafts need not be exact: a worse draft costs time, but never changes the text.
-    """
-    if drafter.device.type == "cpu" and drafter.dtype == torch.float32 and has_fast_bfloat16():
-        # (Not drafter.bfloat16(), which would also round the angles of the rotary tables.)
-        for parameter in drafter.trained_parameters().values():
-            parameter.data = parameter.data.bfloat16()
-        if isinstance(drafter, LimitedDrafter):  # else the LM head is the target's own
-            drafter.lm_head.bfloat16()
-    return drafter
 
 
 # --- Packed modules ---
@@ -158,27 +143,18 @@ class PackedLinear(Packed):
         return packed_product(x, self.weight, self.min_rows)
 
 
-class WideEmbedding(nn.Embedding):
-    """Embeddings in float32, whatever the dtype of the weight. Every layer adds to them, so that the
-    sum over the layers is then in float32 as well. In bfloat16 each of the 60 additions would round
-    it to eight significant bits."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens).float()
-
-
 class PackedRMSNorm(Packed):
     """RMSNorm in four operations. On a CPU F.rms_norm consists of more.
 
     x / sqrt(mean(x^2) + eps) = sqrt(size) x / sqrt(|x|^2 + size eps), and hypot(a, b) is
-    sqrt(a^2 + b^2) in one operation. All four operations are in float32, with a cast before the
-    first and after the last.
+    sqrt(a^2 + b^2) in one operation. All four are in float32, and the result is in the weight's
+    dtype.
     """
 
     def __init__(self, norm: RMSNorm):
         super().__init__()
         size = len(norm.weight)
-        self.dtype = norm.weight.dtype  # of the output; the input may be wider
+        self.dtype = norm.weight.dtype
         self.scale = norm.weight.detach().float() * math.sqrt(size)
         self.floor = torch.tensor(math.sqrt(size * norm.eps))
 
@@ -197,7 +173,7 @@ class PackedAttention(Attention):
         self.kv_heads = attention.kv_heads
         self.head_dim = attention.head_dim
         self.qkv_proj = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.o_proj = packed(attention.o_proj)
+        self.o_proj = replacement(attention.o_proj)
 
     def queries_keys_values(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         heads = self.split_heads(self.qkv_proj(x))  # (B, H + 2 Hkv, T, D)
@@ -216,22 +192,24 @@ class PackedAttention(Attention):
         return kv
 
     def forward(self, q: Tensor, kv: Tensor, mask: Tensor | None = None) -> Tensor:
-        # With a mask enable_gqa copies keys and values for every query head. Instead, stack the
-        # queries of the heads that share a kv head: with 4 heads, 2 kv heads and T tokens, 2 T rows
-        # attend to the first kv head, and 2 T rows to the second.
+        """Attend as `Attention` does.
+
+        With a mask, PyTorch's enable_gqa copies keys and values for every query head. Here the
+        queries of the `group` heads that share a kv head are stacked instead: group * T rows attend
+        to it. A mask of bools has a row for each token. A mask of numbers has one for each of the
+        stacked rows already, and perhaps more for padding: it comes from `ExactLlama`, which makes
+        it once for all layers.
+        """
         k, v = kv.chunk(2, dim=-1)
         group = self.heads // self.kv_heads
-        tokens = q.shape[2]
-        rows = q.reshape(len(q), self.kv_heads, group * tokens, self.head_dim)
-        if mask is not None and mask.dtype == torch.bool:  # one row for each token
+        stacked = group * q.shape[2]
+        rows = q.reshape(len(q), self.kv_heads, stacked, self.head_dim)
+        if mask is not None and mask.dtype == torch.bool:
             mask = torch.cat([mask] * group, dim=-2)  # (group T, S)
         elif mask is not None:
-            # A mask of numbers comes from `ExactLlama`. It has one row for each of `rows`, followed
-            # by rows for padding.
-            padding = mask.shape[-2] - group * tokens
-            rows = F.pad(rows, (0, 0, 0, padding))
+            rows = F.pad(rows, (0, 0, 0, mask.shape[-2] - stacked))
         out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask)
-        out = out[:, :, :group * tokens].reshape(q.shape)  # (B, H, T, D), without the padding
+        out = out[:, :, :stacked].reshape(q.shape)  # (B, H, T, D), without the padding
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -241,8 +219,51 @@ class PackedMLP(nn.Module):
     def __init__(self, mlp: MLP):
         super().__init__()
         self.gate_up_proj = PackedLinear(mlp.gate_proj, mlp.up_proj)
-        self.down_proj = packed(mlp.down_proj)
+        self.down_proj = replacement(mlp.down_proj)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
+
+
+# --- Where bfloat16 rounds too much ---
+#
+# A bfloat16 number has eight significant bits: 28.1 and 28.15 are both rounded to 28.125. Two
+# places of a model are kept in float32 at little or no cost. Products, weights and caches stay as
+# they are.
+
+
+class WideEmbedding(nn.Embedding):
+    """Embeddings in float32, whatever the dtype of the weight. All layers add their outputs to
+    them, so that this sum is then kept in float32, too. (Of 825 greedy choices of SmolLM2 14
+    differed from those in float32 before, and 8 since.)"""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).float()
+
+
+REFINED_TOKENS = 16
+
+
+class RefinedHead(nn.Module):
+    """A bfloat16 LM head whose largest logits are computed again in float32.
+
+    Without this, the two likeliest tokens of SmolLM2 were exactly tied at one of 22 places in
+    greedy text, and their order in the vocabulary decided. Rows have the same bits alone and
+    together: each has its own sums.
+    """
+
+    def __init__(self, head: nn.Module, weight: Tensor):
+        """head: packed. weight: the same weight, not packed, (V, E)."""
+        super().__init__()
+        self.head = head
+        self.rows = weight.detach()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return logits in float32: hidden (..., E) -> (..., V)."""
+        logits = self.head(hidden).float()
+        count = min(REFINED_TOKENS, logits.shape[-1])
+        likeliest = logits.topk(count).indices  # (..., 16)
+        rows = self.rows[likeliest].float()  # (..., 16, E)
+        refined = (rows * hidden.float().unsqueeze(-2)).sum(-1)  # (..., 16)
+        return logits.scatter_(-1, likeliest, refined)

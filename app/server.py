@@ -159,7 +159,7 @@ class TargetSession:
             raise ConnectionError("the client has left")
 
     def check_verify(self, fields: dict) -> Draft:
-        """Check a draft, and return it. It must fit the model, and the context."""
+        """Check a draft, and return it. It must fit the model, the context and the cache."""
         if self.verifier is None:
             raise ValueError("drafts must follow a text")
         request = Verify(**fields)
@@ -174,8 +174,11 @@ class TargetSession:
         else:
             check_weights(request, sizes.vocab_size)
         draft = parse_verify(request, self.service.model)
-        positions = self.verifier.cache.length + max(map(len, draft.paths))
+        cache = self.verifier.cache
+        positions = cache.length + max(map(len, draft.paths))
+        slots = cache.length + len(draft.tokens)
         check_int(positions, 0, sizes.max_position_embeddings, "number of positions")
+        check_int(slots, 0, cache.kv.shape[3], "number of slots in the cache")
         return draft
 
 

@@ -1,26 +1,22 @@
-"""The command line of speculate.py: answers one prompt, chats, or serves."""
+"""The command line of speculate.py: answers one prompt, chats, or serves.
+
+The flags come first. From them `answer` goes to an answer, in four steps.
+"""
 from __future__ import annotations
 
 import math
 import signal
 import sys
 from argparse import Namespace
-from dataclasses import replace
 from functools import partial
 
 import torch
 
 from app import client, server
-from app.answers import Alone, Method, OnServer, PlainApi, WithDrafts
-from app.chat import Terminal, generation_config
-from app.loading import (
-    Models,
-    find_drafter,
-    fingerprints,
-    load_models,
-    load_target,
-    load_target_alone,
-)
+from app.answers import Alone, Method, NewChannel, OnServer, PlainApi, WithDrafts
+from app.chat import Terminal
+from app.loading import Models, find_drafter, fingerprints, load_models, load_target_alone
+from llama import GenerationConfig
 from moa import DraftLimits
 from netsim import MAX_DRAFT_TOKENS, Link
 from plumbing import flags
@@ -59,11 +55,9 @@ def make_parser() -> flags.Parser:
         examples=EXAMPLES,
         main_flag="--prompt",
     )
-    task = parser.add_mutually_exclusive_group()
-    task.add_argument("--prompt", metavar="TEXT",
-                      help="default: standard input or, on a terminal, a chat")
-    task.add_argument("--serve", type=flags.address, metavar="[HOST:]PORT",
-                      help="be the server of --remote")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--prompt", metavar="TEXT", help="default: standard input or, on a terminal, a chat")
+    add("--serve", type=flags.address, metavar="[HOST:]PORT", help="be the server of --remote")
     flags.add_model_arguments(parser.add_argument_group("model"))
     flags.add_generation_arguments(parser.add_argument_group("text"))
     drafts = parser.add_argument_group(
@@ -71,27 +65,27 @@ def make_parser() -> flags.Parser:
         "Trees, unless --draft-length is given. Without a size here, drafts end early where the "
         "drafter is unsure. At temperature 0 a CPU verifies at most 31 tokens of a draft.",
     )
-    drafts.add_argument("--drafter", type=flags.path, metavar="DIR",
-                        help="default: the one shipped for the model")
     add_draft_arguments(drafts)
-    drafts.add_argument("--lookup", action="store_true",
-                        help="where the last three tokens occurred before, draft what followed")
-    drafts.add_argument("--no-speculation", action="store_true", help="the target alone")
-    drafts.add_argument("--show", action="store_true",
-                        help="color accepted tokens green, unverified ones yellow")
-    drafts.add_argument("--trace", action="store_true",
-                        help="show every draft, and what is kept")
+    add = drafts.add_argument
+    add("--drafter", type=flags.path, metavar="DIR",
+        help="default: the one shipped for the model")
+    add("--lookup", action="store_true",
+        help="where the last three tokens occurred before, draft what followed")
+    add("--no-speculation", action="store_true", help="the target alone")
+    add("--show", action="store_true", help="color accepted tokens green, unverified ones yellow")
+    add("--trace", action="store_true", help="show every draft, and what is kept")
     remote = parser.add_argument_group("the target on a server")
-    remote.add_argument("--remote", nargs="?", const=OWN_SERVER, type=flags.address,
-                        metavar="HOST:PORT", help="default: a second process on this machine")
+    add = remote.add_argument
+    add("--remote", nargs="?", const=OWN_SERVER, type=flags.address, metavar="HOST:PORT",
+        help="default: a second process on this machine")
     client.add_link_arguments(remote)
-    remote.add_argument("--timeout", type=flags.time_limit,
-                        help="how long to wait for a reply (default: ten times as long as for the "
-                        "slowest so far, and at least a minute for the first)")
-    remote.add_argument("--disconnect-after", type=flags.positive_int, default=math.inf,
-                        metavar="N", help="simulate an outage of the network after N tokens")
-    remote.add_argument("--disconnect-for", type=flags.duration, default=math.inf, metavar="TIME",
-                        help="length of the simulated outage (default: it never ends)")
+    add("--timeout", type=flags.time_limit,
+        help="how long to wait for a reply (default: ten times as long as for the slowest so far, "
+        "and at least a minute for the first)")
+    add("--disconnect-after", type=flags.positive_int, default=math.inf, metavar="N",
+        help="simulate an outage of the network after N tokens")
+    add("--disconnect-for", type=flags.duration, default=math.inf, metavar="TIME",
+        help="length of the simulated outage (default: it never ends)")
     return parser
 
 
@@ -111,23 +105,19 @@ def add_draft_arguments(parser: flags.ParserOrGroup) -> None:
 
 def choose_limits(args: Namespace, tree: DraftLimits) -> DraftLimits:
     """Return the limits of chains with --draft-length, else those of trees. tree: the defaults."""
-    if args.draft_length:
-        return DraftLimits(args.draft_length)
-    return tree_limits(args, tree)
+    return DraftLimits(args.draft_length) if args.draft_length else tree_limits(args, tree)
 
 
 def tree_limits(args: Namespace, tree: DraftLimits) -> DraftLimits:
     """Return the limits of trees: `tree` with the sizes that the command line states. If it states
     any, no draft ends early, however unsure the drafter is."""
-    sizes = {
-        "depth": args.draft_depth,
-        "top_k": args.draft_top_k,
-        "total_tokens": args.draft_tokens,
-    }
-    stated = {name: size for name, size in sizes.items() if size is not None}
-    if not stated:
+    if not (args.draft_depth or args.draft_top_k or args.draft_tokens):
         return tree
-    return replace(tree, **stated, min_confidence=0.0, min_probability=0.0)
+    return DraftLimits(
+        args.draft_depth or tree.depth,
+        args.draft_top_k or tree.top_k,
+        args.draft_tokens or tree.total_tokens,
+    )
 
 
 # Groups of flags that `check_arguments` refuses together. (A test compares them with the groups of
@@ -155,11 +145,9 @@ def check_arguments(parser: flags.Parser, args: Namespace) -> None:
         refuse(DRAFT_FLAGS, "is not for --no-speculation, which drafts nothing")
     if args.draft_length:
         refuse(TREE_FLAGS, "is a size of a tree, and --draft-length makes chains")
-    if args.trace or args.json:
-        refuse(["show"], "has no effect with --trace or --json")
 
 
-# --- From flags to a program ---
+# --- From flags to an answer ---
 
 
 def main() -> None:
@@ -170,17 +158,22 @@ def run() -> None:
     parser = make_parser()
     args = parser.parse_args()
     check_arguments(parser, args)
-    dtype = DTYPES[choose_dtype(args.device, args.dtype)]
-    if args.serve:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        server.serve(
-            args.serve, args.model, args.drafter, args.device, dtype, server.announce_on_terminal
-        )
+    if not args.serve:
+        answer(args)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    dtype = DTYPES[choose_dtype(args.device, args.dtype)]
+    server.serve(
+        args.serve, args.model, args.drafter, args.device, dtype, server.announce_on_terminal
+    )
+
+
+def answer(args: Namespace) -> None:
+    """Answer a prompt or, on a terminal, chat."""
+    dtype = DTYPES[choose_dtype(args.device, args.dtype)]
     chatting = args.prompt is None and sys.stdin is not None and sys.stdin.isatty()
     # Read before the models are loaded: if there is nothing to read, no time is lost.
     question = "" if chatting else given_or_piped(args.prompt)
-    models = load_needed_models(args, dtype)
     link = client.link_of(
         args.network,
         latency=args.latency,
@@ -188,52 +181,57 @@ def run() -> None:
         bandwidth=args.bandwidth,
         loss=args.loss,
     )
-    method = choose_method(args, models, dtype, link or Link())
-    config = generation_config(args, models.tokenizer)
-    terminal = Terminal(
-        models, method, config, bool(args.remote), args.show, args.trace, args.json
+    models, method = load_method(args, dtype, link or Link())
+    stop_ids = frozenset(models.tokenizer.stop_ids)
+    config = GenerationConfig(
+        args.max_new_tokens, args.temperature, args.top_p, args.seed, stop_ids
     )
+    terminal = Terminal(models, method, config, args.show, args.trace, args.json)
     if chatting:
         terminal.chat(f"The target is {args.model}, {describe_place(args.remote, link)}.")
-    else:
-        terminal.answer_once(question)
+    elif terminal.respond([{"role": "user", "content": question}]) is None:
+        sys.exit(130)  # Ctrl-C: a shell expects this status
 
 
-def load_needed_models(args: Namespace, dtype: torch.dtype) -> Models:
-    """Load the target, with a drafter if one is needed. A client loads only those layers of the
-    target that its drafter reuses."""
-    if not args.no_speculation:
-        return load_models(args.model, args.drafter, args.device, dtype, remote=bool(args.remote))
-    if not args.remote:
-        return load_target_alone(args.model, args.device, dtype)
-    # The client of a plain API does not run the target. It needs a tokenizer, and sizes.
-    return Models(*load_target(args.model, args.device, dtype, last=0), drafter=None)
+def load_method(args: Namespace, dtype: torch.dtype, link: Link) -> tuple[Models, Method]:
+    """Load what the command line needs, and return the way to answer that it asks for."""
+    remote = bool(args.remote)
+    if args.no_speculation:
+        # The client of a plain API does not run the target. It needs a tokenizer, and sizes.
+        last = 0 if remote else None
+        models = load_target_alone(args.model, args.device, dtype, last)
+        if not remote:
+            return models, Alone(models.target)
+        size = models.target.config.vocab_size
+        return models, PlainApi(channel_maker(args, dtype, link), size)
+    models = load_models(args.model, args.drafter, args.device, dtype, remote)
+    limits = choose_limits(args, REMOTE_TREE if remote else TREE)
+    if not remote:
+        return models, WithDrafts(models.target, models.drafter, limits, args.lookup)
+    new_channel = channel_maker(args, dtype, link)
+    return models, OnServer(new_channel, models.drafter, limits, args.lookup)
 
 
-def choose_method(args: Namespace, models: Models, dtype: torch.dtype, link: Link) -> Method:
-    """Return the way to answer prompts that the command line asks for. Start a server if it asks
-    for a server of its own."""
-    if not args.remote:
-        if args.no_speculation:
-            return Alone(models.target)
-        return WithDrafts(models.target, models.drafter, choose_limits(args, TREE), args.lookup)
-    folder = None if args.no_speculation else find_drafter(args.model, args.drafter)
-    address = args.remote
-    if address == OWN_SERVER:
+def channel_maker(args: Namespace, dtype: torch.dtype, link: Link) -> NewChannel:
+    """Return a function that opens a channel to the server. Start the server, if it is to be one of
+    our own."""
+    if args.remote == OWN_SERVER:
         address = server.start_server(args.model, args.drafter, args.device, dtype)
-    new_channel = partial(
+        ours = {}  # it has loaded the same files
+    else:
+        address = args.remote
+        folder = None if args.no_speculation else find_drafter(args.model, args.drafter)
+        ours = fingerprints(args.model, folder)
+    return partial(
         client.open_channel,
         address,
         link,
         args.seed,
-        fingerprints=fingerprints(args.model, folder),
+        fingerprints=ours,
         outage_after=args.disconnect_after,
         outage_for=args.disconnect_for,
         timeout=args.timeout,
     )
-    if args.no_speculation:
-        return PlainApi(new_channel, models.target.config.vocab_size)
-    return OnServer(new_channel, models.drafter, choose_limits(args, REMOTE_TREE), args.lookup)
 
 
 def describe_place(server_address: Address | None, link: Link | None) -> str:

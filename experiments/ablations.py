@@ -32,12 +32,11 @@ from app.answers import (
     timed_cycles,
     tokens_per_second,
 )
-from app.exact import ExactVerifier
+from app.exact import DetailedResult, ExactVerifier
 from app.loading import load_drafter, load_target
-from app.lookup import NoDrafter
 from app.packed import pack_models
-from app.results import DetailedResult
 from app.training import RunConfig, train_drafter
+from experiments.copies import NoDrafter
 from experiments.tables import Column, print_rows
 from llama import DecoderLayer, GenerationConfig, KVCache, Llama, Sampling, causal_mask
 from moa import (

@@ -65,7 +65,7 @@ from app.loading import (
     make_ready,
     read_drafter_config,
 )
-from app.packed import PackedLinear
+from app.packed import PackedRMSNorm
 from app.server import start_server
 from app.speculate_command import (
     OWN_SERVER,
@@ -75,6 +75,7 @@ from app.speculate_command import (
     choose_limits,
     tree_limits,
 )
+from experiments.copies import WithCopies
 from experiments.prompts import Prompt, read_prompt_file
 from experiments.tables import Column, print_rows
 from llama import GenerationConfig, Llama, generate
@@ -128,7 +129,7 @@ def local_contenders(
         with_trees = WithDrafts(target, drafter, tree)
         methods["chain"] = with_chains
         methods["tree"] = with_trees
-        methods["lookup"] = WithDrafts(target, None, chain, lookup=True)
+        methods["lookup"] = WithCopies(target, chain)
         methods["tree+lookup"] = replace(with_trees, lookup=True)
     return {name: Contender(method) for name, method in methods.items()}
 
@@ -424,7 +425,7 @@ def faster_unpacked(packed: Llama, model: str) -> Llama | None:
     Its speed is a figure of its own. Methods are compared with the packed target, which verifies
     drafts: the two round differently, and need not write the same text.
     """
-    if not isinstance(packed.lm_head, PackedLinear):
+    if not isinstance(packed.norm, PackedRMSNorm):
         return None
     plain = load_model(model, packed.device, packed.dtype)
     config = GenerationConfig(max_new_tokens=16)

@@ -65,7 +65,7 @@ class ChatTemplate:
             self.template = sandbox.from_string(source)
         longest_first = sorted(control_tokens, key=len, reverse=True)  # of two that begin alike
         # A pattern. Without any control token it matches nowhere.
-        self.control_token = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self.control_pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
 
     def render(self, messages: list[dict], add_generation_prompt: bool = False) -> str:
         """Return the markup of a conversation. The generation prompt opens the assistant's next
@@ -90,7 +90,7 @@ class ChatTemplate:
             protected.append({"role": message["role"], "content": message["content"]})
         expected = self.render(protected)
         for message in protected:
-            for token in sorted(set(re.findall(self.control_token, message["content"]))):
+            for token in sorted(set(re.findall(self.control_pattern, message["content"]))):
                 unmarked = message["content"]
                 message["content"] = unmarked.replace(token, MARK.join(token))
                 if self.render(protected).replace(MARK, "") != expected:
@@ -103,7 +103,7 @@ class ChatTemplate:
         none."""
         exchange = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": MARK}]
         _, _, ending = self.render(exchange).rpartition(MARK)
-        token = re.search(self.control_token, ending)
+        token = re.search(self.control_pattern, ending)
         if token is None:
             raise InputError("the model's chat template ends an answer with no control token")
         return token[0]

@@ -106,6 +106,8 @@ def read_gguf(path: Path) -> tuple[dict, ReadTensors]:
         config["vocab_size"] = embedding.shape[0]
     sizes = parse_config(config, path)
     head_dim = sizes["head_dim"]
+    if file.metadata.get("llama.rope.dimension_count", head_dim) != head_dim:
+        raise InputError(f"{path}: RoPE over a part of each head is not supported")
     if "rope_freqs.weight" in file.tensors:
         factors = read_tensor(file, "rope_freqs.weight", head_dim)
         sizes["rope_factors"] = tuple(factors.tolist())

@@ -97,7 +97,9 @@ def read_history(record: dict) -> list:
     """Return the turns before those of the record itself. Raises InputError."""
     turns = []
     history = record.get("history") or []
-    for exchange in history if isinstance(history, list) else [history]:
+    if not isinstance(history, list):
+        raise InputError("history is not a list")
+    for exchange in history:
         match exchange:
             case [question, answer]:
                 turns += [question, answer]

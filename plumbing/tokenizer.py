@@ -75,7 +75,7 @@ class Tokenizer:
     def encode_markup(self, markup: str) -> list[int]:
         """Return the ids of markup: control tokens by their ids, all else as plain text."""
         ids = []
-        for part in re.split(f"({self.chat_template.control_token})", markup):
+        for part in re.split(f"({self.chat_template.control_pattern})", markup):
             if part in self.control_ids:
                 ids.append(self.control_ids[part])
             else:

@@ -19,6 +19,7 @@ from app.answers import (
 )
 from app.lookup import Lookup
 from app.speculate_command import TREE
+from experiments.copies import NoDrafter, WithCopies
 from llama import PIECE, GenerationConfig, Llama, Sampling, generate
 from moa import CacheUpdate, Draft, Drafter, DraftLimits
 from speculate import TreeSampler
@@ -30,7 +31,7 @@ CHAIN = DraftLimits(depth=6, min_confidence=0.2)
 
 def draft_and_verify(
     target: Llama,
-    drafter: Drafter | None,
+    drafter: Drafter,
     limits: DraftLimits,
     count: int,
     lookup: bool = False,
@@ -169,17 +170,20 @@ def test_lookup_alone_costs_fewer_calls():
     target = new_target(16, sharpness=10.0)
     alone = target_alone(target, 40)
     for length in (1, 4, 8):
-        result = draft_and_verify(target, None, DraftLimits(length), 40, lookup=True)
+        result = answer(WithCopies(target, DraftLimits(length)), PROMPT, GenerationConfig(40))
         assert result.tokens == alone
         assert result.target_calls < 39
 
 
-@pytest.mark.parametrize("text, root, limits, drafted", [
-    ([1, 2, 3, 4, 5, 6, 1, 2], 3, DraftLimits(5, total_tokens=2), [4, 5]),  # no more than a tree's
-    ([5, 7, 8, 7], 8, DraftLimits(5), [7, 8, 7, 8, 7]),  # it goes on with what it has copied
+@pytest.mark.parametrize("size, text, root, limits, drafted", [
+    (3, [1, 2, 3, 4, 5, 1, 2], 3, DraftLimits(5, total_tokens=2), [4, 5]),  # as many as a tree
+    (3, [1, 2, 3, 4, 1, 2, 3, 5, 1, 2], 3, DraftLimits(2), [5, 1]),  # after the newest occurrence
+    (2, [5, 7, 8, 7], 8, DraftLimits(5), [7, 8, 7, 8, 7]),  # it goes on with what it has copied
+    (3, [5, 7, 8, 7], 8, DraftLimits(5), []),
+    (3, [7], 7, DraftLimits(5), []),
 ])
-def test_lookup_copies_what_followed_the_same_tokens_before(text, root, limits, drafted):
-    lookup = Lookup(None, 16, Sampling())
+def test_lookup_copies_what_followed_the_same_tokens_before(size, text, root, limits, drafted):
+    lookup = Lookup(NoDrafter(), 16, Sampling(), size)
     lookup.append_verified(CacheUpdate(text, None, None))
     assert lookup.draft(root, limits).tokens == [root, *drafted]
 

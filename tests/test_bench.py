@@ -24,7 +24,7 @@ from tiny_models import PROMPT, WORDS, new_drafter, new_target, target_alone
 from app import client
 from app.answers import Generation, Origin, TimedCycle
 from app.client import open_channel
-from app.results import DetailedResult
+from app.exact import DetailedResult
 from experiments import bench
 from experiments.bench import (
     Contender,

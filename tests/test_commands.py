@@ -1,8 +1,6 @@
 """Claims about the command lines of speculate.py and llama.py: one prompt, and bad input."""
 import io
 import json
-import os
-import pty
 import re
 import shlex
 import subprocess
@@ -242,7 +240,6 @@ def test_help_shows_the_defaults():
     (["--serve", "0", "--remote"], "--remote is for the client"),
     (["--serve", "127.0.0.1:0", "--top-p", "0.5"], "--top-p is for the client"),
     (["--serve", "99999"], "expected PORT or HOST:PORT"),
-    ([*HI, "--show", "--trace"], "--show has no effect with --trace"),
     ([*HI, "--show", "--no-speculation"], "--show is not for --no-speculation"),
     ([*HI, "--lookup", "--no-speculation"], "--lookup is not for --no-speculation"),
     ([*HI, "--trace", "--no-speculation"], "--trace is not for --no-speculation"),
@@ -269,11 +266,3 @@ def test_a_wrong_command_line_is_refused(arguments, complaint, monkeypatch):
 ], ids=case_name)
 def test_a_bad_value_is_refused(flags, culprit):
     refused(command(*HI, *flags, script="llama.py"), culprit)
-
-
-def test_without_a_prompt_on_a_terminal_one_line_says_how_to_give_one():
-    ours, theirs = pty.openpty()
-    with open(theirs) as terminal:
-        done = command(script="llama.py", stdin=terminal)
-    os.close(ours)
-    refused(done, "llama.py: error: no prompt: give one with --prompt TEXT, or pipe one in\n")

@@ -169,12 +169,6 @@ def test_a_missing_or_damaged_file_is_refused(target, saved, file, content, comp
     refused(saved, target, complaint)
 
 
-@pytest.mark.parametrize("folder", ["nowhere", ROOT / "weights", ROOT / "weights/toy"])
-def test_of_a_folder_without_a_drafter_the_message_names_those_within(target, folder):
-    within = "no drafter is there" if folder == "nowhere" else "; one is in "
-    refused(folder, target, within)
-
-
 @pytest.mark.parametrize("name, tensor, complaint", [
     ("Ekv2E.bias", None, "Ekv2E.bias missing"),
     ("Ekv2E.bias", torch.ones(3), "expected floats (16,)"),
@@ -200,7 +194,6 @@ def test_a_tensor_that_does_not_fit_is_refused(target, saved, name, tensor, comp
     ("rope_theta", []),
     ("rope_theta", 0),
     ("rms_norm_eps", math.inf),
-    ("use_cross_attention", False),
     ("draft_vocabulary", [VOCABULARY]),
     ("draft_vocabulary", [-1]),
     ("draft_vocabulary", []),

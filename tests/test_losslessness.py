@@ -30,7 +30,8 @@ import llama
 import moa
 import netsim
 import speculate
-from app.lookup import Lookup, NoDrafter
+from app.lookup import Lookup
+from experiments.copies import NoDrafter, new_copier
 from llama import GenerationConfig, Llama, Sampling, probabilities
 from moa import CacheUpdate, Draft, Drafter, DraftLimits, DraftState, likeliest_choices
 from netsim import Connection, Link, QuantizedDraftState, RemoteVerifier, Server
@@ -472,7 +473,7 @@ def one_cycle(
     drafter = drafter_for_tables(draft_vocabulary)
     target_table = Table(seed, limits.depth)
     if lookup:
-        state = Lookup(None, VOCABULARY, sampling)
+        state = new_copier(VOCABULARY, sampling)
         generator = torch.Generator().manual_seed(seed)
         text = torch.randint(VOCABULARY, (8,), generator=generator).tolist()
         state.append_verified(CacheUpdate(text, None, None))
@@ -555,8 +556,8 @@ def whole_answers(
             connection = Connection(Server(target, drafter), Link())
             verifier = RemoteVerifier(connection, config, sampling)
         else:
-            state = None if alone else TreeSampler(drafter, 64, sampling)
             verifier = LocalVerifier(target, drafter, 64, sampling)
+            state = new_copier(VOCABULARY, sampling) if alone else TreeSampler(drafter, 64, sampling)
         if lookup:
             state = Lookup(state, VOCABULARY, sampling)
         tokens = []
@@ -580,7 +581,7 @@ ANSWER_CASES = {
     "tree, N = 1": (dict(limits=TREE, cycles=1, top_p=0.9, target_layer_inference=1), accept_all),
     "draft vocabulary": (dict(limits=CHAIN, cycles=1, draft_vocabulary=(0, 2)), redraw_from_p),
     "limits": (dict(limits=CAUTIOUS_CHAIN, cycles=1, top_p=0.9), drop_unlikely_drafts),
-    "lookup": (dict(limits=CHAIN, cycles=2, lookup=True, alone=True), doubt_certain_drafts),
+    "lookup": (dict(limits=CHAIN, cycles=2, alone=True), doubt_certain_drafts),
     "lookup and drafter": (
         dict(limits=CHAIN, cycles=1, lookup=True, prompt=RETOLD),
         doubt_certain_drafts,

@@ -15,7 +15,6 @@ from app.packed import (
     can_pack,
     pack,
     pack_models,
-    to_bfloat16,
 )
 from llama import Llama, Sampling
 from moa import Draft, Drafter, DraftLimits, DraftState
@@ -41,7 +40,6 @@ def test_a_packed_model_gives_the_same_logits_for_any_number_of_tokens(folder, d
     for count in (*range(1, 18), 1, 40):
         expected = model(TOKENS[:1, :count], cache).float()
         logits = packed(TOKENS[:1, :count], packed_cache).float()
-        assert not packed_cache.kv[:, :, :, packed_cache.length:].any()  # no padding
         assert (logits - expected).abs().max() < tolerance * expected.abs().max()
 
 
@@ -55,16 +53,11 @@ def draft_of(drafter: Drafter, limits: DraftLimits) -> Draft:
     return state.draft(2, limits)
 
 
-@pytest.mark.parametrize("bfloat16", [False, True])
 @pytest.mark.parametrize("choices", [{}, N2, PARTIAL], ids=str)
-def test_packed_a_drafter_drafts_the_same_and_in_bfloat16_almost_the_same(
-        choices, bfloat16, monkeypatch):
-    # A CPU that lacks instructions for bfloat16 computes in it as exactly, only more slowly.
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
+def test_a_packed_drafter_drafts_the_same(choices):
     target = new_target(20)
     drafter = new_drafter(target, **choices)
     twin = copy.deepcopy(drafter)
-    to_bfloat16(twin)
     packed = pack_models(twin.target, [twin])
     assert twin.target is packed
     assert twin.rotary.dtype == torch.float32
@@ -72,15 +65,11 @@ def test_packed_a_drafter_drafts_the_same_and_in_bfloat16_almost_the_same(
         assert isinstance(twin.self_attention.self_attn, PackedAttention)
         assert isinstance(twin.lm_head, PackedLinear)
         assert (twin.lm_head is packed.lm_head) == ("draft_vocabulary" not in choices)
-        assert twin.dtype == (torch.bfloat16 if bfloat16 else torch.float32)
     limits = DraftLimits(3, 4, 12)
     expected = draft_of(drafter, limits)
     draft = draft_of(twin, limits)
-    if bfloat16:
-        assert draft.probabilities[1] == pytest.approx(expected.probabilities[1], rel=0.1)
-    else:
-        assert (draft.tokens, draft.parents) == (expected.tokens, expected.parents)
-        assert draft.probabilities == pytest.approx(expected.probabilities, rel=1e-4)
+    assert (draft.tokens, draft.parents) == (expected.tokens, expected.parents)
+    assert draft.probabilities == pytest.approx(expected.probabilities, rel=1e-4)
 
 
 @packs
