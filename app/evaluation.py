@@ -124,7 +124,7 @@ def check_context(seq_len: int, target: Llama) -> None:
     if target.device.type != "cpu":
         context = context // LENGTH_STEP * LENGTH_STEP
     if seq_len > context:
-        raise InputError(f"--seq-len {seq_len}: the target has room for {context} tokens")
+        raise InputError(f"--seq-len {seq_len}: the target's context is {context}")
 
 
 def pad_for_gpu(example: Example, device: torch.device) -> Example:

@@ -60,11 +60,10 @@ def load_models(
     so only these are loaded. Raises InputError.
     """
     folder = find_drafter(model, drafter)
-    stated = read_drafter_config(folder)
     path = resolve_path(model)
     sizes, _ = read_sizes(path)
-    check_target(stated, sizes, folder)
-    last = stated.get("target_layer_inference", 0) if remote else None
+    saved = read_drafter(folder, sizes)
+    last = saved.config.target_layer_inference if remote else None
     target, tokenizer = load_target(path, device, dtype, last)
     loaded = load_drafter(folder, target)
     return Models(make_ready(target, [loaded]), tokenizer, loaded)
@@ -175,13 +174,28 @@ def find_drafter(model: str, drafter: str | Path | None) -> Path:
     )
 
 
-def read_drafter_config(path: Path) -> dict:
-    """Return what the config.json in a drafter's folder states. Raises InputError."""
-    for name in DRAFTER_FILES:
-        if not (path / name).exists():
-            raise InputError(f"{path}: no drafter is there ({name} is missing)")
-    stated = read_json(path / "config.json")
-    return {name: value for name, value in stated.items() if value is not None}
+class SavedDrafter(NamedTuple):
+    """What a drafter's folder holds."""
+
+    stated: dict  # in config.json
+    config: DrafterConfig  # the same, completed
+    tensors: dict[str, Tensor]
+
+
+def read_drafter(path: Path, sizes: Config) -> SavedDrafter:
+    """Read a drafter's folder. Raises InputError if a file is missing or damaged, or if the drafter
+    does not fit a target of these sizes."""
+    config_file, weights_file = (path / name for name in DRAFTER_FILES)
+    for file in (config_file, weights_file):
+        if not file.exists():
+            raise InputError(f"{path}: no drafter is there ({file.name} is missing)")
+    stated = {name: value for name, value in read_json(config_file).items() if value is not None}
+    check_target(stated, sizes, path)
+    tensors = dict(read_tensors([weights_file]))
+    with input_errors(config_file, InputError, TypeError, ZeroDivisionError):
+        config = complete_config(stated, tensors, sizes)
+        check_sizes(config, sizes)
+    return SavedDrafter(stated, config, tensors)
 
 
 def load_drafter(path: str | Path, target: Llama, kind: type[Drafter] = Drafter) -> Drafter:
@@ -191,19 +205,13 @@ def load_drafter(path: str | Path, target: Llama, kind: type[Drafter] = Drafter)
     InputError if a file is missing or damaged, or does not fit the target.
     """
     path = Path(path)
-    config_file, weights_file = (path / name for name in DRAFTER_FILES)
-    stated = read_drafter_config(path)
-    check_target(stated, target.config, path)
-    tensors = dict(read_tensors([weights_file]))
-    # What a config.json states wrongly can cause all of these exceptions, here and in PyTorch.
-    kinds = (InputError, RuntimeError, TypeError, IndexError, ZeroDivisionError)
-    with input_errors(config_file, *kinds), torch.device("meta"):
-        config = complete_config(stated, tensors, target.config)
+    stated, config, tensors = read_drafter(path, target.config)
+    # PyTorch raises any of the last three for sizes and vocabularies that are impossible.
+    kinds = (InputError, RuntimeError, TypeError, IndexError)
+    with input_errors(path, *kinds), torch.device("meta"):
         drafter = new_drafter(target, config, stated.get("draft_vocabulary"), kind)
     expected = drafter.trained_parameters()
-    weights = load_weights(
-        expected, iter(tensors.items()), weights_file, target.device, target.dtype
-    )
+    weights = load_weights(expected, iter(tensors.items()), path, target.device, target.dtype)
     drafter.load_state_dict(weights, strict=False, assign=True)
     return drafter.requires_grad_(False).eval()
 

@@ -63,7 +63,8 @@ from app.loading import (
     load_models,
     load_target,
     make_ready,
-    read_drafter_config,
+    read_drafter,
+    read_sizes,
 )
 from app.packed import PackedRMSNorm
 from app.server import start_server
@@ -91,6 +92,7 @@ from plumbing.flags import (
     path,
     time_limit,
 )
+from plumbing.hub import resolve_path
 from plumbing.prompts import answer_length
 from plumbing.tokenizer import Tokenizer
 
@@ -397,8 +399,9 @@ def load(args: Namespace, dtype: torch.dtype) -> tuple[Models, dict[str, Drafter
         folder = args.drafter[0] if args.drafter else None
         models = load_models(args.model, folder, args.device, dtype)
         return models, {str(folder): models.drafter}
+    sizes, _ = read_sizes(resolve_path(args.model))
     for folder in args.drafter:
-        read_drafter_config(folder)  # before the target loads, which takes longer
+        read_drafter(folder, sizes)  # before the target loads, which takes longer
     target, tokenizer = load_target(args.model, args.device, dtype)
     drafters = {}
     for folder in args.drafter:

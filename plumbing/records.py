@@ -98,7 +98,7 @@ def read_history(record: dict) -> list:
     turns = []
     history = record.get("history") or []
     if not isinstance(history, list):
-        raise InputError("history is not a list")
+        raise InputError("history is not a list of pairs")
     for exchange in history:
         match exchange:
             case [question, answer]:
