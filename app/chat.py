@@ -75,7 +75,8 @@ class Terminal:
         try:
             with closing(generation.record(self.method.cycles(prompt, config))) as cycles:
                 with prompt_bar(len(prompt)) as bar:
-                    with after_each_pass(self.models.target, lambda: bar.update(PIECE)):
+                    read_piece = lambda: bar.update(min(PIECE, bar.total - bar.n))
+                    with after_each_pass(self.models.target, read_piece):
                         first = next(cycles)
                 display.emit(first)
                 for cycle in cycles:

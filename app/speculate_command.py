@@ -20,7 +20,7 @@ from llama import GenerationConfig
 from moa import DraftLimits
 from netsim import MAX_DRAFT_TOKENS, Link
 from plumbing import flags
-from plumbing.devices import DTYPES, choose_dtype
+from plumbing.devices import DTYPES, choose_dtype, warn_if_busy
 from plumbing.errors import run_command
 from plumbing.messages import Address
 from plumbing.prompts import given_or_piped
@@ -171,6 +171,7 @@ def run() -> None:
 def answer(args: Namespace) -> None:
     """Answer a prompt or, on a terminal, chat."""
     dtype = DTYPES[choose_dtype(args.device, args.dtype)]
+    warn_if_busy()
     chatting = args.prompt is None and sys.stdin is not None and sys.stdin.isatty()
     # Read before the models are loaded: if there is nothing to read, no time is lost.
     question = "" if chatting else given_or_piped(args.prompt)

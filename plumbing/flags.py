@@ -138,7 +138,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *, examples: str = "", main_flag: str = "", **kwargs):
         epilog = f"examples:\n{examples}" if examples else None
         keep_lines = argparse.RawDescriptionHelpFormatter
-        super().__init__(epilog=epilog, formatter_class=keep_lines, **kwargs)
+        super().__init__(
+            epilog=epilog, formatter_class=keep_lines, allow_abbrev=False, **kwargs
+        )
         self.main_flag = main_flag
 
     def error(self, message: str) -> NoReturn:

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Callable
 
 from plumbing.errors import InputError, input_errors
 
@@ -36,26 +35,3 @@ def answer_length(context: int, prompt_length: int, max_new_tokens: int) -> int:
         warning = f"the context leaves room for {room} new tokens, not {max_new_tokens}"
         print(warning, file=sys.stderr)
     return min(room, max_new_tokens)
-
-
-def drop_oldest_exchanges(
-    messages: list[dict], count_tokens: Callable[[list[dict]], int], context: int, room: int
-) -> list[dict]:
-    """Return the newest messages of a chat that leave `room` tokens of the context for an answer.
-    Print how many questions were dropped.
-
-    The messages are question, answer, question, answer, ..., question, without a system message.
-    A question and its answer are dropped together. The last question always stays.
-    """
-    kept = messages
-    length = count_tokens(kept)
-    while len(kept) > 1 and length > context - room:
-        kept = kept[2:]
-        length = count_tokens(kept)
-    dropped = (len(messages) - len(kept)) // 2
-    # If the last question is too long by itself, the caller refuses the question and keeps all
-    # earlier messages. Nothing is left out in that case, so nothing is printed.
-    if dropped and length < context:
-        note = f"the context is full: the oldest questions are left out ({dropped})"
-        print(note, file=sys.stderr)
-    return kept

@@ -11,8 +11,7 @@ import json
 import os
 import select
 import sys
-from contextlib import contextmanager, suppress
-from threading import Timer
+from contextlib import suppress
 from typing import Collection, Iterator
 
 from tqdm import tqdm
@@ -20,7 +19,6 @@ from tqdm import tqdm
 # --- While a prompt is read ---
 
 LONG_PROMPT = 256  # tokens: a prompt of this length or more has a progress bar
-PATIENCE = 1.0  # seconds to wait for a server in silence
 
 
 def prompt_bar(length: int) -> tqdm:
@@ -30,19 +28,6 @@ def prompt_bar(length: int) -> tqdm:
     return tqdm(
         desc="reading the prompt", total=length, unit=" tokens", leave=False, disable=is_short
     )
-
-
-@contextmanager
-def waiting_note() -> Iterator[None]:
-    """Print a line if the block takes longer than PATIENCE. In it a server reads a prompt, and a
-    server does not say how far it has read."""
-    note = "connecting, and waiting for the server to read the prompt ..."
-    timer = Timer(PATIENCE, print, [note], {"file": sys.stderr})
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 # --- Text and colors ---

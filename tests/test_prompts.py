@@ -4,25 +4,8 @@ import sys
 
 import pytest
 from conftest import case_name, raises
-from tiny_target import CHAT
 
-from plumbing.prompts import answer_length, drop_oldest_exchanges, given_or_piped
-
-
-@pytest.mark.parametrize("room, kept, line", [
-    (60, 0, ""),
-    (30, 2, "the context is full: the oldest questions are left out (1)\n"),
-    (15, 4, "the context is full: the oldest questions are left out (2)\n"),
-    (5, 4, "the context is full: the oldest questions are left out (2)\n"),
-])
-def test_the_oldest_questions_and_answers_make_room_for_an_answer_but_the_last_question_stays(
-        room, kept, line, capsys):
-    def count_characters(messages: list[dict]) -> int:
-        return sum(len(message["content"]) for message in messages)
-
-    messages = [*CHAT, {"role": "user", "content": "Thanks."}]  # 14 + 8 + 6 + 14 + 7 characters
-    assert drop_oldest_exchanges(messages, count_characters, 60, 60 - room) == messages[kept:]
-    assert capsys.readouterr().err == line
+from plumbing.prompts import answer_length, given_or_piped
 
 
 def test_a_prompt_that_leaves_no_room_in_the_context_is_an_input_error(capsys):

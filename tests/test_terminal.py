@@ -1,12 +1,11 @@
 """Claims about what a person sees while a prompt is read and of control characters, and about why
 an answer ended."""
 import sys
-import time
 
 import pytest
 
 from plumbing import terminal
-from plumbing.terminal import printable, prompt_bar, quote, waiting_note, why_stopped
+from plumbing.terminal import printable, prompt_bar, quote, why_stopped
 
 
 @pytest.mark.parametrize("length, is_shown", [
@@ -19,16 +18,6 @@ def test_a_long_prompt_has_a_bar_of_which_nothing_is_left(length, is_shown, caps
         assert ("reading the prompt" in told) == is_shown
         bar.update(512)  # more than was left
     assert capsys.readouterr().err.rpartition("\r")[2].strip() == ""  # spaces, where the bar was
-
-
-@pytest.mark.parametrize("seconds", [0.1, 0.0])
-def test_only_a_server_that_sends_nothing_for_a_while_is_explained(seconds, capsys, monkeypatch):
-    monkeypatch.setattr(terminal, "PATIENCE", 0.05)
-    with waiting_note():
-        time.sleep(seconds)
-    time.sleep(0.1)
-    told = capsys.readouterr().err
-    assert ("waiting for the server to read the prompt" in told) == (seconds > 0)
 
 
 def test_a_terminal_is_sent_no_character_that_it_obeys_and_a_file_gets_all(monkeypatch):
