@@ -270,8 +270,7 @@ class Draft:
         return None
 
     def path_of(self, tokens: list[int]) -> list[int]:
-        """Return the path from the root along these tokens, as nodes. (A client finds out with it
-        which of its drafts a server kept.) Raises ValueError for a token not drafted there."""
+        """Return the nodes of a path of tokens from the root. Raises ValueError without one."""
         path = [0]
         for token in tokens:
             child = self.child(path[-1], token)
