@@ -1,0 +1,569 @@
+"""The drafters that experiments/compare.py compares: the paper's, variants of it, and its opponents.
+
+    full           the paper's drafter (moa.py), trained as in train.py
+    full-unmasked  the same, but in training every query sees the memory of all earlier tokens
+    full-one-run   the same, but in training a whole answer is one mock cycle
+    last-layer     the memory is made of the target's last layer alone, which GLIDE reads
+    no-memory      SA and a plain layer, which see tokens only: the control
+    eagle          EAGLE's (Li et al. 2024a): reads the target's last hidden state of the token
+                   before each, or its own prediction of that state
+    eagle-3        EAGLE-3's (Li et al. 2025): reads the states of three layers, predicts no state
+                   of the target's, and is trained on its own predictions for several steps
+    n-1, n-2, n-4  the paper's drafter, which reuses the target's last N layers
+    kl-only        the paper's drafter without Smooth L1
+    smooth-l1-only the paper's drafter without KL
+
+An `Arm` says how a drafter is made, trained and used. Drafters of two families differ in what they
+read of the newest tokens, which the target has not verified yet:
+
+    the paper's        the memory of verified tokens only: `horizon` says which these are
+    autoregressive     one vector for each token before. Of a token that is not verified this is
+                       the drafter's own output, so they run step by step, in training too.
+
+Shapes: as in moa.py and train.py, and R states of the target that a drafter reads of a token.
+"""
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Iterable, Iterator, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from app.answers import Cycles, count_slots, timed_cycles
+from app.exact import DetailedResult, ExactVerifier
+from experiments.copies import NoDrafter
+from llama import (
+    Attention,
+    DecoderLayer,
+    GenerationConfig,
+    KVCache,
+    Llama,
+    MLP,
+    RMSNorm,
+    Sampling,
+    causal_mask,
+)
+from moa import (
+    LSA_TOKENS,
+    CacheUpdate,
+    Draft,
+    Drafter,
+    DrafterConfig,
+    DraftLimits,
+    default_config,
+    empty_cache,
+)
+from speculate import TreeSampler
+from train import cross_attend, reuse_target_layers, self_attend
+
+# --- What the target shows of a text ---
+
+
+class Reading(NamedTuple):
+    """What the target computes in a pass over tokens (B, T)."""
+
+    tokens: Tensor  # (B, T)
+    kv: Tensor  # its cache by token, (B, T, L, 2 Ekv)
+    states: list[Tensor]  # the states that enter each layer, and the last one's output, (B, T, E)
+    final: Tensor  # its final hidden states, (B, T, E)
+
+
+@torch.no_grad()
+def read(target: Llama, tokens: Tensor) -> Reading:
+    """Run the target over tokens (B, T). As `target_pass` of train.py, but all states are kept."""
+    count = tokens.shape[1]
+    rope = target.rotary[:, :count]
+    mask = causal_mask(count, past=0, device=tokens.device)
+    cache = target.new_cache(count, len(tokens))
+    states = [target.embed_tokens(tokens)]
+    for i, layer in enumerate(target.layers):
+        states.append(layer(states[-1], rope, mask, cache, i))
+    return Reading(tokens, cache.by_token(0, count), states, target.norm(states[-1]))
+
+
+# --- The paper's family ---
+
+
+def moa_features(drafter: Drafter, reading: Reading, horizons: Iterable[Tensor]) -> Iterator:
+    """Run a drafter of the paper's family over a text, once for each horizon (B, T). Yields CA's
+    output and the predicted final states, (B, T, E) each, as `drafter_pass` of train.py does. What
+    the horizon does not change is computed once."""
+    memory = drafter.build_memory(reading.kv.split(LSA_TOKENS, dim=1))  # (B, T, E)
+    sa_output = self_attend(drafter, reading.tokens)  # (B, T, E)
+    for horizon in horizons:
+        ca_output = cross_attend(drafter, sa_output, memory, horizon)
+        if drafter.N == 0:
+            yield ca_output, ca_output
+        else:
+            yield ca_output, reuse_target_layers(drafter, ca_output, reading.kv, horizon)
+
+
+class LastLayerDrafter(Drafter):
+    """The memory of a token is a projection of its key and value in the target's last layer."""
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        del self.layer_self_attention
+
+    def build_memory(self, pieces: Iterable[Tensor]) -> Tensor:
+        last = [kv[:, :, -1] for kv in pieces]
+        return self.Ekv2E(torch.cat(last, dim=1).to(self.dtype))
+
+
+# --- The autoregressive family ---
+#
+# Number the tokens as in moa.py, with the root t as the newest one. Let v_j be the vector that is
+# read of token j. Then the drafter computes a_i, which predicts token i + 1, from
+#
+#     the embeddings e_0, ..., e_i, and of each token the vector of the one before it:
+#         v_j for a verified token j          made of the target's states
+#         a_j for the root and drafted ones   what the drafter has just computed there
+#
+# A draft takes as many steps as it has tokens. `unroll` takes these steps for all positions of a
+# text at once. In step s every query i is in a draft whose root is i - s. Its own token and those
+# before it, back to the root, belong to that draft. What they computed in steps s, s - 1, ..., 0 is
+# what query i attends to; before the root it attends to verified tokens. Here query 6 in step 2:
+#
+#     position    0 1 2 3 4 5 6
+#     step 0      + + + + + . .      verified tokens 0 to 3, and the root 4
+#     step 1      . . . . . + .
+#     step 2      . . . . . . +
+#
+# (This is EAGLE-3's "training-time test". Their code calls position i + s what is i here.)
+
+
+class AutoregressiveDrafter(Drafter):
+    """A drafter that reads one vector for the token before each."""
+
+    reads_states = 0  # R
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        del self.layer_self_attention, self.Ekv2E, self.cross_attention
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.trained_parameters().values())).dtype
+
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        frozen = ("target.", "lm_head.")
+        parameters = dict(self.named_parameters())
+        return {name: p for name, p in parameters.items() if not name.startswith(frozen)}
+
+    @property
+    def layer_count(self) -> int:
+        return 1
+
+    def read_modules(self, target: Llama) -> list[nn.Module]:
+        """Return the R modules of the target whose outputs are read."""
+        return []
+
+    def states_of(self, reading: Reading) -> Tensor:
+        """Return the R states that are read of each token, side by side, (B, T, R E)."""
+        batch, count = reading.tokens.shape
+        return reading.final.new_zeros(batch, count, 0)
+
+    def condense(self, states: Tensor) -> Tensor:
+        """Make the vector v of each token of its states (B, T, R E) -> (B, T, E)."""
+        return states.to(self.dtype)
+
+    def run(
+        self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
+        """Run the layers on embeddings (B, T, E) and on the vectors of the tokens before (B, T, E).
+        Returns a (B, T, E)."""
+        raise NotImplementedError
+
+    def feature(self, a: Tensor) -> Tensor:
+        """Return what the LM head is applied to."""
+        return a
+
+
+class StepsCache(KVCache):
+    """Keys and values of all positions, of each step so far: `append` returns those of step 0, then
+    those of step 1, and so on."""
+
+    def __init__(self, layers: int):
+        self.steps = [[] for _ in range(layers)]
+
+    def append(self, layer: int, kv: Tensor) -> Tensor:
+        self.steps[layer].append(kv)
+        return torch.cat(self.steps[layer], dim=2)
+
+
+def steps_mask(count: int, step: int, device: torch.device) -> Tensor:
+    """Return what each query sees in a step, (T, (step + 1) T): see the picture above."""
+    query = torch.arange(count, device=device).unsqueeze(1)
+    key = torch.arange(count, device=device)
+    blocks = [key <= query - step]
+    for earlier in range(1, step + 1):
+        blocks.append(key == query - step + earlier)
+    return torch.cat(blocks, dim=1)
+
+
+def unroll(
+    drafter: AutoregressiveDrafter, reading: Reading, steps: int, noise: Tensor | None = None
+) -> list[Tensor]:
+    """Return a (B, T, E) of each step: in step s that of query i in a draft with root i - s. (Where
+    i < s there is no such draft, and the numbers mean nothing.)
+
+    noise (B, T, E): added to the vectors of verified tokens.
+    """
+    count = reading.tokens.shape[1]
+    embeddings = drafter.embed(reading.tokens)
+    vectors = drafter.condense(drafter.states_of(reading))
+    if noise is not None:
+        vectors = vectors + noise
+    rope = drafter.rotary[:, :count]
+    cache = StepsCache(drafter.layer_count)
+    outputs = []
+    for step in range(steps):
+        mask = steps_mask(count, step, reading.tokens.device)
+        a = drafter.run(embeddings, shift(vectors), rope, mask, cache)
+        outputs.append(a)
+        vectors = a
+    return outputs
+
+
+def shift(vectors: Tensor) -> Tensor:
+    """Return the vector of the token before each, and zeros at the first (B, T, E)."""
+    return F.pad(vectors[:, :-1], (0, 0, 1, 0))
+
+
+def new_layer(drafter: Drafter) -> DecoderLayer:
+    """Return a layer of SA's sizes."""
+    config = drafter.config
+    return DecoderLayer(
+        width=drafter.target.config.hidden_size,
+        inner=config.self_attention_intermediate_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.self_attention_num_key_value_heads,
+        head_dim=drafter.head_dim,
+        eps=config.rms_norm_eps,
+    )
+
+
+class NoMemoryDrafter(AutoregressiveDrafter):
+    """SA and a plain layer, which see tokens and nothing else."""
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        self.second = new_layer(self)
+
+    @property
+    def layer_count(self) -> int:
+        return 2
+
+    def condense(self, states: Tensor) -> Tensor:
+        batch, count, _ = states.shape
+        return torch.zeros(batch, count, 1, dtype=self.dtype, device=self.device)  # not used
+
+    def run(
+        self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
+        x = self.self_attention(embeddings, rope, mask, cache, 0)
+        return self.second(x, rope, mask, cache, 1)
+
+
+class EagleDrafter(AutoregressiveDrafter):
+    """EAGLE's: one decoder layer over U e + W v, where v is the target's final hidden state. As in
+    EAGLE's code, that layer has no norm before its attention."""
+
+    reads_states = 1
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        width = target.config.hidden_size
+        self.join = nn.Linear(2 * width, width, bias=False)  # [U W]
+        self.self_attention.input_layernorm = nn.Identity()
+
+    def read_modules(self, target: Llama) -> list[nn.Module]:
+        return [target.norm]
+
+    def states_of(self, reading: Reading) -> Tensor:
+        return reading.final
+
+    def run(
+        self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
+        x = self.join(torch.cat([embeddings, before.to(embeddings.dtype)], dim=-1))
+        return self.self_attention(x, rope, mask, cache, 0)
+
+
+class WideLayer(nn.Module):
+    """EAGLE-3's decoder layer: its attention reads embeddings and vectors side by side, 2 E wide,
+    and what it finds is added to the vectors."""
+
+    def __init__(self, width: int, inner: int, heads: int, kv_heads: int, head_dim: int, eps: float):
+        super().__init__()
+        self.input_layernorm = RMSNorm(width, eps)
+        self.hidden_norm = RMSNorm(width, eps)
+        self.self_attn = Attention(2 * width, heads, kv_heads, head_dim)
+        self.self_attn.o_proj = nn.Linear(heads * head_dim, width, bias=False)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+        self.mlp = MLP(width, inner)
+
+    def forward(
+        self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
+        pair = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(before)], dim=-1)
+        q, kv = self.self_attn.queries_keys_values(pair, rope)
+        x = before + self.self_attn(q, cache.append(0, kv), mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle3Drafter(AutoregressiveDrafter):
+    """EAGLE-3's: v condenses the outputs of a low, a middle and a high layer of the target, and the
+    LM head follows a norm of the drafter's own. (The head itself is the target's, as in all arms.
+    EAGLE-3 trains one.)"""
+
+    reads_states = 3
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        width = target.config.hidden_size
+        self.join = nn.Linear(3 * width, width, bias=False)
+        self.self_attention = WideLayer(
+            width,
+            config.self_attention_intermediate_size,
+            config.num_attention_heads,
+            config.self_attention_num_key_value_heads,
+            self.head_dim,
+            config.rms_norm_eps,
+        )
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+
+    def chosen_layers(self, target: Llama) -> list[int]:
+        """Return the numbers of the three layers, as in EAGLE-3's code."""
+        count = target.config.num_hidden_layers
+        return [1, count // 2 - 1, count - 4]
+
+    def read_modules(self, target: Llama) -> list[nn.Module]:
+        return [target.layers[i] for i in self.chosen_layers(target)]
+
+    def states_of(self, reading: Reading) -> Tensor:
+        chosen = self.chosen_layers(self.target)
+        return torch.cat([reading.states[i + 1] for i in chosen], dim=-1)
+
+    def condense(self, states: Tensor) -> Tensor:
+        return self.join(states.to(self.dtype))
+
+    def run(
+        self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
+        return self.self_attention(embeddings, before, rope, mask, cache)
+
+    def feature(self, a: Tensor) -> Tensor:
+        return self.norm(a)
+
+
+# --- The autoregressive family while drafting ---
+
+
+class AutoregressiveState(TreeSampler):
+    """Drafts of the autoregressive family, with one cache, of the layers that it runs.
+
+    Verified tokens have to pass through the layers, with the true vectors of the tokens before
+    them. (In EAGLE's code they do so together with the next root.)
+    """
+
+    def __init__(self, drafter: AutoregressiveDrafter, capacity: int, sampling: Sampling):
+        super().__init__(drafter, capacity, sampling)
+        kv_heads = drafter.config.self_attention_num_key_value_heads
+        layers = drafter.layer_count
+        self.self_cache = empty_cache(drafter, layers, kv_heads, capacity, drafter.head_dim)
+        self.verified = 0  # tokens
+        self.last: Tensor | None = None  # the vector of the last verified token, (1, 1, E)
+        self.vectors: dict[int, Tensor] = {}  # by expanded node of the draft, (E)
+
+    @property
+    def text_length(self) -> int:
+        return self.verified
+
+    def append_verified(self, update: CacheUpdate) -> None:
+        """Run the layers over newly verified tokens. update.ca_kv has their vectors (1, T, E)."""
+        self.discard_draft()
+        vectors = update.ca_kv
+        first = torch.zeros_like(vectors[:, :1]) if self.last is None else self.last
+        before = torch.cat([first, vectors[:, :-1]], dim=1)  # (1, T, E)
+        count = len(update.tokens)
+        rope = self.drafter.rotary[:, self.verified:self.verified + count]
+        mask = causal_mask(count, past=self.verified, device=self.drafter.device)
+        self.drafter.run(self.embed(update.tokens), before, rope, mask, self.self_cache)
+        self.self_cache.length += count
+        self.verified += count
+        self.last = vectors[:, -1:]
+
+    def step(self, draft: Draft, frontier: list[int]) -> Tensor:
+        """Run the layers on the frontier. Returns what the LM head is applied to (F, E)."""
+        drafter = self.drafter
+        self.expanded += frontier
+        mask = self.frontier_mask(draft, frontier)  # (F, S)
+        position = self.text_length + draft.depth(frontier[0])
+        rope = drafter.rotary[:, position:position + 1]
+        before = self.last
+        if frontier != [0]:
+            parents = [self.vectors[draft.parents[node]] for node in frontier]
+            before = torch.stack(parents).unsqueeze(0)  # (1, F, E)
+        embeddings = self.embed([draft.tokens[node] for node in frontier])
+        a = drafter.run(embeddings, before, rope, mask, self.self_cache)  # (1, F, E)
+        self.self_cache.length += len(frontier)
+        self.vectors.update(zip(frontier, a[0]))
+        return drafter.feature(a[0])
+
+
+class StateVerifier(ExactVerifier):
+    """A verifier that hands over the vectors of verified tokens, in the place of CA's keys and
+    values."""
+
+    def __init__(self, model: Llama, drafter: Drafter, capacity: int, sampling: Sampling):
+        super().__init__(model, NoDrafter(), capacity, sampling)
+        self.reader = drafter
+
+    def prefill(self, prompt: list[int]) -> DetailedResult:
+        with self.outputs() as outputs:
+            result = super().prefill(prompt)
+        return self.with_vectors(result, prompt, outputs, list(range(len(prompt))))
+
+    def verify(self, draft: Draft) -> DetailedResult:
+        with self.outputs() as outputs:
+            result = super().verify(draft)
+        path = result.draft.path_of(result.accepted)
+        return self.with_vectors(result, [draft.tokens[0], *result.accepted], outputs, path)
+
+    @contextmanager
+    def outputs(self) -> Iterator[list[list[Tensor]]]:
+        """Collect what the read modules put out (1, T, E), a list for each, within this block. (A
+        prompt may take several passes, and a pass may be padded on the right.)"""
+        modules = self.reader.read_modules(self.model)
+        outputs = [[] for _ in modules]
+        handles = []
+        for module, kept in zip(modules, outputs):
+            hook = lambda _module, _inputs, output, kept=kept: kept.append(output)
+            handles.append(module.register_forward_hook(hook))
+        try:
+            yield outputs
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def with_vectors(
+        self, result: DetailedResult, tokens: list[int], outputs: list, path: list[int]
+    ) -> DetailedResult:
+        """Return the result with the vectors of verified tokens. path: their places in the passes."""
+        states = [torch.cat(kept, dim=1)[:, path] for kept in outputs]
+        nothing = torch.zeros(1, len(tokens), 0, device=self.model.device)
+        vectors = self.reader.condense(torch.cat([nothing, *states], dim=-1))
+        update = CacheUpdate(tokens, vectors, vectors.new_empty(0))
+        return replace(result, update=update)
+
+
+# --- The arms ---
+
+
+@dataclass(frozen=True)
+class Arm:
+    """How a drafter is made and trained. By default as in the paper, with N = 0."""
+
+    kind: type[Drafter] = Drafter
+    tli: int = 0  # N
+    run_length: tuple[int, int] = (5, 15)  # of mock cycles, see train.py
+    kl_weight: float = 0.1
+    feature_weight: float = 1.0
+    steps: int = 1  # of `unroll`, in training
+    noise: float = 0.0  # on the vectors of verified tokens, uniform, from -noise / 2 to noise / 2
+
+    @property
+    def is_autoregressive(self) -> bool:
+        return issubclass(self.kind, AutoregressiveDrafter)
+
+
+ARMS = {
+    "full": Arm(),
+    "full-unmasked": Arm(run_length=(1, 1)),
+    "full-one-run": Arm(run_length=(100_000, 100_000)),
+    "last-layer": Arm(LastLayerDrafter),
+    "no-memory": Arm(NoMemoryDrafter),
+    "eagle": Arm(EagleDrafter, noise=0.2),
+    "eagle-3": Arm(Eagle3Drafter, feature_weight=0.0, steps=7),
+    "n-1": Arm(tli=1),
+    "n-2": Arm(tli=2),
+    "n-4": Arm(tli=4),
+    "kl-only": Arm(feature_weight=0.0),
+    "smooth-l1-only": Arm(kl_weight=0.0),
+}
+
+
+def new_drafter_of(
+    arm: Arm, target: Llama, width: int | None, vocabulary: Tensor | None, seed: int
+) -> Drafter:
+    """Return a drafter with random weights.
+
+    width: of the MLPs of the paper's drafter (None: its default). The other arms get MLPs that make
+    them as large. vocabulary (V'): the only tokens to draft.
+    """
+    config = default_config(target)
+    if width is not None:
+        config = with_mlps(config, width)
+    config = replace(config, target_layer_inference=arm.tli)
+    with torch.device("meta"):
+        wanted = count_parameters(Drafter(target, config))
+        # Every parameter that is not in an MLP is there at any width.
+        sizes = [count_parameters(arm.kind(target, with_mlps(config, inner))) for inner in (1, 2)]
+    if arm.kind is not Drafter:
+        inner = 1 + round((wanted - sizes[0]) / (sizes[1] - sizes[0]))
+        config = with_mlps(config, max(1, inner))
+    torch.manual_seed(seed)
+    drafter = arm.kind(target, config).to(target.device)
+    if vocabulary is not None:
+        drafter.lm_head = LimitedHead(target, vocabulary)
+    return drafter
+
+
+def with_mlps(config: DrafterConfig, width: int) -> DrafterConfig:
+    return replace(
+        config, self_attention_intermediate_size=width, cross_attention_intermediate_size=width
+    )
+
+
+def count_parameters(drafter: Drafter) -> int:
+    return sum(parameter.numel() for parameter in drafter.trained_parameters().values())
+
+
+class LimitedHead(nn.Module):
+    """An LM head that gives all tokens but V' of them the logit minus infinity."""
+
+    def __init__(self, target: Llama, vocabulary: Tensor):
+        super().__init__()
+        self.vocab_size = target.config.vocab_size
+        self.register_buffer("vocabulary", vocabulary)  # (V')
+        rows = target.lm_head.weight[vocabulary]
+        self.weight = nn.Parameter(rows, requires_grad=False)  # (V', E)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = hidden.new_full((*hidden.shape[:-1], self.vocab_size), -math.inf)
+        return logits.index_copy_(-1, self.vocabulary, F.linear(hidden, self.weight))
+
+
+@dataclass
+class WithArm:
+    """A way to answer prompts, as `WithDrafts` of app/answers.py, with any of these drafters."""
+
+    target: Llama
+    drafter: Drafter
+    limits: DraftLimits
+
+    @torch.inference_mode()
+    def cycles(self, prompt: list[int], config: GenerationConfig) -> Cycles:
+        sampling = config.new_sampling(self.target.device)
+        capacity = count_slots(prompt, config, self.limits)
+        new_verifier, new_state = ExactVerifier, TreeSampler
+        if isinstance(self.drafter, AutoregressiveDrafter):
+            new_verifier, new_state = StateVerifier, AutoregressiveState
+        verifier = new_verifier(self.target, self.drafter, capacity, sampling)
+        state = new_state(self.drafter, capacity, sampling)
+        return timed_cycles(verifier, state, prompt, config, self.limits)
