@@ -19,9 +19,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from experiments.arms import Arm, Reading, moa_features, unroll
+from experiments.arms import Arm, LimitedHead, Reading, moa_features, unroll
 from llama import probabilities
 from moa import Drafter
 
@@ -70,12 +71,11 @@ def acceptance_by_depth(
         queries = slice(text.prompt, len(text.tokens) - 1)
         tokens = text.tokens[text.prompt + 1:].to(drafter.device)  # (n), those that are predicted
         if temperature > 0:
-            logits = drafter.target.lm_head(reading.final[row, queries])
+            logits = logits_of(drafter.target.lm_head, reading.final[row, queries])
             p = probabilities(logits, temperature).gather(-1, tokens.unsqueeze(-1))  # (n, 1)
         accepted = torch.zeros(depth, len(text.tokens) - 1)
         for d in range(depth):
-            hidden = features[d, row, queries].to(drafter.lm_head.weight.dtype)
-            logits = drafter.lm_head(hidden).float()  # (n, V)
+            logits = logits_of(drafter.lm_head, features[d, row, queries])  # (n, V)
             if temperature == 0:
                 accepted[d, queries] = (logits.argmax(-1) == tokens).float().cpu()
             else:
@@ -83,6 +83,13 @@ def acceptance_by_depth(
                 accepted[d, queries] = (q / p).clamp(max=1.0)[:, 0].cpu()
         results.append(accepted)
     return results
+
+
+def logits_of(head: nn.Module, hidden: Tensor) -> Tensor:
+    """Apply an LM head in float32: in bfloat16 some likeliest tokens would be tied."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = F.linear(hidden.float(), head.weight.float())
+    return head.spread(logits) if isinstance(head, LimitedHead) else logits
 
 
 def count_passes(accepted: Tensor, prompt: int, count: int) -> float:

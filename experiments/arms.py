@@ -545,8 +545,12 @@ class LimitedHead(nn.Module):
         self.weight = nn.Parameter(rows, requires_grad=False)  # (V', E)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = hidden.new_full((*hidden.shape[:-1], self.vocab_size), -math.inf)
-        return logits.index_copy_(-1, self.vocabulary, F.linear(hidden, self.weight))
+        return self.spread(F.linear(hidden, self.weight))
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Return logits of all tokens, given those of V'."""
+        everywhere = logits.new_full((*logits.shape[:-1], self.vocab_size), -math.inf)
+        return everywhere.index_copy_(-1, self.vocabulary, logits)
 
 
 @dataclass

@@ -225,7 +225,8 @@ def make_update(
         }
         with mixed_precision(device, config.dtype):
             lesson = make_lesson(entrants[0].drafter, collate(some[rows], device))
-            noise = draw_noise(lesson.reading.final, (config.seed, update, first))
+            seed = (config.seed << 48) + (update << 16) + first
+            noise = draw_noise(lesson.reading.final, seed)
             for entrant in entrants:
                 scaled = noise * entrant.arm.noise if entrant.arm.noise else None
                 loss = losses_of(entrant, lesson, horizons[entrant.arm.run_length], scaled).loss
@@ -250,10 +251,10 @@ def make_lesson(drafter: Drafter, batch: Example) -> Lesson:
     return Lesson(reading, trained, logits.log_softmax(-1, dtype=torch.float32))
 
 
-def draw_noise(like: Tensor, seed: tuple[int, ...]) -> Tensor:
+def draw_noise(like: Tensor, seed: int) -> Tensor:
     """Draw numbers from -1/2 to 1/2, the same whenever the training comes to this place."""
-    draws = np.random.default_rng(seed).random(like.shape, dtype=np.float32) - 0.5
-    return torch.from_numpy(draws).to(like.device, like.dtype)
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.rand(like.shape, generator=generator, device=like.device) - 0.5
 
 
 # --- Texts, and scores along them ---
