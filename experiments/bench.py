@@ -16,6 +16,10 @@ target alone or, where the target is on a server, with plain use of an API on th
     python -m experiments.bench --remote --network 4g      # the target on a server
     python -m experiments.bench spec_bench.jsonl --drafter runs/a runs/b
 
+Next to a speed-up and an acceptance length stands its 95% interval, bootstrapped over prompts
+(`experiments.intervals`): how far it may move with other prompts of the same kinds. It does not
+cover what changes from run to run, such as a busy machine. --json adds what every prompt gave.
+
 `bench_prompts` yields a turn at a time, so that what was measured survives Ctrl-C. `summarize`
 makes a row of each category and method.
 """
@@ -38,6 +42,7 @@ if not __package__:  # run as a file: Python does not find the repository's root
     print("run this from the repository's root: python -m experiments.bench", file=sys.stderr)
     sys.exit(2)
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -77,6 +82,7 @@ from app.speculate_command import (
     tree_limits,
 )
 from experiments.copies import WithCopies
+from experiments.intervals import bootstrap_interval
 from experiments.prompts import Prompt, read_prompt_file
 from experiments.tables import Column, print_rows
 from llama import GenerationConfig, Llama, generate
@@ -112,6 +118,7 @@ class Turn(NamedTuple):
     """A question that all contenders have answered."""
 
     category: str
+    prompt: int  # which one of the file, counted from 0
     answers: dict[str, Generation]  # by the name of the contender
 
 
@@ -178,10 +185,10 @@ def bench_prompts(
     context: the model's.
     """
     warm_up = Prompt("", ["Hello"])
-    for _ in bench_prompt(tokenizer, context, contenders, warm_up, config, seed=0):
+    for _ in bench_prompt(tokenizer, context, contenders, warm_up, config, index=0):
         pass
-    for seed, prompt in enumerate(tqdm(prompts, unit=" prompts"), start=1):
-        yield from bench_prompt(tokenizer, context, contenders, prompt, config, seed)
+    for index, prompt in enumerate(tqdm(prompts, unit=" prompts")):
+        yield from bench_prompt(tokenizer, context, contenders, prompt, config, index)
 
 
 def bench_prompt(
@@ -190,10 +197,11 @@ def bench_prompt(
     contenders: dict[str, Contender],
     prompt: Prompt,
     config: GenerationConfig,
-    seed: int,
+    index: int,
 ) -> Iterator[Turn]:
     """Let all contenders answer every turn of one prompt. All get the same conversation: its
-    earlier answers are the first contender's. seed: of the order in which they answer."""
+    earlier answers are the first contender's. index: the prompt's number, which is also the seed of
+    the order in which they answer."""
     names = list(contenders)
     messages = []
     for question in prompt.turns:
@@ -206,10 +214,10 @@ def bench_prompt(
             return
         answers = {}
         # In a random order, so that a machine that slows down hurts all of them alike.
-        for name in random.Random(seed).sample(names, len(names)):
+        for name in random.Random(index).sample(names, len(names)):
             method = contenders[name].method
             answers[name] = answer(method, ids, replace(config, max_new_tokens=count))
-        yield Turn(prompt.category, answers)
+        yield Turn(prompt.category, index, answers)
         first = answers[names[0]]
         messages.append({"role": "assistant", "content": tokenizer.decode(first.tokens)})
 
@@ -217,6 +225,7 @@ def bench_prompt(
 # --- Rows ---
 
 UNPACKED = "target (not packed)"  # a row of its own, see `faster_unpacked`
+MIN_PROMPTS = 5  # an interval of fewer would promise more than it can keep
 
 
 def summarize(
@@ -237,6 +246,9 @@ def summarize(
             bases = [turn.answers[contender.base] for turn in group]
             row = {"category": category, "method": name}
             row |= summarize_costs(ours, bases)
+            row |= summarize_intervals(
+                measure_prompts(group, name), measure_prompts(group, contender.base)
+            )
             if config.temperature == 0:  # only then the tokens have to be the same
                 same = sum(g.tokens == base.tokens for g, base in zip(ours, bases))
                 row["identical"] = same / len(group)
@@ -270,6 +282,51 @@ def summarize_costs(ours: list[Generation], bases: list[Generation]) -> dict:
     }
 
 
+def measure_prompts(turns: list[Turn], method: str) -> list[dict]:
+    """Return a row of each prompt: what a method gave, in all turns of the prompt together."""
+    answers: dict[int, list[Generation]] = {}
+    for turn in turns:
+        answers.setdefault(turn.prompt, []).append(turn.answers[method])
+    rows = []
+    for prompt, ours in answers.items():
+        rows.append({
+            "prompt": prompt,
+            "method": method,
+            "new_tokens": sum(len(g.tokens) for g in ours),
+            "target_calls": sum(g.target_calls for g in ours),
+            "acceptance_length": acceptance_length(ours),
+            "seconds": sum(g.seconds for g in ours),
+        })
+    return rows
+
+
+def summarize_intervals(ours: list[dict], bases: list[dict]) -> dict:
+    """Return the 95% intervals of the speed-up and of the acceptance length over prompts, from rows
+    of `measure_prompts`: a method's, and its base's."""
+    if len(ours) < MIN_PROMPTS:
+        return {}
+    # Prompts are drawn, not turns: the turns of a conversation are alike.
+    new_tokens, seconds = column(ours, "new_tokens"), column(ours, "seconds")
+    base_tokens, base_seconds = column(bases, "new_tokens"), column(bases, "seconds")
+    calls, lengths = column(ours, "target_calls"), column(ours, "acceptance_length")
+
+    def speedup(_: np.ndarray, p: np.ndarray) -> float:
+        speed = new_tokens[p].sum() / seconds[p].sum()
+        return speed / (base_tokens[p].sum() / base_seconds[p].sum())
+
+    def mean_length(_: np.ndarray, p: np.ndarray) -> float:
+        return (lengths[p] * calls[p]).sum() / max(1, calls[p].sum())
+
+    return {
+        "speedup_interval": list(bootstrap_interval(speedup, len(ours))),
+        "acceptance_length_interval": list(bootstrap_interval(mean_length, len(ours))),
+    }
+
+
+def column(rows: list[dict], key: str) -> np.ndarray:
+    return np.array([row[key] for row in rows])
+
+
 def summarize_traffic(ours: list[Generation]) -> dict:
     """Return what crossed the network for each token that the target verified."""
     tokens = sum(len(g.tokens) - g.unverified for g in ours)
@@ -297,13 +354,15 @@ def offline_quality(target: Llama, ours: list[Generation], bases: list[Generatio
     return {"agreement": fmean(agreed), "perplexity": math.exp(fmean(nll))}
 
 
+INTERVAL = Column("95%", "the interval of the figure to its left, over prompts of these kinds")
 COLUMNS = {
     "tokens_per_second": Column("tokens/s", "new tokens per second, the prompt's time included"),
     "speedup": Column("speed-up", "over the target alone; over networks, over plain API use"),
-    "speedup_quartiles": Column("quartiles", "of the speed-up over the turns"),
+    "speedup_interval": INTERVAL,
     "acceptance_length": Column("accepted", "new tokens per pass of the target (without prompts)"),
-    "draft_share": Column("drafting", "share of the time that drafting takes"),
-    "identical": Column("identical", "share of turns whose tokens are those of the target alone"),
+    "acceptance_length_interval": INTERVAL,
+    "draft_share": Column("draft", "share of the time that drafting takes"),
+    "identical": Column("same", "share of turns whose tokens are those of the target alone"),
     "round_trips_per_token": Column("trips", "per token: messages up that wait for one down"),
     "bytes_up_per_token": Column("up", "bytes per token, to the server, with the prompt"),
     "bytes_down_per_token": Column("down", "bytes per token, from the server, with the memory"),
@@ -355,7 +414,7 @@ def compare_texts(rows: list[dict]) -> str:
 DEFAULT_PROMPTS = Path(__file__).parent / "prompts.jsonl"
 EXAMPLES = """\
 python -m experiments.bench
-python -m experiments.bench prompts.jsonl --max-new-tokens 64
+python -m experiments.bench experiments/test_prompts.jsonl --max-new-tokens 64
 python -m experiments.bench --remote --latency 21ms
 python -m experiments.bench --drafter runs/a runs/b --draft-length 4
 """
@@ -365,7 +424,7 @@ NETWORK_FLAGS = "network", "latency", "jitter", "bandwidth", "loss", "timeout"
 def parse_arguments() -> Namespace:
     parser = Parser(
         usage="python -m experiments.bench [FILE] [flags]",
-        description="Measure every method on the same prompts.",
+        description="Measure every method on the same prompts, with 95% intervals over prompts.",
         examples=EXAMPLES,
     )
     add = parser.add_argument
@@ -501,7 +560,10 @@ def main() -> None:
         if turns:
             rows = summarize(models.target, contenders, turns, config)
             if args.json:
-                print(json.dumps({"rows": rows}))
+                by_prompt = []
+                for name in contenders:
+                    by_prompt += measure_prompts(turns, name)
+                print(json.dumps({"rows": rows, "prompts": by_prompt}))
             else:
                 print_result(rows)
     if not turns:

@@ -39,7 +39,8 @@ def print_rows(rows: list[dict], labels: list[str], columns: dict[str, Column]) 
         values = [row.get(key) for row in rows]
         if all(value is None for value in values):
             continue
-        legend.append(column)
+        if column not in legend:  # two columns may share a meaning, say "interval of the last"
+            legend.append(column)
         cells = align([column.heading] + [format_value(value) for value in values], str.rjust)
         if table_width(part + [cells]) > WIDTH:
             print_lines(part)

@@ -308,5 +308,5 @@ def test_the_program_measures_the_target_and_chains_for_each_batch_size(
         assert row["new_tokens"] > row["target_calls"] > 0
         assert (row["acceptance_length"] > 1) == (row["method"] == "chain")
     done = command(batching, *flags)
-    assert "\nbatch      conversations at a time" in done.out  # the legend
+    assert "\nbatch     conversations at a time" in done.out  # the legend
     assert "Fastest: " in done.out and "All texts are identical" in done.out

@@ -30,6 +30,7 @@ from experiments.bench import (
     Contender,
     Turn,
     bench_prompts,
+    measure_prompts,
     offline_quality,
     print_result,
     remote_contenders,
@@ -101,7 +102,7 @@ ANSWERS = {
     "chain x:y": answer_of(1.0, [1, 2, 3, 4], calls=1),  # a drafter's folder may be named so
     "tree": answer_of(2.0, [1, 2, 3, 5], calls=2),
 }
-TURNS = [Turn("a", ANSWERS), Turn("a", ANSWERS), Turn("b", ANSWERS)]
+TURNS = [Turn("a", 0, ANSWERS), Turn("a", 1, ANSWERS), Turn("b", 2, ANSWERS)]
 
 
 def test_a_row_has_the_totals_of_its_category_and_method():
@@ -136,6 +137,70 @@ def test_prompts_of_one_category_have_no_rows_twice():
     assert [row["category"] for row in rows] == ["overall"] * 3
 
 
+def turns_at(speedups: list[int]) -> list[Turn]:
+    """A turn of each of several prompts, whose trees are so many times as fast as the target, and
+    whose acceptance length is the same number. Each takes the target longer than the one before."""
+    turns = []
+    for i, speedup in enumerate(speedups):
+        seconds = 6.0 * (i + 1)
+        answers = {
+            "target": answer_of(seconds, [1] * 7, calls=6),
+            "tree": answer_of(seconds / speedup, [1] * 7, calls=6 // speedup),
+        }
+        turns.append(Turn("a", i, answers))
+    return turns
+
+
+def tree_row(turns: list[Turn]) -> dict:
+    """The row of trees over all turns."""
+    contenders = {name: Contender(None) for name in ("target", "tree")}
+    return summarize(None, contenders, turns, GenerationConfig(7))[-1]
+
+
+def test_an_interval_covers_its_figure_and_shrinks_with_more_prompts():
+    few = tree_row(turns_at([1, 2, 3] * 3))
+    many = tree_row(turns_at([1, 2, 3] * 30))
+    for figure in ("speedup", "acceptance_length"):
+        widths = []
+        for row in (few, many):
+            low, high = row[f"{figure}_interval"]
+            assert 1 <= low < row[figure] < high <= 3
+            widths.append(high - low)
+        assert 2.5 < widths[0] / widths[1] < 4  # the root of ten is 3.2
+
+
+def test_prompts_of_one_speed_up_have_a_point_as_their_interval():
+    row = tree_row(turns_at([3] * 9))  # some take longer, but the target takes longer there, too
+    assert row["speedup_interval"] == [pytest.approx(3)] * 2
+    assert row["acceptance_length_interval"] == [pytest.approx(3)] * 2
+
+
+def test_a_conversation_counts_as_one_prompt_in_an_interval():
+    turns = turns_at([1, 2, 3, 3, 2, 1])
+    again = []
+    for turn in turns:
+        again += [turn, turn]  # a second turn that is like the first
+    for figure in ("speedup_interval", "acceptance_length_interval"):
+        assert tree_row(again)[figure] == pytest.approx(tree_row(turns)[figure])
+
+
+def test_too_few_prompts_have_no_interval():
+    assert "speedup_interval" in tree_row(turns_at([1] * bench.MIN_PROMPTS))
+    assert "speedup_interval" not in tree_row(turns_at([1] * (bench.MIN_PROMPTS - 1)))
+
+
+def test_what_a_prompt_gave_is_the_sum_of_its_turns():
+    first, second = turns_at([2, 3])
+    assert measure_prompts([first, second._replace(prompt=first.prompt)], "tree") == [{
+        "prompt": 0,
+        "method": "tree",
+        "new_tokens": 14,
+        "target_calls": 3 + 2,
+        "acceptance_length": 12 / 5,
+        "seconds": 6 / 2 + 12 / 3,
+    }]
+
+
 def test_all_methods_go_on_after_the_targets_own_answer():
     target = new_target(16)
     asked = {"target": [], "other": []}
@@ -158,6 +223,7 @@ def test_all_methods_go_on_after_the_targets_own_answer():
     context = target.config.max_position_embeddings
     turns = list(bench_prompts(WORDS, context, contenders, prompts, GenerationConfig(4)))
     assert [turn.category for turn in turns] == ["a", "a", "b"]  # the warm-up is none of them
+    assert [turn.prompt for turn in turns] == [0, 0, 1]
     assert turns[0].answers["other"].tokens == [3]
     second = [{"content": "one"}, {"content": "1 2"}, {"content": "two"}]
     for prompts_of in asked.values():
@@ -215,7 +281,8 @@ def test_over_networks_everything_is_measured_on_each_and_cut_once(monkeypatch):
 
 
 def test_a_table_fits_100_columns_explains_its_headings_and_ends_with_a_sentence(capsys):
-    everything = {key: 12345.678 for key in bench.COLUMNS} | {"speedup_quartiles": [10.25, 12.5]}
+    everything = {key: 12345.678 for key in bench.COLUMNS}
+    everything |= {"speedup_interval": [10.25, 12.5], "acceptance_length_interval": [1.0, 2.0]}
     offline = everything | {"method": "disconnected:network", "speedup": 99.0}
     online = everything | {"method": "remote+lookup:network", "speedup": 1.5, "identical": 1.0}
     del online["unverified_tokens"], online["agreement"]
@@ -229,6 +296,7 @@ def test_a_table_fits_100_columns_explains_its_headings_and_ends_with_a_sentence
         assert f"{column.heading} " in "\n".join(line + " " for line in lines)
         assert any(line.startswith(column.heading) and column.meaning in line for line in lines)
     assert sum(line.startswith("a long category  remote+lookup:network") for line in lines) > 1
+    assert sum(line.startswith("95%") for line in lines) == 1  # of two columns with one meaning
 
 
 def test_a_table_says_which_texts_differ_and_that_nothing_was_faster(capsys):
@@ -282,6 +350,11 @@ def test_the_program_reads_all_formats_and_leaves_out_a_prompt_that_is_too_long(
         assert row["target_calls"] < row["new_tokens"]
         assert row["tokens_per_second"] > 0
         assert row["speedup"] == 1 or row["method"] != "target"
+    by_prompt = [row for row in json.loads(done.out)["prompts"] if row["method"] == "tree"]
+    assert [row["prompt"] for row in by_prompt] == [0, 1, 2]
+    overall = next(row for row in rows if (row["category"], row["method"]) == ("overall", "tree"))
+    for key in ("new_tokens", "target_calls"):
+        assert sum(row[key] for row in by_prompt) == overall[key]
 
 
 def test_the_program_measures_several_drafters(checkpoint, prompt_file):
@@ -307,6 +380,15 @@ def test_the_program_starts_a_server_of_its_own(checkpoint, prompt_file):
 def test_the_default_prompt_set_has_several_prompts_of_each_of_six_categories():
     counts = Counter(prompt.category for prompt in read_prompt_file(bench.DEFAULT_PROMPTS))
     assert len(counts) == 6 and min(counts.values()) > 1
+
+
+def test_the_test_set_has_eight_prompts_of_each_of_six_categories_and_none_of_the_default_set():
+    default = read_prompt_file(bench.DEFAULT_PROMPTS)
+    test = read_prompt_file(bench.DEFAULT_PROMPTS.with_name("test_prompts.jsonl"))
+    counts = Counter(prompt.category for prompt in test)
+    assert list(counts.values()) == [8] * 6
+    turns = [turn for prompt in default + test for turn in prompt.turns]
+    assert len(set(turns)) == len(turns)
 
 
 def test_run_as_a_file_the_program_says_how_it_is_run():
