@@ -49,7 +49,7 @@ from plumbing.tokenizer import Tokenizer, read_hugging_face_tokenizer
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # folders
 FUNCTION_CHARACTERS = 1500  # longer functions, which would not fit in a window, are left out
-HELD_OUT_FUNCTIONS = 256
+HELD_OUT_FUNCTIONS = 200
 CONTROLS = ["<|im_start|>", "<|im_end|>"]  # of ChatML: ids 0 and 1; the latter ends a turn
 CHATML_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
