@@ -75,7 +75,8 @@ def format_value(value: float | list[float] | None) -> str:
         return ""
     if isinstance(value, list):
         low, high = value
-        return f"{low:.2f}-{high:.2f}"
+        separator = "-" if low >= 0 else " to "  # no minus sign after a dash
+        return f"{low:.2f}{separator}{high:.2f}"
     if isinstance(value, float):
         return f"{value:.2f}"
     return str(value)

@@ -95,20 +95,15 @@ class Chance:
             return int(p.argmax())
         return self.outcome(p.double().tolist())
 
-    def gumbel_topk(self, p: Tensor, k: int, generator: torch.Generator) -> Tensor:
-        """In place of speculate.gumbel_topk: p (F, V), k tokens each in the order drawn."""
-        rows = []
-        for weights in p.double().tolist():
-            drawn = []
-            for _ in range(k):
-                if any(weights):
-                    token = self.outcome(weights)
-                else:  # nothing is left: what comes now must not be used
-                    token = min(set(range(len(weights))) - set(drawn))
-                weights[token] = 0.0
-                drawn.append(token)
-            rows.append(drawn)
-        return torch.tensor(rows)
+    def gumbel_topk(self, p: Tensor, k: int, generator: torch.Generator) -> list[int]:
+        """In place of speculate.gumbel_topk: k tokens from p (V), in the order drawn."""
+        weights = p.double().tolist()
+        drawn = []
+        for _ in range(k):
+            token = self.outcome(weights)
+            weights[token] = 0.0
+            drawn.append(token)
+        return drawn
 
     def rand(self, count: int, generator: torch.Generator, device=None) -> UniformNumbers:
         """In place of torch.rand."""
