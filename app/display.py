@@ -55,15 +55,16 @@ class Trace(Display):
         self.tokenizer = tokenizer
         self.control_ids = set(tokenizer.control_ids.values())
         self.stream = TextStream(tokenizer)  # of the answer so far
-        self.newest = ""  # the answer's newest token: its text, or its label
+        self.newest = ""  # the text of the answer's newest token
+        self.newest_label = ""
         self.cycles = 0
 
     def emit(self, cycle: TimedCycle) -> None:
         self.cycles += 1
         record = self.record(cycle)
         for token in cycle.tokens:
-            text = self.stream.add(token)
-            self.newest = text or self.label(token, text)
+            self.newest = self.stream.add(token)
+            self.newest_label = self.label(token, self.newest)
         lines = [json.dumps(record)] if self.as_json else draw_cycle(record)
         print(*lines, sep="\n", flush=True)
 
@@ -78,6 +79,7 @@ class Trace(Display):
         record = {
             "cycle": self.cycles,
             "root": self.newest,
+            "root_label": self.newest_label,
             "drafts": self.drafted_nodes(cycle),
             "token": result.token,
             "text": "".join(texts) if cycle.is_offline else texts[-1],

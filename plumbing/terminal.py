@@ -66,7 +66,8 @@ def paint(text: str, color: str) -> str:
 # `draw_cycle`, and --trace --json prints it. A record is a dict with these keys:
 #
 #     cycle             the number of the cycle, from 1
-#     root              the text, or the label, of the root, the token that the draft follows
+#     root              the text of the root, the token that the draft follows
+#     root_label        the root's label, see below
 #     drafts            a dict for each drafted token, as below
 #     token             the target's own token; offline, the drafter's last token
 #     text              the text of `token`; offline, of all tokens of the cycle
@@ -113,7 +114,7 @@ def draw_cycle(record: dict) -> Iterator[str]:
     if drafts:
         # A chain goes straight down, however long it is: an indent for each level would not fit.
         is_chain = all(node["parent"] == i - 1 for i, node in enumerate(drafts))
-        yield f"  {quote(record['root'])}"
+        yield f"  {quote(record['root'], record['root_label'])}"
         yield from draw_branch(drafts, parent=-1, indent="  ", is_chain=is_chain)
     if record["offline"]:
         yield paint("  offline: the drafter alone wrote, unverified,", YELLOW)
