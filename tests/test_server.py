@@ -520,6 +520,7 @@ REMOTE = ["--prompt", "Hi", "--remote"]
 
 @pytest.mark.parametrize("arguments, complaint", [
     ([*REMOTE, "--latency", "21"], "a duration like"),
+    ([*REMOTE, "--latency", "-3ms"], "a duration like"),
     ([*REMOTE, "--network", "3g"], "--network"),
     ([*REMOTE, "http://localhost:7000"], "HOST:PORT"),
     (["--serve", "0.0.0.0:7000"], "ssh -L 7000:localhost:7000 server"),
