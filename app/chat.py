@@ -10,7 +10,7 @@ import sys
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from app.answers import Generation, Method, after_each_pass
+from app.answers import Generation, Method, Origin, after_each_pass
 from app.display import Display, Printer, Trace
 from app.loading import Models
 from llama import PIECE, GenerationConfig
@@ -61,7 +61,7 @@ class Terminal:
 
     def respond(self, messages: list[dict]) -> str | None:
         """Print the answer to a conversation, and what it cost. Return the answer, or None if
-        Ctrl-C ended it."""
+        Ctrl-C ended it. Raises InputError if the server is lost, after what arrived is printed."""
         tokenizer = self.models.tokenizer
         prompt = tokenizer.chat(messages)
         context = self.models.target.config.max_position_embeddings
@@ -71,7 +71,8 @@ class Terminal:
             print(json.dumps({"prompt": messages[-1]["content"], "tokens": prompt}))
         display = self.new_display()
         generation = Generation(prompt)
-        interrupted = False
+        stopped = None
+        failure = None
         try:
             with closing(generation.record(self.method.cycles(prompt, config))) as cycles:
                 with prompt_bar(len(prompt)) as bar:
@@ -82,12 +83,17 @@ class Terminal:
                 for cycle in cycles:
                     display.emit(cycle)
         except KeyboardInterrupt:
-            interrupted = True
+            stopped = "interrupted"
+        except InputError as error:
+            stopped = "server lost"
+            failure = error
         text = tokenizer.decode(generation.tokens)
-        if generation.tokens:  # else Ctrl-C came before the first token
+        if generation.tokens:  # else it ended before the first token
             display.end(text)
-            self.report(text, generation, interrupted)
-        return None if interrupted else text
+            self.report(text, generation, stopped)
+        if failure:
+            raise failure
+        return None if stopped else text
 
     def new_display(self) -> Display:
         tokenizer = self.models.tokenizer
@@ -95,11 +101,13 @@ class Terminal:
             return Trace(tokenizer, self.config.new_sampling("cpu"), self.as_json)
         return Display() if self.as_json else Printer(tokenizer, self.show)
 
-    def report(self, text: str, generation: Generation, interrupted: bool) -> None:
-        """Print what an answer cost, and whether the network was down."""
+    def report(self, text: str, generation: Generation, stopped: str | None) -> None:
+        """Print what an answer cost, and whether the network was down. stopped: what cut it short,
+        or None."""
         config = self.config
-        stopped = "interrupted"
-        if not interrupted:
+        if stopped is None and generation.origins[-1] is Origin.UNVERIFIED:
+            stopped = "server lost"  # the drafter wrote on alone to the end
+        if stopped is None:
             stopped = why_stopped(generation.tokens, config.stop_ids, config.max_new_tokens)
         statistics = {**generation.statistics(), "stopped": stopped, "seed": config.seed}
         if self.as_json:

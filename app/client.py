@@ -175,8 +175,12 @@ class Channel:
             raise ConnectionError("the network is down")
         timeout = INITIAL_RTO + self.reply_timeout()  # that of the previous connection
         deadline = start + min(CONNECT_SECONDS, timeout)  # of the real handshake
-        with refuse_malformed("address"):  # a host name like a..b raises a ValueError
-            self.sock = socket.create_connection(self.address, deadline - start)
+        try:
+            with refuse_malformed("address"):  # a host name like a..b raises a ValueError
+                self.sock = socket.create_connection(self.address, deadline - start)
+        except OSError as error:
+            host, port = self.address
+            raise ConnectionError(f"{host}:{port}: {error}") from None
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send at once
         greeting, size = receive_message(self.sock, MAX_REPLY, deadline)
         # Two round trips: SYN and SYN-ACK of TCP, then its ACK and the greeting.

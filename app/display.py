@@ -56,6 +56,7 @@ class Trace(Display):
         self.control_ids = set(tokenizer.control_ids.values())
         self.stream = TextStream(tokenizer)  # of the answer so far
         self.newest = ""  # the text of the answer's newest token
+        self.newest_label = ""
         self.cycles = 0
 
     def emit(self, cycle: TimedCycle) -> None:
@@ -63,6 +64,7 @@ class Trace(Display):
         record = self.record(cycle)
         for token in cycle.tokens:
             self.newest = self.stream.add(token)
+            self.newest_label = self.label(token, self.newest)
         lines = [json.dumps(record)] if self.as_json else draw_cycle(record)
         print(*lines, sep="\n", flush=True)
 
@@ -77,10 +79,11 @@ class Trace(Display):
         record = {
             "cycle": self.cycles,
             "root": self.newest,
+            "root_label": self.newest_label,
             "drafts": self.drafted_nodes(cycle),
             "token": result.token,
             "text": "".join(texts) if cycle.is_offline else texts[-1],
-            "control": result.token in self.control_ids,
+            "label": self.label(result.token, texts[-1]),
             "tokens": cycle.tokens,
             "offline": cycle.is_offline,
             "draft_seconds": cycle.draft_seconds,
@@ -98,6 +101,12 @@ class Trace(Display):
         stream.pending = list(self.stream.pending)
         return [stream.add(token) for token in tokens]
 
+    def label(self, token: int, text: str) -> str:
+        """Return what to show of a token without a text, else ""."""
+        if token in self.control_ids:
+            return "<control>"
+        return "" if text else self.tokenizer.escaped_bytes(token)
+
     def drafted_nodes(self, cycle: TimedCycle) -> list[dict]:
         """Return the drafted tokens as the record lists them."""
         draft = cycle.result.draft
@@ -111,10 +120,11 @@ class Trace(Display):
         for i, token in enumerate(draft.tokens[1:], start=1):
             parent = draft.parents[i]
             tokens = [draft.tokens[node] for node in draft.paths[i][1:]]
+            text = self.texts_after_answer(tokens)[-1]
             node = {
                 "token": token,
-                "text": self.texts_after_answer(tokens)[-1],
-                "control": token in self.control_ids,
+                "text": text,
+                "label": self.label(token, text),
                 "parent": parent - 1,  # node 1 has index 0 in this list
                 "q": draft.probabilities[i],
                 "p": None if p is None else float(p[parent, token]),

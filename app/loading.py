@@ -29,7 +29,13 @@ from moa import TRAINED, Drafter, DrafterConfig, kv_hidden_size
 from plumbing.errors import InputError, input_errors
 from plumbing.files import atomic_write, fingerprint_files, fingerprint_model, read_json
 from plumbing.gguf import read_gguf
-from plumbing.hub import SHIPPED_DRAFTERS, is_hub_id, resolve_path
+from plumbing.hub import (
+    SHIPPED_DRAFTERS,
+    TOY_MODEL,
+    fetch_from_hub,
+    is_hub_id,
+    resolve_path,
+)
 from plumbing.huggingface import (
     ReadTensors,
     load_weights,
@@ -87,6 +93,8 @@ def make_ready(target: Llama, drafters: list[Drafter]) -> Llama:
         # because the cache grows. This turns it off for the whole process.
         torch.backends.cuda.enable_cudnn_sdp(False)
     packed = pack_models(target, drafters)
+    if None in packed.layers:  # a client's target, which verifies nothing
+        return packed
     if packed.device.type == "cpu" and not isinstance(packed, ExactLlama):
         reason = "this CPU and this PyTorch have no exact kernels"
         if packed.dtype == torch.float16:
@@ -166,8 +174,13 @@ def find_drafter(model: str, drafter: str | Path | None) -> Path:
         return Path(drafter)
     if model in SHIPPED_DRAFTERS:
         return SHIPPED_DRAFTERS[model]
-    if not is_hub_id(model):  # (A model of the hub is not fetched for this.)
-        read_sizes(resolve_path(model))  # raises its own InputError for what is no model
+    if Path(model).resolve() == resolve_path(TOY_MODEL):
+        return SHIPPED_DRAFTERS[TOY_MODEL]
+    # Both raise an InputError of their own for what is no model.
+    if is_hub_id(model):
+        fetch_from_hub(model, ["config.json"])  # not the weights, only for this
+    else:
+        read_sizes(resolve_path(model))
     raise InputError(
         f"no drafter is shipped for {model}: train one (python train.py --model {model} "
         "--data FILE) and name it with --drafter"

@@ -81,7 +81,9 @@ def make_parser() -> Parser:
     add_drafter_arguments(parser)
     add_training_arguments(parser)
     # On a GPU the default dtype is bfloat16, see `choose_training_dtype`.
-    parser.set_defaults(**asdict(RunConfig()) | asdict(DrafterSizes()) | {"dtype": None})
+    # The default --seq-len depends on the target, see `train_drafter`.
+    later = {"dtype": None, "seq_len": None}
+    parser.set_defaults(**asdict(RunConfig()) | asdict(DrafterSizes()) | later)
     return parser
 
 
@@ -105,7 +107,8 @@ def add_training_arguments(parser: Parser) -> None:
     count("--batch-size", help="conversations in an update (default: %(default)s)")
     count("--micro-batch-size", help="conversations read at once (default: %(default)s)")
     add("--seq-len", type=number(int, 16),
-        help="tokens of a conversation, at most (default: %(default)s)")
+        help=f"tokens of a conversation, at most (default: {RunConfig.seq_len}, or the target's "
+        "context if that is less)")
     factor("--lr", help="--schedule paper peaks at 20 times this (default: %(default)s)")
     add("--schedule", choices=("paper", "cosine"),
         help="the learning rate's; paper: as in its authors' code (default: %(default)s)")
@@ -116,6 +119,6 @@ def add_training_arguments(parser: Parser) -> None:
     factor("--feature-weight",
            help="the weight of Smooth L1 on hidden states (default: %(default)s)")
     count("--run-length", nargs=2, metavar=("LOW", "HIGH"),
-          help="tokens of a mock cycle (default: %(default)s)")
+          help="tokens of a mock cycle (default: {} {})".format(*RunConfig.run_length))
     count("--eval-every", help="updates (default: %(default)s)")
     count("--save-every", help="updates (default: %(default)s)")

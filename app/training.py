@@ -61,7 +61,8 @@ class RunConfig(TrainConfig):
     """How a training is run: the chapter's settings, and these."""
 
     updates: int | None = None  # None: one pass over the data
-    seq_len: int = 2048  # longer conversations are cut to this many tokens
+    # Longer conversations are cut to this many tokens. None: to 2048, or to the target's context.
+    seq_len: int | None = 2048
     schedule: str = "paper"  # or "cosine"; see `scheduled_rate`
     optimizer: str = "adamw"  # or "muon"; see `choose_optimizer`
     dtype: str = "float32"  # or "bfloat16"; see `mixed_precision`
@@ -111,6 +112,9 @@ def train_drafter(
     resumes = find_run(out, resume)
     check_files(data)  # before the model is loaded, which takes longer
     target, tokenizer = load_target(model, device, DTYPES[config.dtype])
+    if config.seq_len is None:
+        context = target.config.max_position_embeddings
+        config = replace(config, seq_len=min(RunConfig.seq_len, context))
     check_context(config.seq_len, target)
     training, held_out = hold_out(Conversations(data, tokenizer, config.seq_len), config.seed)
     epoch_updates = math.ceil(len(training) / config.batch_size)
@@ -153,7 +157,7 @@ def say_worth(out: Path, model: str) -> None:
     log = read_log(out)  # empty, if it was deleted
     if log and "implied_acceptance_length" in log[-1]:
         length = log[-1]["implied_acceptance_length"]
-        told = f"with its drafts a pass of the target would yield {length:.2f} tokens, else 1"
+        told = f"with its drafts a pass of the target yields about {length:.2f} tokens, without 1"
         if length < 1.5:
             say(f"{told}: probably slower than the target alone. Next: more text, or more updates "
                 "(recipes: weights/README.md)")

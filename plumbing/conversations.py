@@ -124,8 +124,11 @@ def frequent_tokens(training: Subset, vocab_size: int, count: int) -> tuple[int,
 
 
 def check_files(paths: list[Path]) -> None:
-    """Check that files exist. Otherwise raise InputError, which says how to get conversations."""
+    """Check that files exist, and are not empty. Otherwise raise InputError, which says how to get
+    conversations."""
     for path in paths:
+        if path.is_file() and not path.stat().st_size:
+            raise InputError(f"{path} is empty; one line of a file is {EXAMPLE}")
         if not path.is_file():
             raise InputError(
                 f"{path}: no such file. To fetch UltraChat: pip install datasets && python -c "

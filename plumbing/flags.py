@@ -142,6 +142,8 @@ class Parser(argparse.ArgumentParser):
             epilog=epilog, formatter_class=keep_lines, allow_abbrev=False, **kwargs
         )
         self.main_flag = main_flag
+        # A value like -3ms is taken for a value, which its type refuses, and not for a flag.
+        self._negative_number_matcher = re.compile(r"-\.?[0-9]")
 
     def error(self, message: str) -> NoReturn:
         fail(message)
@@ -157,7 +159,9 @@ class Parser(argparse.ArgumentParser):
         if argument.startswith("-"):
             flag, _, _ = argument.partition("=")
             close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-            return f"unknown flag {flag}: did you mean {' '.join(close) or '--help'}?"
+            if not close or close == ["--help"]:
+                return f"unknown flag {flag}: --help lists all flags"
+            return f"unknown flag {flag}: did you mean {close[0]}?"
         meant = f": did you mean {self.main_flag} {argument!r:.60}?" if self.main_flag else ""
         return f"unexpected argument {argument!r:.60}{meant}"
 

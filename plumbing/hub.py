@@ -68,12 +68,14 @@ def is_hub_id(name: str) -> bool:
     return name.count("/") == 1 and not looks_like_a_path and not os.path.exists(name)
 
 
-def fetch_from_hub(name: str) -> Path:
-    """Return the folder of a hub model in the hub's own cache. The model is downloaded if
-    necessary. Raises InputError."""
+MODEL_FILES = ["*.json", "*.jinja", "*.safetensors"]
+
+
+def fetch_from_hub(name: str, patterns: list[str] = MODEL_FILES) -> Path:
+    """Return the folder of a hub model in the hub's own cache. Those of its files that are named
+    like this are downloaded if necessary. Raises InputError."""
     from huggingface_hub import snapshot_download  # imported here because its import is slow
 
-    patterns = ["*.json", "*.jinja", "*.safetensors"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the hub's library raises a dozen kinds, with pages of text

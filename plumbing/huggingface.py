@@ -46,7 +46,13 @@ ReadTensors = Callable[[tuple[str, ...]], Iterator[tuple[str, Tensor]]]
 def read_hugging_face(path: Path) -> tuple[dict, ReadTensors]:
     """Return the sizes of the model in a folder, and a function that yields its tensors. Raises
     InputError."""
-    config = read_json(path / "config.json")
+    file = path / "config.json"
+    if not file.exists():
+        raise InputError(
+            f"{file}: no such file, so {path} is no model: a model is a folder with a config.json, "
+            "or a .gguf file"
+        )
+    config = read_json(file)
     if "kv_hidden_size" in config:
         raise InputError(f"{path} is a drafter, not a target: give it as --drafter")
     sizes = parse_config(config, path)

@@ -67,10 +67,12 @@ def paint(text: str, color: str) -> str:
 #
 #     cycle             the number of the cycle, from 1
 #     root              the text of the root, the token that the draft follows
+#     root_label        the root's label, see below
 #     drafts            a dict for each drafted token, as below
 #     token             the target's own token; offline, the drafter's last token
 #     text              the text of `token`; offline, of all tokens of the cycle
-#     control           whether `token` is a control token, such as the one that ends an answer
+#     label             "", unless `token` has no text: "<control>" of a control token, such as the
+#                       one that ends an answer, or the bytes of a part of a character
 #     tokens            the new tokens of the answer
 #     offline           whether the server was out of reach, and the drafter wrote the tokens alone
 #     draft_seconds     how long drafting took
@@ -79,7 +81,7 @@ def paint(text: str, color: str) -> str:
 #
 # Here is a dict of `drafts`, and part of a drawing:
 #
-#     {"token": 2, "text": " in", "control": false, "parent": -1, "q": 0.75, "p": 0.6,
+#     {"token": 2, "text": " in", "label": "", "parent": -1, "q": 0.75, "p": 0.6,
 #      "accepted": true, "verdict": "accepted"}
 #
 #     " lies"
@@ -89,9 +91,9 @@ def paint(text: str, color: str) -> str:
 #
 # `parent` is an index of `drafts`, or -1 for the root. q and p are the probabilities of the token
 # after its parent, by the drafter and by the target. A server does not send p, which is then None.
-# A token that ends inside a character of several bytes has the text "", and the token that
-# completes the character has all of it. The values of `verdict` are those of the function `verdict`
-# of app/display.py.
+# A token that ends inside a character of several bytes has the text "" and a label like \xf0\x9f,
+# and the token that completes the character has all of it. The values of `verdict` are those of the
+# function `find_verdicts` of app/display.py.
 
 
 def draw_cycle(record: dict) -> Iterator[str]:
@@ -112,13 +114,13 @@ def draw_cycle(record: dict) -> Iterator[str]:
     if drafts:
         # A chain goes straight down, however long it is: an indent for each level would not fit.
         is_chain = all(node["parent"] == i - 1 for i, node in enumerate(drafts))
-        yield f"  {quote(record['root'])}"
+        yield f"  {quote(record['root'], record['root_label'])}"
         yield from draw_branch(drafts, parent=-1, indent="  ", is_chain=is_chain)
     if record["offline"]:
         yield paint("  offline: the drafter alone wrote, unverified,", YELLOW)
         yield paint(f"  {printable(json.dumps(record['text'], ensure_ascii=False))}", YELLOW)
     elif len(record["tokens"]) > accepted:  # else an accepted stop token ended the answer
-        yield f"  the target's own: {quote(record['text'], record['control'])}"
+        yield f"  the target's own: {quote(record['text'], record['label'])}"
 
 
 def draw_branch(drafts: list[dict], parent: int, indent: str, is_chain: bool) -> Iterator[str]:
@@ -127,7 +129,7 @@ def draw_branch(drafts: list[dict], parent: int, indent: str, is_chain: bool) ->
     for i in children:
         node = drafts[i]
         last = i == children[-1]
-        label = f"{indent}{'└' if last else '├'} {quote(node['text'], node['control'])}"
+        label = f"{indent}{'└' if last else '├'} {quote(node['text'], node['label'])}"
         numbers = f"q {node['q']:.2f}"
         if node["p"] is not None:
             numbers += f"  p {node['p']:.2f}"
@@ -139,11 +141,11 @@ def draw_branch(drafts: list[dict], parent: int, indent: str, is_chain: bool) ->
         yield from draw_branch(drafts, i, below, is_chain)
 
 
-def quote(text: str, control: bool = False) -> str:
-    """Put a token's text in quotes, cut to what a line has room for. A control token has no text,
-    and is shown as <control>."""
-    if control:
-        return "<control>"
+def quote(text: str, label: str = "") -> str:
+    """Put a token's text in quotes, cut to what a line has room for. A token without a text is
+    shown by its label."""
+    if label:
+        return label
     shown = text if len(text) <= 16 else text[:15] + "…"
     return printable(json.dumps(shown, ensure_ascii=False))
 

@@ -32,6 +32,13 @@ from plumbing.huggingface import read_stop_ids
 
 # --- Encoding and decoding ---
 
+# A byte-level vocabulary spells a byte by a letter: by its own, if it has one that can be seen,
+# else by the next one from 256 on.
+SEEN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+UNSEEN = sorted(set(range(256)).difference(SEEN))
+BYTES = {chr(byte): byte for byte in SEEN}
+BYTES |= {chr(256 + i): byte for i, byte in enumerate(UNSEEN)}
+
 
 @dataclass
 class Tokenizer:
@@ -49,6 +56,11 @@ class Tokenizer:
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, without the control tokens."""
         return self.backend.decode(ids, skip_special_tokens=True)
+
+    def escaped_bytes(self, token: int) -> str:
+        r"""Return the bytes of a token of a byte-level vocabulary, as in "\xf0\x9f"."""
+        letters = self.backend.id_to_token(token) or ""
+        return repr(bytes(BYTES[letter] for letter in letters if letter in BYTES))[2:-1]
 
     @cached_property
     def control_ids(self) -> dict[str, int]:

@@ -74,7 +74,7 @@ def test_a_trace_as_json_has_the_prompt_an_object_for_each_cycle_and_the_generat
         assert cycle["tokens"] == accepted_tokens(cycle)
         tokens += cycle["tokens"]
         for i, draft in enumerate(cycle["drafts"]):
-            keys = {"token", "text", "control", "parent", "q", "p", "accepted", "verdict"}
+            keys = {"token", "text", "label", "parent", "q", "p", "accepted", "verdict"}
             assert keys == set(draft)
             assert -1 <= draft["parent"] < i
     generation = traced.generation
@@ -111,19 +111,20 @@ def test_a_traced_text_is_what_the_token_adds_to_the_answer_and_its_path(traced,
             stream = TextStream(tiny[1])
             added = [stream.add(token) for token in answer + paths[i]]
             assert draft["text"] == added[-1]
+            assert draft["label"] or draft["text"]  # one of both is there to be shown
         answer += cycle["tokens"]
 
 
 CYCLE = re.compile(
     r"cycle \d+: (\d+) drafted, (\d+) accepted; draft [\d.]+ ms, verification [\d.]+ ms"
 )
-ROW = re.compile(r'([ │]*)[└├] (".*"|<control>) +q (\d\.\d\d)  p (\d\.\d\d)  (.*)')
-OWN = re.compile(r"  the target's own: (\".*\"|<control>)")
+ROW = re.compile(r'([ │]*)[└├] (".*"|<control>|\S+) +q (\d\.\d\d)  p (\d\.\d\d)  (.*)')
+OWN = re.compile(r"  the target's own: (\".*\"|<control>|\S+)")
 
 
 def drawn(of: dict) -> str:
     """Return how the token of a cycle or of a draft is drawn."""
-    return "<control>" if of["control"] else json.dumps(of["text"], ensure_ascii=False)
+    return of["label"] or json.dumps(of["text"], ensure_ascii=False)
 
 
 def rows_of_json(cycle: dict, parent: int = -1, depth: int = 1) -> list[tuple]:

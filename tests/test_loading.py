@@ -235,7 +235,7 @@ def test_every_shipped_drafter_names_its_target():
 def test_without_a_shipped_drafter_the_message_says_how_to_get_one_or_what_is_no_model(checkpoint):
     for model, complaint in (
         (checkpoint[1], "no drafter is shipped for .*: train one"),
-        ("OWNER/BIG", "no drafter is shipped for OWNER/BIG"),  # which is not downloaded for this
+        ("OWNER/BIG", "OWNER/BIG is no folder here and cannot be fetched"),  # the hub is offline
         ("smolm2", "no such model"),
         (str(ROOT / "tests"), "config.json: no such file"),
         (str(ROOT / "weights/smollm2"), "is a drafter, not a target"),
@@ -273,7 +273,9 @@ def test_fingerprints_tell_targets_and_drafters_apart(checkpoint, saved):
     ours = fingerprints(checkpoint[1], checkpoint[3])
     assert ours == fingerprints(checkpoint[1], checkpoint[3])
     assert fingerprints(checkpoint[1], None) == {"target": ours["target"]}
-    toy = fingerprints("toy", find_drafter("toy", None))
+    shipped = find_drafter("toy", None)
+    assert find_drafter(str(ROOT / "weights/toy/target"), None) == shipped
+    toy = fingerprints("toy", shipped)
     assert toy["target"] != ours["target"] and toy["drafter"] != ours["drafter"]
     before = fingerprints("toy", saved)["drafter"]
     change_config(saved, rope_theta=7.0)

@@ -32,7 +32,7 @@ def test_a_terminal_is_sent_no_character_that_it_obeys_and_a_file_gets_all(monke
 
 
 def test_a_control_token_is_not_drawn_as_text_and_part_of_a_character_is_not_drawn_as_one():
-    assert quote("", control=True) == "<control>"
+    assert quote("", "<control>") == "<control>"
     assert quote("<control>") == '"<control>"'
     assert quote("") == '""'
 

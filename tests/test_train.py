@@ -272,7 +272,7 @@ def test_the_papers_recipe_is_the_default(monkeypatch):
     assert (args.kl_weight, args.feature_weight) == (0.1, 1.0)
     assert (args.lr, args.warmup, args.schedule) == (3e-5, 50, "paper")
     assert (args.run_length, args.tli) == ((5, 15), 0)
-    assert (args.batch_size, args.seq_len, train.MAX_GRADIENT_NORM) == (32, 2048, 1.0)
+    assert (args.batch_size, RunConfig.seq_len, train.MAX_GRADIENT_NORM) == (32, 2048, 1.0)
     adamw = training.choose_optimizer(torch.nn.Linear(2, 2).parameters(), args.optimizer)
     assert adamw.defaults["betas"] == (0.9, 0.95)
     assert adamw.defaults["weight_decay"] == 0
@@ -500,7 +500,8 @@ def test_a_cycle_that_ends_wrong_says_nothing_about_the_next_conversation(target
 
 @pytest.mark.parametrize("choices, why", [
     ("--data nowhere", "nowhere: no such file. To fetch UltraChat: pip install datasets"),
-    ("--data empty text", 'empty text: no usable conversation; one line of a file is {"messages"'),
+    ("--data text empty", 'empty is empty; one line of a file is {"messages"'),
+    ("--data text", 'text: no usable conversation; one line of a file is {"messages"'),
     ("--data long", "no answer within"),
     ("--kv-heads 3", "num_key_value_heads 3"),
     ("--lsa-heads 500", "num_attention_heads 500"),
