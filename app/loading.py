@@ -211,18 +211,17 @@ def read_drafter(path: Path, sizes: Config) -> SavedDrafter:
     return SavedDrafter(stated, config, tensors)
 
 
-def load_drafter(path: str | Path, target: Llama, kind: type[Drafter] = Drafter) -> Drafter:
+def load_drafter(path: str | Path, target: Llama) -> Drafter:
     """Load a drafter of `target`, on its device and in its dtype. The target must not be packed.
 
-    kind: `Drafter`, or the variant that is saved there (experiments/ablations.py). Raises
-    InputError if a file is missing or damaged, or does not fit the target.
+    Raises InputError if a file is missing or damaged, or does not fit the target.
     """
     path = Path(path)
     stated, config, tensors = read_drafter(path, target.config)
     # PyTorch raises any of the last three for sizes and vocabularies that are impossible.
     kinds = (InputError, RuntimeError, TypeError, IndexError)
     with input_errors(path, *kinds), torch.device("meta"):
-        drafter = new_drafter(target, config, stated.get("draft_vocabulary"), kind)
+        drafter = new_drafter(target, config, stated.get("draft_vocabulary"))
     expected = drafter.trained_parameters()
     weights = load_weights(expected, iter(tensors.items()), path, target.device, target.dtype)
     drafter.load_state_dict(weights, strict=False, assign=True)
@@ -244,8 +243,7 @@ def complete_config(stated: dict, tensors: dict[str, Tensor], sizes: Config) -> 
     rows = {name: len(tensor) for name, tensor in tensors.items()}
     for layer in ("self_attention", "cross_attention", "layer_self_attention"):
         heads = values.get(f"{layer}_num_attention_heads", values["num_attention_heads"])
-        # A missing tensor counts as one row. `load_weights` reports it later, unless a variant
-        # lacks the layer.
+        # A missing tensor counts as one row. `load_weights` reports it later.
         q_rows = rows.get(f"{layer}.self_attn.q_proj.weight", 1)
         k_rows = rows.get(f"{layer}.self_attn.k_proj.weight", 1)
         mlp_width = rows.get(f"{layer}.mlp.gate_proj.weight", 1)
@@ -264,21 +262,18 @@ def new_drafter(
     target: Llama,
     config: DrafterConfig,
     vocabulary: tuple[int, ...] | list[int] | None = None,
-    kind: type[Drafter] = Drafter,
 ) -> Drafter:
     """Make a drafter with random weights. Its target must not be packed yet.
 
-    vocabulary: the only tokens to draft; None: all tokens. kind: `Drafter`, or a variant. Raises
-    InputError for sizes that do not fit the target or each other.
+    vocabulary: the only tokens to draft; None: all tokens. Raises InputError for sizes that do not
+    fit the target or each other.
     """
     check_sizes(config, target.config)
     if vocabulary is None:
-        return kind(target, config)
+        return Drafter(target, config)
     known = set(vocabulary).intersection(range(target.config.vocab_size))
     if not vocabulary or len(known) < len(vocabulary):
         raise InputError("draft_vocabulary must be a list of distinct tokens of the target")
-    if kind is not Drafter:
-        raise InputError(f"a {kind.__name__} drafts all tokens, without a draft_vocabulary")
     return LimitedDrafter(target, config, tuple(vocabulary))
 
 

@@ -100,12 +100,11 @@ def train_drafter(
     *,
     device: str = "cpu",
     resume: bool = False,
-    kind: type[Drafter] = Drafter,
 ) -> None:
     """Train a drafter for a model on files of conversations, into the folder `out`.
 
-    kind: `Drafter`, or a variant (experiments/ablations.py). Raises InputError, SystemExit after a
-    signal to stop, and KeyboardInterrupt after a second Ctrl-C.
+    Raises InputError, SystemExit after a signal to stop, and KeyboardInterrupt after a second
+    Ctrl-C.
     """
     data = [Path(file) for file in data]
     out = Path(out)
@@ -123,12 +122,11 @@ def train_drafter(
         say(f"{config.updates} updates: a drafter needs hundreds; for little data --batch-size 1 "
             "--updates 400 (recipes: weights/README.md)")
 
-    drafter = make_drafter(target, training, sizes, config.seed, kind)
+    drafter = make_drafter(target, training, sizes, config.seed)
     parameters = drafter.trained_parameters()
     optimizer = choose_optimizer(parameters.values(), config.optimizer)
     save_model = partial(save_drafter, drafter, out, target_name=model)
     settings = asdict(config) | asdict(sizes) | {  # plain values, which --resume compares
-        "kind": kind.__name__,
         "model": str(model),
         "model_checksum": fingerprint_model(resolve_path(model)),
         "data": [str(file) for file in data],
@@ -166,7 +164,7 @@ def say_worth(out: Path, model: str) -> None:
 
 
 def make_drafter(
-    target: Llama, training: Subset, sizes: DrafterSizes, seed: int, kind: type[Drafter]
+    target: Llama, training: Subset, sizes: DrafterSizes, seed: int
 ) -> Drafter:
     """Make a drafter with random weights, in the sizes that were chosen. Raises InputError."""
     choices = {
@@ -188,7 +186,7 @@ def make_drafter(
         vocabulary = frequent_tokens(training, vocab_size, count)
     torch.manual_seed(seed)  # under torchrun: the same weights in every process
     config = replace(default_config(target), **choices)
-    return new_drafter(target, config, vocabulary, kind).to(target.device)
+    return new_drafter(target, config, vocabulary).to(target.device)
 
 
 # --- The updates ---

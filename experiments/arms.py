@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Iterable, Iterator, NamedTuple
 
 import torch
@@ -298,7 +298,9 @@ class WideLayer(nn.Module):
     """EAGLE-3's decoder layer: its attention reads embeddings and vectors side by side, 2 E wide,
     and what it finds is added to the vectors."""
 
-    def __init__(self, width: int, inner: int, heads: int, kv_heads: int, head_dim: int, eps: float):
+    def __init__(
+        self, width: int, inner: int, heads: int, kv_heads: int, head_dim: int, eps: float
+    ):
         super().__init__()
         self.input_layernorm = RMSNorm(width, eps)
         self.hidden_norm = RMSNorm(width, eps)
@@ -454,7 +456,7 @@ class StateVerifier(ExactVerifier):
     def with_vectors(
         self, result: DetailedResult, tokens: list[int], outputs: list, path: list[int]
     ) -> DetailedResult:
-        """Return the result with the vectors of verified tokens. path: their places in the passes."""
+        """Return the result with the vectors of verified tokens. path: their places in passes."""
         states = [torch.cat(kept, dim=1)[:, path] for kept in outputs]
         nothing = torch.zeros(1, len(tokens), 0, device=self.model.device)
         vectors = self.reader.condense(torch.cat([nothing, *states], dim=-1))

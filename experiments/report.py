@@ -1,311 +1,189 @@
-"""Prints the tables of experiments/results, and draws its figures.
+"""The tables and the picture of a comparison, from what experiments/compare.py has printed.
 
-    python -m experiments.report            # all tables, as Markdown
-    python -m experiments.report parts      # those of one experiment
-    python -m experiments.report --pairs    # how the acceptance lengths of two drafters compare
-    python -m experiments.report --figures  # draws the figures again
+    python -m experiments.report experiments/results/toy.json
+    python -m experiments.report experiments/results/toy.json --figure toy.svg
 
-A table has a line for each drafter (or network), with the mean over the seeds and half of their
-range. It shows what experiments/run.py has written to experiments/results/NAME.json.
+A row of such a file is an arm after some updates, with one seed of drafters. It has the tokens and
+the passes of every prompt, so that everything else follows: acceptance lengths, by how many percent
+they differ from those of the first arm, and 95% intervals over prompts and seeds. An arm and the
+first one are compared on the same prompts and seeds, that is, in pairs.
 """
-from pathlib import Path
-from typing import Callable, NamedTuple
+from __future__ import annotations
+
+from typing import Callable
 
 import numpy as np
 
-from app.evaluation import EVALUATION_CYCLE
-from experiments.curves import draw_panel, save_panels
+from experiments.curves import COLORS, axis_ticks
+from experiments.intervals import bootstrap_interval
 from experiments.tables import format_markdown
 from plumbing.errors import run_command
-from plumbing.files import read_json
-from plumbing.flags import Parser
+from plumbing.files import atomic_write, read_json
+from plumbing.flags import Parser, path
 
-RESULTS = Path(__file__).parent / "results"
-RARE = 0.05  # a depth that a smaller share of the chains comes to is left out
-# Trained otherwise than it drafts. It is in the files, but no comparison with it is fair.
-UNFAIR = "no-ca"
-
-# The pairs of drafters, A and B, whose acceptance lengths --pairs compares, and the experiment that
-# has both. A and B differ in one thing.
-PAIRS = [
-    ("on_policy", "full", "run-1"),
-    ("on_policy", "full", "run-unbounded"),
-    ("parts", "full", "eagle"),
-    ("parts", "full", "no-lsa"),
-    ("parts", "no-lsa", "neither"),
-    ("parts", "full", "neither"),
-    ("memory", "full", "last-layer"),
-    ("reused_layers", "n-1", "full"),
-    ("reused_layers", "n-2", "full"),
-    ("reused_layers", "n-4", "full"),
-    ("losses", "full", "smooth-l1-only"),
-    ("losses", "full", "kl-only"),
-    # Early in training: as it was, and made again.
-    ("on_policy_early", "full-quarter", "run-1-quarter"),
-    ("repeated", "full-quarter", "run-1-quarter"),
-    ("on_policy_early", "full-quarter", "run-unbounded-quarter"),
-    ("repeated", "full-quarter", "run-unbounded-quarter"),
-    ("parts_early", "full-quarter", "eagle-quarter"),
-    ("repeated", "full-quarter", "eagle-quarter"),
-    ("parts_early", "full-quarter", "no-lsa-quarter"),
-    ("repeated", "full-quarter", "no-lsa-quarter"),
-    ("parts_early", "no-lsa-quarter", "neither-quarter"),
-    ("repeated", "no-lsa-quarter", "neither-quarter"),
-    ("parts_early", "full-quarter", "neither-quarter"),
-    ("repeated", "full-quarter", "neither-quarter"),
-]
-
-Row = dict  # of a results file
-
-
-class Column(NamedTuple):
-    value: Callable[[Row], float | None]  # the column's number in a row, or None if it has none
-    form: str = ".2f"
-
-
-# --- Columns ---
-
-
-def accuracy_at(depth: int) -> Column:
-    """Return a column: how many percent of the tokens at a depth are right, if all before are."""
-
-    def value(row: Row) -> float | None:
-        accuracies = row["drafting"]["depth_accuracy"]
-        # The share of chains that come to this depth is the product of the accuracies before. (A
-        # list that ends before this depth ends with 0, and so the product is 0.)
-        if np.prod(accuracies[:depth - 1]) < RARE:
-            return None
-        return 100 * accuracies[depth - 1]
-
-    return Column(value, ".1f")
-
-
-def points_lost(first: int, last: int) -> Column:
-    """Return a column: by how many percentage points a drafter that reads its own predictions is
-    right less often than with the target's states, in the mean of these depths."""
-
-    def value(row: Row) -> float:
-        true = np.mean(row["states"]["true"][first - 1:last])
-        predicted = np.mean(row["states"]["predicted"][first - 1:last])
-        return 100 * (true - predicted)
-
-    return Column(value, ".1f")
-
-
-def key(name: str, inner: str | None = None) -> Column:
-    """Return the column of a key, or of a key inside the object that it holds."""
-    if inner is None:
-        return Column(lambda row: row[name])
-    return Column(lambda row: row[name][inner])
-
-
-DRAFTS = {"chains": key("chain"), "trees": key("tree"), "sampled trees": key("sampled_tree")}
-ACCEPTANCE = {
-    "right at depth 1": accuracy_at(1),
-    "2": accuracy_at(2),
-    "4": accuracy_at(4),
-    "8": accuracy_at(8),
-    **DRAFTS,
-}
-OFFLINE = {"agreement": key("offline_agreement"), "perplexity": key("offline_perplexity")}
-STATES = {
-    "points lost at depth 2": points_lost(2, 2),
-    "at depth 8": points_lost(8, 8),
-    "mean of depths 2 to 8": points_lost(2, 8),
-}
-COST = {
-    "ms a draft": key("ms_a_draft"),
-    "ms a cycle": key("ms_a_cycle"),
-    "speed-up": key("speedup"),
-    "acceptance length": key("acceptance_length"),
-}
-TRAINED_COST = {
-    "ms a draft": key("ms_a_draft"),
-    "ms a cycle": key("ms_a_cycle"),
-    "acceptance length, trained": key("trained", "acceptance_length"),
-    "speed-up, trained": key("trained", "speedup"),
-}
-NETWORK = {  # "link" is a network that --latency and --loss describe
-    "api, tokens/s": key("api:link", "tokens_per_second"),
-    "remote": key("remote:link", "speedup"),
-    "remote+lookup": key("remote+lookup:link", "speedup"),
-}
-TABLES = {  # of each experiment; of those that are not here: ACCEPTANCE
-    "repeated": [DRAFTS],
-    "memory": [DRAFTS],
-    "losses": [DRAFTS],
-    "reused_layers": [ACCEPTANCE, OFFLINE],
-    "reused_layers_early": [ACCEPTANCE, OFFLINE],
-    "states": [STATES],
-    "cost": [TRAINED_COST],
-    "cost_longest": [COST],
-    "network": [NETWORK],
+KINDS = {  # of drafts
+    "chain": "chains of 8",
+    "tree": "trees of 8",
+    "tree of 60": "trees of 60",
+    "sampled chain": "sampled chains of 8",
 }
 
-
-# --- Lines: rows that differ in their seeds ---
-
-
-def line_name(experiment: str, row: Row) -> str:
-    if experiment == "network":
-        return f"{row['latency']}, {row['loss']}"
-    if experiment.startswith("cost"):  # (rows of earlier code have folders: "chain runs/full-0")
-        return row["method"].replace("runs/", "").removesuffix(f"-{row['seed']}")
-    return row["drafter"]
+Row = dict
 
 
-def cell(values: list[float | None], form: str) -> str:
-    """Return the mean over seeds and, if there are several, half of their range."""
-    if None in values:
-        return "–"
-    text = f"{np.mean(values):{form}}"
-    if len(values) > 1:
-        text += f" ± {(max(values) - min(values)) / 2:{form.removeprefix('+')}}"
-    return text
+# --- Statistics ---
 
 
-def make_table(columns: dict[str, Column], lines: dict[str, list[Row]]) -> str:
+def gather(rows: list[Row], update: int, arm: str, kind: str) -> np.ndarray | None:
+    """Return tokens and passes of an arm after some updates, (2, seeds, prompts), or None."""
+    tokens, passes = [], []
+    for row in rows:
+        if (row["updates"], row["arm"]) == (update, arm) and kind in row:
+            tokens.append(row[kind]["tokens"])
+            passes.append(row[kind]["passes"])
+    return np.array([tokens, passes]) if tokens else None
+
+
+def length(counts: np.ndarray) -> float:
+    """The acceptance length, from tokens and passes (2, seeds, prompts)."""
+    return counts[0].sum() / counts[1].sum()
+
+
+def difference(counts: np.ndarray) -> float:
+    """By how many percent the acceptance length of one arm exceeds that of another, from the tokens
+    and passes of both (4, seeds, prompts)."""
+    return 100 * (length(counts[:2]) / length(counts[2:]) - 1)
+
+
+def with_interval(
+    statistic: Callable[[np.ndarray], float], counts: np.ndarray
+) -> tuple[float, float, float]:
+    """Return a statistic of counts (.., seeds, prompts), and the ends of its 95% interval."""
+    _, seeds, prompts = counts.shape
+    low, high = bootstrap_interval(lambda s, p: statistic(counts[:, s, p]), prompts, seeds)
+    return statistic(counts), low, high
+
+
+def differences(rows: list[Row], update: int, kind: str) -> dict[str, tuple[float, float, float]]:
+    """Return for each arm but the first by how many percent it differs, with the interval."""
+    first, *others = dict.fromkeys(row["arm"] for row in rows)
+    base = gather(rows, update, first, kind)
+    found = {}
+    for arm in others:
+        counts = gather(rows, update, arm, kind)
+        if base is not None and counts is not None:
+            found[arm] = with_interval(difference, np.concatenate([counts, base]))
+    return found
+
+
+# --- Tables ---
+
+
+def show(figure: tuple[float, float, float], form: str) -> str:
+    value, low, high = figure
+    return f"{value:{form}} ({low:{form}} to {high:{form}})"
+
+
+def print_tables(rows: list[Row]) -> None:
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    stages = sorted({row["updates"] for row in rows})
+    seeds = {row["seed"] for row in rows}
+    kinds = [kind for kind in KINDS if any(kind in row for row in rows)]
+    last = stages[-1]
+    prompts = len(rows[0]["chain"]["tokens"])
+    print(f"Acceptance lengths after {last} updates; {prompts} prompts, seeds of drafters: "
+          f"{len(seeds)}. In brackets 95% intervals.\n")
     table = []
-    for name, rows in lines.items():
-        cells = [name]
-        for value, form in columns.values():
-            cells.append(cell([value(row) for row in rows], form))
+    for arm in arms:
+        cells = [arm]
+        for kind in kinds:
+            cells.append(show(with_interval(length, gather(rows, last, arm, kind)), ".2f"))
         table.append(cells)
-    return format_markdown(["", *columns], table)
+    headings = [KINDS[kind] for kind in kinds]
+    print(format_markdown(["", *headings], table))
+    print(f"\nPercent by which they differ from those of {arms[0]}.\n")
+    columns = [differences(rows, last, kind) for kind in kinds]
+    table = [[arm, *[show(column[arm], "+.1f") for column in columns]] for arm in arms[1:]]
+    print(format_markdown(["", *headings], table))
+    for kind in ("chain", "sampled chain"):
+        print(f"\nThe same in {KINDS[kind]}, by updates.\n")
+        columns = [differences(rows, stage, kind) for stage in stages]
+        table = [[arm, *[show(column[arm], "+.1f") for column in columns]] for arm in arms[1:]]
+        print(format_markdown(["", *map(str, stages)], table))
 
 
-def read_lines(experiment: str) -> dict[str, list[Row]]:
-    """Return the rows of an experiment, by line. Raises InputError if it has not been written."""
-    lines: dict[str, list[Row]] = {}
-    for row in read_json(RESULTS / f"{experiment}.json")["rows"]:
-        name = line_name(experiment, row)
-        if UNFAIR not in name:
-            lines.setdefault(name, []).append(row)
-    return lines
+# --- A picture: how far each arm is from the first, with intervals ---
+
+WIDTH = 250  # of a panel
+LINE = 24  # the height of an arm
 
 
-def print_experiment(experiment: str) -> None:
-    """Print the tables of an experiment. Raises InputError if it has not been written."""
-    lines = read_lines(experiment)
-    print(f"\n{experiment}")
-    for columns in TABLES.get(experiment, [ACCEPTANCE]):
-        print("\n" + make_table(columns, lines))
+def draw(rows: list[Row]) -> str:
+    """Draw the differences after the last update as an SVG, a panel for each kind of drafts."""
+    first = rows[0]["arm"]
+    last = max(row["updates"] for row in rows)
+    kinds = [kind for kind in KINDS if any(kind in row for row in rows)]
+    found = {kind: differences(rows, last, kind) for kind in kinds}
+    arms = list(found[kinds[0]])
+    ends = [end for column in found.values() for figure in column.values() for end in figure]
+    ticks = axis_ticks(min(ends + [0.0]) // 5 * 5, max(ends + [0.0]))
+    drawing = ""
+    height = LINE * len(arms)
+    for i, arm in enumerate(arms):
+        drawing += f'<text x="110" y="{60 + LINE * i}" text-anchor="end">{arm}</text>\n'
+    for i, kind in enumerate(kinds):
+        panel = draw_panel(KINDS[kind], list(found[kind].values()), ticks, height)
+        drawing += f'<g transform="translate({125 + (WIDTH + 30) * i} 44)">{panel}</g>\n'
+    width = 125 + (WIDTH + 30) * len(kinds)
+    foot = height + 92
+    drawing += (
+        f'<text x="125" y="{foot}">acceptance length, percent above or below that of {first}; bars: '
+        "95% intervals over prompts and seeds</text>"
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {foot + 16}" '
+        'font-family="sans-serif" font-size="13">\n'
+        f'<rect width="100%" height="100%" fill="white"/>\n{drawing}</svg>\n'
+    )
 
 
-def print_pairs() -> None:
-    """Print by how many percent acceptance lengths of A are above those of B, seed by seed."""
-    table = []
-    for experiment, a, b in PAIRS:
-        lines = read_lines(experiment)
-        cells = [experiment, f"`{a}`", f"`{b}`"]
-        for length, _ in DRAFTS.values():
-            changes = []
-            for row_a, row_b in zip(lines[a], lines[b]):
-                changes.append(100 * (length(row_a) / length(row_b) - 1))
-            cells.append(cell(changes, "+.1f"))
-        table.append(cells)
-    print(format_markdown(["experiment", "A", "B", *DRAFTS], table))
+def draw_panel(
+    title: str, figures: list[tuple[float, float, float]], ticks: list[float], height: int
+) -> str:
+    def place(value: float) -> float:
+        return round(WIDTH * (value - ticks[0]) / (ticks[-1] - ticks[0]), 1)
+
+    panel = f'<text y="-18" font-weight="bold">{title}</text>\n'
+    for tick in ticks:
+        x = place(tick)
+        color = "black" if abs(tick) < 1e-9 else "#ddd"
+        panel += f'<path d="M{x} -6v{height + 6}" stroke="{color}"/>\n'
+        panel += f'<text x="{x}" y="{height + 16}" text-anchor="middle">{tick:+.4g}</text>\n'
+    for i, (value, low, high) in enumerate(figures):
+        y = 12 + LINE * i
+        style = f'stroke="{COLORS[0]}" stroke-width="2"'
+        panel += f'<path d="M{place(low)} {y}H{place(high)}" {style}/>\n'
+        panel += f'<circle cx="{place(value)}" cy="{y}" r="4" fill="{COLORS[0]}"/>\n'
+    return panel
 
 
-# --- Figures ---
-#
-# A figure is made of two diagrams with the same curves, and the names of the curves.
-
-
-def draw_depths(rows: list[Row]) -> tuple[list[str], list[str]]:
-    """Draw accuracies by depth, means over seeds, and how many chains are right up to a depth."""
-    names = list(dict.fromkeys(row["drafter"] for row in rows if row["drafter"] != UNFAIR))
-    accuracies = []  # a curve for each drafter
-    shares = []
-    for name in names:
-        curves = []
-        for row in rows:
-            if row["drafter"] == name:
-                curve = row["drafting"]["depth_accuracy"]
-                missing = EVALUATION_CYCLE - len(curve)  # depths that no chain comes to
-                curves.append(curve + [0.0] * missing)
-        share = np.mean(np.cumprod(curves, axis=1), axis=0)  # of the chains
-        common = 1 + np.sum(share[:-1] >= RARE)  # depths that enough chains come to
-        accuracies.append(list(enumerate(np.mean(curves, axis=0)[:common], 1)))
-        shares.append(list(enumerate([1.0, *share])))
-    panels = [
-        draw_panel("accuracy while drafting", "depth of the draft", accuracies, lowest=0.7),
-        draw_panel("chains right up to here", "depth of the draft", shares),
-    ]
-    return panels, names
-
-
-def draw_networks(rows: list[Row]) -> tuple[list[str], list[str]]:
-    """Draw speed-ups over plain API use by latency, means over runs, for each share of losses."""
-    losses = list(dict.fromkeys(row["loss"] for row in rows))
-    latencies = list(dict.fromkeys(row["latency"] for row in rows))
-    panels = []
-    for method, title in (("remote", "drafts"), ("remote+lookup", "drafts and lookup")):
-        curves = []
-        for loss in losses:
-            curve = []
-            for latency in latencies:
-                speedups = []
-                for row in rows:
-                    if (row["loss"], row["latency"]) == (loss, latency):
-                        speedups.append(row[f"{method}:link"]["speedup"])
-                curve.append((int(latency.removesuffix("ms")), np.mean(speedups)))
-            curves.append(curve)
-        panel = draw_panel(
-            f"speed-up with {title}", "latency one way, ms", curves, highest=2, marked=1
-        )
-        panels.append(panel)
-    return panels, [f"{loss} of the packets lost" for loss in losses]
-
-
-def draw_batches(rows: list[Row]) -> tuple[list[str], list[str]]:
-    """Draw tokens per second by the number of conversations."""
-    panels = []
-    for dtype in ("float32", "bfloat16"):
-        curves = []
-        for method in ("target", "chain"):
-            curve = []
-            for row in rows:
-                if (row["dtype"], row["method"]) == (dtype, method):
-                    curve.append((row["batch"], row["tokens_per_second"]))
-            curves.append(curve)
-        title = f"tokens per second, {dtype}"
-        panels.append(draw_panel(title, "conversations at once", curves))
-    return panels, ["the target alone", "with chains of 3"]
-
-
-FIGURES = {  # of a results file: lies beside it
-    "on_policy": draw_depths,
-    "parts": draw_depths,
-    "reused_layers": draw_depths,
-    "network": draw_networks,
-    "smollm2/batch": draw_batches,
-}
-
-
-def save_figure(name: str) -> None:
-    panels, names = FIGURES[name](read_json(RESULTS / f"{name}.json")["rows"])
-    save_panels(RESULTS / f"{name}.svg", panels, names)
+# --- The command line ---
 
 
 def main() -> None:
     parser = Parser(
         prog="python -m experiments.report",
-        description="Print the tables of experiments/results.",
+        description="Print the tables of a comparison, or draw it.",
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
-    parser.add_argument("--pairs", action="store_true", help="compare drafters two by two instead")
-    parser.add_argument("--figures", action="store_true", help="draw all figures instead")
+    parser.add_argument("file", type=path, metavar="FILE", help="what compare --json has printed")
+    parser.add_argument("--figure", type=path, metavar="OUT", help="draw an SVG instead")
     args = parser.parse_args()
-    if args.pairs:
-        print_pairs()
+    rows = read_json(args.file)["rows"]
+    if args.figure is None:
+        print_tables(rows)
         return
-    if args.figures:
-        for name in FIGURES:
-            save_figure(name)
-        return
-    for name in args.names or sorted(path.stem for path in RESULTS.glob("*.json")):
-        print_experiment(name)
+    with atomic_write(args.figure) as part:
+        part.write_text(draw(rows))
 
 
 if __name__ == "__main__":
