@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Iterable, Iterator, NamedTuple
 
 import torch
@@ -342,7 +343,7 @@ class Eagle3Drafter(AutoregressiveDrafter):
     def chosen_layers(self, target: Llama) -> list[int]:
         """Return the numbers of the three layers, as in EAGLE-3's code."""
         count = target.config.num_hidden_layers
-        return [1, count // 2 - 1, count - 4]
+        return [1, max(0, count // 2 - 1), max(0, count - 4)]
 
     def read_modules(self, target: Llama) -> list[nn.Module]:
         return [target.layers[i] for i in self.chosen_layers(target)]
@@ -445,8 +446,7 @@ class StateVerifier(ExactVerifier):
         outputs = [[] for _ in modules]
         handles = []
         for module, kept in zip(modules, outputs):
-            hook = lambda _module, _inputs, output, kept=kept: kept.append(output)
-            handles.append(module.register_forward_hook(hook))
+            handles.append(module.register_forward_hook(partial(keep_output, kept)))
         try:
             yield outputs
         finally:
@@ -462,6 +462,10 @@ class StateVerifier(ExactVerifier):
         vectors = self.reader.condense(torch.cat([nothing, *states], dim=-1))
         update = CacheUpdate(tokens, vectors, vectors.new_empty(0))
         return replace(result, update=update)
+
+
+def keep_output(kept: list[Tensor], _module: nn.Module, _inputs: tuple, output: Tensor) -> None:
+    kept.append(output)
 
 
 # --- The arms ---
@@ -567,9 +571,10 @@ class WithArm:
     def cycles(self, prompt: list[int], config: GenerationConfig) -> Cycles:
         sampling = config.new_sampling(self.target.device)
         capacity = count_slots(prompt, config, self.limits)
-        new_verifier, new_state = ExactVerifier, TreeSampler
         if isinstance(self.drafter, AutoregressiveDrafter):
-            new_verifier, new_state = StateVerifier, AutoregressiveState
-        verifier = new_verifier(self.target, self.drafter, capacity, sampling)
-        state = new_state(self.drafter, capacity, sampling)
+            verifier = StateVerifier(self.target, self.drafter, capacity, sampling)
+            state = AutoregressiveState(self.drafter, capacity, sampling)
+        else:
+            verifier = ExactVerifier(self.target, self.drafter, capacity, sampling)
+            state = TreeSampler(self.drafter, capacity, sampling)
         return timed_cycles(verifier, state, prompt, config, self.limits)

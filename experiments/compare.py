@@ -61,8 +61,9 @@ from moa import Drafter, DraftLimits
 from plumbing.conversations import Conversations, check_files, frequent_tokens, hold_out
 from plumbing.devices import DTYPES, choose_training_dtype
 from plumbing.errors import InputError, run_command
-from plumbing.files import atomic_write, read_json
+from plumbing.files import atomic_write, fingerprint_files, fingerprint_model, read_json
 from plumbing.flags import Parser, add_model_arguments, number, path, positive_int
+from plumbing.hub import resolve_path
 from plumbing.journal import Journal, find_run, lock_folder, read_log
 from plumbing.processes import say
 from train import (
@@ -126,7 +127,8 @@ def losses_of(entrant: Entrant, lesson: Lesson, horizon: Tensor, noise: Tensor) 
     """
     if entrant.arm.is_autoregressive:
         return losses_of_steps(entrant, lesson, noise)
-    arm, drafter = entrant.arm, entrant.drafter
+    arm = entrant.arm
+    drafter = entrant.drafter
     reading, trained, log_p = lesson
     [(ca_output, features)] = moa_features(drafter, reading, [horizon])
     kl = kl_divergence(log_p, features[trained], drafter)
@@ -140,9 +142,12 @@ def losses_of(entrant: Entrant, lesson: Lesson, horizon: Tensor, noise: Tensor) 
 
 def losses_of_steps(entrant: Entrant, lesson: Lesson, noise: Tensor) -> Losses:
     """Return the losses of an autoregressive arm: weighted means over its steps."""
-    arm, drafter = entrant.arm, entrant.drafter
+    arm = entrant.arm
+    drafter = entrant.drafter
     reading, trained, log_p = lesson
-    kl = smooth_l1 = weights = 0.0
+    kl = 0.0
+    smooth_l1 = 0.0
+    weights = 0.0
     for step, a in enumerate(unroll(drafter, reading, arm.steps, arm.noise * noise)):
         # Query i is in a draft whose root is token i - step, which must be in an answer, too.
         with_root = trained & F.pad(trained, (step, 0))[:, :trained.shape[1]]
@@ -179,6 +184,7 @@ def train_side_by_side(
     """Train all entrants up to config.updates, and log their scores at each stage."""
     batches = draw_batches(range(len(training)), config)
     sums = {entrant.name: 0.0 for entrant in entrants}
+    summed = 0  # updates. After an interruption the sums begin anew.
     for update in tqdm(range(config.updates), "updates"):
         indices = next(batches)
         if update < journal.done:
@@ -186,13 +192,15 @@ def train_side_by_side(
         batch = [training[index] for index in indices]
         for name, loss in make_update(entrants, batch, update, config).items():
             sums[name] += loss
+        summed += 1
         done = update + 1
         if done % LOSSES_EVERY == 0:
-            means = {name: float(total) / LOSSES_EVERY for name, total in sums.items()}
+            means = {name: float(total) / summed for name, total in sums.items()}
             if not all(map(math.isfinite, means.values())):
                 raise InputError(f"update {done}: a loss is not finite: {means}")
             journal.log(done, {"losses": means})
             sums = dict.fromkeys(sums, 0.0)
+            summed = 0
         if done in stages:
             for name, scores in score(entrants).items():
                 journal.log(done, {"arm": name} | scores)
@@ -305,7 +313,8 @@ def score_trees(
 ) -> dict:
     """Answer prompts with drafts. Returns tokens and passes of each, after the first token."""
     method = WithArm(drafter.target, drafter, limits)
-    tokens, passes = [], []
+    tokens = []
+    passes = []
     for prompt in tqdm(prompts, "trees", leave=False):
         generation = answer(method, prompt, config)
         tokens.append(len(generation.tokens) - 1)
@@ -323,8 +332,11 @@ def time_drafts(
         for entrant in entrants:
             method = WithArm(entrant.drafter.target, entrant.drafter, CHAIN)
             generation = answer(method, prompt, config)
-            cycle = (generation.draft_seconds + generation.verify_seconds) / generation.target_calls
-            draft = generation.draft_seconds / generation.target_calls
+            calls = generation.target_calls
+            if calls == 0:  # the first token ended the answer
+                continue
+            draft = generation.draft_seconds / calls
+            cycle = draft + generation.verify_seconds / calls
             times[entrant.name].append((1000 * draft, 1000 * cycle))
     rows = {}
     for name, pairs in times.items():
@@ -375,13 +387,18 @@ class Comparison:
             rows = self.train(entrants, args.out / "rates", updates, 0, {updates}, texts)
             lengths = {}
             for row in rows:
-                lengths[row["arm"]] = sum(row["chain"]["tokens"]) / sum(row["chain"]["passes"])
+                passes = sum(row["chain"]["passes"])
+                lengths[row["arm"]] = sum(row["chain"]["tokens"]) / max(1, passes)
             rates = {}
             for name in args.arms:
                 rates[name] = max(RATES, key=lambda rate: lengths[f"{name}@{rate}"])
             with atomic_write(file) as part:
                 part.write_text(json.dumps({"rates": rates, "lengths": lengths}, indent=1))
-        return read_json(file)["rates"]
+        rates = read_json(file)["rates"]
+        missing = [name for name in args.arms if name not in rates]
+        if missing:
+            raise InputError(f"{file} lacks {', '.join(missing)}: choose another --out")
+        return rates
 
     def run_seed(self, seed: int, rates: dict[str, float]) -> list[dict]:
         """Train and score all arms with one seed. Returns a row for each arm and stage."""
@@ -409,7 +426,7 @@ class Comparison:
                     with atomic_write(file) as part:
                         part.write_text(json.dumps(scores))
                 row[kind] = read_json(file)
-        if args.time:
+        if args.time and prompts:
             for name, times in time_drafts(entrants, prompts, config).items():
                 last[name] |= times
         return rows
@@ -449,6 +466,13 @@ class Comparison:
             "mlp": args.mlp,
             "draft_vocabulary": args.draft_vocabulary,
             "conversations": len(self.training),
+            "model_checksum": fingerprint_model(resolve_path(args.model)),
+            "data_checksum": fingerprint_files(args.data),
+            # What is scored, and when, is in the log, which is not computed again.
+            "prompts_checksum": fingerprint_files([args.prompts]),
+            "prompt_count": args.prompt_count,
+            "max_new_tokens": args.max_new_tokens,
+            "stages": sorted(stages),
         }
         optimizer = Optimizers(*[entrant.optimizer for entrant in entrants])
         journal = Journal(folder, parameters, optimizer, lambda: None, settings)
@@ -517,7 +541,8 @@ def parse_arguments() -> Namespace:
     add_model_arguments(parser)
     args = parser.parse_args()
     if args.stages is None:
-        args.stages = [max(1, args.updates // share) for share in (8, 4, 2, 1)]
+        args.stages = [max(1, args.updates // share) for share in (8, 4, 2)]
+    args.stages = sorted({*args.stages, args.updates})
     return args
 
 

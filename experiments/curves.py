@@ -4,7 +4,7 @@
 
 Four diagrams show the training loss, the held-out KL and the acceptance length that the held-out
 accuracies imply, each over the updates; and the accuracy by the depth of the draft, at the last
-evaluation. Each run has a curve in each. (An example is experiments/results/smollm2/curves.svg.)
+evaluation. Each run has a curve in each.
 
 SVG is text, so no library is needed. It counts x to the right and y downwards, in units of its
 viewBox. In a path, M moves, and h and v draw lines of a length to the right and down. A diagram is

@@ -5,8 +5,7 @@ it would draft at each depth is the target's first choice. Both sides read the t
 this scores drafts that follow the text. `evaluate` of app/evaluation.py does it.
 
 With --by-drafting it really drafts: a chain of eight tokens from every eighth position of an
-answer, which the target verifies. This takes longer, is what happens in use, and scores drafters
-of any kind alike: those without CA read their own predictions here.
+answer, which the target verifies. This takes longer, and is what happens in use.
 
     python -m experiments.evaluate runs/drafter --data held_out.jsonl
     python -m experiments.evaluate runs/drafter --data held_out.jsonl --by-drafting
@@ -30,17 +29,11 @@ from plumbing.conversations import Conversations, TokenizedConversation, check_f
 from plumbing.devices import DTYPES, choose_training_dtype
 from plumbing.errors import InputError, run_command
 from plumbing.flags import Parser, add_model_arguments, number, path
-from speculate import LocalVerifier
 from train import loss_mask
 
 
 @torch.no_grad()
-def evaluate_drafting(
-    drafter: Drafter,
-    sequences: list[TokenizedConversation],
-    new_verifier: type[LocalVerifier] = ExactVerifier,
-    new_state: type[DraftState] = DraftState,
-) -> dict:
+def evaluate_drafting(drafter: Drafter, sequences: list[TokenizedConversation]) -> dict:
     """Return `depth_scores` of chains that are drafted from every eighth trained position.
 
     The target verifies each chain, and then the text goes on as it stands. Raises InputError.
@@ -48,8 +41,8 @@ def evaluate_drafting(
     cycles = []
     for sequence in tqdm(sequences, desc="drafting", leave=False):
         tokens = sequence.tokens.tolist()
-        verifier = new_verifier(drafter.target, drafter, len(tokens), Sampling())
-        state = new_state(drafter, len(tokens), Sampling())
+        verifier = ExactVerifier(drafter.target, drafter, len(tokens), Sampling())
+        state = DraftState(drafter, len(tokens), Sampling())
         trained = loss_mask(sequence.answer)[:-EVALUATION_CYCLE]  # a chain must fit after each
         starts = trained.nonzero().flatten().tolist()[::EVALUATION_CYCLE]
         for read, start in itertools.pairwise([0, *starts]):

@@ -1,7 +1,7 @@
 """The tables and the picture of a comparison, from what experiments/compare.py has printed.
 
-    python -m experiments.report experiments/results/toy.json
-    python -m experiments.report experiments/results/toy.json --figure toy.svg
+    python -m experiments.report experiments/results/compare_toy.json
+    python -m experiments.report experiments/results/compare_toy.json --figure toy.svg
 
 A row of such a file is an arm after some updates, with one seed of drafters. It has the tokens and
 the passes of every prompt, so that everything else follows: acceptance lengths, by how many percent
@@ -36,12 +36,11 @@ Row = dict
 
 def gather(rows: list[Row], update: int, arm: str, kind: str) -> np.ndarray | None:
     """Return tokens and passes of an arm after some updates, (2, seeds, prompts), or None."""
-    tokens, passes = [], []
+    counts = []  # of each seed
     for row in rows:
         if (row["updates"], row["arm"]) == (update, arm) and kind in row:
-            tokens.append(row[kind]["tokens"])
-            passes.append(row[kind]["passes"])
-    return np.array([tokens, passes]) if tokens else None
+            counts.append([row[kind]["tokens"], row[kind]["passes"]])
+    return np.array(counts).transpose(1, 0, 2) if counts else None
 
 
 def length(counts: np.ndarray) -> float:
@@ -76,6 +75,12 @@ def differences(rows: list[Row], update: int, kind: str) -> dict[str, tuple[floa
     return found
 
 
+def kinds_in(rows: list[Row]) -> list[str]:
+    """Return the kinds of drafts that were scored."""
+    scored = set().union(*rows)
+    return [kind for kind in KINDS if kind in scored]
+
+
 # --- Tables ---
 
 
@@ -88,7 +93,7 @@ def print_tables(rows: list[Row]) -> None:
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     stages = sorted({row["updates"] for row in rows})
     seeds = {row["seed"] for row in rows}
-    kinds = [kind for kind in KINDS if any(kind in row for row in rows)]
+    kinds = kinds_in(rows)
     last = stages[-1]
     prompts = len(rows[0]["chain"]["tokens"])
     print(f"Acceptance lengths after {last} updates; {prompts} prompts, seeds of drafters: "
@@ -102,14 +107,22 @@ def print_tables(rows: list[Row]) -> None:
     headings = [KINDS[kind] for kind in kinds]
     print(format_markdown(["", *headings], table))
     print(f"\nPercent by which they differ from those of {arms[0]}.\n")
-    columns = [differences(rows, last, kind) for kind in kinds]
-    table = [[arm, *[show(column[arm], "+.1f") for column in columns]] for arm in arms[1:]]
-    print(format_markdown(["", *headings], table))
+    print_differences(headings, [differences(rows, last, kind) for kind in kinds])
     for kind in ("chain", "sampled chain"):
         print(f"\nThe same in {KINDS[kind]}, by updates.\n")
         columns = [differences(rows, stage, kind) for stage in stages]
-        table = [[arm, *[show(column[arm], "+.1f") for column in columns]] for arm in arms[1:]]
-        print(format_markdown(["", *map(str, stages)], table))
+        print_differences(list(map(str, stages)), columns)
+
+
+def print_differences(headings: list[str], columns: list[dict]) -> None:
+    """Print a table with a line for each arm. columns: from `differences`."""
+    table = []
+    for arm in columns[0]:
+        cells = [arm]
+        for column in columns:
+            cells.append(show(column[arm], "+.1f"))
+        table.append(cells)
+    print(format_markdown(["", *headings], table))
 
 
 # --- A picture: how far each arm is from the first, with intervals ---
@@ -122,11 +135,14 @@ def draw(rows: list[Row]) -> str:
     """Draw the differences after the last update as an SVG, a panel for each kind of drafts."""
     first = rows[0]["arm"]
     last = max(row["updates"] for row in rows)
-    kinds = [kind for kind in KINDS if any(kind in row for row in rows)]
+    kinds = kinds_in(rows)
     found = {kind: differences(rows, last, kind) for kind in kinds}
     arms = list(found[kinds[0]])
-    ends = [end for column in found.values() for figure in column.values() for end in figure]
-    ticks = axis_ticks(min(ends + [0.0]) // 5 * 5, max(ends + [0.0]))
+    ends = [0.0]
+    for column in found.values():
+        for figure in column.values():
+            ends += figure
+    ticks = axis_ticks(min(ends) // 5 * 5, max(ends))
     drawing = ""
     height = LINE * len(arms)
     for i, arm in enumerate(arms):
@@ -136,10 +152,8 @@ def draw(rows: list[Row]) -> str:
         drawing += f'<g transform="translate({125 + (WIDTH + 30) * i} 44)">{panel}</g>\n'
     width = 125 + (WIDTH + 30) * len(kinds)
     foot = height + 92
-    drawing += (
-        f'<text x="125" y="{foot}">acceptance length, percent above or below that of {first}; bars: '
-        "95% intervals over prompts and seeds</text>"
-    )
+    caption = f"acceptance length, percent above or below that of {first}; bars: 95% intervals"
+    drawing += f'<text x="125" y="{foot}">{caption}</text>\n'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {foot + 16}" '
         'font-family="sans-serif" font-size="13">\n'
@@ -156,9 +170,10 @@ def draw_panel(
     panel = f'<text y="-18" font-weight="bold">{title}</text>\n'
     for tick in ticks:
         x = place(tick)
-        color = "black" if abs(tick) < 1e-9 else "#ddd"
+        color = "#ddd" if round(tick, 6) else "black"
         panel += f'<path d="M{x} -6v{height + 6}" stroke="{color}"/>\n'
-        panel += f'<text x="{x}" y="{height + 16}" text-anchor="middle">{tick:+.4g}</text>\n'
+        label = f"{tick:+.4g}" if round(tick, 6) else "0"
+        panel += f'<text x="{x}" y="{height + 16}" text-anchor="middle">{label}</text>\n'
     for i, (value, low, high) in enumerate(figures):
         y = 12 + LINE * i
         style = f'stroke="{COLORS[0]}" stroke-width="2"'

@@ -1,19 +1,44 @@
-"""Claims about the comparison of drafters: that all arms are of one size, that what is computed
-along a text is what drafting gives, and that a training that was killed comes to the same end."""
+"""Claims about the comparison of drafters: that all arms are of one size, that each learns what it
+says, that what is computed along a text is what drafting gives, and that a training that was killed
+comes to the same end."""
+import json
+import sys
+import xml.etree.ElementTree
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
+from conftest import close
+from test_train import sequences
 from tiny_models import new_target
-from torch import Tensor
+from tiny_target import make_tiny_target, write
 
 from app.answers import answer
-from experiments.along_text import Text, acceptance_by_depth, count_passes
-from experiments.arms import ARMS, WithArm, count_parameters, new_drafter_of, read
-from llama import GenerationConfig, Llama, Sampling, generate, probabilities
-from moa import Drafter, DraftLimits
-from train import Example, TrainConfig, distill, loss_mask
+from app.training import Optimizers, RunConfig, choose_optimizer
+from experiments import compare, intervals, report
+from experiments.along_text import Text, acceptance_by_depth, count_passes, features_by_depth
+from experiments.arms import (
+    ARMS,
+    AutoregressiveState,
+    Reading,
+    StateVerifier,
+    WithArm,
+    count_parameters,
+    new_drafter_of,
+    read,
+    unroll,
+)
+from experiments.compare import Entrant, losses_of_steps, make_lesson, make_update
+from llama import GenerationConfig, Llama, Sampling
+from moa import Draft, Drafter, DraftLimits
+from plumbing.conversations import Conversations, hold_out
+from plumbing.tokenizer import load_tokenizer
+from train import Example, compute_gradients, count_trained, draw_examples
 
 PROMPT = [0, 3, 1, 4]
 DEPTH = 3
+STEPWISE = [name for name, arm in ARMS.items() if arm.is_autoregressive]
 
 
 @pytest.fixture(scope="module")
@@ -21,31 +46,327 @@ def target() -> Llama:
     return new_target(6, layers=6)
 
 
-def drafter_of(name: str, target: Llama, width: int = 24) -> Drafter:
+def drafter_of(name: str, target: Llama) -> Drafter:
     """A random drafter. With six tokens it is right by chance now and then."""
-    drafter = new_drafter_of(ARMS[name], target, width, None, seed=1)
-    with torch.no_grad():
-        for parameter in drafter.trained_parameters().values():
-            parameter.mul_(3.0)  # so that it is sure of something
-    return drafter.requires_grad_(False)
+    return new_drafter_of(ARMS[name], target, 24, None, seed=2)
 
 
-def passes_along(name: str, drafter: Drafter, text: Text) -> float:
-    reading = read(drafter.target, text.tokens.unsqueeze(0))
-    [accepted] = acceptance_by_depth(drafter, ARMS[name], reading, [text], DEPTH)
-    return count_passes(accepted, text.prompt, len(text.tokens))
+# --- The arms ---
 
 
-@pytest.mark.parametrize("name", ARMS)
+def test_all_arms_have_as_many_parameters_as_the_papers_drafter_within_3_percent(toy, target):
+    for model, width in ((toy[0], None), (target, 24)):
+        sizes = {}
+        for name, arm in ARMS.items():
+            sizes[name] = count_parameters(new_drafter_of(arm, model, width, None, seed=0))
+        assert sizes == pytest.approx(dict.fromkeys(ARMS, sizes["full"]), rel=0.03)
+
+
+LAYERS = 8
+ALL_KV = {f"kv {i}" for i in range(LAYERS)}
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("full", ALL_KV),
+    ("n-2", ALL_KV),
+    ("last-layer", {f"kv {LAYERS - 1}"}),
+    ("no-memory", set()),
+    ("eagle", {"final"}),
+    ("eagle-3", {"state 2", "state 4", "state 5"}),  # the outputs of layers 1, 3 and 4
+])
+@torch.no_grad()
+def test_an_arm_reads_of_the_target_what_it_says_and_nothing_else(name, expected):
+    target = new_target(6, layers=LAYERS)
+    drafter = drafter_of(name, target)
+    reading = read(target, torch.tensor([[0, 3, 1, 4, 2]]))
+
+    def features(changed: str = "") -> torch.Tensor:
+        """With noise in the place of one part of what the target computes."""
+        kv, states, final = reading.kv.clone(), list(reading.states), reading.final
+        if changed.startswith("kv"):
+            kv[:, :, int(changed[3:])] = torch.randn_like(kv[:, :, 0])
+        elif changed.startswith("state"):
+            states[int(changed[6:])] = torch.randn_like(final)
+        elif changed == "final":
+            final = torch.randn_like(final)
+        return features_by_depth(
+            drafter, ARMS[name], Reading(reading.tokens, kv, states, final), depth=2
+        )
+
+    parts = [*sorted(ALL_KV), *[f"state {i}" for i in range(LAYERS + 1)], "final"]
+    before = features()
+    assert {part for part in parts if not torch.equal(features(part), before)} == expected
+
+
+@pytest.mark.parametrize("name", STEPWISE)
+@torch.no_grad()
+def test_step_s_of_a_query_is_what_drafting_computes_there_in_a_draft_with_root_i_minus_s(
+        name, target):
+    """In trees of the text's own tokens, each of which has a wrong one before it."""
+    drafter = drafter_of(name, target)
+    text = [0, 3, 1, 4, 2, 5, 3, 0]
+    steps = [drafter.feature(a) for a in unroll(drafter, read(target, torch.tensor([text])), 4)]
+    for root in range(2, len(text)):
+        verifier = StateVerifier(target, drafter, 16, Sampling())
+        state = AutoregressiveState(drafter, 16, Sampling())
+        for piece in (text[:2], text[2:root]):
+            if piece:
+                state.append_verified(verifier.prefill(piece).update)
+        draft = Draft(text[root])
+        frontier = [0]
+        for a, token in zip(steps, text[root + 1:] + [0]):
+            close(state.step(draft, frontier)[-1], a[0, root + draft.depth(frontier[-1])])
+            parent = frontier[-1]
+            frontier = [draft.add(other, parent, 1.0) for other in (5 - token, token)]
+
+
+# --- Losses ---
+
+
+CONFIG = RunConfig(micro_batch_size=2)
+AS_IN_TRAIN = {  # the settings of train.py that an arm stands for
+    "full": {},
+    "full-unmasked": {"run_length": (1, 1)},
+    "full-one-run": {"run_length": (100_000, 100_000)},
+    "n-1": {},
+    "n-2": {},
+    "n-4": {},
+    "kl-only": {"feature_weight": 0.0},
+    "smooth-l1-only": {"kl_weight": 0.0},
+}
+
+
+def some_batch() -> list[Example]:
+    return [(tokens % 6, answer) for tokens, answer in sequences((4, 18), (3, 12), (5, 9))]
+
+
+def gradients(drafter: Drafter) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in drafter.trained_parameters().values()]
+
+
+def test_side_by_side_each_of_the_papers_arms_learns_what_train_py_would_teach_it(
+        target, monkeypatch):
+    monkeypatch.setattr(compare, "MAX_GRADIENT_NORM", 1e9)
+    entrants = []
+    for name in AS_IN_TRAIN:
+        entrants.append(Entrant(name, ARMS[name], drafter_of(name, target), 0.1, Optimizers()))
+    losses = make_update(entrants, some_batch(), 7, CONFIG)
+    for entrant in entrants:
+        ours = gradients(entrant.drafter)
+        config = replace(CONFIG, **AS_IN_TRAIN[entrant.name])
+        examples = draw_examples(some_batch(), 7, config)
+        total = count_trained(examples)
+        loss, _, _ = compute_gradients(entrant.drafter, examples, total, config) / total
+        assert float(losses[entrant.name]) == pytest.approx(float(loss), rel=1e-5)
+        torch.testing.assert_close(ours, gradients(entrant.drafter), atol=1e-5, rtol=1e-4)
+
+
+def test_each_arm_is_trained_at_a_rate_of_its_own(target):
+    entrants = []
+    for rate in (0.0, 0.1):
+        drafter = drafter_of("full", target)
+        optimizer = choose_optimizer(drafter.trained_parameters().values(), "muon")
+        entrants.append(Entrant(str(rate), ARMS["full"], drafter, rate, optimizer))
+    make_update(entrants, some_batch(), 0, replace(CONFIG, updates=4, schedule="cosine"))
+    still, moved = [entrant.drafter.Ekv2E.weight for entrant in entrants]
+    untrained = drafter_of("full", target).Ekv2E.weight
+    assert torch.equal(still, untrained) and not torch.equal(moved, untrained)
+
+
+@torch.no_grad()
+def test_a_step_is_trained_where_query_and_root_are_in_an_answer_and_weighs_less_than_the_last(
+        target):
+    arm = replace(ARMS["eagle-3"], steps=3, feature_weight=0.5)
+    entrant = Entrant("", arm, drafter_of("eagle-3", target), 0.1, Optimizers())
+    drafter = entrant.drafter
+    tokens = torch.randint(6, (1, 12))
+    # Two answers. The last query of one predicts a token of the user's.
+    answers = torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 0]]).bool()
+    pairs = [[2, 3, 4, 8, 9], [3, 4, 9], [4]]  # queries of each step
+    lesson = make_lesson(drafter, Example(tokens, answers, answers))
+    losses = losses_of_steps(entrant, lesson, torch.zeros(1, 12, 16))
+    kl = smooth_l1 = 0.0
+    for step, a in enumerate(unroll(drafter, lesson.reading, 3)):
+        for i in pairs[step]:
+            final = lesson.reading.final[0, i]
+            p = target.lm_head(final).softmax(-1)
+            q = target.lm_head(drafter.feature(a[0, i])).softmax(-1)
+            kl += 0.8**step * (p * (p / q).log()).sum() / (1 + 0.8 + 0.64)
+            distance = torch.nn.functional.smooth_l1_loss(a[0, i], final)
+            smooth_l1 += 0.8**step * distance / (1 + 0.8 + 0.64)
+    close(torch.stack(losses), torch.stack([0.1 * kl + 0.5 * smooth_l1, kl, smooth_l1]))
+
+
+# --- Along a text ---
+
+
+def passes_along(name: str, drafter: Drafter, texts: list[Text], depth: int) -> list[float]:
+    """texts: of one length."""
+    reading = read(drafter.target, torch.stack([text.tokens for text in texts]))
+    accepted = acceptance_by_depth(drafter, ARMS[name], reading, texts, depth)
+    return [count_passes(a, text.prompt, len(text.tokens)) for a, text in zip(accepted, texts)]
+
+
+# The other arms are drafters of these kinds that were trained otherwise.
+KINDS = ["full", "last-layer", "no-memory", "eagle", "eagle-3", "n-1", "n-4"]
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_greedy_chains_take_as_many_passes_along_a_text_as_while_drafting(name, target):
     drafter = drafter_of(name, target)
-    config = GenerationConfig(max_new_tokens=40)
     method = WithArm(target, drafter, DraftLimits(depth=DEPTH))
-    calls = 0
-    for first in range(6):
+    texts, calls = [], []
+    for first in range(3):
         prompt = [first, *PROMPT]
-        generation = answer(method, prompt, config)
-        text = Text(torch.tensor(prompt + generation.tokens), len(prompt), 0.0)
-        assert passes_along(name, drafter, text) == generation.target_calls
-        calls += generation.target_calls
-    assert calls < 6 * 39  # some drafts were accepted
+        generation = answer(method, prompt, GenerationConfig(max_new_tokens=16))
+        texts.append(Text(torch.tensor(prompt + generation.tokens), len(prompt), 0.0))
+        calls.append(generation.target_calls)
+    assert passes_along(name, drafter, texts, DEPTH) == calls
+    assert sum(calls) < 3 * 15  # some drafts were accepted
+
+
+@pytest.mark.parametrize("name", ["full", "eagle"])
+def test_sampled_chains_take_as_many_passes_on_average_as_their_texts_let_expect(name):
+    target = new_target(5, layers=1, sharpness=2.0)
+    drafter = drafter_of(name, target)
+    method = WithArm(target, drafter, DraftLimits(depth=2))
+    texts, calls = [], []
+    for seed in range(200):
+        generation = answer(method, PROMPT, GenerationConfig(5, temperature=1.0, seed=seed))
+        texts.append(Text(torch.tensor(PROMPT + generation.tokens), len(PROMPT), 1.0))
+        calls.append(generation.target_calls)
+    excess = torch.tensor(calls) - torch.tensor(passes_along(name, drafter, texts, 2))
+    error = float(excess.std()) / len(calls) ** 0.5
+    assert 0 < error < 0.06
+    assert abs(float(excess.mean())) < 4 * error
+
+
+@pytest.mark.parametrize("accepted, count, passes", [
+    # 1 is written. Then 2 is accepted, not 3. 4 is not. 5 is.
+    ([[0, 1, 1, 0, 1], [0, 1, 0, 1, 1]], 6, 3.0),
+    # Passes that are needed after token 3: 1. After 2: 1 + 0.75 * 1 = 1.75.
+    # After 1: 1 + 0.5 * 1.75 (2 is rejected) + 0.5 * 0.4 * 1 (3 is).
+    ([[0, 0.5, 0.25, 0.9], [0, 0.1, 0.6, 0.1]], 5, 2.075),
+    ([[0, 0, 0, 0, 0, 0]], 7, 5.0),  # a pass for each token but the first
+])
+def test_passes_are_counted_as_by_hand(accepted, count, passes):
+    assert count_passes(torch.tensor(accepted), 1, count) == pytest.approx(passes)
+
+
+# --- The command ---
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    path = make_tiny_target(tmp_path_factory.mktemp("tiny"))
+    write(path / "prompts.jsonl", *[{"prompt": text} for text in ("Hi?", "Why?", "Is it?")])
+    return path
+
+
+def command(tiny: Path, out: Path, *arguments) -> None:
+    sizes = "--device cpu --seq-len 64 --batch-size 2 --save-every 2 --tree-prompts 1"
+    lengths = "--max-new-tokens 8 --mlp 24"
+    files = ["--model", tiny, "--data", tiny / "data.jsonl", "--prompts", tiny / "prompts.jsonl"]
+    flags = [*files, "--out", out, *sizes.split(), *lengths.split(), *arguments]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["compare.py", *map(str, flags)])
+        compare.main()
+
+
+def test_a_comparison_that_was_killed_goes_on_to_the_same_rows(tiny, tmp_path, capsys):
+    flags = "--arms full eagle no-memory --lr 0.002 --updates 6 --stages 3 6 --seeds 1 --json"
+
+    def rows_of(name: str) -> list[dict]:
+        command(tiny, tmp_path / name, *flags.split())
+        return json.loads(capsys.readouterr().out)["rows"]
+
+    def killed_at_five(entrants, batch, update, config):
+        if update == 5:
+            raise KeyboardInterrupt
+        return make_update(entrants, batch, update, config)
+
+    expected = rows_of("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare, "make_update", killed_at_five)
+        with pytest.raises(KeyboardInterrupt):
+            rows_of("killed")
+    assert rows_of("killed") == expected
+    assert [(row["updates"], row["arm"]) for row in expected] == [
+        (3, "full"), (3, "eagle"), (3, "no-memory"), (6, "full"), (6, "eagle"), (6, "no-memory")]
+    assert rows_of("killed") == expected  # and nothing is trained again
+    assert set(report.KINDS) <= set(expected[-1])
+
+
+def test_learning_rates_are_chosen_by_answers_to_held_out_prompts_and_kept(
+        tiny, tmp_path, capsys, monkeypatch):
+    passes = {"full@0.002": 8, "full@0.004": 6, "full@0.008": 7}
+    passes |= {"eagle@0.002": 9, "eagle@0.004": 8, "eagle@0.008": 5}
+    scored = []
+
+    def score_chains(entrants, texts, dtype):
+        scored.extend(texts)
+        counts = {}
+        for entrant in entrants:
+            assert entrant.name.endswith(f"@{entrant.rate}")
+            counts[entrant.name] = {"tokens": [10], "passes": [passes[entrant.name]]}
+        return counts
+
+    flags = ["--arms", "full", "eagle", "--updates", 8, "--seeds"]
+    with monkeypatch.context() as patch:
+        patch.setattr(compare, "score_chains", score_chains)
+        command(tiny, tmp_path, *flags)
+    rates = json.loads((tmp_path / "rates.json").read_text())["rates"]
+    assert rates == {"full": 0.004, "eagle": 0.008}
+    monkeypatch.setattr(compare, "train_side_by_side", None)  # nothing is trained again
+    command(tiny, tmp_path, *flags)
+    assert capsys.readouterr().err.count(str(rates)) == 2
+    data = Conversations([tiny / "data.jsonl"], load_tokenizer(tiny), 64)
+    _, [(tokens, is_answer)] = hold_out(data, seed=0)
+    [text] = scored  # in one batch, of all arms at all rates
+    assert text.tokens[:text.prompt].tolist() == tokens[is_answer.cumsum(0) == 0].tolist()
+
+
+def test_its_help_fits_a_screen(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--help"])
+    with pytest.raises(SystemExit):
+        compare.main()
+    assert 20 < len(capsys.readouterr().out.splitlines()) <= 50
+
+
+# --- The report ---
+
+
+def made_up_rows() -> list[dict]:
+    """Two arms, two seeds, five prompts. The second arm always takes half the passes."""
+    rows = []
+    for seed in (0, 1):
+        for arm, share in (("full", 1), ("eagle", 0.5)):
+            for updates in (10, 20):
+                passes = [share * (3 + seed + place) for place in range(5)]
+                counts = {"tokens": [10, 11, 12, 13, 14], "passes": passes}
+                kinds = {kind: counts for kind in report.KINDS}
+                rows.append({"updates": updates, "arm": arm, "seed": seed} | kinds)
+    return rows
+
+
+def test_twice_the_tokens_of_a_pass_on_every_prompt_are_100_percent_more_for_sure(
+        capsys, monkeypatch):
+    monkeypatch.setattr(intervals, "DRAWS", 200)
+    rows = made_up_rows()
+    assert report.differences(rows, 20, "tree") == {"eagle": pytest.approx((100.0, 100.0, 100.0))}
+    counts = report.gather(rows, 20, "full", "tree")
+    value, low, high = report.with_interval(report.length, counts)
+    assert value == pytest.approx(120 / 55)  # 60 tokens twice, 25 and 30 passes
+    assert low < value - 0.1 and high > value + 0.1
+    report.print_tables(rows)
+    out = capsys.readouterr().out
+    assert out.count("+100.0 (+100.0 to +100.0)") == len(report.KINDS) + 2 * 2  # at two stages
+
+
+def test_the_picture_has_a_panel_of_each_kind_with_a_bar_of_each_arm(monkeypatch):
+    monkeypatch.setattr(intervals, "DRAWS", 200)
+    svg = xml.etree.ElementTree.fromstring(report.draw(made_up_rows()))
+    space = "{http://www.w3.org/2000/svg}"
+    panels = svg.findall(f"{space}g")
+    assert [panel.findtext(f"{space}text") for panel in panels] == list(report.KINDS.values())
+    assert all(len(panel.findall(f"{space}circle")) == 1 for panel in panels)

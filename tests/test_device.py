@@ -17,8 +17,10 @@ from app import answers, server, training
 from app.answers import Generation, OnServer, WithDrafts
 from app.display import Trace
 from app.evaluation import evaluate
-from experiments.ablations import ABLATIONS, FULL, Ablation, WithAblation
+from experiments.along_text import Text
+from experiments.arms import ARMS, WithArm, new_drafter_of
 from experiments.batching import Batch, ChainBatch, answer_all
+from experiments.compare import Entrant, make_update, score_chains
 from experiments.evaluate import evaluate_drafting
 from llama import GenerationConfig, Llama
 from moa import Drafter, DraftLimits
@@ -162,7 +164,7 @@ def provide_what_it_lacks(monkeypatch) -> None:
         (speculate, "speculate"),
         (answers, "speculate"),
         (WithDrafts, "cycles"),
-        (WithAblation, "cycles"),
+        (WithArm, "cycles"),
         (OnServer, "cycles"),
         (server.TargetSession, "make_next"),
     ):
@@ -188,17 +190,17 @@ def test_the_device_is_strict(device):
 def answer_on(
     device, where: str, limits: DraftLimits, temperature: float, choices: dict
 ) -> Generation:
-    """where: "here", with drafts from lookup too and a trace; by an ablation; or from a "server" in
-    this process."""
-    ablation = ABLATIONS.get(where, FULL)
-    target, drafter = models(device, kind=ablation.kind, **choices)
+    """where: "here", with drafts from lookup too and a trace; by an arm of a comparison; or from a
+    "server" in this process."""
+    target, drafter = models(device, **choices)
     config = GenerationConfig(6, temperature, top_p=0.9)
     if where == "server":
         with serving_models(target, drafter) as server:
             method = OnServer(lambda prompt: channel_to(server), drafter, limits)
             return answers.answer(method, PROMPT, config)
-    if where in ABLATIONS:
-        return answers.answer(WithAblation(target, drafter, limits, ablation), PROMPT, config)
+    if where in ARMS:
+        drafter = new_drafter_of(ARMS[where], target, 24, None, seed=0)
+        return answers.answer(WithArm(target, drafter, limits), PROMPT, config)
     trace = Trace(load_tokenizer("toy"), config.new_sampling(device), as_json=True)
     method = WithDrafts(target, drafter, limits, lookup=True)
     generation = Generation(PROMPT)
@@ -207,7 +209,7 @@ def answer_on(
     return generation
 
 
-PLACES = [("no-lsa", {}), ("no-ca", {})]
+PLACES = [(name, {}) for name in ("last-layer", "no-memory", "eagle", "eagle-3")]
 PLACES += [("here", choices) for choices in CHOICES]
 PLACES += [("server", choices) for choices in CHOICES]
 
@@ -263,14 +265,19 @@ def test_a_batch_without_a_drafter_reads_its_prompts_together_and_samples_togeth
     assert len(sampled) == 4 and all(0 <= token < 20 for token in sampled)
 
 
-def losses_on(device, ablation: Ablation, choices: dict) -> list[float]:
-    """Those of an update and, after it, those of an evaluation."""
-    config = training.RunConfig(micro_batch_size=2, kl_weight=1.0)
+def some_conversations() -> list[TokenizedConversation]:
     batch = []
     for size in (18, 25, 21):
         positions = torch.arange(size)
         batch.append(TokenizedConversation(positions % 20, positions >= 6))
-    _, drafter = models(device, kind=ablation.kind, **choices)
+    return batch
+
+
+def losses_on(device, choices: dict) -> list[float]:
+    """Those of an update and, after it, those of an evaluation."""
+    config = training.RunConfig(micro_batch_size=2, kl_weight=1.0)
+    batch = some_conversations()
+    _, drafter = models(device, **choices)
     parameters = drafter.trained_parameters().values()
     for parameter in parameters:
         parameter.requires_grad_(True)
@@ -280,14 +287,41 @@ def losses_on(device, ablation: Ablation, choices: dict) -> list[float]:
     return [losses["loss"], losses["kl"], scores["held_out_loss"]]
 
 
-KINDS = [(FULL, choices) for choices in CHOICES] + [(ABLATIONS["neither"], {})]
+@pytest.mark.parametrize("choices", CHOICES)
+def test_training_stays_on_its_device_and_learns_what_it_learns_on_a_cpu(device, choices):
+    expected = losses_on("cpu", choices)
+    assert losses_on(device, choices) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("ablation, choices", KINDS)
-def test_training_stays_on_its_device_and_learns_what_it_learns_on_a_cpu(
-        device, ablation, choices):
-    expected = losses_on("cpu", ablation, choices)
-    assert losses_on(device, ablation, choices) == pytest.approx(expected, rel=1e-4)
+def compared_on(device, names: list[str], vocabulary: torch.Tensor | None) -> list[float]:
+    """Of each arm of a comparison, passes along texts and the loss of an update."""
+    target = new_target(20).to(device)
+    if vocabulary is not None:
+        vocabulary = vocabulary.to(device)
+    entrants = []
+    for name in names:
+        arm = replace(ARMS[name], noise=0.0)  # each device would draw other numbers
+        drafter = new_drafter_of(arm, target, 24, vocabulary, seed=0)
+        optimizer = training.choose_optimizer(drafter.trained_parameters().values(), "muon")
+        entrants.append(Entrant(name, arm, drafter, 1e-3, optimizer))
+    numbers = []
+    for temperature in (0.0, 1.0):
+        texts = [Text(tokens, 6, temperature) for tokens, _ in some_conversations()]
+        for scores in score_chains(entrants, texts, "float32").values():
+            numbers += scores["passes"]
+    config = training.RunConfig(updates=4, micro_batch_size=2, schedule="cosine")
+    losses = make_update(entrants, some_conversations(), 0, config)
+    return numbers + [float(loss) for loss in losses.values()]
+
+
+@pytest.mark.parametrize("names, vocabulary", [
+    (list(ARMS), None),
+    (["full", "eagle-3"], torch.arange(0, 20, 2)),
+], ids=["all arms", "half of the tokens"])
+def test_a_comparison_stays_on_its_device_and_finds_what_it_finds_on_a_cpu(
+        device, names, vocabulary):
+    expected = compared_on("cpu", names, vocabulary)
+    assert compared_on(device, names, vocabulary) == pytest.approx(expected, rel=1e-4)
 
 
 @torch.no_grad()

@@ -10,11 +10,11 @@ from tiny_models import new_drafter
 from tiny_target import counting, error_of, make_tiny_target, write
 
 from app.evaluation import evaluate as evaluate_in_one_pass
+from app.exact import ExactVerifier
 from app.loading import load_drafter, load_model, save_drafter
 from experiments import evaluate
-from experiments.ablations import ALL
 from llama import Llama, Sampling
-from moa import DraftLimits
+from moa import DraftLimits, DraftState
 from plumbing.conversations import Conversations, TokenizedConversation
 from plumbing.errors import run_command
 from plumbing.tokenizer import load_tokenizer
@@ -50,17 +50,14 @@ def command(*arguments) -> None:
         run_command(evaluate.main)
 
 
-@pytest.mark.parametrize("name, choices", [
-    ("full", {}),
-    ("full", {"target_layer_inference": 1}),
-    ("full", {"target_layer_inference": 3, "likeness": 1.0}),  # it is always right
-    ("no-ca", {}),
-    ("neither", {}),
+@pytest.mark.parametrize("choices", [
+    {},
+    {"target_layer_inference": 1},
+    {"target_layer_inference": 3, "likeness": 1.0},  # it is always right
 ])
-def test_by_drafting_scores_what_is_right_of_chains_drafted_one_by_one(target, name, choices):
+def test_by_drafting_scores_what_is_right_of_chains_drafted_one_by_one(target, choices):
     """Against chains that are drafted and verified one by one, each from the text's beginning."""
-    ablation = ALL[name]
-    drafter = new_drafter(target, kind=ablation.kind, **choices)
+    drafter = new_drafter(target, **choices)
     tokens = torch.randint(256, (65,))
     sequence = TokenizedConversation(tokens, torch.arange(65) >= 5)
     tried = Counter()
@@ -68,8 +65,8 @@ def test_by_drafting_scores_what_is_right_of_chains_drafted_one_by_one(target, n
     for start in range(5, 65 - 8, 8):
         text = tokens[:start].tolist()
         root = int(tokens[start])
-        state = ablation.new_state(drafter, 65, Sampling())
-        verifier = ablation.new_verifier(target, drafter, 65, Sampling())
+        state = DraftState(drafter, 65, Sampling())
+        verifier = ExactVerifier(target, drafter, 65, Sampling())
         state.append_verified(verifier.prefill(text).update)
         draft = state.draft(root, DraftLimits(depth=8))
         with_draft = torch.tensor([text + draft.tokens])
@@ -79,9 +76,7 @@ def test_by_drafting_scores_what_is_right_of_chains_drafted_one_by_one(target, n
             right[depth] += token == choice
             if token != choice:
                 break
-    scores = evaluate.evaluate_drafting(
-        drafter, [sequence], ablation.new_verifier, ablation.new_state
-    )
+    scores = evaluate.evaluate_drafting(drafter, [sequence])
     expected = [right[depth] / tried[depth] for depth in range(8) if tried[depth]]
     assert scores["depth_accuracy"] == expected
     assert tried[0] == 7

@@ -67,7 +67,6 @@ def new_target(
 def new_drafter(
     target: Llama,
     likeness: float = 0.0,
-    kind: type[Drafter] = Drafter,
     draft_vocabulary: tuple[int, ...] | None = None,
     **choices,
 ) -> Drafter:
@@ -77,7 +76,7 @@ def new_drafter(
     """
     torch.manual_seed(1)
     config = replace(default_config(target), **choices)
-    drafter = loading.new_drafter(target, config, draft_vocabulary, kind)
+    drafter = loading.new_drafter(target, config, draft_vocabulary)
     drafter.requires_grad_(False)
     if likeness > 0:
         for layer in (drafter.self_attention, drafter.cross_attention):
