@@ -341,9 +341,12 @@ class Eagle3Drafter(AutoregressiveDrafter):
         self.norm = RMSNorm(width, config.rms_norm_eps)
 
     def chosen_layers(self, target: Llama) -> list[int]:
-        """Return the numbers of the three layers, as in EAGLE-3's code."""
+        """Return the numbers of the three layers whose outputs are read: of 32 layers those that
+        EAGLE-3's code takes, 1, 15 and 28, and of fewer in proportion."""
         count = target.config.num_hidden_layers
-        return [1, max(0, count // 2 - 1), max(0, count - 4)]
+        low = max(1, round(count / 16))
+        high = count - max(1, round(3 * count / 32))
+        return [low - 1, count // 2 - 1, high - 1]
 
     def read_modules(self, target: Llama) -> list[nn.Module]:
         return [target.layers[i] for i in self.chosen_layers(target)]
