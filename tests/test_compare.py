@@ -72,7 +72,7 @@ ALL_KV = {f"kv {i}" for i in range(LAYERS)}
     ("last-layer", {f"kv {LAYERS - 1}"}),
     ("no-memory", set()),
     ("eagle", {"final"}),
-    ("eagle-3", {"state 2", "state 4", "state 5"}),  # the outputs of layers 1, 3 and 4
+    ("eagle-3", {"state 1", "state 4", "state 7"}),  # the outputs of layers 0, 3 and 6
 ])
 @torch.no_grad()
 def test_an_arm_reads_of_the_target_what_it_says_and_nothing_else(name, expected):
