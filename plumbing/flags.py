@@ -158,7 +158,7 @@ class Parser(argparse.ArgumentParser):
         """Say what an unknown argument may have been meant for."""
         if argument.startswith("-"):
             flag, _, _ = argument.partition("=")
-            close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            close = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.75)
             if not close or close == ["--help"]:
                 return f"unknown flag {flag}: --help lists all flags"
             return f"unknown flag {flag}: did you mean {close[0]}?"
