@@ -1,4 +1,4 @@
-"""The drafters that experiments/compare.py compares: the paper's, variants of it, and its opponents.
+"""The drafters that experiments/compare.py compares: the paper's, variants, and its opponents.
 
     full           the paper's drafter (moa.py), trained as in train.py
     full-unmasked  the same, but in training every query sees the memory of all earlier tokens

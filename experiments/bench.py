@@ -306,9 +306,12 @@ def summarize_intervals(ours: list[dict], bases: list[dict]) -> dict:
     if len(ours) < MIN_PROMPTS:
         return {}
     # Prompts are drawn, not turns: the turns of a conversation are alike.
-    new_tokens, seconds = column(ours, "new_tokens"), column(ours, "seconds")
-    base_tokens, base_seconds = column(bases, "new_tokens"), column(bases, "seconds")
-    calls, lengths = column(ours, "target_calls"), column(ours, "acceptance_length")
+    new_tokens = column(ours, "new_tokens")
+    seconds = column(ours, "seconds")
+    base_tokens = column(bases, "new_tokens")
+    base_seconds = column(bases, "seconds")
+    calls = column(ours, "target_calls")
+    lengths = column(ours, "acceptance_length")
 
     def speedup(_: np.ndarray, p: np.ndarray) -> float:
         speed = new_tokens[p].sum() / seconds[p].sum()

@@ -461,17 +461,8 @@ class Comparison:
         for entrant in entrants:
             for name, parameter in entrant.drafter.trained_parameters().items():
                 parameters[f"{entrant.name}/{name}"] = parameter
-        settings = asdict(config) | {
+        settings = asdict(config) | self.settings() | {
             "arms": {entrant.name: entrant.rate for entrant in entrants},
-            "mlp": args.mlp,
-            "draft_vocabulary": args.draft_vocabulary,
-            "conversations": len(self.training),
-            "model_checksum": fingerprint_model(resolve_path(args.model)),
-            "data_checksum": fingerprint_files(args.data),
-            # What is scored, and when, is in the log, which is not computed again.
-            "prompts_checksum": fingerprint_files([args.prompts]),
-            "prompt_count": args.prompt_count,
-            "max_new_tokens": args.max_new_tokens,
             "stages": sorted(stages),
         }
         optimizer = Optimizers(*[entrant.optimizer for entrant in entrants])
@@ -497,6 +488,20 @@ class Comparison:
             if "arm" in record:
                 rows.append({"updates": record.pop("update")} | record)
         return rows
+
+    def settings(self) -> dict:
+        """Return what must be the same when a training goes on."""
+        args = self.args
+        return {
+            "mlp": args.mlp,
+            "draft_vocabulary": args.draft_vocabulary,
+            "model_checksum": fingerprint_model(resolve_path(args.model)),
+            "data_checksum": fingerprint_files(args.data),
+            # What is scored is in the log, which is not computed again.
+            "prompts_checksum": fingerprint_files([args.prompts]),
+            "prompt_count": args.prompt_count,
+            "max_new_tokens": args.max_new_tokens,
+        }
 
 
 # --- The command line ---

@@ -13,6 +13,7 @@ ranks a fixed tree's tokens has the temperature of the text or, as at temperatur
 """
 from __future__ import annotations
 
+import itertools
 import json
 from argparse import Namespace
 from dataclasses import dataclass, replace
@@ -124,7 +125,11 @@ Answers = list[list[Generation]]  # for each prompt, one of each seed
 
 def length(answers: Answers, prompts: Iterable[int]) -> float:
     """Return the acceptance length over these prompts, which may repeat."""
-    return acceptance_length([answer for i in prompts for answer in answers[i]])
+    return acceptance_length(flatten([answers[i] for i in prompts]))
+
+
+def flatten(answers: Answers) -> list[Generation]:
+    return list(itertools.chain(*answers))
 
 
 def summarize(name: str, ours: Answers, base: Answers) -> dict:
@@ -133,7 +138,7 @@ def summarize(name: str, ours: Answers, base: Answers) -> dict:
         return length(ours, prompts) - length(base, prompts)
 
     prompts = range(len(ours))
-    answers = [answer for of_prompt in ours for answer in of_prompt]
+    answers = flatten(ours)
     calls = sum(answer.target_calls for answer in answers)
     return {
         "method": name,
@@ -180,7 +185,9 @@ def main() -> None:
     models = load_models(args.model, args.drafter, args.device, dtype)
     stop_ids = frozenset(models.tokenizer.stop_ids)
     compared = contenders(models, args.total_tokens)
-    answers: dict[str, Answers] = {name: [[] for _ in questions] for name in compared}
+    answers: dict[str, Answers] = {}
+    for name in compared:
+        answers[name] = [[] for _ in questions]
     for seed in tqdm(range(args.seed, args.seed + args.seeds), unit=" seeds"):
         config = GenerationConfig(args.max_new_tokens, args.temperature, args.top_p, seed, stop_ids)
         for i, question in enumerate(tqdm(questions, unit=" prompts", leave=False)):
