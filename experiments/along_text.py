@@ -85,6 +85,16 @@ def acceptance_by_depth(
     return results
 
 
+def mean_by_depth(accepted: list[Tensor], texts: list[Text]) -> list[float]:
+    """Return for each depth the mean of what `acceptance_by_depth` returned, over all roots."""
+    means = []
+    for d in range(len(accepted[0])):
+        # A root is in the answer, so the first query at this depth is d tokens after the first root.
+        rows = [row[d, text.prompt + d:] for row, text in zip(accepted, texts)]
+        means.append(round(torch.cat(rows).mean().item(), 4))
+    return means
+
+
 def logits_of(head: nn.Module, hidden: Tensor) -> Tensor:
     """Apply an LM head in float32: in bfloat16 some likeliest tokens would be tied."""
     with torch.autocast(hidden.device.type, enabled=False):

@@ -40,7 +40,7 @@ from app.answers import answer
 from app.evaluation import check_context, mixed_precision, pad_for_gpu
 from app.loading import load_target
 from app.training import Optimizers, RunConfig, choose_optimizer, scheduled_rate
-from experiments.along_text import Text, acceptance_by_depth, count_passes
+from experiments.along_text import Text, acceptance_by_depth, count_passes, mean_by_depth
 from experiments.arms import (
     ARMS,
     Arm,
@@ -285,12 +285,10 @@ def write_texts(
 
 @torch.no_grad()
 def score_chains(entrants: list[Entrant], texts: list[Text], dtype: str) -> dict[str, dict]:
-    """Return how many tokens and passes each text takes with chains, after its first token."""
+    """Return how many tokens and passes each text takes with chains, after its first token, and the
+    probability that a draft is accepted, by its depth."""
     target = entrants[0].drafter.target
-    scores = {}
-    for entrant in entrants:
-        tokens = [len(text.tokens) - text.prompt - 1 for text in texts]
-        scores[entrant.name] = {"tokens": tokens, "passes": [0.0] * len(texts)}
+    accepted = {entrant.name: [None] * len(texts) for entrant in entrants}
     by_length = sorted(range(len(texts)), key=lambda place: len(texts[place].tokens))
     for first in range(0, len(texts), TEXTS_AT_ONCE):
         places = by_length[first:first + TEXTS_AT_ONCE]
@@ -299,12 +297,21 @@ def score_chains(entrants: list[Entrant], texts: list[Text], dtype: str) -> dict
         with mixed_precision(target.device, dtype):
             reading = read(target, tokens)
             for entrant in entrants:
-                accepted = acceptance_by_depth(
+                rows = acceptance_by_depth(
                     entrant.drafter, entrant.arm, reading, some, CHAIN.depth
                 )
-                for place, text, probabilities in zip(places, some, accepted):
-                    passes = count_passes(probabilities, text.prompt, len(text.tokens))
-                    scores[entrant.name]["passes"][place] = round(passes, 4)
+                for place, probabilities in zip(places, rows):
+                    accepted[entrant.name][place] = probabilities
+    scores = {}
+    for name, rows in accepted.items():
+        tokens = []
+        passes = []
+        for text, probabilities in zip(texts, rows):
+            count = len(text.tokens)
+            tokens.append(count - text.prompt - 1)
+            passes.append(round(count_passes(probabilities, text.prompt, count), 4))
+        by_depth = mean_by_depth(rows, texts)
+        scores[name] = {"tokens": tokens, "passes": passes, "by_depth": by_depth}
     return scores
 
 

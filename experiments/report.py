@@ -112,6 +112,8 @@ def print_tables(rows: list[Row]) -> None:
         print(f"\nThe same in {KINDS[kind]}, by updates.\n")
         columns = [differences(rows, stage, kind) for stage in stages]
         print_differences(list(map(str, stages)), columns)
+    print_depths([row for row in rows if row["updates"] == last])
+    print_times([row for row in rows if "draft_ms" in row])
 
 
 def print_differences(headings: list[str], columns: list[dict]) -> None:
@@ -123,6 +125,27 @@ def print_differences(headings: list[str], columns: list[dict]) -> None:
             cells.append(show(column[arm], "+.1f"))
         table.append(cells)
     print(format_markdown(["", *headings], table))
+
+
+def print_depths(rows: list[Row]) -> None:
+    """Print how often a draft of a chain is accepted if those before it were, by its depth."""
+    table = []
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        of_seeds = [row["chain"]["by_depth"] for row in rows if row["arm"] == arm]
+        table.append([arm, *[f"{100 * share:.0f}%" for share in np.mean(of_seeds, axis=0)]])
+    print("\nDrafts that are accepted if those before them were, by depth; temperature 0.\n")
+    depths = range(1, len(table[0]))
+    print(format_markdown(["", *map(str, depths)], table))
+
+
+def print_times(rows: list[Row]) -> None:
+    """Print what a draft and a cycle cost, medians over prompts, if that was measured."""
+    table = []
+    for row in rows:
+        table.append([row["arm"], f"{row['draft_ms']:.1f}", f"{row['cycle_ms']:.1f}"])
+    if table:
+        print("\nMilliseconds of a draft of 8 tokens, and of a cycle with its verification.\n")
+        print(format_markdown(["", "draft", "cycle"], table))
 
 
 # --- A picture: how far each arm is from the first, with intervals ---

@@ -17,7 +17,13 @@ from tiny_target import make_tiny_target, write
 from app.answers import answer
 from app.training import Optimizers, RunConfig, choose_optimizer
 from experiments import compare, intervals, report
-from experiments.along_text import Text, acceptance_by_depth, count_passes, features_by_depth
+from experiments.along_text import (
+    Text,
+    acceptance_by_depth,
+    count_passes,
+    features_by_depth,
+    mean_by_depth,
+)
 from experiments.arms import (
     ARMS,
     AutoregressiveState,
@@ -251,6 +257,15 @@ def test_sampled_chains_take_as_many_passes_on_average_as_their_texts_let_expect
 ])
 def test_passes_are_counted_as_by_hand(accepted, count, passes):
     assert count_passes(torch.tensor(accepted), 1, count) == pytest.approx(passes)
+
+
+def test_the_mean_at_a_depth_is_over_drafts_whose_root_is_in_the_answer():
+    text = Text(torch.arange(6), prompt=2, temperature=0.0)
+    accepted = torch.tensor([  # by depth, of tokens 1 to 5
+        [9, 9, 1, 0, 1],
+        [9, 9, 9, 1, 0],
+    ]).float()
+    assert mean_by_depth([accepted], [text]) == [0.6667, 0.5]
 
 
 # --- The command ---
