@@ -116,7 +116,7 @@ class Terminal:
             print(draw_statistics(statistics), file=sys.stderr)
         if generation.outage:
             print(
-                f"the server was lost ({generation.outage}): {generation.unverified} of "
+                f"the server stopped answering ({generation.outage}): {generation.unverified} of "
                 f"{len(generation.tokens)} tokens are the drafter's own, unverified",
                 file=sys.stderr,
             )

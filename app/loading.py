@@ -198,6 +198,8 @@ class SavedDrafter(NamedTuple):
 def read_drafter(path: Path, sizes: Config) -> SavedDrafter:
     """Read a drafter's folder. Raises InputError if a file is missing or damaged, or if the drafter
     does not fit a target of these sizes."""
+    if not path.is_dir():
+        raise InputError(f"{path}: no such folder")
     config_file, weights_file = (path / name for name in DRAFTER_FILES)
     for file in (config_file, weights_file):
         if not file.exists():

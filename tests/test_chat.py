@@ -193,7 +193,7 @@ def test_a_line_says_that_the_server_was_lost_and_how_much_is_unverified(
     assert re.search(r"\d+ bytes up, \d+ down\n", err)
     last = f"{generation.unverified} of 48 tokens are the drafter's own, unverified"
     line = err.splitlines()[-1]
-    lost = line.startswith("the server was lost (") and line.endswith(last)
+    lost = line.startswith("the server stopped answering (") and line.endswith(last)
     assert lost == (first == 10) == (generation.unverified > 0)
 
 
@@ -285,7 +285,7 @@ def test_a_chat_goes_on_after_an_outage_and_after_a_server_that_is_not_there(
     assert four.prompt == models.tokenizer.chat(conversation)
     assert four.tokens == list(generate(models.target, four.prompt, GenerationConfig(48)))
     err = capsys.readouterr().err
-    assert err.count("the server was lost (") == 2
+    assert err.count("the server stopped answering (") == 2
     complaint = "error: no first token from the server: the network is down"
     assert err.splitlines().count(complaint) == 1
 

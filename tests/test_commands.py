@@ -255,11 +255,11 @@ def test_a_wrong_command_line_is_refused(arguments, complaint, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, culprit", [
-    (["--temperature", "-1"], "--temperature: invalid value '-1': expected 0 to 100"),
+    (["--temperature", "-1"], "error: --temperature: expected a number from 0 to 100, not '-1'"),
     (["--temperature", "nan"], "--temperature"),
     (["--top-p", "0"], "--top-p"),
-    (["--max-new-tokens", "0"], "--max-new-tokens: invalid value '0': expected at least 1"),
-    (["--seed", "x"], "--seed: invalid int value: 'x'"),
+    (["--max-new-tokens", "0"], "--max-new-tokens: expected a whole number, at least 1, not '0'"),
+    (["--seed", "x"], "--seed: expected a whole number from 0 to"),
     (["--device", "abacus"], "abacus"),
     (["--device", "cuda:99"], "cuda:9"),
     (["--model", "two\nlines"], "two lines: no such file or folder, and no such model"),

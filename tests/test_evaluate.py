@@ -100,7 +100,7 @@ def test_the_program_prints_the_scores_that_training_would_log(
 
 
 @pytest.mark.parametrize("flags, why", [
-    (["nowhere"], "nowhere: no drafter is there"),
+    (["nowhere"], "nowhere: no such folder"),
     (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
     (["--seq-len", "100000"], "context is 256"),
     (["--seq-len", "16"], "no answer within"),
