@@ -92,7 +92,7 @@ def test_a_chat_says_what_answers_and_prints_its_answers_and_what_each_cost(
     assert done.out == tiny[1].decode(one) + "\n" + tiny[1].decode(two) + "\n"
     assert done.err.count("> ") == 3  # where stdout is no terminal
     assert f"The target is {checkpoint[1]}, on this machine.\n" in done.err
-    assert done.err.count("10 tokens (max-new-tokens)") == 2
+    assert done.err.count("10 tokens (stopped at --max-new-tokens 10)") == 2
 
 
 @pytest.mark.parametrize("lines", [[], ["exit"], ["quit", "one"]], ids=str)
@@ -416,7 +416,7 @@ def test_a_text_pasted_as_several_lines_is_one_question_and_a_cut_answer_is_no_c
 
 def test_ctrl_c_ends_a_single_answer_with_what_it_cost_and_status_130(start_on_terminal):
     process = start_on_terminal("--prompt", "Why?", "--max-new-tokens", "1500")
-    process.read_until(".{40}")
+    process.read_until(r"weights \.\.\.\r\033\[K.{40}")
     process.type(b"\x03")
     process.read_until(r"tokens \(interrupted\), .* acceptance length [\d.]+\r\n$")
     assert process.wait() == 130

@@ -465,7 +465,7 @@ def test_the_command_line_gives_the_same_tokens_with_the_target_on_a_server_that
             assert result[name] > 0
     lost = command(*question, "--disconnect-after", "9")
     assert lost.status == 0 and " of 24 tokens are the drafter's own, unverified\n" in lost.err
-    assert "24 tokens (server lost), " in lost.err
+    assert "24 tokens (stopped at --max-new-tokens 24), " in lost.err
     flags = ["--no-speculation", "--disconnect-after", "9", "--timeout", "1s", "--json"]
     cut = command(*question, *flags)
     arrived = json.loads(cut.out)
