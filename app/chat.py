@@ -10,7 +10,7 @@ import sys
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from app.answers import Generation, Method, Origin, after_each_pass
+from app.answers import Generation, Method, after_each_pass
 from app.display import Display, Printer, Trace
 from app.loading import Models
 from llama import PIECE, GenerationConfig
@@ -105,18 +105,23 @@ class Terminal:
         """Print what an answer cost, and whether the network was down. stopped: what cut it short,
         or None."""
         config = self.config
-        if stopped is None and generation.origins[-1] is Origin.UNVERIFIED:
-            stopped = "server lost"  # the drafter wrote on alone to the end
+        target = self.models.target
         if stopped is None:
             stopped = why_stopped(generation.tokens, config.stop_ids, config.max_new_tokens)
-        statistics = {**generation.statistics(), "stopped": stopped, "seed": config.seed}
+        statistics = {
+            **generation.statistics(),
+            "stopped": stopped,
+            "seed": config.seed,
+            "device": str(target.device),
+            "dtype": str(target.dtype).removeprefix("torch."),
+        }
         if self.as_json:
             print(json.dumps({"text": text, "tokens": generation.tokens, **statistics}))
         else:
             print(draw_statistics(statistics), file=sys.stderr)
         if generation.outage:
             print(
-                f"the server was lost ({generation.outage}): {generation.unverified} of "
+                f"the server stopped answering ({generation.outage}): {generation.unverified} of "
                 f"{len(generation.tokens)} tokens are the drafter's own, unverified",
                 file=sys.stderr,
             )

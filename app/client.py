@@ -49,7 +49,7 @@ from netsim import (
     retransmission_timeout,
 )
 from plumbing import flags
-from plumbing.errors import input_errors
+from plumbing.errors import explain, input_errors
 from plumbing.messages import (
     Address,
     check_int,
@@ -178,9 +178,15 @@ class Channel:
         try:
             with refuse_malformed("address"):  # a host name like a..b raises a ValueError
                 self.sock = socket.create_connection(self.address, deadline - start)
+        except ConnectionRefusedError:
+            host, port = self.address
+            raise ConnectionError(
+                f"no server listens at {host}:{port}; start one there with "
+                f"python speculate.py --serve {port}"
+            ) from None
         except OSError as error:
             host, port = self.address
-            raise ConnectionError(f"{host}:{port}: {error}") from None
+            raise ConnectionError(f"{host}:{port}: {explain(error)}") from None
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send at once
         greeting, size = receive_message(self.sock, MAX_REPLY, deadline)
         # Two round trips: SYN and SYN-ACK of TCP, then its ACK and the greeting.
@@ -371,12 +377,12 @@ class ReconnectingVerifier:
         try:
             return self.verify_online(draft)
         except OSError as error:
-            reason = str(error)
+            reason = explain(error)
         if monotonic() >= self.retry_at:  # else it is too early after the last failed attempt
             try:
                 return self.reconnect()
             except OSError as error:
-                reason += f"; then {error}"
+                reason = explain(error)  # why it is still lost
             self.retry_at = monotonic() + self.backoff
             self.backoff *= 2
         return self.draft_offline(reason)

@@ -75,15 +75,18 @@ class Trace(Display):
     def record(self, cycle: TimedCycle) -> dict:
         """Return the record of a cycle."""
         result = cycle.result
-        texts = self.texts_after_answer([*result.accepted, result.token])
+        tokens = [*result.accepted, result.token]
+        if cycle.is_offline:
+            tokens = cycle.tokens  # those after a stop token are not in the answer
+        texts = self.texts_after_answer(tokens)
         record = {
             "cycle": self.cycles,
             "root": self.newest,
             "root_label": self.newest_label,
             "drafts": self.drafted_nodes(cycle),
-            "token": result.token,
+            "token": tokens[-1],
             "text": "".join(texts) if cycle.is_offline else texts[-1],
-            "label": self.label(result.token, texts[-1]),
+            "label": self.label(tokens[-1], texts[-1]),
             "tokens": cycle.tokens,
             "offline": cycle.is_offline,
             "draft_seconds": cycle.draft_seconds,

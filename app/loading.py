@@ -43,6 +43,7 @@ from plumbing.huggingface import (
     read_hugging_face,
     read_tensors,
 )
+from plumbing.terminal import waiting_line
 from plumbing.tokenizer import Tokenizer, load_tokenizer
 
 # --- Models that are ready to answer ---
@@ -92,7 +93,8 @@ def make_ready(target: Llama, drafters: list[Drafter]) -> Llama:
         # (experiments/results/smollm2/gpu.json), and while generating every pass has a new shape,
         # because the cache grows. This turns it off for the whole process.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    packed = pack_models(target, drafters)
+    with waiting_line("packing the weights ..."):
+        packed = pack_models(target, drafters)
     if None in packed.layers:  # a client's target, which verifies nothing
         return packed
     if packed.device.type == "cpu" and not isinstance(packed, ExactLlama):
@@ -154,7 +156,8 @@ def load_target(
     """Load a model (or only its `last` layers) and its tokenizer. Raises InputError."""
     path = resolve_path(path)
     tokenizer = load_tokenizer(path)
-    model = load_model(path, device, dtype, last)
+    with waiting_line("loading the target ..."):
+        model = load_model(path, device, dtype, last)
     ids = tokenizer.chat([{"role": "user", "content": ""}]) + list(tokenizer.stop_ids)
     size = model.config.vocab_size
     if max(ids) >= size:
@@ -198,6 +201,8 @@ class SavedDrafter(NamedTuple):
 def read_drafter(path: Path, sizes: Config) -> SavedDrafter:
     """Read a drafter's folder. Raises InputError if a file is missing or damaged, or if the drafter
     does not fit a target of these sizes."""
+    if not path.is_dir():
+        raise InputError(f"{path}: no such folder")
     config_file, weights_file = (path / name for name in DRAFTER_FILES)
     for file in (config_file, weights_file):
         if not file.exists():

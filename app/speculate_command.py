@@ -24,6 +24,7 @@ from plumbing.devices import DTYPES, choose_dtype, warn_if_busy
 from plumbing.errors import run_command
 from plumbing.messages import Address
 from plumbing.prompts import given_or_piped
+from plumbing.terminal import shows_colors
 
 # The sizes of trees, if the command line states none. They were tuned on 48 prompts of Spec-Bench,
 # at temperature 0, on an Intel Xeon. EAGLE-2's trees have about 60 tokens. TREE is small: on a CPU
@@ -172,6 +173,8 @@ def answer(args: Namespace) -> None:
     """Answer a prompt or, on a terminal, chat."""
     dtype = DTYPES[choose_dtype(args.device, args.dtype)]
     warn_if_busy()
+    if args.show and not shows_colors():
+        print("--show: no colors, since the text does not go to a terminal", file=sys.stderr)
     chatting = args.prompt is None and sys.stdin is not None and sys.stdin.isatty()
     # Read before the models are loaded: if there is nothing to read, no time is lost.
     question = "" if chatting else given_or_piped(args.prompt)

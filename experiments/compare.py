@@ -363,6 +363,10 @@ class Comparison:
         self.dtype = choose_training_dtype(args.device, args.dtype)
         self.target, tokenizer = load_target(args.model, args.device, DTYPES[self.dtype])
         check_context(args.seq_len, self.target)
+        layers = self.target.config.num_hidden_layers
+        for name in args.arms:
+            if ARMS[name].tli > layers:
+                raise InputError(f"--arms {name}: the target has only {layers} layers")
         data = Conversations(args.data, tokenizer, args.seq_len)
         self.training, self.held_out = hold_out(data, seed=0)
         self.vocabulary = None

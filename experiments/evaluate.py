@@ -71,8 +71,9 @@ def parse_arguments() -> Namespace:
         help="conversations, as JSON lines or a JSON array")
     add("--by-drafting", action="store_true",
         help="really draft, instead of one pass over the text")
-    add("--seq-len", type=number(int, 16), default=RunConfig.seq_len,
-        help="tokens that are read of a conversation, at most (default: %(default)s)")
+    add("--seq-len", type=number(int, 16),
+        help=f"tokens of a conversation, at most (default: {RunConfig.seq_len}, or the target's "
+        "context if that is less)")
     add_model_arguments(parser)
     return parser.parse_args()
 
@@ -82,6 +83,8 @@ def main() -> None:
     check_files(args.data)  # before the model is loaded, which takes longer
     dtype = choose_training_dtype(args.device, args.dtype)
     target, tokenizer = load_target(args.model, args.device, DTYPES[dtype])
+    if args.seq_len is None:
+        args.seq_len = min(RunConfig.seq_len, target.config.max_position_embeddings)
     check_context(args.seq_len, target)
     drafter = load_drafter(args.drafter, target)
     data = Conversations(args.data, tokenizer, args.seq_len)

@@ -96,7 +96,9 @@ def print_tables(rows: list[Row]) -> None:
     kinds = kinds_in(rows)
     last = stages[-1]
     prompts = len(rows[0]["chain"]["tokens"])
-    print(f"Acceptance lengths after {last} updates; {prompts} prompts, seeds of drafters: "
+    tree_prompts = [len(row["tree"]["tokens"]) for row in rows if "tree" in row]
+    fewer = f" (trees: {tree_prompts[0]})" if tree_prompts and tree_prompts[0] < prompts else ""
+    print(f"Acceptance lengths after {last} updates; {prompts} prompts{fewer}, seeds of drafters: "
           f"{len(seeds)}. In brackets 95% intervals.\n")
     table = []
     for arm in arms:
@@ -106,6 +108,8 @@ def print_tables(rows: list[Row]) -> None:
         table.append(cells)
     headings = [KINDS[kind] for kind in kinds]
     print(format_markdown(["", *headings], table))
+    if len(arms) == 1:
+        return  # there is nothing to compare it with
     print(f"\nPercent by which they differ from those of {arms[0]}.\n")
     print_differences(headings, [differences(rows, last, kind) for kind in kinds])
     for kind in ("chain", "sampled chain"):

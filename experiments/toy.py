@@ -283,7 +283,7 @@ def width(text: str) -> int:
     """An argparse type. Two heads of 32 share a kv head, so the width is a multiple of 64."""
     value = positive_int(text)
     if value % 64 != 0:
-        raise ArgumentTypeError(f"invalid value {text!r}: expected a multiple of 64")
+        raise ArgumentTypeError(f"expected a multiple of 64, not {text!r}")
     return value
 
 

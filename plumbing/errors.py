@@ -34,13 +34,21 @@ class InputError(ValueError):
 def input_errors(what: object, *kinds: type[Exception]) -> Iterator[None]:
     """Turn exceptions of these kinds into an InputError about `what`.
 
-    Within `with input_errors("a.json", OSError):` an OSError "no such file" becomes an InputError
-    "a.json: no such file".
+    Within `with input_errors("a.json", ValueError):` a ValueError "no number" becomes an InputError
+    "a.json: no number".
     """
     try:
         yield
     except kinds as error:
-        raise InputError(f"{what}: {error}") from None
+        raise InputError(f"{what}: {explain(error)}") from None
+
+
+def explain(error: Exception) -> str:
+    """Return what an exception says. An error of the operating system becomes plain words: of
+    "[Errno 2] No such file or directory: 'a.json'" only "no such file or folder" is left."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower().replace("directory", "folder")
+    return str(error)
 
 
 def run_command(main: Callable[[], None]) -> None:
@@ -57,8 +65,11 @@ def run_command(main: Callable[[], None]) -> None:
         # Python flushes stdout again when it exits. The null device keeps that from failing again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except (InputError, OSError) as error:
+    except InputError as error:
         fail(str(error))
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        fail(place + explain(error))
     except FloatingPointError as error:  # NaN or infinite logits, in a target's or a drafter's pass
         fail(f"{error}: use --dtype bfloat16 or float32")
     except RuntimeError as error:

@@ -17,6 +17,7 @@ import difflib
 import math
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Callable, Iterable, NoReturn
 
@@ -76,23 +77,24 @@ def address(text: str) -> tuple[str, int]:
     machine. An IPv6 address stands in brackets: "[::1]:7000". Raises ArgumentTypeError."""
     match = re.fullmatch(r"(?:(\[.+\]|[^:/\[\]]+):)?([0-9]+)", text)
     if match is None or int(match[2]) > 65535:
-        raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected PORT or HOST:PORT")
+        raise argparse.ArgumentTypeError(f"expected PORT or HOST:PORT, not {text!r}")
     host = match[1] or "localhost"
     return host.strip("[]"), int(match[2])
 
 
 def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], int | float]:
     """Return an argparse type for an int or a float (`kind`) within [low, high]."""
-    expected = f"at least {low}" if high == math.inf else f"{low} to {high}"
+    expected = "a whole number" if kind is int else "a number"
+    expected += f", at least {low}" if high == math.inf else f" from {low} to {high}"
 
     def parse(text: str) -> int | float:
-        value = kind(text)  # raises ValueError for a text that is no number
+        value = math.nan  # lies within no limits
+        with suppress(ValueError):  # a text that is no number
+            value = kind(text)
         if not low <= value <= high or value == math.inf:
-            raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
+            raise argparse.ArgumentTypeError(f"expected {expected}, not {text!r}")
         return value
 
-    # argparse turns the ValueError into "invalid int value: 'x'", where "int" is this name.
-    parse.__name__ = kind.__name__
     return parse
 
 
@@ -107,7 +109,7 @@ def quantity(
         if match:
             value = float(match[1]) * units.get(match[2], math.nan)
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"invalid value {text!r}: expected {expected}")
+            raise argparse.ArgumentTypeError(f"expected {expected}, not {text!r}")
         return value
 
     return parse
@@ -146,7 +148,7 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-\.?[0-9]")
 
     def error(self, message: str) -> NoReturn:
-        fail(message)
+        fail(message.removeprefix("argument "))  # of argparse's "argument --seed: ..."
 
     def parse_args(self, *args) -> argparse.Namespace:
         namespace, unknown = self.parse_known_args(*args)

@@ -29,7 +29,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from plumbing.errors import InputError, input_errors, is_out_of_memory
+from plumbing.errors import InputError, explain, input_errors, is_out_of_memory
 
 Address = tuple[str, int]  # host and port
 Replies = Iterator[dict]
@@ -236,7 +236,7 @@ class ClientHandler(socketserver.StreamRequestHandler):
         except ConnectionError:
             pass  # the client has left
         except OSError as error:
-            print(f"{self.client_address[0]}: {error}", file=sys.stderr)
+            print(f"{self.client_address[0]}: {explain(error)}", file=sys.stderr)
 
     def serve(self) -> None:
         """Answer one request after the other until an OSError occurs, which happens at the latest

@@ -17,6 +17,10 @@ def given_or_piped(text: str | None) -> str:
         text = text.removesuffix("\n")  # the line break that `echo` adds
     if not text.strip():
         raise InputError("the prompt is empty")
+    try:
+        text.encode()  # a command line may hold bytes that are no text
+    except UnicodeError:
+        raise InputError("the prompt is not valid UTF-8") from None
     return text
 
 

@@ -175,7 +175,7 @@ class Record(NamedTuple):
 
 def find_records(path: str | Path) -> Iterator[Record]:
     """Yield the records of a file, one per line or all in one JSON array. Raises InputError."""
-    with input_errors(f"{path}: cannot be read", OSError), open(path, "rb") as file:
+    with input_errors(f"{path} cannot be read", OSError), open(path, "rb") as file:
         byte_order_mark = rb"\xef\xbb\xbf"  # some programs begin a UTF-8 file with it
         if re.match(rb"(%b)?\s*\[" % byte_order_mark, file.peek()):
             with input_errors(f"{path}: not a JSON array", ValueError, RecursionError):

@@ -1,9 +1,9 @@
 """What a person sees in the terminal beside an answer's text, and what they type in a chat.
 
 app/chat.py and app/display.py call these functions, with texts, numbers and dicts: nothing here
-knows a model. The sections follow one answer: while its prompt is read there is a progress bar, the
-text is printed, perhaps in colors, with --trace every cycle is drawn, and the statistics come last.
-The last section reads the questions of a chat.
+knows a model. The sections follow one answer: a line says that the target is being loaded, and a
+progress bar that the prompt is read, the text is printed, perhaps in colors, with --trace every
+cycle is drawn, and the statistics come last. The last section reads the questions of a chat.
 """
 from __future__ import annotations
 
@@ -11,12 +11,26 @@ import json
 import os
 import select
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Collection, Iterator
 
 from tqdm import tqdm
 
-# --- While a prompt is read ---
+# --- While a model is loaded, and a prompt is read ---
+
+
+@contextmanager
+def waiting_line(text: str) -> Iterator[None]:
+    """Show a line on stderr, if that is a terminal, until the block ends."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    print(text, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)  # erases the line
+
 
 LONG_PROMPT = 256  # tokens: a prompt of this length or more has a progress bar
 
@@ -53,11 +67,14 @@ def printable(text: str) -> str:
     return text.translate(PICTURES) if sys.stdout.isatty() else text
 
 
+def shows_colors() -> bool:
+    """Return whether stdout is a terminal, and NO_COLOR is not set (no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
 def paint(text: str, color: str) -> str:
-    """Put text in a color, if stdout is a terminal and NO_COLOR is not set (no-color.org)."""
-    if not color or not text or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
-        return text
-    return color + text + PLAIN
+    """Put text in a color, if stdout shows colors."""
+    return color + text + PLAIN if color and text and shows_colors() else text
 
 
 # --- A traced cycle ---
@@ -100,8 +117,13 @@ def draw_cycle(record: dict) -> Iterator[str]:
     """Draw a cycle for a person, line by line. A draft of the default size fits 80 columns."""
     drafts = record["drafts"]
     accepted = sum(node["accepted"] for node in drafts)
+    done = f"{len(drafts)} drafted, {accepted} accepted"
+    if not drafts:
+        done = "nothing drafted"
+    if record["cycle"] == 1:
+        done = "the prompt, nothing drafted"
     yield (
-        f"cycle {record['cycle']}: {len(drafts)} drafted, {accepted} accepted; "
+        f"cycle {record['cycle']}: {done}; "
         f"draft {1e3 * record['draft_seconds']:.1f} ms, "
         f"verification {1e3 * record['verify_seconds']:.1f} ms"
     )
@@ -163,11 +185,18 @@ def why_stopped(tokens: list[int], stop_ids: Collection[int], max_new_tokens: in
 
 def draw_statistics(statistics: dict) -> str:
     """Draw what a reader wants to know of an answer's statistics as a line. (--json has all.)"""
+    count = statistics["new_tokens"]
+    stopped = statistics["stopped"]
+    if stopped == "max-new-tokens":
+        stopped = f"stopped at --max-new-tokens {count}"
+    if stopped == "context":
+        stopped = "stopped at the end of the context"
     line = (
-        f"{statistics['new_tokens']} tokens ({statistics['stopped']}), "
-        f"{statistics['tokens_per_second']:.3g} tokens per second, "
-        f"acceptance length {statistics['acceptance_length']:.3g}"
+        f"{count} {'token' if count == 1 else 'tokens'} ({stopped}), "
+        f"{statistics['tokens_per_second']:.3g} tokens per second"
     )
+    if statistics["target_calls"]:  # else the first token, which nobody drafts, ended the answer
+        line += f", acceptance length {statistics['acceptance_length']:.3g}"
     if "bytes_up" in statistics:
         line += f", {statistics['bytes_up']} bytes up, {statistics['bytes_down']} down"
     return line

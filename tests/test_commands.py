@@ -31,7 +31,7 @@ HI = ["--prompt", "Hi"]
 KEYS = {
     "text", "tokens", "new_tokens", "seconds", "tokens_per_second", "target_calls",
     "acceptance_length", "prompt_tokens", "prompt_seconds", "draft_seconds", "verify_seconds",
-    "stopped", "seed",
+    "stopped", "seed", "device", "dtype",
 }
 
 
@@ -99,6 +99,7 @@ def test_a_generation_accounts_for_its_time_and_says_why_it_ended(checkpoint):
     parts = sum(result[name] for name in ("prompt_seconds", "draft_seconds", "verify_seconds"))
     assert 0.7 * result["seconds"] < parts < result["seconds"]
     assert result["prompt_tokens"] == 23 and result["seed"] == 7
+    assert result["device"] == "cpu" and result["dtype"] in ("float32", "bfloat16")
     assert result["stopped"] == "max-new-tokens"
     full = json.loads(command(*flags, "--max-new-tokens", 40, "--prompt", "a" * 2000).out)
     assert full["stopped"] == "context" and full["prompt_tokens"] + full["new_tokens"] == 2048
@@ -114,8 +115,25 @@ def test_reading_a_long_prompt_is_shown_and_a_short_one_is_not(checkpoint):
 def test_the_text_goes_to_stdout_and_what_a_reader_wants_to_know_to_stderr(checkpoint, tiny):
     done = command(*checkpoint, "--prompt", "Why?", "--max-new-tokens", 5)
     assert done.out == tiny[1].decode(answer_alone(tiny, "Why?", 5)) + "\n"
-    line = r"5 tokens \(max-new-tokens\), [\d.e+]+ tokens per second, acceptance length [\d.]+\n"
+    line = (
+        r"5 tokens \(stopped at --max-new-tokens 5\), [\d.e+]+ tokens per second, "
+        r"acceptance length [\d.]+\n"
+    )
     assert re.fullmatch(line, done.err)
+
+
+def test_an_answer_of_one_token_has_no_acceptance_length_since_nothing_was_drafted(checkpoint):
+    flags = [*checkpoint, "--prompt", "Why?", "--max-new-tokens", 1, "--trace"]
+    done = command(*flags)
+    assert re.fullmatch(
+        r"1 token \(stopped at --max-new-tokens 1\), [\d.e+]+ tokens per second\n", done.err
+    )
+    assert done.out.startswith("cycle 1: the prompt, nothing drafted; ")
+
+
+def test_show_says_that_a_pipe_gets_no_colors(checkpoint):
+    shown = command(*checkpoint, "--prompt", "Why?", "--max-new-tokens", 5, "--show")
+    assert shown.err.startswith("--show: no colors, since the text does not go to a terminal\n")
 
 
 def test_a_piped_prompt_with_json_gives_one_object_even_with_stderr_closed(chat_model):
@@ -255,11 +273,11 @@ def test_a_wrong_command_line_is_refused(arguments, complaint, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, culprit", [
-    (["--temperature", "-1"], "--temperature: invalid value '-1': expected 0 to 100"),
+    (["--temperature", "-1"], "error: --temperature: expected a number from 0 to 100, not '-1'"),
     (["--temperature", "nan"], "--temperature"),
     (["--top-p", "0"], "--top-p"),
-    (["--max-new-tokens", "0"], "--max-new-tokens: invalid value '0': expected at least 1"),
-    (["--seed", "x"], "--seed: invalid int value: 'x'"),
+    (["--max-new-tokens", "0"], "--max-new-tokens: expected a whole number, at least 1, not '0'"),
+    (["--seed", "x"], "--seed: expected a whole number from 0 to"),
     (["--device", "abacus"], "abacus"),
     (["--device", "cuda:99"], "cuda:9"),
     (["--model", "two\nlines"], "two lines: no such file or folder, and no such model"),

@@ -39,6 +39,7 @@ from experiments.compare import Entrant, losses_of_steps, make_lesson, make_upda
 from llama import GenerationConfig, Llama, Sampling
 from moa import Draft, Drafter, DraftLimits
 from plumbing.conversations import Conversations, hold_out
+from plumbing.errors import InputError
 from plumbing.tokenizer import load_tokenizer
 from train import Example, compute_gradients, count_trained, draw_examples
 
@@ -341,6 +342,11 @@ def test_learning_rates_are_chosen_by_answers_to_held_out_prompts_and_kept(
     assert text.tokens[:text.prompt].tolist() == tokens[is_answer.cumsum(0) == 0].tolist()
 
 
+def test_an_arm_that_reuses_more_layers_than_the_target_has_is_refused(tiny, tmp_path):
+    with pytest.raises(InputError, match="--arms n-4: the target has only 3 layers"):
+        command(tiny, tmp_path, "--arms", "full", "n-4")
+
+
 def test_its_help_fits_a_screen(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["compare.py", "--help"])
     with pytest.raises(SystemExit):
@@ -376,6 +382,18 @@ def test_twice_the_tokens_of_a_pass_on_every_prompt_are_100_percent_more_for_sur
     report.print_tables(rows)
     out = capsys.readouterr().out
     assert out.count("+100.0 (+100.0 to +100.0)") == len(report.KINDS) + 2 * 2  # at two stages
+
+
+def test_a_single_arm_is_compared_with_nothing_and_fewer_prompts_of_trees_are_said(
+        capsys, monkeypatch):
+    monkeypatch.setattr(intervals, "DRAWS", 200)
+    rows = [row for row in made_up_rows() if row["arm"] == "full"]
+    for row in rows:
+        row["tree"] = {name: counts[:2] for name, counts in row["tree"].items()}
+    report.print_tables(rows)
+    out = capsys.readouterr().out
+    assert "; 5 prompts (trees: 2), seeds of drafters: 2." in out
+    assert out.count("| full |") == 1 and "Percent" not in out and "by updates" not in out
 
 
 def test_the_picture_has_a_panel_of_each_kind_with_a_bar_of_each_arm(monkeypatch):

@@ -10,11 +10,12 @@ import torch
 from command_line import Screen, command
 from tiny_models import PROMPT, ask, new_drafter, new_target, target_alone
 
-from app.answers import WithDrafts
+from app.answers import TimedCycle, WithDrafts
 from app.display import Trace
+from app.exact import DetailedResult
 from app.loading import load_model
 from llama import GenerationConfig, Sampling, probabilities
-from moa import DraftLimits
+from moa import Draft, DraftLimits
 from plumbing.terminal import GREEN, PLAIN, RED, draw_cycle
 from plumbing.tokenizer import TextStream, load_tokenizer
 
@@ -116,7 +117,8 @@ def test_a_traced_text_is_what_the_token_adds_to_the_answer_and_its_path(traced,
 
 
 CYCLE = re.compile(
-    r"cycle \d+: (\d+) drafted, (\d+) accepted; draft [\d.]+ ms, verification [\d.]+ ms"
+    r"cycle \d+: (?:(\d+) drafted, (\d+) accepted|(?:the prompt, )?nothing drafted); "
+    r"draft [\d.]+ ms, verification [\d.]+ ms"
 )
 ROW = re.compile(r'([ │]*)[└├] (".*"|<control>|\S+) +q (\d\.\d\d)  p (\d\.\d\d)  (.*)')
 OWN = re.compile(r"  the target's own: (\".*\"|<control>|\S+)")
@@ -170,8 +172,8 @@ def test_a_trace_draws_what_its_json_has_and_says_what_became_of_each_draft(trac
     for cycle, part in zip(traced.cycles, parts):
         lines = part.splitlines()
         drafted, accepted = CYCLE.fullmatch(lines[0]).groups()
-        assert int(drafted) == len(cycle["drafts"])
-        assert int(accepted) == len(accepted_tokens(cycle)) - 1
+        assert int(drafted or 0) == len(cycle["drafts"])
+        assert int(accepted or 0) == len(accepted_tokens(cycle)) - 1
         rows = []
         verdicts = Counter()
         for match in matches(ROW, lines):
@@ -196,6 +198,17 @@ def test_what_was_drafted_after_a_stop_token_was_not_reached():
     assert last["tokens"][-1] == stop
     verdicts = [draft["verdict"] for draft in last["drafts"]]
     assert verdicts == ["accepted", "accepted", "not reached", "not reached"]
+
+
+def test_what_was_written_offline_after_a_stop_token_is_not_shown():
+    tokenizer = load_tokenizer("toy")
+    stop, = tokenizer.stop_ids
+    shown, hidden = tokenizer.encode("a b")[:2]
+    result = DetailedResult([shown, stop], hidden, None, Draft(shown), link="offline")
+    cycle = TimedCycle(result, [shown, stop], draft_seconds=0.0, verify_seconds=0.0)
+    record = Trace(tokenizer, Sampling(), as_json=True).record(cycle)
+    assert record["text"] == tokenizer.decode([shown])
+    assert record["token"] == stop and record["label"] == "<control>"
 
 
 # --- On a screen ---

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from plumbing.errors import MAX_MESSAGE, InputError, run_command
+from plumbing.errors import MAX_MESSAGE, InputError, input_errors, run_command
 
 
 def too_large_a_tensor() -> None:
@@ -27,12 +27,13 @@ def raising(error: BaseException):
 
 @pytest.mark.parametrize("main, line", [
     (raising(InputError("two\nlines")), "error: two lines\n"),
-    (raising(OSError(28, "No space left")), "error: [Errno 28] No space left\n"),
+    (raising(OSError(28, "No space left")), "error: no space left\n"),
+    (raising(OSError(2, "No such file or directory", "a")), "error: a: no such file or folder\n"),
     (raising(torch.OutOfMemoryError("on a GPU")), "error: not enough memory: on a GPU\n"),
     (raising(RuntimeError("Tried to allocate")), "error: not enough memory: Tried to allocate\n"),
     (raising(MemoryError()), "error: not enough memory\n"),
     (raising(FloatingPointError("NaN")), "error: NaN: use --dtype bfloat16 or float32\n"),
-], ids=["input", "disk", "GPU memory", "PyTorch's memory", "Python's memory", "NaN"])
+], ids=["input", "disk", "file", "GPU memory", "PyTorch's memory", "Python's memory", "NaN"])
 def test_an_error_that_is_no_bug_ends_in_one_line_and_status_2(main, line, capsys):
     status, told = end_of(main, capsys)
     assert status == 2
@@ -44,6 +45,12 @@ def test_a_tensor_that_does_not_fit_in_memory_is_an_error_of_one_line(capsys):
     assert status == 2
     assert "error: not enough memory: " in told
     assert told.count("\n") == 1
+
+
+def test_an_error_of_the_operating_system_names_its_file_once_and_shows_no_number(tmp_path):
+    with pytest.raises(InputError) as error, input_errors("a.json cannot be read", OSError):
+        open(tmp_path / "a.json")
+    assert str(error.value) == "a.json cannot be read: no such file or folder"
 
 
 def test_an_error_that_quotes_a_whole_file_is_cut(capsys):

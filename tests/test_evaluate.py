@@ -99,8 +99,18 @@ def test_the_program_prints_the_scores_that_training_would_log(
     assert drafted["implied_acceptance_length"] > 1
 
 
+def test_by_default_a_conversation_is_read_up_to_a_context_of_less_than_2048_tokens(
+    tiny, drafter_folder, data, capsys
+):
+    flags = [drafter_folder, "--model", tiny, "--data", data]
+    command(*flags)
+    by_default = capsys.readouterr().out
+    command(*flags, "--seq-len", 256)
+    assert by_default == capsys.readouterr().out
+
+
 @pytest.mark.parametrize("flags, why", [
-    (["nowhere"], "nowhere: no drafter is there"),
+    (["nowhere"], "nowhere: no such folder"),
     (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
     (["--seq-len", "100000"], "context is 256"),
     (["--seq-len", "16"], "no answer within"),

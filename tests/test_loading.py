@@ -246,7 +246,7 @@ def test_without_a_shipped_drafter_the_message_says_how_to_get_one_or_what_is_no
 
 def test_a_drafter_is_checked_before_the_targets_weights_are_read(checkpoint, monkeypatch):
     monkeypatch.setattr(loading, "load_target", lambda *_: pytest.fail("the target is loaded"))
-    raises("no drafter is there", load_models, "toy", "nowhere", "cpu", torch.float32)
+    raises("nowhere: no such folder", load_models, "toy", "nowhere", "cpu", torch.float32)
     shipped = SHIPPED_DRAFTERS["toy"]
     raises("another model", load_models, checkpoint[1], shipped, "cpu", torch.float32)
 

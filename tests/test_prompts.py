@@ -20,6 +20,10 @@ def test_a_given_prompt_is_taken_as_it_is_and_a_piped_one_without_its_last_line_
     assert given_or_piped(None) == "\n two\nlines \n"
 
 
+def test_a_given_prompt_that_is_no_text_is_an_input_error():
+    raises("the prompt is not valid UTF-8", given_or_piped, "a\udcff")
+
+
 @pytest.mark.parametrize("piped, culprit", [
     (b"", "the prompt is empty"), (b" \n\n", "the prompt is empty"), (b"\xff", "not valid text"),
 ], ids=case_name)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from plumbing import terminal
-from plumbing.terminal import printable, prompt_bar, quote, why_stopped
+from plumbing.terminal import printable, prompt_bar, quote, waiting_line, why_stopped
 
 
 @pytest.mark.parametrize("length, is_shown", [
@@ -18,6 +18,18 @@ def test_a_long_prompt_has_a_bar_of_which_nothing_is_left(length, is_shown, caps
         assert ("reading the prompt" in told) == is_shown
         bar.update(512)  # more than was left
     assert capsys.readouterr().err.rpartition("\r")[2].strip() == ""  # spaces, where the bar was
+
+
+def test_a_terminal_shows_what_is_waited_for_until_it_is_done_and_a_pipe_does_not(
+    capsys, monkeypatch
+):
+    with waiting_line("loading ..."):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with waiting_line("loading ..."):
+        assert capsys.readouterr().err == "loading ..."
+    assert capsys.readouterr().err == "\r\033[K"
 
 
 def test_a_terminal_is_sent_no_character_that_it_obeys_and_a_file_gets_all(monkeypatch):
