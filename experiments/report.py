@@ -108,6 +108,8 @@ def print_tables(rows: list[Row]) -> None:
         table.append(cells)
     headings = [KINDS[kind] for kind in kinds]
     print(format_markdown(["", *headings], table))
+    print_depths([row for row in rows if row["updates"] == last])
+    print_times([row for row in rows if "draft_ms" in row])
     if len(arms) == 1:
         return  # there is nothing to compare it with
     print(f"\nPercent by which they differ from those of {arms[0]}.\n")
@@ -116,8 +118,6 @@ def print_tables(rows: list[Row]) -> None:
         print(f"\nThe same in {KINDS[kind]}, by updates.\n")
         columns = [differences(rows, stage, kind) for stage in stages]
         print_differences(list(map(str, stages)), columns)
-    print_depths([row for row in rows if row["updates"] == last])
-    print_times([row for row in rows if "draft_ms" in row])
 
 
 def print_differences(headings: list[str], columns: list[dict]) -> None:
@@ -143,10 +143,11 @@ def print_depths(rows: list[Row]) -> None:
 
 
 def print_times(rows: list[Row]) -> None:
-    """Print what a draft and a cycle cost, medians over prompts, if that was measured."""
+    """Print what a draft and a cycle cost, if that was measured: means over seeds."""
     table = []
-    for row in rows:
-        table.append([row["arm"], f"{row['draft_ms']:.1f}", f"{row['cycle_ms']:.1f}"])
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        of_seeds = [[row["draft_ms"], row["cycle_ms"]] for row in rows if row["arm"] == arm]
+        table.append([arm, *[f"{time:.1f}" for time in np.mean(of_seeds, axis=0)]])
     if table:
         print("\nMilliseconds of a draft of 8 tokens, and of a cycle with its verification.\n")
         print(format_markdown(["", "draft", "cycle"], table))

@@ -365,6 +365,7 @@ def made_up_rows() -> list[dict]:
             for updates in (10, 20):
                 passes = [share * (3 + seed + place) for place in range(5)]
                 counts = {"tokens": [10, 11, 12, 13, 14], "passes": passes}
+                counts["by_depth"] = [0.5 + 0.1 * seed, 0.4]
                 kinds = {kind: counts for kind in report.KINDS}
                 rows.append({"updates": updates, "arm": arm, "seed": seed} | kinds)
     return rows
@@ -382,6 +383,7 @@ def test_twice_the_tokens_of_a_pass_on_every_prompt_are_100_percent_more_for_sur
     report.print_tables(rows)
     out = capsys.readouterr().out
     assert out.count("+100.0 (+100.0 to +100.0)") == len(report.KINDS) + 2 * 2  # at two stages
+    assert "| eagle | 55% | 40% |" in out  # by depth, means over seeds
 
 
 def test_a_single_arm_is_compared_with_nothing_and_fewer_prompts_of_trees_are_said(
@@ -390,10 +392,12 @@ def test_a_single_arm_is_compared_with_nothing_and_fewer_prompts_of_trees_are_sa
     rows = [row for row in made_up_rows() if row["arm"] == "full"]
     for row in rows:
         row["tree"] = {name: counts[:2] for name, counts in row["tree"].items()}
+        row |= {"draft_ms": 3.0 + row["seed"], "cycle_ms": 10.0}
     report.print_tables(rows)
     out = capsys.readouterr().out
     assert "; 5 prompts (trees: 2), seeds of drafters: 2." in out
-    assert out.count("| full |") == 1 and "Percent" not in out and "by updates" not in out
+    assert "| full | 3.5 | 10.0 |" in out  # milliseconds
+    assert out.count("| full |") == 3 and "Percent" not in out and "by updates" not in out
 
 
 def test_the_picture_has_a_panel_of_each_kind_with_a_bar_of_each_arm(monkeypatch):
