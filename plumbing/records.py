@@ -175,6 +175,8 @@ class Record(NamedTuple):
 
 def find_records(path: str | Path) -> Iterator[Record]:
     """Yield the records of a file, one per line or all in one JSON array. Raises InputError."""
+    if not Path(path).exists():
+        raise InputError(f"{path}: no such file")
     with input_errors(f"{path} cannot be read", OSError), open(path, "rb") as file:
         byte_order_mark = rb"\xef\xbb\xbf"  # some programs begin a UTF-8 file with it
         if re.match(rb"(%b)?\s*\[" % byte_order_mark, file.peek()):

@@ -74,7 +74,9 @@ def shows_colors() -> bool:
 
 def paint(text: str, color: str) -> str:
     """Put text in a color, if stdout shows colors."""
-    return color + text + PLAIN if color and text and shows_colors() else text
+    if not color or not text or not shows_colors():
+        return text
+    return color + text + PLAIN
 
 
 # --- A traced cycle ---

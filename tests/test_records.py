@@ -86,7 +86,7 @@ def test_a_file_that_is_no_json_is_an_input_error_that_says_so(tmp_path, monkeyp
     write(Path("cut.json"), text[:-5])
     write(Path("twice.json"), text + text)
     for name, why in (
-        ("nowhere", "nowhere cannot be read: no such file"),
+        ("nowhere", "nowhere: no such file"),
         (".", "cannot be read"),
         ("cut.json", "cut.json: not a JSON array"),
         ("deep", "deep: not a JSON array"),

@@ -297,13 +297,13 @@ def test_a_signal_ends_synthesis_with_what_it_wrote_and_how_to_go_on(tmp_path, t
 
 @pytest.mark.parametrize("choices, why", [
     ("2 --out other", "was not written by this program"),
-    ("2 --out folder", "Is a directory: 'folder'"),
+    ("2 --out folder", "folder: is a folder"),
     ("2 --out own --questions nowhere", "nowhere: "),
     ("2 --out own --questions questionless", "no conversation with a question"),
     ("3 --out answers --questions long", "there are no more questions"),
     ("502 --out own --seq-len 16 --batch-size 250", "raise --seq-len above 16"),
     ("2 --out own --seq-len 100000", "context is 256"),
-    ("0 --out own", "invalid"),
+    ("0 --out own", "COUNT: expected a whole number, at least 1"),
     ("2", "--out"),
 ])
 def test_bad_input_ends_in_one_line_and_changes_no_file(

@@ -507,9 +507,9 @@ def test_a_cycle_that_ends_wrong_says_nothing_about_the_next_conversation(target
     ("--lsa-heads 500", "num_attention_heads 500"),
     ("--draft-vocabulary 259", "--draft-vocabulary 259: the model has 258 tokens"),
     ("--tli 99", "3 layers"),
-    ("--lr nan", "invalid"),
+    ("--lr nan", "--lr: expected a number"),
     ("--seq-len 100000", "context is 256"),
-    ("--updates 0", "invalid"),
+    ("--updates 0", "--updates: expected a whole number"),
     ("--run-length 15 5", "--run-length LOW HIGH: the shortest comes first"),
     ("--dtype float16", "bfloat16"),
 ])
