@@ -437,8 +437,8 @@ class Comparison:
                     with atomic_write(file) as part:
                         part.write_text(json.dumps(scores))
                 row[kind] = read_json(file)
-        if args.time and prompts:
-            for name, times in time_drafts(entrants, prompts, config).items():
+        if args.time > 0:
+            for name, times in time_drafts(entrants, self.prompts[:args.time], config).items():
                 last[name] |= times
         return rows
 
@@ -552,7 +552,8 @@ def parse_arguments() -> Namespace:
     add("--tree-prompts", type=number(int, 0), default=64, help=f"of these with trees {default}")
     add("--max-new-tokens", type=positive_int, default=96, help=f"of an answer {default}")
     add("--save-every", type=positive_int, default=200, help=f"updates {default}")
-    add("--time", action="store_true", help="also time drafts: on an idle machine")
+    add("--time", type=number(int, 0), default=0, metavar="PROMPTS",
+        help="also time drafts, with so many prompts: on an idle machine")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     add_model_arguments(parser)
     args = parser.parse_args()
