@@ -1,7 +1,8 @@
-"""The tables and the picture of a comparison, from what experiments/compare.py has printed.
+"""The tables and the pictures of a comparison, from what experiments/compare.py has printed.
 
     python -m experiments.report experiments/results/compare_toy.json
     python -m experiments.report experiments/results/compare_toy.json --figure toy.svg
+    python -m experiments.report experiments/results/compare_toy.json --curves depths.svg
 
 A row of such a file is an arm after some updates, with one seed of drafters. It has the tokens and
 the passes of every prompt, so that everything else follows: acceptance lengths, by how many percent
@@ -10,11 +11,12 @@ first one are compared on the same prompts and seeds, that is, in pairs.
 """
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Callable
 
 import numpy as np
 
-from experiments.curves import COLORS, axis_ticks
+from experiments import curves
 from experiments.intervals import bootstrap_interval
 from experiments.tables import format_markdown
 from plumbing.errors import run_command
@@ -75,6 +77,16 @@ def differences(rows: list[Row], update: int, kind: str) -> dict[str, tuple[floa
     return found
 
 
+def by_depth(rows: list[Row], update: int, arm: str) -> np.ndarray:
+    """Return how often a draft of a greedy chain is accepted if those before it were, by its depth:
+    means over seeds."""
+    of_seeds = []
+    for row in rows:
+        if (row["updates"], row["arm"]) == (update, arm):
+            of_seeds.append(row["chain"]["by_depth"])
+    return np.mean(of_seeds, axis=0)
+
+
 def kinds_in(rows: list[Row]) -> list[str]:
     """Return the kinds of drafts that were scored."""
     scored = set().union(*rows)
@@ -108,7 +120,7 @@ def print_tables(rows: list[Row]) -> None:
         table.append(cells)
     headings = [KINDS[kind] for kind in kinds]
     print(format_markdown(["", *headings], table))
-    print_depths([row for row in rows if row["updates"] == last])
+    print_depths(rows, arms, last)
     print_times([row for row in rows if "draft_ms" in row])
     if len(arms) == 1:
         return  # there is nothing to compare it with
@@ -131,12 +143,10 @@ def print_differences(headings: list[str], columns: list[dict]) -> None:
     print(format_markdown(["", *headings], table))
 
 
-def print_depths(rows: list[Row]) -> None:
-    """Print how often a draft of a chain is accepted if those before it were, by its depth."""
+def print_depths(rows: list[Row], arms: list[str], update: int) -> None:
     table = []
-    for arm in dict.fromkeys(row["arm"] for row in rows):
-        of_seeds = [row["chain"]["by_depth"] for row in rows if row["arm"] == arm]
-        table.append([arm, *[f"{100 * share:.0f}%" for share in np.mean(of_seeds, axis=0)]])
+    for arm in arms:
+        table.append([arm, *[f"{100 * share:.0f}%" for share in by_depth(rows, update, arm)]])
     print("\nDrafts that are accepted if those before them were, by depth; temperature 0.\n")
     depths = range(1, len(table[0]))
     print(format_markdown(["", *map(str, depths)], table))
@@ -170,7 +180,7 @@ def draw(rows: list[Row]) -> str:
     for column in found.values():
         for figure in column.values():
             ends += figure
-    ticks = axis_ticks(min(ends) // 5 * 5, max(ends))
+    ticks = curves.axis_ticks(min(ends) // 5 * 5, max(ends))
     drawing = ""
     height = LINE * len(arms)
     for i, arm in enumerate(arms):
@@ -204,10 +214,29 @@ def draw_panel(
         panel += f'<text x="{x}" y="{height + 16}" text-anchor="middle">{label}</text>\n'
     for i, (value, low, high) in enumerate(figures):
         y = 12 + LINE * i
-        style = f'stroke="{COLORS[0]}" stroke-width="2"'
+        style = f'stroke="{curves.COLORS[0]}" stroke-width="2"'
         panel += f'<path d="M{place(low)} {y}H{place(high)}" {style}/>\n'
-        panel += f'<circle cx="{place(value)}" cy="{y}" r="4" fill="{COLORS[0]}"/>\n'
+        panel += f'<circle cx="{place(value)}" cy="{y}" r="4" fill="{curves.COLORS[0]}"/>\n'
     return panel
+
+
+def draw_curves(rows: list[Row], picture: Path) -> None:
+    """Draw, as an SVG, how often drafts of greedy chains are accepted, by depth; and how long these
+    chains become in training."""
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    stages = sorted({row["updates"] for row in rows})
+    of_depths = []
+    of_updates = []
+    for arm in arms:
+        of_depths.append(list(enumerate(by_depth(rows, stages[-1], arm), 1)))
+        lengths = [length(gather(rows, stage, arm, "chain")) for stage in stages]
+        of_updates.append(list(zip(stages, lengths)))
+    title = "accepted if those before were"
+    panels = [
+        curves.draw_panel(title, "depth of the draft", of_depths),
+        curves.draw_panel("acceptance length of chains", "updates", of_updates, lowest=1.0),
+    ]
+    curves.save_panels(picture, panels, arms)
 
 
 # --- The command line ---
@@ -220,13 +249,19 @@ def main() -> None:
     )
     parser.add_argument("file", type=path, metavar="FILE", help="what compare --json has printed")
     parser.add_argument("--figure", type=path, metavar="OUT", help="draw an SVG instead")
+    parser.add_argument("--curves", type=path, metavar="OUT", help="by depth and by updates")
     args = parser.parse_args()
-    rows = read_json(args.file)["rows"]
-    if args.figure is None:
+    result = read_json(args.file)
+    rows = result["rows"]
+    if args.figure is not None:
+        with atomic_write(args.figure) as part:
+            part.write_text(draw(rows))
+    elif args.curves is not None:
+        draw_curves(rows, args.curves)
+    else:
         print_tables(rows)
-        return
-    with atomic_write(args.figure) as part:
-        part.write_text(draw(rows))
+        if "times" in result:  # measured apart from the training, on another machine
+            print_times(result["times"]["rows"])
 
 
 if __name__ == "__main__":
