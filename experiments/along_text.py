@@ -89,9 +89,11 @@ def mean_by_depth(accepted: list[Tensor], texts: list[Text]) -> list[float]:
     """Return for each depth the mean of what `acceptance_by_depth` returned, over all roots."""
     means = []
     for d in range(len(accepted[0])):
-        # A root is in the answer, so the first query at this depth is d tokens after the first root.
-        rows = [row[d, text.prompt + d:] for row, text in zip(accepted, texts)]
-        means.append(round(torch.cat(rows).mean().item(), 4))
+        probabilities = []
+        for row, text in zip(accepted, texts):
+            first = text.prompt + d  # the first root is the first token of the answer
+            probabilities.append(row[d, first:])
+        means.append(round(torch.cat(probabilities).mean().item(), 4))
     return means
 
 
