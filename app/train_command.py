@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from functools import partial
 
 from app.training import DrafterSizes, RunConfig, train_drafter
-from plumbing.devices import choose_training_dtype
+from plumbing.devices import choose_training_dtype, warn_if_busy
 from plumbing.errors import run_command
 from plumbing.flags import Parser, add_model_arguments, number, path, positive_int
 from plumbing.journal import read_log, read_settings
@@ -32,6 +32,7 @@ def run() -> None:
     args = parse_arguments()
     device = join_processes(args.device)
     args.dtype = choose_training_dtype(device, args.dtype)
+    warn_if_busy()
     args.run_length = tuple(args.run_length)  # argparse makes a list
     config = RunConfig(**{field.name: getattr(args, field.name) for field in fields(RunConfig)})
     sizes = DrafterSizes(**{size.name: getattr(args, size.name) for size in fields(DrafterSizes)})
@@ -109,10 +110,12 @@ def add_training_arguments(parser: Parser) -> None:
     add("--seq-len", type=number(int, 16),
         help=f"tokens of a conversation, at most (default: {RunConfig.seq_len}, or the target's "
         "context if that is less)")
-    factor("--lr", help="--schedule paper peaks at 20 times this (default: %(default)s)")
+    factor("--lr", metavar="RATE",
+           help="learning rate; --schedule paper peaks at 20 times this (default: %(default)s)")
     add("--schedule", choices=("paper", "cosine"),
         help="the learning rate's; paper: as in its authors' code (default: %(default)s)")
-    count("--warmup", help="updates (default: %(default)s)")
+    count("--warmup", metavar="UPDATES",
+          help="in which the learning rate rises (default: %(default)s)")
     add("--optimizer", choices=("adamw", "muon"),
         help="muon: for matrices, with adamw for the rest (default: %(default)s)")
     factor("--kl-weight", help="the weight of KL(p || q) (default: %(default)s)")
@@ -120,5 +123,7 @@ def add_training_arguments(parser: Parser) -> None:
            help="the weight of Smooth L1 on hidden states (default: %(default)s)")
     count("--run-length", nargs=2, metavar=("LOW", "HIGH"),
           help="tokens of a mock cycle (default: {} {})".format(*RunConfig.run_length))
-    count("--eval-every", help="updates (default: %(default)s)")
-    count("--save-every", help="updates (default: %(default)s)")
+    count("--eval-every", metavar="UPDATES",
+          help="updates between evaluations on held-out text (default: %(default)s)")
+    count("--save-every", metavar="UPDATES",
+          help="updates between checkpoints (default: %(default)s)")

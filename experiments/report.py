@@ -19,7 +19,7 @@ import numpy as np
 from experiments import curves
 from experiments.intervals import bootstrap_interval
 from experiments.tables import format_markdown
-from plumbing.errors import run_command
+from plumbing.errors import InputError, run_command
 from plumbing.files import atomic_write, read_json
 from plumbing.flags import Parser, path
 
@@ -252,7 +252,9 @@ def main() -> None:
     parser.add_argument("--curves", type=path, metavar="OUT", help="by depth and by updates")
     args = parser.parse_args()
     result = read_json(args.file)
-    rows = result["rows"]
+    rows = result.get("rows", [])
+    if not rows or "arm" not in rows[0]:
+        raise InputError(f"{args.file}: not printed by experiments.compare --json")
     if args.figure is not None:
         with atomic_write(args.figure) as part:
             part.write_text(draw(rows))

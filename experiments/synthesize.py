@@ -35,7 +35,7 @@ from experiments.batching import Batch, Request
 from experiments.prompts import read_first_questions
 from llama import GenerationConfig, Llama
 from plumbing.chat import MARK
-from plumbing.devices import DTYPES, choose_dtype
+from plumbing.devices import DTYPES, choose_dtype, warn_if_busy
 from plumbing.errors import InputError, run_command
 from plumbing.flags import Parser, add_model_arguments, number, path, positive_int
 from plumbing.processes import say
@@ -235,8 +235,9 @@ def parse_arguments() -> Namespace:
         help="conversations: their first questions are answered, each once")
     add("--batch-size", type=positive_int, default=SynthesisConfig.batch_size,
         help="conversations written at once (default: %(default)s)")
-    add("--seq-len", type=number(int, 16), default=SynthesisConfig.seq_len,
-        help="tokens of a conversation, at most (default: %(default)s)")
+    add("--seq-len", type=number(int, 16),
+        help=f"tokens of a conversation, at most (default: {SynthesisConfig.seq_len}, or the "
+        "target's context if that is less)")
     add("--json", action="store_true", help="end with one JSON object on stdout")
     add_model_arguments(parser)
     return parser.parse_args()
@@ -252,8 +253,11 @@ def main() -> None:
         if not questions:
             raise InputError(f"{args.questions}: no conversation with a question")
     dtype = DTYPES[choose_dtype(args.device, args.dtype)]
+    warn_if_busy()
     target, tokenizer, _ = load_target_alone(args.model, args.device, dtype)
     context = target.config.max_position_embeddings
+    if args.seq_len is None:
+        args.seq_len = min(SynthesisConfig.seq_len, context)
     if args.seq_len > context:
         raise InputError(f"--seq-len {args.seq_len}: the target's context is {context}")
     config = SynthesisConfig(args.batch_size, args.seq_len, args.seed)

@@ -35,7 +35,7 @@ def choose_dtype(device: str, dtype: str | None) -> str:
 
 def warn_if_busy() -> None:
     """Print a line if other programs keep this machine's cores busy. PyTorch's threads then wait
-    for each other, and several can be twenty times slower than one."""
+    for each other, and several can be much slower than one."""
     if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "getloadavg"):  # Windows has no such
         return
     load, _, _ = os.getloadavg()  # of the last minute, in cores

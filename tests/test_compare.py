@@ -40,6 +40,7 @@ from llama import GenerationConfig, Llama, Sampling
 from moa import Draft, Drafter, DraftLimits
 from plumbing.conversations import Conversations, hold_out
 from plumbing.errors import InputError
+from plumbing.errors import InputError
 from plumbing.tokenizer import load_tokenizer
 from train import Example, compute_gradients, count_trained, draw_examples
 
@@ -398,6 +399,12 @@ def test_a_single_arm_is_compared_with_nothing_and_fewer_prompts_of_trees_are_sa
     assert "; 5 prompts (trees: 2), seeds of drafters: 2." in out
     assert "| full | 3.5 | 10.0 |" in out  # milliseconds
     assert out.count("| full |") == 3 and "Percent" not in out and "by updates" not in out
+
+
+def test_what_the_comparison_has_not_printed_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["report.py", str(write(tmp_path / "a.json", {"rows": []}))])
+    with pytest.raises(InputError, match="a.json: not printed by experiments.compare --json"):
+        report.main()
 
 
 def test_the_picture_has_a_panel_of_each_kind_with_a_bar_of_each_arm(monkeypatch):
