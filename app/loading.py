@@ -98,7 +98,8 @@ def make_ready(target: Llama, drafters: list[Drafter]) -> Llama:
     if None in packed.layers:  # a client's target, which verifies nothing
         return packed
     if packed.device.type == "cpu" and not isinstance(packed, ExactLlama):
-        reason = "this CPU and this PyTorch have no exact kernels"
+        dtype = str(packed.dtype).removeprefix("torch.")
+        reason = f"this CPU and this PyTorch have no exact kernels for {dtype}"
         if packed.dtype == torch.float16:
             reason = "float16 is slow on a CPU, and not exact (use bfloat16 or float32)"
         print(f"{reason}: with drafts, texts may differ from the target's own", file=sys.stderr)
