@@ -119,7 +119,10 @@ def draw_cycle(record: dict) -> Iterator[str]:
     """Draw a cycle for a person, line by line. A draft of the default size fits 80 columns."""
     drafts = record["drafts"]
     accepted = sum(node["accepted"] for node in drafts)
-    done = f"{len(drafts)} drafted, {accepted} accepted"
+    # A chain goes straight down, however long it is: an indent for each level would not fit.
+    is_chain = all(node["parent"] == i - 1 for i, node in enumerate(drafts))
+    shape = " in a chain" if is_chain and len(drafts) > 1 else ""
+    done = f"{len(drafts)} drafted{shape}, {accepted} accepted"
     if not drafts:
         done = "nothing drafted"
     if record["cycle"] == 1:
@@ -136,8 +139,6 @@ def draw_cycle(record: dict) -> Iterator[str]:
             f"{1e3 * link['network_seconds']:.0f} ms"
         )
     if drafts:
-        # A chain goes straight down, however long it is: an indent for each level would not fit.
-        is_chain = all(node["parent"] == i - 1 for i, node in enumerate(drafts))
         yield f"  {quote(record['root'], record['root_label'])}"
         yield from draw_branch(drafts, parent=-1, indent="  ", is_chain=is_chain)
     if record["offline"]:
