@@ -78,8 +78,8 @@ def differences(rows: list[Row], update: int, kind: str) -> dict[str, tuple[floa
 
 
 def by_depth(rows: list[Row], update: int, arm: str) -> np.ndarray:
-    """Return how often a draft of a greedy chain is accepted if those before it were, by its depth:
-    means over seeds."""
+    """Return how often a draft of a greedy chain is right if those before it were, by its depth:
+    means over seeds. They are over all roots, whether drafting would get that far or not."""
     of_seeds = []
     for row in rows:
         if (row["updates"], row["arm"]) == (update, arm):
@@ -147,7 +147,8 @@ def print_depths(rows: list[Row], arms: list[str], update: int) -> None:
     table = []
     for arm in arms:
         table.append([arm, *[f"{100 * share:.0f}%" for share in by_depth(rows, update, arm)]])
-    print("\nDrafts that are accepted if those before them were, by depth; temperature 0.\n")
+    print("\nHow often the draft at a depth is the text's next token, if those before it were: over all "
+          "roots, whether drafting would get there or not; temperature 0.\n")
     depths = range(1, len(table[0]))
     print(format_markdown(["", *map(str, depths)], table))
 
@@ -221,7 +222,7 @@ def draw_panel(
 
 
 def draw_curves(rows: list[Row], picture: Path) -> None:
-    """Draw, as an SVG, how often drafts of greedy chains are accepted, by depth; and how long these
+    """Draw, as an SVG, how often drafts of greedy chains are right, by depth; and how long these
     chains become in training."""
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     stages = sorted({row["updates"] for row in rows})
@@ -231,7 +232,7 @@ def draw_curves(rows: list[Row], picture: Path) -> None:
         of_depths.append(list(enumerate(by_depth(rows, stages[-1], arm), 1)))
         lengths = [length(gather(rows, stage, arm, "chain")) for stage in stages]
         of_updates.append(list(zip(stages, lengths)))
-    title = "accepted if those before were"
+    title = "right, if those before were; all roots"
     panels = [
         curves.draw_panel(title, "depth of the draft", of_depths),
         curves.draw_panel("acceptance length of chains", "updates", of_updates, lowest=1.0),
