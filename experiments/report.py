@@ -146,7 +146,8 @@ def print_differences(headings: list[str], columns: list[dict]) -> None:
 def print_depths(rows: list[Row], arms: list[str], update: int) -> None:
     table = []
     for arm in arms:
-        table.append([arm, *[f"{100 * share:.0f}%" for share in by_depth(rows, update, arm)]])
+        shares = [f"{100 * share:.0f}%" for share in by_depth(rows, update, arm)]
+        table.append([arm, *shares])
     print("\nHow often the draft at a depth is the text's next token, if those before it were: over all "
           "roots, whether drafting would get there or not; temperature 0.\n")
     depths = range(1, len(table[0]))
@@ -158,7 +159,8 @@ def print_times(rows: list[Row]) -> None:
     table = []
     for arm in dict.fromkeys(row["arm"] for row in rows):
         of_seeds = [[row["draft_ms"], row["cycle_ms"]] for row in rows if row["arm"] == arm]
-        table.append([arm, *[f"{time:.1f}" for time in np.mean(of_seeds, axis=0)]])
+        draft, cycle = np.mean(of_seeds, axis=0)
+        table.append([arm, f"{draft:.1f}", f"{cycle:.1f}"])
     if table:
         print("\nMilliseconds of a draft of 8 tokens, and of a cycle with its verification.\n")
         print(format_markdown(["", "draft", "cycle"], table))
