@@ -109,7 +109,9 @@ def print_tables(rows: list[Row]) -> None:
     last = stages[-1]
     prompts = len(rows[0]["chain"]["tokens"])
     tree_prompts = [len(row["tree"]["tokens"]) for row in rows if "tree" in row]
-    fewer = f" (trees: {tree_prompts[0]})" if tree_prompts and tree_prompts[0] < prompts else ""
+    fewer = ""
+    if tree_prompts and tree_prompts[0] < prompts:
+        fewer = f" (trees: {tree_prompts[0]})"
     print(f"Acceptance lengths after {last} updates; {prompts} prompts{fewer}, seeds of drafters: "
           f"{len(seeds)}. In brackets 95% intervals.\n")
     table = []
