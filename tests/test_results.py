@@ -50,6 +50,13 @@ def test_the_picture_of_a_comparison_shows_its_file(name):
     assert path.with_suffix(".svg").read_text() == report.draw(read(path)["rows"])
 
 
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_the_curves_of_a_comparison_show_its_file(name, tmp_path):
+    report.draw_curves(read(RESULTS / name)["rows"], tmp_path / "curves.svg")
+    shipped = RESULTS / name.replace("compare_", "curves_").replace(".json", ".svg")
+    assert shipped.read_text() == (tmp_path / "curves.svg").read_text()
+
+
 # --- The page of the default target ---
 
 
