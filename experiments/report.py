@@ -150,8 +150,8 @@ def print_depths(rows: list[Row], arms: list[str], update: int) -> None:
     for arm in arms:
         shares = [f"{100 * share:.0f}%" for share in by_depth(rows, update, arm)]
         table.append([arm, *shares])
-    print("\nHow often the draft at a depth is the text's next token, if those before it were: over "
-          "all roots, whether drafting would get there or not; temperature 0.\n")
+    print("\nHow often the draft at a depth is the text's next token, if those before it were: "
+          "over all roots, whether drafting would get there or not; temperature 0.\n")
     depths = range(1, len(table[0]))
     print(format_markdown(["", *map(str, depths)], table))
 

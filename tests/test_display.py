@@ -117,7 +117,8 @@ def test_a_traced_text_is_what_the_token_adds_to_the_answer_and_its_path(traced,
 
 
 CYCLE = re.compile(
-    r"cycle \d+: (?:(\d+) drafted(?: in a chain)?, (\d+) accepted|(?:the prompt, )?nothing drafted); "
+    r"cycle \d+: (?:(\d+) drafted(?: in a chain)?, (\d+) accepted|"
+    r"(?:the prompt, )?nothing drafted); "
     r"draft [\d.]+ ms, verification [\d.]+ ms"
 )
 ROW = re.compile(r'([ │]*)[└├] (".*"|<control>|\S+) +q (\d\.\d\d)  p (\d\.\d\d)  (.*)')
