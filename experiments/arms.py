@@ -9,6 +9,8 @@
                    before each, or its own prediction of that state
     eagle-3        EAGLE-3's (Li et al. 2025): reads the states of three layers, predicts no state
                    of the target's, and is trained on its own predictions for several steps
+    eagle-deeper   EAGLE's with two layers, as many as the control has
+    eagle-3-deeper EAGLE-3's with two layers
     n-1, n-2, n-4  the paper's drafter, which reuses the target's last N layers
     kl-only        the paper's drafter without Smooth L1
     smooth-l1-only the paper's drafter without KL
@@ -248,16 +250,8 @@ def new_layer(drafter: Drafter) -> DecoderLayer:
     )
 
 
-class NoMemoryDrafter(AutoregressiveDrafter):
-    """SA and a plain layer, which see tokens and nothing else."""
-
-    def __init__(self, target: Llama, config: DrafterConfig):
-        super().__init__(target, config)
-        self.second = new_layer(self)
-
-    @property
-    def layer_count(self) -> int:
-        return 2
+class TokensDrafter(AutoregressiveDrafter):
+    """SA, which sees tokens and nothing else."""
 
     def condense(self, states: Tensor) -> Tensor:
         batch, count, _ = states.shape
@@ -266,8 +260,7 @@ class NoMemoryDrafter(AutoregressiveDrafter):
     def run(
         self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
     ) -> Tensor:
-        x = self.self_attention(embeddings, rope, mask, cache, 0)
-        return self.second(x, rope, mask, cache, 1)
+        return self.self_attention(embeddings, rope, mask, cache, 0)
 
 
 class EagleDrafter(AutoregressiveDrafter):
@@ -365,6 +358,36 @@ class Eagle3Drafter(AutoregressiveDrafter):
 
     def feature(self, a: Tensor) -> Tensor:
         return self.norm(a)
+
+
+class WithSecondLayer(AutoregressiveDrafter):
+    """What makes another drafter of this family one layer deeper."""
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        self.second = new_layer(self)
+
+    @property
+    def layer_count(self) -> int:
+        return 2
+
+    def run(
+        self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
+        x = super().run(embeddings, before, rope, mask, cache)
+        return self.second(x, rope, mask, cache, 1)
+
+
+class NoMemoryDrafter(WithSecondLayer, TokensDrafter):
+    """SA and a plain layer, which see tokens and nothing else: the control."""
+
+
+class DeeperEagleDrafter(WithSecondLayer, EagleDrafter):
+    """EAGLE's, with two layers."""
+
+
+class DeeperEagle3Drafter(WithSecondLayer, Eagle3Drafter):
+    """EAGLE-3's, with two layers."""
 
 
 # --- The autoregressive family while drafting ---
@@ -499,6 +522,8 @@ ARMS = {
     "no-memory": Arm(NoMemoryDrafter),
     "eagle": Arm(EagleDrafter, noise=0.2),
     "eagle-3": Arm(Eagle3Drafter, feature_weight=0.0, steps=7),
+    "eagle-deeper": Arm(DeeperEagleDrafter, noise=0.2),
+    "eagle-3-deeper": Arm(DeeperEagle3Drafter, feature_weight=0.0, steps=7),
     "n-1": Arm(tli=1),
     "n-2": Arm(tli=2),
     "n-4": Arm(tli=4),
@@ -512,7 +537,7 @@ def new_drafter_of(
 ) -> Drafter:
     """Return a drafter with random weights.
 
-    width: of the MLPs of the paper's drafter (None: its default). The other arms get MLPs that make
+    width: of all MLPs of the paper's drafter (None: its default). The other arms get MLPs that make
     them as large. vocabulary (V'): the only tokens to draft.
     """
     config = default_config(target)
@@ -535,7 +560,10 @@ def new_drafter_of(
 
 def with_mlps(config: DrafterConfig, width: int) -> DrafterConfig:
     return replace(
-        config, self_attention_intermediate_size=width, cross_attention_intermediate_size=width
+        config,
+        layer_self_attention_intermediate_size=width,
+        self_attention_intermediate_size=width,
+        cross_attention_intermediate_size=width,
     )
 
 

@@ -56,7 +56,7 @@ def target() -> Llama:
 
 def drafter_of(name: str, target: Llama) -> Drafter:
     """A random drafter. With six tokens it is right by chance now and then."""
-    return new_drafter_of(ARMS[name], target, 24, None, seed=2)
+    return new_drafter_of(ARMS[name], target, 24, None, seed=0)
 
 
 # --- The arms ---
@@ -216,7 +216,7 @@ def passes_along(name: str, drafter: Drafter, texts: list[Text], depth: int) -> 
 
 
 # The other arms are drafters of these kinds that were trained otherwise.
-KINDS = ["full", "last-layer", "no-memory", "eagle", "eagle-3", "n-1", "n-4"]
+KINDS = ["full", "last-layer", "n-1", "n-4", *STEPWISE]
 
 
 @pytest.mark.parametrize("name", KINDS)
