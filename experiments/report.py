@@ -3,11 +3,12 @@
     python -m experiments.report experiments/results/compare_toy.json
     python -m experiments.report experiments/results/compare_toy.json --figure toy.svg
     python -m experiments.report experiments/results/compare_toy.json --curves depths.svg
+    python -m experiments.report experiments/results/compare_toy.json --base no-memory
 
 A row of such a file is an arm after some updates, with one seed of drafters. It has the tokens and
 the passes of every prompt, so that everything else follows: acceptance lengths, by how many percent
-they differ from those of the first arm, and 95% intervals over prompts and seeds. An arm and the
-first one are compared on the same prompts and seeds, that is, in pairs.
+they differ from those of one arm, the base, and 95% intervals over prompts and seeds. An arm and
+the base are compared on the same prompts and seeds, that is, in pairs.
 """
 from __future__ import annotations
 
@@ -66,14 +67,15 @@ def with_interval(
 
 
 def differences(rows: list[Row], update: int, kind: str) -> dict[str, tuple[float, float, float]]:
-    """Return for each arm but the first by how many percent it differs, with the interval."""
-    first, *others = dict.fromkeys(row["arm"] for row in rows)
-    base = gather(rows, update, first, kind)
+    """Return for each arm but the first, the base, by how many percent it differs from that, with
+    the interval."""
+    base, *others = dict.fromkeys(row["arm"] for row in rows)
+    base_counts = gather(rows, update, base, kind)
     found = {}
     for arm in others:
         counts = gather(rows, update, arm, kind)
-        if base is not None and counts is not None:
-            found[arm] = with_interval(difference, np.concatenate([counts, base]))
+        if base_counts is not None and counts is not None:
+            found[arm] = with_interval(difference, np.concatenate([counts, base_counts]))
     return found
 
 
@@ -85,6 +87,15 @@ def by_depth(rows: list[Row], update: int, arm: str) -> np.ndarray:
         if (row["updates"], row["arm"]) == (update, arm):
             of_seeds.append(row["chain"]["by_depth"])
     return np.mean(of_seeds, axis=0)
+
+
+def with_base(rows: list[Row], arm: str) -> list[Row]:
+    """Return the rows in an order in which an arm is the first, so that others are compared with
+    it. Raises InputError if there is no such arm."""
+    base = [row for row in rows if row["arm"] == arm]
+    if not base:
+        raise InputError(f"--base {arm}: no such arm in this file")
+    return base + [row for row in rows if row["arm"] != arm]
 
 
 def kinds_in(rows: list[Row]) -> list[str]:
@@ -253,6 +264,7 @@ def main() -> None:
         description="Print the tables of a comparison, or draw it.",
     )
     parser.add_argument("file", type=path, metavar="FILE", help="what compare --json has printed")
+    parser.add_argument("--base", metavar="ARM", help="to compare with (default: the first arm)")
     parser.add_argument("--figure", type=path, metavar="OUT", help="draw an SVG instead")
     parser.add_argument("--curves", type=path, metavar="OUT", help="by depth and by updates")
     args = parser.parse_args()
@@ -260,6 +272,8 @@ def main() -> None:
     rows = result.get("rows", [])
     if not rows or "arm" not in rows[0]:
         raise InputError(f"{args.file}: not printed by experiments.compare --json")
+    if args.base is not None:
+        rows = with_base(rows, args.base)
     if args.figure is not None:
         with atomic_write(args.figure) as part:
             part.write_text(draw(rows))

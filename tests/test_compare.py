@@ -387,6 +387,14 @@ def test_twice_the_tokens_of_a_pass_on_every_prompt_are_100_percent_more_for_sur
     assert "| eagle | 55% | 40% |" in out  # by depth, means over seeds
 
 
+def test_any_arm_may_be_the_one_that_the_others_are_compared_with(monkeypatch):
+    monkeypatch.setattr(intervals, "DRAWS", 200)
+    rows = report.with_base(made_up_rows(), "eagle")
+    assert report.differences(rows, 20, "chain") == {"full": pytest.approx((-50.0, -50.0, -50.0))}
+    with pytest.raises(InputError, match="--base none: no such arm in this file"):
+        report.with_base(rows, "none")
+
+
 def test_a_single_arm_is_compared_with_nothing_and_fewer_prompts_of_trees_are_said(
         capsys, monkeypatch):
     monkeypatch.setattr(intervals, "DRAWS", 200)
