@@ -11,7 +11,6 @@ up:
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from time import monotonic, perf_counter
@@ -217,22 +216,6 @@ def count_slots(prompt: list[int], config: GenerationConfig, limits: DraftLimits
     """
     drafted = max(limits.total_tokens, limits.depth * limits.top_k)
     return len(prompt) + config.max_new_tokens + 1 + drafted
-
-
-@contextmanager
-def after_each_pass(model: Llama, call: Callable[[], object]) -> Iterator[None]:
-    """Call `call` after each pass of a model that ends within this block, for example after each
-    piece of a prompt, to move a progress bar. `call` may raise an exception to stop. (From outside,
-    so that the chapters need to know of neither.)"""
-
-    def hook(*_) -> None:  # a value other than None would replace the output of the norm
-        call()
-
-    handle = model.norm.register_forward_hook(hook)  # which ends every pass
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 # --- One answer ---

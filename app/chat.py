@@ -10,13 +10,13 @@ import sys
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from app.answers import Generation, Method, after_each_pass
+from app.answers import Generation, Method
 from app.display import Display, Printer, Trace
 from app.loading import Models
-from llama import PIECE, GenerationConfig
+from llama import GenerationConfig
 from plumbing.errors import InputError
 from plumbing.prompts import answer_length
-from plumbing.terminal import draw_statistics, prompt_bar, read_questions, why_stopped
+from plumbing.terminal import draw_statistics, read_questions, waiting_line, why_stopped
 
 
 @dataclass
@@ -75,10 +75,8 @@ class Terminal:
         failure = None
         try:
             with closing(generation.record(self.method.cycles(prompt, config))) as cycles:
-                with prompt_bar(len(prompt)) as bar:
-                    read_piece = lambda: bar.update(min(PIECE, bar.total - bar.n))
-                    with after_each_pass(self.models.target, read_piece):
-                        first = next(cycles)
+                with waiting_line(f"reading the prompt, {len(prompt)} tokens ..."):
+                    first = next(cycles)
                 display.emit(first)
                 for cycle in cycles:
                     display.emit(cycle)

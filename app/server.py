@@ -34,14 +34,13 @@ from typing import Callable
 
 import torch
 
-from app.answers import after_each_pass
 from app.exact import ExactVerifier
 from app.loading import find_drafter, fingerprints, load_models
 from llama import GenerationConfig, Llama, generate
 from moa import Draft, Drafter
 from netsim import MAX_DRAFT_TOKENS, Q_TOKENS, Read, Verify, make_reply, parse_verify
 from plumbing.errors import InputError, run_command
-from plumbing.messages import MAX_CLIENTS, Address, HasLeft, MessageServer, Replies, check_int
+from plumbing.messages import MAX_CLIENTS, Address, MessageServer, Replies, check_int
 from speculate import VerifyResult
 
 # --- Sessions ---
@@ -82,9 +81,8 @@ class Service:
 class TargetSession:
     """The server's side of one client: a `Session` of plumbing/messages.py."""
 
-    def __init__(self, service: Service, has_left: HasLeft):
+    def __init__(self, service: Service):
         self.service = service
-        self.has_left = has_left
         self.name = secrets.token_hex(8)  # no other client can guess it
         self.greeting = {**service.fingerprints, "session": self.name}
         self.number = 0  # of the newest request
@@ -146,17 +144,10 @@ class TargetSession:
 
     @torch.inference_mode()
     def make_next(self, replies: Replies) -> dict | None:
-        self.stop_if_client_left()  # it may have left while the worker served others
-        with after_each_pass(self.service.model, self.stop_if_client_left):
-            try:
-                return next(replies, None)
-            except FloatingPointError as error:
-                raise InputError(f"{error}: the server needs --dtype bfloat16 or float32")
-
-    def stop_if_client_left(self) -> None:
-        """Raise ConnectionError if the client has left, so that no more work is done for it."""
-        if self.has_left():
-            raise ConnectionError("the client has left")
+        try:
+            return next(replies, None)
+        except FloatingPointError as error:
+            raise InputError(f"{error}: the server needs --dtype bfloat16 or float32")
 
     def check_verify(self, fields: dict) -> Draft:
         """Check a draft, and return it. It must fit the model, the context and the cache."""

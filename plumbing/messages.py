@@ -26,7 +26,6 @@ from time import monotonic
 from typing import Callable, Iterator, Protocol
 
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from plumbing.errors import InputError, explain, input_errors, is_out_of_memory
@@ -163,9 +162,6 @@ class Session(Protocol):
         exception in MALFORMED if the request is malformed."""
 
 
-HasLeft = Callable[[], bool]  # returns whether a client has closed its connection
-NewSession = Callable[[HasLeft], Session]
-
 
 class MessageServer(socketserver.ThreadingTCPServer):
     """Gives a thread and a session to every client. The methods after `serve` replace methods of
@@ -192,7 +188,9 @@ class MessageServer(socketserver.ThreadingTCPServer):
         with input_errors(self.complaint, OSError):
             self.server_bind()
 
-    def serve(self, new_session: NewSession, announce: Callable[[Address], None]) -> None:
+    def serve(
+        self, new_session: Callable[[], Session], announce: Callable[[Address], None]
+    ) -> None:
         """Serve until `shutdown`. `announce` is called with the address as soon as clients can
         connect."""
         self.new_session = new_session
@@ -241,7 +239,7 @@ class ClientHandler(socketserver.StreamRequestHandler):
     def serve(self) -> None:
         """Answer one request after the other until an OSError occurs, which happens at the latest
         when the client leaves."""
-        session = self.server.new_session(self.has_left)
+        session = self.server.new_session()
         send_message(self.connection, session.greeting)
         while True:
             deadline = monotonic() + IDLE_SECONDS
@@ -269,15 +267,3 @@ class ClientHandler(socketserver.StreamRequestHandler):
 
     def refuse(self, reason: str) -> None:
         send_message(self.connection, {"refused": reason})
-
-    def has_left(self) -> bool:
-        """Return whether the client has closed its end of the connection."""
-        # Do not wait. The timeout need not be restored: each later call that sends or receives sets
-        # its own first.
-        self.connection.settimeout(0)
-        try:
-            return self.connection.recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:  # nothing has arrived: the client waits for our reply
-            return False
-        except OSError:  # the connection is broken, or we have closed it
-            return True

@@ -1,9 +1,9 @@
 """What a person sees in the terminal beside an answer's text, and what they type in a chat.
 
 app/chat.py and app/display.py call these functions, with texts, numbers and dicts: nothing here
-knows a model. The sections follow one answer: a line says that the target is being loaded, and a
-progress bar that the prompt is read, the text is printed, perhaps in colors, with --trace every
-cycle is drawn, and the statistics come last. The last section reads the questions of a chat.
+knows a model. The sections follow one answer: a line says that the target is being loaded, or the
+prompt read, the text is printed, perhaps in colors, with --trace every cycle is drawn, and the
+statistics come last. The last section reads the questions of a chat.
 """
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import select
 import sys
 from contextlib import contextmanager, suppress
 from typing import Collection, Iterator
-
-from tqdm import tqdm
 
 # --- While a model is loaded, and a prompt is read ---
 
@@ -30,18 +28,6 @@ def waiting_line(text: str) -> Iterator[None]:
         yield
     finally:
         print("\r\033[K", end="", file=sys.stderr, flush=True)  # erases the line
-
-
-LONG_PROMPT = 256  # tokens: a prompt of this length or more has a progress bar
-
-
-def prompt_bar(length: int) -> tqdm:
-    """Return a progress bar for a prompt of `length` tokens that is read on this machine. It is
-    shown only if the prompt is long, and nothing of it is left in the end."""
-    is_short = length < LONG_PROMPT
-    return tqdm(
-        desc="reading the prompt", total=length, unit=" tokens", leave=False, disable=is_short
-    )
 
 
 # --- Text and colors ---

@@ -8,19 +8,11 @@ import pytest
 import torch
 from tiny_models import PROMPT, new_drafter, new_target, target_alone
 
-from app.answers import (
-    Alone,
-    Generation,
-    Origin,
-    WithDrafts,
-    acceptance_length,
-    after_each_pass,
-    answer,
-)
+from app.answers import Alone, Generation, Origin, WithDrafts, acceptance_length, answer
 from app.lookup import Lookup
 from app.speculate_command import TREE
 from experiments.copies import NoDrafter, WithCopies
-from llama import PIECE, GenerationConfig, Llama, Sampling, generate
+from llama import GenerationConfig, Llama, Sampling
 from moa import CacheUpdate, Draft, Drafter, DraftLimits
 from speculate import TreeSampler
 
@@ -107,25 +99,6 @@ def test_an_answer_may_fill_the_context_and_ends_with_a_stop_token(choices, limi
     for stop in set(alone):
         result = draft_and_verify(target, drafter, limits, 20, stop_ids=frozenset([stop]))
         assert result.tokens == alone[:alone.index(stop) + 1]
-
-
-def test_something_may_be_called_after_each_pass_and_may_stop_it():
-    target = new_target(50, context=1200)
-    prompt = [1] * (PIECE + 10)
-    passes = []
-    with after_each_pass(target, lambda: passes.append(1)):
-        tokens = generate(target, prompt, GenerationConfig(3))
-        first = next(tokens)
-        assert len(passes) == 2  # the prompt is read in two pieces
-    rest = list(tokens)
-    assert len(passes) == 2
-    assert [first, *rest] == list(generate(target, prompt, GenerationConfig(3)))
-
-    def stop() -> None:
-        raise ConnectionError
-
-    with pytest.raises(ConnectionError), after_each_pass(target, stop):
-        next(generate(target, prompt, GenerationConfig(1)))
 
 
 @pytest.fixture

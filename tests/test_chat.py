@@ -372,6 +372,7 @@ def on_terminal(text: str) -> str:
     return text.translate(PICTURES).replace("\n", "\r\n")
 
 
+READING = r"reading the prompt, \d+ tokens \.\.\.\r\033\[K"
 LEFT_OUT = r"tokens \(interrupted\).*left out of the conversation\r\n> $"
 
 
@@ -379,15 +380,15 @@ def test_a_chat_ends_an_answer_at_ctrl_c_and_itself_at_ctrl_d(start_on_terminal,
     chat = start_on_terminal("--max-new-tokens", "1500")
     chat.read_until("Ask something.*> $")
     chat.type(b"one\n")
-    seen = chat.read_until(r"one\r\n.{40}")
+    seen = chat.read_until(READING + ".{40}")
     chat.type(b"\x03")
     chat.read_until(LEFT_OUT)
     whole = tiny[1].decode(answer_alone(tiny, ask("one"), 200))
-    assert seen[:45] == "one\r\n" + on_terminal(whole)[:40]
+    assert seen.partition("\033[K")[2][:40] == on_terminal(whole)[:40]
     chat.type(b"\x03")  # where there is no answer to end
     chat.read_until("> $")
     chat.type(b"two\n")
-    chat.read_until(r"two\r\n.{40}")
+    chat.read_until(READING + ".{40}")
     chat.type(b"\x03")
     chat.read_until(LEFT_OUT)
     chat.type(b"\x04")
@@ -400,14 +401,14 @@ def test_a_text_pasted_as_several_lines_is_one_question_and_a_cut_answer_is_no_c
     chat = start_on_terminal("--max-new-tokens", "1000")
     chat.read_until("Ask something.*> $")
     chat.type(b"never mind\n")
-    chat.read_until(r"mind\r\n.{40}")
+    chat.read_until(READING + ".{40}")
     chat.type(b"\x03")
     chat.read_until(LEFT_OUT)
     chat.type(b"one\ntwo\n\nthree\n")
-    seen = chat.read_until(r"three\r\n.{40}")
+    seen = chat.read_until(READING + ".{40}")
     chat.type(b"\x03")
     whole = tiny[1].decode(answer_alone(tiny, ask("one\ntwo\n\nthree"), 100))
-    answer_seen = seen.partition("three\r\n")[2]
+    answer_seen = seen.partition("\033[K")[2]
     assert answer_seen[:30] == on_terminal(whole)[:30]
     chat.read_until(LEFT_OUT)
     chat.type(b"\x04")
@@ -416,7 +417,7 @@ def test_a_text_pasted_as_several_lines_is_one_question_and_a_cut_answer_is_no_c
 
 def test_ctrl_c_ends_a_single_answer_with_what_it_cost_and_status_130(start_on_terminal):
     process = start_on_terminal("--prompt", "Why?", "--max-new-tokens", "1500")
-    process.read_until(r"weights \.\.\.\r\033\[K.{40}")
+    process.read_until(READING + ".{40}")
     process.type(b"\x03")
     process.read_until(r"tokens \(interrupted\), .* acceptance length [\d.]+\r\n$")
     assert process.wait() == 130

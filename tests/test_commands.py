@@ -105,13 +105,6 @@ def test_a_generation_accounts_for_its_time_and_says_why_it_ended(checkpoint):
     assert full["stopped"] == "context" and full["prompt_tokens"] + full["new_tokens"] == 2048
 
 
-def test_reading_a_long_prompt_is_shown_and_a_short_one_is_not(checkpoint):
-    for flags in ([], ["--no-speculation"]):
-        flags = [*checkpoint, "--max-new-tokens", 4, "--json", *flags]
-        assert command(*flags, "--prompt", "Why?").err == ""
-        assert "reading the prompt: " in command(*flags, "--prompt", "word " * 150).err
-
-
 def test_the_text_goes_to_stdout_and_what_a_reader_wants_to_know_to_stderr(checkpoint, tiny):
     done = command(*checkpoint, "--prompt", "Why?", "--max-new-tokens", 5)
     assert done.out == tiny[1].decode(answer_alone(tiny, "Why?", 5)) + "\n"

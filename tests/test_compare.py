@@ -40,7 +40,6 @@ from llama import GenerationConfig, Llama, Sampling
 from moa import Draft, Drafter, DraftLimits
 from plumbing.conversations import Conversations, hold_out
 from plumbing.errors import InputError
-from plumbing.errors import InputError
 from plumbing.tokenizer import load_tokenizer
 from train import Example, compute_gradients, count_trained, draw_examples
 

@@ -219,9 +219,6 @@ class Session:
 
     greeting = {"drafter": "test"}
 
-    def __init__(self, has_left):
-        pass
-
     def parse(self, fields):
         return self.replies(fields["work"], fields["x"])
 

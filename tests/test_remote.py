@@ -587,7 +587,7 @@ class LateReplies(Channel):
         self.service = service
 
     def connect(self) -> None:
-        self.server = TargetSession(self.service, has_left=lambda: False)
+        self.server = TargetSession(self.service)
         self.session = self.server.name
         self.number = 0
 

@@ -112,54 +112,6 @@ def test_a_client_that_was_disconnected_while_it_was_idle_reconnects(models, mon
     assert result.unverified == 0 and result.network["round_trips"] >= 1 + result.target_calls + 3
 
 
-def test_the_work_of_clients_that_have_left_is_dropped(models, monkeypatch):
-    requests = []
-    prefills = []
-    parse = TargetSession.parse
-    prefill = LocalVerifier.prefill
-    monkeypatch.setattr(TargetSession, "parse", lambda *call: (
-        requests.append(call) or parse(*call)))
-    monkeypatch.setattr(LocalVerifier, "prefill", lambda *call: (
-        prefills.append(call) or prefill(*call)))
-    target, drafter = models
-    begin = threading.Event()
-    with ThreadPoolExecutor(1) as worker:
-        worker.submit(begin.wait)  # the worker is busy
-        with serving(new_session(target, drafter, worker)) as server:
-            for count in range(1, 5):
-                with connect(server) as sock:
-                    send_read(sock, PROMPT)
-                    wait_for(lambda: len(requests) == count)
-            threading.Timer(0.3, begin.set).start()
-            result = answer(over(channel_to(server), drafter), PROMPT, CONFIG)
-    assert result.tokens == target_alone(target, 24)
-    assert len(prefills) == 1
-
-
-def test_a_prompt_whose_client_has_left_is_not_read_to_its_end(monkeypatch):
-    target = new_target(16, context=8192)
-    drafter = new_drafter(target)
-    pieces = []
-    stop_if_client_left = TargetSession.stop_if_client_left
-
-    def slow_piece(session: TargetSession, *progress) -> None:
-        pieces.append(progress)
-        time.sleep(0.05)
-        stop_if_client_left(session)
-
-    monkeypatch.setattr(TargetSession, "stop_if_client_left", slow_piece)
-    for call in ("read", "generate"):
-        pieces.clear()
-        with serving_models(target, drafter) as server:
-            sock = connect(server)
-            with sock:
-                changes = {"stop_ids": []} if call == "generate" else {}
-                send_read(sock, PROMPT * 2000, call=call, **changes)
-                wait_for(lambda: len(pieces) >= 2)
-            wait_for(lambda: not server.connections)
-        assert len(pieces) < 8  # a prompt of 8000 tokens has more
-
-
 # --- Hostile messages ---
 
 TEXT = torch.tensor(PROMPT, dtype=torch.int32)
@@ -224,7 +176,7 @@ def reply_to(session: TargetSession, right: dict, changes: dict) -> list[dict]:
     *((VERIFY, wrong) for wrong in WRONG_DRAFTS)], ids=lambda value: str(value)[:40])
 def test_a_malformed_request_is_refused_and_a_right_one_after_it_is_answered(models, right, wrong):
     with ThreadPoolExecutor(1) as worker:
-        session = new_session(*models, worker)(lambda: False)
+        session = new_session(*models, worker)()
         if right is VERIFY:
             with pytest.raises(ValueError, match="drafts must follow a text"):
                 reply_to(session, VERIFY, {})
@@ -241,7 +193,7 @@ def test_a_malformed_request_is_refused_and_a_right_one_after_it_is_answered(mod
 
 def test_a_draft_beyond_the_context_is_refused(models):
     with ThreadPoolExecutor(1) as worker:
-        session = new_session(*models, worker)(lambda: False)
+        session = new_session(*models, worker)()
         reply_to(session, READ, {"temperature": 0})
         too_deep = {"tokens": [1] * 65, "parents": list(range(64))}
         with pytest.raises(ValueError, match="number of positions 69: .* from 0 to 64"):
@@ -311,7 +263,7 @@ def test_the_newest_reply_of_a_session_is_kept_for_a_while_and_for_nobody_else(m
         sessions = []
         connect = new_session(*models, worker)
         for _ in range(MAX_KEPT_REPLIES + 1):
-            sessions.append(connect(lambda: False))
+            sessions.append(connect())
             [reply] = reply_to(sessions[-1], READ, {})
 
         def repeated(session: str, number: int) -> dict:

@@ -1,23 +1,10 @@
-"""Claims about what a person sees while a prompt is read and of control characters, and about why
-an answer ended."""
+"""Claims about what a person sees while they wait and of control characters, and about why an
+answer ended."""
 import sys
 
 import pytest
 
-from plumbing import terminal
-from plumbing.terminal import printable, prompt_bar, quote, waiting_line, why_stopped
-
-
-@pytest.mark.parametrize("length, is_shown", [
-    (terminal.LONG_PROMPT, True), (terminal.LONG_PROMPT - 1, False)
-])
-def test_a_long_prompt_has_a_bar_of_which_nothing_is_left(length, is_shown, capsys):
-    with prompt_bar(length) as bar:
-        bar.update(64)
-        told = capsys.readouterr().err
-        assert ("reading the prompt" in told) == is_shown
-        bar.update(512)  # more than was left
-    assert capsys.readouterr().err.rpartition("\r")[2].strip() == ""  # spaces, where the bar was
+from plumbing.terminal import printable, quote, waiting_line, why_stopped
 
 
 def test_a_terminal_shows_what_is_waited_for_until_it_is_done_and_a_pipe_does_not(
