@@ -23,6 +23,7 @@ from safetensors.torch import save_file  # noqa: E402
 from tiny_models import CHATML, LETTERS, byte_tokenizer, new_drafter, new_target  # noqa: E402
 
 from app.loading import load_drafter, load_model, make_ready, save_drafter  # noqa: E402
+from experiments.toy import library_functions  # noqa: E402
 from llama import Llama  # noqa: E402
 from moa import Drafter  # noqa: E402
 from plumbing.errors import InputError  # noqa: E402
@@ -69,6 +70,12 @@ def packed_smollm2(smollm2) -> tuple[Llama, Drafter]:
 def toy() -> tuple[Llama, Tokenizer]:
     """The shipped toy target and its tokenizer, where any trained model will do."""
     return load_model("toy"), load_tokenizer("toy")
+
+
+@pytest.fixture(scope="session")
+def library() -> dict[str, str]:
+    """The functions of Python's standard library: their signatures, their sources."""
+    return library_functions()
 
 
 @pytest.fixture

@@ -34,12 +34,6 @@ HELD_OUT = 20  # functions
 
 
 @pytest.fixture(scope="module")
-def library() -> dict[str, str]:
-    """The functions of Python's standard library: their signatures, their sources."""
-    return toy.library_functions()
-
-
-@pytest.fixture(scope="module")
 def make(library):
     """The command, on some hundred short functions."""
     short = [signature for signature, source in library.items() if len(source) < 120]

@@ -28,7 +28,6 @@ from app.exact import ExactLlama
 from app.loading import load_drafter, load_model
 from app.packed import pack
 from app.training import RunConfig
-from experiments.toy import library_functions
 from llama import GenerationConfig, Llama, Sampling, generate
 from moa import Drafter, DraftLimits, DraftState
 from plumbing.conversations import TokenizedConversation
@@ -548,10 +547,10 @@ def on_toy(monkeypatch, capsys):
     return run
 
 
-def test_thirty_updates_make_a_drafter_whose_drafts_are_accepted(tmp_path, on_toy):
+def test_thirty_updates_make_a_drafter_whose_drafts_are_accepted(tmp_path, on_toy, library):
     """On a real model and real text. Without training it would be 1.0 tokens a call."""
-    library = {name: text for name, text in library_functions().items() if 200 <= len(text) <= 600}
-    records = [{"data": [name, library[name]]} for name in sorted(library)[::len(library) // 400]]
+    chosen = sorted(name for name, source in library.items() if 200 <= len(source) <= 600)
+    records = [{"data": [name, library[name]]} for name in chosen[::len(chosen) // 400]]
     recipe = "--updates 30 --batch-size 3 --seq-len 256 --eval-every 1000 --kl-weight 1"
     recipe += " --micro-batch-size 3"
     schedule = "--optimizer muon --lr 2e-2 --schedule cosine --warmup 10"
