@@ -9,8 +9,6 @@
                    before each, or its own prediction of that state
     eagle-3        EAGLE-3's (Li et al. 2025): reads the states of three layers, predicts no state
                    of the target's, and is trained on its own predictions for several steps
-    eagle-deeper   EAGLE's with two layers, as many as the control has
-    eagle-3-deeper EAGLE-3's with two layers
     n-1, n-2, n-4  the paper's drafter, which reuses the target's last N layers
     kl-only        the paper's drafter without Smooth L1
     smooth-l1-only the paper's drafter without KL
@@ -250,8 +248,16 @@ def new_layer(drafter: Drafter) -> DecoderLayer:
     )
 
 
-class TokensDrafter(AutoregressiveDrafter):
-    """SA, which sees tokens and nothing else."""
+class NoMemoryDrafter(AutoregressiveDrafter):
+    """SA and a plain layer, which see tokens and nothing else."""
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        self.second = new_layer(self)
+
+    @property
+    def layer_count(self) -> int:
+        return 2
 
     def condense(self, states: Tensor) -> Tensor:
         batch, count, _ = states.shape
@@ -260,7 +266,8 @@ class TokensDrafter(AutoregressiveDrafter):
     def run(
         self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
     ) -> Tensor:
-        return self.self_attention(embeddings, rope, mask, cache, 0)
+        x = self.self_attention(embeddings, rope, mask, cache, 0)
+        return self.second(x, rope, mask, cache, 1)
 
 
 class EagleDrafter(AutoregressiveDrafter):
@@ -358,36 +365,6 @@ class Eagle3Drafter(AutoregressiveDrafter):
 
     def feature(self, a: Tensor) -> Tensor:
         return self.norm(a)
-
-
-class WithSecondLayer(AutoregressiveDrafter):
-    """What makes another drafter of this family one layer deeper."""
-
-    def __init__(self, target: Llama, config: DrafterConfig):
-        super().__init__(target, config)
-        self.second = new_layer(self)
-
-    @property
-    def layer_count(self) -> int:
-        return 2
-
-    def run(
-        self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
-    ) -> Tensor:
-        x = super().run(embeddings, before, rope, mask, cache)
-        return self.second(x, rope, mask, cache, 1)
-
-
-class NoMemoryDrafter(WithSecondLayer, TokensDrafter):
-    """SA and a plain layer, which see tokens and nothing else: the control."""
-
-
-class DeeperEagleDrafter(WithSecondLayer, EagleDrafter):
-    """EAGLE's, with two layers."""
-
-
-class DeeperEagle3Drafter(WithSecondLayer, Eagle3Drafter):
-    """EAGLE-3's, with two layers."""
 
 
 # --- The autoregressive family while drafting ---
@@ -522,8 +499,6 @@ ARMS = {
     "no-memory": Arm(NoMemoryDrafter),
     "eagle": Arm(EagleDrafter, noise=0.2),
     "eagle-3": Arm(Eagle3Drafter, feature_weight=0.0, steps=7),
-    "eagle-deeper": Arm(DeeperEagleDrafter, noise=0.2),
-    "eagle-3-deeper": Arm(DeeperEagle3Drafter, feature_weight=0.0, steps=7),
     "n-1": Arm(tli=1),
     "n-2": Arm(tli=2),
     "n-4": Arm(tli=4),
@@ -546,6 +521,11 @@ def new_drafter_of(
     config = replace(config, target_layer_inference=arm.tli)
     with torch.device("meta"):
         wanted = count_parameters(Drafter(target, config))
+        if arm.is_autoregressive and arm.kind.reads_states > 0:
+            # As in EAGLE's code. With the single kv head of the paper's SA there would be little
+            # room for EAGLE-3, which sees a token in keys and values only, and not in its residual.
+            kv_heads = target.config.num_key_value_heads
+            config = replace(config, self_attention_num_key_value_heads=kv_heads)
         # Every parameter that is not in an MLP is there at any width.
         sizes = [count_parameters(arm.kind(target, with_mlps(config, inner))) for inner in (1, 2)]
     if arm.kind is not Drafter:
