@@ -154,7 +154,7 @@ def losses_of_steps(entrant: Entrant, lesson: Lesson, noise: Tensor) -> Losses:
         weight = STEP_WEIGHT**step
         features = drafter.feature(a)[with_root]
         kl = kl + weight * kl_divergence(log_p[with_root[trained]], features, drafter)
-        smooth_l1 = smooth_l1 + weight * smooth_l1_loss(a[with_root], reading.final[with_root])
+        smooth_l1 = smooth_l1 + weight * smooth_l1_loss(features, reading.final[with_root])
         weights += weight
     loss = (arm.kl_weight * kl + arm.feature_weight * smooth_l1) / weights
     return Losses(loss, kl / weights, smooth_l1 / weights)

@@ -196,10 +196,11 @@ def test_a_step_is_trained_where_query_and_root_are_in_an_answer_and_weighs_less
     for step, a in enumerate(unroll(drafter, lesson.reading, 3)):
         for i in pairs[step]:
             final = lesson.reading.final[0, i]
+            feature = drafter.feature(a[0, i])
             p = target.lm_head(final).softmax(-1)
-            q = target.lm_head(drafter.feature(a[0, i])).softmax(-1)
+            q = target.lm_head(feature).softmax(-1)
             kl += 0.8**step * (p * (p / q).log()).sum() / (1 + 0.8 + 0.64)
-            distance = torch.nn.functional.smooth_l1_loss(a[0, i], final)
+            distance = torch.nn.functional.smooth_l1_loss(feature, final)
             smooth_l1 += 0.8**step * distance / (1 + 0.8 + 0.64)
     close(torch.stack(losses), torch.stack([0.1 * kl + 0.5 * smooth_l1, kl, smooth_l1]))
 
