@@ -57,6 +57,18 @@ def test_the_curves_of_a_comparison_show_its_file(name, tmp_path):
     assert shipped.read_text() == (tmp_path / "curves.svg").read_text()
 
 
+def test_the_page_shows_how_small_drafters_and_an_earlier_opponent_differ():
+    page = (RESULTS / "README.md").read_text()
+    small = read(RESULTS / "compare_toy_small.json")
+    earlier = read(RESULTS / "eagle3_before.json")
+    assert names_its_origin(small) and names_its_origin(earlier)
+    for kind in ("chain", "sampled chain"):
+        for figure in report.differences(small["rows"], 6400, kind).values():
+            assert f"| {report.show(figure, '+.1f')} |" in page
+        _, low, high = report.differences(earlier["rows"], 6400, kind)["eagle-3"]
+        assert f"({low:+.1f} to {high:+.1f}" in page
+
+
 # --- The page of the default target ---
 
 
