@@ -196,7 +196,7 @@ def draw(rows: list[Row]) -> str:
     for column in found.values():
         for figure in column.values():
             ends += figure
-    ticks = curves.axis_ticks(min(ends) // 5 * 5, max(ends))
+    ticks = curves.axis_ticks(min(ends) // 10 * 10, max(ends))  # tens, so that 0 is one of them
     drawing = ""
     height = LINE * len(arms)
     for i, arm in enumerate(arms):

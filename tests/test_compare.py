@@ -422,3 +422,4 @@ def test_the_picture_has_a_panel_of_each_kind_with_a_bar_of_each_arm(monkeypatch
     panels = svg.findall(f"{space}g")
     assert [panel.findtext(f"{space}text") for panel in panels] == list(report.KINDS.values())
     assert all(len(panel.findall(f"{space}circle")) == 1 for panel in panels)
+    assert all("0" in [text.text for text in panel.iter(f"{space}text")] for panel in panels)
