@@ -74,6 +74,7 @@ def test_the_page_shows_how_small_drafters_and_earlier_opponents_differ():
     [(value, _, _)] = report.differences(kv_heads["rows"], 6400, "chain").values()
     assert f"The kv heads alone made them {value:.0f}% longer" in " ".join(page.split())
     kv_heads = read(RESULTS / "eagle_kv_heads.json")
+    assert names_its_origin(kv_heads)
     [(value, low, high)] = report.differences(kv_heads["rows"], 6400, "chain").values()
     figure = f"are {value:.0f}% longer ({low:+.1f} to {high:+.1f}, two seeds"
     assert figure in " ".join(page.split())
