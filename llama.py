@@ -17,7 +17,8 @@ one only through the earlier token's keys and values, and the paper's drafter re
 and values. moa.py builds the drafter from the same `DecoderLayer`.
 
     python llama.py --prompt "Why is the sky blue?"    # the default target, fetched on first use
-    model = load_llama(folder)                         # or, in a notebook, one of your own
+    model = load_llama(folder)                         # or, in a notebook, one of your own:
+    for token in generate(model, prompt, GenerationConfig()): ...                 # token ids
 
 moa.py is the next of five chapters. The folder app/ makes programs of them.
 
@@ -51,7 +52,7 @@ class Config:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    # The defaults are Llama-3's.
+    # The defaults are Llama-3's. (`load_llama` has those of Hugging Face, for files that omit one.)
     rms_norm_eps: float = 1e-5
     rope_theta: float = 500000.0
     rope_factors: tuple[float, ...] | None = None  # D/2 divisors of the rotary frequencies
@@ -292,6 +293,7 @@ class Llama(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
+        # (On the meta device nn.Embedding(V, E) would import PyTorch's compiler, which takes 2 s.)
         embeddings = torch.randn(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
         self.layers = nn.ModuleList()
@@ -437,7 +439,8 @@ def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
         if (sums[..., -1] >= top_p).all():
             break
     # The last token of the nucleus is the first whose sum reaches top_p. Its index is therefore the
-    # number of sums that are below top_p.
+    # number of sums that are below top_p. (The last sum is left out: should rounding keep all sums
+    # below top_p, every token is in the nucleus.)
     last = (sums[..., :-1] < top_p).sum(-1, keepdim=True)
     return descending.gather(-1, last)
 
@@ -445,23 +448,30 @@ def nucleus_threshold(p: Tensor, top_p: float) -> Tensor:
 def sample(p: Tensor, generator: torch.Generator | None) -> int:
     """Draw a token from p (V). Without a generator PyTorch's global one is used."""
     possible = p.nonzero().squeeze(-1)  # after top-p only a few of V, which makes drawing faster
-    choice = torch.multinomial(p[possible], 1, generator=generator)
-    return int(possible[choice])
+    drawn = torch.multinomial(p[possible], 1, generator=generator)
+    return int(possible[drawn])
 
 
 def sample_next(logits: Tensor, sampling: Sampling) -> int:
     """Choose the next token from logits (V): the likeliest at temperature 0, otherwise a draw.
 
-    Raises FloatingPointError if a logit is NaN or +infinity.
+    Raises FloatingPointError if the largest logit is not finite.
     """
     check_logits(logits)
     if sampling.temperature == 0:
-        return int(logits.float().argmax())  # on CPUs argmax is ten times slower in bfloat16
+        return int(likeliest(logits))
     return sample(probabilities(logits, sampling.temperature, sampling.top_p), sampling.generator)
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """Return the tokens (...) with the largest logits (..., V). The target alone and the target
+    with drafts both choose here, so that equal logits are decided in the same way."""
+    return logits.float().argmax(-1)  # on CPUs argmax is slower in bfloat16
+
+
 def check_logits(logits: Tensor) -> None:
-    """Raise FloatingPointError if a logit is NaN or +infinity, as with some models in float16."""
+    """Raise FloatingPointError if the largest logit is not finite: with some models in float16
+    logits are NaN or infinite."""
     if not torch.isfinite(logits.max()):  # the maximum is NaN if any logit is
         raise FloatingPointError("the target's logits are NaN or infinite")
 

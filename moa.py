@@ -18,7 +18,7 @@ four parts, which the next section writes as formulas:
 
 `Drafter` has these layers. `DraftState` runs them for one conversation, with caches, and drafts a
 chain of tokens: there the method is complete. Trees follow, which let a token have alternatives.
-speculate.py lets the target verify what is drafted.
+speculate.py lets the target check what is drafted.
 """
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from llama import (
 # in the target's layer l. What follows token i, for i >= t, is predicted by
 #
 #                                                                               in the code
-#     z_j1, ..., z_jL = LSA([k_j1 v_j1], ..., [k_jL v_jL])   for all j < t      layer_self_attend
+#     z_j1, ..., z_jL = LSA([k_j1 v_j1], ..., [k_jL v_jL])   for all j < t      z
 #     m_j = W mean(z_j1, ..., z_jL) + b                                         memory
 #     s_i = the last output of SA(e_0, ..., e_i)                                sa_output
 #     g_i = CA(query s_i; keys and values from m_0, ..., m_{t-1})               ca_output
 #     h'_i = g_i, or with N > 0 see the last section                            hidden
-#     q_i = softmax(LM head h'_i), with temperature and top-p                   q
+#     q_i = softmax(LM head h'_i), above temperature 0 with it and with top-p   q
 #
 # LSA lets the vector of each layer take what it needs from the other layers. The results are
 # averaged; W maps the average to the hidden size. LSA reads keys as the cache holds them, rotated
@@ -55,7 +55,8 @@ from llama import (
 # the key and value of head 1, and so on.
 #
 # h'_i predicts the target's final hidden state at token i. The target's own LM head makes of it
-# q_i, the drafter's distribution of token i + 1.
+# q_i, the drafter's distribution of token i + 1. Of the root, as of drafted tokens, a drafter knows
+# only the embedding: the target has not read it yet.
 #
 # Shapes: those of llama.py, plus N reused target layers, K drafted tokens, F tokens that are run
 # through the drafter at once. LSA, SA, CA and the target each have their own H, Hkv and D.
@@ -89,8 +90,8 @@ class CrossAttentionLayer(DecoderLayer):
     """A decoder layer whose queries come from one sequence, and whose keys and values come from a
     different one, the memory.
 
-    Call `keys_values(memory, rope)` once, then `attend_to` with any queries. The names are those of
-    the authors' checkpoints, so the attention is `self_attn`, and one norm serves both sequences.
+    Call `keys_values(memory, rope)` once, then `attend_to` with any queries (not `forward`). The
+    names are the authors': the attention is `self_attn`, and one norm serves both sequences.
     """
 
     def attend_to(self, kv: Tensor, x: Tensor, rope: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -99,7 +100,7 @@ class CrossAttentionLayer(DecoderLayer):
         return self.feed_forward(x + self.self_attn(q, kv, mask))
 
 
-LSA_TOKENS = 64  # tokens that LSA reads at once: its activations are L times as large as a token's
+LSA_TOKENS = 64  # that LSA reads at once, to save memory: each is a sequence of L vectors
 TRAINED = ("layer_self_attention", "Ekv2E", "self_attention", "cross_attention")
 
 
@@ -312,9 +313,9 @@ class DraftState:
 
                                         length of the caches:   SA   CA   TLI
         before the draft                                        10   10   10
-        step on the root, which drafts token 1                  11   10   11
-        step on token 1, which drafts token 2                   12   10   12
-        step on token 2, which drafts token 3                   13   10   13
+        step on the root; token 1 is chosen                     11   10   11
+        step on token 1; token 2 is chosen                      12   10   12
+        step on token 2; token 3 is chosen                      13   10   13
         discard_draft                                           10   10   10
         append_verified of the root and tokens 1 and 2          13   13   13
 
@@ -338,7 +339,7 @@ class DraftState:
         self.tli_cache = empty_cache(
             target, drafter.N, target.config.num_key_value_heads, capacity, target.config.head_dim
         )
-        self.expanded: list[int] = []  # the nodes that are in the caches, in the caches' order
+        self.expanded: list[int] = []  # the nodes in SA's and TLI's caches, in their order
 
     @property
     def text_length(self) -> int:
@@ -427,8 +428,6 @@ class DraftState:
     def frontier_mask(self, draft: Draft, frontier: list[int]) -> Tensor | None:
         """Return which tokens in the caches each node of the frontier sees, (F, S), or None if all
         see all of them, as in a chain: attention is faster without a mask."""
-        if draft.is_chain:
-            return None
         mask = draft_mask(draft, frontier, self.expanded, self.text_length)
         return None if mask.all() else mask.to(self.drafter.device)
 
@@ -486,16 +485,16 @@ def draft_tree(state: DraftState, root: int, limits: DraftLimits) -> Draft:
         if not worth_expanding(draft, frontier, limits):
             break
         q = state.next_distributions(draft, frontier)  # (F, V)
-        likeliest = likeliest_choices(
+        candidates = likeliest_candidates(
             draft, frontier, q, limits.total_tokens, limits.min_probability
         )
-        children = add_choices(draft, frontier, likeliest)
+        children = add_candidates(draft, frontier, candidates)
         frontier = likeliest_paths(draft, children, limits.top_k)
     drafted = list(range(1, len(draft.tokens)))  # all nodes but the root
     return keep_nodes(draft, [0] + likeliest_paths(draft, drafted, limits.total_tokens))
 
 
-class Choice(NamedTuple):
+class Candidate(NamedTuple):
     """A token to add to a tree, after a node of its frontier."""
 
     row: int  # the node is frontier[row], and its distribution is q[row]
@@ -503,30 +502,30 @@ class Choice(NamedTuple):
     probability: float  # q[row, token]
 
 
-def likeliest_choices(
+def likeliest_candidates(
     draft: Draft, frontier: list[int], q: Tensor, count: int, min_probability: float
-) -> list[Choice]:
+) -> list[Candidate]:
     """Of all tokens after the frontier, return the `count` whose paths are likeliest, or fewer
     if only so many paths reach `min_probability`. q (F, V)"""
-    # speculate.py divides by q, so no token with a probability near float32's smallest (1e-38) is
-    # drafted. (This also excludes the many tokens to which top-p gives probability 0.)
+    # A sampled tree draws as many tokens as are found here, each from what is left of q. If all
+    # found have 1e-30, something is always left. (And top-p gives many tokens probability 0.)
     least = max(min_probability, 1e-30)
     top = q.topk(min(count, q.shape[-1]))  # of one node's tokens, at most `count` are returned
     top_probabilities = top.values.tolist()  # F lists
     top_tokens = top.indices.tolist()
-    likely = []  # pairs of a path's probability and the choice at its end
+    likely = []  # pairs of a path's probability and the candidate at its end
     for row, node in enumerate(frontier):
         for probability, token in zip(top_probabilities[row], top_tokens[row]):
             path_probability = draft.path_probabilities[node] * probability
             if path_probability >= least:
-                likely.append((path_probability, Choice(row, token, probability)))
+                likely.append((path_probability, Candidate(row, token, probability)))
     likely.sort(key=lambda pair: -pair[0])
-    return [choice for _, choice in likely[:count]]
+    return [candidate for _, candidate in likely[:count]]
 
 
-def add_choices(draft: Draft, frontier: list[int], choices: list[Choice]) -> list[int]:
-    """Add the chosen tokens after their nodes of the frontier. Returns the new nodes."""
-    return [draft.add(token, frontier[row], probability) for row, token, probability in choices]
+def add_candidates(draft: Draft, frontier: list[int], candidates: list[Candidate]) -> list[int]:
+    """Add tokens after their nodes of the frontier. Returns the new nodes."""
+    return [draft.add(token, frontier[row], probability) for row, token, probability in candidates]
 
 
 def likeliest_paths(draft: Draft, nodes: list[int], count: int) -> list[int]:
@@ -573,6 +572,7 @@ def keep_nodes(draft: Draft, kept: list[int]) -> Draft:
 #
 # (In a tree: its ancestors from the root on, and itself.) That is what `tli_cache` holds:
 # `append_verified` brings the first, each `step` adds the second, and `discard_draft` drops these.
+# (The first are a copy, since drafts are appended to it, and the target may be on a server.)
 
 
 def run_target_layers(
@@ -602,7 +602,7 @@ def default_config(target: Llama) -> DrafterConfig:
     kv_heads = math.gcd(heads, max(1, heads // 8))  # about one for eight heads; must divide heads
     kv_width = kv_hidden_size(sizes)  # LSA's width
     # RoPE needs an even head size. As long as the target's number of heads makes LSA's odd, take
-    # fewer. (With as many heads as kv heads the size is 2 D. It need not divide kv_width.)
+    # fewer. (With as many heads as kv heads the size is 2 D. They need not fill the width.)
     layer_heads = heads
     while kv_width // layer_heads % 2 != 0:
         layer_heads -= sizes.num_key_value_heads

@@ -1,7 +1,7 @@
 """Speculative decoding with a Mixture of Attentions: draft, verify, accept (paper, algorithm 1).
 
 The target needs one pass for each token that it writes, and most of a pass is spent reading its
-weights. To save passes, a drafter proposes the next few tokens, and one pass of the target verifies
+weights. To save passes, a drafter proposes the next few tokens, and one pass of the target checks
 all of them. The target keeps the drafted tokens up to the first that it rejects, and adds a token
 of its own. Wherever the drafter is right, a pass yields several tokens, and the text is still the
 target's.
@@ -17,7 +17,9 @@ or, in a notebook, with a target, its drafter and a prompt of token ids:
     config = GenerationConfig(max_new_tokens=100, temperature=0.8)
     limits = DraftLimits(depth=6, top_k=3, total_tokens=8)
     sampling = config.new_sampling("cpu")
-    capacity = len(prompt) + 100 + 1 + limits.depth * limits.top_k  # slots: text, root and draft
+    # Slots: the text, the root, and the draft that the target reads or the drafter has expanded.
+    drafted = max(limits.total_tokens, limits.depth * limits.top_k)
+    capacity = len(prompt) + 100 + 1 + drafted
     verifier = LocalVerifier(target, drafter, capacity, sampling)
     state = TreeSampler(drafter, capacity, sampling)
     for cycle in speculate(verifier, state, prompt, config, limits): ...
@@ -36,18 +38,26 @@ import torch
 from torch import Tensor
 
 from llama import (
-    GenerationConfig, Llama, Sampling, check_logits, probabilities, read_prompt, sample, sample_next
+    GenerationConfig,
+    Llama,
+    Sampling,
+    check_logits,
+    likeliest,
+    probabilities,
+    read_prompt,
+    sample,
+    sample_next,
 )
 from moa import (
     CacheUpdate,
-    Choice,
+    Candidate,
     Draft,
     Drafter,
     DraftLimits,
     DraftState,
-    add_choices,
+    add_candidates,
     draft_mask,
-    likeliest_choices,
+    likeliest_candidates,
     likeliest_paths,
     worth_expanding,
 )
@@ -98,18 +108,20 @@ def speculate(
 
     Of `config` only max_new_tokens and stop_ids are used here. The temperature is in the `Sampling`
     that the verifier and the state hold.
+
+    state: a `TreeSampler`. (For chains, and at temperature 0, a plain `DraftState` will do.)
     """
-    left = config.max_new_tokens
+    remaining = config.max_new_tokens
     result = verifier.prefill(prompt)  # the first token, and the memory of the prompt
     while True:
         tokens = truncate_at_stop(result.accepted + [result.token], config.stop_ids)
         yield Cycle(result, tokens)
-        left -= len(tokens)
-        if left <= 0 or tokens[-1] in config.stop_ids:
+        remaining -= len(tokens)
+        if remaining <= 0 or tokens[-1] in config.stop_ids:
             return
         state.append_verified(result.update)  # grow the drafter's caches, CA's above all
-        # The target adds a token of its own, so at most left - 1 drafted ones can be used.
-        depth = min(limits.depth, left - 1)  # if 0, nothing is drafted
+        # The target adds a token of its own, so at most remaining - 1 drafted ones can be used.
+        depth = min(limits.depth, remaining - 1)  # if 0, nothing is drafted
         draft = state.draft(result.token, replace(limits, depth=depth))
         result = verifier.verify(draft)  # accepted tokens, next token, update of what is verified
 
@@ -169,9 +181,10 @@ class LocalVerifier:
         distribution supplies the target's own token. (In a tree, the distribution after a node
         decides on all its children.)
 
-        (In exact arithmetic the distribution after a token is that of a pass over the token alone.
-        Floats are rounded in another order, so at a near tie another token may be the likeliest.
-        app/exact.py sees to it that on a CPU both passes round alike.)
+        (In exact arithmetic the distribution after a token is that of a pass over the token alone,
+        with the same tokens before it in the cache. Floats are rounded in another order, so at a
+        near tie another token may be the likeliest. app/exact.py sees to it that on a CPU both
+        passes round alike.)
         """
         positions, mask = draft_layout(draft, self.cache.length, self.model.device)
         ids = torch.tensor([draft.tokens], device=self.model.device)  # (1, 1 + K)
@@ -214,11 +227,10 @@ class Acceptance:
 
 def accept_draft(logits: Tensor, draft: Draft, sampling: Sampling) -> Acceptance:
     """Decide which drafted tokens to keep. Row i of logits (1 + K, V) is what the target predicts
-    after node i of the draft. Raise FloatingPointError if a logit is NaN or +infinity."""
+    after node i of the draft. Raise FloatingPointError if the largest logit is not finite."""
     check_logits(logits)
     if sampling.temperature == 0:
-        choices = logits.max(-1).indices  # as argmax, which on CPUs is slower in bfloat16
-        return accept_greedy(choices.tolist(), draft)
+        return accept_greedy(likeliest(logits).tolist(), draft)
     p = probabilities(logits, sampling.temperature, sampling.top_p)
     # One call draws a random number in [0, 1) for each token. Some of them may not be needed.
     u = torch.rand(len(draft.tokens), generator=sampling.generator, device=p.device).tolist()
@@ -227,14 +239,15 @@ def accept_draft(logits: Tensor, draft: Draft, sampling: Sampling) -> Acceptance
     return rule(p, draft, u, sampling.generator)
 
 
-def accept_greedy(choices: list[int], draft: Draft) -> Acceptance:
-    """At temperature 0, accept drafted tokens that are the target's own choices (1 + K)."""
+def accept_greedy(favorites: list[int], draft: Draft) -> Acceptance:
+    """At temperature 0, accept a drafted token if it is the target's favorite, the likeliest one.
+    favorites (1 + K): after each node."""
     path = [0]
     while True:
-        choice = choices[path[-1]]  # after the newest accepted token
-        child = draft.child(path[-1], choice)
+        favorite = favorites[path[-1]]  # after the newest accepted token
+        child = draft.child(path[-1], favorite)
         if child is None:
-            return Acceptance(path, choice)
+            return Acceptance(path, favorite)
         path.append(child)
 
 
@@ -286,12 +299,12 @@ def rejection_sample(
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """Return scaled(max(p - q, 0)): by how much p exceeds q, as a distribution. p, q (V)."""
-    left = (p - q).clamp(min=0)
-    if not left.any():
+    excess = (p - q).clamp(min=0)
+    if not excess.any():
         # p exceeds q nowhere. Both sum to 1, so they are equal up to rounding, and the rejection
         # was a rounding error. Draw from p instead (0 / 0 would be NaN).
         return p
-    return left / left.sum()
+    return excess / excess.sum()
 
 
 # --- Sampled trees ---
@@ -325,29 +338,31 @@ class TreeSampler(DraftState):
         draft = Draft(root)
         frontier = [0]
         for level in range(limits.depth):
-            left = limits.total_tokens - (len(draft.tokens) - 1)
-            share = math.ceil(left / (limits.depth - level))
+            budget = limits.total_tokens - (len(draft.tokens) - 1)
+            share = math.ceil(budget / (limits.depth - level))
             if share == 0 or not worth_expanding(draft, frontier, limits):
                 break
             q = self.next_distributions(draft, frontier)  # (F, V)
-            likeliest = likeliest_choices(draft, frontier, q, share, limits.min_probability)
+            candidates = likeliest_candidates(draft, frontier, q, share, limits.min_probability)
             # How many children each row's node gets is fixed before any of them is drawn.
-            counts = Counter(choice.row for choice in likeliest)
-            drawn = draw_choices(counts, q, self.sampling.generator)
-            children = add_choices(draft, frontier, drawn)
+            counts = Counter(candidate.row for candidate in candidates)
+            drawn = draw_candidates(counts, q, self.sampling.generator)
+            children = add_candidates(draft, frontier, drawn)
             for row in counts:
                 draft.q[frontier[row]] = q[row]  # (V)
             frontier = likeliest_paths(draft, children, limits.top_k)
         return draft
 
 
-def draw_choices(counts: Counter[int], q: Tensor, generator: torch.Generator) -> list[Choice]:
+def draw_candidates(
+    counts: Counter[int], q: Tensor, generator: torch.Generator
+) -> list[Candidate]:
     """Draw counts[row] tokens from each q[row] without replacement. q (F, V)"""
-    choices = []
+    drawn = []
     for row, count in counts.items():
         for token in gumbel_topk(q[row], count, generator):
-            choices.append(Choice(row, token, float(q[row, token])))
-    return choices
+            drawn.append(Candidate(row, token, float(q[row, token])))
+    return drawn
 
 
 def gumbel_topk(p: Tensor, k: int, generator: torch.Generator) -> list[int]:
@@ -409,8 +424,9 @@ def rejection_sample_tree(
 
     Before the first child is tried, p_left is p. The token is therefore distributed as p. So is the
     next one, a level deeper: given all draws and verdicts up to a node, its children are fresh
-    draws from its q, however many the levels above have left room for. And as each token is
-    distributed as p after the tokens before it, the whole text is distributed as the target's.
+    draws from its q. (How many there are may depend on the draws of the levels above, by (4): these
+    are over before the first child is drawn.) And as each token is distributed as p after the
+    tokens before it, the whole text is distributed as the target's.
     """
     path = [0]
     while True:

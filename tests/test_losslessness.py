@@ -33,14 +33,14 @@ import speculate
 from app.lookup import Lookup
 from experiments.copies import NoDrafter, new_copier
 from llama import GenerationConfig, Llama, Sampling, probabilities
-from moa import CacheUpdate, Draft, Drafter, DraftLimits, DraftState, likeliest_choices
+from moa import CacheUpdate, Draft, Drafter, DraftLimits, DraftState, likeliest_candidates
 from netsim import Connection, Link, QuantizedDraftState, RemoteVerifier, Server
 from speculate import (
     Acceptance,
     LocalVerifier,
     TreeSampler,
     accept_draft,
-    draw_choices,
+    draw_candidates,
     rejection_sample_tree,
 )
 
@@ -370,9 +370,9 @@ def test_a_draft_is_accepted_with_probability_min_1_p_over_q(q, tokens, chance):
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_the_token_that_comes_out_is_distributed_as_p_whatever_q_is(q, count, chance):
     def run() -> list[int]:
-        likeliest = likeliest_choices(Draft(0), [0], q[None], count, min_probability=0.0)
+        likeliest = likeliest_candidates(Draft(0), [0], q[None], count, min_probability=0.0)
         counts = Counter(choice.row for choice in likeliest)
-        choices = draw_choices(counts, q[None], torch.Generator())
+        choices = draw_candidates(counts, q[None], torch.Generator())
         draft = siblings([choice.token for choice in choices], q)
         return accepted_text(draft, try_siblings(draft, chance))
 

@@ -17,7 +17,7 @@ import llama
 import moa
 from app.loading import load_drafter, load_model
 from llama import Config, KVCache, Llama, RMSNorm, Sampling, causal_mask, probabilities, sample
-from moa import Draft, Drafter, DraftLimits, DraftState, default_config, likeliest_choices
+from moa import Draft, Drafter, DraftLimits, DraftState, default_config, likeliest_candidates
 from speculate import TreeSampler
 from train import drafter_pass, reuse_target_layers
 
@@ -529,10 +529,10 @@ def draft_of_leaves() -> Draft:
 
 
 @pytest.mark.parametrize("count, least", [(1, 0.0), (4, 0.0), (9, 0.0), (9, 0.1)])
-def test_the_likeliest_choices_are_those_of_the_likeliest_paths_and_no_path_under_the_minimum(
+def test_the_likeliest_candidates_are_those_of_the_likeliest_paths_and_no_path_under_the_minimum(
         count, least):
     q = probabilities(torch.randn(3, 8), 0.5)
-    choices = likeliest_choices(draft_of_leaves(), LEAVES, q, count, least)
+    choices = likeliest_candidates(draft_of_leaves(), LEAVES, q, count, least)
     found = {(choice.row, choice.token) for choice in choices}
     assert len(found) == len(choices)
     values = {}

@@ -10,14 +10,14 @@ import torch
 from tiny_models import PROMPT, chi_square, new_drafter, new_target, target_alone
 
 from llama import GenerationConfig, Llama, probabilities
-from moa import Draft, Drafter, DraftLimits, likeliest_choices
+from moa import Draft, Drafter, DraftLimits, likeliest_candidates
 from speculate import (
     Cycle,
     LocalVerifier,
     TreeSampler,
     accept_draft,
     accept_greedy,
-    draw_choices,
+    draw_candidates,
     gumbel_topk,
     speculate,
 )
@@ -168,10 +168,10 @@ def test_gumbel_topk_draws_without_replacement_in_the_order_of_sampling():
 def test_how_many_children_each_node_has_is_settled_before_they_are_drawn(count):
     draft = new_draft([1, 2, 3], [0, 0, 0])
     q = probabilities(torch.randn(3, 8), 0.5, 0.95)
-    likeliest = likeliest_choices(draft, [1, 2, 3], q, count, 0.0)
+    likeliest = likeliest_candidates(draft, [1, 2, 3], q, count, 0.0)
     counts = Counter(choice.row for choice in likeliest)
     generator = torch.Generator().manual_seed(0)
-    draws = [draw_choices(counts, q, generator) for _ in range(20)]
+    draws = [draw_candidates(counts, q, generator) for _ in range(20)]
     for drawn in draws:
         assert Counter(choice.row for choice in drawn) == counts
         assert len({(choice.row, choice.token) for choice in drawn}) == len(drawn)
