@@ -340,15 +340,13 @@ class Server:
         self.verifier: LocalVerifier | None = None  # of the text that was read last
 
     def answer(self, request: Read | Verify) -> Reply:
-        """Return the reply to a request. Raise ValueError if it is none, or comes before a text."""
+        """Return the reply to a request. (A `Verify` is about the text that was read last.)"""
         if isinstance(request, Read):
             sampling = request.config.new_sampling(self.model.device)
             self.verifier = LocalVerifier(self.model, self.drafter, request.slots, sampling)
             result = self.verifier.prefill(request.tokens.tolist())
-        elif isinstance(request, Verify) and self.verifier is not None:
-            result = self.verifier.verify(parse_verify(request, self.model))
         else:
-            raise ValueError(f"not a request: {request!r:.100}")
+            result = self.verifier.verify(parse_verify(request, self.model))
         return make_reply(result)
 
 
@@ -420,9 +418,8 @@ class RemoteVerifier:
         return parse_reply(reply, [root] + reply.accepted)
 
 
-def draw_seed(generator: torch.Generator | None) -> int:
+def draw_seed(generator: torch.Generator) -> int:
     """Draw a seed for the server. With the drafter's own seed the server would draw the same random
     numbers as the drafter, but acceptance needs independent ones: a token must not be judged by the
     number that it was drawn with."""
-    device = "cpu" if generator is None else generator.device  # None: see `Sampling`
-    return int(torch.randint(2**31 - 1, (), generator=generator, device=device))
+    return int(torch.randint(2**31 - 1, (), generator=generator, device=generator.device))

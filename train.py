@@ -234,9 +234,8 @@ def target_pass(target: Llama, tokens: Tensor, N: int) -> tuple[Tensor, Tensor, 
     """Run the target over tokens (B, T). Returns its cache by token (B, T, L, 2 Ekv), its final
     hidden states (B, T, E) and, if N > 0, the states that enter its last N layers (B, T, E).
 
-    `Llama.hidden` has the same loop, but does not return the states between layers. (For N = 0 it
-    would do. But it also works with a target that was packed for inference, app/packed.py, whose
-    cache raises RuntimeError in any other pass on a CPU, and so in this one.)
+    `Llama.hidden` has the same loop, but does not return the states between layers. (The target
+    must not be packed for inference, as app/packed.py does.)
     """
     batch, count = tokens.shape
     first_reused = len(target.layers) - N
@@ -320,17 +319,15 @@ class TrainConfig:
 Conversation = tuple[Tensor, Tensor]  # tokens and answer, as in `Example`
 
 
-def draw_batches(
-    conversations: list[Conversation], config: TrainConfig
-) -> Iterator[list[Conversation]]:
-    """Yield batches without end. Each epoch goes through the conversations in an order of its own.
-    Its last batch may be smaller."""
+def draw_batches(count: int, config: TrainConfig) -> Iterator[list[int]]:
+    """Yield batches without end, as the numbers of conversations. Each epoch goes through all
+    `count` of them in an order of its own. Its last batch may be smaller."""
     for epoch in itertools.count():
         # Without the 1, epoch 0 and update 0 would share their random numbers (`draw_examples`).
         draws = np.random.default_rng((config.seed, epoch, 1))
-        order = draws.permutation(len(conversations))
-        for first in range(0, len(order), config.batch_size):
-            yield [conversations[i] for i in order[first:first + config.batch_size]]
+        order = draws.permutation(count).tolist()
+        for first in range(0, count, config.batch_size):
+            yield order[first:first + config.batch_size]
 
 
 def draw_examples(batch: list[Conversation], update: int, config: TrainConfig) -> list[Example]:
@@ -451,9 +448,10 @@ def train(
         raise ValueError("no conversations to train on")
     optimizer = new_optimizer(drafter.trained_parameters().values())
     epoch_updates = math.ceil(len(conversations) / config.batch_size)
-    batches = draw_batches(conversations, config)
+    batches = draw_batches(len(conversations), config)
     for update in range(config.updates):
-        examples = draw_examples(next(batches), update, config)
+        batch = [conversations[i] for i in next(batches)]
+        examples = draw_examples(batch, update, config)
         total = count_trained(examples)
         sums = compute_gradients(drafter, examples, total, config)  # (3)
         apply_gradients(drafter, optimizer, learning_rate(update, config, epoch_updates))

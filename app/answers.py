@@ -16,8 +16,6 @@ from enum import Enum, auto
 from time import monotonic, perf_counter
 from typing import Callable, Generator, Iterator, Protocol
 
-import torch
-
 from app.client import Channel, ReconnectingVerifier, RemoteDraftState, call_api
 from app.exact import DetailedResult, ExactVerifier
 from app.lookup import Lookup
@@ -160,7 +158,6 @@ class WithDrafts:
     limits: DraftLimits
     lookup: bool = False
 
-    @torch.inference_mode()
     def cycles(self, prompt: list[int], config: GenerationConfig) -> Cycles:
         sampling = config.new_sampling(self.model.device)
         capacity = count_slots(prompt, config, self.limits)
@@ -183,7 +180,6 @@ class OnServer:
     limits: DraftLimits
     lookup: bool = False
 
-    @torch.inference_mode()
     def cycles(self, prompt: list[int], config: GenerationConfig) -> Cycles:
         channel = self.new_channel(prompt)
         sampling = config.new_sampling(self.drafter.device)

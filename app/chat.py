@@ -1,7 +1,7 @@
 """The terminal: one prompt, or a chat.
 
-Ctrl-C is handled here, in `Terminal.respond`, and nowhere else: it ends an answer, of which
-everything that was written is printed, with its cost.
+Ctrl-C during an answer is handled in `Terminal.respond`: it ends the answer, whose cost is then
+printed.
 """
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Terminal:
         has new caches, so the target reads the conversation again.
 
         Two kinds of turns are left out of the conversation: the oldest ones, when the context is
-        full, and a question whose answer Ctrl-C cut short, because later answers would take it for
-        a complete one.
+        full, and a question whose answer was cut short, by Ctrl-C or because the server is lost:
+        later answers would take it for a complete one.
         """
         usage = "Ask something. Ctrl-C ends an answer; exit, quit or Ctrl-D ends the chat."
         print(f"{greeting}\n{usage}", file=sys.stderr)
@@ -51,7 +51,7 @@ class Terminal:
                 text = self.respond(asked)
             except InputError as error:  # too long, or the server is gone: the chat goes on
                 print(f"\nerror: {error}", file=sys.stderr)
-                continue
+                text = None
             if text is None:
                 print("this question is left out of the conversation", file=sys.stderr)
                 continue

@@ -322,10 +322,9 @@ class ReconnectingVerifier:
     It makes a new connection, and asks the server for the reply that it missed. **A verdict once
     drawn stands.** Replies that accept many tokens are large, and therefore more often late. To
     have another verdict drawn in place of a late one would favor short ones, and the text would no
-    longer be distributed as the target's own. If the server has no such reply, it never received
-    the request, and the client asks it to read all tokens so far. (The server may also have
-    restarted, or have replied to MAX_KEPT_REPLIES other sessions since. Only then is a second
-    verdict drawn.)
+    longer be distributed as the target's own. If the server has no such reply, the client asks it
+    to read all tokens so far. (The server then has not yet drawn a verdict, or has restarted, or
+    has replied to MAX_KEPT_REPLIES other sessions since.)
 
     If no connection can be made, or if the repeated reply is missed twice, the drafter writes
     alone, and its tokens are unverified. They take the place of a verdict that was missed, which is

@@ -20,4 +20,5 @@ def run() -> None:
     parser.add_argument("--prompt", help="default: standard input or, on a terminal, a chat")
     add_model_arguments(parser.add_argument_group("model"))
     add_generation_arguments(parser.add_argument_group("answer"))
+    # What this command has no flag for is as speculate.py would have it.
     answer(parser.parse_args(None, make_parser().parse_args(["--no-speculation"])))

@@ -4,7 +4,7 @@
     target, tokenizer = load_target("smollm2", "cpu", torch.float32)
     drafter = load_drafter("runs/drafter", target)                  # not packed, as for training
 
-`load_llama` of llama.py loads a plain Hugging Face folder in some twenty lines. Here models also
+`load_llama` of llama.py loads a plain Hugging Face folder in some thirty lines. Here models also
 come as .gguf files, from the hub or by name (plumbing/hub.py), and a mistake is an InputError of
 one line. What is cheap to check is checked before the target's weights are read, which takes
 longest. The last section has the checks.
@@ -334,9 +334,10 @@ def check_target(stated: dict, sizes: Config, path: Path) -> None:
 
 def check_sizes(config: DrafterConfig, sizes: Config) -> None:
     """Raise InputError if a drafter's sizes do not fit each other, or a target of these sizes."""
-    if not 0 <= config.target_layer_inference <= sizes.num_hidden_layers:
+    reused = config.target_layer_inference
+    if type(reused) is not int or not 0 <= reused <= sizes.num_hidden_layers:
         raise InputError(
-            f"target_layer_inference {config.target_layer_inference}: the target has only "
+            f"target_layer_inference {reused}: expected a whole number, at most the target's "
             f"{sizes.num_hidden_layers} layers (train.py: --tli)"
         )
     layer_heads = config.layer_self_attention_num_attention_heads

@@ -3,12 +3,12 @@
 Most of a pass over one token is spent reading the weights, so verifying a few drafted tokens should
 cost no more. However, for 2 to 16 rows (tokens) nn.Linear on a CPU takes two to three times as long
 as for one. oneDNN (in PyTorch: mkldnn) can store a weight in blocks, in the order in which its
-kernel reads them. With such a weight up to six rows cost no more than one (measured on an AMD
-EPYC), and more rows cost less than with nn.Linear. One wide product is also faster than several
-narrow ones of the same input, even on a GPU.
+kernel reads them. With such a weight up to six rows cost no more than one (measured with two
+threads of an AMD EPYC; with one thread they do), and more rows cost less than with nn.Linear. One
+wide product is also faster than several narrow ones of the same input, even on a GPU.
 
-For these reasons `pack` replaces the modules of a finished model by those of the second section. A
-packed model cannot be trained, saved or moved. On a CPU two more things are done to it:
+For these reasons `pack` replaces the modules of a finished model by those below. A packed model
+cannot be trained, saved or moved. On a CPU two more things are done to it:
 
     exactness    where the CPU's kernels allow it, passes are bit-identical (app/exact.py)
     rounding     in bfloat16, the sum over the layers and the largest logits are kept in float32
@@ -100,16 +100,19 @@ def can_pack(weight: Tensor) -> bool:
 
 def find_limits(target: Llama) -> AttentionLimits | None:
     """Find out what exact passes need on this CPU: the limits of attention, which are returned, and
-    the `min_rows` of each `PackedLinear`, which are set. Return None if no pass can be exact."""
+    the `min_rows` of each `PackedLinear`, which are set. If no pass can be exact, return None, and
+    set nothing."""
     config = target.config
     group = config.num_attention_heads // config.num_key_value_heads
     limits = probe_attention(config.head_dim, group, target.dtype)
-    for part in target.modules():
-        if isinstance(part, PackedLinear):
-            min_rows = probe_rows(*part.weight.shape, part.weight.dtype)
-            if min_rows is None:
-                return None
-            part.min_rows = min_rows
+    if limits is None:
+        return None
+    packed = [part for part in target.modules() if isinstance(part, PackedLinear)]
+    rows = [probe_rows(*part.weight.shape, part.weight.dtype) for part in packed]
+    if None in rows:
+        return None
+    for part, min_rows in zip(packed, rows):
+        part.min_rows = min_rows
     return limits
 
 

@@ -14,8 +14,8 @@ what a session does with a request. Beside netsim's two a server knows two more:
 A session's requests are numbered from 1. A client that has missed a reply asks for it again with
 "repeat", over a new connection, which is a new session: see `ReconnectingVerifier`.
 
-Whatever a client sends is checked, and is refused if it is malformed. The worst that a client can
-do is to keep the server busy.
+What could harm the server is checked, and is refused if it is malformed. The worst that clients
+can do is to take the server's time and all of its places.
 """
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The command line of speculate.py: answers one prompt, chats, or serves.
 
-The flags come first. From them `answer` goes to an answer, in four steps.
+The flags come first. From them `answer` loads the models, chooses a way to answer, and hands both
+to a `Terminal`.
 """
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The command line of train.py: its flags, and how they become the arguments of `train_drafter`.
 
-A flag has the name of a field of `RunConfig` or `DrafterSizes`, whose default it has, too.
+A flag that sets a field of `RunConfig` or `DrafterSizes` has the field's name, and but for --dtype
+and --seq-len its default.
 """
 from __future__ import annotations
 
@@ -89,10 +90,10 @@ def make_parser() -> Parser:
 
 
 def add_drafter_arguments(parser: Parser) -> None:
-    add = parser.add_argument_group("the drafter (sizes default to the paper's proportions)")
-    count = partial(add.add_argument, type=positive_int)
-    add.add_argument("--tli", type=number(int, 0), metavar="N",
-                     help="target layers to reuse (default: %(default)s)")
+    group = parser.add_argument_group("the drafter (sizes default to the paper's proportions)")
+    count = partial(group.add_argument, type=positive_int)
+    group.add_argument("--tli", type=number(int, 0), metavar="N",
+                       help="target layers to reuse (default: %(default)s)")
     count("--lsa-heads", help="heads of LSA")
     count("--lsa-mlp", help="width of LSA's MLP")
     count("--mlp", help="width of SA's and CA's MLPs")

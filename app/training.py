@@ -207,7 +207,7 @@ def run_updates(
     signal to stop, and KeyboardInterrupt after a second Ctrl-C.
     """
     epoch_updates = math.ceil(len(training) / config.batch_size)
-    batches = draw_batches(range(len(training)), config)  # of indices
+    batches = draw_batches(len(training), config)
     batches = itertools.islice(batches, journal.done, config.updates)
     with (
         StopSignals("stopping after this update, or evaluation") as signals,

@@ -15,8 +15,8 @@ from moa import Drafter, DrafterConfig
 class LimitedDrafter(Drafter):
     """A drafter whose LM head has a row for each token of its vocabulary only, V' of V.
 
-    Drafts and their q are over all V tokens. Only training sees the small head: its loss compares p
-    and q over the V' tokens, both scaled to sum to 1 there.
+    Drafts and their q are over all V tokens. Outside this class only training sees the small head:
+    its loss compares p and q over the V' tokens, both scaled to sum to 1 there.
     """
 
     def __init__(self, target: Llama, config: DrafterConfig, vocabulary: tuple[int, ...]):

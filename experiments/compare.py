@@ -182,7 +182,7 @@ def train_side_by_side(
     score: Callable[[list[Entrant]], Scores],
 ) -> None:
     """Train all entrants up to config.updates, and log their scores at each stage."""
-    batches = draw_batches(range(len(training)), config)
+    batches = draw_batches(len(training), config)
     sums = {entrant.name: 0.0 for entrant in entrants}
     summed = 0  # updates. After an interruption the sums begin anew.
     for update in tqdm(range(config.updates), "updates"):

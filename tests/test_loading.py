@@ -186,6 +186,7 @@ def test_a_tensor_that_does_not_fit_is_refused(target, saved, name, tensor, comp
 @pytest.mark.parametrize("name, value", [
     ("target_layer_inference", 5),
     ("target_layer_inference", -1),
+    ("target_layer_inference", 0.5),
     ("num_attention_heads", 0),
     ("num_attention_heads", "four"),
     ("num_attention_heads", 64),

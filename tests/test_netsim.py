@@ -288,11 +288,6 @@ def test_a_reply_comes_after_the_way_up_the_servers_work_and_the_way_down():
     assert (connection.traffic.bytes_up, connection.traffic.bytes_down) == (up, down)
 
 
-def test_what_is_no_request_is_refused():
-    with pytest.raises(ValueError, match="not a request"):
-        Server(None, None).answer({"call": "stop"})
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_server_draws_with_another_seed_than_the_drafter(temperature):
     target = new_target(16)

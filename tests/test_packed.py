@@ -121,5 +121,7 @@ def test_where_pytorch_lacks_the_attention_that_is_probed_a_model_is_packed_and_
     monkeypatch.setattr(kernels.Trial, "attend", differs)
     packed = pack(model)
     assert packed is model and isinstance(model.lm_head, PackedLinear)
+    products = [part for part in model.modules() if isinstance(part, PackedLinear)]
+    assert all(part.min_rows == 1 for part in products)  # nothing is padded in vain
     torch.testing.assert_close(packed(TOKENS % 20), expected)
     kernels.probe_attention.cache_clear()

@@ -407,9 +407,10 @@ def test_the_order_of_an_epoch_is_drawn_apart_from_the_mock_cycles_of_an_update(
     conversations = sequences((2, 9), (2, 9))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(np.random, "default_rng", note_stream)
-        batches = train.draw_batches(conversations, TrainConfig(batch_size=2))
+        batches = train.draw_batches(len(conversations), TrainConfig(batch_size=2))
         for update in range(4):
-            train.draw_examples(next(batches), update, PLAIN)
+            batch = [conversations[i] for i in next(batches)]
+            train.draw_examples(batch, update, PLAIN)
     assert len(streams) == 8
     assert len({tuple(stream) for stream in streams}) == 8
 
