@@ -3,8 +3,12 @@
     full           the paper's drafter (moa.py), trained as in train.py
     full-unmasked  the same, but in training every query sees the memory of all earlier tokens
     full-one-run   the same, but in training a whole answer is one mock cycle
-    last-layer     the memory is made of the target's last layer alone, which GLIDE reads
+    full-small-lsa the same, with an LSA that is a quarter as large as SA, and wider SA and CA
+    last-layer     the memory is made of the target's last layer alone
+    glide          GLIDE's (Du et al. 2024): attends to the keys and values of the target's last
+                   layer as they are
     no-memory      SA and a plain layer, which see tokens only: the control
+    one-layer      SA alone: a control with as few layers as EAGLE's
     eagle          EAGLE's (Li et al. 2024a): reads the target's last hidden state of the token
                    before each, or its own prediction of that state
     eagle-3        EAGLE-3's (Li et al. 2025): reads the states of three layers, predicts no state
@@ -47,16 +51,19 @@ from llama import (
     RMSNorm,
     Sampling,
     causal_mask,
+    rotary_table,
 )
 from moa import (
     LSA_TOKENS,
     CacheUpdate,
+    CrossAttentionLayer,
     Draft,
     Drafter,
     DrafterConfig,
     DraftLimits,
     default_config,
     empty_cache,
+    kv_hidden_size,
 )
 from speculate import TreeSampler
 from train import cross_attend, reuse_target_layers, self_attend
@@ -113,6 +120,73 @@ class LastLayerDrafter(Drafter):
     def build_memory(self, pieces: Iterable[Tensor]) -> Tensor:
         last = [kv[:, :, -1] for kv in pieces]
         return self.Ekv2E(torch.cat(last, dim=1).to(self.dtype))
+
+
+class SmallLsaDrafter(Drafter):
+    """The paper's drafter with an LSA that is a quarter as large as SA: half as many heads, half as
+    wide, and a quarter of the MLP.
+
+    With Llama-3-8B it is so by itself, since a layer's keys and values, 2 Ekv numbers, are half as
+    wide as E. With the toy 2 Ekv = E, so that LSA takes parameters which the arms without it spend
+    on wider MLPs.
+    """
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        inner = config.self_attention_intermediate_size // 4
+        config = replace(config, layer_self_attention_intermediate_size=max(1, inner))
+        super().__init__(target, config)
+        heads = config.layer_self_attention_num_attention_heads
+        head_dim = kv_hidden_size(target.config) // heads // 2
+        self.layer_self_attention = DecoderLayer(
+            width=kv_hidden_size(target.config),
+            inner=config.layer_self_attention_intermediate_size,
+            heads=max(1, heads // 2),
+            kv_heads=max(1, config.layer_self_attention_num_key_value_heads // 2),
+            head_dim=head_dim,
+            eps=config.rms_norm_eps,
+        )
+        layers = target.config.num_hidden_layers
+        self.layer_rotary = rotary_table(layers, head_dim, config.rope_theta, target.device)
+
+
+class DirectCrossAttention(CrossAttentionLayer):
+    """Attends to keys and values that are handed to it."""
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        del self.self_attn.k_proj, self.self_attn.v_proj
+
+    def keys_values(self, kv: Tensor, rope: Tensor) -> Tensor:
+        """Sort kv (B, T, 2 Ekv), whose keys are after RoPE, by head -> (B, Hkv, T, 2D)."""
+        return kv.unflatten(-1, (-1, 2 * self.self_attn.head_dim)).transpose(1, 2)
+
+
+class GlideDrafter(Drafter):
+    """GLIDE's: CA attends to the target's own keys and values, those of its last layer. All else is
+    as in the paper's drafter, the mask, too. (GLIDE has both attentions and one MLP in one layer,
+    and in training blocks of five tokens where the paper has mock cycles.)"""
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        kv_heads = target.config.num_key_value_heads
+        config = replace(config, cross_attention_num_key_value_heads=kv_heads)
+        super().__init__(target, with_kv_heads_of(target, config))
+        del self.layer_self_attention, self.Ekv2E
+        self.cross_attention = DirectCrossAttention(
+            width=target.config.hidden_size,
+            inner=config.cross_attention_intermediate_size,
+            heads=config.num_attention_heads,
+            kv_heads=kv_heads,
+            head_dim=self.head_dim,
+            eps=config.rms_norm_eps,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.cross_attention.input_layernorm.weight.dtype
+
+    def build_memory(self, pieces: Iterable[Tensor]) -> Tensor:
+        last = [kv[:, :, -1] for kv in pieces]
+        return torch.cat(last, dim=1).to(self.dtype)  # (B, T, 2 Ekv)
 
 
 # --- The autoregressive family ---
@@ -248,6 +322,11 @@ def new_layer(drafter: Drafter) -> DecoderLayer:
     )
 
 
+def with_kv_heads_of(target: Llama, config: DrafterConfig) -> DrafterConfig:
+    kv_heads = target.config.num_key_value_heads
+    return replace(config, self_attention_num_key_value_heads=kv_heads)
+
+
 class NoMemoryDrafter(AutoregressiveDrafter):
     """SA and a plain layer, which see tokens and nothing else."""
 
@@ -270,16 +349,38 @@ class NoMemoryDrafter(AutoregressiveDrafter):
         return self.second(x, rope, mask, cache, 1)
 
 
+class OneLayerDrafter(NoMemoryDrafter):
+    """SA, which sees tokens and nothing else."""
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        del self.second
+
+    @property
+    def layer_count(self) -> int:
+        return 1
+
+    def run(
+        self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
+        return self.self_attention(embeddings, rope, mask, cache, 0)
+
+
 class EagleDrafter(AutoregressiveDrafter):
     """EAGLE's: one decoder layer over U e + W v, where v is the target's final hidden state. As in
-    EAGLE's code, that layer has no norm before its attention."""
+    EAGLE's code, that layer has no norm before its attention, and as many kv heads as the target's.
+
+    EAGLE keeps U and W in one matrix. Here they are two, since Muon moves a matrix equally far in
+    all directions: v is some ten times as large as e, so nearly all of these would be W's.
+    """
 
     reads_states = 1
 
     def __init__(self, target: Llama, config: DrafterConfig):
-        super().__init__(target, config)
+        super().__init__(target, with_kv_heads_of(target, config))
         width = target.config.hidden_size
-        self.join = nn.Linear(2 * width, width, bias=False)  # [U W]
+        self.join_embedding = nn.Linear(width, width, bias=False)  # U
+        self.join_vector = nn.Linear(width, width, bias=False)  # W
         self.self_attention.input_layernorm = nn.Identity()
 
     def read_modules(self, target: Llama) -> list[nn.Module]:
@@ -291,7 +392,7 @@ class EagleDrafter(AutoregressiveDrafter):
     def run(
         self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
     ) -> Tensor:
-        x = self.join(torch.cat([embeddings, before.to(embeddings.dtype)], dim=-1))
+        x = self.join_embedding(embeddings) + self.join_vector(before.to(embeddings.dtype))
         return self.self_attention(x, rope, mask, cache, 0)
 
 
@@ -332,10 +433,9 @@ class Eagle3Drafter(AutoregressiveDrafter):
     reads_states = 3
 
     def __init__(self, target: Llama, config: DrafterConfig):
-        # As many as the target's, as in EAGLE-3's code. SA's single kv head would be narrow here,
-        # since a token is seen through keys and values only, and not in the sum.
-        kv_heads = target.config.num_key_value_heads
-        config = replace(config, self_attention_num_key_value_heads=kv_heads)
+        # In EAGLE-3's code, too, as many kv heads as the target's. SA's would be few here, since a
+        # token is seen through keys and values only, and not in the sum.
+        config = with_kv_heads_of(target, config)
         super().__init__(target, config)
         width = target.config.hidden_size
         self.join = nn.Linear(3 * width, width, bias=False)
@@ -506,8 +606,11 @@ ARMS = {
     "full": Arm(),
     "full-unmasked": Arm(run_length=(1, 1)),
     "full-one-run": Arm(run_length=(100_000, 100_000)),
+    "full-small-lsa": Arm(SmallLsaDrafter),
     "last-layer": Arm(LastLayerDrafter),
+    "glide": Arm(GlideDrafter),
     "no-memory": Arm(NoMemoryDrafter),
+    "one-layer": Arm(OneLayerDrafter),
     "eagle": Arm(EagleDrafter, noise=0.2),
     "eagle-3": Arm(Eagle3Drafter, feature_weight=0.0, steps=7),
     "n-1": Arm(tli=1),
@@ -533,9 +636,10 @@ def new_drafter_of(
     with torch.device("meta"):
         wanted = count_parameters(Drafter(target, config))
         # Every parameter that is not in an MLP is there at any width.
-        sizes = [count_parameters(arm.kind(target, with_mlps(config, inner))) for inner in (1, 2)]
+        narrow = count_parameters(arm.kind(target, with_mlps(config, 4)))
+        wide = count_parameters(arm.kind(target, with_mlps(config, 8)))
     if arm.kind is not Drafter:
-        inner = 1 + round((wanted - sizes[0]) / (sizes[1] - sizes[0]))
+        inner = 4 + round(4 * (wanted - narrow) / (wide - narrow))
         config = with_mlps(config, max(1, inner))
     torch.manual_seed(seed)
     drafter = arm.kind(target, config).to(target.device)
@@ -584,7 +688,6 @@ class WithArm:
     drafter: Drafter
     limits: DraftLimits
 
-    @torch.inference_mode()
     def cycles(self, prompt: list[int], config: GenerationConfig) -> Cycles:
         sampling = config.new_sampling(self.target.device)
         capacity = count_slots(prompt, config, self.limits)

@@ -76,8 +76,11 @@ ALL_KV = {f"kv {i}" for i in range(LAYERS)}
 @pytest.mark.parametrize("name, expected", [
     ("full", ALL_KV),
     ("n-2", ALL_KV),
+    ("full-small-lsa", ALL_KV),
     ("last-layer", {f"kv {LAYERS - 1}"}),
+    ("glide", {f"kv {LAYERS - 1}"}),
     ("no-memory", set()),
+    ("one-layer", set()),
     ("eagle", {"final"}),
     ("eagle-3", {"state 1", "state 4", "state 7"}),  # the outputs of layers 0, 3 and 6
 ])
@@ -135,6 +138,7 @@ AS_IN_TRAIN = {  # the settings of train.py that an arm stands for
     "full": {},
     "full-unmasked": {"run_length": (1, 1)},
     "full-one-run": {"run_length": (100_000, 100_000)},
+    "full-small-lsa": {},
     "n-1": {},
     "n-2": {},
     "n-4": {},
@@ -216,7 +220,7 @@ def passes_along(name: str, drafter: Drafter, texts: list[Text], depth: int) -> 
 
 
 # The other arms are drafters of these kinds that were trained otherwise.
-KINDS = ["full", "last-layer", "n-1", "n-4", *STEPWISE]
+KINDS = ["full", "full-small-lsa", "last-layer", "glide", "n-1", "n-4", *STEPWISE]
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -163,9 +163,6 @@ def provide_what_it_lacks(monkeypatch) -> None:
     for owner, name in (
         (speculate, "speculate"),
         (answers, "speculate"),
-        (WithDrafts, "cycles"),
-        (WithArm, "cycles"),
-        (OnServer, "cycles"),
         (server.TargetSession, "make_next"),
     ):
         monkeypatch.setattr(owner, name, torch.no_grad()(getattr(owner, name).__wrapped__))
