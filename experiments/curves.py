@@ -23,7 +23,10 @@ from plumbing.flags import Parser, path
 from plumbing.journal import read_log
 from plumbing.processes import say
 
-COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
+COLORS = (
+    "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e",
+    "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22",
+)
 MAX_POINTS = 200  # of a curve: more are averaged
 UPDATE_PANELS = {
     "loss": "training loss",

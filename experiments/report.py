@@ -80,8 +80,8 @@ def differences(rows: list[Row], update: int, kind: str) -> dict[str, tuple[floa
 
 
 def by_depth(rows: list[Row], update: int, arm: str) -> np.ndarray:
-    """Return how often a draft of a greedy chain is right if those before it were, by its depth:
-    means over seeds. They are over all roots, whether drafting would get that far or not."""
+    """Return how often a draft of a greedy chain is right after the text's own tokens, by its
+    depth: means over seeds. They are over all roots, whether drafting would get that far or not."""
     of_seeds = []
     for row in rows:
         if (row["updates"], row["arm"]) == (update, arm):
@@ -161,7 +161,7 @@ def print_depths(rows: list[Row], arms: list[str], update: int) -> None:
     for arm in arms:
         shares = [f"{100 * share:.0f}%" for share in by_depth(rows, update, arm)]
         table.append([arm, *shares])
-    print("\nHow often the draft at a depth is the text's next token, if those before it were: "
+    print("\nHow often the draft at a depth is the text's next token, after the text's own tokens: "
           "over all roots, whether drafting would get there or not; temperature 0.\n")
     depths = range(1, len(table[0]))
     print(format_markdown(["", *map(str, depths)], table))
@@ -247,7 +247,7 @@ def draw_curves(rows: list[Row], picture: Path) -> None:
         of_depths.append(list(enumerate(by_depth(rows, stages[-1], arm), 1)))
         lengths = [length(gather(rows, stage, arm, "chain")) for stage in stages]
         of_updates.append(list(zip(stages, lengths)))
-    title = "right, if those before were; all roots"
+    title = "right, after the text's own tokens"
     panels = [
         curves.draw_panel(title, "depth of the draft", of_depths),
         curves.draw_panel("acceptance length of chains", "updates", of_updates, lowest=1.0),

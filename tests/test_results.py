@@ -59,25 +59,16 @@ def test_the_curves_of_a_comparison_show_its_file(name, tmp_path):
     assert shipped.read_text() == (tmp_path / "curves.svg").read_text()
 
 
-def test_the_page_shows_how_small_drafters_and_earlier_opponents_differ():
+@pytest.mark.parametrize("name", [
+    "compare_toy_small.json", "eagle_forms.json", "eagle3_forms.json",
+])
+def test_the_page_shows_how_small_drafters_and_earlier_forms_of_opponents_differ(name):
     page = (RESULTS / "README.md").read_text()
-    small = read(RESULTS / "compare_toy_small.json")
-    earlier = read(RESULTS / "eagle3_before.json")
-    assert names_its_origin(small) and names_its_origin(earlier)
+    comparison = read(RESULTS / name)
+    assert names_its_origin(comparison)
     for kind in ("chain", "sampled chain"):
-        for figure in report.differences(small["rows"], 6400, kind).values():
+        for figure in report.differences(comparison["rows"], 6400, kind).values():
             assert f"| {report.show(figure, '+.1f')} |" in page
-        _, low, high = report.differences(earlier["rows"], 6400, kind)["eagle-3"]
-        assert f"({low:+.1f} to {high:+.1f}" in page
-    kv_heads = read(RESULTS / "eagle3_kv_heads.json")
-    assert names_its_origin(kv_heads)
-    [(value, _, _)] = report.differences(kv_heads["rows"], 6400, "chain").values()
-    assert f"The kv heads alone made them {value:.0f}% longer" in " ".join(page.split())
-    kv_heads = read(RESULTS / "eagle_kv_heads.json")
-    assert names_its_origin(kv_heads)
-    [(value, low, high)] = report.differences(kv_heads["rows"], 6400, "chain").values()
-    figure = f"are {value:.0f}% longer ({low:+.1f} to {high:+.1f}, two seeds"
-    assert figure in " ".join(page.split())
 
 
 # --- The page of the default target ---
