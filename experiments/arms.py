@@ -3,10 +3,10 @@
     full           the paper's drafter (moa.py), trained as in train.py
     full-unmasked  the same, but in training every query sees the memory of all earlier tokens
     full-one-run   the same, but in training a whole answer is one mock cycle
-    full-small-lsa the same, with an LSA that is a quarter as large as SA, and wider SA and CA
+    full-small-lsa the same, with a smaller LSA, and wider SA and CA
     last-layer     the memory is made of the target's last layer alone
-    glide          GLIDE's (Du et al. 2024): attends to the keys and values of the target's last
-                   layer as they are
+    glide          the paper's drafter with GLIDE's reading (Du et al. 2024): it attends to the keys
+                   and values of the target's last layer as they are
     no-memory      SA and a plain layer, which see tokens only: the control
     one-layer      SA alone: a control with as few layers as EAGLE's
     eagle          EAGLE's (Li et al. 2024a): reads the target's last hidden state of the token
@@ -123,8 +123,8 @@ class LastLayerDrafter(Drafter):
 
 
 class SmallLsaDrafter(Drafter):
-    """The paper's drafter with an LSA that is a quarter as large as SA: half as many heads, half as
-    wide, and a quarter of the MLP.
+    """The paper's drafter with a smaller LSA: half as many heads, half as wide, and an MLP a
+    quarter as wide as SA's. With the toy it is a quarter as large as SA.
 
     With Llama-3-8B it is so by itself, since a layer's keys and values, 2 Ekv numbers, are half as
     wide as E. With the toy 2 Ekv = E, so that LSA takes parameters which the arms without it spend
@@ -135,10 +135,11 @@ class SmallLsaDrafter(Drafter):
         inner = config.self_attention_intermediate_size // 4
         config = replace(config, layer_self_attention_intermediate_size=max(1, inner))
         super().__init__(target, config)
+        kv_width = kv_hidden_size(target.config)
         heads = config.layer_self_attention_num_attention_heads
-        head_dim = kv_hidden_size(target.config) // heads // 2
+        head_dim = max(1, kv_width // heads // 4) * 2  # RoPE needs an even one
         self.layer_self_attention = DecoderLayer(
-            width=kv_hidden_size(target.config),
+            width=kv_width,
             inner=config.layer_self_attention_intermediate_size,
             heads=max(1, heads // 2),
             kv_heads=max(1, config.layer_self_attention_num_key_value_heads // 2),
@@ -162,9 +163,9 @@ class DirectCrossAttention(CrossAttentionLayer):
 
 
 class GlideDrafter(Drafter):
-    """GLIDE's: CA attends to the target's own keys and values, those of its last layer. All else is
-    as in the paper's drafter, the mask, too. (GLIDE has both attentions and one MLP in one layer,
-    and in training blocks of five tokens where the paper has mock cycles.)"""
+    """The paper's drafter with GLIDE's reading: CA attends to the target's own keys and values,
+    those of its last layer. (GLIDE itself has both attentions and one MLP in one layer, and in
+    training blocks of five tokens where the paper has mock cycles.)"""
 
     def __init__(self, target: Llama, config: DrafterConfig):
         kv_heads = target.config.num_key_value_heads

@@ -37,7 +37,7 @@ from experiments.arms import (
 )
 from experiments.compare import Entrant, losses_of_steps, make_lesson, make_update
 from llama import GenerationConfig, Llama, Sampling
-from moa import Draft, Drafter, DraftLimits
+from moa import Draft, Drafter, DraftLimits, kv_hidden_size
 from plumbing.conversations import Conversations, hold_out
 from plumbing.errors import InputError
 from plumbing.tokenizer import load_tokenizer
@@ -67,6 +67,17 @@ def test_all_arms_have_as_many_parameters_as_the_papers_drafter_within_3_percent
         for name, arm in ARMS.items():
             sizes[name] = count_parameters(new_drafter_of(arm, model, width, None, seed=0))
         assert sizes == pytest.approx(dict.fromkeys(ARMS, sizes["full"]), rel=0.03)
+
+
+def test_a_smaller_lsa_is_a_quarter_of_sa_or_less_also_with_the_default_targets_nine_heads(
+        toy, smollm2):
+    for model in (toy[0], smollm2[0]):
+        drafter = new_drafter_of(ARMS["full-small-lsa"], model, None, None, seed=0)
+        kv = torch.zeros(1, 2, model.config.num_hidden_layers, kv_hidden_size(model.config))
+        assert drafter.layer_self_attend(kv).shape == (1, 2, kv.shape[-1])
+        lsa = sum(p.numel() for p in drafter.layer_self_attention.parameters())
+        sa = sum(p.numel() for p in drafter.self_attention.parameters())
+        assert lsa / sa < 0.27
 
 
 LAYERS = 8

@@ -71,6 +71,17 @@ def test_the_page_shows_how_small_drafters_and_earlier_forms_of_opponents_differ
             assert f"| {report.show(figure, '+.1f')} |" in page
 
 
+def test_the_pages_also_compare_with_the_papers_drafter_at_the_papers_share_of_lsa():
+    rows = report.with_base(read(RESULTS / "compare_toy.json")["rows"], "full-small-lsa")
+    shown = ["full", "last-layer", "glide", "no-memory", "one-layer", "eagle", "eagle-3"]
+    for page in (RESULTS / "README.md", ROOT / "README.md"):
+        text = page.read_text()
+        for kind in ("chain", "sampled chain"):
+            found = report.differences(rows, 6400, kind)
+            for arm in shown:
+                assert f"| {report.show(found[arm], '+.1f')} |" in text
+
+
 # --- The page of the default target ---
 
 

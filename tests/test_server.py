@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import termios
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,7 +48,6 @@ from plumbing.errors import InputError
 from plumbing.flags import address
 from plumbing.messages import MALFORMED, MessageServer, receive_message, send_message
 from plumbing.tokenizer import Tokenizer, load_tokenizer
-from speculate import LocalVerifier
 
 # --- Who gets a place, and who loses it ---
 
