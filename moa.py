@@ -52,11 +52,10 @@ from llama import (
 # LSA lets the vector of each layer take what it needs from the other layers. The results are
 # averaged; W maps the average to the hidden size. LSA reads keys as the cache holds them, rotated
 # by position; CA rotates its own. With several kv heads, [k v] is the key and value of head 0, then
-# the key and value of head 1, and so on.
+# the key and value of head 1, and so on. (Root and draft have none yet, only embeddings.)
 #
 # h'_i predicts the target's final hidden state at token i. The target's own LM head makes of it
-# q_i, the drafter's distribution of token i + 1. Of the root, as of drafted tokens, a drafter knows
-# only the embedding: the target has not read it yet.
+# q_i, the drafter's distribution of token i + 1.
 #
 # Shapes: those of llama.py, plus N reused target layers, K drafted tokens, F tokens that are run
 # through the drafter at once. LSA, SA, CA and the target each have their own H, Hkv and D.
@@ -428,6 +427,8 @@ class DraftState:
     def frontier_mask(self, draft: Draft, frontier: list[int]) -> Tensor | None:
         """Return which tokens in the caches each node of the frontier sees, (F, S), or None if all
         see all of them, as in a chain: attention is faster without a mask."""
+        if draft.is_chain:
+            return None  # at once: this runs for every drafted token
         mask = draft_mask(draft, frontier, self.expanded, self.text_length)
         return None if mask.all() else mask.to(self.drafter.device)
 
@@ -571,8 +572,7 @@ def keep_nodes(draft: Draft, kept: list[int]) -> Draft:
 #         tokens t to i        keys and values that the layer computes from g_t, ..., g_i
 #
 # (In a tree: its ancestors from the root on, and itself.) That is what `tli_cache` holds:
-# `append_verified` brings the first, each `step` adds the second, and `discard_draft` drops these.
-# (The first are a copy, since drafts are appended to it, and the target may be on a server.)
+# `append_verified` copies the first, each `step` adds the second, and `discard_draft` drops these.
 
 
 def run_target_layers(

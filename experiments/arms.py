@@ -150,6 +150,12 @@ class SmallLsaDrafter(Drafter):
         self.layer_rotary = rotary_table(layers, head_dim, config.rope_theta, target.device)
 
 
+def with_kv_heads_of(target: Llama, config: DrafterConfig) -> DrafterConfig:
+    """Return sizes in which SA has as many kv heads as the target."""
+    kv_heads = target.config.num_key_value_heads
+    return replace(config, self_attention_num_key_value_heads=kv_heads)
+
+
 class DirectCrossAttention(CrossAttentionLayer):
     """Attends to keys and values that are handed to it."""
 
@@ -323,11 +329,6 @@ def new_layer(drafter: Drafter) -> DecoderLayer:
     )
 
 
-def with_kv_heads_of(target: Llama, config: DrafterConfig) -> DrafterConfig:
-    kv_heads = target.config.num_key_value_heads
-    return replace(config, self_attention_num_key_value_heads=kv_heads)
-
-
 class NoMemoryDrafter(AutoregressiveDrafter):
     """SA and a plain layer, which see tokens and nothing else."""
 
@@ -434,7 +435,7 @@ class Eagle3Drafter(AutoregressiveDrafter):
     reads_states = 3
 
     def __init__(self, target: Llama, config: DrafterConfig):
-        # In EAGLE-3's code, too, as many kv heads as the target's. SA's would be few here, since a
+        # As many kv heads as the target's, as in EAGLE-3's code. SA's would be few here, since a
         # token is seen through keys and values only, and not in the sum.
         config = with_kv_heads_of(target, config)
         super().__init__(target, config)

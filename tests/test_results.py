@@ -5,12 +5,20 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import torch
 from conftest import ROOT
 
 from experiments import report
+from experiments.arms import ARMS, new_drafter_of
+from llama import Config, Llama
 
 RESULTS = ROOT / "experiments/results"
 SMOLLM2 = RESULTS / "smollm2"
+TARGETS = {
+    "Llama-3-8B": Config(128256, 4096, 14336, 32, 32, 8, 128),
+    "smollm2": Config(49152, 576, 1536, 30, 9, 3, 64),
+    "toy": Config(2048, 128, 341, 8, 4, 2, 32),
+}
 
 
 def read(path: Path) -> dict:
@@ -71,15 +79,43 @@ def test_the_page_shows_how_small_drafters_and_earlier_forms_of_opponents_differ
             assert f"| {report.show(figure, '+.1f')} |" in page
 
 
-def test_the_pages_also_compare_with_the_papers_drafter_at_the_papers_share_of_lsa():
-    rows = report.with_base(read(RESULTS / "compare_toy.json")["rows"], "full-small-lsa")
-    shown = ["full", "last-layer", "glide", "no-memory", "one-layer", "eagle", "eagle-3"]
+@pytest.mark.parametrize("kind", ["chain", "sampled chain"])
+def test_the_front_page_shows_what_the_comparisons_found(kind):
+    front = (ROOT / "README.md").read_text()
+    toy = read(RESULTS / "compare_toy.json")["rows"]
+    smollm2 = read(RESULTS / "compare_smollm2.json")["rows"]
+    trained_otherwise = ["full-unmasked", "full-one-run"]
+    others = ["full", "last-layer", "glide", "no-memory", "one-layer", "eagle", "eagle-3"]
+    at_papers_share = report.differences(report.with_base(toy, "full-small-lsa"), 6400, kind)
+    for found, arms in (
+        (report.differences(toy, 6400, kind), trained_otherwise),
+        (report.differences(smollm2, 720, kind), [*trained_otherwise, "last-layer", "no-memory"]),
+        (at_papers_share, others),
+    ):
+        for arm in arms:
+            assert f"| {report.show(found[arm], '+.1f')} |" in front
+    page = (RESULTS / "README.md").read_text()
+    for arm in others:
+        assert f"| {report.show(at_papers_share[arm], '+.1f')} |" in page
+
+
+def test_the_share_of_lsa_is_what_the_pages_say():
+    """Of a drafter's parameters, with the projection of the memory; in percent, rounded."""
+    shares = {}
+    for name, sizes in TARGETS.items():
+        with torch.device("meta"):
+            target = Llama(sizes)
+        for arm in ("full", "full-small-lsa"):
+            drafter = new_drafter_of(ARMS[arm], target, None, None, seed=0)
+            parts = drafter.trained_parameters()
+            lsa = sum(p.numel() for n, p in parts.items() if n.startswith(("layer_self", "Ekv2E")))
+            shares[name, arm] = round(100 * lsa / sum(p.numel() for p in parts.values()))
+    assert shares["Llama-3-8B", "full"] == 14
+    assert shares["smollm2", "full"] == 22
+    assert (shares["toy", "full"], shares["toy", "full-small-lsa"]) == (38, 16)
     for page in (RESULTS / "README.md", ROOT / "README.md"):
         text = page.read_text()
-        for kind in ("chain", "sampled chain"):
-            found = report.differences(rows, 6400, kind)
-            for arm in shown:
-                assert f"| {report.show(found[arm], '+.1f')} |" in text
+        assert all(f"{share}%" in text for share in (14, 22, 38, 16))
 
 
 # --- The page of the default target ---
