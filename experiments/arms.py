@@ -3,7 +3,6 @@
     full           the paper's drafter (moa.py), trained as in train.py
     full-unmasked  the same, but in training every query sees the memory of all earlier tokens
     full-one-run   the same, but in training a whole answer is one mock cycle
-    full-small-lsa the same, with a smaller LSA, and wider SA and CA
     last-layer     the memory is made of the target's last layer alone
     glide          the paper's drafter with GLIDE's reading (Du et al. 2024): it attends to the keys
                    and values of the target's last layer as they are
@@ -110,32 +109,26 @@ def moa_features(drafter: Drafter, reading: Reading, horizons: Iterable[Tensor])
             yield ca_output, reuse_target_layers(drafter, ca_output, reading.kv, horizon)
 
 
-class LastLayerDrafter(Drafter):
-    """The memory of a token is a projection of its key and value in the target's last layer."""
+class PaperDrafter(Drafter):
+    """The paper's drafter, in which LSA is far smaller than SA.
 
-    def __init__(self, target: Llama, config: DrafterConfig):
-        super().__init__(target, config)
-        del self.layer_self_attention
-
-    def build_memory(self, pieces: Iterable[Tensor]) -> Tensor:
-        last = [kv[:, :, -1] for kv in pieces]
-        return self.Ekv2E(torch.cat(last, dim=1).to(self.dtype))
-
-
-class SmallLsaDrafter(Drafter):
-    """The paper's drafter with a smaller LSA: half as many heads, half as wide, and an MLP a
-    quarter as wide as SA's. With the toy it is a quarter as large as SA.
-
-    With Llama-3-8B it is so by itself, since a layer's keys and values, 2 Ekv numbers, are half as
-    wide as E. With the toy 2 Ekv = E, so that LSA takes parameters which the arms without it spend
-    on wider MLPs.
+    With Llama-3-8B LSA is a quarter as large as SA, since a layer's keys and values, 2 Ekv numbers,
+    are half as wide as E. With the toy they are as wide as E. LSA would take parameters there which
+    the arms without it spend on wider MLPs. So it has half as many heads, half as wide, and an MLP
+    a quarter as wide as SA's: again a quarter.
     """
 
     def __init__(self, target: Llama, config: DrafterConfig):
-        inner = config.self_attention_intermediate_size // 4
-        config = replace(config, layer_self_attention_intermediate_size=max(1, inner))
-        super().__init__(target, config)
+        width = target.config.hidden_size
         kv_width = kv_hidden_size(target.config)
+        inner = config.self_attention_intermediate_size
+        if kv_width < width:
+            inner = inner * kv_width // width  # the paper's proportion
+            config = replace(config, layer_self_attention_intermediate_size=inner)
+            super().__init__(target, config)
+            return
+        config = replace(config, layer_self_attention_intermediate_size=max(1, inner // 4))
+        super().__init__(target, config)
         heads = config.layer_self_attention_num_attention_heads
         head_dim = max(1, kv_width // heads // 4) * 2  # RoPE needs an even one
         self.layer_self_attention = DecoderLayer(
@@ -150,10 +143,16 @@ class SmallLsaDrafter(Drafter):
         self.layer_rotary = rotary_table(layers, head_dim, config.rope_theta, target.device)
 
 
-def with_kv_heads_of(target: Llama, config: DrafterConfig) -> DrafterConfig:
-    """Return sizes in which SA has as many kv heads as the target."""
-    kv_heads = target.config.num_key_value_heads
-    return replace(config, self_attention_num_key_value_heads=kv_heads)
+class LastLayerDrafter(Drafter):
+    """The memory of a token is a projection of its key and value in the target's last layer."""
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        del self.layer_self_attention
+
+    def build_memory(self, pieces: Iterable[Tensor]) -> Tensor:
+        last = [kv[:, :, -1] for kv in pieces]
+        return self.Ekv2E(torch.cat(last, dim=1).to(self.dtype))
 
 
 class DirectCrossAttention(CrossAttentionLayer):
@@ -170,19 +169,17 @@ class DirectCrossAttention(CrossAttentionLayer):
 
 class GlideDrafter(Drafter):
     """The paper's drafter with GLIDE's reading: CA attends to the target's own keys and values,
-    those of its last layer. (GLIDE itself has both attentions and one MLP in one layer, and in
+    those of its last layer, with as many kv heads as that. (GLIDE itself has both attentions and one MLP in one layer, and in
     training blocks of five tokens where the paper has mock cycles.)"""
 
     def __init__(self, target: Llama, config: DrafterConfig):
-        kv_heads = target.config.num_key_value_heads
-        config = replace(config, cross_attention_num_key_value_heads=kv_heads)
-        super().__init__(target, with_kv_heads_of(target, config))
+        super().__init__(target, config)
         del self.layer_self_attention, self.Ekv2E
         self.cross_attention = DirectCrossAttention(
             width=target.config.hidden_size,
             inner=config.cross_attention_intermediate_size,
             heads=config.num_attention_heads,
-            kv_heads=kv_heads,
+            kv_heads=config.cross_attention_num_key_value_heads,
             head_dim=self.head_dim,
             eps=config.rms_norm_eps,
         )
@@ -370,7 +367,7 @@ class OneLayerDrafter(NoMemoryDrafter):
 
 class EagleDrafter(AutoregressiveDrafter):
     """EAGLE's: one decoder layer over U e + W v, where v is the target's final hidden state. As in
-    EAGLE's code, that layer has no norm before its attention, and as many kv heads as the target's.
+    EAGLE's code, that layer has no norm before its attention.
 
     EAGLE keeps U and W in one matrix. Here they are two, since Muon moves a matrix equally far in
     all directions: v is some ten times as large as e, so nearly all of these would be W's.
@@ -379,7 +376,7 @@ class EagleDrafter(AutoregressiveDrafter):
     reads_states = 1
 
     def __init__(self, target: Llama, config: DrafterConfig):
-        super().__init__(target, with_kv_heads_of(target, config))
+        super().__init__(target, config)
         width = target.config.hidden_size
         self.join_embedding = nn.Linear(width, width, bias=False)  # U
         self.join_vector = nn.Linear(width, width, bias=False)  # W
@@ -435,9 +432,6 @@ class Eagle3Drafter(AutoregressiveDrafter):
     reads_states = 3
 
     def __init__(self, target: Llama, config: DrafterConfig):
-        # As many kv heads as the target's, as in EAGLE-3's code. SA's would be few here, since a
-        # token is seen through keys and values only, and not in the sum.
-        config = with_kv_heads_of(target, config)
         super().__init__(target, config)
         width = target.config.hidden_size
         self.join = nn.Linear(3 * width, width, bias=False)
@@ -591,7 +585,7 @@ def keep_output(kept: list[Tensor], _module: nn.Module, _inputs: tuple, output: 
 class Arm:
     """How a drafter is made and trained. By default as in the paper, with N = 0."""
 
-    kind: type[Drafter] = Drafter
+    kind: type[Drafter] = PaperDrafter
     tli: int = 0  # N
     run_length: tuple[int, int] = (5, 15)  # of mock cycles, see train.py
     kl_weight: float = 0.1
@@ -608,7 +602,6 @@ ARMS = {
     "full": Arm(),
     "full-unmasked": Arm(run_length=(1, 1)),
     "full-one-run": Arm(run_length=(100_000, 100_000)),
-    "full-small-lsa": Arm(SmallLsaDrafter),
     "last-layer": Arm(LastLayerDrafter),
     "glide": Arm(GlideDrafter),
     "no-memory": Arm(NoMemoryDrafter),
@@ -626,25 +619,33 @@ ARMS = {
 def new_drafter_of(
     arm: Arm, target: Llama, width: int | None, vocabulary: Tensor | None, seed: int
 ) -> Drafter:
-    """Return a drafter with random weights.
+    """Return a drafter with random weights, as large as the paper's with its default sizes.
 
-    width: of all MLPs of the paper's drafter (None: its default). The other arms get MLPs that make
-    them as large. vocabulary (V'): the only tokens to draft.
+    All arms have as many kv heads as the target in SA and CA, as EAGLE's and GLIDE's have by
+    themselves, and their MLPs are made as wide as it takes. (The paper's has half as many, and is
+    given them here so that no other arm has more.)
+
+    width: of the MLPs in the drafter whose size counts (None: its default). vocabulary (V'): the
+    only tokens to draft.
     """
     config = default_config(target)
     if width is not None:
         config = with_mlps(config, width)
     config = replace(config, target_layer_inference=arm.tli)
+    kv_heads = target.config.num_key_value_heads
+    with_kv_heads = replace(
+        config,
+        self_attention_num_key_value_heads=kv_heads,
+        cross_attention_num_key_value_heads=kv_heads,
+    )
     with torch.device("meta"):
         wanted = count_parameters(Drafter(target, config))
         # Every parameter that is not in an MLP is there at any width.
-        narrow = count_parameters(arm.kind(target, with_mlps(config, 4)))
-        wide = count_parameters(arm.kind(target, with_mlps(config, 8)))
-    if arm.kind is not Drafter:
-        inner = 4 + round(4 * (wanted - narrow) / (wide - narrow))
-        config = with_mlps(config, max(1, inner))
+        narrow = count_parameters(arm.kind(target, with_mlps(with_kv_heads, 12)))
+        wide = count_parameters(arm.kind(target, with_mlps(with_kv_heads, 24)))
+    inner = 12 + round(12 * (wanted - narrow) / (wide - narrow))
     torch.manual_seed(seed)
-    drafter = arm.kind(target, config).to(target.device)
+    drafter = arm.kind(target, with_mlps(with_kv_heads, max(1, inner))).to(target.device)
     if vocabulary is not None:
         drafter.lm_head = LimitedHead(target, vocabulary)
     return drafter
