@@ -621,31 +621,31 @@ def new_drafter_of(
 ) -> Drafter:
     """Return a drafter with random weights, as large as the paper's with its default sizes.
 
-    All arms have as many kv heads as the target in SA and CA, as EAGLE's and GLIDE's have by
-    themselves, and their MLPs are made as wide as it takes. (The paper's has half as many, and is
-    given them here so that no other arm has more.)
+    SA and CA of all arms have as many kv heads as the target, as EAGLE's and GLIDE's layers have by
+    themselves (the paper's have half as many), and MLPs as wide as the size allows.
 
-    width: of the MLPs in the drafter whose size counts (None: its default). vocabulary (V'): the
-    only tokens to draft.
+    width: of the MLPs of the paper's drafter that sets the size (None: its default).
+    vocabulary (V'): the only tokens to draft.
     """
     config = default_config(target)
     if width is not None:
         config = with_mlps(config, width)
-    config = replace(config, target_layer_inference=arm.tli)
+    with torch.device("meta"):
+        wanted = count_parameters(Drafter(target, config))
     kv_heads = target.config.num_key_value_heads
-    with_kv_heads = replace(
+    config = replace(
         config,
+        target_layer_inference=arm.tli,
         self_attention_num_key_value_heads=kv_heads,
         cross_attention_num_key_value_heads=kv_heads,
     )
     with torch.device("meta"):
-        wanted = count_parameters(Drafter(target, config))
         # Every parameter that is not in an MLP is there at any width.
-        narrow = count_parameters(arm.kind(target, with_mlps(with_kv_heads, 12)))
-        wide = count_parameters(arm.kind(target, with_mlps(with_kv_heads, 24)))
+        narrow = count_parameters(arm.kind(target, with_mlps(config, 12)))
+        wide = count_parameters(arm.kind(target, with_mlps(config, 24)))
     inner = 12 + round(12 * (wanted - narrow) / (wide - narrow))
     torch.manual_seed(seed)
-    drafter = arm.kind(target, with_mlps(with_kv_heads, max(1, inner))).to(target.device)
+    drafter = arm.kind(target, with_mlps(config, max(1, inner))).to(target.device)
     if vocabulary is not None:
         drafter.lm_head = LimitedHead(target, vocabulary)
     return drafter

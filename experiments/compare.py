@@ -546,7 +546,7 @@ def parse_arguments() -> Namespace:
     add("--micro-batch-size", type=positive_int, default=16, help=f"read at once {default}")
     add("--seq-len", type=number(int, 16), default=512, help=f"tokens {default}")
     add("--mlp", type=positive_int, metavar="WIDTH",
-        help="of the MLPs of `full`, to whose size all are fitted (default: the paper's)")
+        help="of the MLPs of moa.py's drafter, to whose size all are fitted (default: its own)")
     add("--draft-vocabulary", type=positive_int, metavar="COUNT", help="as in train.py")
     add("--prompt-count", type=positive_int, default=256, help=f"test prompts {default}")
     add("--tree-prompts", type=number(int, 0), default=64, help=f"of these with trees {default}")

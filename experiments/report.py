@@ -139,10 +139,9 @@ def print_tables(rows: list[Row]) -> None:
         return  # there is nothing to compare it with
     print(f"\nPercent by which they differ from those of {arms[0]}.\n")
     print_differences(headings, [differences(rows, last, kind) for kind in kinds])
-    for kind in ("chain", "sampled chain"):
-        print(f"\nThe same in {KINDS[kind]}, by updates.\n")
-        columns = [differences(rows, stage, kind) for stage in stages]
-        print_differences(list(map(str, stages)), columns)
+    print(f"\nThe same in {KINDS['chain']}, by updates.\n")
+    columns = [differences(rows, stage, "chain") for stage in stages]
+    print_differences(list(map(str, stages)), columns)
 
 
 def print_differences(headings: list[str], columns: list[dict]) -> None:
