@@ -94,7 +94,7 @@ FEW_UPDATES = 200  # a drafter that has had fewer predicts hardly anything
 def train_drafter(
     model: str,
     data: list[str | Path],
-    out: str | Path,
+    out: Path,
     config: RunConfig,
     sizes: DrafterSizes = DrafterSizes(),
     *,
@@ -107,7 +107,6 @@ def train_drafter(
     Ctrl-C.
     """
     data = [Path(file) for file in data]
-    out = Path(out)
     resumes = find_run(out, resume)
     check_files(data)  # before the model is loaded, which takes longer
     target, tokenizer = load_target(model, device, DTYPES[config.dtype])

@@ -169,8 +169,8 @@ class DirectCrossAttention(CrossAttentionLayer):
 
 class GlideDrafter(Drafter):
     """The paper's drafter with GLIDE's reading: CA attends to the target's own keys and values,
-    those of its last layer, with as many kv heads as that. (GLIDE itself has both attentions and one MLP in one layer, and in
-    training blocks of five tokens where the paper has mock cycles.)"""
+    those of its last layer, with as many kv heads. (GLIDE itself has both attentions and one MLP in
+    one layer, and in training blocks of five tokens where the paper has mock cycles.)"""
 
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__(target, config)
