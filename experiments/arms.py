@@ -10,6 +10,8 @@
     one-layer      SA alone: a control with as few layers as EAGLE's
     eagle          EAGLE's (Li et al. 2024a): reads the target's last hidden state of the token
                    before each, or its own prediction of that state
+    eagle-two-layers
+                   the same, with as many layers of attention as the paper's
     eagle-3        EAGLE-3's (Li et al. 2025): reads the states of three layers, predicts no state
                    of the target's, and is trained on its own predictions for several steps
     n-1, n-2, n-4  the paper's drafter, which reuses the target's last N layers
@@ -395,6 +397,24 @@ class EagleDrafter(AutoregressiveDrafter):
         return self.self_attention(x, rope, mask, cache, 0)
 
 
+class EagleTwoLayersDrafter(EagleDrafter):
+    """EAGLE's, with a second layer: as many layers of attention as the paper's SA and CA."""
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        self.second = new_layer(self)
+
+    @property
+    def layer_count(self) -> int:
+        return 2
+
+    def run(
+        self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
+        x = super().run(embeddings, before, rope, mask, cache)
+        return self.second(x, rope, mask, cache, 1)
+
+
 class WideLayer(nn.Module):
     """EAGLE-3's decoder layer: its attention reads embeddings and vectors side by side, 2 E wide,
     and what it finds is added to the vectors."""
@@ -607,6 +627,7 @@ ARMS = {
     "no-memory": Arm(NoMemoryDrafter),
     "one-layer": Arm(OneLayerDrafter),
     "eagle": Arm(EagleDrafter, noise=0.2),
+    "eagle-two-layers": Arm(EagleTwoLayersDrafter, noise=0.2),
     "eagle-3": Arm(Eagle3Drafter, feature_weight=0.0, steps=7),
     "n-1": Arm(tli=1),
     "n-2": Arm(tli=2),

@@ -40,7 +40,7 @@ Row = dict
 def gather(rows: list[Row], update: int, arm: str, kind: str) -> np.ndarray | None:
     """Return tokens and passes of an arm after some updates, (2, seeds, prompts), or None."""
     counts = []  # of each seed
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["seed"]):
         if (row["updates"], row["arm"]) == (update, arm) and kind in row:
             counts.append([row[kind]["tokens"], row[kind]["passes"]])
     return np.array(counts).transpose(1, 0, 2) if counts else None

@@ -100,6 +100,7 @@ ALL_KV = {f"kv {i}" for i in range(LAYERS)}
     ("no-memory", set()),
     ("one-layer", set()),
     ("eagle", {"final"}),
+    ("eagle-two-layers", {"final"}),
     ("eagle-3", {"state 1", "state 4", "state 7"}),  # the outputs of layers 0, 3 and 6
 ])
 @torch.no_grad()
