@@ -150,7 +150,7 @@ def print_differences(headings: list[str], columns: list[dict]) -> None:
     for arm in columns[0]:
         cells = [arm]
         for column in columns:
-            cells.append(show(column[arm], "+.1f"))
+            cells.append(show(column[arm], "+z.1f"))
         table.append(cells)
     print(format_markdown(["", *headings], table))
 
@@ -180,6 +180,7 @@ def print_times(rows: list[Row]) -> None:
 
 # --- A picture: how far each arm is from the first, with intervals ---
 
+LEFT = 135  # where the panels begin; left of it are the arms' names
 WIDTH = 250  # of a panel
 LINE = 24  # the height of an arm
 
@@ -199,14 +200,14 @@ def draw(rows: list[Row]) -> str:
     drawing = ""
     height = LINE * len(arms)
     for i, arm in enumerate(arms):
-        drawing += f'<text x="110" y="{60 + LINE * i}" text-anchor="end">{arm}</text>\n'
+        drawing += f'<text x="{LEFT - 15}" y="{60 + LINE * i}" text-anchor="end">{arm}</text>\n'
     for i, kind in enumerate(kinds):
         panel = draw_panel(KINDS[kind], list(found[kind].values()), ticks, height)
-        drawing += f'<g transform="translate({125 + (WIDTH + 30) * i} 44)">{panel}</g>\n'
-    width = 125 + (WIDTH + 30) * len(kinds)
+        drawing += f'<g transform="translate({LEFT + (WIDTH + 30) * i} 44)">{panel}</g>\n'
+    width = LEFT + (WIDTH + 30) * len(kinds)
     foot = height + 92
     caption = f"acceptance length, percent above or below that of {first}; bars: 95% intervals"
-    drawing += f'<text x="125" y="{foot}">{caption}</text>\n'
+    drawing += f'<text x="{LEFT}" y="{foot}">{caption}</text>\n'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {foot + 16}" '
         'font-family="sans-serif" font-size="13">\n'

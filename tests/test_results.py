@@ -11,6 +11,7 @@ from conftest import ROOT
 from experiments import report
 from experiments.arms import ARMS, new_drafter_of
 from llama import Config, Llama
+from moa import Drafter, default_config
 
 RESULTS = ROOT / "experiments/results"
 SMOLLM2 = RESULTS / "smollm2"
@@ -67,55 +68,49 @@ def test_the_curves_of_a_comparison_show_its_file(name, tmp_path):
     assert shipped.read_text() == (tmp_path / "curves.svg").read_text()
 
 
-@pytest.mark.parametrize("name", [
-    "compare_toy_small.json", "eagle_forms.json", "eagle3_forms.json",
-])
-def test_the_page_shows_how_small_drafters_and_earlier_forms_of_opponents_differ(name):
+@pytest.mark.parametrize("name", ["compare_toy_small.json", "compare_toy_fresh.json", "forms.json"])
+def test_the_page_shows_how_small_drafters_earlier_forms_and_fresh_prompts_differ(name):
     page = (RESULTS / "README.md").read_text()
     comparison = read(RESULTS / name)
     assert names_its_origin(comparison)
     for kind in ("chain", "sampled chain"):
         for figure in report.differences(comparison["rows"], 6400, kind).values():
-            assert f"| {report.show(figure, '+.1f')} |" in page
+            assert f"| {report.show(figure, '+z.1f')} |" in page
 
 
-@pytest.mark.parametrize("kind", ["chain", "sampled chain"])
-def test_the_front_page_shows_what_the_comparisons_found(kind):
+@pytest.mark.parametrize("name, updates", [("compare_toy.json", 6400), ("compare_smollm2.json", 720)])
+def test_the_front_page_and_the_claims_show_what_the_comparisons_found(name, updates):
+    rows = read(RESULTS / name)["rows"]
     front = (ROOT / "README.md").read_text()
-    toy = read(RESULTS / "compare_toy.json")["rows"]
-    smollm2 = read(RESULTS / "compare_smollm2.json")["rows"]
-    trained_otherwise = ["full-unmasked", "full-one-run"]
-    others = ["full", "last-layer", "glide", "no-memory", "one-layer", "eagle", "eagle-3"]
-    at_papers_share = report.differences(report.with_base(toy, "full-small-lsa"), 6400, kind)
-    for found, arms in (
-        (report.differences(toy, 6400, kind), trained_otherwise),
-        (report.differences(smollm2, 720, kind), [*trained_otherwise, "last-layer", "no-memory"]),
-        (at_papers_share, others),
-    ):
-        for arm in arms:
-            assert f"| {report.show(found[arm], '+.1f')} |" in front
     page = (RESULTS / "README.md").read_text()
-    for arm in others:
-        assert f"| {report.show(at_papers_share[arm], '+.1f')} |" in page
+    claims = page[:page.index("How far to trust this")]
+    for figure in report.differences(rows, updates, "chain").values():
+        assert f"| {report.show(figure, '+z.1f')} |" in claims
+    for kind in ("chain", "sampled chain"):
+        for figure in report.differences(rows, updates, kind).values():
+            assert f"| {report.show(figure, '+z.1f')} |" in front
 
 
-def test_the_share_of_lsa_is_what_the_pages_say():
+def test_the_share_of_lsa_is_what_the_page_says():
     """Of a drafter's parameters, with the projection of the memory; in percent, rounded."""
+
+    def share(drafter: Drafter) -> int:
+        parts = drafter.trained_parameters()
+        lsa = sum(p.numel() for n, p in parts.items() if n.startswith(("layer_self", "Ekv2E")))
+        return round(100 * lsa / sum(p.numel() for p in parts.values()))
+
     shares = {}
-    for name, sizes in TARGETS.items():
-        with torch.device("meta"):
+    with torch.device("meta"):
+        for name, sizes in TARGETS.items():
             target = Llama(sizes)
-        for arm in ("full", "full-small-lsa"):
-            drafter = new_drafter_of(ARMS[arm], target, None, None, seed=0)
-            parts = drafter.trained_parameters()
-            lsa = sum(p.numel() for n, p in parts.items() if n.startswith(("layer_self", "Ekv2E")))
-            shares[name, arm] = round(100 * lsa / sum(p.numel() for p in parts.values()))
-    assert shares["Llama-3-8B", "full"] == 14
-    assert shares["smollm2", "full"] == 22
-    assert (shares["toy", "full"], shares["toy", "full-small-lsa"]) == (38, 16)
-    for page in (RESULTS / "README.md", ROOT / "README.md"):
-        text = page.read_text()
-        assert all(f"{share}%" in text for share in (14, 22, 38, 16))
+            shares[name] = share(Drafter(target, default_config(target)))
+    assert shares == {"Llama-3-8B": 14, "smollm2": 22, "toy": 38}
+    with torch.device("meta"):
+        target = Llama(TARGETS["toy"])
+    compared = share(new_drafter_of(ARMS["full"], target, None, None, seed=0))
+    assert compared == 15
+    page = (RESULTS / "README.md").read_text()
+    assert all(f"{percent}%" in page for percent in (*shares.values(), compared))
 
 
 # --- The page of the default target ---
