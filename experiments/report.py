@@ -182,6 +182,7 @@ def print_times(rows: list[Row]) -> None:
 
 LEFT = 135  # where the panels begin; left of it are the arms' names
 WIDTH = 250  # of a panel
+GAP = 45  # between panels
 LINE = 24  # the height of an arm
 
 
@@ -203,8 +204,8 @@ def draw(rows: list[Row]) -> str:
         drawing += f'<text x="{LEFT - 15}" y="{60 + LINE * i}" text-anchor="end">{arm}</text>\n'
     for i, kind in enumerate(kinds):
         panel = draw_panel(KINDS[kind], list(found[kind].values()), ticks, height)
-        drawing += f'<g transform="translate({LEFT + (WIDTH + 30) * i} 44)">{panel}</g>\n'
-    width = LEFT + (WIDTH + 30) * len(kinds)
+        drawing += f'<g transform="translate({LEFT + (WIDTH + GAP) * i} 44)">{panel}</g>\n'
+    width = LEFT + (WIDTH + GAP) * len(kinds)
     foot = height + 92
     caption = f"acceptance length, percent above or below that of {first}; bars: 95% intervals"
     drawing += f'<text x="{LEFT}" y="{foot}">{caption}</text>\n'
