@@ -249,8 +249,10 @@ def draw_curves(rows: list[Row], picture: Path) -> None:
         lengths = [length(gather(rows, stage, arm, "chain")) for stage in stages]
         of_updates.append(list(zip(stages, lengths)))
     title = "right, after the text's own tokens"
+    shares = [share for curve in of_depths for _, share in curve]
+    lowest = min(shares) // 0.1 * 0.1
     panels = [
-        curves.draw_panel(title, "depth of the draft", of_depths),
+        curves.draw_panel(title, "depth of the draft", of_depths, lowest=lowest),
         curves.draw_panel("acceptance length of chains", "updates", of_updates, lowest=1.0),
     ]
     curves.save_panels(picture, panels, arms)
