@@ -244,15 +244,16 @@ def draw_curves(rows: list[Row], picture: Path) -> None:
     stages = sorted({row["updates"] for row in rows})
     of_depths = []
     of_updates = []
+    lowest = 1.0
     for arm in arms:
-        of_depths.append(list(enumerate(by_depth(rows, stages[-1], arm), 1)))
+        shares = by_depth(rows, stages[-1], arm)
+        lowest = min(lowest, shares.min())
+        of_depths.append(list(enumerate(shares, 1)))
         lengths = [length(gather(rows, stage, arm, "chain")) for stage in stages]
         of_updates.append(list(zip(stages, lengths)))
     title = "right, after the text's own tokens"
-    shares = [share for curve in of_depths for _, share in curve]
-    lowest = min(shares) // 0.1 * 0.1
     panels = [
-        curves.draw_panel(title, "depth of the draft", of_depths, lowest=lowest),
+        curves.draw_panel(title, "depth of the draft", of_depths, lowest=lowest // 0.1 * 0.1),
         curves.draw_panel("acceptance length of chains", "updates", of_updates, lowest=1.0),
     ]
     curves.save_panels(picture, panels, arms)
