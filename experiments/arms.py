@@ -123,14 +123,17 @@ class PaperDrafter(Drafter):
     def __init__(self, target: Llama, config: DrafterConfig):
         width = target.config.hidden_size
         kv_width = kv_hidden_size(target.config)
-        inner = config.self_attention_intermediate_size
-        if kv_width < width:
-            inner = inner * kv_width // width  # the paper's proportion
-            config = replace(config, layer_self_attention_intermediate_size=inner)
-            super().__init__(target, config)
-            return
-        config = replace(config, layer_self_attention_intermediate_size=max(1, inner // 4))
+        inner = config.self_attention_intermediate_size * kv_width // width  # as in the paper
+        if kv_width >= width:
+            inner = max(1, config.self_attention_intermediate_size // 4)
+        config = replace(config, layer_self_attention_intermediate_size=inner)
         super().__init__(target, config)
+        if kv_width >= width:
+            self.shrink_lsa(target)
+
+    def shrink_lsa(self, target: Llama) -> None:
+        config = self.config
+        kv_width = kv_hidden_size(target.config)
         heads = config.layer_self_attention_num_attention_heads
         head_dim = max(1, kv_width // heads // 4) * 2  # RoPE needs an even one
         self.layer_self_attention = DecoderLayer(
@@ -221,6 +224,7 @@ class AutoregressiveDrafter(Drafter):
     """A drafter that reads one vector for the token before each."""
 
     reads_states = 0  # R
+    layer_count = 1
 
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__(target, config)
@@ -234,10 +238,6 @@ class AutoregressiveDrafter(Drafter):
         frozen = ("target.", "lm_head.")
         parameters = dict(self.named_parameters())
         return {name: p for name, p in parameters.items() if not name.startswith(frozen)}
-
-    @property
-    def layer_count(self) -> int:
-        return 1
 
     def read_modules(self, target: Llama) -> list[nn.Module]:
         """Return the R modules of the target whose outputs are read."""
@@ -331,13 +331,11 @@ def new_layer(drafter: Drafter) -> DecoderLayer:
 class NoMemoryDrafter(AutoregressiveDrafter):
     """SA and a plain layer, which see tokens and nothing else."""
 
+    layer_count = 2
+
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__(target, config)
         self.second = new_layer(self)
-
-    @property
-    def layer_count(self) -> int:
-        return 2
 
     def condense(self, states: Tensor) -> Tensor:
         batch, count, _ = states.shape
@@ -353,13 +351,11 @@ class NoMemoryDrafter(AutoregressiveDrafter):
 class OneLayerDrafter(NoMemoryDrafter):
     """SA, which sees tokens and nothing else."""
 
+    layer_count = 1
+
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__(target, config)
         del self.second
-
-    @property
-    def layer_count(self) -> int:
-        return 1
 
     def run(
         self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
@@ -400,13 +396,11 @@ class EagleDrafter(AutoregressiveDrafter):
 class EagleTwoLayersDrafter(EagleDrafter):
     """EAGLE's, with a second layer: as many layers of attention as the paper's SA and CA."""
 
+    layer_count = 2
+
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__(target, config)
         self.second = new_layer(self)
-
-    @property
-    def layer_count(self) -> int:
-        return 2
 
     def run(
         self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
