@@ -1,22 +1,30 @@
 """The drafters that experiments/compare.py compares: the paper's, variants, and its opponents.
 
-    full           the paper's drafter (moa.py), trained as in train.py
-    full-unmasked  the same, but in training every query sees the memory of all earlier tokens
-    full-one-run   the same, but in training a whole answer is one mock cycle
-    last-layer     the memory is made of the target's last layer alone
-    glide          the paper's drafter with GLIDE's reading (Du et al. 2024): it attends to the keys
-                   and values of the target's last layer as they are
-    no-memory      SA and a plain layer, which see tokens only: the control
-    one-layer      SA alone: a control with as few layers as EAGLE's
-    eagle          EAGLE's (Li et al. 2024a): reads the target's last hidden state of the token
-                   before each, or its own prediction of that state
-    eagle-two-layers
-                   the same, with as many layers of attention as the paper's
-    eagle-3        EAGLE-3's (Li et al. 2025): reads the states of three layers, predicts no state
-                   of the target's, and is trained on its own predictions for several steps
-    n-1, n-2, n-4  the paper's drafter, which reuses the target's last N layers
-    kl-only        the paper's drafter without Smooth L1
-    smooth-l1-only the paper's drafter without KL
+    full                        the paper's drafter (moa.py), trained as in train.py
+    full-unmasked               the same, but in training every query sees the memory of all earlier
+                                tokens
+    full-one-run                the same, but in training a whole answer is one mock cycle
+    last-layer                  the memory is made of the target's last layer alone
+    glide                       the paper's drafter with GLIDE's reading (Du et al. 2024): it
+                                attends to the keys and values of the target's last layer as they
+                                are
+    glide-one-layer             the same in GLIDE's shape, one layer: both attentions, then one MLP
+    no-memory                   SA and a plain layer, which see tokens only: the control
+    one-layer                   SA alone: a control with as few layers as EAGLE's
+    eagle                       EAGLE's (Li et al. 2024a): reads the target's last hidden state of
+                                the token before each, or its own prediction of that state
+    eagle-two-layers            the same, with as many layers of attention as the paper's
+    eagle-two-layers-on-policy  the same, trained for three steps on its own predictions, as HASS
+                                does
+    hass                        EAGLE's as HASS trains it (Zhang et al. 2024): in three such steps,
+                                and with a loss on the target's ten likeliest tokens
+    eagle-3                     EAGLE-3's (Li et al. 2025): reads the states of three layers,
+                                predicts no state of the target's, and is trained for seven steps on
+                                its own outputs
+    eagle-3-two-layers          the same, with as many layers of attention as the paper's
+    n-1, n-2, n-4               the paper's drafter, which reuses the target's last N layers
+    kl-only                     the paper's drafter without Smooth L1
+    smooth-l1-only              the paper's drafter without KL
 
 An `Arm` says how a drafter is made, trained and used. Drafters of two families differ in what they
 read of the newest tokens, which the target has not verified yet:
@@ -95,6 +103,19 @@ def read(target: Llama, tokens: Tensor) -> Reading:
 
 
 # --- The paper's family ---
+
+
+def new_layer(drafter: Drafter, kind: type[DecoderLayer] = DecoderLayer) -> DecoderLayer:
+    """Return a layer of SA's sizes."""
+    config = drafter.config
+    return kind(
+        width=drafter.target.config.hidden_size,
+        inner=config.self_attention_intermediate_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.self_attention_num_key_value_heads,
+        head_dim=drafter.head_dim,
+        eps=config.rms_norm_eps,
+    )
 
 
 def moa_features(drafter: Drafter, reading: Reading, horizons: Iterable[Tensor]) -> Iterator:
@@ -198,6 +219,26 @@ class GlideDrafter(Drafter):
         return torch.cat(last, dim=1).to(self.dtype)  # (B, T, 2 Ekv)
 
 
+class AttentionAlone(DecoderLayer):
+    """A decoder layer without an MLP."""
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        del self.post_attention_layernorm, self.mlp
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class GlideOneLayerDrafter(GlideDrafter):
+    """GLIDE's reading in GLIDE's shape. SA has no MLP, so that SA and CA together are one layer:
+    self-attention, cross-attention, MLP."""
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        self.self_attention = new_layer(self, AttentionAlone)
+
+
 # --- The autoregressive family ---
 #
 # Number the tokens as in moa.py, with the root t as the newest one. Let v_j be the vector that is
@@ -287,12 +328,17 @@ def steps_mask(count: int, step: int, device: torch.device) -> Tensor:
 
 
 def unroll(
-    drafter: AutoregressiveDrafter, reading: Reading, steps: int, noise: Tensor | None = None
+    drafter: AutoregressiveDrafter,
+    reading: Reading,
+    steps: int,
+    noise: Tensor | None = None,
+    detached: bool = False,
 ) -> list[Tensor]:
     """Return a (B, T, E) of each step: in step s that of query i in a draft with root i - s. (Where
     i < s there is no such draft, and the numbers mean nothing.)
 
-    noise (B, T, E): added to the vectors of verified tokens.
+    noise (B, T, E): added to the vectors of verified tokens. detached: whether each step takes the
+    vectors of the step before as given, so that no gradient flows back through them.
     """
     count = reading.tokens.shape[1]
     embeddings = drafter.embed(reading.tokens)
@@ -306,26 +352,13 @@ def unroll(
         mask = steps_mask(count, step, reading.tokens.device)
         a = drafter.run(embeddings, shift(vectors), rope, mask, cache)
         outputs.append(a)
-        vectors = a
+        vectors = a.detach() if detached else a
     return outputs
 
 
 def shift(vectors: Tensor) -> Tensor:
     """Return the vector of the token before each, and zeros at the first (B, T, E)."""
     return F.pad(vectors[:, :-1], (0, 0, 1, 0))
-
-
-def new_layer(drafter: Drafter) -> DecoderLayer:
-    """Return a layer of SA's sizes."""
-    config = drafter.config
-    return DecoderLayer(
-        width=drafter.target.config.hidden_size,
-        inner=config.self_attention_intermediate_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.self_attention_num_key_value_heads,
-        head_dim=drafter.head_dim,
-        eps=config.rms_norm_eps,
-    )
 
 
 class NoMemoryDrafter(AutoregressiveDrafter):
@@ -488,6 +521,22 @@ class Eagle3Drafter(AutoregressiveDrafter):
         return self.norm(a)
 
 
+class Eagle3TwoLayersDrafter(Eagle3Drafter):
+    """EAGLE-3's, with a second, plain layer."""
+
+    layer_count = 2
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        self.second = new_layer(self)
+
+    def run(
+        self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
+        x = super().run(embeddings, before, rope, mask, cache)
+        return self.second(x, rope, mask, cache, 1)
+
+
 # --- The autoregressive family while drafting ---
 
 
@@ -495,7 +544,7 @@ class AutoregressiveState(TreeSampler):
     """Drafts of the autoregressive family, with one cache, of the layers that it runs.
 
     Verified tokens have to pass through the layers, with the true vectors of the tokens before
-    them. (In EAGLE's code they do so together with the next root.)
+    them. As in EAGLE's code they wait for the next root, and pass together with it.
     """
 
     def __init__(self, drafter: AutoregressiveDrafter, capacity: int, sampling: Sampling):
@@ -504,7 +553,9 @@ class AutoregressiveState(TreeSampler):
         layers = drafter.layer_count
         self.self_cache = empty_cache(drafter, layers, kv_heads, capacity, drafter.head_dim)
         self.verified = 0  # tokens
-        self.last: Tensor | None = None  # the vector of the last verified token, (1, 1, E)
+        self.waiting: list[int] = []  # U tokens that are verified, but not in the cache yet
+        # Of the tokens before those that wait and before the root: (1, U + 1, E).
+        self.true_vectors: Tensor | None = None
         self.vectors: dict[int, Tensor] = {}  # by expanded node of the draft, (E)
 
     @property
@@ -512,35 +563,52 @@ class AutoregressiveState(TreeSampler):
         return self.verified
 
     def append_verified(self, update: CacheUpdate) -> None:
-        """Run the layers over newly verified tokens. update.ca_kv has their vectors (1, T, E)."""
+        """Let newly verified tokens wait. update.ca_kv has their vectors (1, T, E)."""
         self.discard_draft()
         vectors = update.ca_kv
-        first = torch.zeros_like(vectors[:, :1]) if self.last is None else self.last
-        before = torch.cat([first, vectors[:, :-1]], dim=1)  # (1, T, E)
-        count = len(update.tokens)
-        rope = self.drafter.rotary[:, self.verified:self.verified + count]
-        mask = causal_mask(count, past=self.verified, device=self.drafter.device)
-        self.drafter.run(self.embed(update.tokens), before, rope, mask, self.self_cache)
-        self.self_cache.length += count
-        self.verified += count
-        self.last = vectors[:, -1:]
+        if self.true_vectors is None:
+            self.true_vectors = torch.zeros_like(vectors[:, :1])  # before the first token
+        self.true_vectors = torch.cat([self.true_vectors, vectors], dim=1)
+        self.waiting += update.tokens
+        self.verified += len(update.tokens)
+
+    def discard_draft(self) -> None:
+        self.expanded = []
+        self.self_cache.length = self.verified - len(self.waiting)
 
     def step(self, draft: Draft, frontier: list[int]) -> Tensor:
         """Run the layers on the frontier. Returns what the LM head is applied to (F, E)."""
-        drafter = self.drafter
         self.expanded += frontier
+        if frontier == [0]:
+            a = self.run_with_waiting(draft.tokens[0])
+        else:
+            a = self.run_on_drafted(draft, frontier)
+        self.vectors.update(zip(frontier, a[0]))
+        return self.drafter.feature(a[0])
+
+    def run_with_waiting(self, root: int) -> Tensor:
+        """Run the layers on the tokens that wait, and on the root -> the root's a (1, 1, E)."""
+        past = self.self_cache.length
+        tokens = [*self.waiting, root]
+        rope = self.drafter.rotary[:, past:past + len(tokens)]
+        mask = causal_mask(len(tokens), past, device=self.drafter.device)
+        a = self.drafter.run(self.embed(tokens), self.true_vectors, rope, mask, self.self_cache)
+        self.self_cache.length += len(tokens)
+        self.waiting = []
+        self.true_vectors = self.true_vectors[:, -1:]
+        return a[:, -1:]
+
+    def run_on_drafted(self, draft: Draft, frontier: list[int]) -> Tensor:
+        """Run the layers on drafted tokens of one level -> a (1, F, E)."""
         mask = self.frontier_mask(draft, frontier)  # (F, S)
         position = self.text_length + draft.depth(frontier[0])
-        rope = drafter.rotary[:, position:position + 1]
-        before = self.last
-        if frontier != [0]:
-            parents = [self.vectors[draft.parents[node]] for node in frontier]
-            before = torch.stack(parents).unsqueeze(0)  # (1, F, E)
+        rope = self.drafter.rotary[:, position:position + 1]
+        parents = [self.vectors[draft.parents[node]] for node in frontier]
+        before = torch.stack(parents).unsqueeze(0)  # (1, F, E)
         embeddings = self.embed([draft.tokens[node] for node in frontier])
-        a = drafter.run(embeddings, before, rope, mask, self.self_cache)  # (1, F, E)
+        a = self.drafter.run(embeddings, before, rope, mask, self.self_cache)
         self.self_cache.length += len(frontier)
-        self.vectors.update(zip(frontier, a[0]))
-        return drafter.feature(a[0])
+        return a
 
 
 class StateVerifier(ExactVerifier):
@@ -604,7 +672,11 @@ class Arm:
     run_length: tuple[int, int] = (5, 15)  # of mock cycles, see train.py
     kl_weight: float = 0.1
     feature_weight: float = 1.0
+    # Of the autoregressive family alone:
+    likeliest_weight: float = 0.0  # of HASS's loss on the ten likeliest tokens
     steps: int = 1  # of `unroll`, in training
+    step_weight: float = 0.8  # of the loss of each step over the step before, as in EAGLE-3's code
+    detached: bool = False  # no gradient flows through the vectors of the step before
     noise: float = 0.0  # on the vectors of verified tokens, uniform, from -noise / 2 to noise / 2
 
     @property
@@ -612,17 +684,23 @@ class Arm:
         return issubclass(self.kind, AutoregressiveDrafter)
 
 
+ON_POLICY = Arm(noise=0.2, steps=3, step_weight=1.0, detached=True)  # as in HASS's code
+
 ARMS = {
     "full": Arm(),
     "full-unmasked": Arm(run_length=(1, 1)),
     "full-one-run": Arm(run_length=(100_000, 100_000)),
     "last-layer": Arm(LastLayerDrafter),
     "glide": Arm(GlideDrafter),
+    "glide-one-layer": Arm(GlideOneLayerDrafter),
     "no-memory": Arm(NoMemoryDrafter),
     "one-layer": Arm(OneLayerDrafter),
     "eagle": Arm(EagleDrafter, noise=0.2),
     "eagle-two-layers": Arm(EagleTwoLayersDrafter, noise=0.2),
+    "eagle-two-layers-on-policy": replace(ON_POLICY, kind=EagleTwoLayersDrafter),
+    "hass": replace(ON_POLICY, kind=EagleDrafter, likeliest_weight=1.0),
     "eagle-3": Arm(Eagle3Drafter, feature_weight=0.0, steps=7),
+    "eagle-3-two-layers": Arm(Eagle3TwoLayersDrafter, feature_weight=0.0, steps=7),
     "n-1": Arm(tli=1),
     "n-2": Arm(tli=2),
     "n-4": Arm(tli=4),

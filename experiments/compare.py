@@ -84,7 +84,7 @@ TREES = {
 }
 RATES = (2e-3, 4e-3, 8e-3)
 MAX_GRADIENT_NORM = 1.0  # as in train.py
-STEP_WEIGHT = 0.8  # of the loss of each step over the step before, as in EAGLE-3's code
+LIKELIEST = 10  # tokens in HASS's loss
 TEXTS_AT_ONCE = 16  # texts that are written, or scored, in one batch
 LOSSES_EVERY = 50  # updates
 
@@ -131,7 +131,7 @@ def losses_of(entrant: Entrant, lesson: Lesson, horizon: Tensor, noise: Tensor) 
     drafter = entrant.drafter
     reading, trained, log_p = lesson
     [(ca_output, features)] = moa_features(drafter, reading, [horizon])
-    kl = kl_divergence(log_p, features[trained], drafter)
+    kl = kl_divergence(log_p, predict(features[trained], drafter))
     smooth_l1 = smooth_l1_loss(features[trained], reading.final[trained])
     if drafter.N > 0:
         entering = reading.states[-1 - drafter.N]  # the states that enter the last N layers
@@ -145,27 +145,45 @@ def losses_of_steps(entrant: Entrant, lesson: Lesson, noise: Tensor) -> Losses:
     arm = entrant.arm
     drafter = entrant.drafter
     reading, trained, log_p = lesson
+    outputs = unroll(drafter, reading, arm.steps, arm.noise * noise, arm.detached)
     kl = 0.0
+    likeliest = 0.0
     smooth_l1 = 0.0
     weights = 0.0
-    for step, a in enumerate(unroll(drafter, reading, arm.steps, arm.noise * noise)):
+    for step, a in enumerate(outputs):
         # Query i is in a draft whose root is token i - step, which must be in an answer, too.
         with_root = trained & F.pad(trained, (step, 0))[:, :trained.shape[1]]
-        weight = STEP_WEIGHT**step
+        weight = arm.step_weight**step
+        some_log_p = log_p[with_root[trained]]
         features = drafter.feature(a)[with_root]
-        kl = kl + weight * kl_divergence(log_p[with_root[trained]], features, drafter)
+        log_q = predict(features, drafter)
+        kl = kl + weight * kl_divergence(some_log_p, log_q)
+        likeliest = likeliest + weight * cross_entropy_of_likeliest(some_log_p, log_q)
         smooth_l1 = smooth_l1 + weight * smooth_l1_loss(features, reading.final[with_root])
         weights += weight
-    loss = (arm.kl_weight * kl + arm.feature_weight * smooth_l1) / weights
+    loss = (
+        arm.kl_weight * kl + arm.likeliest_weight * likeliest + arm.feature_weight * smooth_l1
+    ) / weights
     return Losses(loss, kl / weights, smooth_l1 / weights)
 
 
-def kl_divergence(log_p: Tensor, features: Tensor, drafter: Drafter) -> Tensor:
+def predict(features: Tensor, drafter: Drafter) -> Tensor:
+    """Return the drafter's distributions over the V' tokens that are drafted, log q (n, V')."""
+    logits = F.linear(features.float(), drafter.lm_head.weight)
+    return logits.log_softmax(-1, dtype=torch.float32)
+
+
+def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return KL(p || q), summed over positions, as `kl_divergence` of train.py does. (There p is
     computed from hidden states. Here log_p (n, V') is computed once, for all arms.)"""
-    logits = F.linear(features.float(), drafter.lm_head.weight)
-    log_q = logits.log_softmax(-1, dtype=torch.float32)
     return (log_p.exp() * (log_p - log_q)).sum()
+
+
+def cross_entropy_of_likeliest(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return HASS's loss, summed over positions: the terms of the cross-entropy of p and q that are
+    of the target's likeliest tokens."""
+    log_p, tokens = log_p.topk(min(LIKELIEST, log_p.shape[-1]), dim=-1)
+    return -(log_p.exp() * log_q.gather(-1, tokens)).sum()
 
 
 # --- Training side by side ---
@@ -534,8 +552,8 @@ def parse_arguments() -> Namespace:
     add("--data", nargs="+", required=True, type=path, metavar="FILE", help="conversations")
     add("--prompts", required=True, type=path, metavar="FILE", help="to test on; not in the data")
     add("--out", required=True, type=path, metavar="DIR", help="the same DIR goes on")
-    add("--arms", nargs="+", choices=ARMS, default=list(ARMS)[:10], metavar="ARM",
-        help="of %(choices)s (default: the first ten)")
+    add("--arms", nargs="+", choices=ARMS, default=list(ARMS)[:14], metavar="ARM",
+        help="of %(choices)s (default: the first 14)")
     add("--seeds", nargs="*", type=number(int, 0), default=[0, 1, 2], metavar="N",
         help="of drafters; without a number only learning rates are chosen (default: 0 1 2)")
     add("--updates", type=positive_int, default=6400, help=default)
@@ -546,7 +564,7 @@ def parse_arguments() -> Namespace:
     add("--micro-batch-size", type=positive_int, default=16, help=f"read at once {default}")
     add("--seq-len", type=number(int, 16), default=512, help=f"tokens {default}")
     add("--mlp", type=positive_int, metavar="WIDTH",
-        help="of the MLPs of moa.py's drafter, to whose size all are fitted (default: its own)")
+        help="of moa.py's MLPs: sets the size of all arms")
     add("--draft-vocabulary", type=positive_int, metavar="COUNT", help="as in train.py")
     add("--prompt-count", type=positive_int, default=256, help=f"test prompts {default}")
     add("--tree-prompts", type=number(int, 0), default=64, help=f"of these with trees {default}")

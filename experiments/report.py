@@ -3,12 +3,12 @@
     python -m experiments.report experiments/results/compare_toy.json
     python -m experiments.report experiments/results/compare_toy.json --figure toy.svg
     python -m experiments.report experiments/results/compare_toy.json --curves depths.svg
-    python -m experiments.report experiments/results/compare_toy.json --base no-memory
+    python -m experiments.report experiments/results/compare_toy.json --arms no-memory eagle
 
 A row of such a file is an arm after some updates, with one seed of drafters. It has the tokens and
 the passes of every prompt, so that everything else follows: acceptance lengths, by how many percent
-they differ from those of one arm, the base, and 95% intervals over prompts and seeds. An arm and
-the base are compared on the same prompts and seeds, that is, in pairs.
+they differ from those of the first arm, and 95% intervals over prompts and seeds. Two arms are
+compared on the same prompts and seeds, that is, in pairs.
 """
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ def with_interval(
 
 
 def differences(rows: list[Row], update: int, kind: str) -> dict[str, tuple[float, float, float]]:
-    """Return for each arm but the first, the base, by how many percent it differs from that, with
-    the interval."""
-    base, *others = dict.fromkeys(row["arm"] for row in rows)
-    base_counts = gather(rows, update, base, kind)
+    """Return for each arm but the first by how many percent it differs from that one, with the
+    interval."""
+    first, *others = dict.fromkeys(row["arm"] for row in rows)
+    first_counts = gather(rows, update, first, kind)
     found = {}
     for arm in others:
         counts = gather(rows, update, arm, kind)
-        if base_counts is not None and counts is not None:
-            found[arm] = with_interval(difference, np.concatenate([counts, base_counts]))
+        if first_counts is not None and counts is not None:
+            found[arm] = with_interval(difference, np.concatenate([counts, first_counts]))
     return found
 
 
@@ -89,13 +89,15 @@ def by_depth(rows: list[Row], update: int, arm: str) -> np.ndarray:
     return np.mean(of_seeds, axis=0)
 
 
-def with_base(rows: list[Row], arm: str) -> list[Row]:
-    """Return the rows in an order in which an arm is the first, so that others are compared with
-    it. Raises InputError if there is no such arm."""
-    base = [row for row in rows if row["arm"] == arm]
-    if not base:
-        raise InputError(f"--base {arm}: no such arm in this file")
-    return base + [row for row in rows if row["arm"] != arm]
+def rows_of(rows: list[Row], arms: list[str]) -> list[Row]:
+    """Return the rows of these arms, in the order of the arms. Raises InputError if one has none."""
+    chosen = []
+    for arm in arms:
+        of_arm = [row for row in rows if row["arm"] == arm]
+        if not of_arm:
+            raise InputError(f"--arms {arm}: no such arm in this file")
+        chosen += of_arm
+    return chosen
 
 
 def kinds_in(rows: list[Row]) -> list[str]:
@@ -133,6 +135,8 @@ def print_tables(rows: list[Row]) -> None:
         table.append(cells)
     headings = [KINDS[kind] for kind in kinds]
     print(format_markdown(["", *headings], table))
+    if len(seeds) > 1:
+        print_seeds(rows, arms, last)
     print_depths(rows, arms, last)
     print_times([row for row in rows if "draft_ms" in row])
     if len(arms) == 1:
@@ -155,10 +159,20 @@ def print_differences(headings: list[str], columns: list[dict]) -> None:
     print(format_markdown(["", *headings], table))
 
 
+def print_seeds(rows: list[Row], arms: list[str], update: int) -> None:
+    table = []
+    for arm in arms:
+        tokens, passes = gather(rows, update, arm, "chain").sum(axis=-1)  # (seeds) each
+        table.append([arm, *[f"{length:.2f}" for length in tokens / passes]])
+    seeds = sorted({row["seed"] for row in rows})
+    print(f"\nAcceptance lengths of {KINDS['chain']}, seed by seed.\n")
+    print(format_markdown(["", *map(str, seeds)], table))
+
+
 def print_depths(rows: list[Row], arms: list[str], update: int) -> None:
     table = []
     for arm in arms:
-        shares = [f"{100 * share:.0f}%" for share in by_depth(rows, update, arm)]
+        shares = [f"{100 * share:.1f}%" for share in by_depth(rows, update, arm)]
         table.append([arm, *shares])
     print("\nHow often the draft at a depth is the text's next token, after the text's own tokens: "
           "over all roots, whether drafting would get there or not; temperature 0.\n")
@@ -180,7 +194,7 @@ def print_times(rows: list[Row]) -> None:
 
 # --- A picture: how far each arm is from the first, with intervals ---
 
-LEFT = 135  # where the panels begin; left of it are the arms' names
+LEFT = 200  # where the panels begin; left of it are the arms' names
 WIDTH = 250  # of a panel
 GAP = 45  # between panels
 LINE = 24  # the height of an arm
@@ -268,7 +282,8 @@ def main() -> None:
         description="Print the tables of a comparison, or draw it.",
     )
     parser.add_argument("file", type=path, metavar="FILE", help="what compare --json has printed")
-    parser.add_argument("--base", metavar="ARM", help="to compare with (default: the first arm)")
+    parser.add_argument("--arms", nargs="+", metavar="ARM",
+        help="only these, compared with the first of them (default: all)")
     parser.add_argument("--figure", type=path, metavar="OUT", help="draw an SVG instead")
     parser.add_argument("--curves", type=path, metavar="OUT", help="by depth and by updates")
     args = parser.parse_args()
@@ -276,8 +291,8 @@ def main() -> None:
     rows = result.get("rows", [])
     if not rows or "arm" not in rows[0]:
         raise InputError(f"{args.file}: not printed by experiments.compare --json")
-    if args.base is not None:
-        rows = with_base(rows, args.base)
+    if args.arms is not None:
+        rows = rows_of(rows, args.arms)
     if args.figure is not None:
         with atomic_write(args.figure) as part:
             part.write_text(draw(rows))

@@ -97,11 +97,15 @@ ALL_KV = {f"kv {i}" for i in range(LAYERS)}
     ("n-2", ALL_KV),
     ("last-layer", {f"kv {LAYERS - 1}"}),
     ("glide", {f"kv {LAYERS - 1}"}),
+    ("glide-one-layer", {f"kv {LAYERS - 1}"}),
     ("no-memory", set()),
     ("one-layer", set()),
     ("eagle", {"final"}),
     ("eagle-two-layers", {"final"}),
+    ("hass", {"final"}),
+    ("eagle-two-layers-on-policy", {"final"}),
     ("eagle-3", {"state 1", "state 4", "state 7"}),  # the outputs of layers 0, 3 and 6
+    ("eagle-3-two-layers", {"state 1", "state 4", "state 7"}),
 ])
 @torch.no_grad()
 def test_an_arm_reads_of_the_target_what_it_says_and_nothing_else(name, expected):
@@ -135,18 +139,35 @@ def test_step_s_of_a_query_is_what_drafting_computes_there_in_a_draft_with_root_
     drafter = drafter_of(name, target)
     text = [0, 3, 1, 4, 2, 5, 3, 0]
     steps = [drafter.feature(a) for a in unroll(drafter, read(target, torch.tensor([text])), 4)]
+    verifier = StateVerifier(target, drafter, 16, Sampling())
+    state = AutoregressiveState(drafter, 16, Sampling())
+    state.append_verified(verifier.prefill(text[:1]).update)
     for root in range(2, len(text)):
-        verifier = StateVerifier(target, drafter, 16, Sampling())
-        state = AutoregressiveState(drafter, 16, Sampling())
-        for piece in (text[:2], text[2:root]):
-            if piece:
-                state.append_verified(verifier.prefill(piece).update)
+        state.append_verified(verifier.prefill([text[root - 1]]).update)
         draft = Draft(text[root])
         frontier = [0]
         for a, token in zip(steps, text[root + 1:] + [0]):
             close(state.step(draft, frontier)[-1], a[0, root + draft.depth(frontier[-1])])
             parent = frontier[-1]
             frontier = [draft.add(other, parent, 1.0) for other in (5 - token, token)]
+
+
+@torch.no_grad()
+def test_verified_tokens_and_the_root_may_pass_through_the_layers_in_any_portions(target):
+    drafter = drafter_of("eagle-two-layers", target)
+    outputs = []
+    for portions in ([PROMPT], [PROMPT[:1], PROMPT[1:]]):
+        for drafts_between in (False, True):
+            verifier = StateVerifier(target, drafter, 16, Sampling())
+            state = AutoregressiveState(drafter, 16, Sampling())
+            for tokens in portions:
+                state.append_verified(verifier.prefill(tokens).update)
+                if drafts_between:
+                    state.draft(1, DraftLimits(depth=2))
+            state.discard_draft()
+            outputs.append(state.step(Draft(2), [0]))
+    for output in outputs[1:]:
+        close(output, outputs[0])
 
 
 # --- Losses ---
@@ -227,6 +248,38 @@ def test_a_step_is_trained_where_query_and_root_are_in_an_answer_and_weighs_less
     close(torch.stack(losses), torch.stack([0.1 * kl + 0.5 * smooth_l1, kl, smooth_l1]))
 
 
+@torch.no_grad()
+def test_hass_weighs_all_steps_alike_and_learns_the_ten_likeliest_tokens_once_more(monkeypatch):
+    monkeypatch.setattr(compare, "LIKELIEST", 2)
+    target = new_target(6, layers=2)
+    entrant = Entrant("", ARMS["hass"], drafter_of("hass", target), 0.1, Optimizers())
+    drafter = entrant.drafter
+    tokens = torch.randint(6, (1, 4))
+    everywhere = torch.ones(1, 4, dtype=torch.bool)
+    lesson = make_lesson(drafter, Example(tokens, everywhere, everywhere))
+    expected = 0.0
+    for step, a in enumerate(unroll(drafter, lesson.reading, 3)):
+        for i in range(step, 3):  # no token follows the last
+            final = lesson.reading.final[0, i]
+            p = target.lm_head(final).softmax(-1)
+            log_q = target.lm_head(a[0, i]).log_softmax(-1)
+            first, second = p.argsort(descending=True)[:2]
+            expected += 0.1 * (p * (p.log() - log_q)).sum()
+            expected -= p[first] * log_q[first] + p[second] * log_q[second]
+            expected += torch.nn.functional.smooth_l1_loss(a[0, i], final)
+    close(losses_of_steps(entrant, lesson, torch.zeros(1, 4, 16)).loss, expected / 3)
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_detached_steps_take_as_given_what_the_step_before_has_computed(detached, target):
+    drafter = drafter_of("eagle", target)
+    reading = read(target, torch.tensor([PROMPT]))
+    first, second = unroll(drafter, reading, 2, detached=detached)
+    first.retain_grad()
+    second.sum().backward()
+    assert (first.grad is None) == detached
+
+
 # --- Along a text ---
 
 
@@ -238,7 +291,7 @@ def passes_along(name: str, drafter: Drafter, texts: list[Text], depth: int) -> 
 
 
 # The other arms are drafters of these kinds that were trained otherwise.
-KINDS = ["full", "last-layer", "glide", "n-1", "n-4", *STEPWISE]
+KINDS = ["full", "last-layer", "glide", "glide-one-layer", "n-1", "n-4", *STEPWISE]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -406,15 +459,16 @@ def test_twice_the_tokens_of_a_pass_on_every_prompt_are_100_percent_more_for_sur
     report.print_tables(rows)
     out = capsys.readouterr().out
     assert out.count("+100.0 (+100.0 to +100.0)") == len(report.KINDS) + 2  # at two stages
-    assert "| eagle | 55% | 40% |" in out  # by depth, means over seeds
+    assert "| eagle | 55.0% | 40.0% |" in out  # by depth, means over seeds
+    assert "| full | 2.40 | 2.00 |" in out  # 60 tokens in 25 and 30 passes, seed by seed
 
 
 def test_any_arm_may_be_the_one_that_the_others_are_compared_with(monkeypatch):
     monkeypatch.setattr(intervals, "DRAWS", 200)
-    rows = report.with_base(made_up_rows(), "eagle")
+    rows = report.rows_of(made_up_rows(), ["eagle", "full"])
     assert report.differences(rows, 20, "chain") == {"full": pytest.approx((-50.0, -50.0, -50.0))}
-    with pytest.raises(InputError, match="--base none: no such arm in this file"):
-        report.with_base(rows, "none")
+    with pytest.raises(InputError, match="--arms none: no such arm in this file"):
+        report.rows_of(rows, ["full", "none"])
 
 
 def test_a_single_arm_is_compared_with_nothing_and_fewer_prompts_of_trees_are_said(
@@ -428,7 +482,7 @@ def test_a_single_arm_is_compared_with_nothing_and_fewer_prompts_of_trees_are_sa
     out = capsys.readouterr().out
     assert "; 5 prompts (trees: 2), seeds of drafters: 2." in out
     assert "| full | 3.5 | 10.0 |" in out  # milliseconds
-    assert out.count("| full |") == 3 and "Percent" not in out and "by updates" not in out
+    assert out.count("| full |") == 4 and "Percent" not in out and "by updates" not in out
 
 
 def test_what_the_comparison_has_not_printed_is_refused(monkeypatch, tmp_path):
