@@ -4,6 +4,8 @@
     full-unmasked               the same, but in training every query sees the memory of all earlier
                                 tokens
     full-one-run                the same, but in training a whole answer is one mock cycle
+    full-hass-loss              the same, and learns the target's ten likeliest tokens once more, as
+                                `hass` does
     last-layer                  the memory is made of the target's last layer alone
     glide                       the paper's drafter with GLIDE's reading (Du et al. 2024): it
                                 attends to the keys and values of the target's last layer as they
@@ -18,6 +20,7 @@
                                 does
     hass                        EAGLE's as HASS trains it (Zhang et al. 2024): in three such steps,
                                 and with a loss on the target's ten likeliest tokens
+    hass-two-layers             the same, with as many layers of attention as the paper's
     eagle-3                     EAGLE-3's (Li et al. 2025): reads the states of three layers,
                                 predicts no state of the target's, and is trained for seven steps on
                                 its own outputs
@@ -672,8 +675,8 @@ class Arm:
     run_length: tuple[int, int] = (5, 15)  # of mock cycles, see train.py
     kl_weight: float = 0.1
     feature_weight: float = 1.0
-    # Of the autoregressive family alone:
     likeliest_weight: float = 0.0  # of HASS's loss on the ten likeliest tokens
+    # Of the autoregressive family alone:
     steps: int = 1  # of `unroll`, in training
     step_weight: float = 0.8  # of the loss of each step over the step before, as in EAGLE-3's code
     detached: bool = False  # no gradient flows through the vectors of the step before
@@ -690,6 +693,7 @@ ARMS = {
     "full": Arm(),
     "full-unmasked": Arm(run_length=(1, 1)),
     "full-one-run": Arm(run_length=(100_000, 100_000)),
+    "full-hass-loss": Arm(likeliest_weight=1.0),
     "last-layer": Arm(LastLayerDrafter),
     "glide": Arm(GlideDrafter),
     "glide-one-layer": Arm(GlideOneLayerDrafter),
@@ -699,6 +703,7 @@ ARMS = {
     "eagle-two-layers": Arm(EagleTwoLayersDrafter, noise=0.2),
     "eagle-two-layers-on-policy": replace(ON_POLICY, kind=EagleTwoLayersDrafter),
     "hass": replace(ON_POLICY, kind=EagleDrafter, likeliest_weight=1.0),
+    "hass-two-layers": replace(ON_POLICY, kind=EagleTwoLayersDrafter, likeliest_weight=1.0),
     "eagle-3": Arm(Eagle3Drafter, feature_weight=0.0, steps=7),
     "eagle-3-two-layers": Arm(Eagle3TwoLayersDrafter, feature_weight=0.0, steps=7),
     "n-1": Arm(tli=1),

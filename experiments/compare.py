@@ -131,13 +131,15 @@ def losses_of(entrant: Entrant, lesson: Lesson, horizon: Tensor, noise: Tensor) 
     drafter = entrant.drafter
     reading, trained, log_p = lesson
     [(ca_output, features)] = moa_features(drafter, reading, [horizon])
-    kl = kl_divergence(log_p, predict(features[trained], drafter))
+    log_q = predict(features[trained], drafter)
+    kl = kl_divergence(log_p, log_q)
+    likeliest = cross_entropy_of_likeliest(log_p, log_q)
     smooth_l1 = smooth_l1_loss(features[trained], reading.final[trained])
     if drafter.N > 0:
         entering = reading.states[-1 - drafter.N]  # the states that enter the last N layers
         ca_loss = smooth_l1_loss(ca_output[trained], entering[trained])
         smooth_l1 = (smooth_l1 + ca_loss) / 2
-    return Losses(arm.kl_weight * kl + arm.feature_weight * smooth_l1, kl, smooth_l1)
+    return Losses(weighted(arm, kl, likeliest, smooth_l1), kl, smooth_l1)
 
 
 def losses_of_steps(entrant: Entrant, lesson: Lesson, noise: Tensor) -> Losses:
@@ -161,10 +163,15 @@ def losses_of_steps(entrant: Entrant, lesson: Lesson, noise: Tensor) -> Losses:
         likeliest = likeliest + weight * cross_entropy_of_likeliest(some_log_p, log_q)
         smooth_l1 = smooth_l1 + weight * smooth_l1_loss(features, reading.final[with_root])
         weights += weight
-    loss = (
-        arm.kl_weight * kl + arm.likeliest_weight * likeliest + arm.feature_weight * smooth_l1
-    ) / weights
+    loss = weighted(arm, kl, likeliest, smooth_l1) / weights
     return Losses(loss, kl / weights, smooth_l1 / weights)
+
+
+def weighted(arm: Arm, kl: Tensor, likeliest: Tensor, smooth_l1: Tensor) -> Tensor:
+    """Return the sum of an arm's losses, each with its weight."""
+    return (
+        arm.kl_weight * kl + arm.likeliest_weight * likeliest + arm.feature_weight * smooth_l1
+    )
 
 
 def predict(features: Tensor, drafter: Drafter) -> Tensor:
@@ -552,8 +559,8 @@ def parse_arguments() -> Namespace:
     add("--data", nargs="+", required=True, type=path, metavar="FILE", help="conversations")
     add("--prompts", required=True, type=path, metavar="FILE", help="to test on; not in the data")
     add("--out", required=True, type=path, metavar="DIR", help="the same DIR goes on")
-    add("--arms", nargs="+", choices=ARMS, default=list(ARMS)[:14], metavar="ARM",
-        help="of %(choices)s (default: the first 14)")
+    add("--arms", nargs="+", choices=ARMS, default=list(ARMS)[:15], metavar="ARM",
+        help="of %(choices)s (default: the first 15)")
     add("--seeds", nargs="*", type=number(int, 0), default=[0, 1, 2], metavar="N",
         help="of drafters; without a number only learning rates are chosen (default: 0 1 2)")
     add("--updates", type=positive_int, default=6400, help=default)
@@ -571,7 +578,7 @@ def parse_arguments() -> Namespace:
     add("--max-new-tokens", type=positive_int, default=96, help=f"of an answer {default}")
     add("--save-every", type=positive_int, default=200, help=f"updates {default}")
     add("--time", type=number(int, 0), default=0, metavar="PROMPTS",
-        help="also time drafts, with so many prompts: on an idle machine")
+        help="also time drafts, on an idle machine")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     add_model_arguments(parser)
     args = parser.parse_args()

@@ -31,11 +31,12 @@ from experiments.arms import (
     StateVerifier,
     WithArm,
     count_parameters,
+    moa_features,
     new_drafter_of,
     read,
     unroll,
 )
-from experiments.compare import Entrant, losses_of_steps, make_lesson, make_update
+from experiments.compare import Entrant, losses_of, losses_of_steps, make_lesson, make_update
 from llama import GenerationConfig, Llama, Sampling
 from moa import Draft, Drafter, DraftLimits, kv_hidden_size
 from plumbing.conversations import Conversations, hold_out
@@ -104,6 +105,7 @@ ALL_KV = {f"kv {i}" for i in range(LAYERS)}
     ("eagle-two-layers", {"final"}),
     ("hass", {"final"}),
     ("eagle-two-layers-on-policy", {"final"}),
+    ("hass-two-layers", {"final"}),
     ("eagle-3", {"state 1", "state 4", "state 7"}),  # the outputs of layers 0, 3 and 6
     ("eagle-3-two-layers", {"state 1", "state 4", "state 7"}),
 ])
@@ -248,6 +250,13 @@ def test_a_step_is_trained_where_query_and_root_are_in_an_answer_and_weighs_less
     close(torch.stack(losses), torch.stack([0.1 * kl + 0.5 * smooth_l1, kl, smooth_l1]))
 
 
+def likeliest_terms(final: torch.Tensor, log_q: torch.Tensor, target: Llama) -> torch.Tensor:
+    """The terms of the cross-entropy of p and q (V) of the two tokens likeliest under p."""
+    p = target.lm_head(final).softmax(-1)
+    first, second = p.argsort(descending=True)[:2]
+    return -(p[first] * log_q[first] + p[second] * log_q[second])
+
+
 @torch.no_grad()
 def test_hass_weighs_all_steps_alike_and_learns_the_ten_likeliest_tokens_once_more(monkeypatch):
     monkeypatch.setattr(compare, "LIKELIEST", 2)
@@ -263,11 +272,29 @@ def test_hass_weighs_all_steps_alike_and_learns_the_ten_likeliest_tokens_once_mo
             final = lesson.reading.final[0, i]
             p = target.lm_head(final).softmax(-1)
             log_q = target.lm_head(a[0, i]).log_softmax(-1)
-            first, second = p.argsort(descending=True)[:2]
             expected += 0.1 * (p * (p.log() - log_q)).sum()
-            expected -= p[first] * log_q[first] + p[second] * log_q[second]
+            expected += likeliest_terms(final, log_q, target)
             expected += torch.nn.functional.smooth_l1_loss(a[0, i], final)
     close(losses_of_steps(entrant, lesson, torch.zeros(1, 4, 16)).loss, expected / 3)
+
+
+@torch.no_grad()
+def test_the_papers_drafter_too_can_learn_the_likeliest_tokens_once_more(target, monkeypatch):
+    monkeypatch.setattr(compare, "LIKELIEST", 2)
+    drafter = drafter_of("full", target)
+    everywhere = torch.ones(1, 4, dtype=torch.bool)
+    lesson = make_lesson(drafter, Example(torch.tensor([PROMPT]), everywhere, everywhere))
+    horizon = torch.tensor([[-1, -1, 1, 1]])
+    losses = []
+    for name in ("full", "full-hass-loss"):
+        entrant = Entrant(name, ARMS[name], drafter, 0.1, Optimizers())
+        losses.append(losses_of(entrant, lesson, horizon, torch.zeros(1, 4, 16)).loss)
+    [(_, features)] = moa_features(drafter, lesson.reading, [horizon])
+    expected = 0.0
+    for i in range(3):
+        log_q = target.lm_head(features[0, i]).log_softmax(-1)
+        expected += likeliest_terms(lesson.reading.final[0, i], log_q, target)
+    close(losses[1] - losses[0], expected)
 
 
 @pytest.mark.parametrize("detached", [False, True])

@@ -33,6 +33,10 @@ def names_its_origin(result: dict) -> bool:
 
 # --- Comparisons: what experiments/compare.py has printed ---
 
+DRAWN = [  # of the toy's arms: fourteen curves would be too many
+    "full", "full-unmasked", "full-one-run", "glide-one-layer", "no-memory", "one-layer", "eagle",
+    "eagle-two-layers", "eagle-two-layers-on-policy", "eagle-3",
+]
 COMPARISONS = [path.name for path in sorted(RESULTS.glob("*.json")) if "rates" in read(path)]
 
 
@@ -63,7 +67,10 @@ def test_the_picture_of_a_comparison_shows_its_file(name):
 
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_the_curves_of_a_comparison_show_its_file(name, tmp_path):
-    report.draw_curves(read(RESULTS / name)["rows"], tmp_path / "curves.svg")
+    rows = read(RESULTS / name)["rows"]
+    if name == "compare_toy.json":
+        rows = report.rows_of(rows, DRAWN)
+    report.draw_curves(rows, tmp_path / "curves.svg")
     shipped = RESULTS / name.replace("compare_", "curves_").replace(".json", ".svg")
     assert shipped.read_text() == (tmp_path / "curves.svg").read_text()
 
@@ -86,9 +93,7 @@ def test_the_front_page_and_the_claims_show_what_the_comparisons_found(name, upd
     claims = page[:page.index("How far to trust this")]
     for figure in report.differences(rows, updates, "chain").values():
         assert f"| {report.show(figure, '+z.1f')} |" in claims
-    for kind in ("chain", "sampled chain"):
-        for figure in report.differences(rows, updates, kind).values():
-            assert f"| {report.show(figure, '+z.1f')} |" in front
+        assert f"| {report.show(figure, '+z.1f')} |" in front
 
 
 def test_the_share_of_lsa_is_what_the_page_says():
