@@ -33,9 +33,9 @@ def names_its_origin(result: dict) -> bool:
 
 # --- Comparisons: what experiments/compare.py has printed ---
 
-DRAWN = [  # of the toy's arms: fourteen curves would be too many
+DRAWN = [  # of the toy's arms: fifteen curves would be too many
     "full", "full-unmasked", "full-one-run", "glide-one-layer", "no-memory", "one-layer", "eagle",
-    "eagle-two-layers", "eagle-two-layers-on-policy", "eagle-3",
+    "eagle-two-layers", "hass", "eagle-3",
 ]
 COMPARISONS = [path.name for path in sorted(RESULTS.glob("*.json")) if "rates" in read(path)]
 
