@@ -131,7 +131,7 @@ def losses_of(entrant: Entrant, lesson: Lesson, horizon: Tensor, noise: Tensor) 
     drafter = entrant.drafter
     reading, trained, log_p = lesson
     [(ca_output, features)] = moa_features(drafter, reading, [horizon])
-    log_q = predict(features[trained], drafter)
+    log_q = log_distributions(features[trained], drafter)
     kl = kl_divergence(log_p, log_q)
     likeliest = cross_entropy_of_likeliest(log_p, log_q)
     smooth_l1 = smooth_l1_loss(features[trained], reading.final[trained])
@@ -158,7 +158,7 @@ def losses_of_steps(entrant: Entrant, lesson: Lesson, noise: Tensor) -> Losses:
         weight = arm.step_weight**step
         some_log_p = log_p[with_root[trained]]
         features = drafter.feature(a)[with_root]
-        log_q = predict(features, drafter)
+        log_q = log_distributions(features, drafter)
         kl = kl + weight * kl_divergence(some_log_p, log_q)
         likeliest = likeliest + weight * cross_entropy_of_likeliest(some_log_p, log_q)
         smooth_l1 = smooth_l1 + weight * smooth_l1_loss(features, reading.final[with_root])
@@ -169,12 +169,11 @@ def losses_of_steps(entrant: Entrant, lesson: Lesson, noise: Tensor) -> Losses:
 
 def weighted(arm: Arm, kl: Tensor, likeliest: Tensor, smooth_l1: Tensor) -> Tensor:
     """Return the sum of an arm's losses, each with its weight."""
-    return (
-        arm.kl_weight * kl + arm.likeliest_weight * likeliest + arm.feature_weight * smooth_l1
-    )
+    of_tokens = arm.kl_weight * kl + arm.likeliest_weight * likeliest
+    return of_tokens + arm.feature_weight * smooth_l1
 
 
-def predict(features: Tensor, drafter: Drafter) -> Tensor:
+def log_distributions(features: Tensor, drafter: Drafter) -> Tensor:
     """Return the drafter's distributions over the V' tokens that are drafted, log q (n, V')."""
     logits = F.linear(features.float(), drafter.lm_head.weight)
     return logits.log_softmax(-1, dtype=torch.float32)

@@ -90,7 +90,7 @@ def by_depth(rows: list[Row], update: int, arm: str) -> np.ndarray:
 
 
 def rows_of(rows: list[Row], arms: list[str]) -> list[Row]:
-    """Return the rows of these arms, in the order of the arms. Raises InputError if one has none."""
+    """Return the rows of these arms, arm by arm. Raises InputError if one has none."""
     chosen = []
     for arm in arms:
         of_arm = [row for row in rows if row["arm"] == arm]
@@ -163,7 +163,7 @@ def print_seeds(rows: list[Row], arms: list[str], update: int) -> None:
     table = []
     for arm in arms:
         tokens, passes = gather(rows, update, arm, "chain").sum(axis=-1)  # (seeds) each
-        table.append([arm, *[f"{length:.2f}" for length in tokens / passes]])
+        table.append([arm, *[f"{value:.2f}" for value in tokens / passes]])
     seeds = sorted({row["seed"] for row in rows})
     print(f"\nAcceptance lengths of {KINDS['chain']}, seed by seed.\n")
     print(format_markdown(["", *map(str, seeds)], table))
