@@ -364,14 +364,24 @@ def shift(vectors: Tensor) -> Tensor:
     return F.pad(vectors[:, :-1], (0, 0, 1, 0))
 
 
-class NoMemoryDrafter(AutoregressiveDrafter):
-    """SA and a plain layer, which see tokens and nothing else."""
+class WithSecondLayer:
+    """Put before a class of drafters with one layer, this adds a second, plain one."""
 
     layer_count = 2
 
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__(target, config)
         self.second = new_layer(self)
+
+    def run(
+        self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
+        x = super().run(embeddings, before, rope, mask, cache)
+        return self.second(x, rope, mask, cache, 1)
+
+
+class OneLayerDrafter(AutoregressiveDrafter):
+    """SA, which sees tokens and nothing else."""
 
     def condense(self, states: Tensor) -> Tensor:
         batch, count, _ = states.shape
@@ -380,23 +390,11 @@ class NoMemoryDrafter(AutoregressiveDrafter):
     def run(
         self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
     ) -> Tensor:
-        x = self.self_attention(embeddings, rope, mask, cache, 0)
-        return self.second(x, rope, mask, cache, 1)
-
-
-class OneLayerDrafter(NoMemoryDrafter):
-    """SA, which sees tokens and nothing else."""
-
-    layer_count = 1
-
-    def __init__(self, target: Llama, config: DrafterConfig):
-        super().__init__(target, config)
-        del self.second
-
-    def run(
-        self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
-    ) -> Tensor:
         return self.self_attention(embeddings, rope, mask, cache, 0)
+
+
+class NoMemoryDrafter(WithSecondLayer, OneLayerDrafter):
+    """SA and a plain layer, which see tokens and nothing else."""
 
 
 class EagleDrafter(AutoregressiveDrafter):
@@ -429,20 +427,8 @@ class EagleDrafter(AutoregressiveDrafter):
         return self.self_attention(x, rope, mask, cache, 0)
 
 
-class EagleTwoLayersDrafter(EagleDrafter):
-    """EAGLE's, with a second layer: as many layers of attention as the paper's SA and CA."""
-
-    layer_count = 2
-
-    def __init__(self, target: Llama, config: DrafterConfig):
-        super().__init__(target, config)
-        self.second = new_layer(self)
-
-    def run(
-        self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
-    ) -> Tensor:
-        x = super().run(embeddings, before, rope, mask, cache)
-        return self.second(x, rope, mask, cache, 1)
+class EagleTwoLayersDrafter(WithSecondLayer, EagleDrafter):
+    """EAGLE's, with as many layers of attention as the paper's SA and CA."""
 
 
 class WideLayer(nn.Module):
@@ -524,20 +510,8 @@ class Eagle3Drafter(AutoregressiveDrafter):
         return self.norm(a)
 
 
-class Eagle3TwoLayersDrafter(Eagle3Drafter):
-    """EAGLE-3's, with a second, plain layer."""
-
-    layer_count = 2
-
-    def __init__(self, target: Llama, config: DrafterConfig):
-        super().__init__(target, config)
-        self.second = new_layer(self)
-
-    def run(
-        self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
-    ) -> Tensor:
-        x = super().run(embeddings, before, rope, mask, cache)
-        return self.second(x, rope, mask, cache, 1)
+class Eagle3TwoLayersDrafter(WithSecondLayer, Eagle3Drafter):
+    """EAGLE-3's, with as many layers of attention as the paper's SA and CA."""
 
 
 # --- The autoregressive family while drafting ---

@@ -68,7 +68,6 @@ from plumbing.journal import Journal, find_run, lock_folder, read_log
 from plumbing.processes import say
 from train import (
     Example,
-    Losses,
     collate,
     count_trained,
     draw_batches,
@@ -120,57 +119,51 @@ def make_lesson(drafter: Drafter, batch: Example) -> Lesson:
     return Lesson(reading, trained, logits.log_softmax(-1, dtype=torch.float32))
 
 
-def losses_of(entrant: Entrant, lesson: Lesson, horizon: Tensor, noise: Tensor) -> Losses:
-    """Return the losses of an arm, summed over trained positions.
+def loss_of(entrant: Entrant, lesson: Lesson, horizon: Tensor, noise: Tensor) -> Tensor:
+    """Return the loss of an arm, summed over trained positions.
 
     horizon (B, T): see train.py. noise (B, T, E): from -1/2 to 1/2.
     """
     if entrant.arm.is_autoregressive:
-        return losses_of_steps(entrant, lesson, noise)
-    arm = entrant.arm
+        return loss_of_steps(entrant, lesson, noise)
     drafter = entrant.drafter
     reading, trained, log_p = lesson
     [(ca_output, features)] = moa_features(drafter, reading, [horizon])
-    log_q = log_distributions(features[trained], drafter)
-    kl = kl_divergence(log_p, log_q)
-    likeliest = cross_entropy_of_likeliest(log_p, log_q)
     smooth_l1 = smooth_l1_loss(features[trained], reading.final[trained])
     if drafter.N > 0:
         entering = reading.states[-1 - drafter.N]  # the states that enter the last N layers
         ca_loss = smooth_l1_loss(ca_output[trained], entering[trained])
         smooth_l1 = (smooth_l1 + ca_loss) / 2
-    return Losses(weighted(arm, kl, likeliest, smooth_l1), kl, smooth_l1)
+    log_q = log_distributions(features[trained], drafter)
+    return weighted_loss(entrant.arm, log_p, log_q, smooth_l1)
 
 
-def losses_of_steps(entrant: Entrant, lesson: Lesson, noise: Tensor) -> Losses:
-    """Return the losses of an autoregressive arm: weighted means over its steps."""
+def loss_of_steps(entrant: Entrant, lesson: Lesson, noise: Tensor) -> Tensor:
+    """Return the loss of an autoregressive arm: a weighted mean over its steps."""
     arm = entrant.arm
     drafter = entrant.drafter
     reading, trained, log_p = lesson
-    outputs = unroll(drafter, reading, arm.steps, arm.noise * noise, arm.detached)
-    kl = 0.0
-    likeliest = 0.0
-    smooth_l1 = 0.0
+    loss = 0.0
     weights = 0.0
+    outputs = unroll(drafter, reading, arm.steps, arm.noise * noise, arm.detached)
     for step, a in enumerate(outputs):
         # Query i is in a draft whose root is token i - step, which must be in an answer, too.
         with_root = trained & F.pad(trained, (step, 0))[:, :trained.shape[1]]
-        weight = arm.step_weight**step
-        some_log_p = log_p[with_root[trained]]
         features = drafter.feature(a)[with_root]
         log_q = log_distributions(features, drafter)
-        kl = kl + weight * kl_divergence(some_log_p, log_q)
-        likeliest = likeliest + weight * cross_entropy_of_likeliest(some_log_p, log_q)
-        smooth_l1 = smooth_l1 + weight * smooth_l1_loss(features, reading.final[with_root])
+        smooth_l1 = smooth_l1_loss(features, reading.final[with_root])
+        weight = arm.step_weight**step
+        loss = loss + weight * weighted_loss(arm, log_p[with_root[trained]], log_q, smooth_l1)
         weights += weight
-    loss = weighted(arm, kl, likeliest, smooth_l1) / weights
-    return Losses(loss, kl / weights, smooth_l1 / weights)
+    return loss / weights
 
 
-def weighted(arm: Arm, kl: Tensor, likeliest: Tensor, smooth_l1: Tensor) -> Tensor:
-    """Return the sum of an arm's losses, each with its weight."""
-    of_tokens = arm.kl_weight * kl + arm.likeliest_weight * likeliest
-    return of_tokens + arm.feature_weight * smooth_l1
+def weighted_loss(arm: Arm, log_p: Tensor, log_q: Tensor, smooth_l1: Tensor) -> Tensor:
+    """Return the weighted sum of an arm's losses. log_p, log_q (n, V')"""
+    loss = arm.kl_weight * kl_divergence(log_p, log_q) + arm.feature_weight * smooth_l1
+    if arm.likeliest_weight > 0:
+        loss = loss + arm.likeliest_weight * cross_entropy_of_likeliest(log_p, log_q)
+    return loss
 
 
 def log_distributions(features: Tensor, drafter: Drafter) -> Tensor:
@@ -259,7 +252,7 @@ def make_update(
             noise = draw_noise(lesson.reading.final, config.seed, update, first)
             for entrant in entrants:
                 horizon = micro_batch[entrant.arm.run_length].horizon
-                loss = losses_of(entrant, lesson, horizon, noise).loss / total
+                loss = loss_of(entrant, lesson, horizon, noise) / total
                 loss.backward()
                 losses[entrant.name] += loss.detach()
     for entrant in entrants:

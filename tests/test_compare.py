@@ -36,7 +36,7 @@ from experiments.arms import (
     read,
     unroll,
 )
-from experiments.compare import Entrant, losses_of, losses_of_steps, make_lesson, make_update
+from experiments.compare import Entrant, loss_of, loss_of_steps, make_lesson, make_update
 from llama import GenerationConfig, Llama, Sampling
 from moa import Draft, Drafter, DraftLimits, kv_hidden_size
 from plumbing.conversations import Conversations, hold_out
@@ -236,7 +236,7 @@ def test_a_step_is_trained_where_query_and_root_are_in_an_answer_and_weighs_less
     answers = torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 0]]).bool()
     pairs = [[2, 3, 4, 8, 9], [3, 4, 9], [4]]  # queries of each step
     lesson = make_lesson(drafter, Example(tokens, answers, answers))
-    losses = losses_of_steps(entrant, lesson, torch.zeros(1, 12, 16))
+    loss = loss_of_steps(entrant, lesson, torch.zeros(1, 12, 16))
     kl = smooth_l1 = 0.0
     for step, a in enumerate(unroll(drafter, lesson.reading, 3)):
         for i in pairs[step]:
@@ -247,7 +247,7 @@ def test_a_step_is_trained_where_query_and_root_are_in_an_answer_and_weighs_less
             kl += 0.8**step * (p * (p / q).log()).sum() / (1 + 0.8 + 0.64)
             distance = torch.nn.functional.smooth_l1_loss(feature, final)
             smooth_l1 += 0.8**step * distance / (1 + 0.8 + 0.64)
-    close(torch.stack(losses), torch.stack([0.1 * kl + 0.5 * smooth_l1, kl, smooth_l1]))
+    close(loss, 0.1 * kl + 0.5 * smooth_l1)
 
 
 def likeliest_terms(final: torch.Tensor, log_q: torch.Tensor, target: Llama) -> torch.Tensor:
@@ -275,7 +275,7 @@ def test_hass_weighs_all_steps_alike_and_learns_the_ten_likeliest_tokens_once_mo
             expected += 0.1 * (p * (p.log() - log_q)).sum()
             expected += likeliest_terms(final, log_q, target)
             expected += torch.nn.functional.smooth_l1_loss(a[0, i], final)
-    close(losses_of_steps(entrant, lesson, torch.zeros(1, 4, 16)).loss, expected / 3)
+    close(loss_of_steps(entrant, lesson, torch.zeros(1, 4, 16)), expected / 3)
 
 
 @torch.no_grad()
@@ -288,7 +288,7 @@ def test_the_papers_drafter_too_can_learn_the_likeliest_tokens_once_more(target,
     losses = []
     for name in ("full", "full-hass-loss"):
         entrant = Entrant(name, ARMS[name], drafter, 0.1, Optimizers())
-        losses.append(losses_of(entrant, lesson, horizon, torch.zeros(1, 4, 16)).loss)
+        losses.append(loss_of(entrant, lesson, horizon, torch.zeros(1, 4, 16)))
     [(_, features)] = moa_features(drafter, lesson.reading, [horizon])
     expected = 0.0
     for i in range(3):
