@@ -10,7 +10,7 @@ Why both? How many drafted tokens are accepted depends on p and q alone, and KL 
 Smooth L1 says of each of the E numbers in h' how it should change, which a comparison of
 distributions says only indirectly, and it keeps h' in the space that the frozen LM head reads.
 (With our toy target, Smooth L1 raised the acceptance length by 0.3% in greedy chains, which may be
-chance, and by 4% in sampled trees: experiments/results/README.md.)
+chance, and by 4% in sampled trees: experiments/results/figures.md.)
 
 EAGLE's drafter is trained on the target's true hidden states, but drafts from its own guesses of
 the newest ones. The paper calls that *off-policy*: the policy is the drafter itself. Here CA

@@ -4,30 +4,32 @@
     full-unmasked               the same, but in training every query sees the memory of all earlier
                                 tokens
     full-one-run                the same, but in training a whole answer is one mock cycle
+    full-kl-1                   the same, with KL at weight 1 in place of 0.1
     full-hass-loss              the same, and learns the target's ten likeliest tokens once more, as
                                 `hass` does
     last-layer                  the memory is made of the target's last layer alone
     glide                       the paper's drafter with GLIDE's reading (Du et al. 2024): it
                                 attends to the keys and values of the target's last layer as they
                                 are
-    glide-one-layer             the same in GLIDE's shape, one layer: both attentions, then one MLP
     no-memory                   SA and a plain layer, which see tokens only: the control
-    one-layer                   SA alone: a control with as few layers as EAGLE's
     eagle                       EAGLE's (Li et al. 2024a): reads the target's last hidden state of
                                 the token before each, or its own prediction of that state
-    eagle-two-layers            the same, with as many layers of attention as the paper's
-    eagle-two-layers-on-policy  the same, trained for three steps on its own predictions, as HASS
-                                does
+    eagle-two-layers-on-policy  the same in two layers, trained for three steps on its own
+                                predictions, as HASS does
     hass                        EAGLE's as HASS trains it (Zhang et al. 2024): in three such steps,
                                 and with a loss on the target's ten likeliest tokens
-    hass-two-layers             the same, with as many layers of attention as the paper's
     eagle-3                     EAGLE-3's (Li et al. 2025): reads the states of three layers,
                                 predicts no state of the target's, and is trained for seven steps on
                                 its own outputs
-    eagle-3-two-layers          the same, with as many layers of attention as the paper's
     n-1, n-2, n-4               the paper's drafter, which reuses the target's last N layers
     kl-only                     the paper's drafter without Smooth L1
     smooth-l1-only              the paper's drafter without KL
+
+    ...-one-layer               the paper's, `last-layer` and `glide` without SA's MLP: SA and CA
+                                are then one layer, which is GLIDE's shape. `no-memory` without its
+                                second layer
+    ...-two-layers              EAGLE's, HASS's and EAGLE-3's with a second layer, as many as the
+                                paper's SA and CA
 
 An `Arm` says how a drafter is made, trained and used. Drafters of two families differ in what they
 read of the newest tokens, which the target has not verified yet:
@@ -144,12 +146,16 @@ class PaperDrafter(Drafter):
     a quarter as wide as SA's: again a quarter.
     """
 
+    mlps = 2  # of SA and CA
+
     def __init__(self, target: Llama, config: DrafterConfig):
         width = target.config.hidden_size
         kv_width = kv_hidden_size(target.config)
-        inner = config.self_attention_intermediate_size * kv_width // width  # as in the paper
+        # If SA and CA share one MLP, it is twice as wide as their two would be.
+        of_two = config.cross_attention_intermediate_size * self.mlps // 2
+        inner = of_two * kv_width // width  # as in the paper
         if kv_width >= width:
-            inner = max(1, config.self_attention_intermediate_size // 4)
+            inner = max(1, of_two // 4)
         config = replace(config, layer_self_attention_intermediate_size=inner)
         super().__init__(target, config)
         if kv_width >= width:
@@ -233,13 +239,28 @@ class AttentionAlone(DecoderLayer):
         return x
 
 
-class GlideOneLayerDrafter(GlideDrafter):
-    """GLIDE's reading in GLIDE's shape. SA has no MLP, so that SA and CA together are one layer:
-    self-attention, cross-attention, MLP."""
+class InOneLayer:
+    """Put before a class of the paper's family, this takes SA's MLP away. SA and CA together are
+    then one layer, as GLIDE's: self-attention, cross-attention, MLP. (EAGLE's has one attention.)
+    """
 
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__(target, config)
         self.self_attention = new_layer(self, AttentionAlone)
+
+
+class PaperOneLayerDrafter(InOneLayer, PaperDrafter):
+    """The paper's, in one layer."""
+
+    mlps = 1
+
+
+class LastLayerOneLayerDrafter(InOneLayer, LastLayerDrafter):
+    """A memory of the target's last layer, in one layer."""
+
+
+class GlideOneLayerDrafter(InOneLayer, GlideDrafter):
+    """GLIDE's reading in GLIDE's shape."""
 
 
 # --- The autoregressive family ---
@@ -667,12 +688,15 @@ ARMS = {
     "full": Arm(),
     "full-unmasked": Arm(run_length=(1, 1)),
     "full-one-run": Arm(run_length=(100_000, 100_000)),
+    "full-kl-1": Arm(kl_weight=1.0),
     "full-hass-loss": Arm(likeliest_weight=1.0),
+    "full-one-layer": Arm(PaperOneLayerDrafter),
     "last-layer": Arm(LastLayerDrafter),
+    "last-layer-one-layer": Arm(LastLayerOneLayerDrafter),
     "glide": Arm(GlideDrafter),
     "glide-one-layer": Arm(GlideOneLayerDrafter),
     "no-memory": Arm(NoMemoryDrafter),
-    "one-layer": Arm(OneLayerDrafter),
+    "no-memory-one-layer": Arm(OneLayerDrafter),
     "eagle": Arm(EagleDrafter, noise=0.2),
     "eagle-two-layers": Arm(EagleTwoLayersDrafter, noise=0.2),
     "eagle-two-layers-on-policy": replace(ON_POLICY, kind=EagleTwoLayersDrafter),
@@ -713,9 +737,9 @@ def new_drafter_of(
     )
     with torch.device("meta"):
         # Every parameter that is not in an MLP is there at any width.
-        narrow = count_parameters(arm.kind(target, with_mlps(config, 12)))
-        wide = count_parameters(arm.kind(target, with_mlps(config, 24)))
-    inner = 12 + round(12 * (wanted - narrow) / (wide - narrow))
+        narrow = count_parameters(arm.kind(target, with_mlps(config, 24)))
+        wide = count_parameters(arm.kind(target, with_mlps(config, 48)))
+    inner = 24 + round(24 * (wanted - narrow) / (wide - narrow))
     torch.manual_seed(seed)
     drafter = arm.kind(target, with_mlps(config, max(1, inner))).to(target.device)
     if vocabulary is not None:
@@ -753,6 +777,31 @@ class LimitedHead(nn.Module):
         """Return logits of all tokens, given those of V'."""
         everywhere = logits.new_full((*logits.shape[:-1], self.vocab_size), -math.inf)
         return everywhere.index_copy_(-1, self.vocabulary, logits)
+
+
+class SharpHead(nn.Module):
+    """An LM head whose distributions at temperature 1 are those of another at `temperature`."""
+
+    def __init__(self, head: nn.Module, temperature: float):
+        super().__init__()
+        self.head = head
+        self.weight = head.weight
+        self.temperature = temperature
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden) / self.temperature
+
+
+@contextmanager
+def sharpened(drafter: Drafter, temperature: float) -> Iterator[None]:
+    """Give a drafter the q of a temperature within this block: greedy trees then rank their paths
+    by it."""
+    head = drafter.lm_head
+    drafter.lm_head = SharpHead(head, temperature)
+    try:
+        yield
+    finally:
+        drafter.lm_head = head
 
 
 @dataclass

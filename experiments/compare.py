@@ -50,6 +50,7 @@ from experiments.arms import (
     moa_features,
     new_drafter_of,
     read,
+    sharpened,
     unroll,
 )
 from experiments.batching import Batch
@@ -77,9 +78,14 @@ from train import (
 )
 
 CHAIN = DraftLimits(depth=8)
+TREE = DraftLimits(depth=6, top_k=3, total_tokens=8)  # what speculate.py drafts
+LARGE_TREE = DraftLimits(depth=6, top_k=8, total_tokens=60)  # about the paper's
+# The limits of each kind of trees, and the temperature of the q that ranks their paths. A greedy
+# target always takes its likeliest token, however unsure it is, so a sharper q may rank better.
 TREES = {
-    "tree": DraftLimits(depth=6, top_k=3, total_tokens=8),  # what speculate.py drafts
-    "tree of 60": DraftLimits(depth=6, top_k=8, total_tokens=60),  # about the paper's
+    "tree": (TREE, 1.0),
+    "tree of 60": (LARGE_TREE, 1.0),
+    "sharp tree of 60": (LARGE_TREE, 0.5),
 }
 RATES = (2e-3, 4e-3, 8e-3)
 MAX_GRADIENT_NORM = 1.0  # as in train.py
@@ -447,10 +453,11 @@ class Comparison:
             row = last[entrant.name]
             row["parameters"] = count_parameters(entrant.drafter)
             entrant.drafter.requires_grad_(False)
-            for kind, limits in TREES.items() if prompts else ():
+            for kind, (limits, temperature) in TREES.items() if prompts else ():
                 file = folder / f"{entrant.name}, {kind}.json"
                 if not file.exists():
-                    scores = score_trees(entrant.drafter, limits, prompts, config)
+                    with sharpened(entrant.drafter, temperature):
+                        scores = score_trees(entrant.drafter, limits, prompts, config)
                     with atomic_write(file) as part:
                         part.write_text(json.dumps(scores))
                 row[kind] = read_json(file)
@@ -551,24 +558,28 @@ def parse_arguments() -> Namespace:
     add("--data", nargs="+", required=True, type=path, metavar="FILE", help="conversations")
     add("--prompts", required=True, type=path, metavar="FILE", help="to test on; not in the data")
     add("--out", required=True, type=path, metavar="DIR", help="the same DIR goes on")
-    add("--arms", nargs="+", choices=ARMS, default=list(ARMS)[:15], metavar="ARM",
-        help="of %(choices)s (default: the first 15)")
+    add("--arms", nargs="+", choices=ARMS, default=list(ARMS)[:19], metavar="ARM",
+        help="of %(choices)s (default: the first 19)")
     add("--seeds", nargs="*", type=number(int, 0), default=[0, 1, 2], metavar="N",
         help="of drafters; without a number only learning rates are chosen (default: 0 1 2)")
-    add("--updates", type=positive_int, default=6400, help=default)
+    add("--updates", type=positive_int, metavar="N", default=6400, help=default)
     add("--stages", nargs="*", type=positive_int, metavar="N",
         help="updates after which chains are scored (default: an eighth, a quarter, half, all)")
     add("--lr", type=number(float, 0), help="of all arms (default: each arm's best of three)")
-    add("--batch-size", type=positive_int, default=2, help=f"conversations {default}")
-    add("--micro-batch-size", type=positive_int, default=16, help=f"read at once {default}")
-    add("--seq-len", type=number(int, 16), default=512, help=f"tokens {default}")
+    add("--batch-size", type=positive_int, metavar="N", default=2, help=f"conversations {default}")
+    add("--micro-batch-size", type=positive_int, metavar="N", default=16,
+        help=f"read at once {default}")
+    add("--seq-len", type=number(int, 16), metavar="N", default=512, help=f"tokens {default}")
     add("--mlp", type=positive_int, metavar="WIDTH",
         help="of moa.py's MLPs: sets the size of all arms")
     add("--draft-vocabulary", type=positive_int, metavar="COUNT", help="as in train.py")
-    add("--prompt-count", type=positive_int, default=256, help=f"test prompts {default}")
-    add("--tree-prompts", type=number(int, 0), default=64, help=f"of these with trees {default}")
-    add("--max-new-tokens", type=positive_int, default=96, help=f"of an answer {default}")
-    add("--save-every", type=positive_int, default=200, help=f"updates {default}")
+    add("--prompt-count", type=positive_int, metavar="N", default=256,
+        help=f"test prompts {default}")
+    add("--tree-prompts", type=number(int, 0), metavar="N", default=64,
+        help=f"of these with trees {default}")
+    add("--max-new-tokens", type=positive_int, metavar="N", default=96,
+        help=f"of an answer {default}")
+    add("--save-every", type=positive_int, metavar="N", default=200, help=f"updates {default}")
     add("--time", type=number(int, 0), default=0, metavar="PROMPTS",
         help="also time drafts, on an idle machine")
     add("--json", action="store_true", help="print one JSON object instead of tables")

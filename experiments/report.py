@@ -28,6 +28,7 @@ KINDS = {  # of drafts
     "chain": "chains of 8",
     "tree": "trees of 8",
     "tree of 60": "trees of 60",
+    "sharp tree of 60": "sharp trees of 60",
     "sampled chain": "sampled chains of 8",
 }
 
@@ -204,7 +205,7 @@ def draw(rows: list[Row]) -> str:
     """Draw the differences after the last update as an SVG, a panel for each kind of drafts."""
     first = rows[0]["arm"]
     last = max(row["updates"] for row in rows)
-    kinds = kinds_in(rows)
+    kinds = [kind for kind in kinds_in(rows) if kind != "tree"]  # they differ much as larger ones
     found = {kind: differences(rows, last, kind) for kind in kinds}
     arms = list(found[kinds[0]])
     ends = [0.0]

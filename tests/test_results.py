@@ -1,5 +1,7 @@
 """Claims about the pages of results: they show what the files say."""
+import functools
 import json
+import re
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +17,9 @@ from moa import Drafter, default_config
 
 RESULTS = ROOT / "experiments/results"
 SMOLLM2 = RESULTS / "smollm2"
+PAGE = (RESULTS / "README.md").read_text()
+FIGURES = (RESULTS / "figures.md").read_text()
+FRONT = (ROOT / "README.md").read_text()
 TARGETS = {
     "Llama-3-8B": Config(128256, 4096, 14336, 32, 32, 8, 128),
     "smollm2": Config(49152, 576, 1536, 30, 9, 3, 64),
@@ -33,9 +38,9 @@ def names_its_origin(result: dict) -> bool:
 
 # --- Comparisons: what experiments/compare.py has printed ---
 
-DRAWN = [  # of the toy's arms: fifteen curves would be too many
-    "full", "full-unmasked", "full-one-run", "glide-one-layer", "no-memory", "one-layer", "eagle",
-    "eagle-two-layers", "hass", "eagle-3",
+DRAWN = [  # of the toy's arms: nineteen curves would be too many
+    "full", "full-unmasked", "full-one-run", "full-one-layer", "no-memory", "no-memory-one-layer",
+    "eagle", "eagle-two-layers", "hass", "eagle-3",
 ]
 COMPARISONS = [path.name for path in sorted(RESULTS.glob("*.json")) if "rates" in read(path)]
 
@@ -46,15 +51,14 @@ def test_a_comparison_names_its_command_machine_and_date(name):
 
 
 @pytest.mark.parametrize("name", COMPARISONS)
-def test_the_page_shows_all_tables_of_a_comparison(name, capsys, monkeypatch):
+def test_a_page_shows_all_tables_of_a_comparison(name, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["report.py", str(RESULTS / name)])
     report.main()
     parts = capsys.readouterr().out.strip().split("\n\n")
     tables = [part for part in parts if part.startswith("|")]
     assert tables
-    page = (RESULTS / "README.md").read_text()
     for table in tables:
-        assert table in page
+        assert table in FIGURES
 
 
 @pytest.mark.parametrize("name", COMPARISONS)
@@ -75,25 +79,53 @@ def test_the_curves_of_a_comparison_show_its_file(name, tmp_path):
     assert shipped.read_text() == (tmp_path / "curves.svg").read_text()
 
 
-@pytest.mark.parametrize("name", ["compare_toy_small.json", "compare_toy_fresh.json", "forms.json"])
-def test_the_page_shows_how_small_drafters_earlier_forms_and_fresh_prompts_differ(name):
-    page = (RESULTS / "README.md").read_text()
+@pytest.mark.parametrize("name", ["compare_toy_fresh.json", "forms.json"])
+def test_the_page_shows_how_earlier_forms_and_fresh_prompts_differ(name):
     comparison = read(RESULTS / name)
     assert names_its_origin(comparison)
     for kind in ("chain", "sampled chain"):
         for figure in report.differences(comparison["rows"], 6400, kind).values():
-            assert f"| {report.show(figure, '+z.1f')} |" in page
+            assert f"| {report.show(figure, '+z.1f')} |" in FIGURES
 
 
-@pytest.mark.parametrize("name, updates", [("compare_toy.json", 6400), ("compare_smollm2.json", 720)])
-def test_the_front_page_and_the_claims_show_what_the_comparisons_found(name, updates):
-    rows = read(RESULTS / name)["rows"]
-    front = (ROOT / "README.md").read_text()
-    page = (RESULTS / "README.md").read_text()
-    claims = page[:page.index("How far to trust this")]
-    for figure in report.differences(rows, updates, "chain").values():
-        assert f"| {report.show(figure, '+z.1f')} |" in claims
-        assert f"| {report.show(figure, '+z.1f')} |" in front
+FILES = {  # by what pages call them
+    "toy": "compare_toy.json",
+    "half the size": "compare_toy_small.json",
+    "SmolLM2": "compare_smollm2.json",
+}
+
+
+def table_rows(page: str) -> list[dict[str, str]]:
+    """Return the rows of all tables of a page, as cells by heading."""
+    rows = []
+    for block in page.split("\n\n"):
+        if block.startswith("|"):
+            headings, _, *lines = [line[2:-2].split(" | ") for line in block.strip().split("\n")]
+            rows += [dict(zip(headings, cells)) for cells in lines]
+    return rows
+
+
+@functools.cache
+def difference(target: str, kind: str, arm: str, base: str) -> str:
+    rows = report.rows_of(read(RESULTS / FILES[target])["rows"], [base, arm])
+    update = max(row["updates"] for row in rows)
+    [figure] = report.differences(rows, update, kind).values()
+    return report.show(figure, "+z.1f")
+
+
+@pytest.mark.parametrize("page", [PAGE, FRONT], ids=["the page of results", "the front page"])
+def test_what_a_page_says_of_an_arm_over_another_is_what_their_prompts_give(page):
+    """In a row that names "`A` over `B`", in columns that are headed "toy: chains of 8"."""
+    kinds = {name: kind for kind, name in report.KINDS.items()}
+    checked = 0
+    for row in table_rows(page):
+        pair = re.search(r"`([\w-]+)` over `([\w-]+)`", " ".join(row.values()))
+        for heading, cell in row.items():
+            target, _, name = heading.partition(": ")
+            if pair and target in FILES and name in kinds and cell != "–":
+                assert cell == difference(target, kinds[name], *pair.groups())
+                checked += 1
+    assert checked > 20
 
 
 def test_the_share_of_lsa_is_what_the_page_says():
@@ -114,8 +146,7 @@ def test_the_share_of_lsa_is_what_the_page_says():
         target = Llama(TARGETS["toy"])
     compared = share(new_drafter_of(ARMS["full"], target, None, None, seed=0))
     assert compared == 15
-    page = (RESULTS / "README.md").read_text()
-    assert all(f"{percent}%" in page for percent in (*shares.values(), compared))
+    assert all(f"{percent}%" in FIGURES for percent in (*shares.values(), compared))
 
 
 # --- The page of the default target ---
