@@ -313,11 +313,11 @@ def summarize_intervals(ours: list[dict], bases: list[dict]) -> dict:
     calls = column(ours, "target_calls")
     lengths = column(ours, "acceptance_length")
 
-    def speedup(_: np.ndarray, p: np.ndarray) -> float:
+    def speedup(p: np.ndarray) -> float:
         speed = new_tokens[p].sum() / seconds[p].sum()
         return speed / (base_tokens[p].sum() / base_seconds[p].sum())
 
-    def mean_length(_: np.ndarray, p: np.ndarray) -> float:
+    def mean_length(p: np.ndarray) -> float:
         return (lengths[p] * calls[p]).sum() / max(1, calls[p].sum())
 
     return {

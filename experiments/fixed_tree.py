@@ -134,7 +134,7 @@ def flatten(answers: Answers) -> list[Generation]:
 
 def summarize(name: str, ours: Answers, base: Answers) -> dict:
     """Return a method's row. Intervals are over prompts. `base` has answered the same ones."""
-    def difference(_, prompts: Iterable[int]) -> float:
+    def difference(prompts: Iterable[int]) -> float:
         return length(ours, prompts) - length(base, prompts)
 
     prompts = range(len(ours))
@@ -143,8 +143,8 @@ def summarize(name: str, ours: Answers, base: Answers) -> dict:
     return {
         "method": name,
         "acceptance_length": length(ours, prompts),
-        "acceptance_interval": bootstrap_interval(lambda _, p: length(ours, p), len(ours)),
-        "difference": difference(None, prompts),
+        "acceptance_interval": bootstrap_interval(lambda p: length(ours, p), len(ours)),
+        "difference": difference(prompts),
         "difference_interval": bootstrap_interval(difference, len(ours)),
         "drafted_per_call": sum(answer.drafted for answer in answers) / calls,
         "cpu_ms_per_call": 1e3 * sum(answer.seconds for answer in answers) / calls,

@@ -16,21 +16,37 @@ import numpy as np
 
 DRAWS = 2000
 
-Statistic = Callable[[np.ndarray, np.ndarray], float]  # of seeds (S, 1) and prompts (P), as indices
 
-
-def bootstrap_interval(statistic: Statistic, prompts: int, seeds: int = 1) -> tuple[float, float]:
-    """Return the 95% interval of a statistic over `prompts` prompts and `seeds` seeds.
-
-    statistic(s, p) is computed from the prompts p, which may repeat, of the seeds s. Measurements
-    in an array of shape (seeds, prompts) are picked by array[s, p]. Two drafters that are compared
-    within one statistic are compared on the same prompts, that is, in pairs.
-    """
+def bootstrap_interval(
+    statistic: Callable[[np.ndarray], float], prompts: int
+) -> tuple[float, float]:
+    """Return the 95% interval of a statistic over `prompts` prompts. statistic(p) is computed from
+    prompts (P), given as indices, which may repeat."""
     generator = np.random.default_rng(0)  # the same data give the same interval
     statistics = []
     for _ in range(DRAWS):
-        drawn_seeds = generator.integers(seeds, size=(seeds, 1))
-        drawn_prompts = generator.integers(prompts, size=prompts)
-        statistics.append(statistic(drawn_seeds, drawn_prompts))
+        statistics.append(statistic(generator.integers(prompts, size=prompts)))
+    return middle(statistics)
+
+
+def bootstrap_totals(counts: np.ndarray) -> np.ndarray:
+    """Return the totals of counts (K, S, P) over seeds and prompts, in each drawn sample of these
+    -> (K, DRAWS). Counts of two drafters, among the K, are summed over the same prompts and seeds:
+    that compares them in pairs."""
+    _, seeds, prompts = counts.shape
+    generator = np.random.default_rng(0)
+    of_seeds = []  # how often each one was drawn
+    of_prompts = []
+    for _ in range(DRAWS):
+        drawn = generator.integers(seeds, size=seeds)
+        of_seeds.append(np.bincount(drawn, minlength=seeds))
+        drawn = generator.integers(prompts, size=prompts)
+        of_prompts.append(np.bincount(drawn, minlength=prompts))
+    by_seed = counts @ np.array(of_prompts, dtype=float).T  # (K, S, DRAWS)
+    return (by_seed * np.array(of_seeds).T).sum(axis=1)
+
+
+def middle(statistics: np.ndarray | list[float]) -> tuple[float, float]:
+    """Return between which two numbers the middle 95% lie."""
     low, high = np.percentile(statistics, [2.5, 97.5])
     return float(low), float(high)

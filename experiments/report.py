@@ -18,7 +18,7 @@ from typing import Callable
 import numpy as np
 
 from experiments import curves
-from experiments.intervals import bootstrap_interval
+from experiments.intervals import bootstrap_totals, middle
 from experiments.tables import format_markdown
 from plumbing.errors import InputError, run_command
 from plumbing.files import atomic_write, read_json
@@ -47,24 +47,23 @@ def gather(rows: list[Row], update: int, arm: str, kind: str) -> np.ndarray | No
     return np.array(counts).transpose(1, 0, 2) if counts else None
 
 
-def length(counts: np.ndarray) -> float:
-    """The acceptance length, from tokens and passes (2, seeds, prompts)."""
-    return counts[0].sum() / counts[1].sum()
+def length(totals: np.ndarray) -> float | np.ndarray:
+    """The acceptance length, from tokens and passes in total (2), or of many samples (2, DRAWS)."""
+    return totals[0] / totals[1]
 
 
-def difference(counts: np.ndarray) -> float:
+def difference(totals: np.ndarray) -> float | np.ndarray:
     """By how many percent the acceptance length of one arm exceeds that of another, from the tokens
-    and passes of both (4, seeds, prompts)."""
-    return 100 * (length(counts[:2]) / length(counts[2:]) - 1)
+    and passes of both (4), or of many samples (4, DRAWS)."""
+    return 100 * (length(totals[:2]) / length(totals[2:]) - 1)
 
 
 def with_interval(
-    statistic: Callable[[np.ndarray], float], counts: np.ndarray
+    statistic: Callable[[np.ndarray], np.ndarray], counts: np.ndarray
 ) -> tuple[float, float, float]:
     """Return a statistic of counts (.., seeds, prompts), and the ends of its 95% interval."""
-    _, seeds, prompts = counts.shape
-    low, high = bootstrap_interval(lambda s, p: statistic(counts[:, s, p]), prompts, seeds)
-    return statistic(counts), low, high
+    low, high = middle(statistic(bootstrap_totals(counts)))
+    return statistic(counts.sum(axis=(1, 2))), low, high
 
 
 def differences(rows: list[Row], update: int, kind: str) -> dict[str, tuple[float, float, float]]:
@@ -264,7 +263,9 @@ def draw_curves(rows: list[Row], picture: Path) -> None:
         shares = by_depth(rows, stages[-1], arm)
         lowest = min(lowest, shares.min())
         of_depths.append(list(enumerate(shares, 1)))
-        lengths = [length(gather(rows, stage, arm, "chain")) for stage in stages]
+        lengths = []
+        for stage in stages:
+            lengths.append(length(gather(rows, stage, arm, "chain").sum(axis=(1, 2))))
         of_updates.append(list(zip(stages, lengths)))
     title = "right, after the text's own tokens"
     panels = [
