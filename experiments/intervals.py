@@ -10,6 +10,7 @@ With three seeds that is coarse: it can only repeat the three.
 """
 from __future__ import annotations
 
+import functools
 from typing import Callable
 
 import numpy as np
@@ -33,17 +34,23 @@ def bootstrap_totals(counts: np.ndarray) -> np.ndarray:
     """Return the totals of counts (K, S, P) over seeds and prompts, in each drawn sample of these
     -> (K, DRAWS). Counts of two drafters, among the K, are summed over the same prompts and seeds:
     that compares them in pairs."""
-    _, seeds, prompts = counts.shape
+    of_seeds, of_prompts = draw_samples(*counts.shape[1:], DRAWS)
+    by_seed = counts @ of_prompts.T  # (K, S, DRAWS)
+    return (by_seed * of_seeds.T).sum(axis=1)
+
+
+@functools.cache
+def draw_samples(seeds: int, prompts: int, draws: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return how often each seed (DRAWS, S) and each prompt (DRAWS, P) is drawn in each sample."""
     generator = np.random.default_rng(0)
-    of_seeds = []  # how often each one was drawn
+    of_seeds = []
     of_prompts = []
-    for _ in range(DRAWS):
+    for _ in range(draws):
         drawn = generator.integers(seeds, size=seeds)
         of_seeds.append(np.bincount(drawn, minlength=seeds))
         drawn = generator.integers(prompts, size=prompts)
         of_prompts.append(np.bincount(drawn, minlength=prompts))
-    by_seed = counts @ np.array(of_prompts, dtype=float).T  # (K, S, DRAWS)
-    return (by_seed * np.array(of_seeds).T).sum(axis=1)
+    return np.array(of_seeds, dtype=float), np.array(of_prompts, dtype=float)
 
 
 def middle(statistics: np.ndarray | list[float]) -> tuple[float, float]:

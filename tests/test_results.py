@@ -27,6 +27,7 @@ TARGETS = {
 }
 
 
+@functools.cache
 def read(path: Path) -> dict:
     return json.loads(path.read_text())
 
