@@ -7,7 +7,9 @@
     full-kl-1                   the same, with KL at weight 1 in place of 0.1
     full-hass-loss              the same, and learns the target's ten likeliest tokens once more, as
                                 `hass` does
-    last-layer                  the memory is made of the target's last layer alone
+    last-layer                  the memory is made of the target's last layer alone, without LSA
+    last-layer-lsa              the same, but by LSA, in the paper's drafter: it gets the last layer
+                                in the place of every layer
     glide                       the paper's drafter with GLIDE's reading (Du et al. 2024): it
                                 attends to the keys and values of the target's last layer as they
                                 are
@@ -188,6 +190,18 @@ class LastLayerDrafter(Drafter):
     def build_memory(self, pieces: Iterable[Tensor]) -> Tensor:
         last = [kv[:, :, -1] for kv in pieces]
         return self.Ekv2E(torch.cat(last, dim=1).to(self.dtype))
+
+
+class LastLayerLsaDrafter(PaperDrafter):
+    """The paper's drafter, to which every layer of the target looks like its last. It has the
+    parameters of `full`, LSA's included, so that what differs is what the other layers tell."""
+
+    def build_memory(self, pieces: Iterable[Tensor]) -> Tensor:
+        last_only = []
+        for kv in pieces:
+            last = kv[:, :, -1:]  # (B, T, 1, 2 Ekv)
+            last_only.append(last.expand_as(kv))
+        return super().build_memory(last_only)
 
 
 class DirectCrossAttention(CrossAttentionLayer):
@@ -690,8 +704,10 @@ ARMS = {
     "full-one-run": Arm(run_length=(100_000, 100_000)),
     "full-kl-1": Arm(kl_weight=1.0),
     "full-hass-loss": Arm(likeliest_weight=1.0),
+    "n-1": Arm(tli=1),
     "full-one-layer": Arm(PaperOneLayerDrafter),
     "last-layer": Arm(LastLayerDrafter),
+    "last-layer-lsa": Arm(LastLayerLsaDrafter),
     "last-layer-one-layer": Arm(LastLayerOneLayerDrafter),
     "glide": Arm(GlideDrafter),
     "glide-one-layer": Arm(GlideOneLayerDrafter),
@@ -704,7 +720,6 @@ ARMS = {
     "hass-two-layers": replace(ON_POLICY, kind=EagleTwoLayersDrafter, likeliest_weight=1.0),
     "eagle-3": Arm(Eagle3Drafter, feature_weight=0.0, steps=7),
     "eagle-3-two-layers": Arm(Eagle3TwoLayersDrafter, feature_weight=0.0, steps=7),
-    "n-1": Arm(tli=1),
     "n-2": Arm(tli=2),
     "n-4": Arm(tli=4),
     "kl-only": Arm(feature_weight=0.0),

@@ -558,8 +558,8 @@ def parse_arguments() -> Namespace:
     add("--data", nargs="+", required=True, type=path, metavar="FILE", help="conversations")
     add("--prompts", required=True, type=path, metavar="FILE", help="to test on; not in the data")
     add("--out", required=True, type=path, metavar="DIR", help="the same DIR goes on")
-    add("--arms", nargs="+", choices=ARMS, default=list(ARMS)[:18], metavar="ARM",
-        help="of %(choices)s (default: the first 18)")
+    add("--arms", nargs="+", choices=ARMS, default=list(ARMS)[:20], metavar="ARM",
+        help="of %(choices)s (default: the first 20)")
     add("--seeds", nargs="*", type=number(int, 0), default=[0, 1, 2], metavar="N",
         help="of drafters; without a number only learning rates are chosen (default: 0 1 2)")
     add("--updates", type=positive_int, metavar="N", default=6400, help=default)

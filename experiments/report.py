@@ -8,17 +8,20 @@
 A row of such a file is an arm after some updates, with one seed of drafters. It has the tokens and
 the passes of every prompt, so that everything else follows: acceptance lengths, by how many percent
 they differ from those of the first arm, and 95% intervals over prompts and seeds. Two arms are
-compared on the same prompts and seeds, that is, in pairs.
+compared on the same prompts and seeds, that is, in pairs. Files of the same drafters with other
+prompts, as compare_toy.json and compare_toy_fresh.json, are read as one with all their prompts.
 """
 from __future__ import annotations
 
+import copy
+import itertools
 from pathlib import Path
 from typing import Callable
 
 import numpy as np
 
 from experiments import curves
-from experiments.intervals import bootstrap_totals, middle
+from experiments.intervals import interval_over_seeds_and_prompts
 from experiments.tables import format_markdown
 from plumbing.errors import InputError, run_command
 from plumbing.files import atomic_write, read_json
@@ -38,13 +41,13 @@ Row = dict
 # --- Statistics ---
 
 
-def gather(rows: list[Row], update: int, arm: str, kind: str) -> np.ndarray | None:
-    """Return tokens and passes of an arm after some updates, (2, seeds, prompts), or None."""
-    counts = []  # of each seed
-    for row in sorted(rows, key=lambda row: row["seed"]):
+def gather(rows: list[Row], update: int, arm: str, kind: str) -> dict[int, np.ndarray]:
+    """Return the tokens and passes of an arm after some updates, (2, prompts), by seed."""
+    counts = {}
+    for row in rows:
         if (row["updates"], row["arm"]) == (update, arm) and kind in row:
-            counts.append([row[kind]["tokens"], row[kind]["passes"]])
-    return np.array(counts).transpose(1, 0, 2) if counts else None
+            counts[row["seed"]] = np.array([row[kind]["tokens"], row[kind]["passes"]])
+    return counts
 
 
 def length(totals: np.ndarray) -> float | np.ndarray:
@@ -59,10 +62,16 @@ def difference(totals: np.ndarray) -> float | np.ndarray:
 
 
 def with_interval(
-    statistic: Callable[[np.ndarray], np.ndarray], counts: np.ndarray
+    statistic: Callable[[np.ndarray], np.ndarray], *arms: dict[int, np.ndarray]
 ) -> tuple[float, float, float]:
-    """Return a statistic of counts (.., seeds, prompts), and the ends of its 95% interval."""
-    low, high = middle(statistic(bootstrap_totals(counts)))
+    """Return a statistic of the counts of one arm or of two, from `gather`, and the ends of its 95%
+    interval. It is computed of the seeds that both have."""
+    seeds = sorted(set.intersection(*map(set, arms)))
+    counts = []
+    for seed in seeds:
+        counts.append(np.concatenate([arm[seed] for arm in arms]))  # (2 or 4, prompts)
+    counts = np.stack(counts, axis=1)  # (2 or 4, seeds, prompts)
+    low, high = interval_over_seeds_and_prompts(statistic, counts)
     return statistic(counts.sum(axis=(1, 2))), low, high
 
 
@@ -70,12 +79,12 @@ def differences(rows: list[Row], update: int, kind: str) -> dict[str, tuple[floa
     """Return for each arm but the first by how many percent it differs from that one, with the
     interval."""
     first, *others = dict.fromkeys(row["arm"] for row in rows)
-    first_counts = gather(rows, update, first, kind)
+    of_first = gather(rows, update, first, kind)
     found = {}
     for arm in others:
-        counts = gather(rows, update, arm, kind)
-        if first_counts is not None and counts is not None:
-            found[arm] = with_interval(difference, np.concatenate([counts, first_counts]))
+        of_arm = gather(rows, update, arm, kind)
+        if of_arm.keys() & of_first.keys():
+            found[arm] = with_interval(difference, of_arm, of_first)
     return found
 
 
@@ -100,6 +109,20 @@ def rows_of(rows: list[Row], arms: list[str]) -> list[Row]:
     return chosen
 
 
+def pool(files: list[list[Row]]) -> list[Row]:
+    """Return the rows of the first file, with the prompts that other files have of the same arm,
+    seed and updates, for each kind of drafts. (What is right at each depth stays the first
+    file's.)"""
+    first, *others = files
+    pooled = {(row["arm"], row["seed"], row["updates"]): copy.deepcopy(row) for row in first}
+    for row in itertools.chain.from_iterable(others):
+        ours = pooled[row["arm"], row["seed"], row["updates"]]
+        for kind in KINDS.keys() & row.keys():
+            ours[kind]["tokens"] += row[kind]["tokens"]
+            ours[kind]["passes"] += row[kind]["passes"]
+    return list(pooled.values())
+
+
 def kinds_in(rows: list[Row]) -> list[str]:
     """Return the kinds of drafts that were scored."""
     scored = set().union(*rows)
@@ -120,8 +143,9 @@ def print_tables(rows: list[Row]) -> None:
     seeds = {row["seed"] for row in rows}
     kinds = kinds_in(rows)
     last = stages[-1]
-    prompts = len(rows[0]["chain"]["tokens"])
-    tree_prompts = [len(row["tree"]["tokens"]) for row in rows if "tree" in row]
+    final = [row for row in rows if row["updates"] == last]
+    prompts = len(final[0]["chain"]["tokens"])
+    tree_prompts = [len(row["tree"]["tokens"]) for row in final if "tree" in row]
     fewer = ""
     if tree_prompts and tree_prompts[0] < prompts:
         fewer = f" (trees: {tree_prompts[0]})"
@@ -160,11 +184,14 @@ def print_differences(headings: list[str], columns: list[dict]) -> None:
 
 
 def print_seeds(rows: list[Row], arms: list[str], update: int) -> None:
+    seeds = sorted({row["seed"] for row in rows})
     table = []
     for arm in arms:
-        tokens, passes = gather(rows, update, arm, "chain").sum(axis=-1)  # (seeds) each
-        table.append([arm, *[f"{value:.2f}" for value in tokens / passes]])
-    seeds = sorted({row["seed"] for row in rows})
+        counts = gather(rows, update, arm, "chain")
+        cells = [arm]
+        for seed in seeds:
+            cells.append(f"{length(counts[seed].sum(axis=1)):.2f}" if seed in counts else "–")
+        table.append(cells)
     print(f"\nAcceptance lengths of {KINDS['chain']}, seed by seed.\n")
     print(format_markdown(["", *map(str, seeds)], table))
 
@@ -266,7 +293,8 @@ def draw_curves(rows: list[Row], picture: Path) -> None:
         of_depths.append(list(enumerate(shares, 1)))
         lengths = []
         for stage in stages:
-            lengths.append(length(gather(rows, stage, arm, "chain").sum(axis=(1, 2))))
+            counts = sum(gather(rows, stage, arm, "chain").values())  # over seeds, (2, prompts)
+            lengths.append(length(counts.sum(axis=1)))
         of_updates.append(list(zip(stages, lengths)))
     title = "right, after the text's own tokens"
     panels = [
@@ -279,21 +307,27 @@ def draw_curves(rows: list[Row], picture: Path) -> None:
 # --- The command line ---
 
 
+def read_rows(file: Path) -> list[Row]:
+    rows = read_json(file).get("rows", [])
+    if not rows or "arm" not in rows[0]:
+        raise InputError(f"{file}: not printed by experiments.compare --json")
+    return rows
+
+
 def main() -> None:
     parser = Parser(
         prog="python -m experiments.report",
         description="Print the tables of a comparison, or draw it.",
     )
-    parser.add_argument("file", type=path, metavar="FILE", help="what compare --json has printed")
+    parser.add_argument("files", type=path, nargs="+", metavar="FILE",
+        help="what compare --json has printed; of several, the prompts are pooled")
     parser.add_argument("--arms", nargs="+", metavar="ARM",
         help="only these, compared with the first of them (default: all)")
     parser.add_argument("--figure", type=path, metavar="OUT", help="draw an SVG instead")
     parser.add_argument("--curves", type=path, metavar="OUT", help="by depth and by updates")
     args = parser.parse_args()
-    result = read_json(args.file)
-    rows = result.get("rows", [])
-    if not rows or "arm" not in rows[0]:
-        raise InputError(f"{args.file}: not printed by experiments.compare --json")
+    files = [read_rows(file) for file in args.files]
+    rows = pool(files)
     if args.arms is not None:
         rows = rows_of(rows, args.arms)
     if args.figure is not None:
@@ -303,8 +337,9 @@ def main() -> None:
         draw_curves(rows, args.curves)
     else:
         print_tables(rows)
-        if "times" in result:  # measured apart from the training, on another machine
-            print_times(result["times"]["rows"])
+        times = read_json(args.files[0]).get("times")
+        if times is not None:  # measured apart from the training, on another machine
+            print_times(times["rows"])
 
 
 if __name__ == "__main__":

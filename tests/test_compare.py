@@ -7,6 +7,7 @@ import xml.etree.ElementTree
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import close
@@ -479,6 +480,54 @@ def test_its_help_fits_a_screen(capsys, monkeypatch):
 # --- The report ---
 
 
+@pytest.mark.parametrize("of_prompts, of_seeds", [(1.0, 0.02), (1.0, 0.1), (0.1, 0.5)],
+    ids=["prompts differ most", "both matter", "seeds differ most"])
+def test_intervals_of_three_seeds_contain_the_truth_as_often_as_they_say(of_prompts, of_seeds):
+    """Made-up experiments on 80 prompts, whose true mean is 0."""
+    generator = np.random.default_rng(1)
+    experiments = 400
+    hits = 0
+    for _ in range(experiments):
+        prompts = generator.normal(scale=of_prompts, size=80)
+        seeds = generator.normal(scale=of_seeds, size=(3, 1))
+        values = prompts + seeds + generator.normal(scale=0.1, size=(3, 80))
+        counts = np.stack([values, np.ones_like(values)])
+        low, high = intervals.interval_over_seeds_and_prompts(report.length, counts)
+        hits += low < 0 < high
+    assert 0.93 < hits / experiments < 0.99
+
+
+def test_one_seed_gives_an_interval_over_prompts_alone():
+    counts = np.stack([np.arange(40.0), np.ones(40)])  # (2, prompts)
+    one = intervals.interval_over_seeds_and_prompts(report.length, counts[:, None])
+    three = intervals.interval_over_seeds_and_prompts(report.length, np.stack([counts] * 3, axis=1))
+    assert one == pytest.approx(three)  # seeds that do not differ
+    assert 15 < one[0] < 19.5 < one[1] < 24
+
+
+def test_files_of_the_same_drafters_are_read_as_one_with_all_their_prompts(
+        capsys, monkeypatch, tmp_path):
+    fresh = []
+    for arm in ("full", "eagle"):
+        for seed in (0, 1):
+            chain = {"tokens": [8], "passes": [2]}
+            fresh.append({"updates": 20, "arm": arm, "seed": seed, "chain": chain})
+    files = [write(tmp_path / "a.json", {"rows": made_up_rows()})]
+    files.append(write(tmp_path / "b.json", {"rows": fresh}))
+    monkeypatch.setattr(sys, "argv", ["report.py", *map(str, files)])
+    report.main()
+    out = capsys.readouterr().out
+    assert "; 6 prompts (trees: 5), seeds" in out
+    assert "| full | 2.52 | 2.12 |" in out  # 68 tokens in 27 and 32 passes
+
+
+def test_arms_are_compared_by_the_seeds_that_both_have(capsys):
+    rows = [row for row in made_up_rows() if (row["arm"], row["seed"]) != ("eagle", 1)]
+    assert report.differences(rows, 20, "tree") == {"eagle": pytest.approx((100.0, 100.0, 100.0))}
+    report.print_tables(rows)
+    assert "| eagle | 4.80 | – |" in capsys.readouterr().out
+
+
 def made_up_rows() -> list[dict]:
     """Two arms, two seeds, five prompts. The second arm always takes half the passes."""
     rows = []
@@ -498,8 +547,8 @@ def test_twice_the_tokens_of_a_pass_on_every_prompt_are_100_percent_more_for_sur
     monkeypatch.setattr(intervals, "DRAWS", 200)
     rows = made_up_rows()
     assert report.differences(rows, 20, "tree") == {"eagle": pytest.approx((100.0, 100.0, 100.0))}
-    counts = report.gather(rows, 20, "full", "tree")
-    value, low, high = report.with_interval(report.length, counts)
+    of_full = report.gather(rows, 20, "full", "tree")
+    value, low, high = report.with_interval(report.length, of_full)
     assert value == pytest.approx(120 / 55)  # 60 tokens twice, 25 and 30 passes
     assert low < value - 0.1 and high > value + 0.1
     report.print_tables(rows)

@@ -19,6 +19,7 @@ RESULTS = ROOT / "experiments/results"
 SMOLLM2 = RESULTS / "smollm2"
 PAGE = (RESULTS / "README.md").read_text()
 FIGURES = (RESULTS / "figures.md").read_text()
+COMPARING = (ROOT / "experiments/comparing.md").read_text()
 FRONT = (ROOT / "README.md").read_text()
 TARGETS = {
     "Llama-3-8B": Config(128256, 4096, 14336, 32, 32, 8, 128),
@@ -43,17 +44,31 @@ DRAWN = [  # of the toy's arms: eighteen curves would be too many
     "full", "full-unmasked", "full-one-run", "full-one-layer", "no-memory", "no-memory-one-layer",
     "eagle", "eagle-two-layers", "hass", "eagle-3",
 ]
-COMPARISONS = [path.name for path in sorted(RESULTS.glob("*.json")) if "rates" in read(path)]
+FILES = {  # what pages call them
+    "toy": ("compare_toy.json", "compare_toy_fresh.json"),  # together
+    "test prompts": ("compare_toy.json",),
+    "fresh prompts": ("compare_toy_fresh.json",),
+    "half the size": ("compare_toy_small.json",),
+    "SmolLM2": ("compare_smollm2.json",),
+    "earlier forms": ("forms.json",),
+}
+COMPARISONS = ["toy", "SmolLM2"]  # with a picture and all tables
 
 
-@pytest.mark.parametrize("name", COMPARISONS)
+@functools.cache
+def rows_of_files(name: str) -> list[dict]:
+    return report.pool([read(RESULTS / file)["rows"] for file in FILES[name]])
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in RESULTS.glob("*.json")))
 def test_a_comparison_names_its_command_machine_and_date(name):
     assert names_its_origin(read(RESULTS / name))
 
 
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_a_page_shows_all_tables_of_a_comparison(name, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["report.py", str(RESULTS / name)])
+    files = [str(RESULTS / file) for file in FILES[name]]
+    monkeypatch.setattr(sys, "argv", ["report.py", *files])
     report.main()
     parts = capsys.readouterr().out.strip().split("\n\n")
     tables = [part for part in parts if part.startswith("|")]
@@ -63,52 +78,46 @@ def test_a_page_shows_all_tables_of_a_comparison(name, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", COMPARISONS)
-def test_the_picture_of_a_comparison_shows_its_file(name):
-    path = RESULTS / name
-    picture = path.with_suffix(".svg").read_text()
-    assert picture == report.draw(read(path)["rows"])
+def test_the_picture_of_a_comparison_shows_its_files(name):
+    picture = (RESULTS / f"compare_{name.lower()}.svg").read_text()
+    assert picture == report.draw(rows_of_files(name))
     assert ">0</text>" in picture  # where the paper's drafter is
 
 
-@pytest.mark.parametrize("name", COMPARISONS)
+@pytest.mark.parametrize("name", ["test prompts", "SmolLM2"])
 def test_the_curves_of_a_comparison_show_its_file(name, tmp_path):
-    rows = read(RESULTS / name)["rows"]
-    if name == "compare_toy.json":
+    rows = rows_of_files(name)
+    picture = RESULTS / "curves_smollm2.svg"
+    if name == "test prompts":
         rows = report.rows_of(rows, DRAWN)
+        picture = RESULTS / "curves_toy.svg"
     report.draw_curves(rows, tmp_path / "curves.svg")
-    shipped = RESULTS / name.replace("compare_", "curves_").replace(".json", ".svg")
-    assert shipped.read_text() == (tmp_path / "curves.svg").read_text()
-
-
-@pytest.mark.parametrize("name", ["compare_toy_fresh.json", "compare_toy_small.json", "forms.json"])
-def test_smaller_comparisons_name_their_origin_too(name):
-    assert names_its_origin(read(RESULTS / name))
+    assert picture.read_text() == (tmp_path / "curves.svg").read_text()
 
 
 @functools.cache
 def difference(name: str, kind: str, arm: str, base: str, update: int | None = None) -> str:
     """Return, as pages print it, by how many percent an arm's drafts exceed another's."""
-    rows = report.rows_of(read(RESULTS / name)["rows"], [base, arm])
+    rows = report.rows_of(rows_of_files(name), [base, arm])
     last = max(row["updates"] for row in rows)
     [figure] = report.differences(rows, update or last, kind).values()
     return report.show(figure, "+z.1f")
 
 
-def test_the_page_shows_how_earlier_forms_differ():
-    forms = {row["arm"] for row in read(RESULTS / "forms.json")["rows"]} - {"full"}
-    for form in forms:
-        cells = [difference("forms.json", "chain", form, "full", 800)]
-        for kind in ("chain", "sampled chain"):
-            cells.append(difference("forms.json", kind, form, "full"))
-        assert f"| {form} | {' | '.join(cells)} |" in FIGURES
+def test_the_page_shows_how_earlier_forms_differ_in_each_of_two_trainings():
+    rows = rows_of_files("earlier forms")
+    for form in {row["arm"] for row in rows} - {"full"}:
+        cells = []
+        for kind, update in (("chain", 800), ("chain", 6400), ("sampled chain", 6400)):
+            of_seeds = []
+            for seed in (0, 1):
+                of_seed = report.rows_of([row for row in rows if row["seed"] == seed], ["full", form])
+                (value, _, _), = report.differences(of_seed, update, kind).values()
+                of_seeds.append(f"{value:+z.1f}")
+            cells.append(", ".join(of_seeds))
+        assert f"| {form} | {' | '.join(cells)} |" in COMPARING
 
 
-FILES = {  # by what pages call them
-    "toy": "compare_toy.json",
-    "fresh prompts": "compare_toy_fresh.json",
-    "half the size": "compare_toy_small.json",
-    "SmolLM2": "compare_smollm2.json",
-}
 KINDS = {name: kind for kind, name in report.KINDS.items()}
 
 
@@ -137,10 +146,10 @@ def wanted_cells(row: dict[str, str]) -> dict[str, str]:
             kind = KINDS.get(heading, "chain")
             update = int(heading) if heading.isdigit() else None
             arm = row[first].strip("`")
-            cells[heading] = difference(FILES[of_base[1]], kind, arm, of_base[2], update)
+            cells[heading] = difference(of_base[1], kind, arm, of_base[2], update)
         target, _, name = heading.partition(": ")
-        if pair is not None and name in KINDS and row[heading] != "–":
-            cells[heading] = difference(FILES[target], KINDS[name], *pair.groups())
+        if pair is not None and target in FILES and name in KINDS and row[heading] != "–":
+            cells[heading] = difference(target, KINDS[name], *pair.groups())
     return cells
 
 
@@ -173,7 +182,7 @@ def test_the_share_of_lsa_is_what_the_page_says():
         target = Llama(TARGETS["toy"])
     compared = share(new_drafter_of(ARMS["full"], target, None, None, seed=0))
     assert compared == 15
-    assert all(f"{percent}%" in FIGURES for percent in (*shares.values(), compared))
+    assert all(f"{percent}%" in COMPARING for percent in (*shares.values(), compared))
 
 
 # --- The page of the default target ---
