@@ -26,6 +26,7 @@ from app.loading import load_drafter, load_model, make_ready, save_drafter  # no
 from experiments.toy import library_functions  # noqa: E402
 from llama import Llama  # noqa: E402
 from moa import Drafter  # noqa: E402
+from plumbing.devices import DTYPES, choose_dtype  # noqa: E402
 from plumbing.errors import InputError  # noqa: E402
 from plumbing.hub import SHIPPED_DRAFTERS  # noqa: E402
 from plumbing.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
@@ -62,6 +63,17 @@ def smollm2() -> tuple[Llama, Tokenizer]:
 def packed_smollm2(smollm2) -> tuple[Llama, Drafter]:
     """The default target and its drafter, packed, as speculate.py packs them."""
     target = deepcopy(smollm2[0])
+    drafter = load_drafter(SHIPPED_DRAFTERS["smollm2"], target)
+    return make_ready(target, [drafter]), drafter
+
+
+@pytest.fixture(scope="session")
+def ready_smollm2(packed_smollm2) -> tuple[Llama, Drafter]:
+    """The same in the type in which it is computed by default, which a CPU chooses."""
+    dtype = DTYPES[choose_dtype("cpu", None)]
+    if dtype == torch.float32:
+        return packed_smollm2
+    target = load_model("smollm2", "cpu", dtype)
     drafter = load_drafter(SHIPPED_DRAFTERS["smollm2"], target)
     return make_ready(target, [drafter]), drafter
 

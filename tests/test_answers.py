@@ -126,7 +126,7 @@ def test_every_method_drafts_the_same_on_every_run_also_on_a_busy_machine(busy):
             (0.0, 0.8), (CHAIN, TREE), (False, True)
         ):
             result = draft_and_verify(
-                target, drafter, limits, 30, lookup, temperature=temperature, seed=1
+                target, drafter, limits, 16, lookup, temperature=temperature, seed=1
             )
             results.append((result.tokens, result.origins, result.target_calls, result.drafted))
         return results
@@ -187,7 +187,7 @@ QUESTIONS = [
     "Explain in two sentences why the sky is blue.",
     "请用一句话介绍北京。",
     "",
-    "Summarise this: " + "The river rose, the bridge held, and the town slept on. " * 12,
+    "Summarise this: " + "The river rose, the bridge held, and the town slept on. " * 6,
 ]
 
 
@@ -199,7 +199,7 @@ def test_with_the_shipped_drafter_every_token_is_the_default_targets_own_choice(
     model, tokenizer = smollm2
     prompt = tokenizer.chat([{"role": "user", "content": question}])
     config = GenerationConfig(16, stop_ids=frozenset(tokenizer.stop_ids))
-    kinds = [TREE, CHAIN] if question in (QUESTIONS[0], QUESTIONS[3]) else [TREE]
+    kinds = [TREE, CHAIN] if question == QUESTIONS[0] else [TREE]
     for limits in kinds:  # (a chain takes as long again)
         tokens = answer(WithDrafts(*packed_smollm2, limits), prompt, config).tokens
         assert len(tokens) == 16 or tokens[-1] in tokenizer.stop_ids

@@ -18,15 +18,15 @@ from plumbing.kernels import KEY_BLOCK
 from plumbing.onednn import has_fast_bfloat16
 from speculate import TreeSampler, speculate
 
-# On a CPU without it the tests of bfloat16 run in float32, twice.
-BFLOAT16 = torch.bfloat16 if has_fast_bfloat16() else torch.float32
+# The default type: on a CPU without fast bfloat16 all tests run in float32.
+DEFAULT = torch.bfloat16 if has_fast_bfloat16() else torch.float32
 CHAIN = DraftLimits(depth=6, min_confidence=0.2)
 PROMPT = "Write a story about a fox, a wolf and a crow."
 
 
-def load(name: str, dtype: torch.dtype) -> tuple[ExactLlama, Drafter]:
-    target = load_model(name, "cpu", dtype)
-    drafter = load_drafter(SHIPPED_DRAFTERS[name], target)
+def load_toy(dtype: torch.dtype) -> tuple[ExactLlama, Drafter]:
+    target = load_model("toy", "cpu", dtype)
+    drafter = load_drafter(SHIPPED_DRAFTERS["toy"], target)
     return pack_models(target, [drafter]), drafter
 
 
@@ -83,9 +83,9 @@ def check(target: ExactLlama, drafter: Drafter, prompt: list[int], count: int, *
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+@pytest.mark.parametrize("dtype", sorted({torch.float32, DEFAULT}, key=str))
 def test_chains_trees_and_copies_are_exact_with_the_toy(toy, dtype):
-    target, drafter = load("toy", dtype)
+    target, drafter = load_toy(dtype)
     prompt = toy[1].chat([{"role": "user", "content": PROMPT}])
     methods = [(CHAIN, False), (TREE, False), (TREE, True), (REMOTE_TREE, False)]
     check(target, drafter, prompt, 40, *methods)
@@ -95,24 +95,22 @@ def test_chains_trees_and_copies_are_exact_with_the_toy(toy, dtype):
         check(target, drafter, text, 24, (TREE, False), (REMOTE_TREE, False))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
-def test_chains_trees_and_copies_are_exact_with_the_default_target(smollm2, dtype):
-    target, drafter = load("smollm2", dtype)
+def test_chains_trees_and_copies_are_exact_with_the_default_target(smollm2, ready_smollm2):
     prompt = smollm2[1].chat([{"role": "user", "content": PROMPT}])
-    check(target, drafter, prompt, 12, (CHAIN, False), (TREE, True), (REMOTE_TREE, False))
-    if dtype == BFLOAT16:  # the default, across a block of keys
-        check(target, drafter, (prompt * KEY_BLOCK)[:KEY_BLOCK - 4], 8, (TREE, False))
+    check(*ready_smollm2, prompt, 12, (CHAIN, False), (TREE, True))
+    # Across a block of keys.
+    check(*ready_smollm2, (prompt * KEY_BLOCK)[:KEY_BLOCK - 4], 8, (REMOTE_TREE, False))
 
 
 def test_a_draft_of_too_many_tokens_keeps_its_likelier_paths_and_is_exact(toy):
-    target, drafter = load("toy", BFLOAT16)
+    target, drafter = load_toy(DEFAULT)
     prompt = toy[1].chat([{"role": "user", "content": PROMPT}])
     wide = DraftLimits(depth=16, top_k=4, total_tokens=60)
     check(target, drafter, prompt, 24, (wide, False), (DraftLimits(40), True))
 
 
 def test_a_sampled_draft_is_verified_as_it_was_drawn(toy):
-    target, drafter = load("toy", BFLOAT16)
+    target, drafter = load_toy(DEFAULT)
     prompt = toy[1].chat([{"role": "user", "content": PROMPT}])
     sampling = GenerationConfig(temperature=1.0).new_sampling("cpu")
     verifier = ExactVerifier(target, drafter, 200, sampling)
@@ -162,7 +160,7 @@ def test_positions_without_a_mask_and_a_mask_without_positions_are_refused():
 
 @torch.inference_mode()
 def test_the_largest_logits_of_a_refined_head_are_those_of_float32_alone_and_together(toy):
-    target, drafter = load("toy", torch.bfloat16)
+    target, drafter = load_toy(torch.bfloat16)
     head = target.lm_head
     if not isinstance(head, RefinedHead):
         pytest.skip("this CPU does not multiply bfloat16")
