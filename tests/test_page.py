@@ -7,7 +7,10 @@ import xml.etree.ElementTree
 from html.parser import HTMLParser
 
 import pytest
+from command_line import command
 from conftest import ROOT
+from test_bench import assert_refused
+from test_bench import command as run_here
 
 from experiments import page
 from plumbing.errors import InputError
@@ -38,12 +41,10 @@ class Scripts(HTMLParser):
 @pytest.fixture(scope="module")
 def trace_lines() -> list[str]:
     """A real trace: what the toy target and its drafter answer to a hostile prompt."""
-    command = [
-        sys.executable, "speculate.py", "--model", "toy", "--device", "cpu", "--prompt", HOSTILE,
-        "--max-new-tokens", "24", "--trace", "--json",
-    ]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
-    return answer.stdout.decode().split("\n")[:-1]
+    question = ["--model", "toy", "--prompt", HOSTILE, "--max-new-tokens", 24]
+    answer = command(*question, "--trace", "--json")
+    assert answer.status == 0
+    return answer.out.split("\n")[:-1]
 
 
 def test_the_page_holds_the_trace_and_a_hostile_prompt_stays_text(trace_lines):
@@ -106,15 +107,11 @@ def test_a_picture_holds_long_words_and_prompts_and_control_characters_and_marks
         assert float(element.get("x")) + float(element.get("textLength")) <= right + 1
 
 
-def run_page(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "experiments.page", "--prompt", "def close(self):"]
-    return subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
-
-
-def test_the_command_answers_a_prompt_and_writes_one_file(tmp_path):
+def test_the_command_answers_a_prompt_and_writes_one_file(tmp_path, checkpoint):
     out = tmp_path / "page.html"
-    flags = ["--model", "toy", "--device", "cpu", "--max-new-tokens", "8"]
-    done = run_page("--out", str(out), *flags)
+    program = [sys.executable, "-m", "experiments.page", "--out", str(out), "--prompt", "Why?"]
+    flags = [*checkpoint, "--max-new-tokens", "8"]
+    done = subprocess.run([*program, *flags], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "page.html is written" in done.stderr
     assert list(tmp_path.iterdir()) == [out]
 
@@ -123,8 +120,8 @@ def test_the_command_answers_a_prompt_and_writes_one_file(tmp_path):
 def test_an_out_that_cannot_be_written_is_refused_before_anything_is_answered(tmp_path, out):
     (tmp_path / "folder.html").mkdir()
     (tmp_path / "file").touch()
-    done = run_page("--out", str(tmp_path / out), "--no-such-flag")  # speculate.py would refuse it
-    assert done.returncode == 2 and "cannot be written" in done.stderr
+    flags = ["--prompt", "Why?", "--no-such-flag"]  # speculate.py would refuse it
+    assert_refused(run_here(page, "--out", tmp_path / out, *flags), "cannot be written")
 
 
 @pytest.mark.parametrize("lines", [[], ['{"text": "hello"}'], ["no JSON"], ["1", "2"]])
