@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import case_name
 from test_client import channel_to
 from test_remote import serving_models
 from tiny_models import new_drafter, new_target
@@ -206,17 +207,17 @@ def answer_on(
     return generation
 
 
-PLACES = [(name, {}) for name in ("last-layer", "no-memory", "eagle", "eagle-3")]
-PLACES += [("here", choices) for choices in CHOICES]
-PLACES += [("server", choices) for choices in CHOICES]
+SAMPLED_TREE = (TREE, 1.0)
+DRAFTS = [(CHAIN, 0.0), (CHAIN, 1.0), (TREE, 0.0), SAMPLED_TREE]  # and a temperature
+PLACES = [("here", {}, *drafts) for drafts in DRAFTS]
+PLACES += [("server", {}, *drafts) for drafts in DRAFTS]
+for each in CHOICES[1:]:
+    PLACES += [("here", each, *SAMPLED_TREE), ("server", each, *SAMPLED_TREE)]
+for name in ("last-layer", "no-memory", "eagle", "eagle-3"):
+    PLACES += [(name, {}, CHAIN, 0.0), (name, {}, *SAMPLED_TREE)]
 
 
-@pytest.mark.parametrize("where, choices", PLACES, ids=str)
-@pytest.mark.parametrize("limits, temperature", [
-    (CHAIN, 0.0),
-    (CHAIN, 1.0),
-    (TREE, 0.0),
-    (TREE, 1.0)], ids=["chain", "sampled chain", "tree", "sampled tree"])
+@pytest.mark.parametrize("where, choices, limits, temperature", PLACES, ids=case_name)
 def test_speculation_stays_on_its_device_and_gives_the_tokens_of_a_cpu(
         device, where, choices, limits, temperature):
     ours = answer_on(device, where, limits, temperature, choices)
@@ -301,13 +302,13 @@ def compared_on(device, names: list[str], vocabulary: torch.Tensor | None) -> li
         drafter = new_drafter_of(arm, target, 24, vocabulary, seed=0)
         optimizer = training.choose_optimizer(drafter.trained_parameters().values(), "muon")
         entrants.append(Entrant(name, arm, drafter, 1e-3, optimizer))
+    (tokens, answer), (other_tokens, _), _ = some_conversations()
+    texts = [Text(tokens, 6, temperature=0.0), Text(other_tokens, 6, temperature=1.0)]
     numbers = []
-    for temperature in (0.0, 1.0):
-        texts = [Text(tokens, 6, temperature) for tokens, _ in some_conversations()]
-        for scores in score_chains(entrants, texts, "float32").values():
-            numbers += scores["passes"]
-    config = training.RunConfig(updates=4, micro_batch_size=2, schedule="cosine")
-    losses = make_update(entrants, some_conversations(), 0, config)
+    for scores in score_chains(entrants, texts, "float32").values():
+        numbers += scores["passes"]
+    config = training.RunConfig(updates=4, micro_batch_size=1, schedule="cosine")
+    losses = make_update(entrants, [TokenizedConversation(tokens, answer)], 0, config)
     return numbers + [float(loss) for loss in losses.values()]
 
 
