@@ -321,6 +321,14 @@ class OnTerminal(NamedTuple):
         _, status = os.waitpid(self.process_id, 0)
         return os.waitstatus_to_exitcode(status)
 
+    def end(self) -> None:
+        """Kill the process, unless it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process_id, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.process_id, 0)
+        os.close(self.terminal)
+
 
 @pytest.fixture
 def start_on_terminal(checkpoint):
@@ -337,11 +345,7 @@ def start_on_terminal(checkpoint):
 
     yield start
     for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.process_id, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(process.process_id, 0)
-        os.close(process.terminal)
+        process.end()
 
 
 def run_forked(argv: list[str]) -> None:

@@ -1,18 +1,15 @@
 """The server: who gets a place, what a client may send, and whole command lines."""
 import contextlib
-import fcntl
 import json
 import math
 import os
+import pty
 import random
-import re
-import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import termios
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +19,7 @@ import pytest
 import torch
 from command_line import command, refused
 from conftest import ROOT
+from test_chat import READING, OnTerminal, on_terminal, run_forked
 from test_client import channel_to
 from test_messages import LIMIT, frame, serving, soon, wait_for
 from test_remote import (  # noqa: F401 (fixtures)
@@ -38,12 +36,10 @@ from tiny_models import PROMPT, ask, new_drafter, new_target, target_alone
 from app import client
 from app.answers import TimedCycle, answer
 from app.loading import load_model
-from app.packed import pack
 from app.server import MAX_KEPT_REPLIES, TargetSession, announce_on_terminal
 from llama import GenerationConfig, Llama, generate
 from netsim import make_read
 from plumbing import messages
-from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import InputError
 from plumbing.flags import address
 from plumbing.messages import MALFORMED, MessageServer, receive_message, send_message
@@ -280,34 +276,37 @@ def test_the_newest_reply_of_a_session_is_kept_for_a_while_and_for_nobody_else(m
 
 
 class Processes(NamedTuple):
-    """All are started at once, because most of their time is that of imports."""
+    """All are started at once, because most of their time is that of imports. Those on a terminal
+    are forks of this process. Their servers are not."""
 
-    piped: subprocess.Popen  # its prompt comes from a pipe; all else, on a CPU, is the default
+    piped: subprocess.Popen  # its prompt comes from a pipe; on a CPU, it is the default target's
     server: subprocess.Popen  # until Ctrl-C
-    alone: subprocess.Popen  # without drafts, from a server of its own, for minutes
-    chat: subprocess.Popen  # on a terminal, over a slow link: its answers take a minute
-    terminal: int  # our end of it
+    alone: OnTerminal  # without drafts, from a server of its own, for minutes
+    chat: OnTerminal  # over a slow link: its answers take a minute
 
 
 def start(*arguments: str, **streams) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "speculate.py", *arguments],
         cwd=ROOT,
-        env=os.environ | {"TERM": "dumb"},
         start_new_session=True,
-        preexec_fn=take_terminal,
+        preexec_fn=obey_ctrl_c,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         **streams,
     )
 
 
-STREAMS = "stdin", "stdout", "stderr"
-
-
-def take_terminal() -> None:
-    """Let Ctrl-C on the terminal, if stdin is one, reach this process."""
+def obey_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's & ignores it
-    if os.isatty(0):
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def fork_on_terminal(*arguments: str) -> OnTerminal:
+    process_id, terminal = pty.fork()
+    if process_id == 0:
+        run_forked(["speculate.py", *arguments])
+    return OnTerminal(process_id, terminal)
 
 
 @pytest.fixture(scope="module")
@@ -319,28 +318,24 @@ def tiny(checkpoint) -> tuple[Llama, Tokenizer]:
 
 @pytest.fixture(scope="module")
 def processes(checkpoint):
-    pipe = subprocess.PIPE
-    outputs = dict(stdout=pipe, stderr=pipe, text=True)
+    default = ["--remote", "--latency", "21ms", "--max-new-tokens", "12", "--device", "cpu"]
     slow = ["--remote", "--max-new-tokens", "1700", *checkpoint]
     api = ["--no-speculation", "--bandwidth", "5kbit"]
-    terminal, theirs = os.openpty()
     started = Processes(
-        piped=start("--remote", "--latency", "21ms", "--device", "cpu", stdin=pipe, **outputs),
-        server=start("--serve", "0", *checkpoint, **outputs),
-        alone=start("--prompt", "Why?", *api, *slow, **outputs),
-        chat=start("--trace", "--latency", "30ms", *slow, **dict.fromkeys(STREAMS, theirs)),
-        terminal=terminal,
+        piped=start(*default, stdin=subprocess.PIPE),
+        server=start("--serve", "0", *checkpoint),
+        alone=fork_on_terminal("--prompt", "Why?", *api, *slow),
+        chat=fork_on_terminal("--trace", "--latency", "30ms", *slow),
     )
-    os.close(theirs)
     started.piped.stdin.write("Say hi.\n")
     started.piped.stdin.close()
     yield started
-    os.close(terminal)
-    *all_started, _ = started
-    for process in all_started:
+    for process in (started.piped, started.server):
         process.kill()
         with process:
             pass  # closes its pipes and waits for its end
+    for process in (started.alone, started.chat):
+        process.end()
 
 
 def is_running(pid: str) -> bool:
@@ -350,51 +345,41 @@ def is_running(pid: str) -> bool:
     return False
 
 
-def own_processes(client: subprocess.Popen) -> list[str]:
+def own_processes(client: OnTerminal) -> list[str]:
     """The processes that a client has started: its server."""
-    children = Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text().split()
+    number = client.process_id
+    children = Path(f"/proc/{number}/task/{number}/children").read_text().split()
     assert children and all(map(is_running, children))
     return children
 
 
-def read_until(terminal: int, pattern: str) -> str:
-    """What comes from a terminal until it matches."""
-    text = ""
-    deadline = soon(60)
-    while not re.search(pattern, text, re.DOTALL):
-        ready, _, _ = select.select([terminal], [], [], max(0, deadline - time.monotonic()))
-        assert ready, text
-        text += os.read(terminal, 1 << 16).decode(errors="replace")
-    return text
-
-
 def test_ctrl_c_on_a_terminal_ends_an_answer_and_the_end_of_the_chat_its_server(processes):
-    terminal = processes.terminal
-    read_until(terminal, "Ask something.*> ")
+    chat = processes.chat
+    chat.read_until("Ask something.*> ")
     servers = []
     for question in (b"one\n", b"two\n"):
-        os.write(terminal, question)
-        read_until(terminal, "cycle 2: ")
-        servers.append(own_processes(processes.chat))
-        os.write(terminal, b"\x03")
-        read_until(terminal, r"tokens \(interrupted\), .* bytes up.*> ")
+        chat.type(question)
+        chat.read_until("cycle 2: ")
+        servers.append(own_processes(chat))
+        chat.type(b"\x03")
+        chat.read_until(r"tokens \(interrupted\), .* bytes up.*> ")
     assert servers[0] == servers[1]
-    os.write(terminal, b"\x04")
-    assert processes.chat.wait(30) == 0
+    chat.type(b"\x04")
+    assert chat.wait() == 0
     wait_for(lambda: not any(map(is_running, servers[0])))
 
 
 def test_a_server_of_our_own_may_be_a_plain_api_and_ends_even_if_its_client_is_killed(
         processes, tiny):
     alone = processes.alone
-    text = alone.stdout.read(20)  # the answer has begun
+    seen = alone.read_until(READING + ".{20}")  # the answer has begun
     target, tokenizer = tiny
     prompt = tokenizer.chat(ask("Why?"))
     whole = tokenizer.decode(list(generate(target, prompt, GenerationConfig(60))))
-    assert whole.startswith(text) and len(text) == 20
+    assert seen.rpartition("\033[K")[2][:20] == on_terminal(whole)[:20]
     its_server = own_processes(alone)
-    alone.kill()
-    assert alone.wait(30) == -signal.SIGKILL
+    os.kill(alone.process_id, signal.SIGKILL)
+    assert alone.wait() == -signal.SIGKILL
     wait_for(lambda: not any(map(is_running, its_server)))
 
 
@@ -444,14 +429,13 @@ def test_the_command_line_gives_the_same_tokens_with_the_target_on_a_server_that
 
 
 def test_the_prompt_may_come_from_a_pipe_and_the_target_from_a_server_of_our_own(
-        processes, smollm2):
+        processes, smollm2, ready_smollm2):
     _, tokenizer = smollm2
-    dtype = DTYPES[choose_dtype("cpu", None)]
-    model = pack(load_model("smollm2", "cpu", dtype))  # exact, also in bfloat16
+    model, _ = ready_smollm2
     out = processes.piped.stdout.read()
     err = processes.piped.stderr.read()
     prompt = tokenizer.chat(ask("Say hi."))
-    config = GenerationConfig(256, stop_ids=frozenset(tokenizer.stop_ids))
+    config = GenerationConfig(12, stop_ids=frozenset(tokenizer.stop_ids))
     assert processes.piped.wait(30) == 0, err
     assert out == tokenizer.decode(list(generate(model, prompt, config))) + "\n"
     assert "bytes up" in err and "unverified" not in err
