@@ -4,10 +4,12 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -56,6 +58,22 @@ def command(program: ModuleType, *arguments: object) -> Done:
                 except SystemExit as end:
                     status = end.code
     return Done(status, out.getvalue(), err.getvalue())
+
+
+def fork(program: ModuleType, folder: Path, *arguments: object) -> multiprocessing.Process:
+    """A program in a fork of this process, so that nothing is imported twice. What it prints is in
+    the folder's files out and err."""
+
+    def run() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it
+        torch.set_num_threads(1)  # the others are not in a fork
+        sys.argv = [program.__name__, "--device", "cpu", *map(str, arguments)]
+        with open(folder / "out", "w") as sys.stdout, open(folder / "err", "w", 1) as sys.stderr:
+            run_command(program.main)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    return process
 
 
 def rows_of(done: Done) -> list[dict]:
@@ -398,22 +416,40 @@ def test_run_as_a_file_the_program_says_how_it_is_run():
     assert "python -m experiments.bench" in done.stderr
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_program_with_the_rows_of_the_prompts_that_are_done(
-    sent, checkpoint, prompt_file
-):
+@pytest.fixture
+def long_task(checkpoint, prompt_file) -> list[str]:
+    """Flags that keep the program busy for minutes."""
     prompts = prompt_file(*({"category": f"c{i}", "prompt": "Hi"} for i in range(999)))
-    flags = [prompts, *checkpoint, "--max-new-tokens", "8"]
+    return [prompts, *checkpoint, "--max-new-tokens", "8"]
+
+
+def test_ctrl_c_ends_the_program_with_the_rows_of_the_prompts_that_are_done(long_task):
     process = subprocess.Popen(
-        [sys.executable, "-m", "experiments.bench", *flags],
+        [sys.executable, "-m", "experiments.bench", *long_task],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )
     for line in process.stderr:
         if line.startswith("c1: "):
             break
-    process.send_signal(sent)
+    process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + sent
+    assert process.returncode == 128 + signal.SIGINT
+    assert_has_the_rows_of_what_is_done(out, err)
+
+
+def test_sigterm_ends_the_program_with_the_rows_of_the_prompts_that_are_done(long_task, tmp_path):
+    (tmp_path / "err").touch()
+    process = fork(bench, tmp_path, *long_task)
+    while process.is_alive() and "\nc1: " not in (tmp_path / "err").read_text():
+        time.sleep(0.01)
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 128 + signal.SIGTERM
+    out, err = [(tmp_path / name).read_text() for name in ("out", "err")]
+    assert_has_the_rows_of_what_is_done(out, err)
+
+
+def assert_has_the_rows_of_what_is_done(out: str, err: str) -> None:
     assert "stopped: the rows are of the prompts that were done" in err
     for category in ("c0", "c1", "overall"):
         assert re.search(rf"^{category} +tree\+lookup +\d", out, re.MULTILINE)

@@ -1,18 +1,17 @@
 """The target writes its own training data, and an interruption costs none of it."""
 import json
 import multiprocessing
+import os
 import random
 import runpy
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 from command_line import Done
-from conftest import ROOT
-from test_bench import assert_refused, command
+from test_bench import assert_refused, command, fork
 from tiny_models import CHATML, CHATML_TEMPLATE, ask, byte_tokenizer
 from tiny_target import CHAT, STOP, make_tiny_target, write
 
@@ -277,16 +276,13 @@ def test_synthesis_killed_at_any_moment_and_resumed_loses_doubles_and_breaks_no_
 def test_a_signal_ends_synthesis_with_what_it_wrote_and_how_to_go_on(tmp_path, tiny, sent):
     path = tmp_path / "own"
     path.touch()
-    program = [sys.executable, "-m", "experiments.synthesize"]
-    flags = map(str, arguments(tiny, path, 100_000))
-    process = subprocess.Popen(
-        [*program, *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
-    while process.poll() is None and path.read_bytes().count(b"\n") < 2:
+    process = fork(synthesize, tmp_path, *arguments(tiny, path, 100_000))
+    while process.is_alive() and path.read_bytes().count(b"\n") < 2:
         time.sleep(0.01)
-    process.send_signal(sent)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 128 + sent
+    os.kill(process.pid, sent)
+    process.join(60)
+    assert process.exitcode == 128 + sent
+    told = (tmp_path / "err").read_text()
     count = len(written(path))  # all lines are whole
     assert f"{count} of 100000 conversations are in {path}: the same command goes on" in told
     assert "Traceback" not in told
