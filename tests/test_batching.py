@@ -84,7 +84,7 @@ def test_a_conversation_in_a_batch_is_the_one_alone_whatever_its_neighbors_and_i
         expected.append(alone)
     forward = [0, 1, 2, 3, 4, 5, 6]
     mixed = [6, 2, 5, 1, 0, 4, 3]
-    for rows, order in ((1, mixed), (3, mixed), (5, forward), (9, mixed)):
+    for rows, order in ((1, mixed), (3, forward), (9, mixed)):
         answers = answer_in(Batch(target, rows, capacity=101), [prompts[i] for i in order])
         for i, request in zip(order, answers, strict=True):
             assert request.tokens == expected[i]
