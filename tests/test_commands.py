@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -51,17 +52,47 @@ def answer_alone(tiny, text: str, count: int, **choices) -> list[int]:
 # --- One prompt ---
 
 
-def test_prompt_seed_and_temperature_determine_the_tokens_also_in_another_process(toy):
+class Processes(NamedTuple):
+    """Whole command lines. All are started at once, because most of their time is that of imports.
+    """
+
+    seeded: subprocess.Popen  # speculate.py, with a seed
+    no_stderr: subprocess.Popen  # llama.py, also with one
+    no_reader: subprocess.Popen  # llama.py
+
+
+def start(script: str, *flags: str, before: tuple[str, ...] = ()) -> subprocess.Popen:
+    whole = [*before, sys.executable, ROOT / script, "--device", "cpu", *flags]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(whole, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+@pytest.fixture(scope="module")
+def processes(checkpoint):
+    seeded = ["--dtype", "float32", "--temperature", "1", "--seed", "3", "--json"]
+    closed = ("sh", "-c", '"$@" 2>&-', "sh")
+    tiny_model = checkpoint[:2]
+    started = Processes(
+        start("speculate.py", "--model", "toy", *seeded, "--max-new-tokens", "24"),
+        start("llama.py", *tiny_model, *seeded, "--max-new-tokens", "8", before=closed),
+        start("llama.py", *tiny_model, *HI),
+    )
+    started.no_reader.stdout.close()
+    yield started
+    for process in started:
+        process.kill()
+        with process:
+            pass  # closes its pipes and waits for its end
+
+
+def test_prompt_seed_and_temperature_determine_the_tokens_also_in_another_process(processes, toy):
     """This also holds for a piped prompt: one whole command line. (With the default model there is
     one in test_server.py.)"""
     tokenizer = toy[1]
-    flags = ["--model", "toy", "--device", "cpu", "--dtype", "float32", "--json"]
-    flags += ["--max-new-tokens", "24", "--temperature", "1", "--seed", "3"]
-    whole = [sys.executable, ROOT / "speculate.py", *flags]
     question = "Tell me a story."
-    done = subprocess.run(whole, input=question + "\n", capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    there = json.loads(done.stdout)
+    out, err = processes.seeded.communicate(question + "\n")
+    assert processes.seeded.returncode == 0, err
+    there = json.loads(out)
     models = load_models("toy", None, "cpu", torch.float32)
     method = WithDrafts(models.target, models.drafter, TREE)
     config = GenerationConfig(24, temperature=1.0, seed=3, stop_ids=frozenset(tokenizer.stop_ids))
@@ -131,20 +162,13 @@ def test_show_says_that_a_pipe_gets_no_colors(checkpoint):
     assert shown.err.startswith("--show: no colors, since the text does not go to a terminal\n")
 
 
-def test_a_piped_prompt_with_json_gives_one_object_even_with_stderr_closed(chat_model):
-    model = load_model(chat_model)
-    tokenizer = load_tokenizer(chat_model)
-    config = GenerationConfig(8, temperature=1.0, seed=3)
-    expected = list(generate(model, tokenizer.chat(ask("Hi!")), config))
-    flags = ["--max-new-tokens", "8", "--temperature", "1", "--seed", "3", "--json"]
-    script = [sys.executable, ROOT / "llama.py", "--device", "cpu", "--dtype", "float32"]
-    closed = ["sh", "-c", '"$@" 2>&-', "sh", *script, "--model", chat_model, *flags]
-    prompt = "Hi!\n"  # as `echo` ends a line
-    done = subprocess.run(closed, capture_output=True, text=True, input=prompt)
-    assert done.returncode == 0
-    result = json.loads(done.stdout)
+def test_a_piped_prompt_with_json_gives_one_object_even_with_stderr_closed(processes, tiny):
+    expected = answer_alone(tiny, "Hi!", 8, temperature=1.0, seed=3)
+    out, _ = processes.no_stderr.communicate("Hi!\n")  # as `echo` ends a line
+    assert processes.no_stderr.returncode == 0
+    result = json.loads(out)
     assert result["tokens"] == expected
-    assert result["text"] == tokenizer.decode(expected)
+    assert result["text"] == tiny[1].decode(expected)
 
 
 def test_text_is_written_in_the_encoding_of_stdout(chat_model):
@@ -164,13 +188,9 @@ def test_text_is_written_in_the_encoding_of_stdout(chat_model):
     assert out == f"{text}\n".encode("ascii", "replace").decode()
 
 
-def test_a_reader_of_stdout_who_leaves_ends_the_answer_without_a_message(chat_model):
-    script = [sys.executable, ROOT / "llama.py", "--device", "cpu", "--model", chat_model, *HI]
-    process = subprocess.Popen(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process.stdout.close()
-    _, errors = process.communicate()
-    assert errors == b""
-    assert process.returncode == 1
+def test_a_reader_of_stdout_who_leaves_ends_the_answer_without_a_message(processes):
+    assert processes.no_reader.stderr.read() == ""
+    assert processes.no_reader.wait(30) == 1
 
 
 def test_show_colors_the_accepted_drafts_and_leaves_the_text_as_it_is(checkpoint, monkeypatch):
