@@ -1,4 +1,5 @@
 """Shared by all tests: paths, real targets, and a tiny one on disk."""
+import gc
 import json
 import os
 import shutil
@@ -87,7 +88,10 @@ def toy() -> tuple[Llama, Tokenizer]:
 @pytest.fixture(scope="session")
 def library() -> dict[str, str]:
     """The functions of Python's standard library: their signatures, their sources."""
-    return library_functions()
+    gc.disable()  # it would look through the syntax trees again and again, in vain
+    functions = library_functions()
+    gc.enable()
+    return functions
 
 
 @pytest.fixture

@@ -345,7 +345,7 @@ def test_a_gradient_that_is_not_finite_ends_a_training_and_spares_its_checkpoint
 
 
 @pytest.mark.parametrize("choice, expected", [
-    ("--tli 1", {"target_layer_inference": 1}),
+    ("--tli 1 --optimizer muon", {"target_layer_inference": 1}),
     ("--draft-vocabulary 258", {"draft_vocabulary": list(range(258))}),
     ("--draft-vocabulary 3", {"draft_vocabulary": [11, 220, STOP]}),  # and comma and space
     ("--kv-heads 2 --lsa-heads 2", {
@@ -380,7 +380,7 @@ def tokens_per_pass(drafter: Drafter, prompts: list[list[int]]) -> float:
 
 def test_the_chapters_loop_lowers_the_loss_and_drafts_are_accepted():
     target = new_target(48, layers=2, sharpness=4.0)
-    prompts = torch.randint(48, (32, 6)).tolist()
+    prompts = torch.randint(48, (20, 6)).tolist()
     conversations = []
     for seed, prompt in enumerate(prompts[8:]):
         answer = list(generate(target, prompt, GenerationConfig(40, temperature=0.7, seed=seed)))
@@ -388,10 +388,10 @@ def test_the_chapters_loop_lowers_the_loss_and_drafts_are_accepted():
         conversations.append((tokens, torch.arange(len(tokens)) >= len(prompt)))
     drafter = random_drafter(target)
     before = tokens_per_pass(drafter, prompts[:8])
-    config = TrainConfig(updates=60, batch_size=4, micro_batch_size=4, lr=1e-3, warmup=3)
+    config = TrainConfig(updates=40, batch_size=4, micro_batch_size=4, lr=1.5e-3, warmup=3)
     loss = [float(losses.loss) for losses in train.train(drafter, conversations, config)]
-    assert len(loss) == 60
-    assert np.mean(loss[-3:]) < 0.3 * np.mean(loss[:3])  # about 0.14
+    assert len(loss) == 40
+    assert np.mean(loss[-3:]) < 0.3 * np.mean(loss[:3])  # about 0.17
     assert tokens_per_pass(drafter, prompts[:8]) > 1.4 * before  # on new prompts
 
 
@@ -551,10 +551,10 @@ def on_toy(monkeypatch, capsys):
 def test_thirty_updates_make_a_drafter_whose_drafts_are_accepted(tmp_path, on_toy, library):
     """On a real model and real text. Without training it would be 1.0 tokens a call."""
     chosen = sorted(name for name, source in library.items() if 200 <= len(source) <= 600)
-    records = [{"data": [name, library[name]]} for name in chosen[::len(chosen) // 400]]
-    recipe = "--updates 30 --batch-size 3 --seq-len 256 --eval-every 1000 --kl-weight 1"
-    recipe += " --micro-batch-size 3"
-    schedule = "--optimizer muon --lr 2e-2 --schedule cosine --warmup 10"
+    records = [{"data": [name, library[name]]} for name in chosen[::len(chosen) // 100]]
+    recipe = "--updates 30 --batch-size 3 --seq-len 128 --eval-every 1000 --kl-weight 1"
+    recipe += " --micro-batch-size 3 --run-length 5 5"
+    schedule = "--lr 5e-3 --schedule cosine --warmup 3"
     task = ["--data", write(tmp_path / "functions.jsonl", *records), "--out", tmp_path]
     trained = on_toy(train_command, *task, *recipe.split(), *schedule.split())
     assert trained["update"] == 30
@@ -566,4 +566,4 @@ def test_thirty_updates_make_a_drafter_whose_drafts_are_accepted(tmp_path, on_to
         drafted = on_toy(speculate_command, *drafter, *question)
         new_tokens += drafted["new_tokens"] - 1  # the first comes with the prompt
         target_calls += drafted["target_calls"]
-    assert new_tokens / target_calls > 1.25  # about 1.45, with other seeds 1.5 and 1.3
+    assert new_tokens / target_calls > 1.15  # 1.28, with other seeds 1.26 and 1.18
