@@ -114,10 +114,10 @@ def test_a_chat_whose_context_is_full_goes_on_without_its_oldest_turns(chat, tin
 
 
 def test_a_full_context_drops_another_turn_rather_than_cut_the_answer(chat):
-    done = chat(["a" * 1000, "a" * 880], "--max-new-tokens", 100, "--json")
+    done = chat(["a" * 1000, "a" * 940], "--max-new-tokens", 40, "--json")
     assert "the context is full: the oldest questions are left out\n" in done.err
     answers = [json.loads(line) for line in done.out.splitlines()]
-    assert [answer["new_tokens"] for answer in answers] == [100, 100]
+    assert [answer["new_tokens"] for answer in answers] == [40, 40]
 
 
 def test_a_question_that_is_too_long_is_refused_and_the_chat_goes_on(chat, tiny):

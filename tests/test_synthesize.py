@@ -233,7 +233,7 @@ def begin(monkeypatch, tiny: Path, path: Path, count: int, *flags) -> multiproce
     """The program in a process of its own, which can be killed. (No fork of this process: that may
     have threads.)"""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
+    context.set_forkserver_preload(["experiments.batching"])  # and with it torch
     argv = ["synthesize", *map(str, arguments(tiny, path, count, *flags))]
     monkeypatch.setattr(sys, "argv", argv)
     script = ("experiments.synthesize", None, "__main__")
@@ -297,7 +297,7 @@ def test_a_signal_ends_synthesis_with_what_it_wrote_and_how_to_go_on(tmp_path, t
     ("2 --out own --questions nowhere", "nowhere: "),
     ("2 --out own --questions questionless", "no conversation with a question"),
     ("3 --out answers --questions long", "there are no more questions"),
-    ("502 --out own --seq-len 16 --batch-size 250", "raise --seq-len above 16"),
+    ("22 --out own --seq-len 16 --batch-size 10", "raise --seq-len above 16"),
     ("2 --out own --seq-len 100000", "context is 256"),
     ("0 --out own", "COUNT: expected a whole number, at least 1"),
     ("2", "--out"),
@@ -306,6 +306,7 @@ def test_bad_input_ends_in_one_line_and_changes_no_file(
     tmp_path, tiny, monkeypatch, choices, why
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(synthesize, "MAX_BARREN", 20)
     (tmp_path / "folder").mkdir()
     write(tmp_path / "other", {"messages": CHAT})
     write(tmp_path / "own", {"synthetic": True, "messages": CHAT})
