@@ -1,16 +1,15 @@
 """The target writes its own training data, and an interruption costs none of it."""
 import json
-import multiprocessing
-import os
 import random
-import runpy
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 from command_line import Done
+from conftest import ROOT
 from test_bench import assert_refused, command, fork
 from tiny_models import CHATML, CHATML_TEMPLATE, ask, byte_tokenizer
 from tiny_target import CHAT, STOP, make_tiny_target, write
@@ -229,22 +228,9 @@ def test_questions_may_be_prompts_of_the_benchmark(tmp_path, run):
     assert sorted(first_messages(tmp_path / "own")) == ["One?", "Two?"]
 
 
-def begin(monkeypatch, tiny: Path, path: Path, count: int, *flags) -> multiprocessing.Process:
-    """The program in a process of its own, which can be killed. (No fork of this process: that may
-    have threads.)"""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["experiments.batching"])  # and with it torch
-    argv = ["synthesize", *map(str, arguments(tiny, path, count, *flags))]
-    monkeypatch.setattr(sys, "argv", argv)
-    script = ("experiments.synthesize", None, "__main__")
-    process = context.Process(target=runpy.run_module, args=script)
-    process.start()
-    return process
-
-
 @pytest.mark.parametrize("with_questions", [False, True])
 def test_synthesis_killed_at_any_moment_and_resumed_loses_doubles_and_breaks_no_line(
-    tmp_path, tiny, run, monkeypatch, with_questions
+    tmp_path, tiny, run, with_questions
 ):
     path = tmp_path / "own"
     draws = random.Random(0)
@@ -256,7 +242,7 @@ def test_synthesis_killed_at_any_moment_and_resumed_loses_doubles_and_breaks_no_
     lines = []
     for more in (0, 1, 10, 5):
         before = lines
-        process = begin(monkeypatch, tiny, path, 50, *flags)
+        process = fork(synthesize, tmp_path, *arguments(tiny, path, 50, *flags))
         while process.is_alive() and path.read_bytes().count(b"\n") < len(before) + more:
             time.sleep(draws.uniform(0, 0.01))
         process.kill()
@@ -272,17 +258,35 @@ def test_synthesis_killed_at_any_moment_and_resumed_loses_doubles_and_breaks_no_
     assert len(texts) == len(set(texts)) > 10
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_synthesis_with_what_it_wrote_and_how_to_go_on(tmp_path, tiny, sent):
+def test_ctrl_c_ends_synthesis_with_what_it_wrote_and_how_to_go_on(tmp_path, tiny):
+    path = tmp_path / "own"
+    path.touch()
+    program = [sys.executable, "-m", "experiments.synthesize"]
+    flags = map(str, arguments(tiny, path, 100_000))
+    process = subprocess.Popen(
+        [*program, *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and path.read_bytes().count(b"\n") < 2:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert_says_how_to_go_on(told, path)
+
+
+def test_sigterm_ends_synthesis_with_what_it_wrote_and_how_to_go_on(tmp_path, tiny):
     path = tmp_path / "own"
     path.touch()
     process = fork(synthesize, tmp_path, *arguments(tiny, path, 100_000))
     while process.is_alive() and path.read_bytes().count(b"\n") < 2:
         time.sleep(0.01)
-    os.kill(process.pid, sent)
+    process.terminate()
     process.join(60)
-    assert process.exitcode == 128 + sent
-    told = (tmp_path / "err").read_text()
+    assert process.exitcode == 128 + signal.SIGTERM
+    assert_says_how_to_go_on((tmp_path / "err").read_text(), path)
+
+
+def assert_says_how_to_go_on(told: str, path: Path) -> None:
     count = len(written(path))  # all lines are whole
     assert f"{count} of 100000 conversations are in {path}: the same command goes on" in told
     assert "Traceback" not in told
