@@ -140,7 +140,6 @@ def show(figure: tuple[float, float, float], form: str) -> str:
 def print_tables(rows: list[Row]) -> None:
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     stages = sorted({row["updates"] for row in rows})
-    seeds = {row["seed"] for row in rows}
     kinds = kinds_in(rows)
     last = stages[-1]
     final = [row for row in rows if row["updates"] == last]
@@ -149,8 +148,10 @@ def print_tables(rows: list[Row]) -> None:
     fewer = ""
     if tree_prompts and tree_prompts[0] < prompts:
         fewer = f" (trees: {tree_prompts[0]})"
+    seeds = [sum(row["arm"] == arm for row in final) for arm in arms]
+    most = f" to {max(seeds)}" if max(seeds) > min(seeds) else ""
     print(f"Acceptance lengths after {last} updates; {prompts} prompts{fewer}, seeds of drafters: "
-          f"{len(seeds)}. In brackets 95% intervals.\n")
+          f"{min(seeds)}{most}. In brackets 95% intervals.\n")
     table = []
     for arm in arms:
         cells = [arm]
@@ -159,7 +160,7 @@ def print_tables(rows: list[Row]) -> None:
         table.append(cells)
     headings = [KINDS[kind] for kind in kinds]
     print(format_markdown(["", *headings], table))
-    if len(seeds) > 1:
+    if max(seeds) > 1:
         print_seeds(rows, arms, last)
     print_depths(rows, arms, last)
     print_times([row for row in rows if "draft_ms" in row])

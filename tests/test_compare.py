@@ -525,7 +525,8 @@ def test_arms_are_compared_by_the_seeds_that_both_have(capsys):
     rows = [row for row in made_up_rows() if (row["arm"], row["seed"]) != ("eagle", 1)]
     assert report.differences(rows, 20, "tree") == {"eagle": pytest.approx((100.0, 100.0, 100.0))}
     report.print_tables(rows)
-    assert "| eagle | 4.80 | – |" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "seeds of drafters: 1 to 2." in out and "| eagle | 4.80 | – |" in out
 
 
 def made_up_rows() -> list[dict]:

@@ -40,10 +40,7 @@ def names_its_origin(result: dict) -> bool:
 
 # --- Comparisons: what experiments/compare.py has printed ---
 
-DRAWN = [  # of the toy's arms: eighteen curves would be too many
-    "full", "full-unmasked", "full-one-run", "full-one-layer", "no-memory", "no-memory-one-layer",
-    "eagle", "eagle-two-layers", "hass", "eagle-3",
-]
+DRAWN = ["full", "full-unmasked", "full-one-run", "no-memory", "eagle-two-layers"]
 FILES = {  # what pages call them
     "toy": ("compare_toy.json", "compare_toy_fresh.json"),  # together
     "test prompts": ("compare_toy.json",),
@@ -111,7 +108,8 @@ def test_the_page_shows_how_earlier_forms_differ_in_each_of_two_trainings():
         for kind, update in (("chain", 800), ("chain", 6400), ("sampled chain", 6400)):
             of_seeds = []
             for seed in (0, 1):
-                of_seed = report.rows_of([row for row in rows if row["seed"] == seed], ["full", form])
+                of_seed = [row for row in rows if row["seed"] == seed]
+                of_seed = report.rows_of(of_seed, ["full", form])
                 (value, _, _), = report.differences(of_seed, update, kind).values()
                 of_seeds.append(f"{value:+z.1f}")
             cells.append(", ".join(of_seeds))
