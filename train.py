@@ -527,7 +527,7 @@ class KnownKeysValues(KVCache):
 # loss"). With a small std in its norms, a layer begins close to the identity, because what it adds
 # to x is small. For N > 0 the authors' code has one state at each position, either the target's own
 # or the drafter's. But a position is verified for some queries and drafted for others, and for one
-# of these kinds its state is the wrong one. experiments/README.md has the rest.
+# of these kinds its state is the wrong one. experiments/differences.md has the rest.
 
 
 if __name__ == "__main__":  # the command line is in app/, and imports this file as `train`

@@ -40,7 +40,16 @@ def names_its_origin(result: dict) -> bool:
 
 # --- Comparisons: what experiments/compare.py has printed ---
 
-DRAWN = ["full", "full-unmasked", "full-one-run", "no-memory", "eagle-two-layers"]
+CURVES = ["full", "full-unmasked", "full-one-run", "no-memory", "eagle-two-layers"]
+TWO_LAYERS = [
+    "full", "full-unmasked", "full-one-run", "full-kl-1", "full-hass-loss", "n-1", "last-layer",
+    "last-layer-lsa", "glide", "no-memory", "eagle-two-layers", "eagle-two-layers-on-policy",
+    "hass-two-layers",
+]
+ONE_LAYER = [
+    "full-one-layer", "last-layer-one-layer", "glide-one-layer", "no-memory-one-layer", "eagle",
+    "hass", "eagle-3",
+]
 FILES = {  # what pages call them
     "toy": ("compare_toy.json", "compare_toy_fresh.json"),  # together
     "test prompts": ("compare_toy.json",),
@@ -49,7 +58,7 @@ FILES = {  # what pages call them
     "SmolLM2": ("compare_smollm2.json",),
     "earlier forms": ("forms.json",),
 }
-COMPARISONS = ["toy", "SmolLM2"]  # with a picture and all tables
+COMPARISONS = ["toy", "SmolLM2"]  # with all tables
 
 
 @functools.cache
@@ -74,10 +83,16 @@ def test_a_page_shows_all_tables_of_a_comparison(name, capsys, monkeypatch):
         assert table in FIGURES
 
 
-@pytest.mark.parametrize("name", COMPARISONS)
-def test_the_picture_of_a_comparison_shows_its_files(name):
-    picture = (RESULTS / f"compare_{name.lower()}.svg").read_text()
-    assert picture == report.draw(rows_of_files(name))
+@pytest.mark.parametrize("picture, name, arms", [
+    ("compare_toy.svg", "toy", TWO_LAYERS),
+    ("compare_toy_one_layer.svg", "toy", ONE_LAYER),
+    ("compare_smollm2.svg", "SmolLM2", None)], ids=["two layers", "one layer", "SmolLM2"])
+def test_a_picture_shows_the_arms_of_its_files(picture, name, arms):
+    rows = rows_of_files(name)
+    if arms is not None:
+        rows = report.rows_of(rows, arms)
+    picture = (RESULTS / picture).read_text()
+    assert picture == report.draw(rows)
     assert ">0</text>" in picture  # where the paper's drafter is
 
 
@@ -86,7 +101,7 @@ def test_the_curves_of_a_comparison_show_its_file(name, tmp_path):
     rows = rows_of_files(name)
     picture = RESULTS / "curves_smollm2.svg"
     if name == "test prompts":
-        rows = report.rows_of(rows, DRAWN)
+        rows = report.rows_of(rows, CURVES)
         picture = RESULTS / "curves_toy.svg"
     report.draw_curves(rows, tmp_path / "curves.svg")
     assert picture.read_text() == (tmp_path / "curves.svg").read_text()
