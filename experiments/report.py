@@ -14,7 +14,7 @@ prompts, as compare_toy.json and compare_toy_fresh.json, are read as one with al
 from __future__ import annotations
 
 import copy
-import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Callable
 
@@ -112,15 +112,23 @@ def rows_of(rows: list[Row], arms: list[str]) -> list[Row]:
 def pool(files: list[list[Row]]) -> list[Row]:
     """Return the rows of the first file, with the prompts that other files have of the same arm,
     seed and updates, for each kind of drafts. (What is right at each depth stays the first
-    file's.)"""
+    file's.) Raises InputError if another file has other arms or seeds."""
     first, *others = files
-    pooled = {(row["arm"], row["seed"], row["updates"]): copy.deepcopy(row) for row in first}
-    for row in itertools.chain.from_iterable(others):
-        ours = pooled[row["arm"], row["seed"], row["updates"]]
-        for kind in KINDS.keys() & row.keys():
-            ours[kind]["tokens"] += row[kind]["tokens"]
-            ours[kind]["passes"] += row[kind]["passes"]
+    pooled = {key_of(row): copy.deepcopy(row) for row in first}
+    for rows in others:
+        stages = {row["updates"] for row in rows}
+        if {key_of(row) for row in rows} != {key for key in pooled if key[0] in stages}:
+            raise InputError("the files differ in their arms, seeds or updates")
+        for row in rows:
+            ours = pooled[key_of(row)]
+            for kind in KINDS.keys() & row.keys():
+                ours[kind]["tokens"] += row[kind]["tokens"]
+                ours[kind]["passes"] += row[kind]["passes"]
     return list(pooled.values())
+
+
+def key_of(row: Row) -> tuple[int, int, str]:
+    return row["updates"], row["seed"], row["arm"]
 
 
 def kinds_in(rows: list[Row]) -> list[str]:
@@ -148,7 +156,7 @@ def print_tables(rows: list[Row]) -> None:
     fewer = ""
     if tree_prompts and tree_prompts[0] < prompts:
         fewer = f" (trees: {tree_prompts[0]})"
-    seeds = [sum(row["arm"] == arm for row in final) for arm in arms]
+    seeds = Counter(row["arm"] for row in final).values()
     most = f" to {max(seeds)}" if max(seeds) > min(seeds) else ""
     print(f"Acceptance lengths after {last} updates; {prompts} prompts{fewer}, seeds of drafters: "
           f"{min(seeds)}{most}. In brackets 95% intervals.\n")

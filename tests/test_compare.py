@@ -519,6 +519,9 @@ def test_files_of_the_same_drafters_are_read_as_one_with_all_their_prompts(
     out = capsys.readouterr().out
     assert "; 6 prompts (trees: 5), seeds" in out
     assert "| full | 2.52 | 2.12 |" in out  # 68 tokens in 27 and 32 passes
+    write(files[1], {"rows": fresh[1:]})
+    with pytest.raises(InputError, match="the files differ in their arms, seeds or updates"):
+        report.main()
 
 
 def test_arms_are_compared_by_the_seeds_that_both_have(capsys):
