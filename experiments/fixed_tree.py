@@ -1,9 +1,9 @@
 """Above temperature 0: trees that are drawn, against trees of the likeliest tokens.
 
 `TreeSampler` of speculate.py draws a tree's tokens from q, and rejection sampling tries them.
-EAGLE-2's tree is *fixed*: the likeliest tokens, as at temperature 0. The target draws a token of
-its own after the root. If the tree has it, it is accepted, and the target draws the next one after
-it. So every token of the text is drawn from p, and there is nothing to prove.
+A *fixed* tree has the likeliest tokens, as at temperature 0, chosen as EAGLE-2 does. The target
+draws a token of its own after the root. If the tree has it, it is accepted, and the target draws
+the next one after it. So every token of the text is drawn from p, and there is nothing to prove.
 
 Say that p = q = (0.6, 0.4). One drawn token is always accepted, the likelier one with probability
 0.6; with two tokens both methods always accept one. What pays in use, is measured here. The q that
