@@ -18,6 +18,7 @@ from moa import Drafter, default_config
 RESULTS = ROOT / "experiments/results"
 SMOLLM2 = RESULTS / "smollm2"
 PAGE = (RESULTS / "README.md").read_text()
+FURTHER = (RESULTS / "further.md").read_text()
 FIGURES = (RESULTS / "figures.md").read_text()
 COMPARING = (ROOT / "experiments/comparing.md").read_text()
 FRONT = (ROOT / "README.md").read_text()
@@ -166,8 +167,8 @@ def wanted_cells(row: dict[str, str]) -> dict[str, str]:
     return cells
 
 
-@pytest.mark.parametrize("page, rows", [(PAGE, 30), (FIGURES, 10), (FRONT, 8)],
-    ids=["the results", "all figures", "the front page"])
+@pytest.mark.parametrize("page, rows", [(PAGE, 30), (FURTHER, 10), (FIGURES, 24), (FRONT, 8)],
+    ids=["the results", "further results", "all figures", "the front page"])
 def test_what_a_page_says_of_an_arm_over_another_is_what_their_prompts_give(page, rows):
     compared = 0
     for row in table_rows(page):
