@@ -8,8 +8,8 @@
     full-hass-loss              the same, and learns the target's ten likeliest tokens once more, as
                                 `hass` does
     last-layer                  the memory is made of the target's last layer alone, without LSA
-    last-layer-lsa              the same, but by LSA, in the paper's drafter: it gets the last layer
-                                in the place of every layer
+    last-layer-lsa              the paper's drafter, whose LSA gets the target's last layer in the
+                                place of every layer
     glide                       the paper's drafter with GLIDE's reading (Du et al. 2024): it
                                 attends to the keys and values of the target's last layer as they
                                 are

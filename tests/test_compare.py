@@ -100,6 +100,7 @@ ALL_KV = {f"kv {i}" for i in range(LAYERS)}
     ("full-one-layer", ALL_KV),
     ("n-2", ALL_KV),
     ("last-layer", {f"kv {LAYERS - 1}"}),
+    ("last-layer-lsa", {f"kv {LAYERS - 1}"}),
     ("last-layer-one-layer", {f"kv {LAYERS - 1}"}),
     ("glide", {f"kv {LAYERS - 1}"}),
     ("glide-one-layer", {f"kv {LAYERS - 1}"}),
@@ -336,8 +337,8 @@ def passes_along(name: str, drafter: Drafter, texts: list[Text], depth: int) -> 
 
 # The other arms are drafters of these kinds that were trained otherwise.
 KINDS = [
-    "full", "full-one-layer", "last-layer", "last-layer-one-layer", "glide", "glide-one-layer",
-    "n-1", "n-4", *STEPWISE,
+    "full", "full-one-layer", "last-layer", "last-layer-lsa", "last-layer-one-layer", "glide",
+    "glide-one-layer", "n-1", "n-4", *STEPWISE,
 ]
 
 
