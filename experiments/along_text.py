@@ -85,6 +85,28 @@ def acceptance_by_depth(
     return results
 
 
+@torch.no_grad()
+def entropies(
+    drafter: Drafter, arm: Arm, reading: Reading, texts: list[Text]
+) -> tuple[Tensor, Tensor]:
+    """Return the entropies, in nats, of the target's p and of the drafter's q for the first token of
+    each draft along texts, (n) each. The temperature is the texts'.
+
+    reading: of the texts, padded on the right.
+    """
+    temperature = texts[0].temperature
+    features = features_by_depth(drafter, arm, reading, depth=1)[0]
+    of_p = []
+    of_q = []
+    for row, text in enumerate(texts):
+        roots = slice(text.prompt, len(text.tokens) - 1)
+        p = probabilities(logits_of(drafter.target.lm_head, reading.final[row, roots]), temperature)
+        q = probabilities(logits_of(drafter.lm_head, features[row, roots]), temperature)
+        of_p.append(torch.special.entr(p).sum(-1))
+        of_q.append(torch.special.entr(q).sum(-1))
+    return torch.cat(of_p), torch.cat(of_q)
+
+
 def mean_by_depth(accepted: list[Tensor], texts: list[Text]) -> list[float]:
     """Return for each depth the mean of what `acceptance_by_depth` returned, over all roots."""
     means = []

@@ -10,6 +10,8 @@
     last-layer                  the memory is made of the target's last layer alone, without LSA
     last-layer-lsa              the paper's drafter, whose LSA gets the target's last layer in the
                                 place of every layer
+    last-state                  the memory is a projection of the target's last hidden state, as in
+                                the paper's ablation of LSA
     glide                       the paper's drafter with GLIDE's reading (Du et al. 2024): it
                                 attends to the keys and values of the target's last layer as they
                                 are
@@ -30,6 +32,7 @@
     ...-one-layer               the paper's, `last-layer` and `glide` without SA's MLP: SA and CA
                                 are then one layer, which is GLIDE's shape. `no-memory` without its
                                 second layer
+    no-memory-two-attentions    `no-memory` without SA's MLP: the control for `full-one-layer`
     ...-two-layers              EAGLE's, HASS's and EAGLE-3's with a second layer, as many as the
                                 paper's SA and CA
 
@@ -129,7 +132,10 @@ def moa_features(drafter: Drafter, reading: Reading, horizons: Iterable[Tensor])
     """Run a drafter of the paper's family over a text, once for each horizon (B, T). Yields CA's
     output and the predicted final states, (B, T, E) each, as `drafter_pass` of train.py does. What
     the horizon does not change is computed once."""
-    memory = drafter.build_memory(reading.kv.split(LSA_TOKENS, dim=1))  # (B, T, E)
+    if isinstance(drafter, LastStateDrafter):
+        memory = drafter.condense(reading.final)
+    else:
+        memory = drafter.build_memory(reading.kv.split(LSA_TOKENS, dim=1))  # (B, T, E)
     sa_output = self_attend(drafter, reading.tokens)  # (B, T, E)
     for horizon in horizons:
         ca_output = cross_attend(drafter, sa_output, memory, horizon)
@@ -202,6 +208,31 @@ class LastLayerLsaDrafter(PaperDrafter):
             last = kv[:, :, -1:]  # (B, T, 1, 2 Ekv)
             last_only.append(last.expand_as(kv))
         return super().build_memory(last_only)
+
+
+class LastStateDrafter(Drafter):
+    """The memory of a token is a projection of the target's final hidden state there."""
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        del self.layer_self_attention
+        width = target.config.hidden_size
+        self.Ekv2E = nn.Linear(width, width)  # with the name and the bias of the paper's
+
+    def read_modules(self, target: Llama) -> list[nn.Module]:
+        """Return the modules of the target whose outputs are read."""
+        return [target.norm]
+
+    def condense(self, states: Tensor) -> Tensor:
+        """Make the memory of each token of its final hidden state, (B, T, E) both."""
+        return self.Ekv2E(states.to(self.dtype))
+
+    def update_of(self, tokens: list[int], memory: Tensor, end: int) -> CacheUpdate:
+        """Return CA's keys and values of T tokens that have been verified. memory: (1, T, E).
+        end: the position after the last of them."""
+        rope = self.rotary[:, end - len(tokens):end]
+        ca_kv = self.cross_attention.keys_values(memory, rope)
+        return CacheUpdate(tokens, ca_kv, ca_kv.new_empty(0))
 
 
 class DirectCrossAttention(CrossAttentionLayer):
@@ -331,6 +362,11 @@ class AutoregressiveDrafter(Drafter):
         """Make the vector v of each token of its states (B, T, R E) -> (B, T, E)."""
         return states.to(self.dtype)
 
+    def update_of(self, tokens: list[int], vectors: Tensor, end: int) -> CacheUpdate:
+        """Return the vectors of T tokens that have been verified, in the place of CA's keys and
+        values. vectors: (1, T, E). end: the position after the last of them."""
+        return CacheUpdate(tokens, vectors, vectors.new_empty(0))
+
     def run(
         self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
     ) -> Tensor:
@@ -430,6 +466,11 @@ class OneLayerDrafter(AutoregressiveDrafter):
 
 class NoMemoryDrafter(WithSecondLayer, OneLayerDrafter):
     """SA and a plain layer, which see tokens and nothing else."""
+
+
+class NoMemoryTwoAttentionsDrafter(InOneLayer, NoMemoryDrafter):
+    """The same without SA's MLP: two attentions and one MLP, as the paper's drafter in one layer.
+    """
 
 
 class EagleDrafter(AutoregressiveDrafter):
@@ -624,8 +665,7 @@ class AutoregressiveState(TreeSampler):
 
 
 class StateVerifier(ExactVerifier):
-    """A verifier that hands over the vectors of verified tokens, in the place of CA's keys and
-    values."""
+    """A verifier for drafters that read states of the target's."""
 
     def __init__(self, model: Llama, drafter: Drafter, capacity: int, sampling: Sampling):
         super().__init__(model, NoDrafter(), capacity, sampling)
@@ -660,11 +700,12 @@ class StateVerifier(ExactVerifier):
     def with_vectors(
         self, result: DetailedResult, tokens: list[int], outputs: list, path: list[int]
     ) -> DetailedResult:
-        """Return the result with the vectors of verified tokens. path: their places in passes."""
+        """Return the result with what the drafter makes of verified tokens' states. path: their
+        places in passes."""
         states = [torch.cat(kept, dim=1)[:, path] for kept in outputs]
         nothing = torch.zeros(1, len(tokens), 0, device=self.model.device)
         vectors = self.reader.condense(torch.cat([nothing, *states], dim=-1))
-        update = CacheUpdate(tokens, vectors, vectors.new_empty(0))
+        update = self.reader.update_of(tokens, vectors, end=self.cache.length)
         return replace(result, update=update)
 
 
@@ -708,11 +749,13 @@ ARMS = {
     "full-one-layer": Arm(PaperOneLayerDrafter),
     "last-layer": Arm(LastLayerDrafter),
     "last-layer-lsa": Arm(LastLayerLsaDrafter),
+    "last-state": Arm(LastStateDrafter),
     "last-layer-one-layer": Arm(LastLayerOneLayerDrafter),
     "glide": Arm(GlideDrafter),
     "glide-one-layer": Arm(GlideOneLayerDrafter),
     "no-memory": Arm(NoMemoryDrafter),
     "no-memory-one-layer": Arm(OneLayerDrafter),
+    "no-memory-two-attentions": Arm(NoMemoryTwoAttentionsDrafter),
     "eagle": Arm(EagleDrafter, noise=0.2),
     "eagle-two-layers": Arm(EagleTwoLayersDrafter, noise=0.2),
     "eagle-two-layers-on-policy": replace(ON_POLICY, kind=EagleTwoLayersDrafter),
@@ -830,10 +873,12 @@ class WithArm:
     def cycles(self, prompt: list[int], config: GenerationConfig) -> Cycles:
         sampling = config.new_sampling(self.target.device)
         capacity = count_slots(prompt, config, self.limits)
-        if isinstance(self.drafter, AutoregressiveDrafter):
+        if isinstance(self.drafter, AutoregressiveDrafter | LastStateDrafter):
             verifier = StateVerifier(self.target, self.drafter, capacity, sampling)
-            state = AutoregressiveState(self.drafter, capacity, sampling)
         else:
             verifier = ExactVerifier(self.target, self.drafter, capacity, sampling)
+        if isinstance(self.drafter, AutoregressiveDrafter):
+            state = AutoregressiveState(self.drafter, capacity, sampling)
+        else:
             state = TreeSampler(self.drafter, capacity, sampling)
         return timed_cycles(verifier, state, prompt, config, self.limits)

@@ -40,7 +40,13 @@ from app.answers import answer
 from app.evaluation import check_context, mixed_precision, pad_for_gpu
 from app.loading import load_target
 from app.training import Optimizers, RunConfig, choose_optimizer, scheduled_rate
-from experiments.along_text import Text, acceptance_by_depth, count_passes, mean_by_depth
+from experiments.along_text import (
+    Text,
+    acceptance_by_depth,
+    count_passes,
+    entropies,
+    mean_by_depth,
+)
 from experiments.arms import (
     ARMS,
     Arm,
@@ -309,9 +315,11 @@ def write_texts(
 @torch.no_grad()
 def score_chains(entrants: list[Entrant], texts: list[Text], dtype: str) -> dict[str, dict]:
     """Return how many tokens and passes each text takes with chains, after its first token, and the
-    probability that a draft is accepted, by its depth."""
+    probability that a draft is accepted, by its depth. Of sampled texts also the mean entropies of
+    q and of p, in nats."""
     target = entrants[0].drafter.target
     accepted = {entrant.name: [None] * len(texts) for entrant in entrants}
+    entropies_of = {entrant.name: [] for entrant in entrants}
     by_length = sorted(range(len(texts)), key=lambda place: len(texts[place].tokens))
     for first in range(0, len(texts), TEXTS_AT_ONCE):
         places = by_length[first:first + TEXTS_AT_ONCE]
@@ -325,6 +333,9 @@ def score_chains(entrants: list[Entrant], texts: list[Text], dtype: str) -> dict
                 )
                 for place, probabilities in zip(places, rows):
                     accepted[entrant.name][place] = probabilities
+                if some[0].temperature > 0:
+                    found = entropies(entrant.drafter, entrant.arm, reading, some)
+                    entropies_of[entrant.name].append(torch.stack(found))
     scores = {}
     for name, rows in accepted.items():
         tokens = []
@@ -335,6 +346,9 @@ def score_chains(entrants: list[Entrant], texts: list[Text], dtype: str) -> dict
             passes.append(round(count_passes(probabilities, text.prompt, count), 4))
         by_depth = mean_by_depth(rows, texts)
         scores[name] = {"tokens": tokens, "passes": passes, "by_depth": by_depth}
+        if entropies_of[name]:
+            of_p, of_q = torch.cat(entropies_of[name], dim=1).mean(dim=1).tolist()
+            scores[name]["entropies"] = {"p": round(of_p, 4), "q": round(of_q, 4)}
     return scores
 
 
@@ -558,8 +572,8 @@ def parse_arguments() -> Namespace:
     add("--data", nargs="+", required=True, type=path, metavar="FILE", help="conversations")
     add("--prompts", required=True, type=path, metavar="FILE", help="to test on; not in the data")
     add("--out", required=True, type=path, metavar="DIR", help="the same DIR goes on")
-    add("--arms", nargs="+", choices=ARMS, default=list(ARMS)[:20], metavar="ARM",
-        help="of %(choices)s (default: the first 20)")
+    add("--arms", nargs="+", choices=ARMS, default=list(ARMS)[:22], metavar="ARM",
+        help="of %(choices)s (default: the first 22)")
     add("--seeds", nargs="*", type=number(int, 0), default=[0, 1, 2], metavar="N",
         help="of drafters; without a number only learning rates are chosen (default: 0 1 2)")
     add("--updates", type=positive_int, metavar="N", default=6400, help=default)

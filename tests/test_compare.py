@@ -22,6 +22,7 @@ from experiments.along_text import (
     Text,
     acceptance_by_depth,
     count_passes,
+    entropies,
     features_by_depth,
     mean_by_depth,
 )
@@ -39,12 +40,12 @@ from experiments.arms import (
     unroll,
 )
 from experiments.compare import Entrant, loss_of, loss_of_steps, make_lesson, make_update
-from llama import GenerationConfig, Llama, Sampling
+from llama import GenerationConfig, Llama, Sampling, probabilities
 from moa import Draft, Drafter, DraftLimits, kv_hidden_size
 from plumbing.conversations import Conversations, hold_out
 from plumbing.errors import InputError
 from plumbing.tokenizer import load_tokenizer
-from train import Example, compute_gradients, count_trained, draw_examples
+from train import Example, compute_gradients, count_trained, draw_examples, drafter_pass
 
 PROMPT = [0, 3, 1, 4]
 DEPTH = 3
@@ -102,10 +103,12 @@ ALL_KV = {f"kv {i}" for i in range(LAYERS)}
     ("last-layer", {f"kv {LAYERS - 1}"}),
     ("last-layer-lsa", {f"kv {LAYERS - 1}"}),
     ("last-layer-one-layer", {f"kv {LAYERS - 1}"}),
+    ("last-state", {"final"}),
     ("glide", {f"kv {LAYERS - 1}"}),
     ("glide-one-layer", {f"kv {LAYERS - 1}"}),
     ("no-memory", set()),
     ("no-memory-one-layer", set()),
+    ("no-memory-two-attentions", set()),
     ("eagle", {"final"}),
     ("eagle-two-layers", {"final"}),
     ("hass", {"final"}),
@@ -337,8 +340,8 @@ def passes_along(name: str, drafter: Drafter, texts: list[Text], depth: int) -> 
 
 # The other arms are drafters of these kinds that were trained otherwise.
 KINDS = [
-    "full", "full-one-layer", "last-layer", "last-layer-lsa", "last-layer-one-layer", "glide",
-    "glide-one-layer", "n-1", "n-4", *STEPWISE,
+    "full", "full-one-layer", "last-layer", "last-layer-lsa", "last-layer-one-layer", "last-state",
+    "glide", "glide-one-layer", "n-1", "n-4", *STEPWISE,
 ]
 
 
@@ -382,6 +385,20 @@ def test_sampled_chains_take_as_many_passes_on_average_as_their_texts_let_expect
 ])
 def test_passes_are_counted_as_by_hand(accepted, count, passes):
     assert count_passes(torch.tensor(accepted), 1, count) == pytest.approx(passes)
+
+
+@torch.no_grad()
+def test_entropies_are_of_p_and_of_q_at_the_first_token_of_each_draft(target):
+    drafter = drafter_of("full", target)
+    tokens = torch.tensor([[*PROMPT, 2, 5, 3]])
+    reading = read(target, tokens)
+    text = Text(tokens[0], len(PROMPT), temperature=0.7)
+    of_p, of_q = entropies(drafter, ARMS["full"], reading, [text])
+    # All tokens before a root are verified.
+    _, features = drafter_pass(drafter, tokens, reading.kv, torch.arange(7).unsqueeze(0) - 1)
+    for found, logits in ((of_p, target(tokens)), (of_q, drafter.lm_head(features))):
+        of_roots = probabilities(logits[0, len(PROMPT):-1], 0.7)
+        close(found, torch.distributions.Categorical(of_roots).entropy())
 
 
 def test_the_mean_at_a_depth_is_over_drafts_whose_root_is_in_the_answer():

@@ -156,7 +156,7 @@ def wanted_cells(row: dict[str, str]) -> dict[str, str]:
     of_base = re.fullmatch(r"(.+): percent of `(.+)`", first)
     pair = re.search(r"`([\w-]+)` over `([\w-]+)`", " ".join(row.values()))
     for heading in others:
-        if of_base is not None:
+        if of_base is not None and (heading in KINDS or heading.isdigit()):
             kind = KINDS.get(heading, "chain")
             update = int(heading) if heading.isdigit() else None
             arm = row[first].strip("`")
