@@ -89,13 +89,13 @@ def acceptance_by_depth(
 def entropies(
     drafter: Drafter, arm: Arm, reading: Reading, texts: list[Text]
 ) -> tuple[Tensor, Tensor]:
-    """Return the entropies, in nats, of the target's p and of the drafter's q for the first token of
-    each draft along texts, (n) each. The temperature is the texts'.
+    """Return the entropies, in nats, of the target's p and of the drafter's q for the first token
+    of each draft along texts, (n) each. The temperature is the texts'.
 
     reading: of the texts, padded on the right.
     """
     temperature = texts[0].temperature
-    features = features_by_depth(drafter, arm, reading, depth=1)[0]
+    [features] = features_by_depth(drafter, arm, reading, depth=1)  # (B, T, E)
     of_p = []
     of_q = []
     for row, text in enumerate(texts):

@@ -171,6 +171,7 @@ def print_tables(rows: list[Row]) -> None:
     if max(seeds) > 1:
         print_seeds(rows, arms, last)
     print_depths(rows, arms, last)
+    print_entropies(final, arms)
     print_times([row for row in rows if "draft_ms" in row])
     if len(arms) == 1:
         return  # there is nothing to compare it with
@@ -214,6 +215,23 @@ def print_depths(rows: list[Row], arms: list[str], update: int) -> None:
           "over all roots, whether drafting would get there or not; temperature 0.\n")
     depths = range(1, len(table[0]))
     print(format_markdown(["", *map(str, depths)], table))
+
+
+def print_entropies(rows: list[Row], arms: list[str]) -> None:
+    table = []
+    for arm in arms:
+        pairs = []
+        for row in rows:
+            if row["arm"] == arm and "entropies" in row["sampled chain"]:
+                entropies = row["sampled chain"]["entropies"]
+                pairs.append((entropies["p"], entropies["q"]))
+        if pairs:
+            of_p, of_q = np.mean(pairs, axis=0)
+            table.append([arm, f"{of_p:.2f}", f"{of_q:.2f}"])
+    if table:
+        print("\nMean entropies in nats, of p and of q for the first token of each draft, along "
+              "sampled texts.\n")
+        print(format_markdown(["", "p", "q"], table))
 
 
 def print_times(rows: list[Row]) -> None:
