@@ -29,10 +29,10 @@ from plumbing.flags import Parser, path
 
 KINDS = {  # of drafts
     "chain": "chains of 8",
+    "sampled chain": "sampled chains of 8",
     "tree": "trees of 8",
     "tree of 60": "trees of 60",
     "sharp tree of 60": "sharp trees of 60",
-    "sampled chain": "sampled chains of 8",
 }
 
 Row = dict
@@ -164,7 +164,8 @@ def print_tables(rows: list[Row]) -> None:
     for arm in arms:
         cells = [arm]
         for kind in kinds:
-            cells.append(show(with_interval(length, gather(rows, last, arm, kind)), ".2f"))
+            counts = gather(rows, last, arm, kind)
+            cells.append(show(with_interval(length, counts), ".2f") if counts else "–")
         table.append(cells)
     headings = [KINDS[kind] for kind in kinds]
     print(format_markdown(["", *headings], table))
@@ -177,6 +178,8 @@ def print_tables(rows: list[Row]) -> None:
         return  # there is nothing to compare it with
     print(f"\nPercent by which they differ from those of {arms[0]}.\n")
     print_differences(headings, [differences(rows, last, kind) for kind in kinds])
+    if len(stages) == 1:
+        return
     print(f"\nThe same in {KINDS['chain']}, by updates.\n")
     columns = [differences(rows, stage, "chain") for stage in stages]
     print_differences(list(map(str, stages)), columns)
@@ -188,7 +191,7 @@ def print_differences(headings: list[str], columns: list[dict]) -> None:
     for arm in columns[0]:
         cells = [arm]
         for column in columns:
-            cells.append(show(column[arm], "+z.1f"))
+            cells.append(show(column[arm], "+z.1f") if arm in column else "–")
         table.append(cells)
     print(format_markdown(["", *headings], table))
 

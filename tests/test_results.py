@@ -42,14 +42,10 @@ def names_its_origin(result: dict) -> bool:
 # --- Comparisons: what experiments/compare.py has printed ---
 
 CURVES = ["full", "full-unmasked", "full-one-run", "no-memory", "eagle-two-layers"]
-TWO_LAYERS = [
-    "full", "full-unmasked", "full-one-run", "full-kl-1", "full-hass-loss", "n-1", "last-layer",
-    "last-layer-lsa", "glide", "no-memory", "eagle-two-layers", "eagle-two-layers-on-policy",
-    "hass-two-layers",
-]
-ONE_LAYER = [
-    "full-one-layer", "last-layer-one-layer", "glide-one-layer", "no-memory-one-layer", "eagle",
-    "hass", "eagle-3",
+PICTURED = [
+    "full", "full-unmasked", "full-one-run", "last-layer-lsa", "last-state", "last-layer", "glide",
+    "n-1", "full-one-layer", "eagle", "eagle-two-layers", "eagle-two-layers-on-policy",
+    "hass-two-layers", "eagle-3", "no-memory", "no-memory-two-attentions", "no-memory-one-layer",
 ]
 FILES = {  # what pages call them
     "toy": ("compare_toy.json", "compare_toy_fresh.json"),  # together
@@ -58,8 +54,11 @@ FILES = {  # what pages call them
     "half the size": ("compare_toy_small.json",),
     "SmolLM2": ("compare_smollm2.json",),
     "earlier forms": ("forms.json",),
+    "3200 updates": ("compare_toy_3200.json",),
+    "12800 updates": ("compare_toy_12800.json",),
 }
-COMPARISONS = ["toy", "SmolLM2"]  # with all tables
+COMPARISONS = ["toy", "SmolLM2", "3200 updates", "12800 updates"]  # with all tables
+LENGTHS = {"3200": "3200 updates", "6400": "toy", "12800": "12800 updates"}  # whole trainings
 
 
 @functools.cache
@@ -84,15 +83,9 @@ def test_a_page_shows_all_tables_of_a_comparison(name, capsys, monkeypatch):
         assert table in FIGURES
 
 
-@pytest.mark.parametrize("picture, name, arms", [
-    ("compare_toy.svg", "toy", TWO_LAYERS),
-    ("compare_toy_one_layer.svg", "toy", ONE_LAYER),
-    ("compare_smollm2.svg", "SmolLM2", None)], ids=["two layers", "one layer", "SmolLM2"])
-def test_a_picture_shows_the_arms_of_its_files(picture, name, arms):
-    rows = rows_of_files(name)
-    if arms is not None:
-        rows = report.rows_of(rows, arms)
-    picture = (RESULTS / picture).read_text()
+def test_the_picture_shows_the_arms_of_the_toy():
+    rows = report.rows_of(rows_of_files("toy"), PICTURED)
+    picture = (RESULTS / "compare_toy.svg").read_text()
     assert picture == report.draw(rows)
     assert ">0</text>" in picture  # where the paper's drafter is
 
@@ -109,11 +102,11 @@ def test_the_curves_of_a_comparison_show_its_file(name, tmp_path):
 
 
 @functools.cache
-def difference(name: str, kind: str, arm: str, base: str, update: int | None = None) -> str:
+def difference(name: str, kind: str, arm: str, base: str) -> str:
     """Return, as pages print it, by how many percent an arm's drafts exceed another's."""
     rows = report.rows_of(rows_of_files(name), [base, arm])
     last = max(row["updates"] for row in rows)
-    [figure] = report.differences(rows, update or last, kind).values()
+    [figure] = report.differences(rows, last, kind).values()
     return report.show(figure, "+z.1f")
 
 
@@ -121,12 +114,12 @@ def test_the_page_shows_how_earlier_forms_differ_in_each_of_two_trainings():
     rows = rows_of_files("earlier forms")
     for form in {row["arm"] for row in rows} - {"full"}:
         cells = []
-        for kind, update in (("chain", 800), ("chain", 6400), ("sampled chain", 6400)):
+        for kind in ("chain", "sampled chain"):
             of_seeds = []
             for seed in (0, 1):
                 of_seed = [row for row in rows if row["seed"] == seed]
                 of_seed = report.rows_of(of_seed, ["full", form])
-                (value, _, _), = report.differences(of_seed, update, kind).values()
+                (value, _, _), = report.differences(of_seed, 6400, kind).values()
                 of_seeds.append(f"{value:+z.1f}")
             cells.append(", ".join(of_seeds))
         assert f"| {form} | {' | '.join(cells)} |" in COMPARING
@@ -146,28 +139,33 @@ def table_rows(page: str) -> list[dict[str, str]]:
 
 
 def wanted_cells(row: dict[str, str]) -> dict[str, str]:
-    """Return what a row has to say, by heading. Two kinds of tables compare arms:
+    """Return what a row has to say, by heading. Three kinds of tables compare arms:
 
-        | toy: percent of `B` | chains of 8 | ...      and a row of `A`; or updates, as 3200
-        | arms | toy: chains of 8 | ...                and a row that names "`A` over `B`"
+        | toy: percent of `B` | chains of 8 | ...              and a row of `A`
+        | toy, chains of 8: percent of `B` | 3200 | ...        the same after whole trainings
+        | arms | toy: chains of 8 | ...                        and a row that names "`A` over `B`"
     """
     cells = {}
     first, *others = row
     of_base = re.fullmatch(r"(.+): percent of `(.+)`", first)
     pair = re.search(r"`([\w-]+)` over `([\w-]+)`", " ".join(row.values()))
     for heading in others:
-        if of_base is not None and (heading in KINDS or heading.isdigit()):
-            kind = KINDS.get(heading, "chain")
-            update = int(heading) if heading.isdigit() else None
+        if row[heading] == "–":
+            continue
+        if of_base is not None:
+            name, _, kind = of_base[1].partition(", ")
             arm = row[first].strip("`")
-            cells[heading] = difference(of_base[1], kind, arm, of_base[2], update)
+            if heading in LENGTHS:
+                cells[heading] = difference(LENGTHS[heading], KINDS[kind], arm, of_base[2])
+            elif heading in KINDS:
+                cells[heading] = difference(name, KINDS[heading], arm, of_base[2])
         target, _, name = heading.partition(": ")
-        if pair is not None and target in FILES and name in KINDS and row[heading] != "–":
+        if pair is not None and target in FILES and name in KINDS:
             cells[heading] = difference(target, KINDS[name], *pair.groups())
     return cells
 
 
-@pytest.mark.parametrize("page, rows", [(PAGE, 30), (FURTHER, 10), (FIGURES, 24), (FRONT, 8)],
+@pytest.mark.parametrize("page, rows", [(PAGE, 30), (FURTHER, 10), (FIGURES, 24), (FRONT, 10)],
     ids=["the results", "further results", "all figures", "the front page"])
 def test_what_a_page_says_of_an_arm_over_another_is_what_their_prompts_give(page, rows):
     compared = 0
