@@ -552,7 +552,10 @@ def whole_answers(
             verifier = RemoteVerifier(connection, config, sampling)
         else:
             verifier = LocalVerifier(target, drafter, 64, sampling)
-            state = new_copier(VOCABULARY, sampling) if alone else TreeSampler(drafter, 64, sampling)
+            if alone:
+                state = new_copier(VOCABULARY, sampling)
+            else:
+                state = TreeSampler(drafter, 64, sampling)
         if lookup:
             state = Lookup(state, VOCABULARY, sampling)
         tokens = []
