@@ -12,6 +12,8 @@
                                 place of every layer
     last-state                  the memory is a projection of the target's last hidden state, as in
                                 the paper's ablation of LSA
+    last-input                  the memory is a projection of what the target's last layer makes its
+                                keys and values of
     glide                       the paper's drafter with GLIDE's reading (Du et al. 2024): it
                                 attends to the keys and values of the target's last layer as they
                                 are
@@ -26,6 +28,9 @@
                                 predicts no state of the target's, and is trained for seven steps on
                                 its own outputs
     n-1, n-2, n-4               the paper's drafter, which reuses the target's last N layers
+    full-larger                 the paper's drafter, larger by the parameters of one target layer:
+                                the control for `n-1`
+    eagle-two-layers-n-1        EAGLE's in two layers, which reuses the target's last layer
     kl-only                     the paper's drafter without Smooth L1
     smooth-l1-only              the paper's drafter without KL
 
@@ -83,6 +88,7 @@ from moa import (
     default_config,
     empty_cache,
     kv_hidden_size,
+    run_target_layers,
 )
 from speculate import TreeSampler
 from train import cross_attend, reuse_target_layers, self_attend
@@ -133,7 +139,7 @@ def moa_features(drafter: Drafter, reading: Reading, horizons: Iterable[Tensor])
     output and the predicted final states, (B, T, E) each, as `drafter_pass` of train.py does. What
     the horizon does not change is computed once."""
     if isinstance(drafter, LastStateDrafter):
-        memory = drafter.condense(reading.final)
+        memory = drafter.condense(drafter.states_of(reading))
     else:
         memory = drafter.build_memory(reading.kv.split(LSA_TOKENS, dim=1))  # (B, T, E)
     sa_output = self_attend(drafter, reading.tokens)  # (B, T, E)
@@ -223,16 +229,31 @@ class LastStateDrafter(Drafter):
         """Return the modules of the target whose outputs are read."""
         return [target.norm]
 
+    def states_of(self, reading: Reading) -> Tensor:
+        """Return what is read of each token, (B, T, E)."""
+        return reading.final
+
     def condense(self, states: Tensor) -> Tensor:
-        """Make the memory of each token of its final hidden state, (B, T, E) both."""
+        """Make the memory of each token of what is read of it, (B, T, E) both."""
         return self.Ekv2E(states.to(self.dtype))
 
-    def update_of(self, tokens: list[int], memory: Tensor, end: int) -> CacheUpdate:
+    def update_of(self, tokens: list[int], memory: Tensor, cache: KVCache) -> CacheUpdate:
         """Return CA's keys and values of T tokens that have been verified. memory: (1, T, E).
-        end: the position after the last of them."""
-        rope = self.rotary[:, end - len(tokens):end]
+        cache: the target's, whose last tokens they are."""
+        rope = self.rotary[:, cache.length - len(tokens):cache.length]
         ca_kv = self.cross_attention.keys_values(memory, rope)
         return CacheUpdate(tokens, ca_kv, ca_kv.new_empty(0))
+
+
+class LastInputDrafter(LastStateDrafter):
+    """The memory of a token is a projection of what the target's last layer makes its key and value
+    of: the state that enters that layer, after its norm."""
+
+    def read_modules(self, target: Llama) -> list[nn.Module]:
+        return [target.layers[-1].input_layernorm]
+
+    def states_of(self, reading: Reading) -> Tensor:
+        return self.target.layers[-1].input_layernorm(reading.states[-2])
 
 
 class DirectCrossAttention(CrossAttentionLayer):
@@ -362,10 +383,12 @@ class AutoregressiveDrafter(Drafter):
         """Make the vector v of each token of its states (B, T, R E) -> (B, T, E)."""
         return states.to(self.dtype)
 
-    def update_of(self, tokens: list[int], vectors: Tensor, end: int) -> CacheUpdate:
+    def update_of(self, tokens: list[int], vectors: Tensor, cache: KVCache) -> CacheUpdate:
         """Return the vectors of T tokens that have been verified, in the place of CA's keys and
-        values. vectors: (1, T, E). end: the position after the last of them."""
-        return CacheUpdate(tokens, vectors, vectors.new_empty(0))
+        values. vectors: (1, T, E). cache: the target's, whose last tokens they are."""
+        first_reused = len(cache.kv) - self.N  # of the L layers
+        newest = slice(cache.length - len(tokens), cache.length)
+        return CacheUpdate(tokens, vectors, cache.kv[first_reused:, :, :, newest])
 
     def run(
         self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
@@ -375,7 +398,7 @@ class AutoregressiveDrafter(Drafter):
         raise NotImplementedError
 
     def feature(self, a: Tensor) -> Tensor:
-        """Return what the LM head is applied to."""
+        """Return what the LM head is applied to, if no layers of the target's are reused."""
         return a
 
 
@@ -435,6 +458,36 @@ def shift(vectors: Tensor) -> Tensor:
     return F.pad(vectors[:, :-1], (0, 0, 1, 0))
 
 
+def features_by_step(
+    drafter: AutoregressiveDrafter, outputs: list[Tensor], reading: Reading
+) -> list[Tensor]:
+    """Return what the LM head is applied to in each step, (B, T, E), given the outputs of `unroll`.
+
+    With N > 0 the target's last N layers run on the outputs of each step. In them query i attends
+    to the target's own keys and values before the root, i - s, and from there on to those that the
+    layer has made in steps 0 to s.
+    """
+    if drafter.N == 0:
+        return [drafter.feature(a) for a in outputs]
+    target = drafter.target
+    count = reading.tokens.shape[1]
+    query = torch.arange(count, device=reading.tokens.device).unsqueeze(1)
+    key = torch.arange(count, device=reading.tokens.device)
+    reused = reading.kv[:, :, -drafter.N:].unflatten(-1, (target.config.num_key_value_heads, -1))
+    cache = StepsCache(drafter.N)
+    for i, kv in enumerate(reused.permute(2, 0, 3, 1, 4)):  # (B, Hkv, T, 2D)
+        cache.append(i, kv)
+    features = []
+    for step, a in enumerate(outputs):
+        root = query - step
+        blocks = [key < root]  # of the target's own
+        for earlier in range(step + 1):
+            blocks.append(key == root + earlier)
+        mask = torch.cat(blocks, dim=1)  # (T, (step + 2) T)
+        features.append(run_target_layers(drafter, a, target.rotary[:, :count], mask, cache))
+    return features
+
+
 class WithSecondLayer:
     """Put before a class of drafters with one layer, this adds a second, plain one."""
 
@@ -475,7 +528,8 @@ class NoMemoryTwoAttentionsDrafter(InOneLayer, NoMemoryDrafter):
 
 class EagleDrafter(AutoregressiveDrafter):
     """EAGLE's: one decoder layer over U e + W v, where v is the target's final hidden state. As in
-    EAGLE's code, that layer has no norm before its attention.
+    EAGLE's code, that layer has no norm before its attention. (With N > 0 v is the state that
+    enters the target's last N layers, since that is then what the drafter predicts.)
 
     EAGLE keeps U and W in one matrix. Here they are two, since Muon moves a matrix equally far in
     all directions: v is some ten times as large as e, so nearly all of these would be W's.
@@ -491,10 +545,10 @@ class EagleDrafter(AutoregressiveDrafter):
         self.self_attention.input_layernorm = nn.Identity()
 
     def read_modules(self, target: Llama) -> list[nn.Module]:
-        return [target.norm]
+        return [target.norm if self.N == 0 else target.layers[-1 - self.N]]
 
     def states_of(self, reading: Reading) -> Tensor:
-        return reading.final
+        return reading.final if self.N == 0 else reading.states[-1 - self.N]
 
     def run(
         self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
@@ -624,20 +678,32 @@ class AutoregressiveState(TreeSampler):
         self.true_vectors = torch.cat([self.true_vectors, vectors], dim=1)
         self.waiting += update.tokens
         self.verified += len(update.tokens)
+        for i in range(self.drafter.N):
+            self.tli_cache.append(i, update.tli_kv[i])
+        self.tli_cache.length = self.verified
 
     def discard_draft(self) -> None:
         self.expanded = []
         self.self_cache.length = self.verified - len(self.waiting)
+        self.tli_cache.length = self.verified
 
     def step(self, draft: Draft, frontier: list[int]) -> Tensor:
         """Run the layers on the frontier. Returns what the LM head is applied to (F, E)."""
+        drafter = self.drafter
         self.expanded += frontier
+        mask = self.frontier_mask(draft, frontier)  # (F, S)
+        position = self.text_length + draft.depth(frontier[0])
         if frontier == [0]:
             a = self.run_with_waiting(draft.tokens[0])
         else:
-            a = self.run_on_drafted(draft, frontier)
+            a = self.run_on_drafted(draft, frontier, position, mask)
         self.vectors.update(zip(frontier, a[0]))
-        return self.drafter.feature(a[0])
+        if drafter.N == 0:
+            return drafter.feature(a[0])
+        rope = drafter.target.rotary[:, position:position + 1]
+        hidden = run_target_layers(drafter, a, rope, mask, self.tli_cache)
+        self.tli_cache.length += len(frontier)
+        return hidden[0]
 
     def run_with_waiting(self, root: int) -> Tensor:
         """Run the layers on the tokens that wait, and on the root -> the root's a (1, 1, E)."""
@@ -651,10 +717,10 @@ class AutoregressiveState(TreeSampler):
         self.true_vectors = self.true_vectors[:, -1:]
         return a[:, -1:]
 
-    def run_on_drafted(self, draft: Draft, frontier: list[int]) -> Tensor:
+    def run_on_drafted(
+        self, draft: Draft, frontier: list[int], position: int, mask: Tensor | None
+    ) -> Tensor:
         """Run the layers on drafted tokens of one level -> a (1, F, E)."""
-        mask = self.frontier_mask(draft, frontier)  # (F, S)
-        position = self.text_length + draft.depth(frontier[0])
         rope = self.drafter.rotary[:, position:position + 1]
         parents = [self.vectors[draft.parents[node]] for node in frontier]
         before = torch.stack(parents).unsqueeze(0)  # (1, F, E)
@@ -705,7 +771,7 @@ class StateVerifier(ExactVerifier):
         states = [torch.cat(kept, dim=1)[:, path] for kept in outputs]
         nothing = torch.zeros(1, len(tokens), 0, device=self.model.device)
         vectors = self.reader.condense(torch.cat([nothing, *states], dim=-1))
-        update = self.reader.update_of(tokens, vectors, end=self.cache.length)
+        update = self.reader.update_of(tokens, vectors, self.cache)
         return replace(result, update=update)
 
 
@@ -722,6 +788,7 @@ class Arm:
 
     kind: type[Drafter] = PaperDrafter
     tli: int = 0  # N
+    extra_layers: int = 0  # of the target's: it has as many parameters more than the other arms
     run_length: tuple[int, int] = (5, 15)  # of mock cycles, see train.py
     kl_weight: float = 0.1
     feature_weight: float = 1.0
@@ -746,10 +813,14 @@ ARMS = {
     "full-kl-1": Arm(kl_weight=1.0),
     "full-hass-loss": Arm(likeliest_weight=1.0),
     "n-1": Arm(tli=1),
+    "n-2": Arm(tli=2),
+    "n-4": Arm(tli=4),
+    "full-larger": Arm(extra_layers=1),
     "full-one-layer": Arm(PaperOneLayerDrafter),
     "last-layer": Arm(LastLayerDrafter),
     "last-layer-lsa": Arm(LastLayerLsaDrafter),
     "last-state": Arm(LastStateDrafter),
+    "last-input": Arm(LastInputDrafter),
     "last-layer-one-layer": Arm(LastLayerOneLayerDrafter),
     "glide": Arm(GlideDrafter),
     "glide-one-layer": Arm(GlideOneLayerDrafter),
@@ -758,13 +829,12 @@ ARMS = {
     "no-memory-two-attentions": Arm(NoMemoryTwoAttentionsDrafter),
     "eagle": Arm(EagleDrafter, noise=0.2),
     "eagle-two-layers": Arm(EagleTwoLayersDrafter, noise=0.2),
+    "eagle-two-layers-n-1": Arm(EagleTwoLayersDrafter, noise=0.2, tli=1),
     "eagle-two-layers-on-policy": replace(ON_POLICY, kind=EagleTwoLayersDrafter),
     "hass": replace(ON_POLICY, kind=EagleDrafter, likeliest_weight=1.0),
     "hass-two-layers": replace(ON_POLICY, kind=EagleTwoLayersDrafter, likeliest_weight=1.0),
     "eagle-3": Arm(Eagle3Drafter, feature_weight=0.0, steps=7),
     "eagle-3-two-layers": Arm(Eagle3TwoLayersDrafter, feature_weight=0.0, steps=7),
-    "n-2": Arm(tli=2),
-    "n-4": Arm(tli=4),
     "kl-only": Arm(feature_weight=0.0),
     "smooth-l1-only": Arm(kl_weight=0.0),
 }
@@ -773,7 +843,8 @@ ARMS = {
 def new_drafter_of(
     arm: Arm, target: Llama, width: int | None, vocabulary: Tensor | None, seed: int
 ) -> Drafter:
-    """Return a drafter with random weights, as large as the paper's with its default sizes.
+    """Return a drafter with random weights, as large as the paper's with its default sizes, and the
+    arm's extra layers.
 
     SA and CA of all arms have as many kv heads as the target, as EAGLE's and GLIDE's layers have by
     themselves (the paper's have half as many), and MLPs as wide as the size allows.
@@ -786,6 +857,7 @@ def new_drafter_of(
         config = with_mlps(config, width)
     with torch.device("meta"):
         wanted = count_parameters(Drafter(target, config))
+    wanted += arm.extra_layers * sum(p.numel() for p in target.layers[-1].parameters())
     kv_heads = target.config.num_key_value_heads
     config = replace(
         config,

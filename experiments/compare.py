@@ -54,6 +54,7 @@ from experiments.arms import (
     Reading,
     WithArm,
     count_parameters,
+    features_by_step,
     moa_features,
     new_drafter_of,
     read,
@@ -142,11 +143,7 @@ def loss_of(entrant: Entrant, lesson: Lesson, horizon: Tensor, noise: Tensor) ->
     drafter = entrant.drafter
     reading, trained, log_p = lesson
     [(ca_output, features)] = moa_features(drafter, reading, [horizon])
-    smooth_l1 = smooth_l1_loss(features[trained], reading.final[trained])
-    if drafter.N > 0:
-        entering = reading.states[-1 - drafter.N]  # the states that enter the last N layers
-        ca_loss = smooth_l1_loss(ca_output[trained], entering[trained])
-        smooth_l1 = (smooth_l1 + ca_loss) / 2
+    smooth_l1 = loss_of_states(drafter, reading, ca_output, features, trained)
     log_q = log_distributions(features[trained], drafter)
     return weighted_loss(entrant.arm, log_p, log_q, smooth_l1)
 
@@ -159,16 +156,28 @@ def loss_of_steps(entrant: Entrant, lesson: Lesson, noise: Tensor) -> Tensor:
     loss = 0.0
     weights = 0.0
     outputs = unroll(drafter, reading, arm.steps, arm.noise * noise, arm.detached)
-    for step, a in enumerate(outputs):
+    for step, features in enumerate(features_by_step(drafter, outputs, reading)):
         # Query i is in a draft whose root is token i - step, which must be in an answer, too.
         with_root = trained & F.pad(trained, (step, 0))[:, :trained.shape[1]]
-        features = drafter.feature(a)[with_root]
-        log_q = log_distributions(features, drafter)
-        smooth_l1 = smooth_l1_loss(features, reading.final[with_root])
+        log_q = log_distributions(features[with_root], drafter)
+        smooth_l1 = loss_of_states(drafter, reading, outputs[step], features, with_root)
         weight = arm.step_weight**step
         loss = loss + weight * weighted_loss(arm, log_p[with_root[trained]], log_q, smooth_l1)
         weights += weight
     return loss / weights
+
+
+def loss_of_states(
+    drafter: Drafter, reading: Reading, output: Tensor, features: Tensor, where: Tensor
+) -> Tensor:
+    """Return Smooth L1, summed over the positions `where` (B, T). With N > 0 the drafter's output
+    predicts a state as well, and each loss counts half, as in train.py. output, features: (B, T, E)
+    """
+    loss = smooth_l1_loss(features[where], reading.final[where])
+    if drafter.N == 0:
+        return loss
+    entering = reading.states[-1 - drafter.N]  # the states that enter the last N layers
+    return (loss + smooth_l1_loss(output[where], entering[where])) / 2
 
 
 def weighted_loss(arm: Arm, log_p: Tensor, log_q: Tensor, smooth_l1: Tensor) -> Tensor:
@@ -484,7 +493,7 @@ class Comparison:
     def entrant(self, name: str, arm: Arm, rate: float, seed: int) -> Entrant:
         drafter = new_drafter_of(arm, self.target, self.args.mlp, self.vocabulary, seed)
         parameters = list(drafter.trained_parameters().values())
-        return Entrant(name, arm, drafter, rate, choose_optimizer(parameters, "muon"))
+        return Entrant(name, arm, drafter, rate, choose_optimizer(parameters, self.args.optimizer))
 
     def texts(self, prompts: list[list[int]], temperature: float) -> list[Text]:
         count = self.args.max_new_tokens
@@ -504,8 +513,8 @@ class Comparison:
         args = self.args
         config = RunConfig(
             updates=updates, batch_size=args.batch_size, micro_batch_size=args.micro_batch_size,
-            seq_len=args.seq_len, schedule="cosine", warmup=20, optimizer="muon", dtype=self.dtype,
-            seed=seed, save_every=args.save_every,
+            seq_len=args.seq_len, schedule="cosine", warmup=20, optimizer=args.optimizer,
+            dtype=self.dtype, seed=seed, save_every=args.save_every,
         )
         parameters = {}
         for entrant in entrants:
@@ -573,14 +582,15 @@ def parse_arguments() -> Namespace:
     add("--data", nargs="+", required=True, type=path, metavar="FILE", help="conversations")
     add("--prompts", required=True, type=path, metavar="FILE", help="to test on; not in the data")
     add("--out", required=True, type=path, metavar="DIR", help="the same DIR goes on")
-    add("--arms", nargs="+", choices=ARMS, default=list(ARMS)[:22], metavar="ARM",
-        help="of %(choices)s (default: the first 22)")
+    add("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM",
+        help="of %(choices)s (default: all)")
     add("--seeds", nargs="*", type=number(int, 0), default=[0, 1, 2], metavar="N",
         help="of drafters; without a number only learning rates are chosen (default: 0 1 2)")
     add("--updates", type=positive_int, metavar="N", default=6400, help=default)
     add("--stages", nargs="*", type=positive_int, metavar="N",
         help="updates after which chains are scored (default: an eighth, a quarter, half, all)")
     add("--lr", type=number(float, 0), help="of all arms (default: each arm's best of three)")
+    add("--optimizer", choices=["muon", "adamw"], default="muon", help=default)
     add("--batch-size", type=positive_int, metavar="N", default=2, help=f"conversations {default}")
     add("--micro-batch-size", type=positive_int, metavar="N", default=16,
         help=f"read at once {default}")

@@ -33,6 +33,7 @@ from experiments.arms import (
     StateVerifier,
     WithArm,
     count_parameters,
+    features_by_step,
     moa_features,
     new_drafter_of,
     read,
@@ -65,12 +66,14 @@ def drafter_of(name: str, target: Llama) -> Drafter:
 # --- The arms ---
 
 
-def test_all_arms_have_as_many_parameters_as_the_papers_drafter_within_3_percent(toy, target):
+def test_arms_are_as_large_as_the_papers_within_3_percent_but_one_by_a_layer_larger(toy, target):
     for model, width in ((toy[0], None), (target, 24)):
         sizes = {}
         for name, arm in ARMS.items():
             sizes[name] = count_parameters(new_drafter_of(arm, model, width, None, seed=0))
-        assert sizes == pytest.approx(dict.fromkeys(ARMS, sizes["full"]), rel=0.03)
+        layer = sum(parameter.numel() for parameter in model.layers[0].parameters())
+        expected = dict.fromkeys(ARMS, sizes["full"]) | {"full-larger": sizes["full"] + layer}
+        assert sizes == pytest.approx(expected, rel=0.03)
 
 
 def test_all_arms_have_as_many_kv_heads_as_the_target(toy, smollm2):
@@ -104,6 +107,7 @@ ALL_KV = {f"kv {i}" for i in range(LAYERS)}
     ("last-layer-lsa", {f"kv {LAYERS - 1}"}),
     ("last-layer-one-layer", {f"kv {LAYERS - 1}"}),
     ("last-state", {"final"}),
+    ("last-input", {f"state {LAYERS - 1}"}),
     ("glide", {f"kv {LAYERS - 1}"}),
     ("glide-one-layer", {f"kv {LAYERS - 1}"}),
     ("no-memory", set()),
@@ -111,6 +115,7 @@ ALL_KV = {f"kv {i}" for i in range(LAYERS)}
     ("no-memory-two-attentions", set()),
     ("eagle", {"final"}),
     ("eagle-two-layers", {"final"}),
+    ("eagle-two-layers-n-1", {f"state {LAYERS - 1}", f"kv {LAYERS - 1}"}),
     ("hass", {"final"}),
     ("eagle-two-layers-on-policy", {"final"}),
     ("hass-two-layers", {"final"}),
@@ -148,7 +153,8 @@ def test_step_s_of_a_query_is_what_drafting_computes_there_in_a_draft_with_root_
     """In trees of the text's own tokens, each of which has a wrong one before it."""
     drafter = drafter_of(name, target)
     text = [0, 3, 1, 4, 2, 5, 3, 0]
-    steps = [drafter.feature(a) for a in unroll(drafter, read(target, torch.tensor([text])), 4)]
+    reading = read(target, torch.tensor([text]))
+    steps = features_by_step(drafter, unroll(drafter, reading, 4), reading)
     verifier = StateVerifier(target, drafter, 16, Sampling())
     state = AutoregressiveState(drafter, 16, Sampling())
     state.append_verified(verifier.prefill(text[:1]).update)
@@ -271,6 +277,28 @@ def test_a_step_is_trained_where_query_and_root_are_in_an_answer_and_weighs_less
     close(loss, 0.1 * kl + 0.5 * smooth_l1)
 
 
+@torch.no_grad()
+def test_with_a_reused_layer_a_steps_output_and_its_final_state_count_half_each(target):
+    entrant = Entrant(
+        "", ARMS["eagle-two-layers-n-1"], drafter_of("eagle-two-layers-n-1", target), 0.1,
+        Optimizers(),
+    )
+    everywhere = torch.ones(1, 4, dtype=torch.bool)
+    lesson = make_lesson(entrant.drafter, Example(torch.tensor([PROMPT]), everywhere, everywhere))
+    [output] = unroll(entrant.drafter, lesson.reading, 1)
+    [features] = features_by_step(entrant.drafter, [output], lesson.reading)
+    expected = 0.0
+    for i in range(3):
+        log_p = target.lm_head(lesson.reading.final[0, i]).log_softmax(-1)
+        log_q = target.lm_head(features[0, i]).log_softmax(-1)
+        expected += 0.1 * (log_p.exp() * (log_p - log_q)).sum()
+        entering = lesson.reading.states[5][0, i]  # the last of six layers
+        distance = torch.nn.functional.smooth_l1_loss
+        expected += distance(features[0, i], lesson.reading.final[0, i]) / 2
+        expected += distance(output[0, i], entering) / 2
+    close(loss_of_steps(entrant, lesson, torch.zeros(1, 4, 16)), expected)
+
+
 def likeliest_terms(final: torch.Tensor, log_q: torch.Tensor, target: Llama) -> torch.Tensor:
     """The terms of the cross-entropy of p and q (V) of the two tokens likeliest under p."""
     p = target.lm_head(final).softmax(-1)
@@ -341,7 +369,7 @@ def passes_along(name: str, drafter: Drafter, texts: list[Text], depth: int) -> 
 # The other arms are drafters of these kinds that were trained otherwise.
 KINDS = [
     "full", "full-one-layer", "last-layer", "last-layer-lsa", "last-layer-one-layer", "last-state",
-    "glide", "glide-one-layer", "n-1", "n-4", *STEPWISE,
+    "last-input", "glide", "glide-one-layer", "n-1", "n-4", *STEPWISE,
 ]
 
 
