@@ -15,7 +15,6 @@ def run() -> None:
         description="Generate with the target alone.",
         examples='  python llama.py --prompt "Why is the sky blue?"\n'
         "  echo Hi | python llama.py --model toy --temperature 0.7",
-        main_flag="--prompt",
     )
     parser.add_argument("--prompt", help="default: standard input or, on a terminal, a chat")
     add_model_arguments(parser.add_argument_group("model"))

@@ -21,7 +21,7 @@ from llama import GenerationConfig
 from moa import DraftLimits
 from netsim import MAX_DRAFT_TOKENS, Link
 from plumbing import flags
-from plumbing.devices import DTYPES, choose_dtype, warn_if_busy
+from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import run_command
 from plumbing.messages import Address
 from plumbing.prompts import given_or_piped
@@ -55,7 +55,6 @@ def make_parser() -> flags.Parser:
     parser = flags.Parser(
         description="Generate with a drafter: the target's own text, only sooner.",
         examples=EXAMPLES,
-        main_flag="--prompt",
     )
     add = parser.add_mutually_exclusive_group().add_argument
     add("--prompt", metavar="TEXT", help="default: standard input or, on a terminal, a chat")
@@ -173,7 +172,6 @@ def run() -> None:
 def answer(args: Namespace) -> None:
     """Answer a prompt or, on a terminal, chat."""
     dtype = DTYPES[choose_dtype(args.device, args.dtype)]
-    warn_if_busy()
     if args.show and not shows_colors():
         print("--show: no colors, since the text does not go to a terminal", file=sys.stderr)
     chatting = args.prompt is None and sys.stdin is not None and sys.stdin.isatty()

@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from functools import partial
 
 from app.training import DrafterSizes, RunConfig, train_drafter
-from plumbing.devices import choose_training_dtype, warn_if_busy
+from plumbing.devices import choose_training_dtype
 from plumbing.errors import run_command
 from plumbing.flags import Parser, add_model_arguments, number, path, positive_int
 from plumbing.journal import read_log, read_settings
@@ -33,7 +33,6 @@ def run() -> None:
     args = parse_arguments()
     device = join_processes(args.device)
     args.dtype = choose_training_dtype(device, args.dtype)
-    warn_if_busy()
     args.run_length = tuple(args.run_length)  # argparse makes a list
     config = RunConfig(**{field.name: getattr(args, field.name) for field in fields(RunConfig)})
     sizes = DrafterSizes(**{size.name: getattr(args, size.name) for size in fields(DrafterSizes)})
@@ -69,7 +68,6 @@ def make_parser() -> Parser:
     parser = Parser(
         description="Distill a target into a Mixture-of-Attentions drafter.",
         examples=EXAMPLES,
-        main_flag="--data",
     )
     add = parser.add_argument
     add("--data", nargs="+", metavar="FILE", type=path,

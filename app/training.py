@@ -20,9 +20,8 @@ from time import perf_counter
 from typing import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Subset
-from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 
 from app.evaluation import check_context, draw_scores, evaluate, mixed_precision, pad_for_gpu
@@ -41,7 +40,7 @@ from plumbing.errors import InputError
 from plumbing.files import fingerprint_files, fingerprint_model
 from plumbing.hub import resolve_path
 from plumbing.journal import Journal, end_stopped_run, find_run, lock_folder, read_log
-from plumbing.processes import all_reduce, progress_bar, rank, say, true_in_any, world_size
+from plumbing.processes import all_reduce, rank, say, true_in_any, world_size
 from plumbing.signals import StopSignals
 from train import (
     Losses,
@@ -210,21 +209,22 @@ def run_updates(
     batches = itertools.islice(batches, journal.done, config.updates)
     with (
         StopSignals("stopping after this update, or evaluation") as signals,
-        progress_bar(journal.done, config.updates) as progress,
+        tqdm(
+            desc="updates", initial=journal.done, total=config.updates, disable=rank() > 0
+        ) as progress,
     ):
         for update, indices in enumerate(batches, journal.done):
             began = perf_counter()
             batch = [training[index] for index in indices]
             lr = scheduled_rate(update, config, epoch_updates)
-            with counted_by(progress, drafter, 1 / len(batch), update + 1):
-                measured = make_update(drafter, optimizer, batch, update, lr, config)
+            measured = make_update(drafter, optimizer, batch, update, lr, config)
             seconds = perf_counter() - began
             speed = sum(len(conversation.tokens) for conversation in batch) / seconds
 
             done = update + 1
             is_last = done == config.updates
             journal.log(done, measured | {"tokens_per_second": speed})
-            progress.update(done - progress.n)
+            progress.update()
             progress.set_postfix_str(f"loss {measured['loss']:.3f}, {speed:.0f} tokens/s")
             signals.message = f"stopping after this update (takes {seconds:.1f}s), or evaluation"
             if rank() == 0 and (is_last or done % config.eval_every == 0):
@@ -270,17 +270,6 @@ def make_update(
         ) from None
     means = (sums / total).tolist()
     return dict(zip(Losses._fields, means)) | {"lr": lr, "grad_norm": norm}
-
-
-def counted_by(progress: tqdm, drafter: Drafter, part: float, end: int) -> RemovableHandle:
-    """Return a context in which a progress bar grows, up to `end`, by `part` for each conversation
-    that the drafter reads. The chapter knows no bars, so this is seen from outside: SA runs once
-    for each micro-batch."""
-
-    def count(_module: nn.Module, _inputs: tuple, output: Tensor) -> None:
-        progress.update(min(part * len(output) * world_size(), end - progress.n))
-
-    return drafter.self_attention.register_forward_hook(count)
 
 
 # --- Another schedule, another optimizer ---

@@ -88,7 +88,7 @@ from experiments.tables import Column, print_rows
 from llama import GenerationConfig, Llama, generate
 from moa import Drafter, DraftLimits
 from netsim import PROFILES
-from plumbing.devices import DTYPES, choose_dtype, warn_if_busy
+from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import InputError, run_command
 from plumbing.flags import (
     Parser,
@@ -534,7 +534,6 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     prompts = read_prompt_file(args.file)
     dtype = DTYPES[choose_dtype(args.device, args.dtype)]
-    warn_if_busy()
     models, drafters = load(args, dtype)
     if args.remote:
         contenders = choose_remote(args, models.drafter, dtype)

@@ -35,7 +35,7 @@ from experiments.batching import Batch, Request
 from experiments.prompts import read_first_questions
 from llama import GenerationConfig, Llama
 from plumbing.chat import MARK
-from plumbing.devices import DTYPES, choose_dtype, warn_if_busy
+from plumbing.devices import DTYPES, choose_dtype
 from plumbing.errors import InputError, run_command
 from plumbing.flags import Parser, add_model_arguments, number, path, positive_int
 from plumbing.processes import say
@@ -253,7 +253,6 @@ def main() -> None:
         if not questions:
             raise InputError(f"{args.questions}: no conversation with a question")
     dtype = DTYPES[choose_dtype(args.device, args.dtype)]
-    warn_if_busy()
     target, tokenizer, _ = load_target_alone(args.model, args.device, dtype)
     context = target.config.max_position_embeddings
     if args.seq_len is None:

@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from app.training import Optimizers, choose_optimizer
 from llama import Config, Llama
@@ -42,7 +43,7 @@ from plumbing.errors import InputError, run_command
 from plumbing.files import atomic_write
 from plumbing.flags import Parser, number, path, positive_int
 from plumbing.journal import Journal, end_stopped_run, find_run, lock_folder, read_settings
-from plumbing.processes import progress_bar, say
+from plumbing.processes import say
 from plumbing.records import find_records, parse_record, read_messages
 from plumbing.signals import StopSignals
 from plumbing.tokenizer import Tokenizer, read_hugging_face_tokenizer
@@ -239,7 +240,7 @@ def train_target(
     """
     with (
         StopSignals("stopping after this update, or evaluation") as signals,
-        progress_bar(journal.done, config.updates) as progress,
+        tqdm(desc="updates", initial=journal.done, total=config.updates) as progress,
     ):
         for update in range(journal.done, config.updates):
             began = perf_counter()

@@ -1,9 +1,6 @@
 """Where to run (--device), and which dtype to use there (--dtype). Used by the command lines."""
 from __future__ import annotations
 
-import os
-import sys
-
 import torch
 
 from plumbing.errors import InputError
@@ -31,16 +28,6 @@ def choose_dtype(device: str, dtype: str | None) -> str:
         slow = device.startswith("cpu") and not has_fast_bfloat16()
         dtype = "float32" if slow else "bfloat16"
     return dtype
-
-
-def warn_if_busy() -> None:
-    """Print a line if other programs keep this machine's cores busy. PyTorch's threads then wait
-    for each other, and several can be much slower than one."""
-    if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "getloadavg"):  # Windows has no such
-        return
-    load, _, _ = os.getloadavg()  # of the last minute, in cores
-    if load > 0.75 * os.cpu_count():
-        print("the cores are busy: set OMP_NUM_THREADS=1 if this is slow", file=sys.stderr)
 
 
 def choose_training_dtype(device: str, dtype: str | None) -> str:

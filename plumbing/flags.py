@@ -13,7 +13,6 @@ error that the type raises becomes one line, which says what was expected.
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import os
 import re
@@ -132,18 +131,14 @@ loss_rate = quantity({"%": 1e-2}, 0.0, 0.9, "a share like 0.1%, 90% at most")
 class Parser(argparse.ArgumentParser):
     """A parser that ends the program in one line and with status 2 if the command line is wrong.
     The text of --help ends with examples.
-
-    main_flag: what is meant by a text that follows no flag: `speculate.py "Why?"` is answered by
-    naming --prompt.
     """
 
-    def __init__(self, *, examples: str = "", main_flag: str = "", **kwargs):
+    def __init__(self, *, examples: str = "", **kwargs):
         epilog = f"examples:\n{examples}" if examples else None
         keep_lines = argparse.RawDescriptionHelpFormatter
         super().__init__(
             epilog=epilog, formatter_class=keep_lines, allow_abbrev=False, **kwargs
         )
-        self.main_flag = main_flag
         # A value like -3ms is taken for a value, which its type refuses, and not for a flag.
         self._negative_number_matcher = re.compile(r"-\.?[0-9]")
 
@@ -153,19 +148,8 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, *args) -> argparse.Namespace:
         namespace, unknown = self.parse_known_args(*args)
         if unknown:
-            self.error(self.explain_unknown(unknown[0]))
+            self.error(f"unexpected argument {unknown[0]!r:.60}: --help lists all flags")
         return namespace
-
-    def explain_unknown(self, argument: str) -> str:
-        """Say what an unknown argument may have been meant for."""
-        if argument.startswith("-"):
-            flag, _, _ = argument.partition("=")
-            close = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.75)
-            if not close or close == ["--help"]:
-                return f"unknown flag {flag}: --help lists all flags"
-            return f"unknown flag {flag}: did you mean {close[0]}?"
-        meant = f": did you mean {self.main_flag} {argument!r:.60}?" if self.main_flag else ""
-        return f"unexpected argument {argument!r:.60}{meant}"
 
     def refuse(self, args: argparse.Namespace, names: Iterable[str], why: str) -> None:
         """End the program if any of the named arguments differs from its default, because it would

@@ -10,7 +10,7 @@ and a batch of five, process 0 has sequences 0, 2 and 4, and process 1 has seque
 must make the same calls in the same order, even a process that has nothing to add; otherwise they
 wait for each other forever.
 
-Process 0 alone writes files and prints messages (`say`, `progress_bar`).
+Process 0 alone writes files and prints messages (`say`).
 """
 from __future__ import annotations
 
@@ -85,10 +85,3 @@ def say(message: str) -> None:
     """Print to stderr, from process 0 only, above any progress bar."""
     if rank() == 0:
         tqdm.write(message.translate(PICTURES), file=sys.stderr)
-
-
-def progress_bar(done: int, total: int) -> tqdm:
-    """Return a progress bar for a training, which has done some updates already, and may have done
-    a part of one. Only process 0 shows the bar."""
-    drawing = "{l_bar}{bar}| {n:.1f}/{total} updates [{elapsed}<{remaining}{postfix}]"
-    return tqdm(initial=done, total=total, bar_format=drawing, disable=rank() > 0)

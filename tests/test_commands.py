@@ -259,8 +259,8 @@ def test_help_shows_the_defaults():
 
 @pytest.mark.parametrize("arguments, complaint", [
     (["--prompt", ""], "the prompt is empty"),
-    (["Why is the sky blue?"], "did you mean --prompt 'Why is the sky blue?'?"),
-    (["--promt", "Hi"], "unknown flag --promt: did you mean --prompt?"),
+    (["Why is the sky blue?"], "unexpected argument 'Why is the sky blue?'"),
+    (["--promt", "Hi"], "unexpected argument '--promt'"),
     ([*HI, "--draft-length", "0"], "--draft-length"),
     ([*HI, "--draft-depth", "65"], "--draft-depth"),
     ([*HI, "--draft-tokens", "0"], "--draft-tokens"),

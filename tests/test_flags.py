@@ -1,12 +1,10 @@
 """Claims about command lines: values, and what is refused."""
 import argparse
-import os
 from pathlib import Path
 
 import pytest
 
 from plumbing import flags
-from plumbing.devices import warn_if_busy
 from plumbing.flags import Parser, bandwidth, duration, loss_rate
 
 
@@ -71,19 +69,6 @@ def test_help_has_groups_and_ends_with_the_examples_as_they_are_written(capsys):
     text = capsys.readouterr().out
     assert "\nmodel:\n  --model" in text
     assert text.endswith("\n\nexamples:\n  a --b   c\n  d\n")
-
-
-@pytest.mark.parametrize("load, threads, warned", [
-    (9.0, None, True), (0.1, None, False), (9.0, "1", False)
-])
-def test_busy_cores_are_told_unless_threads_are_limited(load, threads, warned, capsys, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if threads:
-        monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    warn_if_busy()
-    assert ("OMP_NUM_THREADS=1" in capsys.readouterr().err) == warned
 
 
 def test_a_flag_is_not_abbreviated(capsys):

@@ -14,13 +14,11 @@ import sys
 import time
 from contextlib import redirect_stderr
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from conftest import ROOT
-from tiny_models import new_drafter
 from tiny_target import (
     counting,
     error_of,
@@ -32,8 +30,6 @@ from tiny_target import (
 )
 
 from app import training
-from app.loading import load_model
-from app.training import RunConfig
 from plumbing.errors import InputError
 from plumbing.files import fingerprint_files, fingerprint_model
 from plumbing.journal import Journal, lock_folder, read_log
@@ -87,7 +83,7 @@ def undisturbed(long_run) -> Path:
 def test_a_training_tells_what_to_expect_its_progress_and_what_to_do_next(tiny, long_run):
     out, told = long_run
     assert "8 updates: a drafter needs hundreds" in told
-    assert "| 8.0/8 updates [" in told
+    assert "| 8/8 [" in told
     assert "update 3: held-out loss" in told
     accuracy = read_log(out)[-1]["depth_accuracy"]
     assert f"right drafts by depth {accuracy[0]:.0%} " in told
@@ -95,19 +91,6 @@ def test_a_training_tells_what_to_expect_its_progress_and_what_to_do_next(tiny, 
     next_command = f"python speculate.py --model {tiny} --drafter {out}"
     assert where == f"the drafter is in {out}: {next_command}"
     assert "a pass of the target yields about" in worth
-
-
-def test_the_bar_moves_within_an_update(tiny):
-    drafter = new_drafter(load_model(tiny))
-    for parameter in drafter.trained_parameters().values():
-        parameter.requires_grad_(True)
-    optimizer = training.choose_optimizer(drafter.trained_parameters().values(), "adamw")
-    conversation = (torch.arange(9), torch.arange(9) > 2)
-    moves = []
-    progress = SimpleNamespace(update=moves.append, n=0.5)
-    with training.counted_by(progress, drafter, part=1 / 3, end=1):
-        training.make_update(drafter, optimizer, [conversation] * 3, 0, 1e-3, RunConfig())
-    assert moves == pytest.approx([1 / 3] * 3)
 
 
 # --- Killed, or full ---
