@@ -22,14 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.arms import (
-    Arm,
-    LimitedHead,
-    Reading,
-    features_by_step,
-    moa_features,
-    unroll,
-)
+from experiments.arms import Arm, LimitedHead, Reading, moa_features, unroll
 from llama import probabilities
 from moa import Drafter
 
@@ -48,8 +41,7 @@ def features_by_depth(drafter: Drafter, arm: Arm, reading: Reading, depth: int) 
     batch, count, width = reading.final.shape
     if arm.is_autoregressive:
         steps = depth if drafter.reads_states else 1  # without states all steps are the same
-        outputs = unroll(drafter, reading, steps)
-        features = torch.stack(features_by_step(drafter, outputs, reading))
+        features = torch.stack([drafter.feature(a) for a in unroll(drafter, reading, steps)])
         return features.expand(depth, -1, -1, -1)
     positions = torch.arange(count, device=drafter.device)
     features = torch.zeros(depth, batch, count, width, dtype=drafter.dtype, device=drafter.device)

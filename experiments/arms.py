@@ -28,9 +28,10 @@
                                 predicts no state of the target's, and is trained for seven steps on
                                 its own outputs
     n-1, n-2, n-4               the paper's drafter, which reuses the target's last N layers
-    full-larger                 the paper's drafter, larger by the parameters of one target layer:
-                                the control for `n-1`
-    eagle-two-layers-n-1        EAGLE's in two layers, which reuses the target's last layer
+    n-1-scaled                  the same with N = 1, and with an output ten times as large
+    full-larger                 the paper's drafter with wider MLPs, larger by the parameters of one
+                                target layer: a control for `n-1`
+    full-three-layers           the same with a third layer in place of wider MLPs: another
     kl-only                     the paper's drafter without Smooth L1
     smooth-l1-only              the paper's drafter without KL
 
@@ -88,7 +89,6 @@ from moa import (
     default_config,
     empty_cache,
     kv_hidden_size,
-    run_target_layers,
 )
 from speculate import TreeSampler
 from train import cross_attend, reuse_target_layers, self_attend
@@ -161,6 +161,7 @@ class PaperDrafter(Drafter):
     """
 
     mlps = 2  # of SA and CA
+    state_scale = 1.0  # with N > 0: the unit in which the loss compares the state that enters
 
     def __init__(self, target: Llama, config: DrafterConfig):
         width = target.config.hidden_size
@@ -190,6 +191,57 @@ class PaperDrafter(Drafter):
         )
         layers = target.config.num_hidden_layers
         self.layer_rotary = rotary_table(layers, head_dim, config.rope_theta, target.device)
+
+
+class ScaledCrossAttention(CrossAttentionLayer):
+    """Puts out ten times what a layer computes. In the toy the state that enters the last layer is
+    that much larger than the final one: their root mean squares are 17.6 and 1.7."""
+
+    scale = 10.0
+
+    def attend_to(self, kv: Tensor, x: Tensor, rope: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.scale * super().attend_to(kv, x, rope, mask)
+
+
+class ScaledDrafter(PaperDrafter):
+    """The paper's for N > 0, where CA's output has to grow large in training: here it begins large,
+    and the loss compares it in its own units."""
+
+    state_scale = ScaledCrossAttention.scale
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        self.cross_attention = new_layer(self, ScaledCrossAttention)
+
+
+class TwoCrossAttentions(nn.Module):
+    """Two layers after each other, which attend to the same memory. The kv heads of the second
+    follow those of the first."""
+
+    def __init__(self, first: CrossAttentionLayer, second: CrossAttentionLayer):
+        super().__init__()
+        self.first = first
+        self.second = second
+
+    def keys_values(self, memory: Tensor, rope: Tensor) -> Tensor:
+        kvs = [layer.keys_values(memory, rope) for layer in (self.first, self.second)]
+        return torch.cat(kvs, dim=1)  # (B, 2 Hkv, T, 2D)
+
+    def attend_to(self, kv: Tensor, x: Tensor, rope: Tensor, mask: Tensor | None = None) -> Tensor:
+        first_kv, second_kv = kv.chunk(2, dim=1)
+        x = self.first.attend_to(first_kv, x, rope, mask)
+        return self.second.attend_to(second_kv, x, rope, mask)
+
+
+class ThreeLayersDrafter(PaperDrafter):
+    """The paper's with CA twice."""
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        first = new_layer(self, CrossAttentionLayer)
+        self.cross_attention = TwoCrossAttentions(first, new_layer(self, CrossAttentionLayer))
+        kv_heads = config.cross_attention_num_key_value_heads
+        self.config = replace(config, cross_attention_num_key_value_heads=2 * kv_heads)  # in caches
 
 
 class LastLayerDrafter(Drafter):
@@ -386,9 +438,7 @@ class AutoregressiveDrafter(Drafter):
     def update_of(self, tokens: list[int], vectors: Tensor, cache: KVCache) -> CacheUpdate:
         """Return the vectors of T tokens that have been verified, in the place of CA's keys and
         values. vectors: (1, T, E). cache: the target's, whose last tokens they are."""
-        first_reused = len(cache.kv) - self.N  # of the L layers
-        newest = slice(cache.length - len(tokens), cache.length)
-        return CacheUpdate(tokens, vectors, cache.kv[first_reused:, :, :, newest])
+        return CacheUpdate(tokens, vectors, vectors.new_empty(0))
 
     def run(
         self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
@@ -398,7 +448,7 @@ class AutoregressiveDrafter(Drafter):
         raise NotImplementedError
 
     def feature(self, a: Tensor) -> Tensor:
-        """Return what the LM head is applied to, if no layers of the target's are reused."""
+        """Return what the LM head is applied to."""
         return a
 
 
@@ -458,36 +508,6 @@ def shift(vectors: Tensor) -> Tensor:
     return F.pad(vectors[:, :-1], (0, 0, 1, 0))
 
 
-def features_by_step(
-    drafter: AutoregressiveDrafter, outputs: list[Tensor], reading: Reading
-) -> list[Tensor]:
-    """Return what the LM head is applied to in each step, (B, T, E), given the outputs of `unroll`.
-
-    With N > 0 the target's last N layers run on the outputs of each step. In them query i attends
-    to the target's own keys and values before the root, i - s, and from there on to those that the
-    layer has made in steps 0 to s.
-    """
-    if drafter.N == 0:
-        return [drafter.feature(a) for a in outputs]
-    target = drafter.target
-    count = reading.tokens.shape[1]
-    query = torch.arange(count, device=reading.tokens.device).unsqueeze(1)
-    key = torch.arange(count, device=reading.tokens.device)
-    reused = reading.kv[:, :, -drafter.N:].unflatten(-1, (target.config.num_key_value_heads, -1))
-    cache = StepsCache(drafter.N)
-    for i, kv in enumerate(reused.permute(2, 0, 3, 1, 4)):  # (B, Hkv, T, 2D)
-        cache.append(i, kv)
-    features = []
-    for step, a in enumerate(outputs):
-        root = query - step
-        blocks = [key < root]  # of the target's own
-        for earlier in range(step + 1):
-            blocks.append(key == root + earlier)
-        mask = torch.cat(blocks, dim=1)  # (T, (step + 2) T)
-        features.append(run_target_layers(drafter, a, target.rotary[:, :count], mask, cache))
-    return features
-
-
 class WithSecondLayer:
     """Put before a class of drafters with one layer, this adds a second, plain one."""
 
@@ -528,8 +548,7 @@ class NoMemoryTwoAttentionsDrafter(InOneLayer, NoMemoryDrafter):
 
 class EagleDrafter(AutoregressiveDrafter):
     """EAGLE's: one decoder layer over U e + W v, where v is the target's final hidden state. As in
-    EAGLE's code, that layer has no norm before its attention. (With N > 0 v is the state that
-    enters the target's last N layers, since that is then what the drafter predicts.)
+    EAGLE's code, that layer has no norm before its attention.
 
     EAGLE keeps U and W in one matrix. Here they are two, since Muon moves a matrix equally far in
     all directions: v is some ten times as large as e, so nearly all of these would be W's.
@@ -545,10 +564,10 @@ class EagleDrafter(AutoregressiveDrafter):
         self.self_attention.input_layernorm = nn.Identity()
 
     def read_modules(self, target: Llama) -> list[nn.Module]:
-        return [target.norm if self.N == 0 else target.layers[-1 - self.N]]
+        return [target.norm]
 
     def states_of(self, reading: Reading) -> Tensor:
-        return reading.final if self.N == 0 else reading.states[-1 - self.N]
+        return reading.final
 
     def run(
         self, embeddings: Tensor, before: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache
@@ -678,32 +697,20 @@ class AutoregressiveState(TreeSampler):
         self.true_vectors = torch.cat([self.true_vectors, vectors], dim=1)
         self.waiting += update.tokens
         self.verified += len(update.tokens)
-        for i in range(self.drafter.N):
-            self.tli_cache.append(i, update.tli_kv[i])
-        self.tli_cache.length = self.verified
 
     def discard_draft(self) -> None:
         self.expanded = []
         self.self_cache.length = self.verified - len(self.waiting)
-        self.tli_cache.length = self.verified
 
     def step(self, draft: Draft, frontier: list[int]) -> Tensor:
         """Run the layers on the frontier. Returns what the LM head is applied to (F, E)."""
-        drafter = self.drafter
         self.expanded += frontier
-        mask = self.frontier_mask(draft, frontier)  # (F, S)
-        position = self.text_length + draft.depth(frontier[0])
         if frontier == [0]:
             a = self.run_with_waiting(draft.tokens[0])
         else:
-            a = self.run_on_drafted(draft, frontier, position, mask)
+            a = self.run_on_drafted(draft, frontier)
         self.vectors.update(zip(frontier, a[0]))
-        if drafter.N == 0:
-            return drafter.feature(a[0])
-        rope = drafter.target.rotary[:, position:position + 1]
-        hidden = run_target_layers(drafter, a, rope, mask, self.tli_cache)
-        self.tli_cache.length += len(frontier)
-        return hidden[0]
+        return self.drafter.feature(a[0])
 
     def run_with_waiting(self, root: int) -> Tensor:
         """Run the layers on the tokens that wait, and on the root -> the root's a (1, 1, E)."""
@@ -717,10 +724,10 @@ class AutoregressiveState(TreeSampler):
         self.true_vectors = self.true_vectors[:, -1:]
         return a[:, -1:]
 
-    def run_on_drafted(
-        self, draft: Draft, frontier: list[int], position: int, mask: Tensor | None
-    ) -> Tensor:
+    def run_on_drafted(self, draft: Draft, frontier: list[int]) -> Tensor:
         """Run the layers on drafted tokens of one level -> a (1, F, E)."""
+        mask = self.frontier_mask(draft, frontier)  # (F, S)
+        position = self.text_length + draft.depth(frontier[0])
         rope = self.drafter.rotary[:, position:position + 1]
         parents = [self.vectors[draft.parents[node]] for node in frontier]
         before = torch.stack(parents).unsqueeze(0)  # (1, F, E)
@@ -815,7 +822,9 @@ ARMS = {
     "n-1": Arm(tli=1),
     "n-2": Arm(tli=2),
     "n-4": Arm(tli=4),
+    "n-1-scaled": Arm(ScaledDrafter, tli=1),
     "full-larger": Arm(extra_layers=1),
+    "full-three-layers": Arm(ThreeLayersDrafter, extra_layers=1),
     "full-one-layer": Arm(PaperOneLayerDrafter),
     "last-layer": Arm(LastLayerDrafter),
     "last-layer-lsa": Arm(LastLayerLsaDrafter),
@@ -829,7 +838,6 @@ ARMS = {
     "no-memory-two-attentions": Arm(NoMemoryTwoAttentionsDrafter),
     "eagle": Arm(EagleDrafter, noise=0.2),
     "eagle-two-layers": Arm(EagleTwoLayersDrafter, noise=0.2),
-    "eagle-two-layers-n-1": Arm(EagleTwoLayersDrafter, noise=0.2, tli=1),
     "eagle-two-layers-on-policy": replace(ON_POLICY, kind=EagleTwoLayersDrafter),
     "hass": replace(ON_POLICY, kind=EagleDrafter, likeliest_weight=1.0),
     "hass-two-layers": replace(ON_POLICY, kind=EagleTwoLayersDrafter, likeliest_weight=1.0),

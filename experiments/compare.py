@@ -54,7 +54,6 @@ from experiments.arms import (
     Reading,
     WithArm,
     count_parameters,
-    features_by_step,
     moa_features,
     new_drafter_of,
     read,
@@ -95,7 +94,7 @@ TREES = {
     "tree of 60": (LARGE_TREE, 1.0),
     "sharp tree of 60": (LARGE_TREE, 0.5),
 }
-RATES = (2e-3, 4e-3, 8e-3)
+RATES = {"muon": (2e-3, 4e-3, 8e-3), "adamw": (1e-3, 2e-3, 4e-3)}  # that are searched
 MAX_GRADIENT_NORM = 1.0  # as in train.py
 LIKELIEST = 10  # tokens in HASS's loss
 TEXTS_AT_ONCE = 16  # texts that are written, or scored, in one batch
@@ -143,7 +142,12 @@ def loss_of(entrant: Entrant, lesson: Lesson, horizon: Tensor, noise: Tensor) ->
     drafter = entrant.drafter
     reading, trained, log_p = lesson
     [(ca_output, features)] = moa_features(drafter, reading, [horizon])
-    smooth_l1 = loss_of_states(drafter, reading, ca_output, features, trained)
+    smooth_l1 = smooth_l1_loss(features[trained], reading.final[trained])
+    if drafter.N > 0:
+        entering = reading.states[-1 - drafter.N]  # the states that enter the last N layers
+        scale = drafter.state_scale
+        ca_loss = smooth_l1_loss(ca_output[trained] / scale, entering[trained] / scale)
+        smooth_l1 = (smooth_l1 + ca_loss) / 2
     log_q = log_distributions(features[trained], drafter)
     return weighted_loss(entrant.arm, log_p, log_q, smooth_l1)
 
@@ -156,28 +160,16 @@ def loss_of_steps(entrant: Entrant, lesson: Lesson, noise: Tensor) -> Tensor:
     loss = 0.0
     weights = 0.0
     outputs = unroll(drafter, reading, arm.steps, arm.noise * noise, arm.detached)
-    for step, features in enumerate(features_by_step(drafter, outputs, reading)):
+    for step, a in enumerate(outputs):
         # Query i is in a draft whose root is token i - step, which must be in an answer, too.
         with_root = trained & F.pad(trained, (step, 0))[:, :trained.shape[1]]
-        log_q = log_distributions(features[with_root], drafter)
-        smooth_l1 = loss_of_states(drafter, reading, outputs[step], features, with_root)
+        features = drafter.feature(a)[with_root]
+        log_q = log_distributions(features, drafter)
+        smooth_l1 = smooth_l1_loss(features, reading.final[with_root])
         weight = arm.step_weight**step
         loss = loss + weight * weighted_loss(arm, log_p[with_root[trained]], log_q, smooth_l1)
         weights += weight
     return loss / weights
-
-
-def loss_of_states(
-    drafter: Drafter, reading: Reading, output: Tensor, features: Tensor, where: Tensor
-) -> Tensor:
-    """Return Smooth L1, summed over the positions `where` (B, T). With N > 0 the drafter's output
-    predicts a state as well, and each loss counts half, as in train.py. output, features: (B, T, E)
-    """
-    loss = smooth_l1_loss(features[where], reading.final[where])
-    if drafter.N == 0:
-        return loss
-    entering = reading.states[-1 - drafter.N]  # the states that enter the last N layers
-    return (loss + smooth_l1_loss(output[where], entering[where])) / 2
 
 
 def weighted_loss(arm: Arm, log_p: Tensor, log_q: Tensor, smooth_l1: Tensor) -> Tensor:
@@ -431,25 +423,26 @@ class Comparison:
         args = self.args
         if args.lr is not None:
             return dict.fromkeys(args.arms, args.lr)
-        file = args.out / "rates.json"
+        tried = RATES[args.optimizer]
+        file = args.out / f"rates-{args.optimizer}.json"
         if not file.exists():
             entrants = []
             for name in args.arms:
-                for rate in RATES:
+                for rate in tried:
                     entrants.append(self.entrant(f"{name}@{rate}", ARMS[name], rate, seed=0))
             prompts = []
             for tokens, is_answer in self.held_out:
                 prompts.append(tokens[:int(is_answer.int().argmax())].tolist())
             texts = {"chain": self.texts(prompts, temperature=0.0)}
             updates = max(1, args.updates // 4)
-            rows = self.train(entrants, args.out / "rates", updates, 0, {updates}, texts)
+            rows = self.train(entrants, args.out / f"rates-{args.optimizer}", updates, 0, {updates}, texts)
             lengths = {}
             for row in rows:
                 passes = sum(row["chain"]["passes"])
                 lengths[row["arm"]] = sum(row["chain"]["tokens"]) / max(1, passes)
             rates = {}
             for name in args.arms:
-                rates[name] = max(RATES, key=lambda rate: lengths[f"{name}@{rate}"])
+                rates[name] = max(tried, key=lambda rate: lengths[f"{name}@{rate}"])
             with atomic_write(file) as part:
                 part.write_text(json.dumps({"rates": rates, "lengths": lengths}, indent=1))
         rates = read_json(file)["rates"]
@@ -590,7 +583,7 @@ def parse_arguments() -> Namespace:
     add("--stages", nargs="*", type=positive_int, metavar="N",
         help="updates after which chains are scored (default: an eighth, a quarter, half, all)")
     add("--lr", type=number(float, 0), help="of all arms (default: each arm's best of three)")
-    add("--optimizer", choices=["muon", "adamw"], default="muon", help=default)
+    add("--optimizer", choices=RATES, default="muon", help=default)
     add("--batch-size", type=positive_int, metavar="N", default=2, help=f"conversations {default}")
     add("--micro-batch-size", type=positive_int, metavar="N", default=16,
         help=f"read at once {default}")
