@@ -55,7 +55,7 @@ class Config:
     # The defaults are Llama-3's. (`load_llama` has those of Hugging Face, for files that omit one.)
     rms_norm_eps: float = 1e-5
     rope_theta: float = 500000.0
-    rope_factors: tuple[float, ...] | None = None  # D/2 divisors of the rotary frequencies
+    rope_factors: tuple[float, ...] | None = None  # D/2 divisors of frequencies (Llama-3.1)
     max_position_embeddings: int = 8192
     tie_word_embeddings: bool = False
 
@@ -412,7 +412,8 @@ def probabilities(logits: Tensor, temperature: float, top_p: float = 1.0) -> Ten
     """Return the distribution that tokens are drawn from: logits (..., V) -> float32 (..., V).
 
     The temperature must be above 0. With top_p below 1 (nucleus sampling, Holtzman et al. 2020)
-    only the likeliest tokens are kept: the fewest that together reach top_p.
+    only the likeliest tokens are kept: the fewest that together reach top_p, and any that are as
+    likely as the last of these.
     """
     p = torch.softmax(logits.float() / temperature, dim=-1)
     if top_p < 1:
@@ -529,7 +530,7 @@ def load_llama(folder: str | Path, device="cpu", dtype=torch.float32) -> Llama:
         rope.get("rope_type", rope.get("type", "default")),
     )
     if variant != ("llama", "silu", "default"):
-        raise ValueError(f"{config_file}: {variant} is not a Llama's architecture")
+        raise ValueError(f"{config_file}: expected ('llama', 'silu', 'default'), not {variant}")
     heads = stated["num_attention_heads"]
     sizes = {  # what Hugging Face takes for sizes that are left out
         "num_key_value_heads": heads,

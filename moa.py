@@ -47,7 +47,7 @@ from llama import (
 #     s_i = the last output of SA(e_0, ..., e_i)                                sa_output
 #     g_i = CA(query s_i; keys and values from m_0, ..., m_{t-1})               ca_output
 #     h'_i = g_i, or with N > 0 see the last section                            hidden
-#     q_i = softmax(LM head h'_i), above temperature 0 with it and with top-p   q
+#     q_i = softmax(LM head h'_i / temperature), cut to top-p                   q
 #
 # LSA lets the vector of each layer take what it needs from the other layers. The results are
 # averaged; W maps the average to the hidden size. LSA reads keys as the cache holds them, rotated
@@ -55,7 +55,7 @@ from llama import (
 # the key and value of head 1, and so on. (Root and draft have none yet, only embeddings.)
 #
 # h'_i predicts the target's final hidden state at token i. The target's own LM head makes of it
-# q_i, the drafter's distribution of token i + 1.
+# q_i, the drafter's distribution of token i + 1. (At temperature 0: the plain softmax.)
 #
 # Shapes: those of llama.py, plus N reused target layers, K drafted tokens, F tokens that are run
 # through the drafter at once. LSA, SA, CA and the target each have their own H, Hkv and D.
@@ -99,7 +99,7 @@ class CrossAttentionLayer(DecoderLayer):
         return self.feed_forward(x + self.self_attn(q, kv, mask))
 
 
-LSA_TOKENS = 64  # that LSA reads at once, to save memory: each is a sequence of L vectors
+LSA_TOKENS = 64  # tokens that LSA reads at once, each a sequence of L vectors: to save memory
 TRAINED = ("layer_self_attention", "Ekv2E", "self_attention", "cross_attention")
 
 

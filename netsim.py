@@ -1,7 +1,9 @@
 """Client and server: the drafter here, the target elsewhere, a network between (paper, section 5).
 
-The drafter is small enough for a laptop or a phone. The target needs a server. The loop is still
-`speculate` of speculate.py. Only its verifier is elsewhere:
+The drafter is small enough for a laptop or a phone. The target needs a server. (A client also holds
+the target's embeddings and LM head, which the drafter uses, and with N > 0 the reused layers. Here
+both sides share them.) The loop is still `speculate` of speculate.py. Only its verifier is
+elsewhere:
 
     client                                        server
     drafts a few tokens             draft  ->     verifies them in one pass of the target
@@ -219,8 +221,9 @@ def message_size(message: Read | Verify | Reply) -> int:
 #     CA's keys and values, in 8 bits      2 * 4 * (128 + 2) =    1,040             396
 #
 # (A vector in 8 bits has a scale of 2 bytes. The cache of Llama-3-8B has 32 layers, with 8 kv heads
-# of size 128; CA has 4 kv heads. With N > 0 the target's keys and values in its last N layers are
-# sent as well.) Over 4g, at 20 Mbit/s, a prompt of 1,000 tokens would take 52, 1.6 or 0.4 seconds.
+# of size 128; CA has 4 kv heads, and 3 of size 64 in the drafter that is shipped for SmolLM2. With
+# N > 0 the target's keys and values in its last N layers are sent as well.) Over 4g, at 20 Mbit/s,
+# a prompt of 1,000 tokens would take 52, 1.6 or 0.4 seconds.
 #
 # In the other direction go the drafted tokens, a few bytes each. Above temperature 0 acceptance
 # also needs q, a number for each of V tokens. Of each q only the 64 likeliest tokens are kept:
@@ -352,8 +355,8 @@ class Server:
 
 # --- The client: a connection, and a verifier that uses it ---
 #
-# The drafter itself runs in a `DraftState`, as it does without a network. (The paper's server has
-# three times the client's throughput in float16. Here both share one machine.)
+# The drafter itself runs here, in a `QuantizedDraftState`. (The paper's server has three times the
+# client's throughput in float16. Here both share one machine.)
 
 
 @dataclass

@@ -17,9 +17,7 @@ or, in a notebook, with a target, its drafter and a prompt of token ids:
     config = GenerationConfig(max_new_tokens=100, temperature=0.8)
     limits = DraftLimits(depth=6, top_k=3, total_tokens=8)
     sampling = config.new_sampling("cpu")
-    # Slots: the text, the root, and the draft that the target reads or the drafter has expanded.
-    drafted = max(limits.total_tokens, limits.depth * limits.top_k)
-    capacity = len(prompt) + 100 + 1 + drafted
+    capacity = len(prompt) + 100 + 32  # slots of the caches: for the text, and for a draft
     verifier = LocalVerifier(target, drafter, capacity, sampling)
     state = TreeSampler(drafter, capacity, sampling)
     for cycle in speculate(verifier, state, prompt, config, limits): ...
@@ -112,7 +110,7 @@ def speculate(
     state: a `TreeSampler`. (For chains, and at temperature 0, a plain `DraftState` will do.)
     """
     remaining = config.max_new_tokens
-    result = verifier.prefill(prompt)  # the first token, and the memory of the prompt
+    result = verifier.prefill(prompt)  # the first token, and the prompt's keys and values
     while True:
         tokens = truncate_at_stop(result.accepted + [result.token], config.stop_ids)
         yield Cycle(result, tokens)

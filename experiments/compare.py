@@ -94,7 +94,7 @@ TREES = {
     "tree of 60": (LARGE_TREE, 1.0),
     "sharp tree of 60": (LARGE_TREE, 0.5),
 }
-RATES = {"muon": (2e-3, 4e-3, 8e-3), "adamw": (1e-3, 2e-3, 4e-3)}  # that are searched
+RATES = (2e-3, 4e-3, 8e-3)
 MAX_GRADIENT_NORM = 1.0  # as in train.py
 LIKELIEST = 10  # tokens in HASS's loss
 TEXTS_AT_ONCE = 16  # texts that are written, or scored, in one batch
@@ -423,26 +423,26 @@ class Comparison:
         args = self.args
         if args.lr is not None:
             return dict.fromkeys(args.arms, args.lr)
-        tried = RATES[args.optimizer]
-        file = args.out / f"rates-{args.optimizer}.json"
+        folder = args.out / f"rates-{args.optimizer}"
+        file = folder.with_suffix(".json")
         if not file.exists():
             entrants = []
             for name in args.arms:
-                for rate in tried:
+                for rate in RATES:
                     entrants.append(self.entrant(f"{name}@{rate}", ARMS[name], rate, seed=0))
             prompts = []
             for tokens, is_answer in self.held_out:
                 prompts.append(tokens[:int(is_answer.int().argmax())].tolist())
             texts = {"chain": self.texts(prompts, temperature=0.0)}
             updates = max(1, args.updates // 4)
-            rows = self.train(entrants, args.out / f"rates-{args.optimizer}", updates, 0, {updates}, texts)
+            rows = self.train(entrants, folder, updates, 0, {updates}, texts)
             lengths = {}
             for row in rows:
                 passes = sum(row["chain"]["passes"])
                 lengths[row["arm"]] = sum(row["chain"]["tokens"]) / max(1, passes)
             rates = {}
             for name in args.arms:
-                rates[name] = max(tried, key=lambda rate: lengths[f"{name}@{rate}"])
+                rates[name] = max(RATES, key=lambda rate: lengths[f"{name}@{rate}"])
             with atomic_write(file) as part:
                 part.write_text(json.dumps({"rates": rates, "lengths": lengths}, indent=1))
         rates = read_json(file)["rates"]
@@ -583,7 +583,7 @@ def parse_arguments() -> Namespace:
     add("--stages", nargs="*", type=positive_int, metavar="N",
         help="updates after which chains are scored (default: an eighth, a quarter, half, all)")
     add("--lr", type=number(float, 0), help="of all arms (default: each arm's best of three)")
-    add("--optimizer", choices=RATES, default="muon", help=default)
+    add("--optimizer", choices=["muon", "adamw"], default="muon", help=default)
     add("--batch-size", type=positive_int, metavar="N", default=2, help=f"conversations {default}")
     add("--micro-batch-size", type=positive_int, metavar="N", default=16,
         help=f"read at once {default}")

@@ -56,9 +56,18 @@ FILES = {  # what pages call them
     "earlier forms": ("forms.json",),
     "3200 updates": ("compare_toy_3200.json",),
     "12800 updates": ("compare_toy_12800.json",),
+    "AdamW": ("compare_toy_adamw.json",),
+    "new seeds": ("compare_toy_lsa.json",),
 }
-COMPARISONS = ["toy", "SmolLM2", "3200 updates", "12800 updates"]  # with all tables
-LENGTHS = {"3200": "3200 updates", "6400": "toy", "12800": "12800 updates"}  # whole trainings
+# Those that a page shows with all tables.
+COMPARISONS = ["toy", "SmolLM2", "3200 updates", "12800 updates", "AdamW", "new seeds"]
+CONDITIONS = {  # columns of a table, each with trainings of its own
+    "3200": "3200 updates",
+    "6400": "toy",
+    "12800": "12800 updates",
+    "AdamW, 3200": "AdamW",
+    "half size": "half the size",
+}
 
 
 @functools.cache
@@ -142,7 +151,7 @@ def wanted_cells(row: dict[str, str]) -> dict[str, str]:
     """Return what a row has to say, by heading. Three kinds of tables compare arms:
 
         | toy: percent of `B` | chains of 8 | ...              and a row of `A`
-        | toy, chains of 8: percent of `B` | 3200 | ...        the same after whole trainings
+        | toy, chains of 8: percent of `B` | 3200 | ...        the same under these conditions
         | arms | toy: chains of 8 | ...                        and a row that names "`A` over `B`"
     """
     cells = {}
@@ -155,8 +164,8 @@ def wanted_cells(row: dict[str, str]) -> dict[str, str]:
         if of_base is not None:
             name, _, kind = of_base[1].partition(", ")
             arm = row[first].strip("`")
-            if heading in LENGTHS:
-                cells[heading] = difference(LENGTHS[heading], KINDS[kind], arm, of_base[2])
+            if heading in CONDITIONS:
+                cells[heading] = difference(CONDITIONS[heading], KINDS[kind], arm, of_base[2])
             elif heading in KINDS:
                 cells[heading] = difference(name, KINDS[heading], arm, of_base[2])
         target, _, name = heading.partition(": ")
