@@ -324,6 +324,13 @@ def test_the_papers_drafter_too_can_learn_the_likeliest_tokens_once_more(target,
     close(losses[1] - losses[0], expected)
 
 
+def test_the_state_that_enters_the_toys_last_layer_is_some_ten_times_as_large_as_the_final_one(toy):
+    model, tokenizer = toy[:2]
+    reading = read(model, torch.tensor([tokenizer.encode("def add(a, b):\n    return a + b\n")]))
+    entering, final = reading.states[-2], reading.final
+    assert 7 < entering.pow(2).mean().sqrt() / final.pow(2).mean().sqrt() < 15
+
+
 @torch.no_grad()
 def test_a_scaled_output_is_ten_times_a_layers_and_is_compared_in_its_own_units(target):
     entrant = Entrant("", ARMS["n-1-scaled"], drafter_of("n-1-scaled", target), 0.1, Optimizers())

@@ -43,9 +43,10 @@ def names_its_origin(result: dict) -> bool:
 
 CURVES = ["full", "full-unmasked", "full-one-run", "no-memory", "eagle-two-layers"]
 PICTURED = [
-    "full", "full-unmasked", "full-one-run", "last-layer-lsa", "last-state", "last-layer", "glide",
-    "n-1", "full-one-layer", "eagle", "eagle-two-layers", "eagle-two-layers-on-policy",
-    "hass-two-layers", "eagle-3", "no-memory", "no-memory-two-attentions", "no-memory-one-layer",
+    "full", "full-unmasked", "full-one-run", "last-layer-lsa", "last-layer", "glide", "last-input",
+    "last-state", "n-1", "n-1-scaled", "full-larger", "full-three-layers", "full-one-layer",
+    "eagle", "eagle-3", "eagle-two-layers", "eagle-two-layers-on-policy", "hass-two-layers",
+    "no-memory", "no-memory-two-attentions", "no-memory-one-layer",
 ]
 FILES = {  # what pages call them
     "toy": ("compare_toy.json", "compare_toy_fresh.json"),  # together
