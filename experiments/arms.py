@@ -194,8 +194,8 @@ class PaperDrafter(Drafter):
 
 
 class ScaledCrossAttention(CrossAttentionLayer):
-    """Puts out ten times what a layer computes. With the toy the state that enters the last layer is
-    some ten times as large as the final one, by their root mean squares."""
+    """Puts out ten times what a layer computes. With the toy the state that enters the last layer
+    is some ten times as large as the final one, by their root mean squares."""
 
     scale = 10.0
 

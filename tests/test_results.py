@@ -120,21 +120,6 @@ def difference(name: str, kind: str, arm: str, base: str) -> str:
     return report.show(figure, "+z.1f")
 
 
-def test_the_page_shows_how_earlier_forms_differ_in_each_of_two_trainings():
-    rows = rows_of_files("earlier forms")
-    for form in {row["arm"] for row in rows} - {"full"}:
-        cells = []
-        for kind in ("chain", "sampled chain"):
-            of_seeds = []
-            for seed in (0, 1):
-                of_seed = [row for row in rows if row["seed"] == seed]
-                of_seed = report.rows_of(of_seed, ["full", form])
-                (value, _, _), = report.differences(of_seed, 6400, kind).values()
-                of_seeds.append(f"{value:+z.1f}")
-            cells.append(", ".join(of_seeds))
-        assert f"| {form} | {' | '.join(cells)} |" in COMPARING
-
-
 KINDS = {name: kind for kind, name in report.KINDS.items()}
 
 
@@ -175,8 +160,9 @@ def wanted_cells(row: dict[str, str]) -> dict[str, str]:
     return cells
 
 
-@pytest.mark.parametrize("page, rows", [(PAGE, 30), (FURTHER, 10), (FIGURES, 24), (FRONT, 10)],
-    ids=["the results", "further results", "all figures", "the front page"])
+@pytest.mark.parametrize("page, rows", [
+    (PAGE, 30), (FURTHER, 10), (FIGURES, 24), (FRONT, 10), (COMPARING, 8),
+], ids=["the results", "further results", "all figures", "the front page", "comparing"])
 def test_what_a_page_says_of_an_arm_over_another_is_what_their_prompts_give(page, rows):
     compared = 0
     for row in table_rows(page):
