@@ -9,8 +9,8 @@ position is
 Why both? How many drafted tokens are accepted depends on p and q alone, and KL compares these. But
 Smooth L1 says of each of the E numbers in h' how it should change, which a comparison of
 distributions says only indirectly, and it keeps h' in the space that the frozen LM head reads.
-(With our toy target, greedy chains were 1 to 3% shorter without Smooth L1, and sampled ones 4 to
-5%, in two trainings: experiments/comparing.md.)
+(With our toy target, greedy chains were 2% shorter without Smooth L1, and sampled ones 5%, in two
+trainings, too few to be sure: experiments/comparing.md.)
 
 EAGLE's drafter is trained on the target's true hidden states, but drafts from its own guesses of
 the newest ones. The paper calls that *off-policy*: the policy is the drafter itself. Here CA
