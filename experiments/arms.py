@@ -31,7 +31,7 @@
     n-1-scaled                  the same with N = 1, and with an output ten times as large
     full-larger                 the paper's drafter with wider MLPs, larger by the parameters of one
                                 target layer: a control for `n-1`
-    full-three-layers           the same with a third layer in place of wider MLPs: another
+    full-three-layers           the same with a third layer in place of wider MLPs: another control
     kl-only                     the paper's drafter without Smooth L1
     smooth-l1-only              the paper's drafter without KL
 
@@ -289,10 +289,10 @@ class LastStateDrafter(Drafter):
         """Make the memory of each token of what is read of it, (B, T, E) both."""
         return self.Ekv2E(states.to(self.dtype))
 
-    def update_of(self, tokens: list[int], memory: Tensor, cache: KVCache) -> CacheUpdate:
+    def update_of(self, tokens: list[int], memory: Tensor, end: int) -> CacheUpdate:
         """Return CA's keys and values of T tokens that have been verified. memory: (1, T, E).
-        cache: the target's, whose last tokens they are."""
-        rope = self.rotary[:, cache.length - len(tokens):cache.length]
+        end: the position after the last of them."""
+        rope = self.rotary[:, end - len(tokens):end]
         ca_kv = self.cross_attention.keys_values(memory, rope)
         return CacheUpdate(tokens, ca_kv, ca_kv.new_empty(0))
 
@@ -435,9 +435,9 @@ class AutoregressiveDrafter(Drafter):
         """Make the vector v of each token of its states (B, T, R E) -> (B, T, E)."""
         return states.to(self.dtype)
 
-    def update_of(self, tokens: list[int], vectors: Tensor, cache: KVCache) -> CacheUpdate:
+    def update_of(self, tokens: list[int], vectors: Tensor, end: int) -> CacheUpdate:
         """Return the vectors of T tokens that have been verified, in the place of CA's keys and
-        values. vectors: (1, T, E). cache: the target's, whose last tokens they are."""
+        values. vectors: (1, T, E). end: the position after the last of them."""
         return CacheUpdate(tokens, vectors, vectors.new_empty(0))
 
     def run(
@@ -778,7 +778,7 @@ class StateVerifier(ExactVerifier):
         states = [torch.cat(kept, dim=1)[:, path] for kept in outputs]
         nothing = torch.zeros(1, len(tokens), 0, device=self.model.device)
         vectors = self.reader.condense(torch.cat([nothing, *states], dim=-1))
-        update = self.reader.update_of(tokens, vectors, self.cache)
+        update = self.reader.update_of(tokens, vectors, end=self.cache.length)
         return replace(result, update=update)
 
 

@@ -2,11 +2,11 @@
 
 Is the paper's drafter better than its opponents, and what is each part of it worth? arms.py has the
 drafters that are compared, the *arms*. The target reads each batch once, and every arm learns from
-that pass. So the arms differ in nothing but what they are: all have the same number of parameters
-(within 1%) and the same LM head, and all see the same text in the same order under the same
-optimizer. Unless --lr sets one for all, each has a learning rate of its own, the best of three. It
-is found by a training of one seed that is a quarter as long, on answers to prompts that are neither
-trained on nor tested on.
+that pass. So the arms differ in nothing but what they are: all but two larger controls have the
+same number of parameters (within 1%), all have the same LM head, and all see the same text in the
+same order under the same optimizer. Unless --lr sets one for all, each has a learning rate of its
+own, the best of three. It is found by a training of one seed that is a quarter as long, on answers
+to prompts that are neither trained on nor tested on.
 
     python -m experiments.compare --model runs/toy --data runs/own.jsonl \\
         --prompts runs/toy/held_out.jsonl --out runs/compare --json > toy.json
