@@ -12,6 +12,7 @@
                                 place of every layer
     last-state                  the memory is a projection of the target's last hidden state, as in
                                 the paper's ablation of LSA
+    last-state-standardized     the same of a state whose numbers have one standard deviation each
     last-input                  the memory is a projection of what the target's last layer makes its
                                 keys and values of
     glide                       the paper's drafter with GLIDE's reading (Du et al. 2024): it
@@ -28,7 +29,8 @@
                                 predicts no state of the target's, and is trained for seven steps on
                                 its own outputs
     n-1, n-2, n-4               the paper's drafter, which reuses the target's last N layers
-    n-1-scaled                  the same with N = 1, and with an output ten times as large
+    n-1-scaled                  the same with N = 1, and with an output as many times larger as
+                                the state that enters the last layer is
     full-larger                 the paper's drafter with wider MLPs, larger by the parameters of one
                                 target layer: a control for `n-1`
     full-three-layers           the same with a third layer in place of wider MLPs: another control
@@ -194,10 +196,9 @@ class PaperDrafter(Drafter):
 
 
 class ScaledCrossAttention(CrossAttentionLayer):
-    """Puts out ten times what a layer computes. With the toy the state that enters the last layer
-    is some ten times as large as the final one, by their root mean squares."""
+    """Puts out `scale` times what a layer computes."""
 
-    scale = 10.0
+    scale = 1.0
 
     def attend_to(self, kv: Tensor, x: Tensor, rope: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.scale * super().attend_to(kv, x, rope, mask)
@@ -207,11 +208,28 @@ class ScaledDrafter(PaperDrafter):
     """The paper's for N > 0, where CA's output has to grow large in training: here it begins large,
     and the loss compares it in its own units."""
 
-    state_scale = ScaledCrossAttention.scale
-
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__(target, config)
+        self.state_scale = scale_of_states(target)
         self.cross_attention = new_layer(self, ScaledCrossAttention)
+        self.cross_attention.scale = self.state_scale
+
+
+def scale_of_states(target: Llama) -> float:
+    """Return how many times as large as the final states those are that enter the target's last
+    layer: by their root mean squares over random tokens, to one digit (10 with the toy). The first
+    token is left out, since its states are far larger in many models."""
+    reading = read_random_tokens(target)
+    entering = reading.states[-2][:, 1:].square().mean()
+    final = reading.final[:, 1:].square().mean()
+    return float(f"{(entering / final).sqrt():.0e}")
+
+
+def read_random_tokens(target: Llama) -> Reading:
+    generator = torch.Generator(target.device).manual_seed(0)
+    with torch.device(target.device):  # whatever device a drafter is being made on
+        tokens = torch.randint(target.config.vocab_size, (1, 64), generator=generator)
+        return read(target, tokens)
 
 
 class TwoCrossAttentions(nn.Module):
@@ -295,6 +313,19 @@ class LastStateDrafter(Drafter):
         rope = self.rotary[:, end - len(tokens):end]
         ca_kv = self.cross_attention.keys_values(memory, rope)
         return CacheUpdate(tokens, ca_kv, ca_kv.new_empty(0))
+
+
+class StandardizedStateDrafter(LastStateDrafter):
+    """The same, but each of the state's E numbers is divided by its standard deviation over random
+    tokens. With the toy these differ by a factor of five, and Muon moves a matrix equally far in
+    all directions, so that small numbers may be too little heard."""
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        self.deviations = read_random_tokens(target).final[0, 1:].std(dim=0)  # (E)
+
+    def condense(self, states: Tensor) -> Tensor:
+        return super().condense(states / self.deviations)
 
 
 class LastInputDrafter(LastStateDrafter):
@@ -829,6 +860,7 @@ ARMS = {
     "last-layer": Arm(LastLayerDrafter),
     "last-layer-lsa": Arm(LastLayerLsaDrafter),
     "last-state": Arm(LastStateDrafter),
+    "last-state-standardized": Arm(StandardizedStateDrafter),
     "last-input": Arm(LastInputDrafter),
     "last-layer-one-layer": Arm(LastLayerOneLayerDrafter),
     "glide": Arm(GlideDrafter),

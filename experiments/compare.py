@@ -5,7 +5,7 @@ drafters that are compared, the *arms*. The target reads each batch once, and ev
 that pass. So the arms differ in nothing but what they are: all but two larger controls have the
 same number of parameters (within 1%), all have the same LM head, and all see the same text in the
 same order under the same optimizer. Unless --lr sets one for all, each has a learning rate of its
-own, the best of three. It is found by a training of one seed that is a quarter as long, on answers
+own, the best of several. It is found by a training of one seed that is a quarter as long, on answers
 to prompts that are neither trained on nor tested on.
 
     python -m experiments.compare --model runs/toy --data runs/own.jsonl \\
@@ -94,7 +94,7 @@ TREES = {
     "tree of 60": (LARGE_TREE, 1.0),
     "sharp tree of 60": (LARGE_TREE, 0.5),
 }
-RATES = (2e-3, 4e-3, 8e-3)
+RATES = {"muon": (2e-3, 4e-3, 8e-3), "adamw": (1e-3, 2e-3, 4e-3, 8e-3)}
 MAX_GRADIENT_NORM = 1.0  # as in train.py
 LIKELIEST = 10  # tokens in HASS's loss
 TEXTS_AT_ONCE = 16  # texts that are written, or scored, in one batch
@@ -423,12 +423,13 @@ class Comparison:
         args = self.args
         if args.lr is not None:
             return dict.fromkeys(args.arms, args.lr)
+        tried = RATES[args.optimizer]
         folder = args.out / f"rates-{args.optimizer}"
         file = folder.with_suffix(".json")
         if not file.exists():
             entrants = []
             for name in args.arms:
-                for rate in RATES:
+                for rate in tried:
                     entrants.append(self.entrant(f"{name}@{rate}", ARMS[name], rate, seed=0))
             prompts = []
             for tokens, is_answer in self.held_out:
@@ -442,7 +443,7 @@ class Comparison:
                 lengths[row["arm"]] = sum(row["chain"]["tokens"]) / max(1, passes)
             rates = {}
             for name in args.arms:
-                rates[name] = max(RATES, key=lambda rate: lengths[f"{name}@{rate}"])
+                rates[name] = max(tried, key=lambda rate: lengths[f"{name}@{rate}"])
             with atomic_write(file) as part:
                 part.write_text(json.dumps({"rates": rates, "lengths": lengths}, indent=1))
         rates = read_json(file)["rates"]
@@ -582,7 +583,7 @@ def parse_arguments() -> Namespace:
     add("--updates", type=positive_int, metavar="N", default=6400, help=default)
     add("--stages", nargs="*", type=positive_int, metavar="N",
         help="updates after which chains are scored (default: an eighth, a quarter, half, all)")
-    add("--lr", type=number(float, 0), help="of all arms (default: each arm's best of three)")
+    add("--lr", type=number(float, 0), help="of all arms (default: each arm's best of several)")
     add("--optimizer", choices=["muon", "adamw"], default="muon", help=default)
     add("--batch-size", type=positive_int, metavar="N", default=2, help=f"conversations {default}")
     add("--micro-batch-size", type=positive_int, metavar="N", default=16,

@@ -21,7 +21,7 @@ import json
 import random
 import sysconfig
 import textwrap
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,7 @@ CHATML_TEMPLATE = (
     "+ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+HEAD_DIM = 32
 WINDOW = 512  # tokens of a training example
 WINDOWS = 4  # of an update
 PEAK_LR = 6e-3  # the highest learning rate
@@ -68,6 +69,7 @@ class ToyConfig:
 
     layers: int = 8
     width: int = 128
+    heads_per_kv_head: int = 2
     vocabulary: int = 2048
     updates: int = 2000
     dtype: str = "float32"
@@ -149,15 +151,15 @@ def read_windows(path: Path, tokenizer: Tokenizer) -> Tensor:
 
 def make_target(vocab_size: int, config: ToyConfig, device: str) -> Llama:
     """Return a Llama with random weights."""
-    kv_heads = config.width // 64  # two heads of 32 share one
+    heads = config.width // HEAD_DIM
     sizes = Config(
         vocab_size=vocab_size,
         hidden_size=config.width,
         intermediate_size=8 * config.width // 3,  # three matrices: as large as two of 4 * width
         num_hidden_layers=config.layers,
-        num_attention_heads=2 * kv_heads,
-        num_key_value_heads=kv_heads,
-        head_dim=32,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // config.heads_per_kv_head,
+        head_dim=HEAD_DIM,
         rope_theta=10000.0,
         max_position_embeddings=2 * WINDOW,
         tie_word_embeddings=True,
@@ -280,14 +282,6 @@ def train_target(
 # --- The command line ---
 
 
-def width(text: str) -> int:
-    """An argparse type. Two heads of 32 share a kv head, so the width is a multiple of 64."""
-    value = positive_int(text)
-    if value % 64 != 0:
-        raise ArgumentTypeError(f"expected a multiple of 64, not {text!r}")
-    return value
-
-
 def parse_arguments() -> Namespace:
     parser = Parser(
         prog="python -m experiments.toy",
@@ -299,7 +293,8 @@ def parse_arguments() -> Namespace:
     count = partial(add, type=positive_int)
     add("folder", type=path, metavar="DIR", help="where to write it")
     count("--layers", help="(default: %(default)s)")
-    add("--width", type=width, help="(default: %(default)s)")
+    count("--width", help="(default: %(default)s)")
+    count("--heads-per-kv-head", metavar="HEADS", help="(default: %(default)s)")
     # At least all bytes and two control tokens.
     add("--vocabulary", type=number(int, 258), metavar="COUNT", help="(default: %(default)s)")
     count("--updates", help="(default: %(default)s)")
@@ -315,6 +310,9 @@ def parse_arguments() -> Namespace:
     if args.resume:
         parser.set_defaults(**read_settings(args.folder))
         args = parser.parse_args()
+    unit = HEAD_DIM * args.heads_per_kv_head
+    if args.width % unit != 0:
+        parser.error(f"--width: expected a multiple of {unit}, not {args.width}")
     return args
 
 

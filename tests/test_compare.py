@@ -17,7 +17,7 @@ from tiny_target import make_tiny_target, write
 
 from app.answers import answer
 from app.training import Optimizers, RunConfig, choose_optimizer
-from experiments import compare, intervals, report
+from experiments import arms, compare, intervals, report
 from experiments.along_text import (
     Text,
     acceptance_by_depth,
@@ -329,10 +329,12 @@ def test_the_state_that_enters_the_toys_last_layer_is_some_ten_times_as_large_as
     reading = read(model, torch.tensor([tokenizer.encode("def add(a, b):\n    return a + b\n")]))
     entering, final = reading.states[-2], reading.final
     assert 7 < entering.pow(2).mean().sqrt() / final.pow(2).mean().sqrt() < 15
+    assert arms.scale_of_states(model) == 10
 
 
 @torch.no_grad()
-def test_a_scaled_output_is_ten_times_a_layers_and_is_compared_in_its_own_units(target):
+def test_a_scaled_output_is_compared_in_its_own_units(target, monkeypatch):
+    monkeypatch.setattr(arms, "scale_of_states", lambda target: 10.0)
     entrant = Entrant("", ARMS["n-1-scaled"], drafter_of("n-1-scaled", target), 0.1, Optimizers())
     drafter = entrant.drafter
     everywhere = torch.ones(1, 4, dtype=torch.bool)
@@ -378,7 +380,7 @@ def passes_along(name: str, drafter: Drafter, texts: list[Text], depth: int) -> 
 # The other arms are drafters of these kinds that were trained otherwise.
 KINDS = [
     "full", "full-one-layer", "last-layer", "last-layer-lsa", "last-layer-one-layer", "last-state",
-    "last-input", "glide", "glide-one-layer", "n-1", "n-4", "n-1-scaled",
+    "last-state-standardized", "last-input", "glide", "glide-one-layer", "n-1", "n-4", "n-1-scaled",
     "full-three-layers", *STEPWISE,
 ]
 
