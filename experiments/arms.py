@@ -222,7 +222,8 @@ def scale_of_states(target: Llama) -> float:
     reading = read_random_tokens(target)
     entering = reading.states[-2][:, 1:].square().mean()
     final = reading.final[:, 1:].square().mean()
-    return float(f"{(entering / final).sqrt():.0e}")
+    ratio = float((entering / final).sqrt())
+    return float(f"{ratio:.0e}")
 
 
 def read_random_tokens(target: Llama) -> Reading:
