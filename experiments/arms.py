@@ -31,9 +31,11 @@
     n-1, n-2, n-4               the paper's drafter, which reuses the target's last N layers
     n-1-scaled                  the same with N = 1, and with an output as many times larger as
                                 the state that enters the last layer is
+    n-1-new                     the same with a new layer, which is trained, in the place of the
+                                target's: a control for `n-1`
     full-larger                 the paper's drafter with wider MLPs, larger by the parameters of one
-                                target layer: a control for `n-1`
-    full-three-layers           the same with a third layer in place of wider MLPs: another control
+                                target layer: another control
+    full-three-layers           the same with a third layer in place of wider MLPs: a third control
     kl-only                     the paper's drafter without Smooth L1
     smooth-l1-only              the paper's drafter without KL
 
@@ -163,7 +165,9 @@ class PaperDrafter(Drafter):
     """
 
     mlps = 2  # of SA and CA
-    state_scale = 1.0  # with N > 0: the unit in which the loss compares the state that enters
+    # With N > 0:
+    predicts_entering_state = True  # whether CA's output shall be the state that enters
+    state_scale = 1.0  # the unit in which the loss compares that state
 
     def __init__(self, target: Llama, config: DrafterConfig):
         width = target.config.hidden_size
@@ -231,6 +235,44 @@ def read_random_tokens(target: Llama) -> Reading:
     with torch.device(target.device):  # whatever device a drafter is being made on
         tokens = torch.randint(target.config.vocab_size, (1, 64), generator=generator)
         return read(target, tokens)
+
+
+class NewLayerDrafter(PaperDrafter):
+    """The paper's with N = 1, but what it runs on CA's output is not the target's last layer. It is
+    a new one of that shape, which is trained. Like the target's, it attends to the target's own
+    keys and values of verified tokens. CA's output need not be a state of the target's."""
+
+    predicts_entering_state = False
+
+    def __init__(self, target: Llama, config: DrafterConfig):
+        super().__init__(target, config)
+        sizes = target.config
+        self.last_layer = DecoderLayer(
+            width=sizes.hidden_size,
+            inner=sizes.intermediate_size,
+            heads=sizes.num_attention_heads,
+            kv_heads=sizes.num_key_value_heads,
+            head_dim=sizes.head_dim,
+            eps=sizes.rms_norm_eps,
+        )
+        self.target = with_last_layer(target, self.last_layer)  # whose layers the drafter runs
+
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        parameters = super().trained_parameters()
+        for name, parameter in self.last_layer.named_parameters():
+            parameters[f"last_layer.{name}"] = parameter
+        return parameters
+
+
+def with_last_layer(target: Llama, layer: DecoderLayer) -> Llama:
+    """Return a model that shares everything with the target but its last layer."""
+    with torch.device("meta"):
+        model = Llama(target.config)
+    for name, module in target.named_children():
+        setattr(model, name, module)
+    model.layers = nn.ModuleList([*target.layers[:-1], layer])
+    model.rotary = target.rotary
+    return model
 
 
 class TwoCrossAttentions(nn.Module):
@@ -855,6 +897,7 @@ ARMS = {
     "n-2": Arm(tli=2),
     "n-4": Arm(tli=4),
     "n-1-scaled": Arm(ScaledDrafter, tli=1),
+    "n-1-new": Arm(NewLayerDrafter, tli=1, extra_layers=1),
     "full-larger": Arm(extra_layers=1),
     "full-three-layers": Arm(ThreeLayersDrafter, extra_layers=1),
     "full-one-layer": Arm(PaperOneLayerDrafter),

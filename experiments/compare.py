@@ -2,7 +2,7 @@
 
 Is the paper's drafter better than its opponents, and what is each part of it worth? arms.py has the
 drafters that are compared, the *arms*. The target reads each batch once, and every arm learns from
-that pass. So the arms differ in nothing but what they are: all but two larger controls have the
+that pass. So the arms differ in nothing but what they are: all but three larger controls have the
 same number of parameters (within 1%), all have the same LM head, and all see the same text in the
 same order under the same optimizer. Unless --lr sets one for all, each has a learning rate of its
 own, the best of several. It is found by a training of one seed that is a quarter as long, on answers
@@ -107,6 +107,7 @@ class Entrant:
 
     name: str
     arm: Arm
+    target: Llama  # what it drafts for (`n-1-new` has another model in the place of drafter.target)
     drafter: Drafter
     rate: float  # the peak of its learning rate
     optimizer: Optimizers
@@ -124,11 +125,11 @@ class Lesson(NamedTuple):
 
 
 @torch.no_grad()
-def make_lesson(drafter: Drafter, batch: Example) -> Lesson:
-    """Let the target read a batch. drafter: any, as all have the same target and LM head."""
+def make_lesson(target: Llama, lm_head: nn.Module, batch: Example) -> Lesson:
+    """Let the target read a batch. lm_head: the drafters', which is the same for all."""
     trained = loss_mask(batch.answer)
-    reading = read(drafter.target, batch.tokens)
-    logits = F.linear(reading.final[trained].float(), drafter.lm_head.weight)
+    reading = read(target, batch.tokens)
+    logits = F.linear(reading.final[trained].float(), lm_head.weight)
     return Lesson(reading, trained, logits.log_softmax(-1, dtype=torch.float32))
 
 
@@ -143,7 +144,7 @@ def loss_of(entrant: Entrant, lesson: Lesson, horizon: Tensor, noise: Tensor) ->
     reading, trained, log_p = lesson
     [(ca_output, features)] = moa_features(drafter, reading, [horizon])
     smooth_l1 = smooth_l1_loss(features[trained], reading.final[trained])
-    if drafter.N > 0:
+    if drafter.N > 0 and drafter.predicts_entering_state:
         entering = reading.states[-1 - drafter.N]  # the states that enter the last N layers
         scale = drafter.state_scale
         ca_loss = smooth_l1_loss(ca_output[trained] / scale, entering[trained] / scale)
@@ -243,8 +244,9 @@ def make_update(
     entrants: list[Entrant], batch: list, update: int, config: RunConfig
 ) -> dict[str, Tensor]:
     """Make one update of every entrant. Returns their losses, means over trained positions."""
-    drafter = entrants[0].drafter
-    device = drafter.device
+    target = entrants[0].target
+    lm_head = entrants[0].drafter.lm_head
+    device = target.device
     # The draws are the same for all. Arms differ in how long their mock cycles are.
     examples_of = {}
     for entrant in entrants:
@@ -262,7 +264,7 @@ def make_update(
         for lengths, examples in examples_of.items():
             micro_batch[lengths] = collate(examples[first:first + config.micro_batch_size], device)
         with mixed_precision(device, config.dtype):
-            lesson = make_lesson(drafter, micro_batch[entrants[0].arm.run_length])
+            lesson = make_lesson(target, lm_head, micro_batch[entrants[0].arm.run_length])
             noise = draw_noise(lesson.reading.final, config.seed, update, first)
             for entrant in entrants:
                 horizon = micro_batch[entrant.arm.run_length].horizon
@@ -319,7 +321,7 @@ def score_chains(entrants: list[Entrant], texts: list[Text], dtype: str) -> dict
     """Return how many tokens and passes each text takes with chains, after its first token, and the
     probability that a draft is accepted, by its depth. Of sampled texts also the mean entropies of
     q and of p, in nats."""
-    target = entrants[0].drafter.target
+    target = entrants[0].target
     accepted = {entrant.name: [None] * len(texts) for entrant in entrants}
     entropies_of = {entrant.name: [] for entrant in entrants}
     by_length = sorted(range(len(texts)), key=lambda place: len(texts[place].tokens))
@@ -355,10 +357,10 @@ def score_chains(entrants: list[Entrant], texts: list[Text], dtype: str) -> dict
 
 
 def score_trees(
-    drafter: Drafter, limits: DraftLimits, prompts: list[list[int]], config: GenerationConfig
+    entrant: Entrant, limits: DraftLimits, prompts: list[list[int]], config: GenerationConfig
 ) -> dict:
     """Answer prompts with drafts. Returns tokens and passes of each, after the first token."""
-    method = WithArm(drafter.target, drafter, limits)
+    method = WithArm(entrant.target, entrant.drafter, limits)
     tokens = []
     passes = []
     for prompt in tqdm(prompts, "trees", leave=False):
@@ -376,7 +378,7 @@ def time_drafts(
     times = {entrant.name: [] for entrant in entrants}
     for prompt in tqdm(prompts, "timing", leave=False):
         for entrant in entrants:
-            method = WithArm(entrant.drafter.target, entrant.drafter, CHAIN)
+            method = WithArm(entrant.target, entrant.drafter, CHAIN)
             generation = answer(method, prompt, config)
             calls = generation.target_calls
             if calls == 0:  # the first token ended the answer
@@ -475,7 +477,7 @@ class Comparison:
                 file = folder / f"{entrant.name}, {kind}.json"
                 if not file.exists():
                     with sharpened(entrant.drafter, temperature):
-                        scores = score_trees(entrant.drafter, limits, prompts, config)
+                        scores = score_trees(entrant, limits, prompts, config)
                     with atomic_write(file) as part:
                         part.write_text(json.dumps(scores))
                 row[kind] = read_json(file)
@@ -487,7 +489,8 @@ class Comparison:
     def entrant(self, name: str, arm: Arm, rate: float, seed: int) -> Entrant:
         drafter = new_drafter_of(arm, self.target, self.args.mlp, self.vocabulary, seed)
         parameters = list(drafter.trained_parameters().values())
-        return Entrant(name, arm, drafter, rate, choose_optimizer(parameters, self.args.optimizer))
+        optimizer = choose_optimizer(parameters, self.args.optimizer)
+        return Entrant(name, arm, self.target, drafter, rate, optimizer)
 
     def texts(self, prompts: list[list[int]], temperature: float) -> list[Text]:
         count = self.args.max_new_tokens

@@ -65,14 +65,14 @@ def drafter_of(name: str, target: Llama) -> Drafter:
 # --- The arms ---
 
 
-def test_all_arms_but_two_larger_ones_are_as_large_as_the_papers_within_3_percent(toy, target):
+def test_all_arms_but_three_larger_ones_are_as_large_as_the_papers_within_3_percent(toy, target):
     for model, width in ((toy[0], None), (target, 24)):
         sizes = {}
         for name, arm in ARMS.items():
             sizes[name] = count_parameters(new_drafter_of(arm, model, width, None, seed=0))
         layer = sum(parameter.numel() for parameter in model.layers[0].parameters())
         expected = dict.fromkeys(ARMS, sizes["full"])
-        for name in ("full-larger", "full-three-layers"):
+        for name in ("n-1-new", "full-larger", "full-three-layers"):
             expected[name] += layer
         assert sizes == pytest.approx(expected, rel=0.03)
 
@@ -228,7 +228,8 @@ def test_side_by_side_each_of_the_papers_arms_learns_what_train_py_would_teach_i
     monkeypatch.setattr(compare, "MAX_GRADIENT_NORM", 1e9)
     entrants = []
     for name in AS_IN_TRAIN:
-        entrants.append(Entrant(name, ARMS[name], drafter_of(name, target), 0.1, Optimizers()))
+        drafter = drafter_of(name, target)
+        entrants.append(Entrant(name, ARMS[name], target, drafter, 0.1, Optimizers()))
     losses = make_update(entrants, some_batch(), 7, CONFIG)
     for entrant in entrants:
         ours = gradients(entrant.drafter)
@@ -245,7 +246,7 @@ def test_each_arm_is_trained_at_a_rate_of_its_own(target):
     for rate in (0.0, 0.1):
         drafter = drafter_of("full", target)
         optimizer = choose_optimizer(drafter.trained_parameters().values(), "muon")
-        entrants.append(Entrant(str(rate), ARMS["full"], drafter, rate, optimizer))
+        entrants.append(Entrant(str(rate), ARMS["full"], target, drafter, rate, optimizer))
     make_update(entrants, some_batch(), 0, replace(CONFIG, updates=4, schedule="cosine"))
     still, moved = [entrant.drafter.Ekv2E.weight for entrant in entrants]
     untrained = drafter_of("full", target).Ekv2E.weight
@@ -256,13 +257,13 @@ def test_each_arm_is_trained_at_a_rate_of_its_own(target):
 def test_a_step_is_trained_where_query_and_root_are_in_an_answer_and_weighs_less_than_the_last(
         target):
     arm = replace(ARMS["eagle-3"], steps=3, feature_weight=0.5)
-    entrant = Entrant("", arm, drafter_of("eagle-3", target), 0.1, Optimizers())
-    drafter = entrant.drafter
+    drafter = drafter_of("eagle-3", target)
+    entrant = Entrant("", arm, target, drafter, 0.1, Optimizers())
     tokens = torch.randint(6, (1, 12))
     # Two answers. The last query of one predicts a token of the user's.
     answers = torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 0]]).bool()
     pairs = [[2, 3, 4, 8, 9], [3, 4, 9], [4]]  # queries of each step
-    lesson = make_lesson(drafter, Example(tokens, answers, answers))
+    lesson = make_lesson(target, drafter.lm_head, Example(tokens, answers, answers))
     loss = loss_of_steps(entrant, lesson, torch.zeros(1, 12, 16))
     kl = smooth_l1 = 0.0
     for step, a in enumerate(unroll(drafter, lesson.reading, 3)):
@@ -288,11 +289,11 @@ def likeliest_terms(final: torch.Tensor, log_q: torch.Tensor, target: Llama) -> 
 def test_hass_weighs_all_steps_alike_and_learns_the_ten_likeliest_tokens_once_more(monkeypatch):
     monkeypatch.setattr(compare, "LIKELIEST", 2)
     target = new_target(6, layers=2)
-    entrant = Entrant("", ARMS["hass"], drafter_of("hass", target), 0.1, Optimizers())
-    drafter = entrant.drafter
+    drafter = drafter_of("hass", target)
+    entrant = Entrant("", ARMS["hass"], target, drafter, 0.1, Optimizers())
     tokens = torch.randint(6, (1, 4))
     everywhere = torch.ones(1, 4, dtype=torch.bool)
-    lesson = make_lesson(drafter, Example(tokens, everywhere, everywhere))
+    lesson = make_lesson(target, drafter.lm_head, Example(tokens, everywhere, everywhere))
     expected = 0.0
     for step, a in enumerate(unroll(drafter, lesson.reading, 3)):
         for i in range(step, 3):  # no token follows the last
@@ -310,11 +311,11 @@ def test_the_papers_drafter_too_can_learn_the_likeliest_tokens_once_more(target,
     monkeypatch.setattr(compare, "LIKELIEST", 2)
     drafter = drafter_of("full", target)
     everywhere = torch.ones(1, 4, dtype=torch.bool)
-    lesson = make_lesson(drafter, Example(torch.tensor([PROMPT]), everywhere, everywhere))
+    lesson = make_lesson(target, drafter.lm_head, Example(torch.tensor([PROMPT]), everywhere, everywhere))
     horizon = torch.tensor([[-1, -1, 1, 1]])
     losses = []
     for name in ("full", "full-hass-loss"):
-        entrant = Entrant(name, ARMS[name], drafter, 0.1, Optimizers())
+        entrant = Entrant(name, ARMS[name], target, drafter, 0.1, Optimizers())
         losses.append(loss_of(entrant, lesson, horizon, torch.zeros(1, 4, 16)))
     [(_, features)] = moa_features(drafter, lesson.reading, [horizon])
     expected = 0.0
@@ -335,10 +336,10 @@ def test_the_state_that_enters_the_toys_last_layer_is_some_ten_times_as_large_as
 @torch.no_grad()
 def test_a_scaled_output_is_compared_in_its_own_units(target, monkeypatch):
     monkeypatch.setattr(arms, "scale_of_states", lambda target: 10.0)
-    entrant = Entrant("", ARMS["n-1-scaled"], drafter_of("n-1-scaled", target), 0.1, Optimizers())
-    drafter = entrant.drafter
+    drafter = drafter_of("n-1-scaled", target)
+    entrant = Entrant("", ARMS["n-1-scaled"], target, drafter, 0.1, Optimizers())
     everywhere = torch.ones(1, 4, dtype=torch.bool)
-    lesson = make_lesson(drafter, Example(torch.tensor([PROMPT]), everywhere, everywhere))
+    lesson = make_lesson(target, drafter.lm_head, Example(torch.tensor([PROMPT]), everywhere, everywhere))
     horizon = torch.tensor([[-1, -1, 1, 1]])
     loss = loss_of(entrant, lesson, horizon, torch.zeros(1, 4, 16))
     [(output, features)] = moa_features(drafter, lesson.reading, [horizon])
@@ -357,6 +358,28 @@ def test_a_scaled_output_is_compared_in_its_own_units(target, monkeypatch):
     close(output, 10 * unscaled)
 
 
+@torch.no_grad()
+def test_a_new_last_layer_is_trained_and_with_the_targets_weights_it_is_the_reused_one(target):
+    reused = drafter_of("n-1", target)
+    new = drafter_of("n-1-new", target)
+    reading = read(target, torch.tensor([PROMPT]))
+    horizon = torch.tensor([[-1, -1, 1, 1]])
+    [(_, expected)] = moa_features(reused, reading, [horizon])
+    parameters = new.trained_parameters()
+    others = reused.trained_parameters()
+    assert parameters.keys() - others.keys() == {
+        f"last_layer.{name}" for name, _ in target.layers[-1].named_parameters()
+    }
+    for name, parameter in parameters.items():
+        if name in others:
+            parameter.copy_(others[name])
+    [(_, features)] = moa_features(new, reading, [horizon])
+    assert not torch.allclose(features, expected, atol=0.01)
+    new.last_layer.load_state_dict(target.layers[-1].state_dict())
+    [(_, features)] = moa_features(new, reading, [horizon])
+    close(features, expected)
+
+
 @pytest.mark.parametrize("detached", [False, True])
 def test_detached_steps_take_as_given_what_the_step_before_has_computed(detached, target):
     drafter = drafter_of("eagle", target)
@@ -370,9 +393,11 @@ def test_detached_steps_take_as_given_what_the_step_before_has_computed(detached
 # --- Along a text ---
 
 
-def passes_along(name: str, drafter: Drafter, texts: list[Text], depth: int) -> list[float]:
+def passes_along(
+    name: str, target: Llama, drafter: Drafter, texts: list[Text], depth: int
+) -> list[float]:
     """texts: of one length."""
-    reading = read(drafter.target, torch.stack([text.tokens for text in texts]))
+    reading = read(target, torch.stack([text.tokens for text in texts]))
     accepted = acceptance_by_depth(drafter, ARMS[name], reading, texts, depth)
     return [count_passes(a, text.prompt, len(text.tokens)) for a, text in zip(accepted, texts)]
 
@@ -381,7 +406,7 @@ def passes_along(name: str, drafter: Drafter, texts: list[Text], depth: int) -> 
 KINDS = [
     "full", "full-one-layer", "last-layer", "last-layer-lsa", "last-layer-one-layer", "last-state",
     "last-state-standardized", "last-input", "glide", "glide-one-layer", "n-1", "n-4", "n-1-scaled",
-    "full-three-layers", *STEPWISE,
+    "n-1-new", "full-three-layers", *STEPWISE,
 ]
 
 
@@ -395,7 +420,7 @@ def test_greedy_chains_take_as_many_passes_along_a_text_as_while_drafting(name, 
         generation = answer(method, prompt, GenerationConfig(max_new_tokens=16))
         texts.append(Text(torch.tensor(prompt + generation.tokens), len(prompt), 0.0))
         calls.append(generation.target_calls)
-    assert passes_along(name, drafter, texts, DEPTH) == calls
+    assert passes_along(name, target, drafter, texts, DEPTH) == calls
     assert sum(calls) < 3 * 15  # some drafts were accepted
 
 
@@ -409,7 +434,7 @@ def test_sampled_chains_take_as_many_passes_on_average_as_their_texts_let_expect
         generation = answer(method, PROMPT, GenerationConfig(5, temperature=1.0, seed=seed))
         texts.append(Text(torch.tensor(PROMPT + generation.tokens), len(PROMPT), 1.0))
         calls.append(generation.target_calls)
-    excess = torch.tensor(calls) - torch.tensor(passes_along(name, drafter, texts, 2))
+    excess = torch.tensor(calls) - torch.tensor(passes_along(name, target, drafter, texts, 2))
     error = float(excess.std()) / len(calls) ** 0.5
     assert 0 < error < 0.06
     assert abs(float(excess.mean())) < 4 * error

@@ -301,7 +301,7 @@ def compared_on(device, names: list[str], vocabulary: torch.Tensor | None) -> li
         arm = replace(ARMS[name], noise=0.0)  # each device would draw other numbers
         drafter = new_drafter_of(arm, target, 24, vocabulary, seed=0)
         optimizer = training.choose_optimizer(drafter.trained_parameters().values(), "muon")
-        entrants.append(Entrant(name, arm, drafter, 1e-3, optimizer))
+        entrants.append(Entrant(name, arm, target, drafter, 1e-3, optimizer))
     (tokens, answer), (other_tokens, _), _ = some_conversations()
     texts = [Text(tokens, 6, temperature=0.0), Text(other_tokens, 6, temperature=1.0)]
     numbers = []
