@@ -255,7 +255,7 @@ class NewLayerDrafter(PaperDrafter):
             head_dim=sizes.head_dim,
             eps=sizes.rms_norm_eps,
         )
-        self.target = with_last_layer(target, self.last_layer)  # whose layers the drafter runs
+        self.target = WithLastLayer(target, self.last_layer)  # what the drafter runs on CA's output
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         parameters = super().trained_parameters()
@@ -264,15 +264,20 @@ class NewLayerDrafter(PaperDrafter):
         return parameters
 
 
-def with_last_layer(target: Llama, layer: DecoderLayer) -> Llama:
-    """Return a model that shares everything with the target but its last layer."""
-    with torch.device("meta"):
-        model = Llama(target.config)
-    for name, module in target.named_children():
-        setattr(model, name, module)
-    model.layers = nn.ModuleList([*target.layers[:-1], layer])
-    model.rotary = target.rotary
-    return model
+class WithLastLayer(Llama):
+    """A model that shares everything with a target but its last layer."""
+
+    def __init__(self, target: Llama, layer: DecoderLayer):
+        with torch.device("meta"):
+            super().__init__(target.config)
+        for name, module in target.named_children():
+            setattr(self, name, module)
+        self.layers = nn.ModuleList([*target.layers[:-1], layer])
+        self.rotary = target.rotary
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layers[-1].input_layernorm.weight.dtype  # the target's may differ
 
 
 class TwoCrossAttentions(nn.Module):

@@ -15,7 +15,7 @@ from test_train import sequences
 from tiny_models import new_target
 from tiny_target import make_tiny_target, write
 
-from app.answers import answer
+from app.answers import Alone, answer
 from app.training import Optimizers, RunConfig, choose_optimizer
 from experiments import arms, compare, intervals, report
 from experiments.along_text import (
@@ -422,6 +422,15 @@ def test_greedy_chains_take_as_many_passes_along_a_text_as_while_drafting(name, 
         calls.append(generation.target_calls)
     assert passes_along(name, target, drafter, texts, DEPTH) == calls
     assert sum(calls) < 3 * 15  # some drafts were accepted
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_drafter_in_float32_drafts_for_a_target_in_bfloat16(name):
+    target = new_target(6, layers=6).bfloat16()
+    config = GenerationConfig(max_new_tokens=8)
+    method = WithArm(target, drafter_of(name, target), DraftLimits(depth=2, top_k=2))
+    expected = answer(Alone(target), PROMPT, config)
+    assert answer(method, PROMPT, config).tokens == expected.tokens
 
 
 @pytest.mark.parametrize("name", ["full", "eagle"])
