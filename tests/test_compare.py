@@ -311,7 +311,8 @@ def test_the_papers_drafter_too_can_learn_the_likeliest_tokens_once_more(target,
     monkeypatch.setattr(compare, "LIKELIEST", 2)
     drafter = drafter_of("full", target)
     everywhere = torch.ones(1, 4, dtype=torch.bool)
-    lesson = make_lesson(target, drafter.lm_head, Example(torch.tensor([PROMPT]), everywhere, everywhere))
+    example = Example(torch.tensor([PROMPT]), everywhere, everywhere)
+    lesson = make_lesson(target, drafter.lm_head, example)
     horizon = torch.tensor([[-1, -1, 1, 1]])
     losses = []
     for name in ("full", "full-hass-loss"):
@@ -339,7 +340,8 @@ def test_a_scaled_output_is_compared_in_its_own_units(target, monkeypatch):
     drafter = drafter_of("n-1-scaled", target)
     entrant = Entrant("", ARMS["n-1-scaled"], target, drafter, 0.1, Optimizers())
     everywhere = torch.ones(1, 4, dtype=torch.bool)
-    lesson = make_lesson(target, drafter.lm_head, Example(torch.tensor([PROMPT]), everywhere, everywhere))
+    example = Example(torch.tensor([PROMPT]), everywhere, everywhere)
+    lesson = make_lesson(target, drafter.lm_head, example)
     horizon = torch.tensor([[-1, -1, 1, 1]])
     loss = loss_of(entrant, lesson, horizon, torch.zeros(1, 4, 16))
     [(output, features)] = moa_features(drafter, lesson.reading, [horizon])
