@@ -494,7 +494,7 @@ class AutoregressiveDrafter(Drafter):
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(iter(self.trained_parameters().values())).dtype
+        return next(self.self_attention.parameters()).dtype
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         frozen = ("target.", "lm_head.")
@@ -779,6 +779,7 @@ class AutoregressiveState(TreeSampler):
 
     def discard_draft(self) -> None:
         self.expanded = []
+        self.vectors = {}
         self.self_cache.length = self.verified - len(self.waiting)
 
     def step(self, draft: Draft, frontier: list[int]) -> Tensor:
@@ -855,7 +856,7 @@ class StateVerifier(ExactVerifier):
         """Return the result with what the drafter makes of verified tokens' states. path: their
         places in passes."""
         states = [torch.cat(kept, dim=1)[:, path] for kept in outputs]
-        nothing = torch.zeros(1, len(tokens), 0, device=self.model.device)
+        nothing = torch.zeros(1, len(tokens), 0, device=self.model.device)  # some read no states
         vectors = self.reader.condense(torch.cat([nothing, *states], dim=-1))
         update = self.reader.update_of(tokens, vectors, end=self.cache.length)
         return replace(result, update=update)
@@ -955,7 +956,7 @@ def new_drafter_of(
         cross_attention_num_key_value_heads=kv_heads,
     )
     with torch.device("meta"):
-        # Every parameter that is not in an MLP is there at any width.
+        # The size grows along a line with the width of the MLPs. Two widths give the line.
         narrow = count_parameters(arm.kind(target, with_mlps(config, 24)))
         wide = count_parameters(arm.kind(target, with_mlps(config, 48)))
     inner = 24 + round(24 * (wanted - narrow) / (wide - narrow))

@@ -26,6 +26,7 @@ import json
 import math
 from argparse import Namespace
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Callable, Collection, NamedTuple
 
@@ -51,6 +52,7 @@ from experiments.along_text import (
 from experiments.arms import (
     ARMS,
     Arm,
+    GlideDrafter,
     Reading,
     WithArm,
     count_parameters,
@@ -75,6 +77,7 @@ from plumbing.hub import resolve_path
 from plumbing.journal import Journal, find_run, lock_folder, read_log
 from plumbing.processes import say
 from train import (
+    MAX_GRADIENT_NORM,
     Example,
     collate,
     count_trained,
@@ -95,7 +98,6 @@ TREES = {
     "sharp tree of 60": (LARGE_TREE, 0.5),
 }
 RATES = {"muon": (2e-3, 4e-3, 8e-3), "adamw": (1e-3, 2e-3, 4e-3, 8e-3)}
-MAX_GRADIENT_NORM = 1.0  # as in train.py
 LIKELIEST = 10  # tokens in HASS's loss
 TEXTS_AT_ONCE = 16  # texts that are written, or scored, in one batch
 LOSSES_EVERY = 50  # updates
@@ -129,7 +131,7 @@ def make_lesson(target: Llama, lm_head: nn.Module, batch: Example) -> Lesson:
     """Let the target read a batch. lm_head: the drafters', which is the same for all."""
     trained = loss_mask(batch.answer)
     reading = read(target, batch.tokens)
-    logits = F.linear(reading.final[trained].float(), lm_head.weight)
+    logits = F.linear(reading.final[trained], lm_head.weight)
     return Lesson(reading, trained, logits.log_softmax(-1, dtype=torch.float32))
 
 
@@ -183,7 +185,7 @@ def weighted_loss(arm: Arm, log_p: Tensor, log_q: Tensor, smooth_l1: Tensor) -> 
 
 def log_distributions(features: Tensor, drafter: Drafter) -> Tensor:
     """Return the drafter's distributions over the V' tokens that are drafted, log q (n, V')."""
-    logits = F.linear(features.float(), drafter.lm_head.weight)
+    logits = F.linear(features, drafter.lm_head.weight)
     return logits.log_softmax(-1, dtype=torch.float32)
 
 
@@ -214,14 +216,12 @@ def train_side_by_side(
     score: Callable[[list[Entrant]], Scores],
 ) -> None:
     """Train all entrants up to config.updates, and log their scores at each stage."""
-    batches = draw_batches(len(training), config)
+    batches = islice(draw_batches(len(training), config), journal.done, None)
     sums = {entrant.name: 0.0 for entrant in entrants}
     summed = 0  # updates. After an interruption the sums begin anew.
-    for update in tqdm(range(config.updates), "updates"):
-        indices = next(batches)
-        if update < journal.done:
-            continue
-        batch = [training[index] for index in indices]
+    rest = range(journal.done, config.updates)
+    for update in tqdm(rest, "updates", initial=journal.done, total=config.updates):
+        batch = [training[index] for index in next(batches)]
         for name, loss in make_update(entrants, batch, update, config).items():
             sums[name] += loss
         summed += 1
@@ -247,7 +247,8 @@ def make_update(
     target = entrants[0].target
     lm_head = entrants[0].drafter.lm_head
     device = target.device
-    # The draws are the same for all. Arms differ in how long their mock cycles are.
+    # Arms differ in how long their mock cycles are, and so in what a position sees. The sort is
+    # stable: their examples are the same conversations, in the same order.
     examples_of = {}
     for entrant in entrants:
         lengths = entrant.arm.run_length
@@ -408,6 +409,9 @@ class Comparison:
         for name in args.arms:
             if ARMS[name].tli > layers:
                 raise InputError(f"--arms {name}: the target has only {layers} layers")
+            if issubclass(ARMS[name].kind, GlideDrafter) and self.target.config.rope_factors:
+                # CA's queries are rotated by the drafter's own table, which has no such factors.
+                raise InputError(f"--arms {name}: the target scales its RoPE, as Llama-3.1 does")
         data = Conversations(args.data, tokenizer, args.seq_len)
         self.training, self.held_out = hold_out(data, seed=0)
         self.vocabulary = None
@@ -426,6 +430,9 @@ class Comparison:
         if args.lr is not None:
             return dict.fromkeys(args.arms, args.lr)
         tried = RATES[args.optimizer]
+        updates = max(1, args.updates // 4)
+        settings = self.settings() | {"updates": updates, "batch_size": args.batch_size,
+                                      "seq_len": args.seq_len}
         folder = args.out / f"rates-{args.optimizer}"
         file = folder.with_suffix(".json")
         if not file.exists():
@@ -437,7 +444,6 @@ class Comparison:
             for tokens, is_answer in self.held_out:
                 prompts.append(tokens[:int(is_answer.int().argmax())].tolist())
             texts = {"chain": self.texts(prompts, temperature=0.0)}
-            updates = max(1, args.updates // 4)
             rows = self.train(entrants, folder, updates, 0, {updates}, texts)
             lengths = {}
             for row in rows:
@@ -447,8 +453,12 @@ class Comparison:
             for name in args.arms:
                 rates[name] = max(tried, key=lambda rate: lengths[f"{name}@{rate}"])
             with atomic_write(file) as part:
-                part.write_text(json.dumps({"rates": rates, "lengths": lengths}, indent=1))
-        rates = read_json(file)["rates"]
+                found = {"settings": settings, "rates": rates, "lengths": lengths}
+                part.write_text(json.dumps(found, indent=1))
+        found = read_json(file)
+        if found["settings"] != settings:
+            raise InputError(f"{file} was made with other settings: choose another --out")
+        rates = found["rates"]
         missing = [name for name in args.arms if name not in rates]
         if missing:
             raise InputError(f"{file} lacks {', '.join(missing)}: choose another --out")
@@ -474,7 +484,7 @@ class Comparison:
             row["parameters"] = count_parameters(entrant.drafter)
             entrant.drafter.requires_grad_(False)
             for kind, (limits, temperature) in TREES.items() if prompts else ():
-                file = folder / f"{entrant.name}, {kind}.json"
+                file = folder / f"{entrant.name}, {kind}, {len(prompts)} prompts.json"
                 if not file.exists():
                     with sharpened(entrant.drafter, temperature):
                         scores = score_trees(entrant, limits, prompts, config)

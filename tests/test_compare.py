@@ -2,6 +2,7 @@
 says, that what is computed along a text is what drafting gives, and that a training that was killed
 comes to the same end."""
 import json
+import shutil
 import sys
 import xml.etree.ElementTree
 from dataclasses import replace
@@ -553,6 +554,8 @@ def test_learning_rates_are_chosen_by_answers_to_held_out_prompts_and_kept(
     monkeypatch.setattr(compare, "train_side_by_side", None)  # nothing is trained again
     command(tiny, tmp_path, *flags)
     assert capsys.readouterr().err.count(str(rates)) == 2
+    with pytest.raises(InputError, match="rates-muon.json was made with other settings"):
+        command(tiny, tmp_path, *flags, "--updates", 16)
     data = Conversations([tiny / "data.jsonl"], load_tokenizer(tiny), 64)
     _, [(tokens, is_answer)] = hold_out(data, seed=0)
     [text] = scored  # in one batch, of all arms at all rates
@@ -562,6 +565,19 @@ def test_learning_rates_are_chosen_by_answers_to_held_out_prompts_and_kept(
 def test_an_arm_that_reuses_more_layers_than_the_target_has_is_refused(tiny, tmp_path):
     with pytest.raises(InputError, match="--arms n-4: the target has only 3 layers"):
         command(tiny, tmp_path, "--arms", "full", "n-4")
+
+
+def test_glide_is_refused_where_the_target_scales_its_rope(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "scaled")
+    file = tmp_path / "scaled" / "config.json"
+    config = json.loads(file.read_text())
+    config["rope_scaling"] = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    file.write_text(json.dumps(config))
+    with pytest.raises(InputError, match="--arms glide: the target scales its RoPE"):
+        command(tmp_path / "scaled", tmp_path, "--arms", "full", "glide")
 
 
 def test_its_help_fits_a_screen(capsys, monkeypatch):
