@@ -1,50 +1,49 @@
-"""The drafters that experiments/compare.py compares: the paper's, variants, and its opponents.
+"""The drafters that are compared, the *arms*: what each reads, how it is trained, how it drafts.
 
-    full                        the paper's drafter (moa.py), trained as in train.py
-    full-unmasked               the same, but in training every query sees the memory of all earlier
-                                tokens
-    full-one-run                the same, but in training a whole answer is one mock cycle
-    full-kl-1                   the same, with KL at weight 1 in place of 0.1
-    full-hass-loss              the same, and learns the target's ten likeliest tokens once more, as
-                                `hass` does
-    last-layer                  the memory is made of the target's last layer alone, without LSA
-    last-layer-lsa              the paper's drafter, whose LSA gets the target's last layer in the
-                                place of every layer
-    last-state                  the memory is a projection of the target's last hidden state, as in
-                                the paper's ablation of LSA
-    last-state-standardized     the same of a state whose numbers have one standard deviation each
-    last-input                  the memory is a projection of what the target's last layer makes its
-                                keys and values of
-    glide                       the paper's drafter with GLIDE's reading (Du et al. 2024): it
-                                attends to the keys and values of the target's last layer as they
-                                are
-    no-memory                   SA and a plain layer, which see tokens only: the control
+    full                        the paper's with N = 0 (and the differences in `new_drafter_of`)
+
+`full`, but for one thing:
+
+    full-unmasked               trained with mock cycles of one token, that is, without the mask
+    full-one-run                a whole answer is one mock cycle
+    full-kl-1                   KL has weight 1 in place of 0.1
+    full-hass-loss              HASS's loss on the target's ten likeliest tokens is added
+    n-1, n-2, n-4               it reuses the target's last N layers
+    n-1-scaled                  N = 1, and CA's output is as many times larger as the state that
+                                enters the last layer is
+    n-1-new                     a new layer, which is trained, in the place of the reused one: a
+                                control for `n-1`
+    full-larger                 wider MLPs, larger by the parameters of one target layer: another
+    full-three-layers           a third layer in place of wider MLPs: a third control
+    full-one-layer              SA has no MLP: SA and CA are then one layer, GLIDE's shape
+    last-layer                  no LSA: the memory is a projection of the key and value of the
+                                target's last layer
+    last-layer-lsa              LSA gets the last layer in the place of every layer
+    last-state                  no LSA: the memory is a projection of the target's last hidden
+                                state, as in the paper's ablation
+    last-state-standardized     such a memory of a state whose numbers have one standard deviation
+    last-input                  no LSA: the memory is a projection of what the target's last layer
+                                makes its keys and values of
+    glide                       CA attends to the keys and values of the target's last layer as
+                                they are (Du et al. 2024)
+    last-layer-one-layer, glide-one-layer       these memories in one layer, as `full-one-layer`
+    kl-only, smooth-l1-only     one of the two losses
+
+Drafters without CA, of the same size:
+
+    no-memory                   SA and a plain layer, which see tokens only: a control
+    no-memory-one-layer         SA alone
+    no-memory-two-attentions    `no-memory` without SA's MLP: the control for `full-one-layer`
     eagle                       EAGLE's (Li et al. 2024a): reads the target's last hidden state of
                                 the token before each, or its own prediction of that state
-    eagle-two-layers-on-policy  the same in two layers, trained for three steps on its own
-                                predictions, as HASS does
-    hass                        EAGLE's as HASS trains it (Zhang et al. 2024): in three such steps,
-                                and with a loss on the target's ten likeliest tokens
-    eagle-3                     EAGLE-3's (Li et al. 2025): reads the states of three layers,
+    eagle-two-layers            EAGLE's with a second layer, as many as the paper's SA and CA
+    eagle-two-layers-on-policy  `eagle-two-layers`, trained for three steps on its own predictions,
+                                as HASS does
+    hass, hass-two-layers       EAGLE's in one layer and in two, as HASS trains it (Zhang et al.
+                                2024): in three such steps, and with its loss
+    eagle-3, eagle-3-two-layers EAGLE-3's (Li et al. 2025): reads the states of three layers,
                                 predicts no state of the target's, and is trained for seven steps on
                                 its own outputs
-    n-1, n-2, n-4               the paper's drafter, which reuses the target's last N layers
-    n-1-scaled                  the same with N = 1, and with an output as many times larger as
-                                the state that enters the last layer is
-    n-1-new                     the same with a new layer, which is trained, in the place of the
-                                target's: a control for `n-1`
-    full-larger                 the paper's drafter with wider MLPs, larger by the parameters of one
-                                target layer: another control
-    full-three-layers           the same with a third layer in place of wider MLPs: a third control
-    kl-only                     the paper's drafter without Smooth L1
-    smooth-l1-only              the paper's drafter without KL
-
-    ...-one-layer               the paper's, `last-layer` and `glide` without SA's MLP: SA and CA
-                                are then one layer, which is GLIDE's shape. `no-memory` without its
-                                second layer
-    no-memory-two-attentions    `no-memory` without SA's MLP: the control for `full-one-layer`
-    ...-two-layers              EAGLE's, HASS's and EAGLE-3's with a second layer, as many as the
-                                paper's SA and CA
 
 An `Arm` says how a drafter is made, trained and used. Drafters of two families differ in what they
 read of the newest tokens, which the target has not verified yet:
@@ -172,11 +171,11 @@ class PaperDrafter(Drafter):
     def __init__(self, target: Llama, config: DrafterConfig):
         width = target.config.hidden_size
         kv_width = kv_hidden_size(target.config)
-        # If SA and CA share one MLP, it is twice as wide as their two would be.
-        of_two = config.cross_attention_intermediate_size * self.mlps // 2
-        inner = of_two * kv_width // width  # as in the paper
+        # If SA and CA share one MLP, it is twice as wide as each of two would be.
+        each_of_two = config.cross_attention_intermediate_size * self.mlps // 2
+        inner = each_of_two * kv_width // width  # as in the paper
         if kv_width >= width:
-            inner = max(1, of_two // 4)
+            inner = max(1, each_of_two // 4)
         config = replace(config, layer_self_attention_intermediate_size=inner)
         super().__init__(target, config)
         if kv_width >= width:
@@ -956,7 +955,7 @@ def new_drafter_of(
         cross_attention_num_key_value_heads=kv_heads,
     )
     with torch.device("meta"):
-        # The size grows along a line with the width of the MLPs. Two widths give the line.
+        # The size grows along a line with the width of the MLPs: two widths give this line.
         narrow = count_parameters(arm.kind(target, with_mlps(config, 24)))
         wide = count_parameters(arm.kind(target, with_mlps(config, 48)))
     inner = 24 + round(24 * (wanted - narrow) / (wide - narrow))
