@@ -21,7 +21,6 @@
     last-layer-lsa              LSA gets the last layer in the place of every layer
     last-state                  no LSA: the memory is a projection of the target's last hidden
                                 state, as in the paper's ablation
-    last-state-standardized     such a memory of a state whose numbers have one standard deviation
     last-input                  no LSA: the memory is a projection of what the target's last layer
                                 makes its keys and values of
     glide                       CA attends to the keys and values of the target's last layer as
@@ -222,18 +221,14 @@ def scale_of_states(target: Llama) -> float:
     """Return how many times as large as the final states those are that enter the target's last
     layer: by their root mean squares over random tokens, to one digit (10 with the toy). The first
     token is left out, since its states are far larger in many models."""
-    reading = read_random_tokens(target)
+    generator = torch.Generator(target.device).manual_seed(0)
+    with torch.device(target.device):  # whatever device a drafter is being made on
+        tokens = torch.randint(target.config.vocab_size, (1, 64), generator=generator)
+        reading = read(target, tokens)
     entering = reading.states[-2][:, 1:].square().mean()
     final = reading.final[:, 1:].square().mean()
     ratio = float((entering / final).sqrt())
     return float(f"{ratio:.0e}")
-
-
-def read_random_tokens(target: Llama) -> Reading:
-    generator = torch.Generator(target.device).manual_seed(0)
-    with torch.device(target.device):  # whatever device a drafter is being made on
-        tokens = torch.randint(target.config.vocab_size, (1, 64), generator=generator)
-        return read(target, tokens)
 
 
 class NewLayerDrafter(PaperDrafter):
@@ -360,19 +355,6 @@ class LastStateDrafter(Drafter):
         rope = self.rotary[:, end - len(tokens):end]
         ca_kv = self.cross_attention.keys_values(memory, rope)
         return CacheUpdate(tokens, ca_kv, ca_kv.new_empty(0))
-
-
-class StandardizedStateDrafter(LastStateDrafter):
-    """The same, but each of the state's E numbers is divided by its standard deviation over random
-    tokens. With the toy these differ by a factor of five, and Muon moves a matrix equally far in
-    all directions, so that small numbers may be too little heard."""
-
-    def __init__(self, target: Llama, config: DrafterConfig):
-        super().__init__(target, config)
-        self.deviations = read_random_tokens(target).final[0, 1:].std(dim=0)  # (E)
-
-    def condense(self, states: Tensor) -> Tensor:
-        return super().condense(states / self.deviations)
 
 
 class LastInputDrafter(LastStateDrafter):
@@ -909,7 +891,6 @@ ARMS = {
     "last-layer": Arm(LastLayerDrafter),
     "last-layer-lsa": Arm(LastLayerLsaDrafter),
     "last-state": Arm(LastStateDrafter),
-    "last-state-standardized": Arm(StandardizedStateDrafter),
     "last-input": Arm(LastInputDrafter),
     "last-layer-one-layer": Arm(LastLayerOneLayerDrafter),
     "glide": Arm(GlideDrafter),

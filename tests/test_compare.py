@@ -408,8 +408,8 @@ def passes_along(
 # The other arms are drafters of these kinds that were trained otherwise.
 KINDS = [
     "full", "full-one-layer", "last-layer", "last-layer-lsa", "last-layer-one-layer", "last-state",
-    "last-state-standardized", "last-input", "glide", "glide-one-layer", "n-1", "n-4", "n-1-scaled",
-    "n-1-new", "full-three-layers", *STEPWISE,
+    "last-input", "glide", "glide-one-layer", "n-1", "n-4", "n-1-scaled", "n-1-new",
+    "full-three-layers", *STEPWISE,
 ]
 
 
