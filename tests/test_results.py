@@ -44,9 +44,9 @@ def names_its_origin(result: dict) -> bool:
 CURVES = ["full", "full-unmasked", "full-one-run", "no-memory", "eagle-two-layers"]
 PICTURED = [
     "full", "full-unmasked", "full-one-run", "last-layer-lsa", "last-layer", "glide", "last-input",
-    "last-state", "n-1", "n-1-scaled", "full-larger", "full-three-layers", "full-one-layer",
-    "eagle", "eagle-3", "eagle-two-layers", "eagle-two-layers-on-policy", "hass-two-layers",
-    "no-memory", "no-memory-two-attentions", "no-memory-one-layer",
+    "last-state", "n-1", "n-1-scaled", "n-1-new", "full-larger", "full-three-layers",
+    "full-one-layer", "eagle", "eagle-3", "eagle-two-layers", "eagle-two-layers-on-policy",
+    "hass-two-layers", "no-memory", "no-memory-two-attentions", "no-memory-one-layer",
 ]
 FILES = {  # what pages call them
     "toy": ("compare_toy.json", "compare_toy_fresh.json"),  # together
@@ -59,9 +59,12 @@ FILES = {  # what pages call them
     "12800 updates": ("compare_toy_12800.json",),
     "AdamW": ("compare_toy_adamw.json",),
     "new seeds": ("compare_toy_lsa.json",),
+    "larger toy": ("compare_larger_toy.json",),
 }
 # Those that a page shows with all tables.
-COMPARISONS = ["toy", "SmolLM2", "3200 updates", "12800 updates", "AdamW", "new seeds"]
+COMPARISONS = [
+    "toy", "larger toy", "SmolLM2", "3200 updates", "12800 updates", "AdamW", "new seeds",
+]
 CONDITIONS = {  # columns of a table, each with trainings of its own
     "3200": "3200 updates",
     "6400": "toy",
