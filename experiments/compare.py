@@ -26,6 +26,7 @@ import json
 import math
 from argparse import Namespace
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Callable, Collection, NamedTuple
@@ -419,7 +420,8 @@ class Comparison:
             size = self.target.config.vocab_size
             kept = frequent_tokens(self.training, size, args.draft_vocabulary)
             self.vocabulary = torch.tensor(kept, device=self.target.device)
-        self.stop_ids = frozenset(tokenizer.stop_ids)
+        stop_ids = frozenset(tokenizer.stop_ids)
+        self.answers = GenerationConfig(args.max_new_tokens, stop_ids=stop_ids)
         self.prompts = []
         for prompt in read_prompt_file(args.prompts)[:args.prompt_count]:
             self.prompts.append(tokenizer.chat([{"role": "user", "content": prompt.turns[0]}]))
@@ -468,33 +470,35 @@ class Comparison:
         """Train and score all arms with one seed. Returns a row for each arm and stage."""
         args = self.args
         entrants = [self.entrant(name, ARMS[name], rates[name], seed) for name in args.arms]
-        texts = {
-            "chain": self.texts(self.prompts, temperature=0.0),
-            "sampled chain": self.texts(self.prompts, temperature=1.0),
-        }
         folder = args.out / f"seed-{seed}"
-        rows = self.train(entrants, folder, args.updates, seed, args.stages, texts)
+        rows = self.train(entrants, folder, args.updates, seed, args.stages, self.test_texts)
         for row in rows:
             row["seed"] = seed
         last = {row["arm"]: row for row in rows if row["updates"] == args.updates}
-        config = GenerationConfig(args.max_new_tokens, stop_ids=self.stop_ids)
-        prompts = self.prompts[:args.tree_prompts]
         for entrant in entrants:
             row = last[entrant.name]
             row["parameters"] = count_parameters(entrant.drafter)
-            entrant.drafter.requires_grad_(False)
-            for kind, (limits, temperature) in TREES.items() if prompts else ():
-                file = folder / f"{entrant.name}, {kind}, {len(prompts)} prompts.json"
-                if not file.exists():
-                    with sharpened(entrant.drafter, temperature):
-                        scores = score_trees(entrant, limits, prompts, config)
-                    with atomic_write(file) as part:
-                        part.write_text(json.dumps(scores))
-                row[kind] = read_json(file)
+            if args.tree_prompts > 0:
+                row |= self.score_all_trees(entrant, folder)
         if args.time > 0:
-            for name, times in time_drafts(entrants, self.prompts[:args.time], config).items():
+            prompts = self.prompts[:args.time]
+            for name, times in time_drafts(entrants, prompts, self.answers).items():
                 last[name] |= times
         return rows
+
+    def score_all_trees(self, entrant: Entrant, folder: Path) -> dict[str, dict]:
+        """Return what trees of each kind yield. They are kept in the folder."""
+        prompts = self.prompts[:self.args.tree_prompts]
+        scores = {}
+        for kind, (limits, temperature) in TREES.items():
+            file = folder / f"{entrant.name}, {kind}, {len(prompts)} prompts.json"
+            if not file.exists():
+                with sharpened(entrant.drafter, temperature):
+                    found = score_trees(entrant, limits, prompts, self.answers)
+                with atomic_write(file) as part:
+                    part.write_text(json.dumps(found))
+            scores[kind] = read_json(file)
+        return scores
 
     def entrant(self, name: str, arm: Arm, rate: float, seed: int) -> Entrant:
         drafter = new_drafter_of(arm, self.target, self.args.mlp, self.vocabulary, seed)
@@ -502,9 +506,17 @@ class Comparison:
         optimizer = choose_optimizer(parameters, self.args.optimizer)
         return Entrant(name, arm, self.target, drafter, rate, optimizer)
 
+    @cached_property
+    def test_texts(self) -> dict[str, list[Text]]:
+        """The target's answers to the test prompts, by the kind of drafts that they are for."""
+        return {
+            "chain": self.texts(self.prompts, temperature=0.0),
+            "sampled chain": self.texts(self.prompts, temperature=1.0),
+        }
+
     def texts(self, prompts: list[list[int]], temperature: float) -> list[Text]:
         count = self.args.max_new_tokens
-        return write_texts(self.target, prompts, self.stop_ids, count, temperature)
+        return write_texts(self.target, prompts, self.answers.stop_ids, count, temperature)
 
     def train(
         self,
