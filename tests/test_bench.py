@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from functools import partial
@@ -22,6 +23,7 @@ from command_line import Done
 from conftest import ROOT
 from test_remote import FINGERPRINTS, serving_models
 from tiny_models import PROMPT, WORDS, new_drafter, new_target, target_alone
+from tqdm import tqdm
 
 from app import client
 from app.answers import Generation, Origin, TimedCycle
@@ -67,6 +69,7 @@ def fork(program: ModuleType, folder: Path, *arguments: object) -> multiprocessi
     def run() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it
         torch.set_num_threads(1)  # the others are not in a fork
+        tqdm.set_lock(threading.RLock())  # the default is shared: a killed fork would keep it
         sys.argv = [program.__name__, "--device", "cpu", *map(str, arguments)]
         with open(folder / "out", "w") as sys.stdout, open(folder / "err", "w", 1) as sys.stderr:
             run_command(program.main)
