@@ -433,8 +433,8 @@ class Comparison:
             return dict.fromkeys(args.arms, args.lr)
         tried = RATES[args.optimizer]
         updates = max(1, args.updates // 4)
-        lengths = {"updates": updates, "batch_size": args.batch_size, "seq_len": args.seq_len}
-        settings = self.settings() | lengths
+        training = {"updates": updates, "batch_size": args.batch_size, "seq_len": args.seq_len}
+        settings = self.settings() | training
         folder = args.out / f"rates-{args.optimizer}"
         file = folder.with_suffix(".json")
         if not file.exists():
