@@ -10,7 +10,10 @@
     full-hass-loss              HASS's loss on the target's ten likeliest tokens is added
     n-1, n-2, n-4               it reuses the target's last N layers
     n-1-scaled                  N = 1, and CA's output is as many times larger as the state that
-                                enters the last layer is
+                                enters the last layer is; the loss compares it in that unit
+    n-1-scaled-output           CA's output alone is scaled, not its loss
+    n-1-scaled-loss             the loss alone is scaled
+    n-1-scaled-no-ca-loss       CA's output is scaled, and has no loss of its own
     n-1-new                     a new layer, which is trained, in the place of the reused one: a
                                 control for `n-1`
     full-larger                 wider MLPs, larger by the parameters of one target layer: another
@@ -163,9 +166,6 @@ class PaperDrafter(Drafter):
     """
 
     mlps = 2  # of SA and CA
-    # With N > 0:
-    predicts_entering_state = True  # whether CA's output shall be the state that enters
-    state_scale = 1.0  # the unit in which the loss compares that state
 
     def __init__(self, target: Llama, config: DrafterConfig):
         width = target.config.hidden_size
@@ -207,14 +207,13 @@ class ScaledCrossAttention(CrossAttentionLayer):
 
 
 class ScaledDrafter(PaperDrafter):
-    """The paper's for N > 0, where CA's output has to grow large in training: here it begins large,
-    and the loss compares it in its own units."""
+    """The paper's for N > 0, where CA's output has to grow large in training: here it begins large.
+    """
 
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__(target, config)
-        self.state_scale = scale_of_states(target)
         self.cross_attention = new_layer(self, ScaledCrossAttention)
-        self.cross_attention.scale = self.state_scale
+        self.cross_attention.scale = scale_of_states(target)
 
 
 def scale_of_states(target: Llama) -> float:
@@ -235,8 +234,6 @@ class NewLayerDrafter(PaperDrafter):
     """The paper's with N = 1, but what it runs on CA's output is not the target's last layer. It is
     a new one of that shape, which is trained. Like the target's, it attends to the target's own
     keys and values of verified tokens. CA's output need not be a state of the target's."""
-
-    predicts_entering_state = False
 
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__(target, config)
@@ -861,6 +858,9 @@ class Arm:
     kl_weight: float = 0.1
     feature_weight: float = 1.0
     likeliest_weight: float = 0.0  # of HASS's loss on the ten likeliest tokens
+    # With N > 0, how CA's output is compared with the state that enters the last N layers: "plain",
+    # "scaled" (in the unit of `scale_of_states`), or not at all, "none".
+    ca_loss: str = "plain"
     # Of the autoregressive family alone:
     steps: int = 1  # of `unroll`, in training
     step_weight: float = 0.8  # of the loss of each step over the step before, as in EAGLE-3's code
@@ -883,8 +883,11 @@ ARMS = {
     "n-1": Arm(tli=1),
     "n-2": Arm(tli=2),
     "n-4": Arm(tli=4),
-    "n-1-scaled": Arm(ScaledDrafter, tli=1),
-    "n-1-new": Arm(NewLayerDrafter, tli=1, extra_layers=1),
+    "n-1-scaled": Arm(ScaledDrafter, tli=1, ca_loss="scaled"),
+    "n-1-scaled-output": Arm(ScaledDrafter, tli=1),
+    "n-1-scaled-loss": Arm(tli=1, ca_loss="scaled"),
+    "n-1-scaled-no-ca-loss": Arm(ScaledDrafter, tli=1, ca_loss="none"),
+    "n-1-new": Arm(NewLayerDrafter, tli=1, extra_layers=1, ca_loss="none"),
     "full-larger": Arm(extra_layers=1),
     "full-three-layers": Arm(ThreeLayersDrafter, extra_layers=1),
     "full-one-layer": Arm(PaperOneLayerDrafter),

@@ -60,6 +60,7 @@ from experiments.arms import (
     moa_features,
     new_drafter_of,
     read,
+    scale_of_states,
     sharpened,
     unroll,
 )
@@ -114,6 +115,7 @@ class Entrant:
     drafter: Drafter
     rate: float  # the peak of its learning rate
     optimizer: Optimizers
+    state_scale: float = 1.0  # the unit in which its loss compares CA's output, with N > 0
 
 
 # --- Losses ---
@@ -147,9 +149,9 @@ def loss_of(entrant: Entrant, lesson: Lesson, horizon: Tensor, noise: Tensor) ->
     reading, trained, log_p = lesson
     [(ca_output, features)] = moa_features(drafter, reading, [horizon])
     smooth_l1 = smooth_l1_loss(features[trained], reading.final[trained])
-    if drafter.N > 0 and drafter.predicts_entering_state:
+    if drafter.N > 0 and entrant.arm.ca_loss != "none":
         entering = reading.states[-1 - drafter.N]  # the states that enter the last N layers
-        scale = drafter.state_scale
+        scale = entrant.state_scale
         ca_loss = smooth_l1_loss(ca_output[trained] / scale, entering[trained] / scale)
         smooth_l1 = (smooth_l1 + ca_loss) / 2
     log_q = log_distributions(features[trained], drafter)
@@ -504,7 +506,8 @@ class Comparison:
         drafter = new_drafter_of(arm, self.target, self.args.mlp, self.vocabulary, seed)
         parameters = list(drafter.trained_parameters().values())
         optimizer = choose_optimizer(parameters, self.args.optimizer)
-        return Entrant(name, arm, self.target, drafter, rate, optimizer)
+        scale = scale_of_states(self.target) if arm.ca_loss == "scaled" else 1.0
+        return Entrant(name, arm, self.target, drafter, rate, optimizer, scale)
 
     @cached_property
     def test_texts(self) -> dict[str, list[Text]]:

@@ -335,30 +335,42 @@ def test_the_state_that_enters_the_toys_last_layer_is_some_ten_times_as_large_as
     assert arms.scale_of_states(model) == 10
 
 
+@pytest.mark.parametrize(["name", "output_scale", "loss_unit"], [
+    ("n-1-scaled", 10, 10),
+    ("n-1-scaled-output", 10, 1),
+    ("n-1-scaled-loss", 1, 10),
+    ("n-1-scaled-no-ca-loss", 10, None),
+])
 @torch.no_grad()
-def test_a_scaled_output_is_compared_in_its_own_units(target, monkeypatch):
+def test_ca_is_scaled_in_its_output_or_in_the_unit_of_its_loss(
+        name, output_scale, loss_unit, target, monkeypatch):
     monkeypatch.setattr(arms, "scale_of_states", lambda target: 10.0)
-    drafter = drafter_of("n-1-scaled", target)
-    entrant = Entrant("", ARMS["n-1-scaled"], target, drafter, 0.1, Optimizers())
+    drafter = drafter_of(name, target)
+    scale = loss_unit or 1.0
+    entrant = Entrant("", ARMS[name], target, drafter, 0.1, Optimizers(), scale)
     everywhere = torch.ones(1, 4, dtype=torch.bool)
     example = Example(torch.tensor([PROMPT]), everywhere, everywhere)
     lesson = make_lesson(target, drafter.lm_head, example)
     horizon = torch.tensor([[-1, -1, 1, 1]])
     loss = loss_of(entrant, lesson, horizon, torch.zeros(1, 4, 16))
     [(output, features)] = moa_features(drafter, lesson.reading, [horizon])
-    expected = 0.0
+    kl = of_final = of_entering = 0.0
     for i in range(3):
         log_p = target.lm_head(lesson.reading.final[0, i]).log_softmax(-1)
         log_q = target.lm_head(features[0, i]).log_softmax(-1)
-        expected += 0.1 * (log_p.exp() * (log_p - log_q)).sum()
+        kl += (log_p.exp() * (log_p - log_q)).sum()
         entering = lesson.reading.states[5][0, i]  # the last of six layers
         distance = torch.nn.functional.smooth_l1_loss
-        expected += distance(features[0, i], lesson.reading.final[0, i]) / 2
-        expected += distance(output[0, i] / 10, entering / 10) / 2
-    close(loss, expected)
-    drafter.cross_attention.scale = 1.0
-    [(unscaled, _)] = moa_features(drafter, lesson.reading, [horizon])
-    close(output, 10 * unscaled)
+        of_final += distance(features[0, i], lesson.reading.final[0, i])
+        of_entering += distance(output[0, i] / scale, entering / scale)
+    if loss_unit is None:
+        close(loss, 0.1 * kl + of_final)
+    else:
+        close(loss, 0.1 * kl + (of_final + of_entering) / 2)
+    if output_scale > 1:
+        drafter.cross_attention.scale = 1.0
+        [(unscaled, _)] = moa_features(drafter, lesson.reading, [horizon])
+        close(output, output_scale * unscaled)
 
 
 @torch.no_grad()
