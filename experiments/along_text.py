@@ -22,7 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.arms import Arm, LimitedHead, Reading, moa_features, unroll
+from experiments.arms import Arm, LimitedHead
+from experiments.autoregressive import unroll
+from experiments.paper_family import moa_features
+from experiments.reading import Reading
 from llama import probabilities
 from moa import Drafter
 

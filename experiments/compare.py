@@ -50,23 +50,13 @@ from experiments.along_text import (
     entropies,
     mean_by_depth,
 )
-from experiments.arms import (
-    ARMS,
-    Arm,
-    GlideDrafter,
-    Reading,
-    WithArm,
-    count_parameters,
-    moa_features,
-    new_drafter_of,
-    read,
-    scale_of_states,
-    sharpened,
-    unroll,
-)
+from experiments.arms import ARMS, Arm, WithArm, count_parameters, new_drafter_of, sharpened
+from experiments.autoregressive import unroll
 from experiments.batching import Batch
 from experiments.circumstances import circumstances
+from experiments.paper_family import GlideDrafter, moa_features, scale_of_states
 from experiments.prompts import read_prompt_file
+from experiments.reading import Reading, read
 from experiments.report import print_tables
 from llama import GenerationConfig, Llama
 from moa import Drafter, DraftLimits
