@@ -50,10 +50,15 @@ def features_by_depth(drafter: Drafter, arm: Arm, reading: Reading, depth: int) 
     features = torch.zeros(depth, batch, count, width, dtype=drafter.dtype, device=drafter.device)
     # Each pass has mock cycles of `depth` tokens. After as many passes, with a cycle's first query
     # at another place in each, every query was at every depth.
-    places = [(positions - phase) % depth for phase in range(depth)]  # of queries in their cycles
-    horizons = [(positions - place - 1).clamp(min=-1).expand(batch, -1) for place in places]
-    for place, (_, hidden) in zip(places, moa_features(drafter, reading, horizons)):
-        features[place, :, positions] = hidden.transpose(0, 1).to(features.dtype)
+    depths = []  # of queries in their cycles, (T) for each pass
+    horizons = []
+    for first in range(depth):
+        depth_of_query = (positions - first) % depth
+        depths.append(depth_of_query)
+        horizons.append((positions - depth_of_query - 1).clamp(min=-1).expand(batch, -1))
+    for depth_of_query, (_, hidden) in zip(depths, moa_features(drafter, reading, horizons)):
+        by_position = hidden.transpose(0, 1).to(features.dtype)  # (T, B, E)
+        features[depth_of_query, :, positions] = by_position  # each position at its depth
     return features
 
 
@@ -137,7 +142,7 @@ def count_passes(accepted: Tensor, prompt: int, count: int) -> float:
     """
     depth = len(accepted)
     accepted = accepted.tolist()
-    passes = [0.0] * (count + depth)  # that are still needed if the newest token is i
+    passes = [0.0] * (count + depth)  # passes[i]: those still needed when token i is the newest
     for root in range(count - 2, prompt - 1, -1):
         needed = 1.0
         reached = 1.0  # the probability that the draft is accepted up to here

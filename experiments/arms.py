@@ -8,16 +8,9 @@
     full-one-run                a whole answer is one mock cycle
     full-kl-1                   KL has weight 1 in place of 0.1
     full-hass-loss              HASS's loss on the target's ten likeliest tokens is added
-    n-1, n-2, n-4               it reuses the target's last N layers
-    n-1-scaled                  N = 1, and CA's output is as many times larger as the state that
-                                enters the last layer is; the loss compares it in that unit
-    n-1-scaled-output           CA's output alone is scaled, not its loss
-    n-1-scaled-loss             the loss alone is scaled
-    n-1-scaled-no-ca-loss       CA's output is scaled, and has no loss of its own
-    n-1-new                     a new layer, which is trained, in the place of the reused one: a
-                                control for `n-1`
-    full-larger                 wider MLPs, larger by the parameters of one target layer: another
-    full-three-layers           a third layer in place of wider MLPs: a third control
+    full-larger                 wider MLPs, larger by the parameters of one target layer: a control
+                                for `n-1`
+    full-three-layers           a third layer in place of wider MLPs: a second control
     full-one-layer              SA has no MLP: SA and CA are then one layer, GLIDE's shape
     last-layer                  no LSA: the memory is a projection of the key and value of the
                                 target's last layer
@@ -30,6 +23,17 @@
                                 they are (Du et al. 2024)
     last-layer-one-layer, glide-one-layer       these memories in one layer, as `full-one-layer`
     kl-only                     no Smooth L1
+
+With reused layers, N > 0:
+
+    n-1, n-2, n-4               the paper's
+    n-1-scaled                  N = 1, and CA's output is as many times larger as the state that
+                                enters the last layer is; the loss compares it in that unit
+    n-1-scaled-output           CA's output alone is scaled, not its loss
+    n-1-scaled-loss             the loss alone is scaled
+    n-1-scaled-no-ca-loss       CA's output is scaled, and has no loss of its own
+    n-1-new                     a new layer, which is trained, in the place of the reused one: a
+                                third control
 
 Drafters without CA, of the same size:
 

@@ -1,5 +1,5 @@
-"""Drafters that read one vector for the token before each, as EAGLE's does, and so run step by step,
-in training too.
+"""Drafters that read one vector for the token before each, as EAGLE's does. So they run step by
+step, in training too.
 
 Number the tokens as in moa.py, with the root t as the newest one. Let v_j be the vector that is
 read of token j. Then the drafter computes a_i, which predicts token i + 1, from
@@ -175,11 +175,11 @@ class NoMemoryTwoAttentionsDrafter(InOneLayer, NoMemoryDrafter):
 
 
 class EagleDrafter(AutoregressiveDrafter):
-    """EAGLE's: one decoder layer over U e + W v, where v is the target's final hidden state. As in
+    """EAGLE's: one decoder layer over M e + N v, where v is the target's final hidden state. As in
     EAGLE's code, that layer has no norm before its attention.
 
-    EAGLE keeps U and W in one matrix. Here they are two, since Muon moves a matrix equally far in
-    all directions: v is some ten times as large as e, so nearly all of these would be W's.
+    EAGLE keeps M and N in one matrix. Here they are two, since Muon moves a matrix equally far in
+    all directions. As v is some ten times as large as e, most of a step would go to N.
     """
 
     reads_states = 1
@@ -187,8 +187,8 @@ class EagleDrafter(AutoregressiveDrafter):
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__(target, config)
         width = target.config.hidden_size
-        self.join_embedding = nn.Linear(width, width, bias=False)  # U
-        self.join_vector = nn.Linear(width, width, bias=False)  # W
+        self.join_embedding = nn.Linear(width, width, bias=False)  # M
+        self.join_vector = nn.Linear(width, width, bias=False)  # N
         self.self_attention.input_layernorm = nn.Identity()
 
     def read_modules(self, target: Llama) -> list[nn.Module]:
@@ -303,8 +303,8 @@ class AutoregressiveState(TreeSampler):
         layers = drafter.layer_count
         self.self_cache = empty_cache(drafter, layers, kv_heads, capacity, drafter.head_dim)
         self.verified = 0  # tokens
-        self.waiting: list[int] = []  # U tokens that are verified, but not in the cache yet
-        # Of the tokens before those that wait and before the root: (1, U + 1, E).
+        self.waiting: list[int] = []  # W tokens that are verified, but not in the cache yet
+        # Of the tokens before those that wait and before the root: (1, W + 1, E).
         self.true_vectors: Tensor | None = None
         self.vectors: dict[int, Tensor] = {}  # by expanded node of the draft, (E)
 

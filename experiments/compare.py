@@ -5,8 +5,8 @@ drafters that are compared, the *arms*. The target reads each batch once, and ev
 that pass. So the arms differ in nothing but what they are: all but three larger controls have the
 same number of parameters (within 1%), all have the same LM head, and all see the same text in the
 same order under the same optimizer. Unless --lr sets one for all, each has a learning rate of its
-own, the best of several. It is found by a training of one seed that is a quarter as long, on answers
-to prompts that are neither trained on nor tested on.
+own, the best of several: the one with which drafts get furthest after a training of one seed, a
+quarter as long, on answers to prompts that are neither trained on nor tested on.
 
     python -m experiments.compare --model runs/toy --data runs/own.jsonl \\
         --prompts runs/toy/held_out.jsonl --out runs/compare --json > toy.json
@@ -23,7 +23,6 @@ greedily, and sampled at temperature 1. After the last update each arm also draf
 from __future__ import annotations
 
 import json
-import math
 from argparse import Namespace
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -80,7 +79,7 @@ from train import (
 )
 
 CHAIN = DraftLimits(depth=8)
-TREE = DraftLimits(depth=6, top_k=3, total_tokens=8)  # what speculate.py drafts
+TREE = DraftLimits(depth=6, top_k=3, total_tokens=8)  # as speculate.py's, without early stops
 LARGE_TREE = DraftLimits(depth=6, top_k=8, total_tokens=60)  # about the paper's
 # The limits of each kind of trees, and the temperature of the q that ranks their paths. A greedy
 # target always takes its likeliest token, however unsure it is, so a sharper q may rank better.
@@ -221,8 +220,6 @@ def train_side_by_side(
         done = update + 1
         if done % LOSSES_EVERY == 0:
             means = {name: float(total) / summed for name, total in sums.items()}
-            if not all(map(math.isfinite, means.values())):
-                raise InputError(f"update {done}: a loss is not finite: {means}")
             journal.log(done, {"losses": means})
             sums = dict.fromkeys(sums, 0.0)
             summed = 0
@@ -250,8 +247,7 @@ def make_update(
             examples = [pad_for_gpu(example, device) for example in examples]
             examples_of[lengths] = sorted(examples, key=lambda example: len(example.tokens))
         entrant.drafter.zero_grad()
-    some = examples_of[entrants[0].arm.run_length]
-    total = count_trained(some)
+    total = count_trained(examples_of[entrants[0].arm.run_length])
     losses = {entrant.name: torch.zeros((), device=device) for entrant in entrants}
     for first in range(0, len(batch), config.micro_batch_size):
         micro_batch = {}
@@ -267,7 +263,9 @@ def make_update(
                 losses[entrant.name] += loss.detach()
     for entrant in entrants:
         parameters = entrant.drafter.trained_parameters().values()
-        nn.utils.clip_grad_norm_(parameters, MAX_GRADIENT_NORM)
+        norm = nn.utils.clip_grad_norm_(parameters, MAX_GRADIENT_NORM)
+        if not torch.isfinite(norm):
+            raise InputError(f"update {update}: the gradients of {entrant.name} are not finite")
         for group in entrant.optimizer.param_groups:
             group["lr"] = scheduled_rate(update, replace(config, lr=entrant.rate), 1)
         entrant.optimizer.step()
@@ -275,7 +273,7 @@ def make_update(
 
 
 def draw_noise(like: Tensor, seed: int, update: int, first: int) -> Tensor:
-    """Draw numbers from -1/2 to 1/2: the same when a training comes to this place again."""
+    """Draw numbers from -1/2 to 1/2: the same ones after a training was resumed."""
     place = (seed << 48) + (update << 16) + first
     generator = torch.Generator(like.device).manual_seed(place)
     return torch.rand(like.shape, generator=generator, device=like.device) - 0.5
@@ -402,9 +400,13 @@ class Comparison:
         for name in args.arms:
             if ARMS[name].tli > layers:
                 raise InputError(f"--arms {name}: the target has only {layers} layers")
-            if issubclass(ARMS[name].kind, GlideDrafter) and self.target.config.rope_factors:
-                # CA's queries are rotated by the drafter's own table, which has no such factors.
-                raise InputError(f"--arms {name}: the target scales its RoPE, as Llama-3.1 does")
+            if issubclass(ARMS[name].kind, GlideDrafter):
+                # CA's queries are the drafter's: of its own width, and rotated by its own table.
+                sizes = self.target.config
+                if sizes.rope_factors:
+                    raise InputError(f"--arms {name}: the target's RoPE is scaled, as Llama-3.1's")
+                if sizes.head_dim * sizes.num_attention_heads != sizes.hidden_size:
+                    raise InputError(f"--arms {name}: the target's heads have another width")
         data = Conversations(args.data, tokenizer, args.seq_len)
         self.training, self.held_out = hold_out(data, seed=0)
         self.vocabulary = None
@@ -426,7 +428,7 @@ class Comparison:
         tried = RATES[args.optimizer]
         updates = max(1, args.updates // 4)
         training = {"updates": updates, "batch_size": args.batch_size, "seq_len": args.seq_len}
-        settings = self.settings() | training
+        settings = self.settings() | training | {"tried": list(tried), "dtype": self.dtype}
         folder = args.out / f"rates-{args.optimizer}"
         file = folder.with_suffix(".json")
         if not file.exists():
@@ -549,7 +551,7 @@ class Comparison:
         resumes = find_run(folder, resume=True)
         with lock_folder(folder):
             if resumes:
-                journal.resume(updates, may_differ={"save_every", "micro_batch_size"})
+                journal.resume(updates, may_differ={"save_every"})
             else:
                 journal.begin()
             if journal.done < updates:

@@ -70,7 +70,7 @@ class PaperDrafter(Drafter):
         kv_width = kv_hidden_size(target.config)
         # If SA and CA share one MLP, it is twice as wide as each of two would be.
         each_of_two = config.cross_attention_intermediate_size * self.mlps // 2
-        inner = each_of_two * kv_width // width  # as in the paper
+        inner = each_of_two * kv_width // width  # of LSA's MLP, as in the paper
         if kv_width >= width:
             inner = max(1, each_of_two // 4)
         config = replace(config, layer_self_attention_intermediate_size=inner)
@@ -105,8 +105,7 @@ class ScaledCrossAttention(CrossAttentionLayer):
 
 
 class ScaledDrafter(PaperDrafter):
-    """The paper's for N > 0, where CA's output has to grow large in training: here it begins large.
-    """
+    """The paper's with N = 1, whose CA begins with an output as large as what it has to predict."""
 
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__(target, config)
@@ -115,9 +114,9 @@ class ScaledDrafter(PaperDrafter):
 
 
 def scale_of_states(target: Llama) -> float:
-    """Return how many times as large as the final states those are that enter the target's last
-    layer: by their root mean squares over random tokens, to one digit (10 with the toy). The first
-    token is left out, since its states are far larger in many models."""
+    """Return the root mean square of the states that enter the target's last layer, divided by that
+    of the final states: over random tokens, to one digit (10 with the toy). The first token is left
+    out, since its states are far larger in many models."""
     generator = torch.Generator(target.device).manual_seed(0)
     with torch.device(target.device):  # whatever device a drafter is being made on
         tokens = torch.randint(target.config.vocab_size, (1, 64), generator=generator)

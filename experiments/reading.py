@@ -1,5 +1,5 @@
-"""What the target shows of a text: to all arms in training, and while drafting to those that read
-hidden states, where the paper's drafter reads keys and values.
+"""What arms read of the target: `read` computes it for a text, in training, and a `StateVerifier`
+while drafting, for arms that read hidden states (the paper's reads keys and values).
 
 Shapes: as in moa.py and train.py, and R states of the target that a drafter reads of a token.
 """

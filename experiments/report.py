@@ -111,8 +111,8 @@ def rows_of(rows: list[Row], arms: list[str]) -> list[Row]:
 
 def pool(files: list[list[Row]]) -> list[Row]:
     """Return the rows of the first file, with the prompts that other files have of the same arm,
-    seed and updates, for each kind of drafts. (What is right at each depth stays the first
-    file's.) Raises InputError if another file has other arms or seeds."""
+    seed and updates, for each kind of drafts. (What is right at each depth, and entropies, stay the
+    first file's.) Raises InputError if another file has other arms or seeds."""
     first, *others = files
     pooled = {key_of(row): copy.deepcopy(row) for row in first}
     for rows in others:
@@ -129,6 +129,11 @@ def pool(files: list[list[Row]]) -> list[Row]:
 
 def key_of(row: Row) -> tuple[int, int, str]:
     return row["updates"], row["seed"], row["arm"]
+
+
+def prompts_at(rows: list[Row], update: int) -> int:
+    """Return how many prompts were scored after some updates."""
+    return max(len(row["chain"]["tokens"]) for row in rows if row["updates"] == update)
 
 
 def kinds_in(rows: list[Row]) -> list[str]:
@@ -151,7 +156,7 @@ def print_tables(rows: list[Row]) -> None:
     kinds = kinds_in(rows)
     last = stages[-1]
     final = [row for row in rows if row["updates"] == last]
-    prompts = len(final[0]["chain"]["tokens"])
+    prompts = prompts_at(rows, last)
     tree_prompts = [len(row["tree"]["tokens"]) for row in final if "tree" in row]
     fewer = ""
     if tree_prompts and tree_prompts[0] < prompts:
@@ -182,7 +187,11 @@ def print_tables(rows: list[Row]) -> None:
         return
     print(f"\nThe same in {KINDS['chain']}, by updates.\n")
     columns = [differences(rows, stage, "chain") for stage in stages]
-    print_differences(list(map(str, stages)), columns)
+    headings = [str(stage) for stage in stages]
+    counts = [prompts_at(rows, stage) for stage in stages]
+    if min(counts) < max(counts):  # files were pooled, and some lack the earlier stages
+        headings = [f"{stage}, {count} prompts" for stage, count in zip(stages, counts)]
+    print_differences(headings, columns)
 
 
 def print_differences(headings: list[str], columns: list[dict]) -> None:
@@ -275,7 +284,7 @@ def draw(rows: list[Row]) -> str:
     for i, arm in enumerate(arms):
         drawing += f'<text x="{LEFT - 15}" y="{60 + LINE * i}" text-anchor="end">{arm}</text>\n'
     for i, kind in enumerate(kinds):
-        panel = draw_panel(KINDS[kind], list(found[kind].values()), ticks, height)
+        panel = draw_panel(KINDS[kind], arms, found[kind], ticks, height)
         drawing += f'<g transform="translate({LEFT + (WIDTH + GAP) * i} 44)">{panel}</g>\n'
     width = LEFT + (WIDTH + GAP) * len(kinds)
     foot = height + 92
@@ -289,8 +298,11 @@ def draw(rows: list[Row]) -> str:
 
 
 def draw_panel(
-    title: str, figures: list[tuple[float, float, float]], ticks: list[float], height: int
+    title: str, arms: list[str], found: dict[str, tuple[float, float, float]], ticks: list[float],
+    height: int,
 ) -> str:
+    """Draw the arms that have figures, a line each. found: from `differences`."""
+
     def place(value: float) -> float:
         return round(WIDTH * (value - ticks[0]) / (ticks[-1] - ticks[0]), 1)
 
@@ -301,7 +313,10 @@ def draw_panel(
         panel += f'<path d="M{x} -6v{height + 6}" stroke="{color}"/>\n'
         label = f"{tick:+.4g}" if round(tick, 6) else "0"
         panel += f'<text x="{x}" y="{height + 16}" text-anchor="middle">{label}</text>\n'
-    for i, (value, low, high) in enumerate(figures):
+    for i, arm in enumerate(arms):
+        if arm not in found:
+            continue
+        value, low, high = found[arm]
         y = 12 + LINE * i
         style = f'stroke="{curves.COLORS[0]}" stroke-width="2"'
         panel += f'<path d="M{place(low)} {y}H{place(high)}" {style}/>\n'
@@ -314,6 +329,8 @@ def draw_curves(rows: list[Row], picture: Path) -> None:
     chains become in training."""
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     stages = sorted({row["updates"] for row in rows})
+    if len({prompts_at(rows, stage) for stage in stages}) > 1:
+        raise InputError("--curves: stages have different prompts: give one file")
     of_depths = []
     of_updates = []
     lowest = 1.0
@@ -369,7 +386,10 @@ def main() -> None:
         print_tables(rows)
         times = read_json(args.files[0]).get("times")
         if times is not None:  # measured apart from the training, on another machine
-            print_times(times["rows"])
+            chosen = times["rows"]
+            if args.arms is not None:
+                chosen = [row for row in chosen if row["arm"] in args.arms]
+            print_times(chosen)
 
 
 if __name__ == "__main__":

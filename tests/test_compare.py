@@ -577,7 +577,7 @@ def test_glide_is_refused_where_the_target_scales_its_rope(tiny, tmp_path):
         "original_max_position_embeddings": 64,
     }
     file.write_text(json.dumps(config))
-    with pytest.raises(InputError, match="--arms glide: the target scales its RoPE"):
+    with pytest.raises(InputError, match="--arms glide: the target's RoPE is scaled"):
         command(tmp_path / "scaled", tmp_path, "--arms", "full", "glide")
 
 
@@ -710,3 +710,20 @@ def test_the_picture_has_a_panel_of_each_kind_with_a_bar_of_each_arm(monkeypatch
     assert [panel.findtext(f"{space}text") for panel in panels] == drawn
     assert all(len(panel.findall(f"{space}circle")) == 1 for panel in panels)
     assert all("0" in [text.text for text in panel.iter(f"{space}text")] for panel in panels)
+
+
+def test_in_the_picture_an_arm_keeps_its_line_where_another_has_no_such_drafts(monkeypatch):
+    monkeypatch.setattr(intervals, "DRAWS", 200)
+    rows = made_up_rows()
+    for row in made_up_rows():
+        if row["arm"] == "eagle":
+            chains = {kind: row[kind] for kind in ("chain", "sampled chain")}
+            rows.insert(0, row | {"arm": "hass"})
+            rows.insert(0, {"updates": row["updates"], "arm": "n-1", "seed": row["seed"]} | chains)
+    rows.sort(key=lambda row: ["full", "n-1", "hass", "eagle"].index(row["arm"]))
+    svg = xml.etree.ElementTree.fromstring(report.draw(rows))
+    space = "{http://www.w3.org/2000/svg}"
+    heights = []
+    for panel in svg.findall(f"{space}g"):
+        heights.append([int(bar.get("cy")) for bar in panel.findall(f"{space}circle")])
+    assert heights == [[12, 36, 60], [12, 36, 60], [36, 60], [36, 60]]
