@@ -32,6 +32,7 @@ With reused layers, N > 0:
     n-1-scaled-output           CA's output alone is scaled, not its loss
     n-1-scaled-loss             the loss alone is scaled
     n-1-scaled-no-ca-loss       CA's output is scaled, and has no loss of its own
+    n-1-no-ca-loss              nothing is scaled, and CA's output has no loss of its own
     n-1-new                     a new layer, which is trained, in the place of the reused one: a
                                 third control
 
@@ -142,6 +143,7 @@ ARMS = {
     "n-1-scaled-output": Arm(ScaledDrafter, tli=1),
     "n-1-scaled-loss": Arm(tli=1, ca_loss="scaled"),
     "n-1-scaled-no-ca-loss": Arm(ScaledDrafter, tli=1, ca_loss="none"),
+    "n-1-no-ca-loss": Arm(tli=1, ca_loss="none"),
     "n-1-new": Arm(NewLayerDrafter, tli=1, extra_layers=1, ca_loss="none"),
     "full-larger": Arm(extra_layers=1),
     "full-three-layers": Arm(ThreeLayersDrafter, extra_layers=1),

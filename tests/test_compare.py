@@ -329,6 +329,7 @@ def test_the_state_that_enters_the_toys_last_layer_is_some_ten_times_as_large_as
     ("n-1-scaled-output", 10, 1),
     ("n-1-scaled-loss", 1, 10),
     ("n-1-scaled-no-ca-loss", 10, None),
+    ("n-1-no-ca-loss", 1, None),
 ])
 @torch.no_grad()
 def test_ca_is_scaled_in_its_output_or_in_the_unit_of_its_loss(
