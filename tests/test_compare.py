@@ -18,7 +18,7 @@ from tiny_target import make_tiny_target, write
 
 from app.answers import Alone, answer
 from app.training import Optimizers, RunConfig, choose_optimizer
-from experiments import compare, intervals, paper_family, report
+from experiments import compare, intervals, paper_family, report, side_by_side
 from experiments.along_text import (
     Text,
     acceptance_by_depth,
@@ -29,9 +29,9 @@ from experiments.along_text import (
 )
 from experiments.arms import ARMS, WithArm, count_parameters, new_drafter_of, sharpened
 from experiments.autoregressive import AutoregressiveState, unroll
-from experiments.compare import Entrant, loss_of, loss_of_steps, make_lesson, make_update
 from experiments.paper_family import moa_features, scale_of_states
 from experiments.reading import Reading, StateVerifier, read
+from experiments.side_by_side import Entrant, loss_of, loss_of_steps, make_lesson, make_update
 from llama import Attention, GenerationConfig, Llama, Sampling, probabilities
 from moa import Draft, Drafter, DraftLimits, kv_hidden_size
 from plumbing.conversations import Conversations, hold_out
@@ -215,7 +215,7 @@ def gradients(drafter: Drafter) -> list[torch.Tensor]:
 
 def test_side_by_side_each_of_the_papers_arms_learns_what_train_py_would_teach_it(
         target, monkeypatch):
-    monkeypatch.setattr(compare, "MAX_GRADIENT_NORM", 1e9)
+    monkeypatch.setattr(side_by_side, "MAX_GRADIENT_NORM", 1e9)
     entrants = []
     for name in AS_IN_TRAIN:
         drafter = drafter_of(name, target)
@@ -277,7 +277,7 @@ def likeliest_terms(final: torch.Tensor, log_q: torch.Tensor, target: Llama) -> 
 
 @torch.no_grad()
 def test_hass_weighs_all_steps_alike_and_learns_the_ten_likeliest_tokens_once_more(monkeypatch):
-    monkeypatch.setattr(compare, "LIKELIEST", 2)
+    monkeypatch.setattr(side_by_side, "LIKELIEST", 2)
     target = new_target(6, layers=2)
     drafter = drafter_of("hass", target)
     entrant = Entrant("", ARMS["hass"], target, drafter, 0.1, Optimizers())
@@ -298,7 +298,7 @@ def test_hass_weighs_all_steps_alike_and_learns_the_ten_likeliest_tokens_once_mo
 
 @torch.no_grad()
 def test_the_papers_drafter_too_can_learn_the_likeliest_tokens_once_more(target, monkeypatch):
-    monkeypatch.setattr(compare, "LIKELIEST", 2)
+    monkeypatch.setattr(side_by_side, "LIKELIEST", 2)
     drafter = drafter_of("full", target)
     everywhere = torch.ones(1, 4, dtype=torch.bool)
     example = Example(torch.tensor([PROMPT]), everywhere, everywhere)
@@ -523,7 +523,7 @@ def test_a_comparison_that_was_killed_goes_on_to_the_same_rows(tiny, tmp_path, c
 
     expected = rows_of("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare, "make_update", killed_at_five)
+        patch.setattr(side_by_side, "make_update", killed_at_five)
         with pytest.raises(KeyboardInterrupt):
             rows_of("killed")
     assert rows_of("killed") == expected
