@@ -480,7 +480,10 @@ def train(
 # and values are those of a draft that begins at 4.
 #
 # CA's output now predicts a state, too: the one that enters these layers in the target. Its Smooth
-# L1 loss and that of the final states count half each, as in the authors' code.
+# L1 loss and that of the final states count half each, as in the authors' code. (That state may be
+# far larger than the final one: 10 times with our toy target, 60 times with a larger one. CA's
+# output then takes long to grow, and its loss outweighs the others. With the larger target a short
+# training failed, until both were scaled: experiments/results/README.md.)
 
 
 def reuse_target_layers(

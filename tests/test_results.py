@@ -22,6 +22,7 @@ FURTHER = (RESULTS / "further.md").read_text()
 FIGURES = (RESULTS / "figures.md").read_text()
 COMPARING = (ROOT / "experiments/comparing.md").read_text()
 FRONT = (ROOT / "README.md").read_text()
+EXPERIMENTS = (ROOT / "experiments/README.md").read_text()
 TARGETS = {
     "Llama-3-8B": Config(128256, 4096, 14336, 32, 32, 8, 128),
     "smollm2": Config(49152, 576, 1536, 30, 9, 3, 64),
@@ -164,8 +165,8 @@ def wanted_cells(row: dict[str, str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("page, rows", [
-    (PAGE, 30), (FURTHER, 10), (FIGURES, 24), (FRONT, 10), (COMPARING, 5),
-], ids=["the results", "further results", "all figures", "the front page", "comparing"])
+    (PAGE, 30), (FURTHER, 10), (FIGURES, 24), (FRONT, 9), (EXPERIMENTS, 9), (COMPARING, 5),
+], ids=["the results", "further results", "all figures", "the front page", "experiments", "comparing"])
 def test_what_a_page_says_of_an_arm_over_another_is_what_their_prompts_give(page, rows):
     compared = 0
     for row in table_rows(page):
