@@ -22,8 +22,8 @@ from experiments.along_text import Text
 from experiments.arms import ARMS, WithArm, new_drafter_of
 from experiments.batching import Batch, ChainBatch, answer_all
 from experiments.compare import score_chains
-from experiments.side_by_side import Entrant, make_update
 from experiments.evaluate import evaluate_drafting
+from experiments.side_by_side import Entrant, make_update
 from llama import GenerationConfig, Llama
 from moa import Drafter, DraftLimits
 from plumbing.conversations import TokenizedConversation
