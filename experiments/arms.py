@@ -21,20 +21,21 @@
                                 makes its keys and values of
     glide                       CA attends to the keys and values of the target's last layer as
                                 they are (Du et al. 2024)
-    last-layer-one-layer, glide-one-layer       these memories in one layer, as `full-one-layer`
+    last-layer-one-layer, glide-one-layer       these memories, and SA has no MLP
     kl-only                     no Smooth L1
 
 With reused layers, N > 0:
 
     n-1, n-2, n-4               the paper's
-    n-1-scaled                  N = 1, and CA's output is as many times larger as the state that
-                                enters the last layer is; the loss compares it in that unit
+    n-1-scaled                  N = 1, and CA's output is multiplied by the size of the states that
+                                enter the last layer over that of the final ones
+                                (`scale_of_states`); the loss compares it in that unit
     n-1-scaled-output           CA's output alone is scaled, not its loss
     n-1-scaled-loss             the loss alone is scaled
     n-1-scaled-no-ca-loss       CA's output is scaled, and has no loss of its own
     n-1-no-ca-loss              nothing is scaled, and CA's output has no loss of its own
-    n-1-new                     a new layer, which is trained, in the place of the reused one: a
-                                third control
+    n-1-new                     a new layer, which is trained, in the place of the reused one, and
+                                CA's output has no loss of its own: a third control
 
 Drafters without CA, of the same size:
 

@@ -44,7 +44,7 @@ def moa_features(drafter: Drafter, reading: Reading, horizons: Iterable[Tensor])
     if isinstance(drafter, LastStateDrafter):
         memory = drafter.condense(drafter.states_of(reading))
     else:
-        memory = drafter.build_memory(reading.kv.split(LSA_TOKENS, dim=1))  # (B, T, E)
+        memory = drafter.build_memory(reading.kv.split(LSA_TOKENS, dim=1))  # (B, T, E), as a rule
     sa_output = self_attend(drafter, reading.tokens)  # (B, T, E)
     for horizon in horizons:
         ca_output = cross_attend(drafter, sa_output, memory, horizon)
@@ -105,7 +105,7 @@ class ScaledCrossAttention(CrossAttentionLayer):
 
 
 class ScaledDrafter(PaperDrafter):
-    """The paper's with N = 1, whose CA begins with an output as large as what it has to predict."""
+    """The paper's with N = 1. CA's output is scaled up, towards the size of what it has to predict."""
 
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__(target, config)

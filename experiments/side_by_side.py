@@ -89,7 +89,7 @@ def loss_of(entrant: Entrant, lesson: Lesson, horizon: Tensor, noise: Tensor) ->
         entering = reading.states[-1 - drafter.N]  # the states that enter the last N layers
         scale = entrant.state_scale
         ca_loss = smooth_l1_loss(ca_output[trained] / scale, entering[trained] / scale)
-        smooth_l1 = (smooth_l1 + ca_loss) / 2
+        smooth_l1 = (smooth_l1 + ca_loss) / 2  # half each, as in train.py
     log_q = log_distributions(features[trained], drafter)
     return weighted_loss(entrant.arm, log_p, log_q, smooth_l1)
 
