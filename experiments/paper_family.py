@@ -105,7 +105,7 @@ class ScaledCrossAttention(CrossAttentionLayer):
 
 
 class ScaledDrafter(PaperDrafter):
-    """The paper's with N = 1. CA's output is scaled up, towards the size of what it has to predict."""
+    """The paper's with N = 1, but CA's output is scaled up, as what it has to predict is large."""
 
     def __init__(self, target: Llama, config: DrafterConfig):
         super().__init__(target, config)
