@@ -36,6 +36,8 @@ With reused layers, N > 0:
     n-1-no-ca-loss              nothing is scaled, and CA's output has no loss of its own
     n-1-new                     a new layer, which is trained, in the place of the reused one, and
                                 CA's output has no loss of its own: a third control
+    n-1-new-scaled              the same, but CA's output is scaled and has its loss, as in
+                                `n-1-scaled`, for which it is the control
 
 Drafters without CA, of the same size:
 
@@ -96,6 +98,7 @@ from experiments.paper_family import (
     PaperDrafter,
     PaperOneLayerDrafter,
     ScaledDrafter,
+    ScaledNewLayerDrafter,
     ThreeLayersDrafter,
 )
 from experiments.reading import StateReader, StateVerifier
@@ -146,6 +149,7 @@ ARMS = {
     "n-1-scaled-no-ca-loss": Arm(ScaledDrafter, tli=1, ca_loss="none"),
     "n-1-no-ca-loss": Arm(tli=1, ca_loss="none"),
     "n-1-new": Arm(NewLayerDrafter, tli=1, extra_layers=1, ca_loss="none"),
+    "n-1-new-scaled": Arm(ScaledNewLayerDrafter, tli=1, extra_layers=1, ca_loss="scaled"),
     "full-larger": Arm(extra_layers=1),
     "full-three-layers": Arm(ThreeLayersDrafter, extra_layers=1),
     "full-one-layer": Arm(PaperOneLayerDrafter),

@@ -152,6 +152,10 @@ class NewLayerDrafter(PaperDrafter):
         return parameters
 
 
+class ScaledNewLayerDrafter(ScaledDrafter, NewLayerDrafter):
+    """The same with CA's output scaled, as `ScaledDrafter` does with a reused layer."""
+
+
 class WithLastLayer(Llama):
     """A model that shares everything with a target but its last layer."""
 

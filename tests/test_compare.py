@@ -57,14 +57,14 @@ def drafter_of(name: str, target: Llama) -> Drafter:
 # --- The arms ---
 
 
-def test_all_arms_but_three_larger_ones_are_as_large_as_the_papers_within_3_percent(toy, target):
+def test_all_arms_but_four_larger_ones_are_as_large_as_the_papers_within_3_percent(toy, target):
     for model, width in ((toy[0], None), (target, 24)):
         sizes = {}
         for name, arm in ARMS.items():
             sizes[name] = count_parameters(new_drafter_of(arm, model, width, None, seed=0))
         layer = sum(parameter.numel() for parameter in model.layers[0].parameters())
         expected = dict.fromkeys(ARMS, sizes["full"])
-        for name in ("n-1-new", "full-larger", "full-three-layers"):
+        for name in ("n-1-new", "n-1-new-scaled", "full-larger", "full-three-layers"):
             expected[name] += layer
         assert sizes == pytest.approx(expected, rel=0.03)
 
@@ -330,6 +330,7 @@ def test_the_state_that_enters_the_toys_last_layer_is_some_ten_times_as_large_as
     ("n-1-scaled-loss", 1, 10),
     ("n-1-scaled-no-ca-loss", 10, None),
     ("n-1-no-ca-loss", 1, None),
+    ("n-1-new-scaled", 10, 10),
 ])
 @torch.no_grad()
 def test_ca_is_scaled_in_its_output_or_in_the_unit_of_its_loss(
