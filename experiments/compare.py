@@ -3,7 +3,7 @@
 Is the paper's drafter better than its opponents, and what is each part of it worth? arms.py has the
 drafters that are compared, the *arms*; side_by_side.py trains them. The target reads each batch
 once, and every arm learns from that pass. So the arms differ in nothing but what they are: all but
-three larger controls have the same number of parameters (within 1%), all have the same LM head, and
+four larger controls have the same number of parameters (within 1%), all have the same LM head, and
 all see the same text in the same order under the same optimizer. Unless --lr sets one for all, each
 has a learning rate of its own, the best of several: the one with which drafts get furthest after a
 training of one seed, a quarter as long, on answers to prompts that are neither trained on nor
