@@ -44,7 +44,8 @@ def moa_features(drafter: Drafter, reading: Reading, horizons: Iterable[Tensor])
     if isinstance(drafter, LastStateDrafter):
         memory = drafter.condense(drafter.states_of(reading))
     else:
-        memory = drafter.build_memory(reading.kv.split(LSA_TOKENS, dim=1))  # (B, T, E), as a rule
+        pieces = reading.kv.split(LSA_TOKENS, dim=1)
+        memory = drafter.build_memory(pieces)  # (B, T, E), or GLIDE's (B, T, 2 Ekv)
     sa_output = self_attend(drafter, reading.tokens)  # (B, T, E)
     for horizon in horizons:
         ca_output = cross_attend(drafter, sa_output, memory, horizon)

@@ -243,6 +243,16 @@ def test_each_arm_is_trained_at_a_rate_of_its_own(target):
     assert torch.equal(still, untrained) and not torch.equal(moved, untrained)
 
 
+def test_gradients_that_are_not_finite_end_the_training_before_they_reach_a_drafter(target):
+    drafter = drafter_of("full", target)
+    with torch.no_grad():
+        drafter.Ekv2E.weight.fill_(torch.inf)
+    optimizer = choose_optimizer(drafter.trained_parameters().values(), "adamw")
+    entrant = Entrant("full", ARMS["full"], target, drafter, 0.1, optimizer)
+    with pytest.raises(InputError, match="update 3: the gradients of full are not finite"):
+        make_update([entrant], some_batch(), 3, CONFIG)
+
+
 @torch.no_grad()
 def test_a_step_is_trained_where_query_and_root_are_in_an_answer_and_weighs_less_than_the_last(
         target):
